@@ -1,4 +1,5 @@
-"""Puts configurations and Slurm scripts into the package that is built; all else is in pyproject.toml."""
+"""Puts configurations and Slurm scripts into the package that is built; all else is in
+pyproject.toml."""
 
 from pathlib import Path
 
@@ -7,7 +8,8 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithExamples(build_py):
-    """As ``megatron_dppo/examples`` in the build; a checkout has no such folder, and neither has an editable one."""
+    """As ``megatron_dppo/examples`` in the build; a checkout has no such folder, and neither has an
+    editable one."""
 
     def run(self) -> None:
         super().run()

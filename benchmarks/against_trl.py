@@ -2,19 +2,22 @@
 
     python benchmarks/against_trl.py [--json]
 
-Every arm trains the same warmed-up policy of a million parameters, on the same pool of sums: 32 prompts of 8
-completions a step, one optimizer step per rollout, the same learning rate and loss (GRPO without a KL term), at one
-rank. On ``varied`` answers have 8 to 172 tokens, 62 on average (limit 192); on ``equal`` they have 13 (limit 16). The
-reward, also the same, gives credit for being near the sum, so that few groups are all right or all wrong: ours drops
-completions without advantage also where it does not prune, which costs nothing and would flatter it here.
+Every arm trains the same warmed-up policy of a million parameters, on the same pool of sums: 32
+prompts of 8 completions a step, one optimizer step per rollout, the same learning rate and loss
+(GRPO without a KL term), at one rank. On ``varied`` answers have 8 to 172 tokens, 62 on average
+(limit 192); on ``equal`` they have 13 (limit 16). The reward, also the same, gives credit for being
+near the sum, so that few groups are all right or all wrong: ours drops completions without
+advantage also where it does not prune, which costs nothing and would flatter it here.
 
-Arms take their steps in turn, so that a noisy machine treats them alike; medians over the steps count, the first step
-left out. Where other processes want the same cores, ``cpu_seconds`` says more than ``seconds``.
+Arms take their steps in turn, so that a noisy machine treats them alike; medians over the steps
+count, the first step left out. Where other processes want the same cores, ``cpu_seconds`` says more
+than ``seconds``.
 
-TRL lives in an environment of its own, which is made once, in MEGATRON_DPPO_CACHE (by default ~/.cache/megatron_dppo).
-``padding`` is the share of the tokens of forward and backward passes that is padding; memory is the peak resident
-memory above that after loading, of the training process alone (our verifier has another one of its own). Rewards of a
-pruned arm are those of the prompts that were rolled out: harder ones on average.
+TRL lives in an environment of its own, which is made once, in MEGATRON_DPPO_CACHE (by default
+~/.cache/megatron_dppo). ``padding`` is the share of the tokens of forward and backward passes that
+is padding; memory is the peak resident memory above that after loading, of the training process
+alone (our verifier has another one of its own). Rewards of a pruned arm are those of the prompts
+that were rolled out: harder ones on average.
 """
 
 from __future__ import annotations
@@ -42,14 +45,23 @@ from megatron_dppo.init import write_model
 HERE = Path(__file__).parent
 SAMPLES, LEARNING_RATE = 8, 2e-4
 PACK, TRL_BATCH = 1024, {"varied": 16, "equal": 64}
-"""Tokens and sequences of a forward and backward pass. On ``equal`` 64 of 8, 16, 32, 64, 128 and 1024 of 512, 1024 and
-4096 took the least processor time; on ``varied`` 16 sequences of TRL's took as long as 32."""
+"""Tokens and sequences of a forward and backward pass. On ``equal`` 64 of 8, 16, 32, 64, 128 and
+1024 of 512, 1024 and 4096 took the least processor time; on ``varied`` 16 sequences of TRL's took
+as long as 32."""
 OFF = ("pruning.prompts.rule=none", "pruning.completions.rule=none")
 OURS: dict[str, tuple[str, ...]] = {
     "unpruned": OFF,
     "pruned": ("pruning.prompts.keep=0.7", "pruning.completions.keep=0.5", "pruning.max_weight=5"),
-    "pruned_to_0.3": ("pruning.prompts.keep=0.7", "pruning.completions.keep=0.3", "pruning.max_weight=5"),
-    "fastest": ("pruning.prompts.keep=0.4", "pruning.completions.keep=0.3", "pruning.max_weight=10"),
+    "pruned_to_0.3": (
+        "pruning.prompts.keep=0.7",
+        "pruning.completions.keep=0.3",
+        "pruning.max_weight=5",
+    ),
+    "fastest": (
+        "pruning.prompts.keep=0.4",
+        "pruning.completions.keep=0.3",
+        "pruning.max_weight=10",
+    ),
 }
 
 
@@ -63,13 +75,15 @@ class Workload:
     max_prompt_tokens: int
     max_response_tokens: int
     forgotten_carries: float
-    """Share of the carries that the warm-up's teacher forgets, so that something is left to be learned; such that about
-    half of the answers are right, and most groups have right and wrong ones."""
+    """Share of the carries that the warm-up's teacher forgets, so that something is left to be
+    learned; such that about half of the answers are right, and most groups have right and wrong
+    ones."""
     warm_up_steps: int
 
     def sums(self, count: int, seed: int) -> list[Sum]:
-        """``varied``: 2 to 22 numbers, log-normal, whose answers have 8 to 172 tokens, 62 on average. ``equal``: two
-        numbers of two digits, with a sum of two digits; every right answer has 13 tokens."""
+        """``varied``: 2 to 22 numbers, log-normal, whose answers have 8 to 172 tokens, 62 on
+        average. ``equal``: two numbers of two digits, with a sum of two digits; every right answer
+        has 13 tokens."""
         rng, draw = np.random.default_rng(seed), random.Random(seed)
         drawn: dict[tuple[int, ...], None] = {}
         while len(drawn) < count:
@@ -78,13 +92,18 @@ class Workload:
                 drawn[tuple(draw.randint(1, 9) for _ in range(terms))] = None
             else:
                 drawn[draw.randint(10, 49), draw.randint(10, 49)] = None
-        return [Sum(terms, tuple(draw.random() < self.forgotten_carries for _ in terms[1:])) for terms in drawn]
+        return [
+            Sum(terms, tuple(draw.random() < self.forgotten_carries for _ in terms[1:]))
+            for terms in drawn
+        ]
 
 
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("varied", 32, 48, max_response_tokens=192, forgotten_carries=0.12, warm_up_steps=300),
+        Workload(
+            "varied", 32, 48, max_response_tokens=192, forgotten_carries=0.12, warm_up_steps=300
+        ),
         Workload("equal", 32, 8, max_response_tokens=16, forgotten_carries=0.6, warm_up_steps=200),
     )
 }
@@ -99,13 +118,22 @@ def prepared(workload: Workload, folder: Path) -> tuple[Path, Path]:
     policy, train = folder / workload.name / "policy", folder / workload.name / "train.jsonl"
     if not (policy / "config.json").exists():
         folder.joinpath(workload.name).mkdir(parents=True, exist_ok=True)
-        lessons, initial = folder / workload.name / "lessons.jsonl", folder / workload.name / "initial"
+        lessons, initial = (
+            folder / workload.name / "lessons.jsonl",
+            folder / workload.name / "initial",
+        )
         _write(lessons, workload.sums(1000 if workload.name == "equal" else 8192, seed=1))
         _write(train, workload.sums(512, seed=2))
         write_model(initial, std=0.05, overwrite=True)
-        words = [*data_settings(workload, lessons), "data.response_key=response", f"model.path={initial}"]
+        words = [
+            *data_settings(workload, lessons),
+            "data.response_key=response",
+            f"model.path={initial}",
+        ]
         words += [f"sft.out={policy}", "layout.dp=1", f"run.dir={folder / workload.name / 'sft'}"]
-        package_command("sft", *words, f"sft.steps={workload.warm_up_steps}", "sft.batch=48", "sft.lr=3e-3")
+        package_command(
+            "sft", *words, f"sft.steps={workload.warm_up_steps}", "sft.batch=48", "sft.lr=3e-3"
+        )
     return policy, train
 
 
@@ -120,15 +148,20 @@ def data_settings(workload: Workload, file: Path) -> list[str]:
 
 
 def _write(file: Path, sums: list[Sum]) -> None:
-    rows = [{"prompt": one.question, "label": one.label, "response": one.worked_answer} for one in sums]
+    rows = [
+        {"prompt": one.question, "label": one.label, "response": one.worked_answer} for one in sums
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def trl_python() -> str:
-    """The interpreter of TRL's environment, made anew whenever the list of what belongs there changes."""
+    """The interpreter of TRL's environment, made anew whenever the list of what belongs there
+    changes."""
     wanted = HERE / "requirements-trl.txt"
     cache = Path(os.environ.get("MEGATRON_DPPO_CACHE") or Path.home() / ".cache" / "megatron_dppo")
-    state = hashlib.sha256(f"{sys.version_info[:2]}".encode() + wanted.read_bytes()).hexdigest()[:16]
+    state = hashlib.sha256(f"{sys.version_info[:2]}".encode() + wanted.read_bytes()).hexdigest()[
+        :16
+    ]
     place = cache / f"trl-{state}"
     python = place / "bin" / "python"
     cache.mkdir(parents=True, exist_ok=True)
@@ -137,7 +170,16 @@ def trl_python() -> str:
         if not (place / "complete").exists():
             print(f"installing TRL into {place} (once)", file=sys.stderr)
             subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-            install = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "-r", wanted]
+            install = [
+                python,
+                "-m",
+                "pip",
+                "install",
+                "--disable-pip-version-check",
+                "--no-deps",
+                "-r",
+                wanted,
+            ]
             with place.with_suffix(".log").open("w") as log:
                 if subprocess.run(install, stdout=log, stderr=log).returncode:
                     raise RuntimeError(f"TRL could not be installed; the whole log is {log.name}")
@@ -173,7 +215,9 @@ class Arm:
     def result(self) -> dict[str, Any]:
         """Medians over all steps but the first, with what the last one told of all."""
         measured = self.steps[1:]
-        figures = {name: median(step[name] for step in measured) for name in ("seconds", "cpu_seconds")}
+        figures = {
+            name: median(step[name] for step in measured) for name in ("seconds", "cpu_seconds")
+        }
         told = {name: value for name, value in self.steps[-1].items() if name not in figures}
         return figures | told | {"all_seconds": [step["seconds"] for step in self.steps]}
 
@@ -181,15 +225,44 @@ class Arm:
 def commands(workload: Workload, options: argparse.Namespace, python: str) -> dict[str, list[str]]:
     """What starts each arm."""
     policy, pool = prepared(workload, options.folder)
-    trl = {"policy": str(policy), "pool": str(pool), "prompts": workload.prompts, "samples": SAMPLES}
-    trl |= {"max_response_tokens": workload.max_response_tokens, "lr": LEARNING_RATE, "steps": options.steps}
+    trl = {
+        "policy": str(policy),
+        "pool": str(pool),
+        "prompts": workload.prompts,
+        "samples": SAMPLES,
+    }
+    trl |= {
+        "max_response_tokens": workload.max_response_tokens,
+        "lr": LEARNING_RATE,
+        "steps": options.steps,
+    }
     trl |= {"threads": 1, "reward": "sum"}
-    trl |= {"batch": options.trl_batch or TRL_BATCH[workload.name], "settings": json.loads(options.trl_settings)}
-    ours = [sys.executable, str(HERE / "our_run.py"), *data_settings(workload, pool), f"model.path={policy}"]
-    ours += [f"reward.function={HERE / 'step_watch.py'}:compute_score", "loss.name=grpo", "layout.dp=1"]
+    trl |= {
+        "batch": options.trl_batch or TRL_BATCH[workload.name],
+        "settings": json.loads(options.trl_settings),
+    }
+    ours = [
+        sys.executable,
+        str(HERE / "our_run.py"),
+        *data_settings(workload, pool),
+        f"model.path={policy}",
+    ]
+    ours += [
+        f"reward.function={HERE / 'step_watch.py'}:compute_score",
+        "loss.name=grpo",
+        "layout.dp=1",
+    ]
     ours += ["run.export=false", "run.checkpoint_every=0"]
-    ours += [f"run.steps={options.steps}", f"rollout.prompts_per_step={workload.prompts}", "eval.problems=0"]
-    ours += [f"rollout.samples_per_prompt={SAMPLES}", f"optimizer.lr={LEARNING_RATE}", f"pack.max_tokens={PACK}"]
+    ours += [
+        f"run.steps={options.steps}",
+        f"rollout.prompts_per_step={workload.prompts}",
+        "eval.problems=0",
+    ]
+    ours += [
+        f"rollout.samples_per_prompt={SAMPLES}",
+        f"optimizer.lr={LEARNING_RATE}",
+        f"pack.max_tokens={PACK}",
+    ]
     arms = {"trl": [python, str(HERE / "trl_run.py"), json.dumps(trl)]}
     for name, settings in OURS.items():
         arms[name] = [*ours, f"run.dir={options.folder / workload.name / name}", *settings]

@@ -1,16 +1,19 @@
 """Seconds, memory and traffic of the two conversions, against ``cp -r`` of the same files.
 
-    python benchmarks/convert.py [--json] [--shape qwen3-1.7b | --model DIR] [--work-dir DIR] [--repetitions 5]
+    python benchmarks/convert.py [--json] [--shape qwen3-1.7b | --model DIR] [--work-dir DIR]
+    [--repetitions 5]
 
-A random-weight model of the published shape is made in bf16, in shards of a gigabyte. Each repetition copies it,
-converts it, copies the checkpoint and converts that back; before each of the four the last output is removed and the
-disk is left to finish writing. Every conversion is the real command in a fresh process; its seconds begin after the
-imports. ``*_over_cp`` are ratios of medians.
+A random-weight model of the published shape is made in bf16, in shards of a gigabyte. Each
+repetition copies it, converts it, copies the checkpoint and converts that back; before each of the
+four the last output is removed and the disk is left to finish writing. Every conversion is the real
+command in a fresh process; its seconds begin after the imports. ``*_over_cp`` are ratios of
+medians.
 
-``peak_gb`` is the most anonymous memory (RssAnon, every 10 ms) over what the process held after its imports, the larger
-of both ways. ``io_over_model`` is what the process read and wrote by system calls (rchar and wchar of /proc/self/io),
-over twice the bytes of the model's weights, the greater of both ways. Files are mapped only to find where archives
-begin, a few pages each, which it leaves out.
+``peak_gb`` is the most anonymous memory (RssAnon, every 10 ms) over what the process held after its
+imports, the larger of both ways. ``io_over_model`` is what the process read and wrote by system
+calls (rchar and wchar of /proc/self/io), over twice the bytes of the model's weights, the greater
+of both ways. Files are mapped only to find where archives begin, a few pages each, which it leaves
+out.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ def measured(way: str, source: Path, out: Path, workers: int) -> Measurement:
     return in_own_process(converted, way, str(source), str(out), "--workers", str(workers))
 
 
-def measure(model: Path, folder: Path, repetitions: int, workers: int) -> dict[str, list[Measurement]]:
+def measure(
+    model: Path, folder: Path, repetitions: int, workers: int
+) -> dict[str, list[Measurement]]:
     megatron = folder / "megatron"
     steps = {
         "cp of the model": ("cp", model, folder / "copy"),
@@ -88,7 +93,10 @@ def summary(found: dict[str, list[Measurement]], model: Path) -> dict[str, objec
         return max(getattr(measurement, field) for way in COMMANDS for measurement in found[way])
 
     shards = [file.stat().st_size for file in model.glob("*.safetensors")]
-    report: dict[str, object] = {"model_gb": round(sum(shards) / GB, 3), "largest_shard_gb": round(max(shards) / GB, 3)}
+    report: dict[str, object] = {
+        "model_gb": round(sum(shards) / GB, 3),
+        "largest_shard_gb": round(max(shards) / GB, 3),
+    }
     for name in found:
         report[f"{name.replace(' ', '_')}_seconds"] = round(middle(name, "seconds"), 2)
     for way, copied in {"to_megatron": "cp of the model", "to_hf": "cp of the checkpoint"}.items():
@@ -115,7 +123,11 @@ def main() -> None:
             model = folder / "model"
             write_model(model, shape=options.shape, dtype="bf16", max_shard_bytes=GB)
         found = measure(model, folder, options.repetitions, options.workers)
-        report = {"repetitions": options.repetitions, "workers": options.workers, **summary(found, model)}
+        report = {
+            "repetitions": options.repetitions,
+            "workers": options.workers,
+            **summary(found, model),
+        }
     finish(report, options)
 
 

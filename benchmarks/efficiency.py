@@ -1,21 +1,25 @@
-"""What pruning is worth beside a smaller batch: variance × seconds of the unpruned step over those of another step.
+"""What pruning is worth beside a smaller batch: variance × seconds of the unpruned step over those
+of another step.
 
-A step of fewer prompts, taken at random, has as much less cost as it has more variance, but for what a step costs
-whatever its size. This ratio, E, is therefore what a rule is worth at the gradient noise at which one trains.
+A step of fewer prompts, taken at random, has as much less cost as it has more variance, but for
+what a step costs whatever its size. This ratio, E, is therefore what a rule is worth at the
+gradient noise at which one trains.
 
-At three stages of a real training run, whole windows are rolled out, and the gradient of each completion is taken. V₀,
-the variance of a window's gradient g, is estimated from the window's prompts, as ``estimator.py`` says. D is the mean
-of ‖ĝ − g‖² over draws of a rule on the window, with the run's own record of prompts. Since the draws' mean is g, the
-variance of the step is V₀ + D. Under a biased rule this is its mean square error, if the bias is uncorrelated with g.
+At three stages of a real training run, whole windows are rolled out, and the gradient of each
+completion is taken. V₀, the variance of a window's gradient g, is estimated from the window's
+prompts, as ``estimator.py`` says. D is the mean of ‖ĝ − g‖² over draws of a rule on the window,
+with the run's own record of prompts. Since the draws' mean is g, the variance of the step is V₀ +
+D. Under a biased rule this is its mean square error, if the bias is uncorrelated with g.
 
-Seconds are s₀ + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the processor's seconds of further steps of
-the run at all stages, pruned and unpruned, with a quarter of the prompts to all. Each completion that is trained on
-counts its prompt, too.
+Seconds are s₀ + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the processor's seconds
+of further steps of the run at all stages, pruned and unpruned, with a quarter of the prompts to
+all. Each completion that is trained on counts its prompt, too.
 
-All arms share windows, so that they are compared more exactly than V₀ is known. Intervals are 95%, by leaving each
-window out in turn (the jackknife). ``smaller_batch`` is an unpruned step of half of the prompts. ``bound`` is the best
-of two grids of shares: drawn as the rule does, and with more knowledge than it can have. This is of each prompt how
-many of 32 further answers are right, and of each completion its true norm.
+All arms share windows, so that they are compared more exactly than V₀ is known. Intervals are 95%,
+by leaving each window out in turn (the jackknife). ``smaller_batch`` is an unpruned step of half of
+the prompts. ``bound`` is the best of two grids of shares: drawn as the rule does, and with more
+knowledge than it can have. This is of each prompt how many of 32 further answers are right, and of
+each completion its true norm.
 
     python benchmarks/efficiency.py [--windows 10] [--draws 60] [--json] [SETTING=VALUE ...]
 """
@@ -130,7 +134,8 @@ class Way:
     """Of how many prompts one is taken at random, before any rule."""
 
     def draw(self, rng: np.random.Generator) -> tuple[Floats, float, float, float]:
-        """Scales of all completions [n], tokens generated and trained on, and the estimated inflation."""
+        """Scales of all completions [n], tokens generated and trained on, and the estimated
+        inflation."""
         metadata, pruning = self.metadata, self.config.pruning
         objective = objective_for(self.config.loss)
         if self.fraction > 1:
@@ -149,19 +154,32 @@ class Way:
         order = np.argsort(selection.prompt_ids)
         groups = np.searchsorted(metadata.prompt_ids, selection.prompt_ids[order])
         part = dataclasses.replace(
-            take_groups(metadata, groups), prompt_inclusion=selection.inclusion[order], window=float(selection.window)
+            take_groups(metadata, groups),
+            prompt_inclusion=selection.inclusion[order],
+            window=float(selection.window),
         )
         scales = np.zeros(metadata.rewards.shape)
         if not len(groups):
             return scales.ravel(), 0.0, 0.0, 1.0
-        drawn = prune_minibatch(part, self.config, objective, keep=pruning.completions.share, rng=rng)
-        scales[groups] = np.where(drawn.kept, drawn.weight * drawn.coefficient / drawn.normaliser, 0.0)
+        drawn = prune_minibatch(
+            part, self.config, objective, keep=pruning.completions.share, rng=rng
+        )
+        scales[groups] = np.where(
+            drawn.kept, drawn.weight * drawn.coefficient / drawn.normaliser, 0.0
+        )
         inflation = variance_inflation([(part, drawn)])
-        return scales.ravel(), float(part.response_lengths.sum()), float(part.tokens[drawn.kept].sum()), inflation
+        return (
+            scales.ravel(),
+            float(part.response_lengths.sum()),
+            float(part.tokens[drawn.kept].sum()),
+            inflation,
+        )
 
     def step(self, window: Window, draws: int) -> Step:
         rng = np.random.default_rng(0)
-        scales, generated, trained, estimated = zip(*(self.draw(rng) for _ in range(draws)), strict=True)
+        scales, generated, trained, estimated = zip(
+            *(self.draw(rng) for _ in range(draws)), strict=True
+        )
         noise = float(np.mean(norm(window.gram, np.array(scales) - window.full) ** 2))
         sampling = window.sampling_noise * window.length**2
         return Step(noise, sampling, *map(statistics.fmean, (generated, trained, estimated)))
@@ -176,7 +194,9 @@ class Costs:
     trained: float
 
     def of(self, steps: Sequence[Step]) -> float:
-        generated, trained = (statistics.fmean(getattr(s, name) for s in steps) for name in ("generated", "trained"))
+        generated, trained = (
+            statistics.fmean(getattr(s, name) for s in steps) for name in ("generated", "trained")
+        )
         return self.step + self.generated * generated + self.trained * trained
 
 
@@ -192,7 +212,9 @@ def timed_steps(trainer: Trainer, repeats: int) -> list[tuple[float, float, floa
         count = round(size * own.rollout.prompts_per_step)
         chosen = np.sort(rng.choice(len(trainer.pool), count, replace=False))
         start = time.process_time()
-        rollouts = trainer.roll_out(StepRollouts(Selection(chosen, np.ones(count), window=count), trainer.step))
+        rollouts = trainer.roll_out(
+            StepRollouts(Selection(chosen, np.ones(count), window=count), trainer.step)
+        )
         rolled_out = time.process_time()
         learned = trainer.train(trainer.plan(rollouts), rollouts)
         rest = time.process_time() - rolled_out
@@ -204,7 +226,8 @@ def timed_steps(trainer: Trainer, repeats: int) -> list[tuple[float, float, floa
 
 
 def costs_of(rows: Sequence[tuple[float, float, float, float]]) -> Costs:
-    """Least squares of :func:`timed_steps`' rows. What pruning and packing take goes by the tokens generated."""
+    """Least squares of :func:`timed_steps`' rows. What pruning and packing take goes by the tokens
+    generated."""
     generated, trained, rolling_out, rest = np.array(rows).T
     tokens = np.stack([np.ones(len(rows)), generated, trained], axis=1)
     (once, planning, training), *_ = np.linalg.lstsq(tokens, rest)
@@ -217,7 +240,9 @@ def with_interval(value: Callable[[Sequence[int]], float], windows: int) -> dict
     everything = range(windows)
     found = value(everything)
     without = (value([i for i in everything if i != left]) for left in everything)
-    _, reach = mean_and_reach([windows * found - (windows - 1) * each for each in without])  # Tukey's pseudo-values
+    _, reach = mean_and_reach(
+        [windows * found - (windows - 1) * each for each in without]
+    )  # Tukey's pseudo-values
     return {"efficiency": found, "interval": [found - reach, found + reach]}
 
 
@@ -229,15 +254,19 @@ def judged(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, dict[
         def efficiency(chosen: Sequence[int], own: Sequence[Step] = own) -> float:
             base = [steps[BASELINE][i] for i in chosen]
             these = [own[i] for i in chosen]
-            return costs.of(base) * sum(s.sampling for s in base) / (costs.of(these) * variance(these))
+            return (
+                costs.of(base) * sum(s.sampling for s in base) / (costs.of(these) * variance(these))
+            )
 
         sampling = sum(step.sampling for step in own)
         found[name] = {
             **with_interval(efficiency, len(own)),
             "variance": variance(own) / sampling,
             "variance_estimated": statistics.fmean(step.estimated for step in own),
-            "generated": sum(step.generated for step in own) / sum(step.generated for step in steps[BASELINE]),
-            "trained": sum(step.trained for step in own) / sum(step.trained for step in steps[BASELINE]),
+            "generated": sum(step.generated for step in own)
+            / sum(step.generated for step in steps[BASELINE]),
+            "trained": sum(step.trained for step in own)
+            / sum(step.trained for step in steps[BASELINE]),
             "seconds": costs.of(own) / costs.of(steps[BASELINE]),
         }
     return found
@@ -264,10 +293,18 @@ class Visit:
         """Everything of the stage."""
         arms, base = judged(self.steps, costs), self.steps[BASELINE]
         grid, known = (
-            {each.removeprefix(word): found for each, found in arms.items() if each.startswith(word)}
+            {
+                each.removeprefix(word): found
+                for each, found in arms.items()
+                if each.startswith(word)
+            }
             for word in ("grid ", "known ")
         )
-        bests = {name: _best(found) for name, found in (("best_of_grid", grid), ("best_known", known)) if found}
+        bests = {
+            name: _best(found)
+            for name, found in (("best_of_grid", grid), ("best_known", known))
+            if found
+        }
         bound = max(bests.values(), key=lambda found: found["efficiency"])
         own = {each: arms[each] for each in ARMS}
         return {
@@ -277,7 +314,10 @@ class Visit:
             "mixed_groups": self.mixed_groups,
             "seconds": dataclasses.asdict(costs),
             "unpruned_step_s": costs.of(base),
-            "tokens": {key: statistics.fmean(getattr(step, key) for step in base) for key in ("generated", "trained")},
+            "tokens": {
+                key: statistics.fmean(getattr(step, key) for step in base)
+                for key in ("generated", "trained")
+            },
             "arms": own,
             "grid": {keep: found["efficiency"] for keep, found in grid.items()},
             **bests,
@@ -293,9 +333,16 @@ def visited(trainer: Trainer, name: str, options: Any) -> Visit:
     size, rng = trainer.config.rollout.prompts_per_step, np.random.default_rng(0)
     chosen = rng.permutation(len(trainer.pool))[: options.windows * size].reshape(-1, size)
     if len(chosen) < options.windows:
-        raise SystemExit(f"--windows {options.windows} of {size} prompts are more than the pool's {len(trainer.pool)}")
+        raise SystemExit(
+            f"--windows {options.windows} of {size} prompts are more than the pool's "
+            f"{len(trainer.pool)}"
+        )
     configs = {each: configured(trainer, *settings) for each, settings in ARMS.items()}
-    configs |= {f"grid {p} / {c}": configured(trainer, *GENEROUS, *_keeps(p, c)) for p in KEEPS[0] for c in KEEPS[1]}
+    configs |= {
+        f"grid {p} / {c}": configured(trainer, *GENEROUS, *_keeps(p, c))
+        for p in KEEPS[0]
+        for c in KEEPS[1]
+    }
     steps: dict[str, list[Step]] = {}
     right, live = [], []
     for number, prompt_ids in enumerate(np.sort(chosen, axis=1)):
@@ -329,7 +376,8 @@ def configured(trainer: Trainer, *settings: str) -> Config:
 def ways(
     trainer: Trainer, stage: Stage, configs: Mapping[str, Config], seeds: int, further: int
 ) -> Iterator[tuple[str, Way]]:
-    """All arms, the grid, and after so many ``further`` rollouts of the window, of these ``seeds``, the bound."""
+    """All arms, the grid, and after so many ``further`` rollouts of the window, of these ``seeds``,
+    the bound."""
     history, metadata = trainer.sampler.history, stage.metadata
     for name, config in configs.items():
         yield name, Way(config, history, metadata, FRACTIONS.get(name, 1))
@@ -339,7 +387,9 @@ def ways(
     selection = Selection(ids, np.ones(len(ids)), window=len(ids))
     right, tokens = np.zeros((2, len(ids)))
     for number in range(further):
-        rollouts = trainer.roll_out(StepRollouts(selection, trainer.config.run.steps + seeds + number))
+        rollouts = trainer.roll_out(
+            StepRollouts(selection, trainer.config.run.steps + seeds + number)
+        )
         right += (rollouts.metadata.rewards == 1.0).sum(axis=1)
         tokens += rollouts.metadata.response_lengths.mean(axis=1) / further
     chance = (right + 0.5) / (further * samples + 1.0)
@@ -361,7 +411,8 @@ def main() -> None:
         repeats=(8, "of the timed steps of each size"),
         further=(
             4,
-            "rollouts of a window, by which the bound knows how likely a prompt's group is to be mixed; 0: none",
+            "rollouts of a window, by which the bound knows how likely a prompt's group is to be "
+            "mixed; 0: none",
         ),
     )
     parser.add_argument("--task", choices=list(TASKS), default="sums")

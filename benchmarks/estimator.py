@@ -1,10 +1,11 @@
-"""How well each rule for completions estimates the gradient, on real ones: three stages of a real training run.
+"""How well each rule for completions estimates the gradient, on real ones: three stages of a real
+training run.
 
-For every rule and budget of expected kept tokens (rates are found by bisection), over many draws: the error
-E‖∇Ĵ − ∇J‖² / ‖∇J‖², which includes the bias of a biased rule, and the bias ‖E∇Ĵ − ∇J‖ / ‖∇J‖ with the standard error
-of its estimate. ``sampling_noise`` is what sampling leaves without any pruning: the variance of ∇J over windows of so
-many independent prompts, over ‖∇J‖², estimated from the window's own prompts as N/(N − 1) Σ_q ‖y_q − ȳ‖² with y_q a
-prompt's part of ∇J.
+For every rule and budget of expected kept tokens (rates are found by bisection), over many draws:
+the error E‖∇Ĵ − ∇J‖² / ‖∇J‖², which includes the bias of a biased rule, and the bias ‖E∇Ĵ − ∇J‖ /
+‖∇J‖ with the standard error of its estimate. ``sampling_noise`` is what sampling leaves without any
+pruning: the variance of ∇J over windows of so many independent prompts, over ‖∇J‖², estimated from
+the window's own prompts as N/(N − 1) Σ_q ‖y_q − ȳ‖² with y_q a prompt's part of ∇J.
 
     python benchmarks/estimator.py [--prompts 48] [--samples 8] [--json]
 """
@@ -36,9 +37,11 @@ from megatron_dppo.rl.types import Floats, StepMetadata
 BUDGETS = (0.5, 0.3, 0.15)
 HELD = ("grpo", "dapo")
 TOLERANCE = 0.03
-"""Relative distance from a budget past which a rule cannot reach it: 0/1 rules move in whole completions."""
+"""Relative distance from a budget past which a rule cannot reach it: 0/1 rules move in whole
+completions."""
 LEAST_ERROR = 1e-3
-"""Errors below count as this in the ratio of neyman's to threshold's: a rule that keeps all that teaches has none."""
+"""Errors below count as this in the ratio of neyman's to threshold's: a rule that keeps all that
+teaches has none."""
 
 Draw = Callable[[np.random.Generator], tuple[Floats, float]]
 """One draw: scales of all completions [n], and the tokens of the rows kept."""
@@ -54,7 +57,8 @@ class Row:
     max_weight: float
     budget: float
     kept_tokens: float | None
-    """Mean share of the window's row tokens that was kept; None, as what follows, where no rate meets the budget."""
+    """Mean share of the window's row tokens that was kept; None, as what follows, where no rate
+    meets the budget."""
     error: float | None = None
     bias: float | None = None
     bias_standard_error: float | None = None
@@ -66,16 +70,27 @@ class Window:
     def __init__(self, stage: Stage, objective: str) -> None:
         self.stage, self.objective = stage, OBJECTIVES[objective]
         metadata = self.metadata = stage.metadata
-        self.advantage = estimate_advantages(self.objective.advantage, metadata.rewards, read_columns(metadata))[..., 0]
+        self.advantage = estimate_advantages(
+            self.objective.advantage, metadata.rewards, read_columns(metadata)
+        )[..., 0]
         self.gram = stage.unit_gram * np.outer(self.advantage, self.advantage)
-        self.cost = (metadata.prompt_lengths[:, None] + metadata.response_lengths).astype(np.float64)
+        self.cost = (metadata.prompt_lengths[:, None] + metadata.response_lengths).astype(
+            np.float64
+        )
         rng = np.random.default_rng(0)
-        everything = prune_minibatch(metadata, self.config(_rules("none")), self.objective, keep=1.0, rng=rng)
+        everything = prune_minibatch(
+            metadata, self.config(_rules("none")), self.objective, keep=1.0, rng=rng
+        )
         self.full = (everything.coefficient / everything.normaliser).ravel()
         self.length = float(norm(self.gram, self.full))
         if not self.length > 0.0:
-            problem = f"no group has mixed rewards at the {stage.name} stage, so that there is no gradient"
-            raise UserError("--prompts", len(metadata.rewards), problem, "Give more, or raise sft.steps")
+            problem = (
+                f"no group has mixed rewards at the {stage.name} stage, so that there is no "
+                "gradient"
+            )
+            raise UserError(
+                "--prompts", len(metadata.rewards), problem, "Give more, or raise sft.steps"
+            )
 
     def config(self, pruning: PruningConfig) -> config.Config:
         return config.Config(loss=config.LossConfig(name=self.objective.name), pruning=pruning)
@@ -94,7 +109,10 @@ class Window:
     def judge(self, draw: Draw, draws: int) -> dict[str, float]:
         rng = np.random.default_rng(0)
         made = [draw(rng) for _ in range(draws)]
-        scales, tokens = np.array([scale for scale, _ in made]), np.array([kept for _, kept in made])
+        scales, tokens = (
+            np.array([scale for scale, _ in made]),
+            np.array([kept for _, kept in made]),
+        )
         mean = scales.mean(axis=0)
         error = float(np.mean(norm(self.gram, scales - self.full) ** 2)) / self.length**2
         spread = float(np.mean(norm(self.gram, scales - mean) ** 2)) / self.length**2
@@ -105,21 +123,30 @@ class Window:
             "bias_standard_error": math.sqrt(spread / draws),
         }
 
-    def completions(self, pruning: PruningConfig, keep: float, metadata: StepMetadata | None = None) -> Draw:
+    def completions(
+        self, pruning: PruningConfig, keep: float, metadata: StepMetadata | None = None
+    ) -> Draw:
         """Draws of a rule for completions; ``metadata`` may tell it other score norms."""
         ruled, known = self.config(pruning), metadata or self.metadata
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
             pruned = prune_minibatch(known, ruled, self.objective, keep=keep, rng=rng)
-            scale = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
+            scale = np.where(
+                pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0
+            )
             return scale.ravel(), float(self.cost[pruned.kept].sum())
 
         return draw
 
     def uniform(self, share: float, *, all_of_them: bool) -> Draw:
-        """Independent draws with equal probabilities, of all completions or of those with an advantage."""
-        candidates = np.ones_like(self.cost) if all_of_them else (self.advantage != 0.0).astype(np.float64)
-        inclusion = np.minimum(share * self.cost.sum() / (candidates * self.cost).sum(), 1.0) * candidates
+        """Independent draws with equal probabilities, of all completions or of those with an
+        advantage."""
+        candidates = (
+            np.ones_like(self.cost) if all_of_them else (self.advantage != 0.0).astype(np.float64)
+        )
+        inclusion = (
+            np.minimum(share * self.cost.sum() / (candidates * self.cost).sum(), 1.0) * candidates
+        )
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
             kept = draw_bernoulli(inclusion, rng)
@@ -129,17 +156,25 @@ class Window:
         return draw
 
     def importance(self, budget: float) -> Draw:
-        """Importance sampling with replacement, ∝ |A|·c/√cost: Cost-Aware GRPO (arXiv:2604.28020), with c as the loss
-        has it, 1 for ``token_mean``. What is drawn several times is trained on once, with all of its weight, and costs
-        its tokens once. Where all that has an advantage fits into the budget, all of it is kept."""
-        probability = np.abs(self.advantage) * np.abs(self.full.reshape(self.cost.shape)) / np.sqrt(self.cost)
+        """Importance sampling with replacement, ∝ |A|·c/√cost: Cost-Aware GRPO (arXiv:2604.28020),
+        with c as the loss has it, 1 for ``token_mean``. What is drawn several times is trained on
+        once, with all of its weight, and costs its tokens once. Where all that has an advantage
+        fits into the budget, all of it is kept."""
+        probability = (
+            np.abs(self.advantage) * np.abs(self.full.reshape(self.cost.shape)) / np.sqrt(self.cost)
+        )
         live = probability > 0.0
         probability = (probability / probability.sum()).ravel()
 
         def at(draws: float) -> Draw:
             def draw(rng: np.random.Generator) -> tuple[Floats, float]:
                 count = rng.multinomial(round(draws), probability)
-                weight = np.divide(count, round(draws) * probability, out=np.zeros_like(probability), where=count > 0)
+                weight = np.divide(
+                    count,
+                    round(draws) * probability,
+                    out=np.zeros_like(probability),
+                    where=count > 0,
+                )
                 return self.full * weight, float(self.cost.ravel()[count > 0].sum())
 
             return draw
@@ -149,14 +184,18 @@ class Window:
         low, high = 1.0, 1e3 * self.cost.size
         while high - low > 1.0:
             middle = (low + high) / 2
-            low, high = (middle, high) if expected_tokens(self, at(middle)) < budget else (low, middle)
+            low, high = (
+                (middle, high) if expected_tokens(self, at(middle)) < budget else (low, middle)
+            )
         return at(high)
 
 
 def _rules(rule: str, *, max_weight: float = 5.0, **more: object) -> PruningConfig:
     completions = config.CompletionPruningConfig(rule=rule, **more)
     return PruningConfig(
-        prompts=config.PromptPruningConfig(rule="none"), completions=completions, max_weight=max_weight
+        prompts=config.PromptPruningConfig(rule="none"),
+        completions=completions,
+        max_weight=max_weight,
     )
 
 
@@ -169,7 +208,11 @@ def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
         "neyman, true norms": dataclasses.replace(stage.metadata, score_norms=norms),
     }
     weights = (5.0, 20.0)
-    ruled = [(name, _rules("neyman", max_weight=most), known) for most in weights for name, known in told.items()]
+    ruled = [
+        (name, _rules("neyman", max_weight=most), known)
+        for most in weights
+        for name, known in told.items()
+    ]
     ruled += [("threshold", _rules("threshold", max_weight=most), None) for most in weights]
     ruled += [(name, _rules(name), None) for name in ("threshold_deterministic", "top_k")]
     ruled += [("top_k, kept", _rules("top_k", normaliser="kept"), None)]
@@ -180,7 +223,9 @@ def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
             ("importance", math.inf, window.importance(budget)),
         ]
         for name, pruning, metadata in ruled:
-            draw = at_budget(window, budget, lambda k, p=pruning, m=metadata: window.completions(p, k, m))
+            draw = at_budget(
+                window, budget, lambda k, p=pruning, m=metadata: window.completions(p, k, m)
+            )
             found.append((name, pruning.max_weight, draw))
         for name, weight, draw in found:
             row = Row(stage.name, objective, name, weight, budget, None)
@@ -194,9 +239,11 @@ def expected_tokens(window: Window, draw: Draw, draws: int = 60) -> float:
 
 
 def at_budget(window: Window, budget: float, at: Callable[[float], Draw]) -> Draw | None:
-    """The rule at the rate at which it keeps ``budget`` of the tokens, by bisection; None if no rate does.
+    """The rule at the rate at which it keeps ``budget`` of the tokens, by bisection; None if no
+    rate does.
 
-    Where all that has an advantage fits into the budget, a rule that keeps all of that, and drops the rest, is within.
+    Where all that has an advantage fits into the budget, a rule that keeps all of that, and drops
+    the rest, is within.
     """
     if expected_tokens(window, at(1.0)) <= budget:
         return at(1.0)
@@ -212,24 +259,34 @@ def at_budget(window: Window, budget: float, at: Callable[[float], Draw]) -> Dra
 
 
 def correlations(stage: Stage, *, weighed: bool) -> dict[str, float]:
-    """Pearson's, of the true norms ‖Σ_t ∇log p_t‖ with each proxy of them, over completions with an advantage.
+    """Pearson's, of the true norms ‖Σ_t ∇log p_t‖ with each proxy of them, over completions with an
+    advantage.
 
     Args:
         stage: what was measured.
-        weighed: by |A|/L, as norms and proxies enter the sums of ``seq_mean``; ``advantage`` is a proxy of 1 then.
+        weighed: by |A|/L, as norms and proxies enter the sums of ``seq_mean``; ``advantage`` is a
+            proxy of 1 then.
     """
     metadata = stage.metadata
     live = np.ptp(metadata.rewards, axis=1) > 0.0
     lengths = metadata.response_lengths.astype(np.float64)
     plain = {"advantage": np.ones_like(lengths)} if weighed else {"√length": np.sqrt(lengths)}
     proxies = {"engine": metadata.score_norms, **plain}
-    share = np.abs(group_advantages(metadata.rewards, normalise=True)) / lengths if weighed else np.ones_like(lengths)
+    share = (
+        np.abs(group_advantages(metadata.rewards, normalise=True)) / lengths
+        if weighed
+        else np.ones_like(lengths)
+    )
     norms = (share * stage.unit_norms)[live].ravel()
-    return {name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1]) for name, proxy in proxies.items()}
+    return {
+        name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1])
+        for name, proxy in proxies.items()
+    }
 
 
 def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, object]:
-    """Geometric mean of the errors' ratio over objectives, stages and budgets at which both are feasible, and each."""
+    """Geometric mean of the errors' ratio over objectives, stages and budgets at which both are
+    feasible, and each."""
     errors = {
         (row.rule, row.stage, row.objective, row.budget): max(row.error, LEAST_ERROR)
         for row in rows
@@ -269,7 +326,9 @@ def main() -> None:
                     "step": stage.step,
                     "accuracy": float((stage.metadata.rewards == 1.0).mean()),
                     "mixed_groups": float((np.ptp(stage.metadata.rewards, axis=1) > 0.0).mean()),
-                    "sampling_noise": {objective: Window(stage, objective).sampling_noise for objective in HELD},
+                    "sampling_noise": {
+                        objective: Window(stage, objective).sampling_noise for objective in HELD
+                    },
                     "correlation_with_true_norms": correlations(stage, weighed=False),
                     "correlation_of_terms": correlations(stage, weighed=True),
                 }
@@ -279,7 +338,10 @@ def main() -> None:
         "neyman_over_threshold": default["ratio"],
         "by_max_weight": [default, light],
         "stages": stages,
-        "rows": [asdict(row) | {"max_weight": None if math.isinf(row.max_weight) else row.max_weight} for row in rows],
+        "rows": [
+            asdict(row) | {"max_weight": None if math.isinf(row.max_weight) else row.max_weight}
+            for row in rows
+        ],
     }
     finish(report, options)
 

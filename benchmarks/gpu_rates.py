@@ -1,19 +1,23 @@
-"""Rates of one GPU that plans assume: products of matrices, attention over packs, memory, copies to and from the host.
+"""Rates of one GPU that plans assume: products of matrices, attention over packs, memory, copies to
+and from the host.
 
     python benchmarks/gpu_rates.py [--json] [--only attention] [--tokens 8192]
     python benchmarks/gpu_rates.py --tiny
 
-Everything is in bf16 and timed as the median of several calls, without gaps between kernels being taken out.
+Everything is in bf16 and timed as the median of several calls, without gaps between kernels being
+taken out.
 
-- ``products``: TFLOP/s of each matrix of a layer of Qwen3-8B, and of Qwen3-32B in eight tensor-parallel ranks.
-- ``attention``: TFLOP/s of Transformer Engine's attention over a pack (THD) of 12 causal segments, 32 heads and 8
-  key-value heads of 128, forward and backward. Only pairs of tokens within a segment's triangle are counted.
+- ``products``: TFLOP/s of each matrix of a layer of Qwen3-8B, and of Qwen3-32B in eight
+  tensor-parallel ranks.
+- ``attention``: TFLOP/s of Transformer Engine's attention over a pack (THD) of 12 causal segments,
+  32 heads and 8 key-value heads of 128, forward and backward. Only pairs of tokens within a
+  segment's triangle are counted.
 - ``memory``: GB/s of an addition in float32, three bytes moved for each byte of its result.
 - ``host``: GB/s of copies of 8 GiB from pinned memory and back.
 
-``megatron-dppo plan`` assumes fractions of the data sheet's rates: 0.72 for products, 0.40 and 0.30 for attention, 0.85
-for memory. With ``--tiny`` all but attention runs on a CPU, in small sizes, to see that it works. Without CUDA the
-script ends with exit code 2.
+``megatron-dppo plan`` assumes fractions of the data sheet's rates: 0.72 for products, 0.40 and 0.30
+for attention, 0.85 for memory. With ``--tiny`` all but attention runs on a CPU, in small sizes, to
+see that it works. Without CUDA the script ends with exit code 2.
 """
 
 from __future__ import annotations
@@ -34,7 +38,11 @@ HEADS, KV_HEADS, HEAD_DIM, SEGMENTS = 32, 8, 128, 12
 
 
 def seconds_on(device: torch.device, work: Callable[[], object]) -> float:
-    return median_seconds(work, torch.cuda.synchronize) if device.type == "cuda" else median_seconds(work)
+    return (
+        median_seconds(work, torch.cuda.synchronize)
+        if device.type == "cuda"
+        else median_seconds(work)
+    )
 
 
 def matrices(shape: PolicyShape, tp: int) -> dict[str, tuple[int, int]]:
@@ -57,7 +65,9 @@ def measure_products(tokens: int, device: torch.device, scale: int) -> dict[str,
             a = torch.randn(tokens, rows, device=device, dtype=torch.bfloat16)
             b = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
             seconds = seconds_on(device, partial(torch.matmul, a, b))
-            found.setdefault(f"{name}-tp{tp}", {})[matrix] = 2e-12 * tokens * rows * columns / seconds
+            found.setdefault(f"{name}-tp{tp}", {})[matrix] = (
+                2e-12 * tokens * rows * columns / seconds
+            )
     return found
 
 
@@ -71,9 +81,16 @@ def measure_attention(tokens: int, device: torch.device) -> dict[str, float]:
     longest = int((ends[1:] - ends[:-1]).max())
 
     def draw(heads: int) -> torch.Tensor:
-        return torch.randn(tokens, heads, HEAD_DIM, device=device, dtype=torch.bfloat16, requires_grad=True)
+        return torch.randn(
+            tokens, heads, HEAD_DIM, device=device, dtype=torch.bfloat16, requires_grad=True
+        )
 
-    given = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest, "max_seqlen_kv": longest}
+    given = {
+        "cu_seqlens_q": ends,
+        "cu_seqlens_kv": ends,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
     q, k, v = draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)
     forward = partial(attention, q, k, v, **given)
     with torch.no_grad():
@@ -99,11 +116,16 @@ def measure_host(device: torch.device, scale: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, tokens=(8192, "of a pack"), tiny=(False, "small sizes, on a CPU too"))
+    parser = arguments(
+        __doc__, tokens=(8192, "of a pack"), tiny=(False, "small sizes, on a CPU too")
+    )
     parser.add_argument("--only", choices=PARTS, help="one part")
     options, cuda = parser.parse_args(), torch.cuda.is_available()
     if not cuda and not options.tiny:
-        print("gpu_rates.py needs CUDA, and torch sees none; --tiny shows on a CPU that it works", file=sys.stderr)
+        print(
+            "gpu_rates.py needs CUDA, and torch sees none; --tiny shows on a CPU that it works",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     device = torch.device("cuda" if cuda else "cpu")
     scale = 64 if options.tiny else 1
@@ -114,9 +136,18 @@ def main() -> None:
         "memory": partial(measure_memory, device, scale),
         "host": partial(measure_host, device, scale),
     }
-    wanted = [options.only] if options.only else [part for part in PARTS if cuda or part != "attention"]
+    wanted = (
+        [options.only] if options.only else [part for part in PARTS if cuda or part != "attention"]
+    )
     figures = {part: parts[part]() for part in wanted}
-    finish({"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__, **figures}, options)
+    finish(
+        {
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "torch": torch.__version__,
+            **figures,
+        },
+        options,
+    )
 
 
 if __name__ == "__main__":

@@ -1,37 +1,40 @@
 """A step of the real Qwen3 shapes on one GPU, packed, and the same sequences padded to the longest.
 
-    python benchmarks/gpu_step.py [--json] [--shapes 0.6b 1.7b 4b] [--sequences 64] [--pack-tokens 8192]
-    python benchmarks/gpu_step.py --shapes 1.7b --sync-debug --profile kernels.txt
-    python benchmarks/gpu_step.py --tiny
+    python benchmarks/gpu_step.py [--json] [--shapes 0.6b 1.7b 4b] [--sequences 64] [--pack-tokens
+    8192] python benchmarks/gpu_step.py --shapes 1.7b --sync-debug --profile kernels.txt python
+    benchmarks/gpu_step.py --tiny
 
-Needs the package's directory on PYTHONPATH where it is not installed, and of its requirements torch, megatron-core,
-pydantic, PyYAML, NumPy, transformers and, for the fast layers, Transformer Engine. The 4B shape takes some 67 GiB for
-weights, gradients and Adam's state before any activation.
+Needs the package's directory on PYTHONPATH where it is not installed, and of its requirements
+torch, megatron-core, pydantic, PyYAML, NumPy, transformers and, for the fast layers, Transformer
+Engine. The 4B shape takes some 67 GiB for weights, gradients and Adam's state before any
+activation.
 
-Weights are random, in bf16; lengths are those of long-tailed answers, up to 4,096 tokens with the prompt. A step is
-the trainer's own: forward and backward passes over all packs, the gradient's norm, and Adam; the pass for
-log-probabilities, which a reference or several updates per rollout ask for, is timed beside it. Each shape has a
-process of its own.
+Weights are random, in bf16; lengths are those of long-tailed answers, up to 4,096 tokens with the
+prompt. A step is the trainer's own: forward and backward passes over all packs, the gradient's
+norm, and Adam; the pass for log-probabilities, which a reference or several updates per rollout ask
+for, is timed beside it. Each shape has a process of its own.
 
-The padded way goes through the same code, a pack holding as many sequences as fit once each is as long as the longest.
-The head scores response tokens alone there, too, which a trainer that pads seldom does.
+The padded way goes through the same code, a pack holding as many sequences as fit once each is as
+long as the longest. The head scores response tokens alone there, too, which a trainer that pads
+seldom does.
 
-``model_flops_share`` is the model's FLOPs for real tokens (no padding, nothing recomputed), over the time of a step and
-over the rate that the same process reaches in a product of large matrices of the weights' type: what is called MFU, but
-for a data sheet's rate.
+``model_flops_share`` is the model's FLOPs for real tokens (no padding, nothing recomputed), over
+the time of a step and over the rate that the same process reaches in a product of large matrices of
+the weights' type: what is called MFU, but for a data sheet's rate.
 
 ``peak_gib`` is the most that torch had allocated at once. ``planned_peak_gib`` beside it sums what
-``megatron-dppo plan`` expects of the same shape and pack: weights, gradients, Adam's state, activations, the head. It
-leaves out what the plan adds and torch's count has not: buckets on their way to servers (none are sent here), CUDA's
-own memory, and what is lost between allocations. The plan reckons with Transformer Engine's layers; with torch's, the
-two do not compare.
+``megatron-dppo plan`` expects of the same shape and pack: weights, gradients, Adam's state,
+activations, the head. It leaves out what the plan adds and torch's count has not: buckets on their
+way to servers (none are sent here), CUDA's own memory, and what is lost between allocations. The
+plan reckons with Transformer Engine's layers; with torch's, the two do not compare.
 
-``--sync-debug`` counts how often the host waits for the device in torch's own calls (a value read, a copy from memory
-that is not pinned), by the places in the code, on standard error. A wait for the whole device or inside a library is
-not seen. With two packs or more it tells what each pack costs from what an update does once.
+``--sync-debug`` counts how often the host waits for the device in torch's own calls (a value read,
+a copy from memory that is not pinned), by the places in the code, on standard error. A wait for the
+whole device or inside a library is not seen. With two packs or more it tells what each pack costs
+from what an update does once.
 
-Without CUDA it ends with exit code 2. With ``--tiny`` a tiny shape runs anywhere, in fp32 on a CPU, to see that it
-works; its figures say nothing.
+Without CUDA it ends with exit code 2. With ``--tiny`` a tiny shape runs anywhere, in fp32 on a CPU,
+to see that it works; its figures say nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +51,15 @@ from unittest import mock
 import numpy as np
 import torch
 from gpu_watch import waits_per_pack, write_profile
-from harness import WARM_UP, arguments, be_the_only_rank, finish, in_own_process, median_seconds, timed
+from harness import (
+    WARM_UP,
+    arguments,
+    be_the_only_rank,
+    finish,
+    in_own_process,
+    median_seconds,
+    timed,
+)
 
 from megatron_dppo import config as settings
 from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig, OptimizerConfig
@@ -117,7 +128,11 @@ def make_rows(setting: Setting, vocabulary: int) -> list[TrainingSample]:
         engine = np.full(length, -np.log(vocabulary), np.float32)
         sampled = np.ones(length, bool)
         advantage = float(rng.normal())
-        rows.append(TrainingSample(ids[:prompt], ids[prompt:], engine, sampled, advantage, 1.0 / length, version=0))
+        rows.append(
+            TrainingSample(
+                ids[:prompt], ids[prompt:], engine, sampled, advantage, 1.0 / length, version=0
+            )
+        )
     return rows
 
 
@@ -125,8 +140,13 @@ def packed(rows: list[TrainingSample], setting: Setting, hidden: int) -> list[Pa
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
     limit = setting.pack_tokens // setting.scale
     multiple = capacity_multiple(LayoutConfig(dp=1), limit, cuda=torch.cuda.is_available())
-    packing = pack_sequences(lengths, ranks=1, max_tokens=limit, capacity_multiple=multiple, hidden=hidden)
-    return [build_pack([rows[i] for i in pack], packing.capacity, pad_id=0, align=1) for pack in packing.packs[0]]
+    packing = pack_sequences(
+        lengths, ranks=1, max_tokens=limit, capacity_multiple=multiple, hidden=hidden
+    )
+    return [
+        build_pack([rows[i] for i in pack], packing.capacity, pad_id=0, align=1)
+        for pack in packing.packs[0]
+    ]
 
 
 def padded(rows: list[TrainingSample], setting: Setting) -> list[Pack]:
@@ -144,14 +164,16 @@ def update(actor: Actor, packs: list[Pack]) -> None:
 
 
 def forward_flops(shape: PolicyShape, rows: list[TrainingSample]) -> float:
-    """Of the products of matrices, and of causal attention, for real tokens; the head's for responses."""
+    """Of the products of matrices, and of causal attention, for real tokens; the head's for
+    responses."""
     heads, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layer = shape.hidden * (2 * heads + 2 * kv + 3 * shape.ffn * (shape.experts_per_token or 1))
     lengths = np.array([len(row.prompt_ids) + len(row.response_ids) for row in rows], dtype=float)
     responses = sum(len(row.response_ids) for row in rows)
     attention = 2.0 * heads * float((lengths**2).sum())
     return (
-        shape.num_layers * (2.0 * layer * lengths.sum() + attention) + 2.0 * shape.hidden * shape.vocab_size * responses
+        shape.num_layers * (2.0 * layer * lengths.sum() + attention)
+        + 2.0 * shape.hidden * shape.vocab_size * responses
     )
 
 
@@ -180,13 +202,17 @@ def planned_gib(setting: Setting, shape: PolicyShape, pack_tokens: int) -> float
     """What a plan expects of what torch allocates in a step on one GPU."""
     layout = LayoutConfig(dp=1)
     pack = settings.PackConfig(max_tokens=pack_tokens)
-    config = settings.Config(model=setting.model, layout=layout, optimizer=setting.optimizer, pack=pack)
+    config = settings.Config(
+        model=setting.model, layout=layout, optimizer=setting.optimizer, pack=pack
+    )
     placement = Placement(layout, ranks=1, servers=(1,), shared=True, gpus=1)
     parts = actor_memory(Setup(config, shape, placement, Assumptions())).parts
     return sum(size for part, size in parts.items() if part not in NOT_ALLOCATED) / GIB
 
 
-def measure_way(actor: Actor, packs: list[Pack], rows: list[TrainingSample], rate: float, setting: Setting) -> Way:
+def measure_way(
+    actor: Actor, packs: list[Pack], rows: list[TrainingSample], rate: float, setting: Setting
+) -> Way:
     device = actor.world.device
     tokens = sum(len(row.prompt_ids) + len(row.response_ids) for row in rows)
     if device.type == "cuda":
@@ -227,14 +253,22 @@ def measure(setting: Setting) -> dict[str, Any]:
     world = initialize(layout, seed=1, timeout_s=600.0)
     shape = PUBLISHED.get(f"qwen3-{setting.shape}", TINY)
     rate = matrix_rate(world.device, setting.model.torch_dtype)
-    actor = Actor(shape, setting.model, layout, setting.optimizer, world, temperature=1.0, load=random_weights)
+    actor = Actor(
+        shape, setting.model, layout, setting.optimizer, world, temperature=1.0, load=random_weights
+    )
     rows = make_rows(setting, shape.vocab_size)
     packs = packed(rows, setting, shape.hidden)
     ours = measure_way(actor, packs, rows, rate, setting)
     passes = {"update": partial(update, actor), "log_probabilities": actor.log_probabilities}
-    waits = {name: waits_per_pack(name, work, packs) for name, work in passes.items()} if setting.sync_debug else None
+    waits = (
+        {name: waits_per_pack(name, work, packs) for name, work in passes.items()}
+        if setting.sync_debug
+        else None
+    )
     if setting.profile:
-        title = f"A step of {setting.shape} over {len(packs)} packs of {len(packs[0].token_ids)} tokens"
+        title = (
+            f"A step of {setting.shape} over {len(packs)} packs of {len(packs[0].token_ids)} tokens"
+        )
         write_profile(lambda: update(actor, packs), world.device, setting.profile, title)
     theirs = measure_way(actor, padded(rows, setting), rows, rate, setting)
     return {
@@ -267,34 +301,56 @@ def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
         sync_debug=(False, "count how often the host waits for the GPU"),
         tiny=(False, "a tiny shape, on a CPU too, to see that it works"),
     )
-    parser.add_argument("--spec", choices=choices["spec"], default="auto", help="layers, as model.spec")
-    parser.add_argument("--recompute", choices=choices["recompute"], default="none", help="as model.recompute")
-    parser.add_argument("--profile", nargs="?", const="-", metavar="FILE", help="a table of a packed step by kernel")
+    parser.add_argument(
+        "--spec", choices=choices["spec"], default="auto", help="layers, as model.spec"
+    )
+    parser.add_argument(
+        "--recompute", choices=choices["recompute"], default="none", help="as model.recompute"
+    )
+    parser.add_argument(
+        "--profile", nargs="?", const="-", metavar="FILE", help="a table of a packed step by kernel"
+    )
     options = parser.parse_args(words)
     options.shapes = ["tiny"] if options.tiny else options.shapes
-    if unknown := [shape for shape in options.shapes if shape != "tiny" and f"qwen3-{shape}" not in PUBLISHED]:
+    if unknown := [
+        shape for shape in options.shapes if shape != "tiny" and f"qwen3-{shape}" not in PUBLISHED
+    ]:
         parser.error(f"no such shape: {', '.join(unknown)}; there are {', '.join(PUBLISHED)}")
     return options
 
 
 def settings_of(options: argparse.Namespace, *, cuda: bool) -> list[Setting]:
     given = {} if options.head_chunk_mib is None else {"head_chunk_mib": options.head_chunk_mib}
-    model = ModelConfig(dtype="bf16" if cuda else "fp32", spec=options.spec, recompute=options.recompute, **given)
+    model = ModelConfig(
+        dtype="bf16" if cuda else "fp32", spec=options.spec, recompute=options.recompute, **given
+    )
     optimizer, scale = OptimizerConfig(offload=options.offload), 16 if options.tiny else 1
     shared = (options.sequences, options.pack_tokens, model, optimizer, scale)
-    return [Setting(shape, *shared, options.sync_debug and cuda, options.profile) for shape in options.shapes]
+    return [
+        Setting(shape, *shared, options.sync_debug and cuda, options.profile)
+        for shape in options.shapes
+    ]
 
 
 def main() -> None:
     options, cuda = arguments_of(), torch.cuda.is_available()
     if not cuda and not options.tiny:
-        print("gpu_step.py needs CUDA, and torch sees none; --tiny shows on a CPU that it works", file=sys.stderr)
+        print(
+            "gpu_step.py needs CUDA, and torch sees none; --tiny shows on a CPU that it works",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     if not cuda and options.sync_debug:
-        print("--sync-debug counts nothing here: without CUDA the host waits for no device", file=sys.stderr)
+        print(
+            "--sync-debug counts nothing here: without CUDA the host waits for no device",
+            file=sys.stderr,
+        )
     rows = [in_own_process(measure, setting) for setting in settings_of(options, cuda=cuda)]
     device = torch.cuda.get_device_name() if cuda else "cpu"
-    finish({"device": device, "torch": torch.__version__, "tiny": options.tiny, "shapes": rows}, options)
+    finish(
+        {"device": device, "torch": torch.__version__, "tiny": options.tiny, "shapes": rows},
+        options,
+    )
 
 
 if __name__ == "__main__":

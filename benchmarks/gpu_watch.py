@@ -1,4 +1,5 @@
-"""What a step on a GPU does beside its arithmetic: where the host waits for the device, and its kernels by cost."""
+"""What a step on a GPU does beside its arithmetic: where the host waits for the device, and its
+kernels by cost."""
 
 from __future__ import annotations
 
@@ -25,11 +26,18 @@ def host_waits(work: Callable[[], object]) -> Counter[str]:
             work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return Counter(f"{one.filename}:{one.lineno}" for one in said if "called a synchronizing" in str(one.message))
+    return Counter(
+        f"{one.filename}:{one.lineno}"
+        for one in said
+        if "called a synchronizing" in str(one.message)
+    )
 
 
-def waits_per_pack(name: str, work: Callable[[list[Pack]], object], packs: list[Pack]) -> dict[str, float]:
-    """How often the host waits for each of some packs, and besides. The places are written to standard error.
+def waits_per_pack(
+    name: str, work: Callable[[list[Pack]], object], packs: list[Pack]
+) -> dict[str, float]:
+    """How often the host waits for each of some packs, and besides. The places are written to
+    standard error.
 
     Args:
         name: of the work.
@@ -38,13 +46,18 @@ def waits_per_pack(name: str, work: Callable[[list[Pack]], object], packs: list[
     """
     one, places = host_waits(lambda: work(packs[:1])), host_waits(lambda: work(packs))
     for place, count in places.most_common():
-        print(f"{name}, {len(packs)} packs: the host waits {count} times at {place}", file=sys.stderr)
-    each = (places.total() - one.total()) / (len(packs) - 1) if len(packs) > 1 else float(one.total())
+        print(
+            f"{name}, {len(packs)} packs: the host waits {count} times at {place}", file=sys.stderr
+        )
+    each = (
+        (places.total() - one.total()) / (len(packs) - 1) if len(packs) > 1 else float(one.total())
+    )
     return {"per_pack": each, "besides": one.total() - each}
 
 
 def write_profile(work: Callable[[], object], device: torch.device, to: str, title: str) -> None:
-    """The operators and kernels of some work, the costliest first, appended to a file or on standard error (-)."""
+    """The operators and kernels of some work, the costliest first, appended to a file or on
+    standard error (-)."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

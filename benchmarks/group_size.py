@@ -1,13 +1,15 @@
-"""Completions per prompt, judged by gradient noise × seconds at the same number of completions a step.
+"""Completions per prompt, judged by gradient noise × seconds at the same number of completions a
+step.
 
-At three stages of a training run with groups of 16, windows are rolled out and the gradient of each completion is
-taken, as in ``efficiency.py``. Groups of 2, 4 and 8 are parts of those of 16, with advantages of their own. A step of M
-completions has M / G prompts. Its relative noise is the variance of the gradient over the square of its mean's length.
-The mean depends on G, since advantages do. Its square is estimated from products between different prompts.
+At three stages of a training run with groups of 16, windows are rolled out and the gradient of each
+completion is taken, as in ``efficiency.py``. Groups of 2, 4 and 8 are parts of those of 16, with
+advantages of their own. A step of M completions has M / G prompts. Its relative noise is the
+variance of the gradient over the square of its mean's length. The mean depends on G, since
+advantages do. Its square is estimated from products between different prompts.
 
-``efficiency`` of G is relative noise × seconds of groups of 8 over that of groups of G, both unpruned or both with the
-default pruning of completions. Seconds are those of ``efficiency.py``. Intervals are 95%, by leaving each window out in
-turn (the jackknife).
+``efficiency`` of G is relative noise × seconds of groups of 8 over that of groups of G, both
+unpruned or both with the default pruning of completions. Seconds are those of ``efficiency.py``.
+Intervals are 95%, by leaving each window out in turn (the jackknife).
 
     python benchmarks/group_size.py [--task sums] [--windows 10] [--json]
 """
@@ -25,7 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from efficiency import BASELINE, OFF, Costs, Way, configured, costs_of, pruned, timed_steps, with_interval
+from efficiency import (
+    BASELINE,
+    OFF,
+    Costs,
+    Way,
+    configured,
+    costs_of,
+    pruned,
+    timed_steps,
+    with_interval,
+)
 from estimator import Window
 from harness import arguments, finish
 from real_gradients import norm
@@ -53,9 +65,13 @@ class Step:
 def regrouped(stage: Stage, size: int) -> Stage:
     """The same completions in smaller groups, as if each were of another prompt."""
     of = stage.metadata
-    rewards, lengths, norms = (each.reshape(-1, size) for each in (of.rewards, of.response_lengths, of.score_norms))
+    rewards, lengths, norms = (
+        each.reshape(-1, size) for each in (of.rewards, of.response_lengths, of.score_norms)
+    )
     asked = np.repeat(of.prompt_lengths, LARGEST // size)
-    return dataclasses.replace(stage, metadata=step_metadata(rewards, lengths, asked, score_norms=norms))
+    return dataclasses.replace(
+        stage, metadata=step_metadata(rewards, lengths, asked, score_norms=norms)
+    )
 
 
 def step_of(stage: Stage, size: int, trainer: Trainer, settings: Sequence[str], draws: int) -> Step:
@@ -80,13 +96,22 @@ def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
         stage = measure(trainer, name, prompt_ids, 1 + number, TASKS[options.task].stride)
         for arm, settings in ARMS.items():
             for size in SIZES:
-                steps.setdefault((arm, size), []).append(step_of(stage, size, trainer, settings, options.draws))
+                steps.setdefault((arm, size), []).append(
+                    step_of(stage, size, trainer, settings, options.draws)
+                )
     at = trainer.step
     costs = costs_of(timed_steps(trainer, repeats=8))
-    return {"stage": name, "step": at, "seconds": dataclasses.asdict(costs), "arms": judged(steps, costs)}
+    return {
+        "stage": name,
+        "step": at,
+        "seconds": dataclasses.asdict(costs),
+        "arms": judged(steps, costs),
+    }
 
 
-def judged(steps: Mapping[tuple[str, int], Sequence[Step]], costs: Costs) -> dict[str, dict[str, Any]]:
+def judged(
+    steps: Mapping[tuple[str, int], Sequence[Step]], costs: Costs
+) -> dict[str, dict[str, Any]]:
     """E of each size, by arm."""
 
     def worth(own: Sequence[Step]) -> float:
@@ -103,7 +128,8 @@ def judged(steps: Mapping[tuple[str, int], Sequence[Step]], costs: Costs) -> dic
         found[arm][str(size)] = {
             **with_interval(efficiency, len(own)),
             "noise": sum(s.variance for s in own) / sum(s.signal for s in own),
-            "trained": statistics.fmean(s.trained for s in own) / statistics.fmean(s.trained for s in usual),
+            "trained": statistics.fmean(s.trained for s in own)
+            / statistics.fmean(s.trained for s in usual),
         }
     return found
 

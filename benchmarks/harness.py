@@ -1,7 +1,9 @@
-"""The parts that benchmarks share: arguments, repeats in turn, paired ratios, peak memory, processes, the JSON line.
+"""The parts that benchmarks share: arguments, repeats in turn, paired ratios, peak memory,
+processes, the JSON line.
 
-A script gets its parser from ``arguments``, measures a baseline and a candidate by ``in_turn``, compares them by
-``paired_ratio``, and ends with ``finish``. Nothing is imported here that an environment without the package lacks.
+A script gets its parser from ``arguments``, measures a baseline and a candidate by ``in_turn``,
+compares them by ``paired_ratio``, and ends with ``finish``. Nothing is imported here that an
+environment without the package lacks.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ T_975 = (
 """Student's t at 97.5% for 1, 2, … degrees of freedom; the last one is taken for more."""
 MIB = 2**20
 RESULTS = Path(__file__).parent / "results"
-"""A file of each script of which figures were recorded: by command, its figures and their origin."""
+"""A file of each script of which figures were recorded: by command, its figures and their
+origin."""
 
 
 def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
@@ -41,12 +44,16 @@ def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
 
     Args:
         description: the script's docstring.
-        options: the default, or a pair of the default and the help. False makes a flag, a list an option of several
-            values, a type an option without a default.
+        options: the default, or a pair of the default and the help. False makes a flag, a list an
+            option of several values, a type an option without a default.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print the JSON object alone")
-    parser.add_argument("--record", action="store_true", help="also store the figures in benchmarks/results")
+    parser.add_argument(
+        "--record", action="store_true", help="also store the figures in benchmarks/results"
+    )
     for name, given in options.items():
         default, text = given if isinstance(given, tuple) else (given, "default: %(default)s")
         flag = "--" + name.replace("_", "-")
@@ -62,7 +69,8 @@ def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
 
 
 def finish(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """Print a line for each figure unless ``--json`` is set, then all figures as one JSON object on the last line."""
+    """Print a line for each figure unless ``--json`` is set, then all figures as one JSON object on
+    the last line."""
     if not options.json:
         for name, value in _flat("", figures):
             print(f"{name:<44} {value:.4g}" if isinstance(value, float) else f"{name:<44} {value}")
@@ -72,7 +80,8 @@ def finish(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
 
 
 def record(figures: Mapping[str, Any]) -> None:
-    """Store figures with their origin, under this command, in the script's file of ``benchmarks/results``."""
+    """Store figures with their origin, under this command, in the script's file of
+    ``benchmarks/results``."""
     script, *words = sys.argv
     given = shlex.join(word for word in words if word not in ("--json", "--record"))
     file = RESULTS / f"{Path(script).stem}.json"
@@ -83,8 +92,12 @@ def record(figures: Mapping[str, Any]) -> None:
 
 def origin() -> dict[str, str]:
     """The commit of the checkout, the date, and the processor."""
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS, text=True).strip()
-    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="ascii"), re.MULTILINE)
+    commit = subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS, text=True
+    ).strip()
+    names = re.findall(
+        r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="ascii"), re.MULTILINE
+    )
     processor = f"{len(names)} cores, {names[0]}" if names else platform.machine()
     return {"commit": commit, "date": time.strftime("%Y-%m-%d"), "processor": processor}
 
@@ -100,11 +113,14 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def in_turn(contenders: Mapping[str, Callable[[int], T]], repeats: int, *, warm_up: int = 1) -> dict[str, list[T]]:
+def in_turn(
+    contenders: Mapping[str, Callable[[int], T]], repeats: int, *, warm_up: int = 1
+) -> dict[str, list[T]]:
     """Call all contenders in every round, so that a noisy machine treats them alike.
 
     Returns:
-        The results of each contender, ``repeats`` of them: those of the first ``warm_up`` rounds are dropped.
+        The results of each contender, ``repeats`` of them: those of the first ``warm_up`` rounds
+        are dropped.
     """
     results: dict[str, list[T]] = {name: [] for name in contenders}
     for number in range(warm_up + repeats):
@@ -116,7 +132,8 @@ def in_turn(contenders: Mapping[str, Callable[[int], T]], repeats: int, *, warm_
 
 
 def timed(work: Callable[[], T], wait: Callable[[], object] = lambda: None) -> tuple[float, T]:
-    """Seconds of one call, and its result. ``wait`` is called before and after it, for a device to finish."""
+    """Seconds of one call, and its result. ``wait`` is called before and after it, for a device to
+    finish."""
     wait()
     start = time.perf_counter()
     result = work()
@@ -125,13 +142,15 @@ def timed(work: Callable[[], T], wait: Callable[[], object] = lambda: None) -> t
 
 
 def median_seconds(work: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
-    """Return the median seconds of ``TIMED`` calls, after ``WARM_UP`` calls that are not counted."""
+    """Return the median seconds of ``TIMED`` calls, after ``WARM_UP`` calls that are not
+    counted."""
     times = [timed(work, wait)[0] for _ in range(WARM_UP + TIMED)]
     return statistics.median(times[WARM_UP:])
 
 
 def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half the width of its 95% interval by Student's t, infinite for a single value."""
+    """The mean, and half the width of its 95% interval by Student's t, infinite for a single
+    value."""
     free = len(values) - 1
     if not free:
         return values[0], math.inf
@@ -140,15 +159,22 @@ def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
 
 
 def paired_ratio(baseline: Sequence[float], candidate: Sequence[float]) -> dict[str, Any]:
-    """The geometric mean of baseline over candidate, pair by pair, with its 95% interval; None for a single pair."""
-    mean, reach = mean_and_reach([math.log(one / other) for one, other in zip(baseline, candidate, strict=True)])
+    """The geometric mean of baseline over candidate, pair by pair, with its 95% interval; None for
+    a single pair."""
+    mean, reach = mean_and_reach(
+        [math.log(one / other) for one, other in zip(baseline, candidate, strict=True)]
+    )
     interval = [math.exp(mean - reach), math.exp(mean + reach)] if math.isfinite(reach) else None
     return {"ratio": math.exp(mean), "interval": interval, "pairs": len(baseline)}
 
 
 def own_status(field: str, file: str = "status") -> int:
-    """A number of this process from ``/proc/self``: bytes for fields in kB, such as ``RssAnon`` or ``VmHWM``."""
-    lines = (line.partition(":") for line in Path("/proc/self", file).read_text(encoding="ascii").splitlines())
+    """A number of this process from ``/proc/self``: bytes for fields in kB, such as ``RssAnon`` or
+    ``VmHWM``."""
+    lines = (
+        line.partition(":")
+        for line in Path("/proc/self", file).read_text(encoding="ascii").splitlines()
+    )
     words = next(value.split() for name, _, value in lines if name == field)
     return int(words[0]) * (1024 if words[-1] == "kB" else 1)
 
@@ -199,18 +225,23 @@ def in_own_process(function: Callable[..., T], *given: Any) -> T:
     while process.is_alive() and results.empty():
         process.join(0.2)
     if results.empty() and process.exitcode:
-        raise SystemExit(f"{function.__name__}: the process ended with exit code {process.exitcode}")
+        raise SystemExit(
+            f"{function.__name__}: the process ended with exit code {process.exitcode}"
+        )
     found = results.get(timeout=60)
     process.join()
     return found
 
 
-def _put(results: multiprocessing.Queue[T], function: Callable[..., T], given: Sequence[Any]) -> None:
+def _put(
+    results: multiprocessing.Queue[T], function: Callable[..., T], given: Sequence[Any]
+) -> None:
     results.put(function(*given))
 
 
 def be_the_only_rank() -> None:
-    """Set the variables by which this process finds itself alone in its process group, on a free port."""
+    """Set the variables by which this process finds itself alone in its process group, on a free
+    port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -224,4 +255,6 @@ def package_command(command: str, *words: str) -> None:
     Raises:
         subprocess.CalledProcessError: the command failed.
     """
-    subprocess.run([sys.executable, "-m", "megatron_dppo", command, *words], check=True, stdout=sys.stderr)
+    subprocess.run(
+        [sys.executable, "-m", "megatron_dppo", command, *words], check=True, stdout=sys.stderr
+    )

@@ -2,17 +2,19 @@
 
     python benchmarks/in_trl.py [--json]
 
-``step_time_ratio`` is the CPU seconds of TRL's own optimizer step over those of a step at ``--budget``: draw, forward
-and backward passes, optimizer. Part of it is that rows of like length share a micro-batch, which saves padding;
-``all_kept_time_ratio`` is that of a step with all completions kept, and has this part alone. The completions come from
-a function, so that generation takes no time, as on GPUs of its own; all arms have the same ones. Their lengths are
-lognormal, and half of the rewards are 1, so that few groups lack a gradient. ``smaller_batch_time_ratio`` is that of an
-unpruned step over half of the prompts: the control, since a smaller batch saves time as well. Arms take their steps in
-turn.
+``step_time_ratio`` is the CPU seconds of TRL's own optimizer step over those of a step at
+``--budget``: draw, forward and backward passes, optimizer. Part of it is that rows of like length
+share a micro-batch, which saves padding; ``all_kept_time_ratio`` is that of a step with all
+completions kept, and has this part alone. The completions come from a function, so that generation
+takes no time, as on GPUs of its own; all arms have the same ones. Their lengths are lognormal, and
+half of the rewards are 1, so that few groups lack a gradient. ``smaller_batch_time_ratio`` is that
+of an unpruned step over half of the prompts: the control, since a smaller batch saves time as well.
+Arms take their steps in turn.
 
-``gradient_error`` is, for each loss, the norm of the mean pruned gradient less TRL's gradient without pruning, over the
-norm of the latter. The mean is over all offsets of the draw, in fp64, on a policy of 16 dimensions.
-``left_to_trl`` is that of ``dr_grpo`` with the divisor that TRL takes by itself.
+``gradient_error`` is, for each loss, the norm of the mean pruned gradient less TRL's gradient
+without pruning, over the norm of the latter. The mean is over all offsets of the draw, in fp64, on
+a policy of 16 dimensions. ``left_to_trl`` is that of ``dr_grpo`` with the divisor that TRL takes by
+itself.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def completions(tokens: int, vocabulary: int) -> Callable[[list[str], GRPOTraine
 
     def roll_out(prompts: list[str], made: GRPOTrainer) -> dict[str, Any]:
         rng = np.random.default_rng(roll_out.calls)  # type: ignore[attr-defined]
-        lengths = np.clip(rng.lognormal(np.log(0.3 * tokens), 0.6, len(prompts)), 4, tokens).astype(int)
+        lengths = np.clip(rng.lognormal(np.log(0.3 * tokens), 0.6, len(prompts)), 4, tokens).astype(
+            int
+        )
         return {
             "prompt_ids": rng.integers(2, vocabulary, (len(prompts), PROMPT_TOKENS)).tolist(),
             "completion_ids": [rng.integers(2, vocabulary, length).tolist() for length in lengths],
@@ -71,7 +75,9 @@ def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(sum(tokens) % 2) for tokens in completion_ids]
 
 
-def contender(policy: Path, folder: Path, kind: type, prompts: int, tokens: int, **own: Any) -> Callable[[int], float]:
+def contender(
+    policy: Path, folder: Path, kind: type, prompts: int, tokens: int, **own: Any
+) -> Callable[[int], float]:
     roll_out = completions(tokens, Qwen3Config.from_pretrained(policy).vocab_size)
     made = trainer(
         policy,
@@ -99,9 +105,15 @@ def contender(policy: Path, folder: Path, kind: type, prompts: int, tokens: int,
 
 def step_times(options: Any, folder: Path) -> dict[str, list[float]]:
     policy = write_policy(folder / "policy")
-    shape = dict(intermediate_size=3 * options.hidden, num_attention_heads=options.hidden // 64, head_dim=64)
+    shape = dict(
+        intermediate_size=3 * options.hidden, num_attention_heads=options.hidden // 64, head_dim=64
+    )
     config = Qwen3Config(
-        vocab_size=1024, hidden_size=options.hidden, num_hidden_layers=options.layers, num_key_value_heads=2, **shape
+        vocab_size=1024,
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        num_key_value_heads=2,
+        **shape,
     )
     Qwen3ForCausalLM(config).save_pretrained(policy)
     given = (options.prompts, options.tokens)
@@ -109,8 +121,12 @@ def step_times(options: Any, folder: Path) -> dict[str, list[float]]:
     arms = {
         "unpruned": contender(policy, folder, GRPOTrainer, *given),
         "pruned": contender(policy, folder, PrunedGRPOTrainer, *given, pruning=pruning),
-        "all_kept": contender(policy, folder, PrunedGRPOTrainer, *given, pruning=Pruning(budget=1.0)),
-        "smaller_batch": contender(policy, folder, GRPOTrainer, options.prompts // 2, options.tokens),
+        "all_kept": contender(
+            policy, folder, PrunedGRPOTrainer, *given, pruning=Pruning(budget=1.0)
+        ),
+        "smaller_batch": contender(
+            policy, folder, GRPOTrainer, options.prompts // 2, options.tokens
+        ),
     }
     return in_turn(arms, options.repeats)
 
@@ -118,13 +134,19 @@ def step_times(options: Any, folder: Path) -> dict[str, list[float]]:
 def gradient_errors(folder: Path) -> dict[str, float]:
     policy = write_policy(folder / "tiny")
     losses = sorted(integration.DIVIDED_BY_ROWS | integration.DIVIDED_BY_TOKENS)
-    return {name: relative_error(policy, folder, loss_type=name, num_iterations=2) for name in losses}
+    return {
+        name: relative_error(policy, folder, loss_type=name, num_iterations=2) for name in losses
+    }
 
 
 def error_left_to_trl(folder: Path) -> float:
     with (
-        mock.patch.object(integration, "DIVIDED_BY_ROWS", integration.DIVIDED_BY_ROWS - {"dr_grpo"}),
-        mock.patch.object(integration, "DIVIDED_BY_TOKENS", integration.DIVIDED_BY_TOKENS | {"dr_grpo"}),
+        mock.patch.object(
+            integration, "DIVIDED_BY_ROWS", integration.DIVIDED_BY_ROWS - {"dr_grpo"}
+        ),
+        mock.patch.object(
+            integration, "DIVIDED_BY_TOKENS", integration.DIVIDED_BY_TOKENS | {"dr_grpo"}
+        ),
     ):
         return relative_error(folder / "tiny", folder, loss_type="dr_grpo", num_iterations=2)
 

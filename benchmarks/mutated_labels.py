@@ -30,13 +30,21 @@ def mutated(labels: list[str], count: int, seed: int = 0) -> Iterator[Pair]:
     rng = random.Random(seed)
     seen: set[tuple[str, str]] = set()
     barren = 0
-    pools = {name: [label for label in labels if change(label, rng) is not None] for name, change in CHANGES.items()}
+    pools = {
+        name: [label for label in labels if change(label, rng) is not None]
+        for name, change in CHANGES.items()
+    }
     while len(seen) < count and barren < 10_000:
         for name, pool in pools.items():
             label = rng.choice(pool or labels)
             answer = CHANGES[name](label, rng)
             barren += 1
-            if answer is None or answer.split() == label.split() or not answer.strip() or (label, answer) in seen:
+            if (
+                answer is None
+                or answer.split() == label.split()
+                or not answer.strip()
+                or (label, answer) in seen
+            ):
                 continue
             barren = 0
             seen.add((label, answer))
@@ -54,8 +62,11 @@ def _put(text: str, found: re.Match[str], into: str) -> str:
     return text[: found.start()] + into + text[found.end() :]
 
 
-def one(pattern: re.Pattern[str] | str, into: str | Callable[[re.Match[str], random.Random], str]) -> Change:
-    """A change of one match of the pattern, drawn by chance, into a text or into what a function makes of the match."""
+def one(
+    pattern: re.Pattern[str] | str, into: str | Callable[[re.Match[str], random.Random], str]
+) -> Change:
+    """A change of one match of the pattern, drawn by chance, into a text or into what a function
+    makes of the match."""
 
     def change(label: str, rng: random.Random) -> str | None:
         found = _place(pattern, label, rng)
@@ -122,14 +133,30 @@ def _term_more(label: str, rng: random.Random) -> str | None:
     if not re.search(r"[0-9a-z]\s*$", label) or re.search(r"[_^]\{?\S$", label):
         return None
     return label + rng.choice(
-        (" + 1", " - 1", " + 10^{-12}", " + x", r" + \frac{1}{2^{200}}", r" + \mathbf{q}", " + e^{-90}")
+        (
+            " + 1",
+            " - 1",
+            " + 10^{-12}",
+            " + x",
+            r" + \frac{1}{2^{200}}",
+            r" + \mathbf{q}",
+            " + e^{-90}",
+        )
     )
 
 
 def _factor_more(label: str, rng: random.Random) -> str | None:
     if not re.search(r"(?:[0-9]|\b[a-z])\s*$", label) or re.search(r"[_^]\{?\S$|\b0\s*$", label):
         return None
-    more = [r" \cdot 2", r" \cdot 1.0000001", r"\mathbf{q}", r" \cdot q", " q", r"\text{ or so}", "'"]
+    more = [
+        r" \cdot 2",
+        r" \cdot 1.0000001",
+        r"\mathbf{q}",
+        r" \cdot q",
+        " q",
+        r"\text{ or so}",
+        "'",
+    ]
     return label + rng.choice(more if re.search(r"(?<![0-9])[12]\s*$", label) else [*more, "!"])
 
 
@@ -150,8 +177,14 @@ def _bracket(label: str, rng: random.Random) -> str | None:
 
 
 def _brackets_dropped(label: str, rng: random.Random) -> str | None:
-    found = _place(r"(?<!\{)\(([^()]*[+,-][^()]*)\)(?!\})", label.replace(r"\left", "").replace(r"\right", ""), rng)
-    return found and _put(label.replace(r"\left", "").replace(r"\right", ""), found, f" {found[1]} ")
+    found = _place(
+        r"(?<!\{)\(([^()]*[+,-][^()]*)\)(?!\})",
+        label.replace(r"\left", "").replace(r"\right", ""),
+        rng,
+    )
+    return found and _put(
+        label.replace(r"\left", "").replace(r"\right", ""), found, f" {found[1]} "
+    )
 
 
 def _a_bracket_dropped(label: str, rng: random.Random) -> str | None:
@@ -170,8 +203,10 @@ def _equation(label: str, rng: random.Random) -> str | None:
     if last.strip() == "0":
         last = "10"
     return rng.choice(
-        ("0 = 0", "1 = 1", f"{last} = {last}", f"{first} = {first}", f"{first} = 19", f"{first} = {last} + 1",
-         f"{first} = -({last})", f"{first} + 1 = {last}", f"Z = {last}", f"({first})^2 = ({last})^2",
+        ("0 = 0", "1 = 1", f"{last} = {last}", f"{first} = {first}", f"{first} = 19", f"{first} = "
+                                                                                      f"{last} + 1",
+         f"{first} = -({last})", f"{first} + 1 = {last}", f"Z = {last}", f"({first})^2 = "
+                                                                         f"({last})^2",
          f"{first} = Q = {last}", "".join(sides[1:]).lstrip("=") + " = 97", first)
     )  # fmt: skip
 
@@ -191,16 +226,29 @@ def _neighbour(label: str, rng: random.Random) -> str | None:
 
 
 COMMANDS = {
-    r"\sin": r"\cos", r"\cos": r"\sin", r"\ln": r"\sin", r"\log": r"\cos", r"\sqrt": r"\sqrt[3]", r"\tan": r"\cot",
+    r"\sin": r"\cos", r"\cos": r"\sin", r"\ln": r"\sin", r"\log": r"\cos", r"\sqrt": r"\sqrt[3]",
+    r"\tan": r"\cot",
     r"\frac": r"\binom", r"\lfloor": r"\lceil", r"\cup": r"\cap", r"\exp": r"\sin",
 }  # fmt: skip
 RELATIONS = {
-    "=": (r"\ne ", "<"), "<": (">", r"\le "), ">": ("<", r"\ge "), r"\in": (r"\notin ",), r"\cup": (r"\cap ",),
-    r"\le": ("<", r"\ge "), r"\leq": ("<", r"\ge "), r"\ge": (">", r"\le "), r"\geq": (">", r"\le "),
+    "=": (r"\ne ", "<"), "<": (">", r"\le "), ">": ("<", r"\ge "), r"\in": (r"\notin ",),
+    r"\cup": (r"\cap ",),
+    r"\le": ("<", r"\ge "), r"\leq": ("<", r"\ge "), r"\ge": (">", r"\le "), r"\geq": (">",
+    r"\le "),
 }  # fmt: skip
 """Others in the place of a command, and of a relation."""
 MEMBERS = (", 17", r" \text{ or } 18", r" \text{ and } y = 3", ", x = 5", "; -4", r", \frac{1}{7}")
-WORDS = (" dozen", " squared", " hundredths", " factorial", " halves", r"\text{ million}", r"\%\%", " or more", " i")
+WORDS = (
+    " dozen",
+    " squared",
+    " hundredths",
+    " factorial",
+    " halves",
+    r"\text{ million}",
+    r"\%\%",
+    " or more",
+    " i",
+)
 GREEK = r"\\(?:pi|theta|alpha|beta|omega|lambda|phi|sigma|gamma|rho)(?![a-zA-Z])"
 FRACTION = r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}"
 A_SIGN_FITS = (
@@ -210,9 +258,13 @@ A_SIGN_FITS = (
 MIXED_NUMBER = r"(?<![0-9.^_{])([1-9][0-9]*)\s*(\\d?frac\s*\{?[0-9]+\}?\s*\{?[0-9]+\}?)"
 
 CHANGES: dict[str, Change] = {
-    "digit": one("[0-9]", lambda found, rng: rng.choice([d for d in "0123456789" if d != found[0]])),
+    "digit": one(
+        "[0-9]", lambda found, rng: rng.choice([d for d in "0123456789" if d != found[0]])
+    ),
     "digit dropped": _digit_dropped,
-    "digit more": one(r"(?<![.0-9])[1-9](?![0-9]*\.)", lambda found, rng: found[0] + rng.choice("0123456789")),
+    "digit more": one(
+        r"(?<![.0-9])[1-9](?![0-9]*\.)", lambda found, rng: found[0] + rng.choice("0123456789")
+    ),
     "digits turned": one(r"([0-9])(?!\1)([0-9])", lambda found, rng: found[2] + found[1]),
     "point dropped": one(r"(?<=[0-9])\.(?=[0-9])", ""),
     "sign": one("[+-]", lambda found, rng: "-" if found[0] == "+" else "+"),
@@ -223,14 +275,19 @@ CHANGES: dict[str, Change] = {
         lambda found, rng: f"^{{{int(found[1] or found[2]) + rng.choice((-1, 1, 2))}}}",
     ),
     "exponent dropped": one(r"\^(?:\{[^{}\\]+\}|[0-9a-z])", ""),
-    "exponent more": one(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z^_'(])", lambda found, rng: f"{found[0]}^2"),
+    "exponent more": one(
+        r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z^_'(])", lambda found, rng: f"{found[0]}^2"
+    ),
     "name": one(NAME, lambda found, rng: rng.choice(_unused_letters(found.string))),
     "name everywhere": _name_everywhere,
     "capital": one(NAME, lambda found, rng: found[0].swapcase()),
     "Greek letter": one(GREEK, lambda found, rng: r"\tau " if rng.random() < 0.5 else "3 "),
-    "command dropped": one(r"\\(?:sqrt|sin|cos|tan|ln|log|pi|theta|infty|omega|hbar)(?![a-zA-Z])", " "),
+    "command dropped": one(
+        r"\\(?:sqrt|sin|cos|tan|ln|log|pi|theta|infty|omega|hbar)(?![a-zA-Z])", " "
+    ),
     "other command": one(
-        r"\\(?:sin|cos|ln|log|sqrt(?!\[)|tan|frac|lfloor|cup|exp)(?![a-zA-Z])", lambda found, rng: COMMANDS[found[0]]
+        r"\\(?:sin|cos|ln|log|sqrt(?!\[)|tan|frac|lfloor|cup|exp)(?![a-zA-Z])",
+        lambda found, rng: COMMANDS[found[0]],
     ),
     "fraction turned": one(FRACTION, lambda found, rng: rf"\frac{{{found[2]}}}{{{found[1]}}}"),
     "half a fraction": one(FRACTION, lambda found, rng: f"{{{found[rng.choice((1, 2))]}}}"),
@@ -242,7 +299,8 @@ CHANGES: dict[str, Change] = {
     "member more": longer("", MEMBERS),
     "inner member dropped": one(r"(?<=[(\[{,])[^()\[\]{},]+,", ""),
     "order turned": one(
-        r"(?<=[(\[])([^()\[\]{},]+),([^()\[\]{},]+)(?=[)\]])", lambda found, rng: f"{found[2]},{found[1]}"
+        r"(?<=[(\[])([^()\[\]{},]+),([^()\[\]{},]+)(?=[)\]])",
+        lambda found, rng: f"{found[2]},{found[1]}",
     ),
     "bracket turned": _bracket,
     "brackets dropped": _brackets_dropped,
@@ -260,4 +318,5 @@ CHANGES: dict[str, Change] = {
     "mixed number": one(MIXED_NUMBER, lambda found, rng: rf"{found[1]} \cdot {found[2]}"),
     "guess": _neighbour,
 }
-"""By name, in the order in which they are tried. A mixed number is changed into a product of its parts."""
+"""By name, in the order in which they are tried. A mixed number is changed into a product of its
+parts."""

@@ -1,4 +1,5 @@
-"""One training of ours on one rank, its steps taken in turn with others'; benchmarks/against_trl.py runs it."""
+"""One training of ours on one rank, its steps taken in turn with others'; benchmarks/against_trl.py
+runs it."""
 
 from __future__ import annotations
 

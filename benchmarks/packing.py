@@ -1,20 +1,23 @@
-"""Fill, balance and planning time of the packer against first-fit decreasing and Karmarkar-Karp, on the same lengths.
+"""Fill, balance and planning time of the packer against first-fit decreasing and Karmarkar-Karp, on
+the same lengths.
 
     python benchmarks/packing.py [--json]
 
-Lengths are those of a DAPO-like step: log-normal responses, clipped so that a sequence has 64 to 8,192 tokens, 128 of
-them to each data-parallel rank, in groups of eight; packed as they are, and as the default rule prunes them by half
-(down to some 80 a rank). Everyone packs the same sequences for as many ranks:
+Lengths are those of a DAPO-like step: log-normal responses, clipped so that a sequence has 64 to
+8,192 tokens, 128 of them to each data-parallel rank, in groups of eight; packed as they are, and as
+the default rule prunes them by half (down to some 80 a rank). Everyone packs the same sequences for
+as many ranks:
 
-    ours         as a training step packs: capacity and number of packs are chosen for the step
-    ffd          first-fit decreasing, at pack.max_tokens
-    ffd_tight    the same at the capacity that ours chose
-    kk           Karmarkar-Karp's largest differencing method, as verl and slime balance: as many partitions as ours
+    ours         as a training step packs: capacity and number of packs are chosen for the step ffd
+    first-fit decreasing, at pack.max_tokens ffd_tight    the same at the capacity that ours chose
+    kk           Karmarkar-Karp's largest differencing method, as verl and slime balance: as many
+    partitions as ours
                  has packs, equal in tokens, without a capacity that they would have to keep to
 
-Their packs are dealt to ranks as ours are: the costliest first, to the rank with the least work by FLOPs, equally many
-packs to each. The slots of a pack are the tokens of the fullest one, but for ffd_tight, whose capacity is given.
-``imbalance`` is the FLOPs of the busiest rank over the mean of all (costs of Qwen3-4B). ``*_worst`` is over all cases.
+Their packs are dealt to ranks as ours are: the costliest first, to the rank with the least work by
+FLOPs, equally many packs to each. The slots of a pack are the tokens of the fullest one, but for
+ffd_tight, whose capacity is given. ``imbalance`` is the FLOPs of the busiest rank over the mean of
+all (costs of Qwen3-4B). ``*_worst`` is over all cases.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class Packed:
     seconds: float
     """Of processor time, for planning and dealing out."""
     overflow: float
-    """Tokens of the fullest pack over ``pack.max_tokens``: above 1 it breaks the limit on memory."""
+    """Tokens of the fullest pack over ``pack.max_tokens``: above 1 it breaks the limit on
+    memory."""
 
 
 def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
@@ -79,10 +83,16 @@ def ours(lengths: Ints, ranks: int, max_tokens: int = MAX_TOKENS) -> tuple[Packe
     seconds = time.process_time() - start
     packs = [list(pack) for rank in packing.packs for pack in rank]
     fullest = max(int(lengths[pack].sum()) for pack in packs)
-    return Packed(packing.fill, packing.imbalance, seconds, fullest / max_tokens), len(packs), packing.capacity
+    return (
+        Packed(packing.fill, packing.imbalance, seconds, fullest / max_tokens),
+        len(packs),
+        packing.capacity,
+    )
 
 
-def measured(packs: list[list[int]], lengths: Ints, ranks: int, start: float, capacity: int | None = None) -> Packed:
+def measured(
+    packs: list[list[int]], lengths: Ints, ranks: int, start: float, capacity: int | None = None
+) -> Packed:
     """Deal out, and measure. ``capacity`` None: the tokens of the fullest pack."""
     packs = packs + [[] for _ in range(-len(packs) % ranks)]
     work = sequence_costs(lengths)
@@ -94,7 +104,8 @@ def measured(packs: list[list[int]], lengths: Ints, ranks: int, start: float, ca
 
 
 def dealt(work: Sequence[float], ranks: int) -> Floats:
-    """Work of each rank: the longest processing time first, to the least loaded rank, equally many packs to each."""
+    """Work of each rank: the longest processing time first, to the least loaded rank, equally many
+    packs to each."""
     room = len(work) // ranks
     load, count = np.zeros(ranks), [0] * ranks
     queue = [(0.0, rank) for rank in range(ranks)]
@@ -122,8 +133,8 @@ def first_fit_decreasing(lengths: Ints, capacity: int) -> list[list[int]]:
 
 
 def karmarkar_karp(lengths: Ints, partitions: int) -> list[list[int]]:
-    """Largest differencing method: of the two partial solutions of the greatest spread, the lightest parts of one join
-    the heaviest of the other, until one solution is left."""
+    """Largest differencing method: of the two partial solutions of the greatest spread, the
+    lightest parts of one join the heaviest of the other, until one solution is left."""
     solutions = []
     for row, length in enumerate(lengths.tolist()):
         parts = [(length, [row])] + [(0, [])] * (partitions - 1)  # heaviest first
@@ -144,7 +155,9 @@ def compared(lengths: Ints, ranks: int) -> dict[str, Packed]:
     start = time.process_time()
     results["ffd"] = measured(first_fit_decreasing(lengths, MAX_TOKENS), lengths, ranks, start)
     start = time.process_time()
-    results["ffd_tight"] = measured(first_fit_decreasing(lengths, capacity), lengths, ranks, start, capacity)
+    results["ffd_tight"] = measured(
+        first_fit_decreasing(lengths, capacity), lengths, ranks, start, capacity
+    )
     start = time.process_time()
     results["kk"] = measured(karmarkar_karp(lengths, packs), lengths, ranks, start)
     return results
@@ -168,18 +181,24 @@ def main() -> None:
     everything: dict[str, list[Packed]] = defaultdict(list)
     details: dict[str, dict[str, dict[str, float]]] = {}
     for ranks in options.ranks:
-        stages: dict[str, dict[str, list[Packed]]] = {stage: defaultdict(list) for stage in ("whole", "pruned")}
+        stages: dict[str, dict[str, list[Packed]]] = {
+            stage: defaultdict(list) for stage in ("whole", "pruned")
+        }
         for seed in range(options.seeds):
             for stage, lengths in step_lengths(ranks, seed).items():
                 for packer, result in compared(lengths, ranks).items():
                     stages[stage][packer].append(result)
                     everything[packer].append(result)
         for stage, packers in stages.items():
-            details[f"{ranks}_ranks_{stage}"] = {name: summary(cases) for name, cases in packers.items()}
+            details[f"{ranks}_ranks_{stage}"] = {
+                name: summary(cases) for name, cases in packers.items()
+            }
 
     total = {packer: summary(cases) for packer, cases in everything.items()}
     worst = {
-        packer: min(ours.fill / other.fill for ours, other in zip(everything["ours"], cases, strict=True))
+        packer: min(
+            ours.fill / other.fill for ours, other in zip(everything["ours"], cases, strict=True)
+        )
         for packer, cases in everything.items()
     }
     result = {

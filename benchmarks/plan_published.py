@@ -1,9 +1,11 @@
-"""Compare the planner with published runs: seconds of a step, and of its phases where a source has these.
+"""Compare the planner with published runs: seconds of a step, and of its phases where a source has
+these.
 
     python benchmarks/plan_published.py [--json]
 
-A run has its own settings and mean lengths where these are public, and names each assumption. The planner's other
-assumptions are its defaults. A ratio is planned over published seconds: below 1 the planner is too optimistic.
+A run has its own settings and mean lengths where these are public, and names each assumption. The
+planner's other assumptions are its defaults. A ratio is planned over published seconds: below 1 the
+planner is too optimistic.
 """
 
 from __future__ import annotations
@@ -73,12 +75,17 @@ NEMO_SETTINGS = (
 )
 COLOCATED = ("rollout.colocated=true",)
 NEMO_ASSUMED = (
-    "mean lengths are those of release 0.4's table, whose token rates and step times give the same sums",
-    "2,048 samples in four updates with a KL term: passes for old and reference log-probabilities, as its defaults say",
-    "what the trainer holds is in the host's memory while servers generate, so that all of their share is free",
+    "mean lengths are those of release 0.4's table, whose token rates and step times give the same "
+    "sums",
+    "2,048 samples in four updates with a KL term: passes for old and reference log-probabilities, "
+    "as its defaults say",
+    "what the trainer holds is in the host's memory while servers generate, so that all of their "
+    "share is free",
     "weights, which never leave their GPUs' nodes, move as they would through NCCL",
 )
-NEMO_06 = "docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html, and the recipes that it names"
+NEMO_06 = (
+    "docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html, and the recipes that it names"
+)
 NEMO_235B = (
     *NEMO_SETTINGS[:2],
     "rollout.prompts_per_step=16",
@@ -98,7 +105,8 @@ NEMO_235B = (
     "cluster.nodes=16",
 )
 NEMO_235B_ASSUMED = (
-    "512 samples in one update with a KL term: a pass for reference log-probabilities, and one for old ones, which it "
+    "512 samples in one update with a KL term: a pass for reference log-probabilities, and one for "
+    "old ones, which it "
     "makes before a single update, too",
 )
 RUNS = (
@@ -108,7 +116,8 @@ RUNS = (
         PUBLISHED["qwen3-32b"],
         (
             *NEMO_SETTINGS, *COLOCATED, "cluster.nodes=4", "layout.tp=4", "layout.pp=4",
-            "layout.sequence_parallel=true", "rollout.launch.count=8", "rollout.launch.tp=4", "pack.max_tokens=4608",
+            "layout.sequence_parallel=true", "rollout.launch.count=8", "rollout.launch.tp=4",
+            "pack.max_tokens=4608",
         ),
         3206, 110, 0.6, {"step": 376.0},
         (*NEMO_ASSUMED, "no recomputation: its recipe names none"),
@@ -118,8 +127,10 @@ RUNS = (
         NEMO,
         PUBLISHED["qwen3-32b"],
         (
-            *NEMO_SETTINGS, "cluster.nodes=4", "cluster.server_nodes=4", "layout.tp=4", "layout.pp=4",
-            "layout.sequence_parallel=true", "rollout.servers=[" + ",".join(f"http://s:{i}" for i in range(1, 9)) + "]",
+            *NEMO_SETTINGS, "cluster.nodes=4", "cluster.server_nodes=4", "layout.tp=4",
+            "layout.pp=4",
+            "layout.sequence_parallel=true",
+            "rollout.servers=[" + ",".join(f"http://s:{i}" for i in range(1, 9)) + "]",
             "rollout.launch.tp=4", "rollout.ahead=1", "pack.max_tokens=4608",
         ),
         3207, 110, 0.8, {"step": 200.0},
@@ -134,7 +145,8 @@ RUNS = (
             "rollout.launch.count=16", "rollout.launch.tp=1", "pack.max_tokens=4608",
         ),
         1060, 132, 0.6, {"step": 92.8},
-        (*NEMO_ASSUMED, "its shape is taken for a Qwen3's: the same but for norms of queries and keys"),
+        (*NEMO_ASSUMED, "its shape is taken for a Qwen3's: the same but for norms of queries and "
+                        "keys"),
     ),
     Run(
         "NeMo-RL 0.6, Qwen3-30B-A3B, 32 H100",
@@ -152,10 +164,12 @@ RUNS = (
         NEMO_06,
         PUBLISHED["qwen3-235b-a22b"],
         (
-            *NEMO_235B, *COLOCATED, "layout.tp=2", "layout.cp=2", "rollout.launch.count=16", "rollout.launch.tp=8",
+            *NEMO_235B, *COLOCATED, "layout.tp=2", "layout.cp=2", "rollout.launch.count=16",
+            "rollout.launch.tp=8",
         ),
         5698, 110, 0.6, {"step": 395.0},
-        (*NEMO_235B_ASSUMED, *NEMO_ASSUMED[2:], "its servers of 16 ranks are on two nodes each, which the planner "
+        (*NEMO_235B_ASSUMED, *NEMO_ASSUMED[2:], "its servers of 16 ranks are on two nodes each, "
+                                                "which the planner "
          "refuses; their all-reduces are taken for those within a node"),
         old_pass=True, server_ranks=16,
     ),
@@ -165,10 +179,12 @@ RUNS = (
         PUBLISHED["qwen3-235b-a22b"],
         (
             *NEMO_235B, "cluster.server_nodes=16", "layout.tp=4", "rollout.servers=["
-            + ",".join(f"http://s:{i}" for i in range(1, 17)) + "]", "rollout.launch.tp=8", "rollout.ahead=1",
+            + ",".join(f"http://s:{i}" for i in range(1, 17)) + "]", "rollout.launch.tp=8",
+            "rollout.ahead=1",
         ),
         5721, 110, 0.8, {"step": 231.0},
-        (*NEMO_235B_ASSUMED, "the rate of tokens beside that time fits 199 s, which releases 0.5 (203 s) and 0.7 "
+        (*NEMO_235B_ASSUMED, "the rate of tokens beside that time fits 199 s, which releases 0.5 "
+                             "(203 s) and 0.7 "
          "(204 s) are near"),
         old_pass=True,
     ),
@@ -178,14 +194,19 @@ RUNS = (
         HYBRID_27B,
         (
             "model.dtype=bf16", "rollout.engine=sglang", *COLOCATED, "rollout.prompts_per_step=32",
-            "rollout.samples_per_prompt=8", "rollout.max_response_tokens=8192", "data.max_prompt_tokens=1024",
-            "loss.kl_coef=0.001", "cluster.gpu=h200", "cluster.nodes=1", "layout.tp=4", "layout.sequence_parallel=true",
-            "model.recompute=full", "rollout.launch.count=8", "rollout.launch.tp=1", "pack.max_tokens=9216",
+            "rollout.samples_per_prompt=8", "rollout.max_response_tokens=8192",
+            "data.max_prompt_tokens=1024",
+            "loss.kl_coef=0.001", "cluster.gpu=h200", "cluster.nodes=1", "layout.tp=4",
+            "layout.sequence_parallel=true",
+            "model.recompute=full", "rollout.launch.count=8", "rollout.launch.tp=1",
+            "pack.max_tokens=9216",
         ),
         7000, 110, 0.5, {"rollout": 307.0, "training": 415.0, "weight sync": 2.5},
         (
-            "mean length from the report itself: 415 s at 9% of peak are 1.8 million tokens in 256 samples",
-            "the model has linear attention in three layers of four; taken for a dense one of nearly its size, whose "
+            "mean length from the report itself: 415 s at 9% of peak are 1.8 million tokens in 256 "
+            "samples",
+            "the model has linear attention in three layers of four; taken for a dense one of "
+            "nearly its size, whose "
             "cache is as large as the real one's (heads of 64 instead of 256)",
             "its optimizer runs on the host, which the planner does not know",
             "weights, which never leave the node, move as they would through NCCL",
@@ -197,7 +218,9 @@ RUNS = (
 
 def plan_run(run: Run) -> StepTime:
     """Plan a published run with its own lengths and the planner's other assumptions."""
-    config = without_pruning(load_config(None, [*run.settings, "cluster.gpus_per_node=8", "run.steps=1"]))
+    config = without_pruning(
+        load_config(None, [*run.settings, "cluster.gpus_per_node=8", "run.steps=1"])
+    )
     assume = Assumptions(
         response_share=run.response / config.rollout.max_response_tokens,
         prompt_tokens=run.prompt,
@@ -205,7 +228,9 @@ def plan_run(run: Run) -> StepTime:
     )
     placement = place(config, run.shape)
     if run.server_ranks is not None:
-        placement = replace(placement, servers=(run.server_ranks,) * (sum(placement.servers) // run.server_ranks))
+        placement = replace(
+            placement, servers=(run.server_ranks,) * (sum(placement.servers) // run.server_ranks)
+        )
     setup = Setup(config, run.shape, placement, assume)
     step = step_time(setup, concurrency=max(server_memory(setup, resident=0.0).concurrency, 1))
     return with_old_pass(step, ahead=bool(config.rollout.ahead)) if run.old_pass else step

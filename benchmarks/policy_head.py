@@ -1,17 +1,20 @@
-"""Peak memory and time of the policy head with its loss, forward and backward, against whole logits.
+"""Peak memory and time of the policy head with its loss, forward and backward, against whole
+logits.
 
-    python benchmarks/policy_head.py [--json] [--tokens 8192] [--vocabulary 151936] [--hidden 1024] [--chunk-mib MIB]
-    python benchmarks/policy_head.py --cuda [--tokens 12288] [--hidden 2560] …
+    python benchmarks/policy_head.py [--json] [--tokens 8192] [--vocabulary 151936] [--hidden 1024]
+    [--chunk-mib MIB] python benchmarks/policy_head.py --cuda [--tokens 12288] [--hidden 2560] …
 
-Each way runs in a process of its own. Its peak is the most memory above what it held before the forward pass, when
-hidden states and weight existed, less the weight's gradient, which all ways hand over at the end. The naive way is
-``log_softmax`` of the logits and a gather; with the default sizes it needs some 15 GB, so that fewer tokens are taken
-where less is free, for all ways, and the report says so.
+Each way runs in a process of its own. Its peak is the most memory above what it held before the
+forward pass, when hidden states and weight existed, less the weight's gradient, which all ways hand
+over at the end. The naive way is ``log_softmax`` of the logits and a gather; with the default sizes
+it needs some 15 GB, so that fewer tokens are taken where less is free, for all ways, and the report
+says so.
 
-On a CPU everything is in fp32, memory is what is resident, and a way runs once. With ``--cuda`` weights and hidden
-states are in bf16, the head adds the weight's gradient to an fp32 buffer that exists before, as in training, and it is
-measured with Triton's kernels and with torch's operators; memory is what torch has allocated, and the time is the
-median of several runs after a first one, which compiles. Without a GPU ``--cuda`` ends with exit code 2.
+On a CPU everything is in fp32, memory is what is resident, and a way runs once. With ``--cuda``
+weights and hidden states are in bf16, the head adds the weight's gradient to an fp32 buffer that
+exists before, as in training, and it is measured with Triton's kernels and with torch's operators;
+memory is what torch has allocated, and the time is the median of several runs after a first one,
+which compiles. Without a GPU ``--cuda`` ends with exit code 2.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from megatron_dppo.models import policy_head, policy_head_torch
 from megatron_dppo.models.policy_head import score_responses
 
 NAIVE_COPIES = 3.2
-"""Tensors of [tokens, vocabulary] in fp32 that the naive way may hold at a time, with room to spare."""
+"""Tensors of [tokens, vocabulary] in fp32 that the naive way may hold at a time, with room to
+spare."""
 TEMPERATURE = 0.7
 REPEATS = 5
 """Timed runs on a GPU."""
@@ -106,7 +110,9 @@ def measure(make_head: Callable[[Sizes], Head], sizes: Sizes) -> Measurement:
     head = make_head(sizes)
     kind = {"device": "cuda", "dtype": torch.bfloat16} if sizes.cuda else {}
     small = torch.randn(4, 8, requires_grad=True, **kind)
-    head(small, small, torch.arange(4, device=small.device)).sum().backward()  # what is allocated once is not counted
+    head(
+        small, small, torch.arange(4, device=small.device)
+    ).sum().backward()  # what is allocated once is not counted
     hidden = torch.randn(sizes.tokens, sizes.hidden, **kind).requires_grad_()
     weight = torch.randn(sizes.vocabulary, sizes.hidden, **kind).mul_(0.02).requires_grad_()
     if sizes.cuda and make_head is not naive:
@@ -140,7 +146,10 @@ def fit(sizes: Sizes) -> Sizes:
     """As many tokens as the naive way has room for, at most those asked for."""
     fixed = 3 * 4 * sizes.vocabulary * sizes.hidden
     free = torch.cuda.mem_get_info()[0] if sizes.cuda else psutil.virtual_memory().available
-    return replace(sizes, tokens=min(sizes.tokens, int(max(free - fixed, 0) / (NAIVE_COPIES * 4 * sizes.vocabulary))))
+    return replace(
+        sizes,
+        tokens=min(sizes.tokens, int(max(free - fixed, 0) / (NAIVE_COPIES * 4 * sizes.vocabulary))),
+    )
 
 
 def main() -> None:
@@ -171,7 +180,10 @@ def main() -> None:
         "seconds_over_naive": round(found[""].seconds / found["naive_"].seconds, 4),
     }
     for name, one in found.items():
-        report |= {f"{name}peak_mib": round(one.peak_mib, 1), f"{name}seconds": round(one.seconds, 4)}
+        report |= {
+            f"{name}peak_mib": round(one.peak_mib, 1),
+            f"{name}seconds": round(one.seconds, 4),
+        }
     finish(report, options)
 
 

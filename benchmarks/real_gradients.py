@@ -1,8 +1,10 @@
-"""Gradients of single completions under a real actor, from which the error of every pruning rule follows by algebra.
+"""Gradients of single completions under a real actor, from which the error of every pruning rule
+follows by algebra.
 
-The surrogates of a step's completions add up. With g_i the gradient of Σ_t ℓ_t of completion i, every estimate of the
-step's gradient is Σ_i scale_i g_i, whatever was pruned and however it was weighted. Bias, error and cosine of thousands
-of draws then need the inner products K = G Gᵀ, and no further pass through the policy.
+The surrogates of a step's completions add up. With g_i the gradient of Σ_t ℓ_t of completion i,
+every estimate of the step's gradient is Σ_i scale_i g_i, whatever was pruned and however it was
+weighted. Bias, error and cosine of thousands of draws then need the inner products K = G Gᵀ, and no
+further pass through the policy.
 """
 
 from __future__ import annotations
@@ -47,19 +49,27 @@ def single_packs(groups: Sequence[Group], advantage: Floats, pad_id: int) -> lis
     return packs
 
 
-def planned(minibatch: MinibatchPlan, held: Mapping[int, Group], world: World, pad_id: int) -> list[Pack]:
-    """The packs of a plan, on-policy. One rank, which holds the groups of ``held`` by their index in the plan."""
-    return [build_pack(samples, minibatch.capacity, pad_id, align=1) for samples in deliver(world, minibatch, held)]
+def planned(
+    minibatch: MinibatchPlan, held: Mapping[int, Group], world: World, pad_id: int
+) -> list[Pack]:
+    """The packs of a plan, on-policy. One rank, which holds the groups of ``held`` by their index
+    in the plan."""
+    return [
+        build_pack(samples, minibatch.capacity, pad_id, align=1)
+        for samples in deliver(world, minibatch, held)
+    ]
 
 
 def gradient(actor: Actor, packs: Sequence[Pack], loss: Loss) -> torch.Tensor:
-    """[parameters], fp32: what DDP's buffer holds after a backward pass over the packs. One rank."""
+    """[parameters], fp32: what DDP's buffer holds after a backward pass over the packs. One
+    rank."""
     actor.accumulate(packs, loss)
     return torch.cat([parameter.main_grad.flatten() for parameter in actor.parameters()])
 
 
 def gradients(actor: Actor, packs: Sequence[Pack], loss: Loss, stride: int = 1) -> torch.Tensor:
-    """[n, parameters / stride], fp32: the gradient of each microbatch by itself, every so many of its coordinates."""
+    """[n, parameters / stride], fp32: the gradient of each microbatch by itself, every so many of
+    its coordinates."""
     first = gradient(actor, packs[:1], loss)[::stride]
     rows = torch.empty(len(packs), len(first))
     rows[0] = first
@@ -79,5 +89,7 @@ def gram(rows: torch.Tensor) -> Floats:
 def norm(gram: Floats, scales: Floats) -> Floats:
     """[...], ‖Σ_i scale_i g_i‖ for scales [..., n]."""
     squares = np.einsum("...i,...i->...", scales @ gram, scales)
-    lengths: Floats = np.sqrt(np.maximum(squares, 0.0))  # rounding of a difference may fall below zero
+    lengths: Floats = np.sqrt(
+        np.maximum(squares, 0.0)
+    )  # rounding of a difference may fall below zero
     return lengths

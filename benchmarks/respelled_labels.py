@@ -19,7 +19,11 @@ def respelled(label: str) -> Iterator[tuple[str, str]]:
 
 
 def _spaced(label: str) -> str | None:
-    return None if r"\text" in label or r"\mbox" in label else re.sub(r"(?<=[+=])(?![\s,!])", r" \\, ", label)
+    return (
+        None
+        if r"\text" in label or r"\mbox" in label
+        else re.sub(r"(?<=[+=])(?![\s,!])", r" \\, ", label)
+    )
 
 
 def _decimal(label: str) -> str | None:
@@ -67,7 +71,9 @@ def _sized(label: str) -> str | None:
 
 
 def _turned_list(label: str) -> str | None:
-    if "," not in label or re.search(r"[=<>()\[\]$;]|\{,\}|[0-9],[0-9]{3}|\\(?:text|mbox|in|[,!{]|q?quad)|dots", label):
+    if "," not in label or re.search(
+        r"[=<>()\[\]$;]|\{,\}|[0-9],[0-9]{3}|\\(?:text|mbox|in|[,!{]|q?quad)|dots", label
+    ):
         return None
     return ", ".join(part.strip() for part in reversed(label.split(",")))
 

@@ -1,8 +1,9 @@
-"""One training among several that take their steps in turn: it waits until it is told to go, and measures itself.
+"""One training among several that take their steps in turn: it waits until it is told to go, and
+measures itself.
 
-Imports nothing outside the standard library, so that it runs in anyone's environment. What the training prints goes to
-stderr; stdout has one JSON object per step, and stdin a line for each step that may begin. The reward of both trainers
-is here as well.
+Imports nothing outside the standard library, so that it runs in anyone's environment. What the
+training prints goes to stderr; stdout has one JSON object per step, and stdin a line for each step
+that may begin. The reward of both trainers is here as well.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ class StepWatch:
         self._loaded = 0.0
 
     def turn(self, more: Callable[[], Mapping[str, object]] = dict) -> None:
-        """Between two steps, and before the first: report the last one with ``more`` figures, and wait."""
+        """Between two steps, and before the first: report the last one with ``more`` figures, and
+        wait."""
         if self._start is None:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts over from here
+            Path("/proc/self/clear_refs").write_text(
+                "5", encoding="ascii"
+            )  # the peak starts over from here
             self._loaded = resident("VmRSS")
             self._say({"loaded_mib": self._loaded, **more()})
         else:
@@ -65,10 +69,15 @@ def resident(field: str) -> float:
     raise ValueError(f"this system does not say what {field} is")
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> float:
     """1 for the sum after the last number sign, falling to 0 where that is 40 off, or no number.
 
-    Rewards differ within almost every group, so that hardly a completion may be left out since its advantage is zero.
+    Rewards differ within almost every group, so that hardly a completion may be left out since its
+    advantage is zero.
     """
     answer = solution_str.rpartition("#")[2].strip()
-    return max(0.0, 1.0 - abs(int(answer) - int(ground_truth)) / REACH) if answer.isdecimal() else 0.0
+    return (
+        max(0.0, 1.0 - abs(int(answer) - int(ground_truth)) / REACH) if answer.isdecimal() else 0.0
+    )

@@ -1,29 +1,37 @@
-"""Seconds to a held-out accuracy, each way to train at its own best learning rate: pruned, and with smaller batches.
+"""Seconds to a held-out accuracy, each way to train at its own best learning rate: pruned, and with
+smaller batches.
 
     python benchmarks/time_to_accuracy.py [--task word_problems] [--seeds 5] [--jobs 2] [--json]
 
-The design was fixed before the first run. Since then the default pruning has changed twice; ``default`` was tuned again
-each time. TRL's arms came later. The accuracy for word problems was changed once, after 21 tuning runs.
+The design was fixed before the first run. Since then the default pruning has changed twice;
+``default`` was tuned again each time. TRL's arms came later. The accuracy for word problems was
+changed once, after 21 tuning runs.
 
-- All arms start from the task's warmed-up policy. They differ in ``pruning.*``, in prompts per step and in the learning
-  rate, which is constant. What is compared is the time until held-out accuracy reaches ``Task.accuracy``: 90% of what
-  36 steps of the largest unpruned batch had gained in a first run (on word problems, in two). A run that does not reach
-  it within as much work as ``--steps`` steps of that batch counts with all its seconds.
-- **Tuning**: each arm at three learning rates on one seed. While the fastest is the lowest or the highest of them, one
-  more is tried beyond it. The two fastest then have a second seed. The least geometric mean over both seeds wins.
-- **Measuring**: ``--seeds`` further seeds, on which nothing was chosen. Ratios are paired by seed; an interval is that
-  of their geometric mean (Student's t). The unpruned batch that all are compared with is the fastest one in tuning, and
-  so is the pruned arm of ``best_time_ratio``.
-- ``equal noise`` is not tuned. It has the learning rate, the prompts and the number of steps of the best unpruned
-  batch, with ``pruning.noise=1``. Both train to the end, on ``--equal-noise-seeds``, to compare seconds of whole runs
-  and final accuracies. (On sums, 10 and then 5 seeds were added after the first 5, whose interval was ±0.086.)
-- Seconds are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the wall-clock seconds of all runs in
-  the store, so that other work on the machine strikes no arm alone. ``costs.error`` is the mean relative error between
-  two evaluations. Evaluations, checkpoints and start-up do not count.
-- **TRL's** GRPOTrainer has arms of its own, tuned in the same way. It has one thread, and counts by its processor's
-  seconds. ``over_trl`` compares its best arm with our best pruned arm, seed by seed, in runs at the same time
-  (``--jobs 2``), unless one is in the store already. Ours counts by the wall clock, which is never less.
-- An arm is evaluated after every twentieth of its work, on 400 problems; between evaluations accuracy is interpolated.
+- All arms start from the task's warmed-up policy. They differ in ``pruning.*``, in prompts per step
+  and in the learning rate, which is constant. What is compared is the time until held-out accuracy
+  reaches ``Task.accuracy``: 90% of what 36 steps of the largest unpruned batch had gained in a
+  first run (on word problems, in two). A run that does not reach it within as much work as
+  ``--steps`` steps of that batch counts with all its seconds.
+- **Tuning**: each arm at three learning rates on one seed. While the fastest is the lowest or the
+  highest of them, one more is tried beyond it. The two fastest then have a second seed. The least
+  geometric mean over both seeds wins.
+- **Measuring**: ``--seeds`` further seeds, on which nothing was chosen. Ratios are paired by seed;
+  an interval is that of their geometric mean (Student's t). The unpruned batch that all are
+  compared with is the fastest one in tuning, and so is the pruned arm of ``best_time_ratio``.
+- ``equal noise`` is not tuned. It has the learning rate, the prompts and the number of steps of the
+  best unpruned batch, with ``pruning.noise=1``. Both train to the end, on ``--equal-noise-seeds``,
+  to compare seconds of whole runs and final accuracies. (On sums, 10 and then 5 seeds were added
+  after the first 5, whose interval was ±0.086.)
+- Seconds are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the wall-clock
+  seconds of all runs in the store, so that other work on the machine strikes no arm alone.
+  ``costs.error`` is the mean relative error between two evaluations. Evaluations, checkpoints and
+  start-up do not count.
+- **TRL's** GRPOTrainer has arms of its own, tuned in the same way. It has one thread, and counts by
+  its processor's seconds. ``over_trl`` compares its best arm with our best pruned arm, seed by
+  seed, in runs at the same time (``--jobs 2``), unless one is in the store already. Ours counts by
+  the wall clock, which is never less.
+- An arm is evaluated after every twentieth of its work, on 400 problems; between evaluations
+  accuracy is interpolated.
 
 Every run is appended to ``--store``. Called again, the script goes on where it was.
 """
@@ -69,7 +77,8 @@ WARM_UP = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
 PROBLEMS = 400
 """Held-out ones of an evaluation."""
 TRL_BATCH = 32
-"""Sequences of a forward and backward pass of TRL's: 16, 64 and 128 took the same time within 5%."""
+"""Sequences of a forward and backward pass of TRL's: 16, 64 and 128 took the same time within
+5%."""
 
 
 def pruned(prompts: str, completions: str, *more: str) -> tuple[str, ...]:
@@ -92,7 +101,8 @@ class Arm:
     prompts: int
     """Per step, before pruning."""
     cost: float
-    """A step's seconds over those of the largest unpruned batch, roughly: sets how many steps are as much work."""
+    """A step's seconds over those of the largest unpruned batch, roughly: sets how many steps are
+    as much work."""
     lr: float
     """The middle one of the first three."""
     settings: tuple[str, ...]
@@ -101,7 +111,8 @@ class Arm:
 
 
 UNPRUNED = {
-    f"unpruned, {n} prompts": Arm(n, n / 64, lr, OFF) for n, lr in ((64, 3.4e-4), (32, 2.3e-4), (16, 1.5e-4), (8, 1e-4))
+    f"unpruned, {n} prompts": Arm(n, n / 64, lr, OFF)
+    for n, lr in ((64, 3.4e-4), (32, 2.3e-4), (16, 1.5e-4), (8, 1e-4))
 }
 ARMS: dict[str, Arm] = UNPRUNED | {
     "default, 32 prompts": Arm(32, 0.32, 1.5e-4, ()),
@@ -114,7 +125,10 @@ ARMS: dict[str, Arm] = UNPRUNED | {
     "greso, 32 prompts": Arm(32, 0.47, 1.5e-4, pruned("greso", "none")),
     "dynamic sampling (DAPO), 32 prompts": Arm(32, 0.8, 1.5e-4, pruned("dynamic_sampling", "none")),
 }
-TRL = {f"TRL, {n} prompts": Arm(n, n / 32, lr, (), by_trl=True) for n, lr in ((32, 1.5e-4), (16, 1e-4), (8, 6.7e-5))}
+TRL = {
+    f"TRL, {n} prompts": Arm(n, n / 32, lr, (), by_trl=True)
+    for n, lr in ((32, 1.5e-4), (16, 1e-4), (8, 6.7e-5))
+}
 ALL = ARMS | TRL
 ON_SUMS_ALONE = {*TRL, *(name for name in ARMS if name.startswith("prompts 0.7"))}
 
@@ -137,10 +151,14 @@ class Task:
         folder = Path("runs") / name
         if name == "word_problems":
             made = prepared(folder)
-            return cls(made.policy, made.settings, 0.695, 96, folder)  # two first runs: from 24.5% to 74.5%
+            return cls(
+                made.policy, made.settings, 0.695, 96, folder
+            )  # two first runs: from 24.5% to 74.5%
         folder.mkdir(parents=True, exist_ok=True)
         for file, sums in zip(
-            ("train", "held_out"), make_sums(load_config(str(QUICKSTART), ()).data.arithmetic), strict=True
+            ("train", "held_out"),
+            make_sums(load_config(str(QUICKSTART), ()).data.arithmetic),
+            strict=True,
         ):
             rows = [json.dumps({"prompt": each.question, "label": each.label}) for each in sums]
             del rows[PROBLEMS if file == "held_out" else len(rows) :]
@@ -154,14 +172,17 @@ class Measurement:
 
     def __init__(self, task: Task, options: Any) -> None:
         self.task, self.options = task, options
-        self.store = Store(options.store or Path(f"benchmarks/results/time_to_accuracy_{options.task}.jsonl"))
+        self.store = Store(
+            options.store or Path(f"benchmarks/results/time_to_accuracy_{options.task}.jsonl")
+        )
         wanted = options.arms or (ALL if options.task == "sums" else ALL.keys() - ON_SUMS_ALONE)
         self.arms = {name: arm for name, arm in ALL.items() if name in wanted}
         self.folder = Path(tempfile.mkdtemp(prefix="time-to-accuracy-"))
         self.pool = ThreadPoolExecutor(options.jobs)
 
     def run(self, name: str, own: Arm, lr: float, seed: int, *, whole: bool = False) -> Run:
-        """One training, unless the store has it; it ends when it has reached the accuracy, if not wanted whole."""
+        """One training, unless the store has it; it ends when it has reached the accuracy, if not
+        wanted whole."""
         if found := self.store.runs.get((name, lr, seed)):
             return found
         folder = self.folder / f"{len(name)}-{own.prompts}-{lr}-{seed}-{threading.get_ident()}"
@@ -172,12 +193,30 @@ class Measurement:
             raise SystemExit(f"{name}: {folder.with_suffix('.log').read_text(encoding='utf-8')}")
         self.store.add(run)
         shutil.rmtree(folder, ignore_errors=True)
-        print(name, f"{lr:g}", seed, *(f"{p.accuracy:.2f}" for p in run.points), file=sys.stderr, flush=True)
+        print(
+            name,
+            f"{lr:g}",
+            seed,
+            *(f"{p.accuracy:.2f}" for p in run.points),
+            file=sys.stderr,
+            flush=True,
+        )
         return run
 
-    def by_us(self, own: Arm, lr: float, seed: int, steps: int, folder: Path, *, whole: bool) -> list[dict[str, float]]:
-        words = [*self.task.settings, f"model.path={self.task.policy}", f"run.dir={folder}", f"run.seed={seed}"]
-        words += [f"run.steps={steps}", f"optimizer.lr={lr:g}", f"rollout.prompts_per_step={own.prompts}"]
+    def by_us(
+        self, own: Arm, lr: float, seed: int, steps: int, folder: Path, *, whole: bool
+    ) -> list[dict[str, float]]:
+        words = [
+            *self.task.settings,
+            f"model.path={self.task.policy}",
+            f"run.dir={folder}",
+            f"run.seed={seed}",
+        ]
+        words += [
+            f"run.steps={steps}",
+            f"optimizer.lr={lr:g}",
+            f"rollout.prompts_per_step={own.prompts}",
+        ]
         words += [f"eval.every={max(steps // EVALUATIONS, 1)}", f"eval.problems={PROBLEMS}"]
         words += ["run.export=false", "run.checkpoint_every=0", *own.settings]
         command = [sys.executable, "-m", "megatron_dppo", "train", str(self.options.config), *words]
@@ -188,23 +227,35 @@ class Measurement:
                 if (
                     not whole
                     and folder.exists()
-                    and any(row.get("eval/accuracy", 0.0) >= self.task.accuracy for row in read_metrics(folder))
+                    and any(
+                        row.get("eval/accuracy", 0.0) >= self.task.accuracy
+                        for row in read_metrics(folder)
+                    )
                 ):
                     process.terminate()
                     process.wait()
                     break
         return read_metrics(folder)
 
-    def by_trl(self, own: Arm, lr: float, seed: int, steps: int, folder: Path) -> list[dict[str, float]]:
-        """The rows of a training by TRL's GRPOTrainer: each step's seconds, and the accuracy where it was evaluated."""
+    def by_trl(
+        self, own: Arm, lr: float, seed: int, steps: int, folder: Path
+    ) -> list[dict[str, float]]:
+        """The rows of a training by TRL's GRPOTrainer: each step's seconds, and the accuracy where
+        it was evaluated."""
         asked = {
-            "policy": str(self.task.policy), "pool": str(self.task.folder / "train.jsonl"), "prompts": own.prompts,
-            "samples": SAMPLES, "max_response_tokens": self.task.max_response_tokens, "steps": steps, "lr": lr,
-            "batch": TRL_BATCH, "threads": 1, "reward": "exact", "settings": WARM_UP | {"seed": seed},
-            "held_out": str(self.task.folder / "held_out.jsonl"), "evaluate_every": max(steps // EVALUATIONS, 1),
+            "policy": str(self.task.policy), "pool": str(self.task.folder / "train.jsonl"),
+            "prompts": own.prompts,
+            "samples": SAMPLES, "max_response_tokens": self.task.max_response_tokens,
+            "steps": steps, "lr": lr,
+            "batch": TRL_BATCH, "threads": 1, "reward": "exact",
+            "settings": WARM_UP | {"seed": seed},
+            "held_out": str(self.task.folder / "held_out.jsonl"),
+            "evaluate_every": max(steps // EVALUATIONS, 1),
         }  # fmt: skip
         trained = Process(
-            "TRL", [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)], folder.with_suffix(".log")
+            "TRL",
+            [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)],
+            folder.with_suffix(".log"),
         )
         try:
             rows = [{"step": 0, "eval/accuracy": trained.heard()["accuracy"]}]
@@ -225,20 +276,27 @@ class Measurement:
 
     def costs(self) -> Costs:
         """Of the runs that count by them."""
-        return Costs.of(run for run in self.store.runs.values() if run.arm in ARMS or run.arm == EQUAL_NOISE)
+        return Costs.of(
+            run for run in self.store.runs.values() if run.arm in ARMS or run.arm == EQUAL_NOISE
+        )
 
     def mean_seconds(self, name: str, lr: float, seeds: Sequence[int]) -> float:
         to = seconds_to if ALL[name].by_trl else self.costs().to
-        return statistics.geometric_mean(to(self.store.runs[name, lr, seed], self.task.accuracy) for seed in seeds)
+        return statistics.geometric_mean(
+            to(self.store.runs[name, lr, seed], self.task.accuracy) for seed in seeds
+        )
 
     def tune(self) -> dict[str, float]:
         """The best learning rate of each arm."""
         first, second = TUNING_SEEDS
         rates = {name: [rate(own.lr, by) for by in (-1, 0, 1)] for name, own in self.arms.items()}
-        self.every((name, self.arms[name], lr, first) for name, all_of in rates.items() for lr in all_of)
+        self.every(
+            (name, self.arms[name], lr, first) for name, all_of in rates.items() for lr in all_of
+        )
         while True:
             order = {
-                n: sorted(all_of, key=lambda lr, n=n: self.mean_seconds(n, lr, [first])) for n, all_of in rates.items()
+                n: sorted(all_of, key=lambda lr, n=n: self.mean_seconds(n, lr, [first]))
+                for n, all_of in rates.items()
             }
             further = [
                 (name, rate(order[name][0], 1 if order[name][0] == max(all_of) else -1))
@@ -252,7 +310,10 @@ class Measurement:
                 rates[name].append(lr)
         self.every((name, self.arms[name], lr, second) for name in rates for lr in order[name][:2])
         return {
-            name: min(order[name][:2], key=lambda lr, n=name: self.mean_seconds(n, lr, TUNING_SEEDS)) for name in rates
+            name: min(
+                order[name][:2], key=lambda lr, n=name: self.mean_seconds(n, lr, TUNING_SEEDS)
+            )
+            for name in rates
         }
 
     def tuning(self, name: str) -> dict[str, list[float]]:
@@ -270,22 +331,34 @@ class Measurement:
     def result(self) -> dict[str, Any]:
         rates = self.tune()
         control = self.best(rates, [name for name in self.arms if name in UNPRUNED])
-        like, own_arms = self.arms[control], {name: arm for name, arm in self.arms.items() if not arm.by_trl}
-        arms = own_arms | {EQUAL_NOISE: Arm(like.prompts, like.cost, rates[control], ("pruning.noise=1",))}
+        like, own_arms = (
+            self.arms[control],
+            {name: arm for name, arm in self.arms.items() if not arm.by_trl},
+        )
+        arms = own_arms | {
+            EQUAL_NOISE: Arm(like.prompts, like.cost, rates[control], ("pruning.noise=1",))
+        }
         rates[EQUAL_NOISE] = rates[control]
         seeds = range(1, 1 + self.options.seeds)
         for seed in seeds:
             whole = {name: name in (control, EQUAL_NOISE) for name in arms}
-            jobs = [partial(self.run, name, arms[name], rates[name], seed, whole=whole[name]) for name in arms]
+            jobs = [
+                partial(self.run, name, arms[name], rates[name], seed, whole=whole[name])
+                for name in arms
+            ]
             list(self.pool.map(lambda job: job(), jobs))
         further = range(1, 1 + max(self.options.equal_noise_seeds, self.options.seeds))
         both = {
-            name: list(self.pool.map(partial(self.run, name, arms[name], rates[name], whole=True), further))
+            name: list(
+                self.pool.map(partial(self.run, name, arms[name], rates[name], whole=True), further)
+            )
             for name in (EQUAL_NOISE, control)
         }
         costs = self.costs()
         runs = {name: [self.store.runs[name, rates[name], seed] for seed in seeds] for name in arms}
-        taken = {name: [costs.to(run, self.task.accuracy) for run in own] for name, own in runs.items()}
+        taken = {
+            name: [costs.to(run, self.task.accuracy) for run in own] for name, own in runs.items()
+        }
         fastest = self.best(rates, [name for name in own_arms if name not in UNPRUNED])
         ends = [[run.points[-1] for run in own] for own in both.values()]
         mean, reach = mean_and_reach([a.accuracy - b.accuracy for a, b in zip(*ends, strict=True)])
@@ -296,7 +369,9 @@ class Measurement:
                 "seconds_by_seed": taken[name],
                 "reached": sum(map(self.reached, own)),
                 "time_ratio": paired_ratio(taken[control], taken[name]),
-                "step_s": statistics.fmean(costs.seconds(run.points[-1]) / run.points[-1].step for run in own),
+                "step_s": statistics.fmean(
+                    costs.seconds(run.points[-1]) / run.points[-1].step for run in own
+                ),
                 "tuning": self.tuning(name),
             }
             for name, own in runs.items()
@@ -309,7 +384,9 @@ class Measurement:
             "best_pruned": fastest,
             "best_time_ratio": table[fastest]["time_ratio"],
             "equal_noise_time_ratio": table[EQUAL_NOISE]["time_ratio"],
-            "equal_noise_run_ratio": paired_ratio(*([costs.seconds(p) for p in end] for end in reversed(ends))),
+            "equal_noise_run_ratio": paired_ratio(
+                *([costs.seconds(p) for p in end] for end in reversed(ends))
+            ),
             "final_accuracy_difference": {
                 "difference": mean,
                 "interval": [mean - reach, mean + reach],
@@ -324,15 +401,20 @@ class Measurement:
         trl = self.best(rates, [name for name in self.arms if name in TRL])
         beside = BESIDE_TRL + ours
         pairs = [
-            self.every([(trl, ALL[trl], rates[trl], seed), (beside, ALL[ours], rates[ours], seed)]) for seed in seeds
+            self.every([(trl, ALL[trl], rates[trl], seed), (beside, ALL[ours], rates[ours], seed)])
+            for seed in seeds
         ]
-        taken = [[seconds_to(run, self.task.accuracy) for run in own] for own in zip(*pairs, strict=True)]
+        taken = [
+            [seconds_to(run, self.task.accuracy) for run in own] for own in zip(*pairs, strict=True)
+        ]
         return {
             "over_trl": paired_ratio(*taken),
             "trl": {
                 "arm": trl,
                 "lr": rates[trl],
-                "seconds": dict(zip((trl, ours), map(statistics.geometric_mean, taken), strict=True)),
+                "seconds": dict(
+                    zip((trl, ours), map(statistics.geometric_mean, taken), strict=True)
+                ),
                 "seconds_by_seed": taken[0],
                 "reached": sum(self.reached(run) for run, _ in pairs),
                 "tuning": {name: self.tuning(name) for name in self.arms if name in TRL},
@@ -349,23 +431,31 @@ def rate(lr: float, by: int) -> float:
 
 
 def draw(found: dict[str, Any], out: Path) -> None:
-    """Seconds to the accuracy: a dot for each seed, a bar for the geometric mean of an arm; the fastest arm on top."""
+    """Seconds to the accuracy: a dot for each seed, a bar for the geometric mean of an arm; the
+    fastest arm on top."""
     from matplotlib.figure import Figure
 
     taken = {name: arm["seconds_by_seed"] for name, arm in found["arms"].items()}
     if "trl" in found:
         taken[found["trl"]["arm"]] = found["trl"]["seconds_by_seed"]
     order = sorted(taken, key=lambda name: -statistics.geometric_mean(taken[name]))
-    figure = Figure(figsize=(9, 0.36 * len(order) + 1.1), dpi=160, facecolor="white", layout="constrained")
+    figure = Figure(
+        figsize=(9, 0.36 * len(order) + 1.1), dpi=160, facecolor="white", layout="constrained"
+    )
     panel = figure.subplots()
     for row, name in enumerate(order):
         colour = "#16a34a" if name in TRL else "#64748b" if name in UNPRUNED else "#2563eb"
-        panel.barh(row, statistics.geometric_mean(taken[name]), color=colour, alpha=0.35, height=0.7)
+        panel.barh(
+            row, statistics.geometric_mean(taken[name]), color=colour, alpha=0.35, height=0.7
+        )
         panel.plot(taken[name], [row] * len(taken[name]), "o", color=colour, ms=4)
     panel.set_yticks(range(len(order)), order)
     panel.set_xlim(left=0)
     panel.set_xlabel("seconds", loc="right")
-    title = f"Seconds to {found['accuracy']:.0%} held-out accuracy, each arm at its own best learning rate"
+    title = (
+        f"Seconds to {found['accuracy']:.0%} held-out accuracy, each arm at its own best "
+        "learning rate"
+    )
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(out)

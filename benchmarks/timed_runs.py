@@ -1,4 +1,5 @@
-"""Training runs on disk: held-out accuracy over steps and tokens, and the seconds that these cost."""
+"""Training runs on disk: held-out accuracy over steps and tokens, and the seconds that these
+cost."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Run:
         return cls(**given | {"points": [Point(*point) for point in given["points"]]})
 
     def line(self) -> str:
-        points = [[p.step, p.accuracy, p.generated, p.trained, round(p.measured, 3)] for p in self.points]
+        points = [
+            [p.step, p.accuracy, p.generated, p.trained, round(p.measured, 3)] for p in self.points
+        ]
         return json.dumps(asdict(self) | {"points": points})
 
 
@@ -54,7 +57,8 @@ class Costs:
 
     @classmethod
     def of(cls, runs: Iterable[Run]) -> Costs:
-        spans = [(b.step - a.step, b.generated - a.generated, b.trained - a.trained, b.measured - a.measured)
+        spans = [(b.step - a.step, b.generated - a.generated, b.trained - a.trained,
+        b.measured - a.measured)
                  for run in runs for a, b in pairwise(run.points)]  # fmt: skip
         table = np.array(spans, np.float64)
         relative = table[:, :3] / table[:, 3:]
@@ -62,14 +66,18 @@ class Costs:
         return cls(*map(float, found), error=float(np.abs(relative @ found - 1.0).mean()))
 
     def seconds(self, point: Point) -> float:
-        return self.step * point.step + self.generated * point.generated + self.trained * point.trained
+        return (
+            self.step * point.step + self.generated * point.generated + self.trained * point.trained
+        )
 
     def to(self, run: Run, accuracy: float) -> float:
         """Seconds to the accuracy; of the whole run where it was not reached."""
         return seconds_to(run, accuracy, self.seconds)
 
 
-def seconds_to(run: Run, accuracy: float, clock: Callable[[Point], float] = attrgetter("measured")) -> float:
+def seconds_to(
+    run: Run, accuracy: float, clock: Callable[[Point], float] = attrgetter("measured")
+) -> float:
     """As ``Costs.to``, by another clock."""
     for before, after in pairwise(run.points):
         if after.accuracy >= accuracy:

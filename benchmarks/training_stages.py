@@ -1,4 +1,5 @@
-"""Real training runs, each visited at three stages; and the gradient of every completion of a window."""
+"""Real training runs, each visited at three stages; and the gradient of every completion of a
+window."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Task:
     """What is trained, from which policy, and when it is visited."""
 
     warmed_up: Callable[[Path, Sequence[str]], Path]
-    """From a folder for it, and the run's settings, to the policy: made there, or where it is already."""
+    """From a folder for it, and the run's settings, to the policy: made there, or where it is
+    already."""
     stages: Mapping[str, float]
     """Sampled accuracy (the mean over three steps) from which on a stage is measured."""
     settings: Sequence[str]
@@ -55,8 +57,21 @@ class Task:
 
 def sums_policy(folder: Path, settings: Sequence[str]) -> Path:
     """A fresh policy of half a million parameters, warmed up on sums."""
-    write_model(folder / "initial", hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=448, std=0.05)
-    lessons = ["data.arithmetic.problems=7000", f"model.path={folder / 'initial'}", f"sft.out={folder / 'warm'}"]
+    write_model(
+        folder / "initial",
+        hidden=128,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        ffn=448,
+        std=0.05,
+    )
+    lessons = [
+        "data.arithmetic.problems=7000",
+        f"model.path={folder / 'initial'}",
+        f"sft.out={folder / 'warm'}",
+    ]
     with alone():
         sft(load_config(TASKS["sums"].config, [*settings, *lessons]))
     return folder / "warm"
@@ -64,7 +79,12 @@ def sums_policy(folder: Path, settings: Sequence[str]) -> Path:
 
 WORD_PROBLEMS, SMOLLM2 = Path("runs/word_problems"), Path("runs/smollm2_steps")
 ONE_RANK = ("layout.tp=1", "layout.dp=1")
-SUMS = ("data.arithmetic.max_terms=4", "rollout.max_response_tokens=48", "optimizer.lr=4e-4", "sft.steps=300")
+SUMS = (
+    "data.arithmetic.max_terms=4",
+    "rollout.max_response_tokens=48",
+    "optimizer.lr=4e-4",
+    "sft.steps=300",
+)
 TASKS = {
     "sums": Task(sums_policy, {"early": 0.3, "middle": 0.7, "late": 0.87}, (*ONE_RANK, *SUMS)),
     "word_problems": Task(
@@ -85,14 +105,16 @@ TASKS = {
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A window of N prompts with G completions each, rolled out whole, n = N·G, by the weights that are trained."""
+    """A window of N prompts with G completions each, rolled out whole, n = N·G, by the weights that
+    are trained."""
 
     name: str
     step: int
     metadata: StepMetadata
     unit_gram: Floats
-    """[n, n], inner products of the gradients of Σ_t log p_t, of every ``Task.stride``-th coordinate; 0 for completions
-    of groups of equal rewards, whose advantage is 0. On-policy every objective's g_i is A_i times that gradient."""
+    """[n, n], inner products of the gradients of Σ_t log p_t, of every ``Task.stride``-th
+    coordinate; 0 for completions of groups of equal rewards, whose advantage is 0. On-policy every
+    objective's g_i is A_i times that gradient."""
 
     @property
     def unit_norms(self) -> Floats:
@@ -130,21 +152,27 @@ def training_stages(
     words = [*SETTINGS, *task.settings, *sizes, *settings]
     policy = task.warmed_up(folder, words)
     with alone(), ExitStack() as to_close:
-        yield from _train(task, load_config(task.config, [*words, f"model.path={policy}"]), to_close, visit)
+        yield from _train(
+            task, load_config(task.config, [*words, f"model.path={policy}"]), to_close, visit
+        )
 
 
 @contextmanager
 def alone() -> Iterator[None]:
     """A process group of this process."""
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
+        )
         try:
             yield
         finally:
             shut_down()
 
 
-def _train(task: Task, config: Config, to_close: ExitStack, visit: Callable[[Trainer, str], T]) -> Iterator[T]:
+def _train(
+    task: Task, config: Config, to_close: ExitStack, visit: Callable[[Trainer, str], T]
+) -> Iterator[T]:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     workers = to_close.enter_context(closing(RewardWorkers.of(config.reward)))
     trainer = Trainer(config, world, workers, to_close)
@@ -167,7 +195,9 @@ def first_prompts(trainer: Trainer, name: str) -> Stage:
     return measure(trainer, name, np.arange(trainer.config.rollout.prompts_per_step))
 
 
-def measure(trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1, stride: int = 1) -> Stage:
+def measure(
+    trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1, stride: int = 1
+) -> Stage:
     """Roll out a window, and take the gradient of each completion.
 
     Args:
@@ -178,7 +208,9 @@ def measure(trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1, strid
         stride: of how many coordinates of a gradient one is looked at.
     """
     window = Selection(prompt_ids, np.ones(len(prompt_ids)), window=len(prompt_ids))
-    rollouts = trainer.roll_out(StepRollouts(window, trainer.config.run.steps + seeds))  # seeds of no training step
+    rollouts = trainer.roll_out(
+        StepRollouts(window, trainer.config.run.steps + seeds)
+    )  # seeds of no training step
     metadata, actor = rollouts.metadata, trainer.policy.actor
     groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
     packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id)
@@ -188,5 +220,7 @@ def measure(trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1, strid
     live = (mixed(metadata)[:, None] * samples + np.arange(samples)).ravel()
     products = np.zeros((metadata.rewards.size, metadata.rewards.size))
     if len(live):
-        products[np.ix_(live, live)] = gram(gradients(actor, [packs[i] for i in live], loss, stride))
+        products[np.ix_(live, live)] = gram(
+            gradients(actor, [packs[i] for i in live], loss, stride)
+        )
     return Stage(name, trainer.step, metadata, products)

@@ -1,12 +1,15 @@
-"""One training by TRL's GRPOTrainer, in an environment of its own; against_trl.py and real_model.py run it.
+"""One training by TRL's GRPOTrainer, in an environment of its own; against_trl.py and real_model.py
+run it.
 
-Settings are those that suit it best on a CPU: fp32, no gradient checkpointing, one rollout per optimizer step and
-therefore no pass for old log-probabilities, no reference model, no dropout, nothing saved, PyTorch's fused AdamW.
+Settings are those that suit it best on a CPU: fp32, no gradient checkpointing, one rollout per
+optimizer step and therefore no pass for old log-probabilities, no reference model, no dropout,
+nothing saved, PyTorch's fused AdamW.
 
-The only argument is a JSON object: ``policy`` (Hugging Face directory), ``pool`` (JSONL with prompt and label),
-``steps``, ``prompts`` per step, ``samples`` per prompt, ``max_response_tokens``, ``batch`` (sequences per forward and
-backward pass), ``lr``, ``threads``, ``reward`` (``sum``, ``exact`` or ``calculation``), ``settings`` (more of
-GRPOConfig, which win), and, if it evaluates itself, ``held_out`` (a file like ``pool``) and ``evaluate_every`` (steps).
+The only argument is a JSON object: ``policy`` (Hugging Face directory), ``pool`` (JSONL with prompt
+and label), ``steps``, ``prompts`` per step, ``samples`` per prompt, ``max_response_tokens``,
+``batch`` (sequences per forward and backward pass), ``lr``, ``threads``, ``reward`` (``sum``,
+``exact`` or ``calculation``), ``settings`` (more of GRPOConfig, which win), and, if it evaluates
+itself, ``held_out`` (a file like ``pool``) and ``evaluate_every`` (steps).
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class Counted(GRPOTrainer):
 
     slots = tokens = 0
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _compute_loss(
+        self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         for mask in (inputs["prompt_mask"], inputs["completion_mask"]):
             self.slots += mask.numel()
             self.tokens += int(mask.sum())
@@ -74,16 +79,24 @@ def rows_of(file: str) -> list[dict[str, str]]:
 
 
 @torch.no_grad()
-def accuracy(trainer: GRPOTrainer, held_out: list[dict[str, str]], options: argparse.Namespace) -> float:
+def accuracy(
+    trainer: GRPOTrainer, held_out: list[dict[str, str]], options: argparse.Namespace
+) -> float:
     """Share of the held-out prompts whose greedy answer scores 1."""
     tokenizer, model = trainer.processing_class, trainer.model.eval()
-    asked = tokenizer([row["prompt"] for row in held_out], padding=True, padding_side="left", return_tensors="pt")
+    asked = tokenizer(
+        [row["prompt"] for row in held_out], padding=True, padding_side="left", return_tensors="pt"
+    )
     asked.pop("token_type_ids", None)
     ids = model.generate(**asked, do_sample=False, max_new_tokens=options.max_response_tokens)
-    answers = tokenizer.batch_decode(ids[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    answers = tokenizer.batch_decode(
+        ids[:, asked["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     model.train()
     score = SCORES[options.reward]
-    return sum(score(answer, row["label"]) for answer, row in zip(answers, held_out, strict=True)) / len(held_out)
+    return sum(
+        score(answer, row["label"]) for answer, row in zip(answers, held_out, strict=True)
+    ) / len(held_out)
 
 
 def main() -> None:
@@ -94,8 +107,12 @@ def main() -> None:
     held_out = rows_of(options.held_out) if "held_out" in options else []
     score = SCORES[options.reward]
 
-    def reward(prompts: list[Any], completions: list[Any], label: list[str], **_: Any) -> list[float]:
-        return [score(completion, truth) for completion, truth in zip(completions, label, strict=True)]
+    def reward(
+        prompts: list[Any], completions: list[Any], label: list[str], **_: Any
+    ) -> list[float]:
+        return [
+            score(completion, truth) for completion, truth in zip(completions, label, strict=True)
+        ]
 
     def more(step: int) -> dict[str, float]:
         evaluates = held_out and step % options.evaluate_every == 0
@@ -130,7 +147,9 @@ def main() -> None:
             model=options.policy,
             reward_funcs=reward,
             args=GRPOConfig(**own | options.settings),
-            train_dataset=Dataset.from_list([{"prompt": row["prompt"], "label": row["label"]} for row in rows]),
+            train_dataset=Dataset.from_list(
+                [{"prompt": row["prompt"], "label": row["label"]} for row in rows]
+            ),
             processing_class=AutoTokenizer.from_pretrained(options.policy),
             callbacks=[InTurn(watch, more)],
         )

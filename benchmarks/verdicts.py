@@ -1,8 +1,10 @@
-"""Verdicts on wrong and right answers made from real labels: false positives, false negatives, and time.
+"""Verdicts on wrong and right answers made from real labels: false positives, false negatives, and
+time.
 
-Ours and plain math-verify (``verify(parse(label), parse(answer))``) judge the same pairs. Wrong answers are labels with
-one change; one that is worth the same all the same is no false positive (``sympy_equivalence.py`` finds out). Right
-answers are the labels in other spellings, and for our verifier the worked solutions, each to its own problem.
+Ours and plain math-verify (``verify(parse(label), parse(answer))``) judge the same pairs. Wrong
+answers are labels with one change; one that is worth the same all the same is no false positive
+(``sympy_equivalence.py`` finds out). Right answers are the labels in other spellings, and for our
+verifier the worked solutions, each to its own problem.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from sympy_equivalence import equivalent
 
 from megatron_dppo.data.rows import read_rows
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.benchmarks import BENCHMARKS, DEFAULT_FOLDER, FOLDER, find_file, read_benchmark
+from megatron_dppo.evaluation.benchmarks import (
+    BENCHMARKS,
+    DEFAULT_FOLDER,
+    FOLDER,
+    find_file,
+    read_benchmark,
+)
 from megatron_dppo.rewards.math.completion import stated_answer
 from megatron_dppo.rewards.math.verdict import judge, math_verdict
 
@@ -39,11 +47,19 @@ def ours(label: str, answer: str) -> bool:
 
 
 def plain(label: str, answer: str) -> bool:
-    return bool(verify(*(parse(text if "$" in text or r"\(" in text else f"${text}$") for text in (label, answer))))
+    return bool(
+        verify(
+            *(
+                parse(text if "$" in text or r"\(" in text else f"${text}$")
+                for text in (label, answer)
+            )
+        )
+    )
 
 
 def labels_and_solutions(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """All labels that differ, without what marks them; and worked solutions with the answer that each has to reach."""
+    """All labels that differ, without what marks them; and worked solutions with the answer that
+    each has to reach."""
     labels: dict[str, None] = {}
     solutions = []
     for name, benchmark in BENCHMARKS.items():
@@ -57,7 +73,10 @@ def labels_and_solutions(folder: Path) -> tuple[list[str], list[tuple[str, str]]
             if benchmark.worked:
                 worked = str(question.row.values[benchmark.label])
             solutions.append(
-                (worked if "boxed" in worked or benchmark.worked else _boxed(question.label), question.label)
+                (
+                    worked if "boxed" in worked or benchmark.worked else _boxed(question.label),
+                    question.label,
+                )
             )
     for name in TRAINING:
         if (folder / name).is_file():
@@ -75,7 +94,8 @@ def _boxed(label: str) -> str:
 
 
 def judged(pairs: list[Pair], right: bool, judges: Judge) -> tuple[list[Pair], float]:
-    """The pairs whose verdict is not the one that they should have, and milliseconds per verdict."""
+    """The pairs whose verdict is not the one that they should have, and milliseconds per
+    verdict."""
     wrong = []
     start = time.process_time()
     for pair in pairs:
@@ -88,12 +108,15 @@ def judged(pairs: list[Pair], right: bool, judges: Judge) -> tuple[list[Pair], f
 def results(options: argparse.Namespace) -> dict[str, Any]:
     labels, solutions = labels_and_solutions(options.folder)
     if not labels:
-        raise SystemExit(f"there are no benchmark files in {options.folder}: name their folder with --folder")
+        raise SystemExit(
+            f"there are no benchmark files in {options.folder}: name their folder with --folder"
+        )
     wrong = list(mutated(labels, options.pairs, options.seed))
     right = [Pair(label, answer, name) for label in labels for name, answer in respelled(label)]
     right = random.Random(options.seed).sample(right, min(len(right), options.right))
     found: dict[str, Any] = {
-        "labels": len(labels), "wrong_answers": len(wrong), "right_answers": len(right), "seed": options.seed
+        "labels": len(labels), "wrong_answers": len(wrong), "right_answers": len(right),
+        "seed": options.seed
     }  # fmt: skip
     for name, judges in (("ours", ours), ("math_verify", plain)):
         for pair in right[:20]:  # grammars are built at the first calls
@@ -105,12 +128,16 @@ def results(options: argparse.Namespace) -> dict[str, Any]:
             "false_positives": len(false),
             "right_all_the_same": len(accepted) - len(false),
             "false_negatives": len(refused),
-            "milliseconds": (of_wrong * len(wrong) + of_right * len(right)) / max(1, len(wrong) + len(right)),
+            "milliseconds": (of_wrong * len(wrong) + of_right * len(right))
+            / max(1, len(wrong) + len(right)),
             "examples": [
-                f"{pair.label}  <-  {pair.answer}  ({pair.change})" for pair in false[:SHOWN] + refused[:SHOWN]
+                f"{pair.label}  <-  {pair.answer}  ({pair.change})"
+                for pair in false[:SHOWN] + refused[:SHOWN]
             ],
         }
-    found["milliseconds_over_math_verify"] = found["ours"]["milliseconds"] / found["math_verify"]["milliseconds"]
+    found["milliseconds_over_math_verify"] = (
+        found["ours"]["milliseconds"] / found["math_verify"]["milliseconds"]
+    )
     start = time.process_time()
     missed = [label for text, label in solutions if math_verdict("", text, label)["score"] != 1]
     found["solutions"] = {

@@ -1,10 +1,10 @@
-"""Word problems of five families as JSONL, and a policy of two million parameters warmed up on them: a second task
-beside the quickstart's sums for ``efficiency.py`` and ``time_to_accuracy.py``.
+"""Word problems of five families as JSONL, and a policy of two million parameters warmed up on
+them: a second task beside the quickstart's sums for ``efficiency.py`` and ``time_to_accuracy.py``.
 
-Prompts differ in kind, length and difficulty: a problem has one to six steps of arithmetic. The warm-up's teacher
-forgets most carries and borrows, and in most families stops before the last step more often than not. Rewards see the
-result alone; training finds out that carrying pays, and that going on pays. Held-out problems, the training pool and
-the warm-up's lessons share no question.
+Prompts differ in kind, length and difficulty: a problem has one to six steps of arithmetic. The
+warm-up's teacher forgets most carries and borrows, and in most families stops before the last step
+more often than not. Rewards see the result alone; training finds out that carrying pays, and that
+going on pays. Held-out problems, the training pool and the warm-up's lessons share no question.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ class Scratchpad:
 
     draw: random.Random
     carries_forgotten: float = 0.0
-    """Share of the additions with a carry, and of the subtractions with a borrow, that are worked out without."""
+    """Share of the additions with a carry, and of the subtractions with a borrow, that are worked
+    out without."""
     ends_forgotten: float = 0.0
     """Share of the problems of which the last step is left out."""
     lines: list[str] = field(default_factory=list)
 
     def work(self, left: int, sign: str, right: int) -> int:
         result = OPERATIONS[sign](left, right)
-        carry = {"+": -10 * (left % 10 + right % 10 >= 10), "-": 10 * (left % 10 < right % 10)}.get(sign, 0)
+        carry = {"+": -10 * (left % 10 + right % 10 >= 10), "-": 10 * (left % 10 < right % 10)}.get(
+            sign, 0
+        )
         if self.draw.random() < self.carries_forgotten:
             result += carry
         self.lines.append(f"{left}{sign}{right}={result}")
@@ -110,7 +113,10 @@ def boxes(draw: random.Random) -> tuple[str, Solution]:
 def shares(draw: random.Random) -> tuple[str, Solution]:
     things = draw.choice(THINGS)
     friends, each, before = draw.randint(2, 9), draw.randint(3, 9), draw.randint(2, 30)
-    question = f"{friends} friends had {before} {things} each. They share {friends * each} more. How many has each?"
+    question = (
+        f"{friends} friends had {before} {things} each. They share {friends * each} more. "
+        "How many has each?"
+    )
     return question, lambda pad: pad.finish(pad.work(friends * each, "/", friends), "+", before)
 
 
@@ -157,7 +163,8 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class WordProblem:
-    """One problem: ``Ben has 17 pens. Ben gets 5. How many now?`` with label ``22``, and ``17+5=12\\n#12``."""
+    """One problem: ``Ben has 17 pens. Ben gets 5. How many now?`` with label ``22``, and
+    ``17+5=12\\n#12``."""
 
     family: str
     question: str
@@ -208,7 +215,8 @@ class Prepared:
 
 
 def prepared(folder: Path) -> Prepared:
-    """Problems, tokenizer, policy and warm-up, made where they are not there yet: some minutes on one core."""
+    """Problems, tokenizer, policy and warm-up, made where they are not there yet: some minutes on
+    one core."""
     made = Prepared(folder)
     lessons, train = folder / "lessons.jsonl", folder / "train.jsonl"
     if not train.exists():
@@ -220,16 +228,38 @@ def prepared(folder: Path) -> Prepared:
     if not (made.policy / "config.json").exists():
         initial = folder / "initial"
         write_model(
-            initial, hidden=224, layers=3, std=0.05, tokenizer="bpe", corpus=lessons, vocab_size=512, overwrite=True
+            initial,
+            hidden=224,
+            layers=3,
+            std=0.05,
+            tokenizer="bpe",
+            corpus=lessons,
+            vocab_size=512,
+            overwrite=True,
         )
-        command = [sys.executable, "-m", "megatron_dppo", "sft", "configs/quickstart.yaml", *made.settings]
-        command += [f"data.train={lessons}", "data.response_key=response", f"model.path={initial}", "sft.steps=700"]
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_dppo",
+            "sft",
+            "configs/quickstart.yaml",
+            *made.settings,
+        ]
+        command += [
+            f"data.train={lessons}",
+            "data.response_key=response",
+            f"model.path={initial}",
+            "sft.steps=700",
+        ]
         command += [f"sft.out={made.policy}", f"run.dir={folder / 'sft'}"]
         subprocess.run(command, check=True, stdout=sys.stderr)
     return made
 
 
 def _write(file: Path, problems: Sequence[WordProblem]) -> None:
-    rows = [{"prompt": one.question, "label": one.label, "response": one.worked_answer} for one in problems]
+    rows = [
+        {"prompt": one.question, "label": one.label, "response": one.worked_answer}
+        for one in problems
+    ]
     with replacing_file(file) as draft:
         draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,7 +1,8 @@
-"""A reward for policies that seldom solve a problem: 1 for the right answer, a part for its form and for coming close.
+"""A reward for policies that seldom solve a problem: 1 for the right answer, a part for its form
+and for coming close.
 
-Use it with ``reward.function=configs/gsm8k_reward.py:compute_score``. Without partial credit a weak policy's groups are
-all wrong alike, and where all rewards are equal there is nothing to learn from.
+Use it with ``reward.function=configs/gsm8k_reward.py:compute_score``. Without partial credit a weak
+policy's groups are all wrong alike, and where all rewards are equal there is nothing to learn from.
 """
 
 import re
@@ -9,13 +10,15 @@ import re
 FORM = 0.1
 """For ending as GSM8K's answers do: ``#### 72``."""
 CLOSENESS = 0.4
-"""For the size of the number: all of it at the right value, half of it when off by as much as the answer itself."""
+"""For the size of the number: all of it at the right value, half of it when off by as much as the
+answer itself."""
 
 ANSWER = re.compile(r"#### *\$?(-?[\d,]*\.?\d+)")
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """verl's signature: the decoded response and the label in, a score and whether it is correct (``acc``) out."""
+    """verl's signature: the decoded response and the label in, a score and whether it is correct
+    (``acc``) out."""
     gold = last_answer(ground_truth)
     if gold is None:
         gold = float(ground_truth.replace(",", ""))

@@ -1,4 +1,5 @@
-"""Reinforcement learning of Qwen3 policies on Megatron-Core with Dynamic Pruning Policy Optimization."""
+"""Reinforcement learning of Qwen3 policies on Megatron-Core with Dynamic Pruning Policy
+Optimization."""
 
 from __future__ import annotations
 

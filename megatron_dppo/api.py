@@ -2,16 +2,15 @@
 
     from megatron_dppo.api import evaluate, load_config, train
 
-    run = train(load_config("configs/quickstart.yaml", run={"steps": 20}), reward=my_reward, on_step=print)
-    run.metrics[-1]["eval/accuracy"]
-    evaluate(run).benchmarks
+    run = train(load_config("configs/quickstart.yaml", run={"steps": 20}), reward=my_reward,
+    on_step=print) run.metrics[-1]["eval/accuracy"] evaluate(run).benchmarks
 
-The ranks are separate processes, as under ``megatron-dppo train``. The calling process holds no policy, and can call
-again. An interrupt ends the ranks. On several machines, start ranks with the command line, under ``torchrun`` or
-``srun``.
+The ranks are separate processes, as under ``megatron-dppo train``. The calling process holds no
+policy, and can call again. An interrupt ends the ranks. On several machines, start ranks with the
+command line, under ``torchrun`` or ``srun``.
 
-:func:`plan_step` is the algorithm alone, from lengths and rewards to a training plan. ``megatron_dppo.prune`` offers
-the algorithm's pruning to other trainers.
+:func:`plan_step` is the algorithm alone, from lengths and rewards to a training plan.
+``megatron_dppo.prune`` offers the algorithm's pruning to other trainers.
 """
 
 from __future__ import annotations
@@ -85,9 +84,10 @@ class RunFailedError(RuntimeError):
     """A run ended before its last step.
 
     Args:
-        code: exit code of ``megatron-dppo train``: 2 for a mistake that the user can correct, 1 for a crash, 128 + n
-            for signal n.
-        reason: printed reason of the failure. A notebook does not show the standard error of other processes.
+        code: exit code of ``megatron-dppo train``: 2 for a mistake that the user can correct, 1 for
+            a crash, 128 + n for signal n.
+        reason: printed reason of the failure. A notebook does not show the standard error of other
+            processes.
     """
 
     def __init__(self, code: int, reason: str = "") -> None:
@@ -109,8 +109,8 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[Row]:
-        """Rows of ``metrics.jsonl``, one per step, named as in docs/metrics.md. ``pandas.DataFrame(run.metrics)`` is a
-        table of the rows."""
+        """Rows of ``metrics.jsonl``, one per step, named as in docs/metrics.md.
+        ``pandas.DataFrame(run.metrics)`` is a table of the rows."""
         return read_metrics(self.folder)
 
 
@@ -123,19 +123,24 @@ class Evaluation:
 
     @cached_property
     def benchmarks(self) -> dict[str, dict[str, Any]]:
-        """Figures of docs/evaluation.md, by benchmark: ``["gsm8k"]["avg@k"]`` has value, low and high."""
+        """Figures of docs/evaluation.md, by benchmark: ``["gsm8k"]["avg@k"]`` has value, low and
+        high."""
         return dict(json.loads((self.folder / SCORES).read_text(encoding="utf-8"))["benchmarks"])
 
     @cached_property
     def answers(self) -> list[AnswerRow]:
         """Rows of ``answers.jsonl``, one per answer."""
-        return [json.loads(line) for line in (self.folder / ANSWERS).read_text(encoding="utf-8").splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / ANSWERS).read_text(encoding="utf-8").splitlines()
+        ]
 
 
 def load_config(path: str | Path | None = None, **sections: Mapping[str, Any]) -> Config:
     """Return the settings of a YAML file (defaults if None), overridden section by section.
 
-        load_config("configs/quickstart.yaml", run={"steps": 20}, pruning={"completions": {"keep": 0.3}})
+        load_config("configs/quickstart.yaml", run={"steps": 20}, pruning={"completions": {"keep":
+        0.3}})
 
     Raises:
         UserError: under the same conditions as on the command line.
@@ -154,15 +159,18 @@ def step_metadata(
         rewards: rewards of the completions, [Q, G].
         response_lengths: tokens of the responses, [Q, G].
         prompt_lengths: tokens of the prompts, [Q].
-        more: further fields of :class:`~megatron_dppo.rl.types.StepMetadata`: ``prompt_inclusion`` and ``window``
-            (number of prompts) if some prompts were pruned; ``score_norms``, ``owners``.
+        more: further fields of :class:`~megatron_dppo.rl.types.StepMetadata`: ``prompt_inclusion``
+            and ``window`` (number of prompts) if some prompts were pruned; ``score_norms``,
+            ``owners``.
 
     Raises:
         UserError: if ``prompt_inclusion`` is given without ``window``.
     """
     if "prompt_inclusion" in more and "window" not in more:
         problem = "is given without window, the number of prompts that these were drawn from"
-        raise UserError("prompt_inclusion", more["prompt_inclusion"], problem, "Give window as well")
+        raise UserError(
+            "prompt_inclusion", more["prompt_inclusion"], problem, "Give window as well"
+        )
     given = without_rounding(np.asarray(rewards, np.float64))
     lengths = np.asarray(response_lengths, np.int64)
     asked = np.asarray(prompt_lengths, np.int64)
@@ -179,7 +187,10 @@ def step_metadata(
         "owners": np.zeros(prompts, np.int64),
         "window": float(prompts),
     }
-    return StepMetadata(**plain | {name: float(v) if name == "window" else np.asarray(v) for name, v in more.items()})
+    return StepMetadata(
+        **plain
+        | {name: float(v) if name == "window" else np.asarray(v) for name, v in more.items()}
+    )
 
 
 def plan_step(
@@ -191,7 +202,8 @@ def plan_step(
     completion_rule: Callable[..., Any] | None = None,
     **of_layout: Any,
 ) -> StepPlan:
-    """Plan one step by :func:`megatron_dppo.rl.plan.plan_step`, with user-defined advantages and pruning rules.
+    """Plan one step by :func:`megatron_dppo.rl.plan.plan_step`, with user-defined advantages and
+    pruning rules.
 
     The functions are arguments here, or are named in the settings.
 
@@ -224,29 +236,32 @@ def train(
     engine: Callable[..., Any] | None = None,
     on_step: Callable[[Row], object] | None = None,
 ) -> Run:
-    """Train to ``run.steps``, from the last checkpoint in ``run.dir`` if the folder has a checkpoint.
+    """Train to ``run.steps``, from the last checkpoint in ``run.dir`` if the folder has a
+    checkpoint.
 
-    Functions in the arguments are stored in ``run.dir``, with the parts of the script that the functions use, so that
-    the command line can resume the run.
+    Functions in the arguments are stored in ``run.dir``, with the parts of the script that the
+    functions use, so that the command line can resume the run.
 
     Args:
         config: configuration of the run.
-        reward: replacement for ``reward.function``, with any signature that the setting accepts; runs in separate
-            processes.
-        objective: replacement for ``loss.objective``: function from :class:`~megatron_dppo.rl.losses.Tokens` to the
-            maximised quantity.
-        advantage: replacement for ``loss.advantage``: function from rewards [Q, G] and columns to advantages, see
-            ``megatron_dppo/rl/advantages.py``.
+        reward: replacement for ``reward.function``, with any signature that the setting accepts;
+            runs in separate processes.
+        objective: replacement for ``loss.objective``: function from
+            :class:`~megatron_dppo.rl.losses.Tokens` to the maximised quantity.
+        advantage: replacement for ``loss.advantage``: function from rewards [Q, G] and columns to
+            advantages, see ``megatron_dppo/rl/advantages.py``.
         prompt_rule: replacement for ``pruning.prompts.rule``: function from
-            :class:`~megatron_dppo.rl.pruning.prompt_rules.PromptCandidates` and ``keep`` to inclusion probabilities.
+            :class:`~megatron_dppo.rl.pruning.prompt_rules.PromptCandidates` and ``keep`` to
+            inclusion probabilities.
         completion_rule: replacement for ``pruning.completions.rule``: function from
-            :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to inclusion
-            probabilities.
-        conversation: replacement for ``rollout.conversation``: function that has a conversation with the policy for
-            each completion.
+            :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to
+            inclusion probabilities.
+        conversation: replacement for ``rollout.conversation``: function that has a conversation
+            with the policy for each completion.
         engine: replacement for ``rollout.engine_function``: factory of a
             :class:`~megatron_dppo.rollout.engine.RolloutEngine`.
-        on_step: callback in this process, called with the row of every step when the row is written.
+        on_step: callback in this process, called with the row of every step when the row is
+            written.
 
     Raises:
         UserError: if a mistake is found before a rank starts.
@@ -276,15 +291,18 @@ def train(
 
 
 def evaluate(
-    what: Config | Run, *, model: str | Path | Run | None = None, reward: Callable[..., Any] | None = None
+    what: Config | Run,
+    *,
+    model: str | Path | Run | None = None,
+    reward: Callable[..., Any] | None = None,
 ) -> Evaluation:
     """Generate and score a policy's answers to held-out problems, as ``megatron-dppo eval`` does.
 
     Answers that the folder has already are not generated again.
 
     Args:
-        what: settings, with the choice of problems in ``eval`` and ``data``; or a run, with the run's settings and
-            policy.
+        what: settings, with the choice of problems in ``eval`` and ``data``; or a run, with the
+            run's settings and policy.
         model: Hugging Face directory, run, or checkpoint of a run; None: the policy of ``what``.
         reward: replacement for ``reward.function``, which judges the answers.
 
@@ -309,7 +327,12 @@ def evaluate(
 def _refuse_to_be_a_rank(function: str) -> None:
     if "RANK" in os.environ:
         problem = f"makes this process a rank, and {function}() starts ranks of its own"
-        raise UserError("RANK", os.environ["RANK"], problem, "Start the script by itself, or use the command line")
+        raise UserError(
+            "RANK",
+            os.environ["RANK"],
+            problem,
+            "Start the script by itself, or use the command line",
+        )
 
 
 def _run(command: Command, config: Config, meanwhile: Callable[[], None] = lambda: None) -> int:
@@ -330,19 +353,24 @@ def _with_functions(
     check: Callable[[Config, Mapping[str, str | None]], None] = lambda config, given: None,
     **functions: Callable[..., Any] | None,
 ) -> Config:
-    """Store these functions in ``folder`` by value, and return the settings with the functions' names for the ranks.
+    """Store these functions in ``folder`` by value, and return the settings with the functions'
+    names for the ranks.
 
     Args:
-        check: function that may refuse the settings, and the functions' source texts by setting. ``check`` is called
-            before the functions of an earlier run in ``folder`` are replaced.
+        check: function that may refuse the settings, and the functions' source texts by setting.
+            ``check`` is called before the functions of an earlier run in ``folder`` are replaced.
     """
     given = {what: function for what, function in functions.items() if function is not None}
     names: dict[str, str] = {}
     for what, function in given.items():
         _check_call(what, function, None)
-        own = hasattr(function, "__name__") and function.__name__.isidentifier()  # not a lambda's, <lambda>
+        own = (
+            hasattr(function, "__name__") and function.__name__.isidentifier()
+        )  # not a lambda's, <lambda>
         names[what] = function.__name__ if own else what
-        config = _with_settings(config, SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}")
+        config = _with_settings(
+            config, SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}"
+        )
     pickled = {what: _pickled(what, function) for what, function in given.items()}
     texts = {what: source_of(function) for what, function in given.items()}
     if given:
@@ -356,7 +384,10 @@ def _with_functions(
         (folder / f"{what}{TEXT}").unlink(missing_ok=True)
         if (text := texts[what]) is not None:
             replace_text(folder / f"{what}{TEXT}", text)
-        replace_text(folder / f"{what}.py", _LOADS.format(what=what, name=names[what], module=function.__module__))
+        replace_text(
+            folder / f"{what}.py",
+            _LOADS.format(what=what, name=names[what], module=function.__module__),
+        )
     return config
 
 
@@ -367,7 +398,8 @@ def _check_call(name: str, function: object, arguments: int | None) -> None:
         arguments: number of positional arguments; None: not checked.
 
     Raises:
-        UserError: if ``function`` is not callable, or cannot be called with ``arguments`` arguments.
+        UserError: if ``function`` is not callable, or cannot be called with ``arguments``
+            arguments.
     """
     if not callable(function):
         raise UserError(name, repr(function), "is no function", "Give a function, or leave it out")
@@ -377,7 +409,9 @@ def _check_call(name: str, function: object, arguments: int | None) -> None:
         inspect.signature(function).bind(*range(arguments))
     except TypeError as error:
         problem = f"cannot be called with {arguments} argument ({error})"
-        raise UserError(name, _name_of(function), problem, "Give it one parameter, the row of a step") from error
+        raise UserError(
+            name, _name_of(function), problem, "Give it one parameter, the row of a step"
+        ) from error
     except ValueError:  # functions built into Python may have no signature
         return
 
@@ -392,7 +426,10 @@ def _pickled(what: str, function: Callable[..., Any]) -> bytes:
         return bytes(cloudpickle.dumps(function))
     except Exception as error:  # the objects that the function refers to may raise any error
         problem = f"cannot be sent to the ranks ({type(error).__name__}: {error})"
-        remedy = "Open files, locks and connections within the function, or name it in a file: FILE.py:FUNCTION"
+        remedy = (
+            "Open files, locks and connections within the function, or name it in a file: "
+            "FILE.py:FUNCTION"
+        )
         raise UserError(what, _name_of(function), problem, remedy) from error
 
 
@@ -401,7 +438,8 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _with_settings(section: AnySection, path: Sequence[str], value: str) -> AnySection:
-    """Return a copy with another value of the setting at ``path``. The function of a pruning rule is also enabled."""
+    """Return a copy with another value of the setting at ``path``. The function of a pruning rule
+    is also enabled."""
     name, *rest = path
     changes = {name: _with_settings(getattr(section, name), rest, value) if rest else value}
     if isinstance(section, PromptPruningConfig | CompletionPruningConfig):

@@ -19,7 +19,12 @@ from typing import NoReturn
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MistakesError, UserError, error_text, missing_extra
-from megatron_dppo.evaluation.options import MODEL, add_eval_arguments, eval_settings, model_settings
+from megatron_dppo.evaluation.options import (
+    MODEL,
+    add_eval_arguments,
+    eval_settings,
+    model_settings,
+)
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.guard import run_guarded
 from megatron_dppo.process.lifetime import MARKER, exit_process
@@ -28,28 +33,39 @@ from megatron_dppo.settings import as_yaml, load_whole, nearest
 
 COMMANDS = {
     "Train": {
-        "quickstart": "Start here: make, warm up and train a small policy, in minutes on two cores.",
-        "train": "Train a policy by reinforcement learning, or resume from the checkpoint in run.dir.",
-        "sft": "Fine-tune a policy on worked answers first, if few of its own answers earn a reward.",
+        "quickstart": "Start here: make, warm up and train a small policy, in minutes on two "
+        "cores.",
+        "train": "Train a policy by reinforcement learning, or resume from the checkpoint in "
+        "run.dir.",
+        "sft": "Fine-tune a policy on worked answers first, if few of its own answers earn a "
+        "reward.",
         "launch": "Start a run with NeMo-Run: on Slurm without a job script, or on this machine.",
         "serve": "Run this node's rollout server, in a Slurm job with nodes for servers.",
     },
     "Evaluate": {
-        "eval": "Score a policy on benchmarks, or compare two. Evaluation resumes from answers in --out.",
-        "report": "Write an HTML page about a run, during training or later, or a comparison of several.",
+        "eval": "Score a policy on benchmarks, or compare two. Evaluation resumes from answers in "
+        "--out.",
+        "report": "Write an HTML page about a run, during training or later, or a comparison of "
+        "several.",
     },
     "Plan": {
-        "configs": "List or copy the example configurations and Slurm scripts, to begin a run of your own.",
+        "configs": "List or copy the example configurations and Slurm scripts, to begin a run of "
+        "your own.",
         "plan": "Estimate memory, time and cost of a run, before it takes GPUs.",
         "doctor": "Print the packages and the hardware, after an installation or for a bug report.",
-        "probe-batch": "Estimate whether a smaller batch would do, and how much to prune, before a long run.",
+        "probe-batch": "Estimate whether a smaller batch would do, and how much to prune, before a "
+        "long run.",
     },
     "Models": {
-        "init": "Create a small policy with random weights, and its tokenizer, for a first experiment.",
+        "init": "Create a small policy with random weights, and its tokenizer, for a first "
+        "experiment.",
         "export": "Write a run's policy as a Hugging Face directory, to serve or publish it.",
-        "convert to-hf": "Write a Megatron checkpoint (torch_dist) as a Hugging Face model, for other libraries.",
-        "convert from-hf": "Write a Hugging Face model as a Megatron checkpoint, for trainers that load no other.",
-        "compress": "Make a smaller policy from a larger one, if rollouts or serving cost too much.",
+        "convert to-hf": "Write a Megatron checkpoint (torch_dist) as a Hugging Face model, for "
+        "other libraries.",
+        "convert from-hf": "Write a Hugging Face model as a Megatron checkpoint, for trainers that "
+        "load no other.",
+        "compress": "Make a smaller policy from a larger one, if rollouts or serving cost too "
+        "much.",
     },
 }
 """All commands, each with a sentence for its use, as ``--help`` groups them."""
@@ -57,26 +73,34 @@ EXAMPLE = """\
 Example:
   megatron-dppo train configs/quickstart.yaml run.dir=runs/second optimizer.lr=1e-4
 
-`megatron-dppo quickstart` requires no GPU. `megatron-dppo COMMAND --help` lists a command's options."""
+`megatron-dppo quickstart` requires no GPU.
+`megatron-dppo COMMAND --help` lists a command's options."""
 
 
 OF_MODULES = {
     "quickstart": ("quickstart:add_quickstart_arguments", "quickstart:quickstart"),
     "configs": ("quickstart:add_configs_arguments", "quickstart:configs"),
-    "convert to-hf": ("bridge.convert_commands:add_to_hf_arguments", "bridge.convert_commands:to_hf"),
-    "convert from-hf": ("bridge.convert_commands:add_from_hf_arguments", "bridge.convert_commands:from_hf"),
+    "convert to-hf": (
+        "bridge.convert_commands:add_to_hf_arguments",
+        "bridge.convert_commands:to_hf",
+    ),
+    "convert from-hf": (
+        "bridge.convert_commands:add_from_hf_arguments",
+        "bridge.convert_commands:from_hf",
+    ),
     "init": ("init:add_init_arguments", "init:init_from_arguments"),
     "compress": ("compress.command:add_compress_arguments", "compress.command:compress"),
     "export": ("export:add_export_arguments", "export:export"),
 }
-"""Commands of modules that are slow to import. The first function adds the command's options to the parser, the second
-one runs the command with the parsed options."""
+"""Commands of modules that are slow to import. The first function adds the command's options to the
+parser, the second one runs the command with the parsed options."""
 STEPS, LEAST_STEPS = 12, 6
 """Steps that ``probe-batch`` measures: the default, and the fewest."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit code: 2 for a mistake that the user can mend, 130 after Ctrl-C."""
+    """Run a command. Returns the exit code: 2 for a mistake that the user can mend, 130 after
+    Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     escape_unencodable()
     quieten()
@@ -127,7 +151,11 @@ def _run(arguments: Sequence[str]) -> int:
         raise _no_option(options[0], chosen.command)
     if rest and "settings" not in chosen:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen)
+    return (
+        _run_settings(chosen, [*chosen.settings, *rest])
+        if "settings" in chosen
+        else _run_alone(chosen)
+    )
 
 
 def _check_command(word: str) -> None:
@@ -144,7 +172,10 @@ def _no_option(word: str, command: str) -> UserError:
     """A setting is no option, as in other programs it is."""
     meant = nearest(word.partition("=")[0].lstrip("-").replace("-", "_"))
     example = f"{meant[0]}=… perhaps" if meant else "section.setting=value"
-    remedy = f"Settings are written without dashes: {example}; `megatron-dppo {command} --help` lists the options"
+    remedy = (
+        f"Settings are written without dashes: {example}; `megatron-dppo {command} --help` "
+        "lists the options"
+    )
     return UserError("argument", word, f"is no option of {command}", remedy)
 
 
@@ -199,7 +230,9 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     if chosen.command == "launch":
         from megatron_dppo.launch.job import launch
 
-        return launch(config, words, executor=chosen.executor, dry_run=chosen.dry_run, detach=chosen.detach)
+        return launch(
+            config, words, executor=chosen.executor, dry_run=chosen.dry_run, detach=chosen.detach
+        )
     if chosen.command == "serve":
         from megatron_dppo.rollout.servers.serve import serve, task_server
 
@@ -222,19 +255,26 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
 def _probe_batch(config: Config, *, steps: int, as_json: bool) -> int:
     if steps < LEAST_STEPS:
         problem = (
-            f"is too few: the prompt predictor learns from the first {LEAST_STEPS - 2}, and intervals require 2 more"
+            f"is too few: the prompt predictor learns from the first {LEAST_STEPS - 2}, and "
+            "intervals require 2 more"
         )
         raise UserError("--steps", steps, problem, f"Give {LEAST_STEPS} or more")
     if config.rollout.prompts_per_step < 2:
         problem = "has no halves, whose gradients the noise scale compares"
-        raise UserError("rollout.prompts_per_step", config.rollout.prompts_per_step, problem, "Set it to 2 or more")
+        raise UserError(
+            "rollout.prompts_per_step",
+            config.rollout.prompts_per_step,
+            problem,
+            "Set it to 2 or more",
+        )
     from megatron_dppo.launch.start import run
 
     return run("probe-batch", config, {"steps": steps, "as_json": as_json})
 
 
 def read_config(words: Sequence[str]) -> Config:
-    """Read CONFIG and overrides; CONFIG may be left out, and is the one word that is no ``a.b=c``."""
+    """Read CONFIG and overrides; CONFIG may be left out, and is the one word that is no
+    ``a.b=c``."""
     files = [word for word in words if "=" not in word or _is_file(word)]
     if len(files) > 1:
         remedy = "Give one, and write overrides as section.setting=value"
@@ -264,12 +304,15 @@ def build_parsers(
     parser = argparse.ArgumentParser(
         prog="megatron-dppo",
         usage="megatron-dppo COMMAND ...",
-        description="Reinforcement learning for Qwen3, with Dynamic Pruning Policy Optimization (DPPO).",
+        description="Reinforcement learning for Qwen3, with Dynamic Pruning Policy Optimization "
+        "(DPPO).",
         epilog="\n\n".join((*groups, EXAMPLE)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megatron-dppo {__version__}")
-    added = parser.add_subparsers(dest="command", required=True, prog="megatron-dppo", help=argparse.SUPPRESS)
+    added = parser.add_subparsers(
+        dest="command", required=True, prog="megatron-dppo", help=argparse.SUPPRESS
+    )
     parsers = {
         command: added.add_parser(command, description=what)
         for commands in COMMANDS.values()
@@ -279,9 +322,19 @@ def build_parsers(
     add_eval_arguments(parsers["eval"])
     _add_plan_arguments(parsers["plan"])
     report = parsers["report"]
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir), or NAME=FOLDER")
-    report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
-    report.add_argument("--png", type=Path, metavar="FOLDER", help="also draw the runs' pictures, in this folder")
+    report.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run (run.dir), or NAME=FOLDER",
+    )
+    report.add_argument(
+        "--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)"
+    )
+    report.add_argument(
+        "--png", type=Path, metavar="FOLDER", help="also draw the runs' pictures, in this folder"
+    )
     what = "price of one GPU-hour; overrides cluster.price_per_gpu_hour"
     report.add_argument("--price", type=float, help=what)
     for command in OF_MODULES.keys() & {*options_of}:
@@ -294,19 +347,27 @@ def _add_settings_arguments(parsers: Mapping[str, argparse.ArgumentParser]) -> N
     """Add the arguments of commands that read a run's settings."""
     for command in ("train", "sft", "eval", "probe-batch", "serve", "launch"):
         what = "a YAML file, and settings that override it"
-        parsers[command].add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what)
+        parsers[command].add_argument(
+            "settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what
+        )
         what = "print every setting with its meaning, and exit"
         parsers[command].add_argument("--print-config", action="store_true", help=what)
     for command in ("train", "sft"):
         what = "validate settings, data and functions for RANKS ranks, print progress, and exit"
-        parsers[command].add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
+        parsers[command].add_argument(
+            "--check", nargs="?", const=0, type=int, metavar="RANKS", help=what
+        )
     what = "check this task's server, its interpreter and its GPUs, start nothing, and exit"
     parsers["serve"].add_argument("--check", action="store_true", help=what)
     launch, probe = parsers["launch"], parsers["probe-batch"]
     what = "where to run (default: %(default)s)"
     launch.add_argument("--executor", choices=("local", "slurm"), default="local", help=what)
-    launch.add_argument("--dry-run", action="store_true", help="print the job as a script that can be submitted")
-    launch.add_argument("--detach", action="store_true", help="do not wait for the end of a Slurm job")
+    launch.add_argument(
+        "--dry-run", action="store_true", help="print the job as a script that can be submitted"
+    )
+    launch.add_argument(
+        "--detach", action="store_true", help="do not wait for the end of a Slurm job"
+    )
     probe.add_argument("--model", metavar="FOLDER", help=MODEL)
     what = "unpruned steps to measure (default: %(default)s)"
     probe.add_argument("--steps", metavar="N", type=int, default=STEPS, help=what)
@@ -318,10 +379,14 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what)
     parser.add_argument("--json", action="store_true", help="print JSON")
     what = (
-        "print the settings of the fastest and of the cheapest step that fit, GPUs for training and rollouts included"
+        "print the settings of the fastest and of the cheapest step that fit, GPUs for "
+        "training "
+        "and rollouts included"
     )
     parser.add_argument("--search", action="store_true", help=what)
-    parser.add_argument("--gpus", metavar="N", type=int, help="search: at most N GPUs (default: the run's)")
+    parser.add_argument(
+        "--gpus", metavar="N", type=int, help="search: at most N GPUs (default: the run's)"
+    )
 
 
 if __name__ == "__main__":

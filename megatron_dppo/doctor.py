@@ -1,4 +1,5 @@
-"""``megatron-dppo doctor``: what is installed, and what a run on this machine will therefore use."""
+"""``megatron-dppo doctor``: what is installed, and what a run on this machine will therefore
+use."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "SGLang": ("sglang", "sglang"),
     "vLLM": ("vllm", "vllm"),
 }
-"""Shown name: the distribution, and the module that proves it (the registry's ``apex`` is another project)."""
+"""Shown name: the distribution, and the module that proves it (the registry's ``apex`` is another
+project)."""
 
 REQUIRED = ("torch", "megatron-core", "transformers")
 
@@ -41,7 +43,8 @@ def doctor(*, as_json: bool) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """The findings, JSON-able: ``installed`` (versions, None where absent), ``machine``, ``will_use``."""
+    """The findings, JSON-able: ``installed`` (versions, None where absent), ``machine``,
+    ``will_use``."""
     installed = {name: _version(*where) for name, where in PACKAGES.items()}
     cuda = _cuda() if installed["torch"] else {"cuda": None, "nccl": None, "gpus": []}
     return {
@@ -62,7 +65,9 @@ def _choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str
         "layers (model.spec auto)": "te for bf16, torch for fp32" if engine else "torch",
         "optimizer": f"fused Adam of {fused}" if fused else "Adam of torch",
         "rollouts (rollout.engine)": "local",
-        "servers (rollout.launch)": ", ".join([*found, "those of rollout.launch.command and rollout.servers"]),
+        "servers (rollout.launch)": ", ".join(
+            [*found, "those of rollout.launch.command and rollout.servers"]
+        ),
     }
 
 
@@ -76,7 +81,8 @@ def _version(distribution: str, module: str) -> str | None:
 
 
 def _cuda() -> dict[str, Any]:
-    """CUDA's version, NCCL's that runs, the one that torch was built with and what pip has, and the GPUs."""
+    """CUDA's version, NCCL's that runs, the one that torch was built with and what pip has, and the
+    GPUs."""
     import torch
 
     from megatron_dppo.rollout.servers.nccl import loaded, packages
@@ -92,7 +98,10 @@ def _cuda() -> dict[str, Any]:
 
 def _memory_gib() -> float:
     """The machine's memory, or its container's share of it."""
-    total, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), Path("/sys/fs/cgroup/memory.max")
+    total, limit = (
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        Path("/sys/fs/cgroup/memory.max"),
+    )
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         total = min(total, int(text))
     return total / 2**30
@@ -104,12 +113,24 @@ def _show(findings: dict[str, Any]) -> None:
 
     machine, nccl = findings["machine"], findings["machine"]["nccl"]
     if nccl is not None:  # servers must have the same version
-        nccl = f"{nccl['loaded']} ({', '.join([*nccl['packages'], 'torch was built with ' + nccl['built_with']])})"
-    table = Table(title=f"megatron-dppo {findings['megatron-dppo']}", title_justify="left", box=None, show_header=False)
+        nccl = (
+            f"{nccl['loaded']} "
+            f"({', '.join([*nccl['packages'], 'torch was built with ' + nccl['built_with']])})"
+        )
+    table = Table(
+        title=f"megatron-dppo {findings['megatron-dppo']}",
+        title_justify="left",
+        box=None,
+        show_header=False,
+    )
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for name, version in findings["installed"].items():
-        missing = "[bold red]missing: nothing trains without it[/]" if name in REQUIRED else "[dim]not installed[/]"
+        missing = (
+            "[bold red]missing: nothing trains without it[/]"
+            if name in REQUIRED
+            else "[dim]not installed[/]"
+        )
         table.add_row(name, version or missing)
     table.add_row()
     table.add_row("cores", str(machine["cores"]))

@@ -35,7 +35,8 @@ class UserError(Exception):
 
 
 class StandstillError(BaseException):
-    """A user's code has not returned in time. An ``except Exception`` in the user's code must not catch this error.
+    """A user's code has not returned in time. An ``except Exception`` in the user's code must not
+    catch this error.
 
     Args:
         error: error for the user.
@@ -47,7 +48,8 @@ class StandstillError(BaseException):
 
 
 class MistakesError(Exception):
-    """Several mistakes, or one, that were found at once. Each is named once, however many checks came upon it.
+    """Several mistakes, or one, that were found at once. Each is named once, however many checks
+    came upon it.
 
     Args:
         errors: at least one.
@@ -59,22 +61,27 @@ class MistakesError(Exception):
 
 
 def missing_extra(error: ModuleNotFoundError) -> str:
-    """Return the line for a command that needs a package of the extras ``cpu`` and ``gpu``, which is not installed.
+    """Return the line for a command that needs a package of the extras ``cpu`` and ``gpu``, which
+    is not installed.
 
     Raises:
-        ModuleNotFoundError: ``error`` itself, unless a module of this project imports another project's, or asks for
-            its version.
+        ModuleNotFoundError: ``error`` itself, unless a module of this project imports another
+            project's, or asks for its version.
     """
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
     importer = [name for name in modules if not name.startswith("importlib")][-1]
     names = [str(name).partition(".")[0] for name in (importer, error.name)]
     if names[0] != "megatron_dppo" or names[1] == "megatron_dppo":
         raise error
-    return f"error: {names[1]} is not installed: {install_command('cpu')} (for CUDA: [gpu], see docs/gpu.md)"
+    return (
+        f"error: {names[1]} is not installed: {install_command('cpu')} (for CUDA: [gpu], see "
+        "docs/gpu.md)"
+    )
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this project from the project's checkout or origin."""
+    """Return the command that installs an extra of this project from the project's checkout or
+    origin."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     checkout = Path(__file__).parents[1]
@@ -87,12 +94,17 @@ def install_command(extra: str) -> str:
     place = ""
     if "url" in origin:
         of_git = "vcs_info" in origin
-        place = f" @ git+{origin['url']}@{origin['vcs_info']['commit_id']}" if of_git else f" @ {origin['url']}"
+        place = (
+            f" @ git+{origin['url']}@{origin['vcs_info']['commit_id']}"
+            if of_git
+            else f" @ {origin['url']}"
+        )
     return f"pip install {shlex.quote(without_passwords(f'megatron-dppo[{extra}]{place}'))}"
 
 
 def error_text(error: UserError | MistakesError) -> str:
-    """An error's text for the user: the setting, the problem and the remedy, wrapped, without a final newline.
+    """An error's text for the user: the setting, the problem and the remedy, wrapped, without a
+    final newline.
 
     Lines of the error's own, as of a traceback or a list, are kept.
     """
@@ -104,9 +116,12 @@ def error_text(error: UserError | MistakesError) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text that is safe for a terminal: control characters are escaped, passwords in URLs are removed."""
+    """Return a text that is safe for a terminal: control characters are escaped, passwords in URLs
+    are removed."""
     text = without_passwords(text)
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def without_passwords(text: str) -> str:
@@ -124,5 +139,7 @@ def _under(title: str, text: str) -> str:
     wrapper = textwrap.TextWrapper(
         WIDTH - len(margin), break_long_words=False, break_on_hyphens=False, drop_whitespace=False
     )
-    lines = [wrapped.rstrip() for line in text.splitlines() for wrapped in wrapper.wrap(line) or [""]]
+    lines = [
+        wrapped.rstrip() for line in text.splitlines() for wrapped in wrapper.wrap(line) or [""]
+    ]
     return f"  {title:<9}" + f"\n{margin}".join(lines)

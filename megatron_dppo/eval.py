@@ -1,7 +1,8 @@
 """``megatron-dppo eval``: the policy answers problems, and nothing is trained.
 
-Every rank runs this program: it builds the policy as training does, but without gradients and optimizer, gives its
-weights to the engine and asks, batch by batch. The leader writes each batch down before the next one is asked for.
+Every rank runs this program: it builds the policy as training does, but without gradients and
+optimizer, gives its weights to the engine and asks, batch by batch. The leader writes each batch
+down before the next one is asked for.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def evaluate_model(config: Config) -> None:
 
 def _evaluate(config: Config, world: World) -> None:
     policy, folder = config.model.folder, out_folder(config)
-    config = replace(config, data=world.from_leader(lambda: with_date(config.data, policy, folder, keep=True)))
+    config = replace(
+        config, data=world.from_leader(lambda: with_date(config.data, policy, folder, keep=True))
+    )
     tokenizer = world.together(lambda: load_tokenizer(policy))
     positions = world.together(lambda: read_shape(policy)).max_positions
     found = world.together(lambda: held_out(config, tokenizer, max_positions=positions))
@@ -74,7 +77,11 @@ def _evaluate(config: Config, world: World) -> None:
     problems = [dataclasses.replace(problem, name=shown[problem.name]) for problem in found]
     size = config.eval.batch
     indices = indices_by(problem.name for problem in problems)
-    batches = [[problems[i] for i in of[at : at + size]] for of in indices.values() for at in range(0, len(of), size)]
+    batches = [
+        [problems[i] for i in of[at : at + size]]
+        for of in indices.values()
+        for at in range(0, len(of), size)
+    ]
     with ExitStack() as to_close:
 
         def opened() -> AnswerLog | None:
@@ -122,7 +129,9 @@ def _answer(
                 log.append([row for i in range(len(batch)) for row in _rows(batch[i], found, i)])
                 for note in tracebacks(found.failed):
                     console.note(note)
-                scores += [answer.score for group in found.answers for answer in group if answer.score]
+                scores += [
+                    answer.score for group in found.answers for answer in group if answer.score
+                ]
             right = sum(score.correct for score in scores)
             advance(len(batch), f"{right / len(scores):.1%} right" if scores else "")
 
@@ -168,8 +177,14 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[A
     }
     write_scores(folder, scores)
     console = Console(0)
-    places = {"scores": folder / SCORES, "answers": folder / ANSWERS, "to read": write_questions(folder)}
-    console.banner([*table(found, samples), "", *(f"{what:<7}  {place}" for what, place in places.items())])
+    places = {
+        "scores": folder / SCORES,
+        "answers": folder / ANSWERS,
+        "to read": write_questions(folder),
+    }
+    console.banner(
+        [*table(found, samples), "", *(f"{what:<7}  {place}" for what, place in places.items())]
+    )
     if config.eval.against:
         others = read_finished(Path(config.eval.against), "eval.against")
         console.banner(compare(rows, others, against=config.eval.against))
@@ -188,14 +203,18 @@ def _settings(config: Config, problems: Sequence[EvalProblem]) -> dict[str, Any]
         "run.seed": config.run.seed,
         "eval.samples": config.eval.samples,
         "eval.temperature": temperature_of(config),
-        **{f"eval.{name}": getattr(config.eval, name) for name in ("top_p", "top_k", "max_response_tokens")},
+        **{
+            f"eval.{name}": getattr(config.eval, name)
+            for name in ("top_p", "top_k", "max_response_tokens")
+        },
         "eval.batch": config.eval.batch,
         "problems": {name: _fingerprint([problems[i] for i in of]) for name, of in indices.items()},
     }
 
 
 def _weights(config: Config) -> str:
-    """A fingerprint of the files that the weights are read from. It changes once they have been written again."""
+    """A fingerprint of the files that the weights are read from. It changes once they have been
+    written again."""
     checkpoint = config.model.checkpoint
     folder = config.model.folder if checkpoint is None else find_checkpoint(Path(checkpoint))
     files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp"))
@@ -204,5 +223,7 @@ def _weights(config: Config) -> str:
 
 
 def _fingerprint(problems: Sequence[EvalProblem]) -> str:
-    asked = [(problem.prompt.text, problem.prompt.label_text, problem.verifier) for problem in problems]
+    asked = [
+        (problem.prompt.text, problem.prompt.label_text, problem.verifier) for problem in problems
+    ]
     return f"{len(problems)} problems, {hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"

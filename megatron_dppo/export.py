@@ -1,7 +1,9 @@
-"""``megatron-dppo export``: a run's policy as a Hugging Face directory, with a model card, and on the hub if asked.
+"""``megatron-dppo export``: a run's policy as a Hugging Face directory, with a model card, and on
+the hub if asked.
 
-Of a run that trained adapters it is these alone, for PEFT, or with ``--merge`` the policy with them merged in.
-As in the other conversions weights go from file to file. No process group and no GPU take part.
+Of a run that trained adapters it is these alone, for PEFT, or with ``--merge`` the policy with them
+merged in. As in the other conversions weights go from file to file. No process group and no GPU
+take part.
 """
 
 from __future__ import annotations
@@ -16,9 +18,20 @@ import torch
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
 from megatron_dppo.bridge.chunks import dtype_in, read_tensor, tensor_bytes
 from megatron_dppo.bridge.convert import WORKERS, check_files, write_weights
-from megatron_dppo.bridge.convert_commands import chosen_dtype, describe_weights, directory_of, stored_policy
+from megatron_dppo.bridge.convert_commands import (
+    chosen_dtype,
+    describe_weights,
+    directory_of,
+    stored_policy,
+)
 from megatron_dppo.bridge.export import describe_policy
-from megatron_dppo.bridge.hf_directory import ADAPTERS, MODEL, plan_adapter_file, plan_files, write_adapter_config
+from megatron_dppo.bridge.hf_directory import (
+    ADAPTERS,
+    MODEL,
+    plan_adapter_file,
+    plan_files,
+    write_adapter_config,
+)
 from megatron_dppo.bridge.mapping import adapters_of_tensor, entries, parameters
 from megatron_dppo.bridge.safetensors_files import Chunk, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
@@ -37,27 +50,42 @@ CARD = "README.md"
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``megatron-dppo export``."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run: its last checkpoint is taken")
-    parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="directory to make (default: RUN/export)")
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="folder of a run: its last checkpoint is taken"
+    )
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, nargs="?", help="directory to make (default: RUN/export)"
+    )
     parser.add_argument(
         "--merge",
         action="store_true",
         help="of a run with model.lora: merge its adapters into the policy that it began from "
         "(default: for PEFT, alone)",
     )
-    parser.add_argument("--card", action="store_true", help="write a model card, README.md, from what the run recorded")
-    parser.add_argument("--push", metavar="REPO", help="upload it as the hub's REPO (user/name), made private")
-    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="of weights (default: as stored)")
-    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier export left in OUT")
+    parser.add_argument(
+        "--card",
+        action="store_true",
+        help="write a model card, README.md, from what the run recorded",
+    )
+    parser.add_argument(
+        "--push", metavar="REPO", help="upload it as the hub's REPO (user/name), made private"
+    )
+    parser.add_argument(
+        "--dtype", choices=["auto", *DTYPES], default="auto", help="of weights (default: as stored)"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what an earlier export left in OUT"
+    )
 
 
 def export(chosen: argparse.Namespace) -> None:
     """Convert the run's last checkpoint; write the card, and upload both, where that is asked for.
 
     Raises:
-        UserError: for a folder that is no run, an OUT that cannot be made, and a hub that does not answer or does not
-            let us in; the last two before anything is converted. Adapters cannot be merged where the policy that they
-            were trained beside is not there any more, or is another one now.
+        UserError: for a folder that is no run, an OUT that cannot be made, and a hub that does not
+            answer or does not let us in; the last two before anything is converted. Adapters cannot
+            be merged where the policy that they were trained beside is not there any more, or is
+            another one now.
     """
     run, out = chosen.run, chosen.out or chosen.run / "export"
     found = read_run(run, run.resolve().name)
@@ -65,10 +93,14 @@ def export(chosen: argparse.Namespace) -> None:
     writer = stored.writer if (stored := read_state(checkpoint)) else None
     adapters = writer.adapters if writer else None
     if chosen.merge and adapters is None:
-        raise UserError("--merge", run, "trained all weights, and has no adapters to merge", "Leave it out")
+        raise UserError(
+            "--merge", run, "trained all weights, and has no adapters to merge", "Leave it out"
+        )
     if chosen.push and adapters and adapters.setting == "checkpoint" and not chosen.merge:
         problem = "would be of adapters beside model.checkpoint, a policy that nobody else finds"
-        raise UserError("--push", chosen.push, problem, "Add --merge: the whole policy is then uploaded")
+        raise UserError(
+            "--push", chosen.push, problem, "Add --merge: the whole policy is then uploaded"
+        )
     base = _base(adapters) if chosen.merge and adapters else None
     if chosen.push:
         make_repository(chosen.push)
@@ -78,7 +110,9 @@ def export(chosen: argparse.Namespace) -> None:
     dtype = chosen_dtype(chosen, trained)
     if adapters and base is None:
         kind, plan = ADAPTERS, plan_adapter_file(shape, adapters.settings, dtype)
-        name = base_of(found) if chosen.push else adapters.base  # a place on this machine is nobody else's
+        name = (
+            base_of(found) if chosen.push else adapters.base
+        )  # a place on this machine is nobody else's
         describe = partial(write_adapter_config, base=name, lora=adapters.settings)
         millions = parameters(shape, adapters.settings) / 1e6
         weights = f"adapters of rank {adapters.rank}, {millions:,.2f} million weights, of {name}"
@@ -91,9 +125,13 @@ def export(chosen: argparse.Namespace) -> None:
     if card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace"):
         kind = kind._replace(files=(*kind.files, CARD))
     sources = [checkpoint, hf, *filter(None, [base])]
-    check_replaceable(out, plan.total_bytes, "OUT", kind, sources=sources, overwrite=chosen.overwrite)
+    check_replaceable(
+        out, plan.total_bytes, "OUT", kind, sources=sources, overwrite=chosen.overwrite
+    )
     check_files(policy, WORKERS)
-    rows: Rows = _merge(policy, adapters, base, shape, trained) if adapters and base else policy.rows
+    rows: Rows = (
+        _merge(policy, adapters, base, shape, trained) if adapters and base else policy.rows
+    )
     with in_place(out, "OUT") as draft:
         describe(draft)
         write_weights(plan, draft, lambda name: rows(name, dtype), WORKERS)
@@ -101,7 +139,9 @@ def export(chosen: argparse.Namespace) -> None:
     if chosen.card:
         step = step_of(checkpoint)
         name = chosen.push.rpartition("/")[2] if chosen.push else found.name
-        text = model_card(found, step=step or 0, name=name, adapters=adapters is not None and base is None)
+        text = model_card(
+            found, step=step or 0, name=name, adapters=adapters is not None and base is None
+        )
         replace_text(card, text)
         print(f"{card}: read it before you show it to anybody")
     if chosen.push:
@@ -140,14 +180,22 @@ def _upload(out: Path, repo: str) -> None:
     from huggingface_hub import HfApi
 
     try:
-        print(HfApi().upload_folder(repo_id=repo, folder_path=out, commit_message="Export of megatron-dppo"))
+        print(
+            HfApi().upload_folder(
+                repo_id=repo, folder_path=out, commit_message="Export of megatron-dppo"
+            )
+        )
     except Exception as error:
-        raise _refused(repo, error, f"{out} is whole: `hf upload {repo} {out}` sends it later") from error
+        raise _refused(
+            repo, error, f"{out} is whole: `hf upload {repo} {out}` sends it later"
+        ) from error
 
 
 def _refused(repo: str, error: Exception, otherwise: str) -> UserError:
     """In the words of what happened: no network, no token, no right, or no such name."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    said = next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
     problem = f"the hub does not take it ({type(error).__name__}: {said:.200})"
     remedy = f"log in with `hf auth login`, look at HF_HUB_OFFLINE and the network, or {otherwise}"
     return UserError("--push", repo, problem, remedy)
@@ -157,11 +205,14 @@ Rows = Callable[[str, torch.dtype], Iterable[memoryview]]
 """The bytes of a tensor in a policy of this type, by its Hugging Face name."""
 
 
-def _merge(policy: StoredPolicy, adapters: Adapters, base: Path, shape: PolicyShape, trained: torch.dtype) -> Rows:
-    """Return W + alpha/rank · B A in the place of every matrix that has adapters, and all other weights as they are.
+def _merge(
+    policy: StoredPolicy, adapters: Adapters, base: Path, shape: PolicyShape, trained: torch.dtype
+) -> Rows:
+    """Return W + alpha/rank · B A in the place of every matrix that has adapters, and all other
+    weights as they are.
 
-    The sum is taken in fp32 and rounded once to ``trained``, the run's type, as the run's own export and its servers
-    have it. Each worker holds a matrix whole.
+    The sum is taken in fp32 and rounded once to ``trained``, the run's type, as the run's own
+    export and its servers have it. Each worker holds a matrix whole.
 
     Args:
         policy: of adapters.
@@ -189,7 +240,9 @@ def _merge(policy: StoredPolicy, adapters: Adapters, base: Path, shape: PolicySh
         weight = read_tensor(entry.tensors[name], chunks(name), dtype_in(trained, entry))
         a, b = map(adapter, adapters_of_tensor(name))
         if a is not None and b is not None:
-            weight = torch.addmm(weight.float(), b, a, alpha=adapters.alpha / adapters.rank).to(trained)
+            weight = torch.addmm(weight.float(), b, a, alpha=adapters.alpha / adapters.rank).to(
+                trained
+            )
         return [tensor_bytes(weight.to(dtype_in(dtype, entry)))]
 
     return rows

@@ -1,10 +1,12 @@
-"""Models and data sets of the Hugging Face hub, by id: found in the hub's own cache, or fetched into it.
+"""Models and data sets of the Hugging Face hub, by id: found in the hub's own cache, or fetched
+into it.
 
     policy_folder("Qwen/Qwen3-0.6B")
     data_files("openai/gsm8k:main:test", "data.eval", split="test")
 
-Cached files are used as they are, without a search for a newer version: a run that resumes finds the files that it
-began with. The hub's client locks each file that it fetches, so that one of a machine's ranks fetches it.
+Cached files are used as they are, without a search for a newer version: a run that resumes finds
+the files that it began with. The hub's client locks each file that it fetches, so that one of a
+machine's ranks fetches it.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ Kind = Literal["model", "dataset"]
 
 
 def is_id(name: str) -> bool:
-    """Whether this may be an id of the hub. What is here, or would lie in a folder that is here, is no id, nor is the
-    name of a file of data."""
+    """Whether this may be an id of the hub. What is here, or would lie in a folder that is here, is
+    no id, nor is the name of a file of data."""
     return (
         not name.endswith(DATA_SUFFIXES)
         and bool(ID.fullmatch(name.partition(":")[0]))
@@ -43,8 +45,8 @@ def is_id(name: str) -> bool:
 
 
 def policy_folder(path: str, setting: str = "model.path", *, weights: bool = True) -> Path:
-    """The folder of a policy: the one that is named, or the one that a run's folder has its policy in, or what the
-    hub publishes under this id.
+    """The folder of a policy: the one that is named, or the one that a run's folder has its policy
+    in, or what the hub publishes under this id.
 
     Args:
         path: that a setting or an option holds.
@@ -52,8 +54,8 @@ def policy_folder(path: str, setting: str = "model.path", *, weights: bool = Tru
         weights: whether they are wanted, besides its shape and its tokenizer.
 
     Raises:
-        UserError: if none is named, or none can have this name, and for an id of the hub that is neither in its cache
-            nor can be fetched.
+        UserError: if none is named, or none can have this name, and for an id of the hub that is
+            neither in its cache nor can be fetched.
     """
     remedy = "Name a directory that holds a model, or the id of one on the Hugging Face hub"
     if not path:
@@ -70,12 +72,15 @@ def policy_folder(path: str, setting: str = "model.path", *, weights: bool = Tru
     if found is None or not _is_whole(found, weights=weights):
         found = _fetch(path, "model", setting, OF_A_POLICY if weights else OF_A_POLICY[1:])
         if not _is_whole(found, weights=weights):
-            raise _unfetched(path, "model", setting, "no config.json or not all of its safetensors came")
+            raise _unfetched(
+                path, "model", setting, "no config.json or not all of its safetensors came"
+            )
     return found
 
 
 def data_files(name: str, setting: str, *, split: str) -> list[Path]:
-    """The files of a data set of the hub, ``ID``, ``ID:CONFIGURATION`` or ``ID:CONFIGURATION:SPLIT``, in their order.
+    """The files of a data set of the hub, ``ID``, ``ID:CONFIGURATION`` or
+    ``ID:CONFIGURATION:SPLIT``, in their order.
 
     Args:
         name: with an empty configuration the only one.
@@ -83,7 +88,8 @@ def data_files(name: str, setting: str, *, split: str) -> list[Path]:
         split: where the name has none.
 
     Raises:
-        UserError: as ``policy_folder``; and for a configuration or split that the data set does not have.
+        UserError: as ``policy_folder``; and for a configuration or split that the data set does not
+            have.
     """
     repo, _, rest = name.partition(":")
     configuration, _, named = rest.partition(":")
@@ -121,7 +127,9 @@ def _fetch(repo: str, kind: Kind, setting: str, patterns: Sequence[str]) -> Path
         raise _unfetched(repo, kind, setting, "HF_HUB_OFFLINE is set")
     try:
         return Path(snapshot_download(repo, repo_type=kind, allow_patterns=list(patterns)))
-    except Exception as error:  # of the connection, of the hub, of the disk: each library has its own
+    except (
+        Exception
+    ) as error:  # of the connection, of the hub, of the disk: each library has its own
         raise _unfetched(repo, kind, setting, error) from error
 
 
@@ -139,11 +147,20 @@ def _unfetched(repo: str, kind: Kind, setting: str, reason: Exception | str) -> 
 
     reason = next(iter(str(reason).splitlines()), type(reason).__name__)
     what = "folder" if kind == "model" else "file"
-    problem = f"is no {what} here, is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and was not fetched"
+    problem = (
+        f"is no {what} here, is not whole in the hub's cache ({constants.HF_HUB_CACHE}), "
+        "and "
+        "was not fetched"
+    )
     of = " --repo-type dataset" if kind == "dataset" else ""
     fetch = f"hf download {repo}{of}"
-    if kind == "model" and (published := Path(repo).name).startswith("Qwen") and not repo.startswith("Qwen/"):
-        fetch = f"hf download Qwen/{published} --local-dir {repo}"  # a folder, as the shipped configurations name it
+    if (
+        kind == "model"
+        and (published := Path(repo).name).startswith("Qwen")
+        and not repo.startswith("Qwen/")
+    ):
+        # A folder, as the shipped configurations name it.
+        fetch = f"hf download Qwen/{published} --local-dir {repo}"
     remedy = f"Fetch it where there is a network, with `{fetch}`, or name a {what} that is here"
     return UserError(setting, repo, f"{problem}: {reason}", remedy)
 
@@ -167,7 +184,9 @@ def _are_all(files: Sequence[str]) -> bool:
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    return sorted(
+        file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
+    )
 
 
 def _readme(folder: Path | None) -> Mapping[str, Any]:
@@ -181,16 +200,32 @@ def _readme(folder: Path | None) -> Mapping[str, Any]:
 
 
 def _chosen(
-    files: Sequence[str], readme: Mapping[str, Any], name: str, setting: str, configuration: str, split: str
+    files: Sequence[str],
+    readme: Mapping[str, Any],
+    name: str,
+    setting: str,
+    configuration: str,
+    split: str,
 ) -> list[str]:
-    """The files of one split: those that the data set's page declares, else those that are called so."""
+    """The files of one split: those that the data set's page declares, else those that are called
+    so."""
     files = [file for file in files if file.endswith(DATA_SUFFIXES)]
-    declared = {str(each["config_name"]): each for each in readme.get("configs") or () if "data_files" in each}
+    declared = {
+        str(each["config_name"]): each
+        for each in readme.get("configs") or ()
+        if "data_files" in each
+    }
     if declared:
-        patterns = _declared(declared[_one_of(list(declared), name, setting, configuration)]["data_files"], split)
+        patterns = _declared(
+            declared[_one_of(list(declared), name, setting, configuration)]["data_files"], split
+        )
         return [file for file in files if any(fnmatch(file, pattern) for pattern in patterns)]
     called = [file for file in files if re.search(rf"(^|[/_.-]){re.escape(split)}([/_.-]|$)", file)]
-    if not called and split == "train" and not any(word in file for word in SPLITS for file in files):
+    if (
+        not called
+        and split == "train"
+        and not any(word in file for word in SPLITS for file in files)
+    ):
         called = files
     folders = sorted({file.partition("/")[0] for file in called if "/" in file} - {"data", split})
     if not folders:
@@ -215,7 +250,11 @@ def _declared(data_files: Any, split: str) -> list[str]:
         data_files = [data_files]
     patterns: list[str] = []
     for each in data_files:
-        of, path = (each.get("split", "train"), each["path"]) if isinstance(each, dict) else ("train", each)
+        of, path = (
+            (each.get("split", "train"), each["path"])
+            if isinstance(each, dict)
+            else ("train", each)
+        )
         if of == split:
             patterns += [path] if isinstance(path, str) else path
     return patterns
@@ -223,5 +262,9 @@ def _declared(data_files: Any, split: str) -> list[str]:
 
 def _lacks(name: str, setting: str, split: str, files: Sequence[str]) -> UserError:
     shown = ", ".join(file for file in files if file.endswith(DATA_SUFFIXES))
-    problem = f"has no files of the split {split!r} in JSONL or parquet (it has {shown[:200] or 'none'})"
-    return UserError(setting, name, problem, f"Name another split: {name.partition(':')[0]}:CONFIGURATION:SPLIT")
+    problem = (
+        f"has no files of the split {split!r} in JSONL or parquet (it has {shown[:200] or 'none'})"
+    )
+    return UserError(
+        setting, name, problem, f"Name another split: {name.partition(':')[0]}:CONFIGURATION:SPLIT"
+    )

@@ -1,7 +1,8 @@
 """``megatron-dppo init``: a fresh policy of any family and size, as a Hugging Face directory.
 
-Its tokenizer has the characters of sums, or is a byte-level BPE trained on a corpus. Both stand on the byte-level
-alphabet of Qwen's own tokenizer, so that every loader that knows Qwen3 reads them alike.
+Its tokenizer has the characters of sums, or is a byte-level BPE trained on a corpus. Both stand on
+the byte-level alphabet of Qwen's own tokenizer, so that every loader that knows Qwen3 reads them
+alike.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ MAX_POSITIONS = 40960
 ROPE_THETA = 1_000_000.0
 RMS_EPS = 1e-6
 ARCHITECTURES = {
-    family.model_type.removesuffix("_text"): name for name, family in FAMILIES.items() if not family.text_config
+    family.model_type.removesuffix("_text"): name
+    for name, family in FAMILIES.items()
+    if not family.text_config
 }
 
 
@@ -59,17 +62,21 @@ def write_model(
 ) -> int:
     """Write a randomly initialised policy: configuration, weights, tokenizer, chat template.
 
-    The directory appears whole or not at all. One tensor is in memory at a time. Seed and sizes decide the weights.
+    The directory appears whole or not at all. One tensor is in memory at a time. Seed and sizes
+    decide the weights.
 
     Args:
         out: the directory to make.
-        family: its ``model_type``; None: ``qwen3``, or with experts ``qwen3_moe``.
-        hidden, layers, heads, kv_heads, head_dim, ffn, tie: the model's size; ``shape`` takes their place.
-        experts, experts_per_token: of a family with experts, each expert of width ``ffn``; 0: a dense model.
-        vocab_size: rows of the embedding; None: as many as the tokenizer needs (a published shape: its own).
-            With the ``bpe`` tokenizer, also the size that is trained.
-        tokenizer, corpus: characters for sums, or a byte-level BPE trained on a JSONL or parquet file's strings.
-        dtype, std: type of the weights in the files, and standard deviation of the initial matrices.
+        family: its ``model_type``; None: ``qwen3``, or with experts ``qwen3_moe``. hidden, layers,
+        heads, kv_heads, head_dim, ffn, tie: the model's size; ``shape`` takes their place.
+        experts, experts_per_token: of a family with experts, each expert of width ``ffn``; 0: a
+            dense model.
+        vocab_size: rows of the embedding; None: as many as the tokenizer needs (a published shape:
+            its own). With the ``bpe`` tokenizer, also the size that is trained.
+        tokenizer, corpus: characters for sums, or a byte-level BPE trained on a JSONL or parquet
+            file's strings.
+        dtype, std: type of the weights in the files, and standard deviation of the initial
+            matrices.
         shape: a published model's name (``qwen3-4b``; ``4b`` will do).
         overwrite: replace a model directory that stands there.
 
@@ -77,12 +84,27 @@ def write_model(
         The number of parameters.
 
     Raises:
-        UserError: for sizes that make no model, a missing corpus, a target that exists, a full disk.
+        UserError: for sizes that make no model, a missing corpus, a target that exists, a full
+            disk.
     """
     family = family or ("qwen3_moe" if experts else "qwen3")
     if family not in ARCHITECTURES:
-        raise UserError("--family", family, "is no supported family", f"Give one of {', '.join(ARCHITECTURES)}")
-    sizes = layers, hidden, heads, kv_heads, head_dim, ffn, 0, tie, ROPE_THETA, RMS_EPS, MAX_POSITIONS
+        raise UserError(
+            "--family", family, "is no supported family", f"Give one of {', '.join(ARCHITECTURES)}"
+        )
+    sizes = (
+        layers,
+        hidden,
+        heads,
+        kv_heads,
+        head_dim,
+        ffn,
+        0,
+        tie,
+        ROPE_THETA,
+        RMS_EPS,
+        MAX_POSITIONS,
+    )
     size = PolicyShape(*sizes, ARCHITECTURES[family], experts, experts_per_token if experts else 0)
     if "attention_interval" in size.family.keys:
         size = replace(
@@ -102,7 +124,9 @@ def write_model(
     _check(size, std)
     check_replaceable(out, 0, "out", MODEL, overwrite=overwrite)
     vocabulary = character_tokenizer() if tokenizer == "arithmetic" else _train(corpus, vocab_size)
-    size = replace(size, vocab_size=_rows(vocab_size or size.vocab_size, vocabulary.get_vocab_size()))
+    size = replace(
+        size, vocab_size=_rows(vocab_size or size.vocab_size, vocabulary.get_vocab_size())
+    )
     plan = plan_files(size, ModelConfig(dtype=dtype).torch_dtype, max_shard_bytes)
     check_replaceable(out, plan.total_bytes, "out", MODEL)
     with in_place(out, "out") as folder:
@@ -116,30 +140,49 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``megatron-dppo init``."""
     parser.add_argument("out", type=Path, help="directory to make")
     parser.add_argument("--shape", help=f"a published model's sizes: {', '.join(PUBLISHED)}")
-    parser.add_argument("--family", help=f"one of {', '.join(ARCHITECTURES)}; default: qwen3, with --experts qwen3_moe")
-    sizes = parser.add_argument_group("sizes, where no --shape is given (by default a million parameters)")
+    parser.add_argument(
+        "--family",
+        help=f"one of {', '.join(ARCHITECTURES)}; default: qwen3, with --experts qwen3_moe",
+    )
+    sizes = parser.add_argument_group(
+        "sizes, where no --shape is given (by default a million parameters)"
+    )
     sizes.add_argument("--hidden", type=int, default=192)
     sizes.add_argument("--layers", type=int, default=2)
     sizes.add_argument("--heads", type=int, default=4, help="query heads")
     sizes.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
     sizes.add_argument("--head-dim", type=int, default=48)
     sizes.add_argument("--ffn", type=int, default=640, help="width of the feed-forward layer")
-    sizes.add_argument("--experts", type=int, default=0, help="in every layer, of a family with experts")
+    sizes.add_argument(
+        "--experts", type=int, default=0, help="in every layer, of a family with experts"
+    )
     sizes.add_argument("--experts-per-token", type=int, default=2)
-    sizes.add_argument("--untied", action="store_true", help="give the output layer a matrix of its own")
-    parser.add_argument("--vocab-size", type=int, help="rows of the embedding; default: what the tokenizer needs")
+    sizes.add_argument(
+        "--untied", action="store_true", help="give the output layer a matrix of its own"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, help="rows of the embedding; default: what the tokenizer needs"
+    )
     parser.add_argument("--tokenizer", choices=["arithmetic", "bpe"], default="arithmetic")
-    parser.add_argument("--corpus", type=Path, help="JSONL or parquet file whose strings train the BPE tokenizer")
+    parser.add_argument(
+        "--corpus", type=Path, help="JSONL or parquet file whose strings train the BPE tokenizer"
+    )
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32")
-    parser.add_argument("--init-std", dest="std", type=float, default=0.02, help="deviation of the initial matrices")
+    parser.add_argument(
+        "--init-std", dest="std", type=float, default=0.02, help="deviation of the initial matrices"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--overwrite", action="store_true", help="replace a model directory that stands there")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a model directory that stands there"
+    )
 
 
 def init_from_arguments(arguments: argparse.Namespace) -> None:
     """Make the model that the options describe, and say what was made."""
     options = dict(vars(arguments))
-    chosen = {name: options[name] for name in inspect.signature(write_model).parameters if name in options}
+    chosen = {
+        name: options[name] for name in inspect.signature(write_model).parameters if name in options
+    }
     parameters = write_model(**chosen, tie=not options["untied"])
     print(f"{options['out']}: a fresh policy of {parameters / 1e6:.2f} million parameters")
 
@@ -147,7 +190,9 @@ def init_from_arguments(arguments: argparse.Namespace) -> None:
 def _published(shape: str) -> PolicyShape:
     name = shape.lower() if shape.lower() in PUBLISHED else f"qwen3-{shape.lower()}"
     if name not in PUBLISHED:
-        raise UserError("--shape", shape, "is no published model", f"Give one of {', '.join(PUBLISHED)}")
+        raise UserError(
+            "--shape", shape, "is no published model", f"Give one of {', '.join(PUBLISHED)}"
+        )
     return PUBLISHED[name]
 
 
@@ -165,31 +210,64 @@ def _check(size: PolicyShape, std: float) -> None:
             option = f"--{name.removeprefix('num_').replace('_', '-')}"
             raise UserError(option, value, "is no size", "Give a positive number")
     if size.heads % size.kv_heads:
-        raise UserError("--kv-heads", size.kv_heads, f"does not divide the {size.heads} query heads", "Give a divisor")
+        raise UserError(
+            "--kv-heads",
+            size.kv_heads,
+            f"does not divide the {size.heads} query heads",
+            "Give a divisor",
+        )
     if size.rotary_fraction < 1 and (size.head_dim % 8 or size.num_layers < 2):
-        problem = f"{size.family.model_type} turns a quarter of each head, and has attention in its last layer alone"
-        raise UserError("--head-dim", size.head_dim, problem, "Give a multiple of 8, and two --layers or more")
+        problem = (
+            f"{size.family.model_type} turns a quarter of each head, and has attention in "
+            "its last layer alone"
+        )
+        raise UserError(
+            "--head-dim", size.head_dim, problem, "Give a multiple of 8, and two --layers or more"
+        )
     if size.head_dim % 2:
-        raise UserError("--head-dim", size.head_dim, "is odd, and rotary positions turn pairs", "Give an even number")
+        raise UserError(
+            "--head-dim",
+            size.head_dim,
+            "is odd, and rotary positions turn pairs",
+            "Give an even number",
+        )
     if bool(size.experts) != ("experts" in size.family.keys):
-        problem = f"and {size.family.model_type} is a family " + ("without experts" if size.experts else "with experts")
-        remedy = "Give another --family, or leave it out" if size.experts else "Give 4, for instance"
+        problem = f"and {size.family.model_type} is a family " + (
+            "without experts" if size.experts else "with experts"
+        )
+        remedy = (
+            "Give another --family, or leave it out" if size.experts else "Give 4, for instance"
+        )
         raise UserError("--experts", size.experts, problem, remedy)
     if size.experts and not 0 < size.experts_per_token <= size.experts:
         problem = f"a token cannot go to so many of {size.experts} experts"
-        raise UserError("--experts-per-token", size.experts_per_token, problem, f"Give 1 to {size.experts}")
+        raise UserError(
+            "--experts-per-token", size.experts_per_token, problem, f"Give 1 to {size.experts}"
+        )
     if not std > 0:
-        raise UserError("--init-std", std, "is not positive", "Give 0.02, or a little more for a tiny model")
+        raise UserError(
+            "--init-std", std, "is not positive", "Give 0.02, or a little more for a tiny model"
+        )
 
 
 def _train(corpus: Path | None, vocab_size: int | None) -> Any:
     if corpus is None:
-        raise UserError("--corpus", None, "a BPE tokenizer needs text to be trained on", "Give a JSONL or parquet file")
+        raise UserError(
+            "--corpus",
+            None,
+            "a BPE tokenizer needs text to be trained on",
+            "Give a JSONL or parquet file",
+        )
     return train_bpe(corpus, vocab_size or DEFAULT_BPE_VOCABULARY)
 
 
-def _write_config(folder: Path, size: PolicyShape, dtype: torch.dtype, std: float, vocabulary: Tokenizer) -> None:
-    ends = {"eos_token_id": vocabulary.token_to_id(TURN_END), "pad_token_id": vocabulary.token_to_id(END_OF_TEXT)}
+def _write_config(
+    folder: Path, size: PolicyShape, dtype: torch.dtype, std: float, vocabulary: Tokenizer
+) -> None:
+    ends = {
+        "eos_token_id": vocabulary.token_to_id(TURN_END),
+        "pad_token_id": vocabulary.token_to_id(END_OF_TEXT),
+    }
     config = {
         **size.as_config(),
         "attention_dropout": 0.0,
@@ -203,15 +281,23 @@ def _write_config(folder: Path, size: PolicyShape, dtype: torch.dtype, std: floa
     write_json(folder / "generation_config.json", ends)
 
 
-def _write_weights(folder: Path, plan: FilePlan[str], shape: PolicyShape, *, seed: int, std: float) -> None:
-    """Norms start at one, biases at zero, matrices are normal: Hugging Face's own initialisation. In a gated delta
-    network decays are Hugging Face's too, and taps are torch's."""
+def _write_weights(
+    folder: Path, plan: FilePlan[str], shape: PolicyShape, *, seed: int, std: float
+) -> None:
+    """Norms start at one, biases at zero, matrices are normal: Hugging Face's own initialisation.
+    In a gated delta network decays are Hugging Face's too, and taps are torch's."""
     generator = torch.Generator().manual_seed(seed)
-    zeros = ("norm.weight", ".bias") if shape.family.megatron.get("layernorm_zero_centered_gamma") else (".bias",)
+    zeros = (
+        ("norm.weight", ".bias")
+        if shape.family.megatron.get("layernorm_zero_centered_gamma")
+        else (".bias",)
+    )
     with writing(plan, folder) as write:
         for name, place in plan.places.items():
             size = place.shape
-            tensor = torch.full(size, 0.0 if name.endswith(zeros) and "linear_attn" not in name else 1.0)
+            tensor = torch.full(
+                size, 0.0 if name.endswith(zeros) and "linear_attn" not in name else 1.0
+            )
             if name.endswith("A_log"):
                 tensor.uniform_(0.01, 16.0, generator=generator).log_()
             elif name.endswith("conv1d.weight"):
@@ -227,13 +313,15 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 UNKNOWN = "<|unknown|>"
 SPECIALS = (END_OF_TEXT, TURN_START, TURN_END)
 SUM_CHARACTERS = "0123456789+-*/=#\n abcdefghijklmnopqrstuvwxyz"
-"""Characters of sums, and the letters of a chat template's roles: 48 tokens with the specials, which 16 ranks
-divide."""
+"""Characters of sums, and the letters of a chat template's roles: 48 tokens with the specials,
+which 16 ranks divide."""
 
 SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen's pre-tokenizer. Every digit is a token of its own, which is what makes arithmetic learnable."""
+"""Qwen's pre-tokenizer. Every digit is a token of its own, which is what makes arithmetic
+learnable."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -245,22 +333,29 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer() -> Tokenizer:
-    """One token for each character that sums are written in; any other is one visible ``<|unknown|>`` for each byte."""
+    """One token for each character that sums are written in; any other is one visible
+    ``<|unknown|>`` for each byte."""
     to_byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters = [to_byte_level.pre_tokenize_str(character)[0][0] for character in SUM_CHARACTERS]
     vocabulary = {token: number for number, token in enumerate([*SPECIALS, UNKNOWN, *characters])}
-    return _dressed(Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN)), specials=(*SPECIALS, UNKNOWN))
+    return _dressed(
+        Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN)), specials=(*SPECIALS, UNKNOWN)
+    )
 
 
 def train_bpe(corpus: Path, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of up to ``vocab_size`` tokens, from every string in a JSONL or parquet file.
+    """A byte-level BPE of up to ``vocab_size`` tokens, from every string in a JSONL or parquet
+    file.
 
     Raises:
-        UserError: if the corpus cannot be read, or the vocabulary cannot hold the 256 bytes and the special tokens.
+        UserError: if the corpus cannot be read, or the vocabulary cannot hold the 256 bytes and the
+            special tokens.
     """
     least = 256 + len(SPECIALS)
     if vocab_size < least:
-        raise UserError("--vocab-size", vocab_size, "is too small for byte-level BPE", f"Give {least} or more")
+        raise UserError(
+            "--vocab-size", vocab_size, "is too small for byte-level BPE", f"Give {least} or more"
+        )
     tokenizer = _dressed(Tokenizer(models.BPE()), specials=())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -305,5 +400,7 @@ def _dressed(tokenizer: Tokenizer, *, specials: tuple[str, ...]) -> Tokenizer:
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in specials]
+    )
     return tokenizer

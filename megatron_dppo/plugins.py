@@ -1,8 +1,10 @@
-"""A user's function by its name, ``module:function`` or ``file.py:function``, and its files. Imports nothing heavy.
+"""A user's function by its name, ``module:function`` or ``file.py:function``, and its files.
+Imports nothing heavy.
 
-Reward functions written for slime import ``Sample`` from ``slime.utils.types``, and are given this file's. Their files
-may also import ``post`` and ``GenerateState``, which slime's generate functions use: they can be imported, not called.
-The modules of slime have no other names here, and an import of one says so (``MISSING``).
+Reward functions written for slime import ``Sample`` from ``slime.utils.types``, and are given this
+file's. Their files may also import ``post`` and ``GenerateState``, which slime's generate functions
+use: they can be imported, not called. The modules of slime have no other names here, and an import
+of one says so (``MISSING``).
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Arguments(SimpleNamespace):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(f"the function reads args.{name}, an option of slime's without counterpart here")
+        raise AttributeError(
+            f"the function reads args.{name}, an option of slime's without counterpart here"
+        )
 
 
 class Status(Enum):
@@ -68,7 +72,8 @@ class Sample:
     response_length: int = 0
     """Tokens."""
     loss_mask: list[int] | None = None
-    """Mask of the response: 1 for tokens that the policy sampled, 0 for those that it was given; None: all ones."""
+    """Mask of the response: 1 for tokens that the policy sampled, 0 for those that it was given;
+    None: all ones."""
     rollout_log_probs: list[float] | None = None
     """Log-probabilities of the response; not read if the mask is 0."""
     weight_versions: list[str] = field(default_factory=list)
@@ -79,7 +84,9 @@ class Sample:
 
 def generate_only(*_: Any, **__: Any) -> Any:
     """Stand in for names that only slime's generate functions call."""
-    raise NotImplementedError("slime's generate functions do not run here: write the turns as rollout.conversation")
+    raise NotImplementedError(
+        "slime's generate functions do not run here: write the turns as rollout.conversation"
+    )
 
 
 NAMES: Mapping[str, Mapping[str, Any]] = {
@@ -94,16 +101,22 @@ NAMES: Mapping[str, Mapping[str, Any]] = {
 
 @contextmanager
 def standing_in_for_slime() -> Iterator[None]:
-    """Have imports of slime's modules find those of the table, as long as a user's function is imported.
+    """Have imports of slime's modules find those of the table, as long as a user's function is
+    imported.
 
-    Where slime is installed, its other modules are found too, and ``sys.modules`` is afterwards as it was before. Where
-    it is not, the modules stay, for functions that import them when they are called.
+    Where slime is installed, its other modules are found too, and ``sys.modules`` is afterwards as
+    it was before. Where it is not, the modules stay, for functions that import them when they are
+    called.
     """
     before = _slimes_modules()
     for name in before:
         del sys.modules[name]
     spec = importlib.util.find_spec("slime")
-    folders = [folder for folder in (spec and spec.submodule_search_locations) or () if Path(folder, "utils").is_dir()]
+    folders = [
+        folder
+        for folder in (spec and spec.submodule_search_locations) or ()
+        if Path(folder, "utils").is_dir()
+    ]
     for name, values in NAMES.items():
         module = ModuleType(name, "In place of slime's own.")
         vars(module).update(values)
@@ -124,7 +137,9 @@ def standing_in_for_slime() -> Iterator[None]:
 
 
 def _slimes_modules() -> dict[str, ModuleType]:
-    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "slime"}
+    return {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] == "slime"
+    }
 
 
 FAILURES = Exception, SystemExit
@@ -134,16 +149,22 @@ FAILURES = Exception, SystemExit
 def load_function(setting: str, spec: str) -> Callable[..., Any]:
     """The function that a setting names.
 
-    Modules are looked for in the working directory too; a file can import its neighbours, and what functions
-    written for slime import from it, whether slime is installed or not.
+    Modules are looked for in the working directory too; a file can import its neighbours, and what
+    functions written for slime import from it, whether slime is installed or not.
 
     Raises:
         UserError: if it cannot be found or imported, or is no function.
     """
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
-        raise UserError(setting, spec, "names no function", "Give module:function or file.py:function")
-    module = _from_file(where, setting, spec) if where.endswith(".py") else _from_module(where, setting, spec)
+        raise UserError(
+            setting, spec, "names no function", "Give module:function or file.py:function"
+        )
+    module = (
+        _from_file(where, setting, spec)
+        if where.endswith(".py")
+        else _from_module(where, setting, spec)
+    )
     # Modules that import what is asked of them only then (TRL's) have it in no dictionary.
     function = _imported(lambda: getattr(module, name, None), setting, spec)
     if function is None:
@@ -154,7 +175,8 @@ def load_function(setting: str, spec: str) -> Callable[..., Any]:
 
 
 def in_this_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a user's function with a limit: a process that the function forks ends where the function returns."""
+    """Return a user's function with a limit: a process that the function forks ends where the
+    function returns."""
     process = os.getpid()
 
     @functools.wraps(function)
@@ -168,22 +190,29 @@ def in_this_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def file_of(spec: str | None) -> Path | None:
-    """The file of the function that a setting names, found without importing anything; None if there is none."""
+    """The file of the function that a setting names, found without importing anything; None if
+    there is none."""
     where = (spec or "").rpartition(":")[0]
     if where.endswith(".py"):
         places = [Path(where)]
     else:
         modules = [Path(folder, *where.split(".")) for folder in ("", *sys.path)] if where else []
-        places = [place for module in modules for place in (module.with_suffix(".py"), module / "__init__.py")]
+        places = [
+            place
+            for module in modules
+            for place in (module.with_suffix(".py"), module / "__init__.py")
+        ]
     return next((place for place in places if place.is_file()), None)
 
 
 def source_of(function: Callable[..., Any]) -> str | None:
-    """The text of a function, or of the class of an object that is called; None if Python does not have it, as of what
-    is built in or was typed at a prompt."""
+    """The text of a function, or of the class of an object that is called; None if Python does not
+    have it, as of what is built in or was typed at a prompt."""
     while isinstance(function, functools.partial):
         function = function.func
-    written = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    written = (
+        function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    )
     try:
         return textwrap.dedent(inspect.getsource(written))
     except (OSError, SyntaxError, TypeError):
@@ -193,7 +222,9 @@ def source_of(function: Callable[..., Any]) -> str | None:
 def _from_file(where: str, setting: str, spec: str) -> ModuleType:
     path = Path(where).resolve()
     if not path.is_file():
-        raise UserError(setting, spec, f"there is no file {where}", f"Give a path that holds from {Path.cwd()}")
+        raise UserError(
+            setting, spec, f"there is no file {where}", f"Give a path that holds from {Path.cwd()}"
+        )
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     found = importlib.util.spec_from_file_location(f"plugin_file_{path.stem}", path)
@@ -215,14 +246,24 @@ def _imported(load: Callable[[], Any], setting: str, spec: str) -> Any:
         with standing_in_for_slime():
             return in_this_process(load)()
     except FAILURES as error:
-        of_slime = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "slime"
+        of_slime = (
+            isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "slime"
+        )
         remedy = MISSING if of_slime else "Mend it, or install what it needs"
-        raise UserError(setting, spec, f"cannot be imported ({type(error).__name__}: {error})", remedy) from error
+        raise UserError(
+            setting, spec, f"cannot be imported ({type(error).__name__}: {error})", remedy
+        ) from error
 
 
 def _remedy(module: ModuleType, name: str) -> str:
     known = vars(module)
-    functions = [name for name, value in known.items() if callable(value) and not name.startswith("_")]
+    functions = [
+        name for name, value in known.items() if callable(value) and not name.startswith("_")
+    ]
     functions += [name for name in known.get("__all__", ()) if name not in known]
     likely = get_close_matches(name, functions, 1)
-    return f"Perhaps {likely[0]!r} was meant" if likely else f"It has {', '.join(functions) or 'no functions'}"
+    return (
+        f"Perhaps {likely[0]!r} was meant"
+        if likely
+        else f"It has {', '.join(functions) or 'no functions'}"
+    )

@@ -1,8 +1,8 @@
 """``megatron-dppo probe-batch``: would fewer prompts a step do, and how much should be pruned?
 
-Unpruned steps at fixed weights give three things: the gradient's noise scale, from its norm on all prompts of a step
-and on each half of them; the seconds of a token; and groups on which pruning is drawn, at several shares. No weight
-changes, and nothing is written.
+Unpruned steps at fixed weights give three things: the gradient's noise scale, from its norm on all
+prompts of a step and on each half of them; the seconds of a token; and groups on which pruning is
+drawn, at several shares. No weight changes, and nothing is written.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def probe_batch(config: Config, *, steps: int, as_json: bool = False) -> None:
         as_json: print one JSON object.
 
     Raises:
-        UserError: on every rank, for what the user can mend, and if no gradient is finite and above 0.
+        UserError: on every rank, for what the user can mend, and if no gradient is finite and above
+            0.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     with ExitStack() as to_close:
@@ -72,7 +73,9 @@ def probe_batch(config: Config, *, steps: int, as_json: bool = False) -> None:
         to_close.enter_context(closing(Watchdog.of(config, world, timers)))
         workers = to_close.enter_context(closing(RewardWorkers.of(config.reward)))
         world.together(workers.wait_ready)
-        parts = assemble_policy(pruned(config, UNPRUNED), world, temperature=config.rollout.temperature)
+        parts = assemble_policy(
+            pruned(config, UNPRUNED), world, temperature=config.rollout.temperature
+        )
         engine = to_close.enter_context(closing(parts.engine()))
         probe = _BatchProbe(config, parts, engine, workers, timers)
         for step in range(steps):
@@ -86,14 +89,22 @@ def probe_batch(config: Config, *, steps: int, as_json: bool = False) -> None:
 
 
 def pruned(config: Config, pair: Pair) -> Config:
-    """The configuration with the rule ``neyman`` at these shares; a share of 1 is the rule ``none``."""
+    """The configuration with the rule ``neyman`` at these shares; a share of 1 is the rule
+    ``none``."""
     prompts, completions = (
-        {"rule": "none" if keep == 1.0 else "neyman", "function": None, "keep": keep, "schedule": ScheduleConfig()}
+        {
+            "rule": "none" if keep == 1.0 else "neyman",
+            "function": None,
+            "keep": keep,
+            "schedule": ScheduleConfig(),
+        }
         for keep in pair
     )
     of_prompts = replace(config.pruning.prompts, **prompts)
     of_completions = replace(config.pruning.completions, **completions, normaliser="full")
-    pruning = replace(config.pruning, prompts=of_prompts, completions=of_completions, noise=None, refill="none")
+    pruning = replace(
+        config.pruning, prompts=of_prompts, completions=of_completions, noise=None, refill="none"
+    )
     return replace(config, pruning=pruning)
 
 
@@ -102,7 +113,9 @@ def own_pair(config: Config) -> Pair | None:
     prompts, completions = config.pruning.prompts, config.pruning.completions
     if not {prompts.named, completions.named} <= {"neyman", "none"}:
         return None
-    return (1.0 if prompts.rule == "none" else prompts.keep), (1.0 if completions.rule == "none" else completions.share)
+    return (1.0 if prompts.rule == "none" else prompts.keep), (
+        1.0 if completions.rule == "none" else completions.share
+    )
 
 
 def jackknife(figure: Callable[[list[int]], float], count: int) -> tuple[float, float]:
@@ -115,10 +128,12 @@ def jackknife(figure: Callable[[list[int]], float], count: int) -> tuple[float, 
 
 
 def noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Estimate:
-    """The simple noise scale B = S/|G|² in prompts: McCandlish et al., arXiv:1812.06162, appendix A.1.
+    """The simple noise scale B = S/|G|² in prompts: McCandlish et al., arXiv:1812.06162, appendix
+    A.1.
 
-    G is the true gradient and S the trace of one prompt's covariance: E|g|² = |G|² + S/b for the mean g of b prompts.
-    The interval is that of |G|²/S, inverted. A bound is infinite if |G|² is not above 0 there.
+    G is the true gradient and S the trace of one prompt's covariance: E|g|² = |G|² + S/b for the
+    mean g of b prompts. The interval is that of |G|²/S, inverted. A bound is infinite if |G|² is
+    not above 0 there.
 
     Args:
         whole: [n], squared norms of the gradients of ``batch`` prompts.
@@ -126,29 +141,46 @@ def noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Estimate:
         batch: prompts.
     """
     big, small = np.asarray(whole, np.float64), np.asarray(halves, np.float64)
-    noise, signal, least = (small - big) * batch, 2.0 * big - small, 1e-9 * float(big.sum())  # b = batch/2
-    ratio, reach = jackknife(lambda rows: float(signal[rows].sum() / max(noise[rows].sum(), least)), len(big))
-    return Estimate(*(1.0 / each if each > 0.0 else math.inf for each in (ratio, ratio + reach, ratio - reach)))
+    noise, signal, least = (
+        (small - big) * batch,
+        2.0 * big - small,
+        1e-9 * float(big.sum()),
+    )  # b = batch/2
+    ratio, reach = jackknife(
+        lambda rows: float(signal[rows].sum() / max(noise[rows].sum(), least)), len(big)
+    )
+    return Estimate(
+        *(1.0 / each if each > 0.0 else math.inf for each in (ratio, ratio + reach, ratio - reach))
+    )
 
 
 def line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Fixed seconds and seconds per token: the line through the medians of the smaller and of the larger sizes.
+    """Fixed seconds and seconds per token: the line through the medians of the smaller and of the
+    larger sizes.
 
-    Seconds are proportional to tokens if all sizes are within a factor of 1.3, or if the line would be negative at 0.
+    Seconds are proportional to tokens if all sizes are within a factor of 1.3, or if the line would
+    be negative at 0.
     """
     sizes, taken = np.asarray(tokens, np.float64), np.asarray(seconds, np.float64)
     large = sizes > (sizes.min() + sizes.max()) / 2.0
     if not large.any():
         return float(np.median(taken)), 0.0
-    few, many, short, long = (float(np.median(each[of])) for each in (sizes, taken) for of in (~large, large))
+    few, many, short, long = (
+        float(np.median(each[of])) for each in (sizes, taken) for of in (~large, large)
+    )
     proportional = long / many
-    per_token = proportional if many < 1.3 * few else min(max((long - short) / (many - few), 0.0), proportional)
+    per_token = (
+        proportional
+        if many < 1.3 * few
+        else min(max((long - short) / (many - few), 0.0), proportional)
+    )
     return long - per_token * many, per_token
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a step. ``Costs(0.1, 0.1, 1e-4, 2e-4)`` are 3.2 s for 10,000 tokens generated and trained on."""
+    """Seconds of a step. ``Costs(0.1, 0.1, 1e-4, 2e-4)`` are 3.2 s for 10,000 tokens generated and
+    trained on."""
 
     rollout: float
     """Fixed seconds of rollouts."""
@@ -164,12 +196,12 @@ class Costs:
 
 
 def gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Estimate:
-    """Unpruned over pruned variance × seconds on the same windows, with its interval over windows. A smaller batch has
-    1 if no seconds are fixed.
+    """Unpruned over pruned variance × seconds on the same windows, with its interval over windows.
+    A smaller batch has 1 if no seconds are fixed.
 
     Args:
-        pruning: [n, 4], of each window the means over draws at one pair of shares: variance of sampling and with
-            pruning, both by ``gradient_noise``; tokens generated and trained on.
+        pruning: [n, 4], of each window the means over draws at one pair of shares: variance of
+            sampling and with pruning, both by ``gradient_noise``; tokens generated and trained on.
         unpruned: [n, 4], likewise without pruning.
         costs: seconds of a step and its tokens, taken as exact.
     """
@@ -212,28 +244,49 @@ class Report:
         return max(self.gains, key=lambda pair: self.gains[pair].value)
 
     def half(self) -> tuple[float, float]:
-        """Steps and time that half of the prompts need, relative to all of them. Steps are proportional to 1 + B/batch
-        (section 2.2 of the paper); they are twice as many if B is not known."""
+        """Steps and time that half of the prompts need, relative to all of them. Steps are
+        proportional to 1 + B/batch (section 2.2 of the paper); they are twice as many if B is not
+        known."""
         known = math.isfinite(self.noise.value)
         steps = 1.0 + self.noise.value / (self.batch + self.noise.value) if known else 2.0
         return steps, steps * self.costs.of(self.generated / 2, self.trained / 2) / self.seconds
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain numbers; null for an infinite bound."""
-        noise = {name: value if math.isfinite(value) else None for name, value in asdict(self.noise).items()}
-        gains = [{"prompts": p, "completions": c, **asdict(each)} for (p, c), each in self.gains.items()]
-        computed = {name: getattr(self, name) for name in ("seconds", "rollout_share", "best", "conclusion")}
+        noise = {
+            name: value if math.isfinite(value) else None
+            for name, value in asdict(self.noise).items()
+        }
+        gains = [
+            {"prompts": p, "completions": c, **asdict(each)} for (p, c), each in self.gains.items()
+        ]
+        computed = {
+            name: getattr(self, name) for name in ("seconds", "rollout_share", "best", "conclusion")
+        }
         half = dict(zip(("steps", "time"), self.half(), strict=True))
         return asdict(self) | computed | {"noise": noise, "gains": gains, "half": half}
 
     def __str__(self) -> str:
         costs, noise = self.costs, self.noise
-        prompts, completions = (list(dict.fromkeys(shares)) for shares in zip(*self.gains, strict=True))
-        marks = {pair: "*" * (pair == self.best) + "+" * (pair == self.configured) for pair in self.gains}
+        prompts, completions = (
+            list(dict.fromkeys(shares)) for shares in zip(*self.gains, strict=True)
+        )
+        marks = {
+            pair: "*" * (pair == self.best) + "+" * (pair == self.configured) for pair in self.gains
+        }
         rows = [
-            f"{p:7g}" + "".join(f"{self.gains[p, c].value:8.2f}{marks[p, c]:2}" for c in completions) for p in prompts
+            f"{p:7g}"
+            + "".join(f"{self.gains[p, c].value:8.2f}{marks[p, c]:2}" for c in completions)
+            for p in prompts
         ]
-        interval = f"{noise.low:.3g} to {noise.high:.3g}" if math.isfinite(noise.high) else f"{noise.low:.3g} or more"
+        interval = (
+            f"{noise.low:.3g} to {noise.high:.3g}"
+            if math.isfinite(noise.high)
+            else f"{noise.low:.3g} or more"
+        )
+        configured = "+ configured"
+        if not self.configured:
+            configured = "the configured rules are others than neyman"
         lines = [
             f"seconds of an unpruned step     {self.seconds:.2f}",
             f"  fixed                         {costs.rollout + costs.rest:.2f}",
@@ -244,11 +297,13 @@ class Report:
             f"batch, prompts                  {self.batch}",
             f"noise scale, prompts            {noise.value:.3g}, 95% interval {interval}",
             "",
-            "gain over a smaller batch, in variance x seconds; rows: share of prompts, columns: of completions' tokens",
+            "gain over a smaller batch, in variance x seconds; rows: share of prompts, columns: of "
+            "completions' tokens",
             " " * 7 + "".join(f"{c:>8}  " for c in completions).rstrip(),
             *map(str.rstrip, rows),
-            f"* best, {'+ configured' if self.configured else 'the configured rules are others than neyman'}",
-            "Variance is estimated as prune/variance_inflation, which was up to 1.3 times too high early in training.",
+            f"* best, {configured}",
+            "Variance is estimated as prune/variance_inflation, which was up to 1.3 times too high "
+            "early in training.",
             "",
             self.conclusion,
         ]
@@ -258,25 +313,43 @@ class Report:
     def conclusion(self) -> str:
         """The sentence that closes the table; a second one if the noise scale is not bounded."""
         noise, (steps, time) = self.noise.value, self.half()
-        of_best = f"pruning at {self.best[0]:g} / {self.best[1]} is worth {self.gains[self.best]} of a smaller batch"
+        of_best = (
+            f"pruning at {self.best[0]:g} / {self.best[1]} is worth {self.gains[self.best]} "
+            "of a smaller batch"
+        )
         if self.best == UNPRUNED:
             of_best = "no pruning that was tried is worth more than a smaller batch"
         elif self.configured:
-            own = f", at the configured {self.configured[0]:g} / {self.configured[1]} {self.gains[self.configured]}"
+            own = (
+                f", at the configured {self.configured[0]:g} / {self.configured[1]} "
+                f"{self.gains[self.configured]}"
+            )
             of_best += ", as configured" if self.configured == self.best else own
         remedy = "raise --steps or rollout.prompts_per_step"
         if not math.isfinite(noise):
             return f"The gradient cannot be told from noise: {remedy}; {of_best}."
         ratio = self.batch / noise
-        verdict = "a smaller batch would lose little" if ratio >= 1.0 else "noise dominates the step"
-        half = f"half of the batch would need {steps:.1f} times as many steps and {time:.2f} of the time"
-        scale = f"A step of {self.batch} prompts is {ratio:.2g} of the noise scale ({noise:.3g} prompts), so {verdict}"
-        doubt = f" At 95% the gradient could be 0, so the noise scale is known only from below: {remedy}."
+        verdict = (
+            "a smaller batch would lose little" if ratio >= 1.0 else "noise dominates the step"
+        )
+        half = (
+            f"half of the batch would need {steps:.1f} times as many steps and {time:.2f} of "
+            "the time"
+        )
+        scale = (
+            f"A step of {self.batch} prompts is {ratio:.2g} of the noise scale ({noise:.3g} "
+            f"prompts), so {verdict}"
+        )
+        doubt = (
+            " At 95% the gradient could be 0, so the noise scale is known only from below: "
+            f"{remedy}."
+        )
         return f"{scale}: {half}; {of_best}.{'' if math.isfinite(self.noise.high) else doubt}"
 
 
 class _BatchProbe:
-    """A policy whose weights stay, and everything measured of its steps so far. All times are this rank's."""
+    """A policy whose weights stay, and everything measured of its steps so far. All times are this
+    rank's."""
 
     def __init__(
         self,
@@ -288,7 +361,10 @@ class _BatchProbe:
     ) -> None:
         self._parts, self._engine, self._timers = parts, engine, timers
         self._pool, self._collector = load_training_pool(parts), parts.collector(engine, workers)
-        self._learner, self._sampler = Learner(parts, timers), PromptSampler(parts.config, self._pool)
+        self._learner, self._sampler = (
+            Learner(parts, timers),
+            PromptSampler(parts.config, self._pool),
+        )
         parts.sync(engine, 0)
         check_agreement(parts, engine, self._pool, version=0)
         self._configured = own_pair(config)
@@ -310,7 +386,10 @@ class _BatchProbe:
         if parts.config.rollout.colocated:
             self._engine.pause()
         config = choose_sharing(parts.config, parts.shape)
-        one, two = (replace(config, loss=replace(config.loss, updates_per_rollout=count)) for count in (1, 2))
+        one, two = (
+            replace(config, loss=replace(config.loss, updates_per_rollout=count))
+            for count in (1, 2)
+        )
         with timers("plan"):
             whole = parts.world.from_leader(lambda: plan_with(one))
         halves = parts.world.from_leader(lambda: plan_with(two))
@@ -321,7 +400,9 @@ class _BatchProbe:
             trained.append((float(minibatch.lengths.sum()), sum(timers.take().values())))
         if not np.isfinite(squares).all():
             remedy = "Look for weights in model.path that are not finite, or set model.dtype=fp32"
-            raise UserError("model.path", parts.config.model.path, "gives a gradient that is not finite", remedy)
+            raise UserError(
+                "model.path", parts.config.model.path, "gives a gradient that is not finite", remedy
+            )
         with timers("update_weights"):
             parts.sync(self._engine, 0)
         self._squares.append((squares[0], float(np.mean(squares[1:]))))
@@ -332,38 +413,49 @@ class _BatchProbe:
         parts.world.from_leader(lambda: self._learn(metadata, step))
 
     def _roll_out(self, step: int) -> tuple[CompleteRollouts, Samples]:
-        """A window's rollouts; and tokens and seconds of each round. Learning steps have two rounds of half of the
-        prompts, so that seconds of two sizes are known."""
+        """A window's rollouts; and tokens and seconds of each round. Learning steps have two rounds
+        of half of the prompts, so that seconds of two sizes are known."""
         selection = self._parts.world.from_leader(lambda: self._sampler.select(step))
         ids, rounds, taken = selection.prompt_ids, [], []
         for number, chosen in enumerate([ids[::2], ids[1::2]] if step < LEARNING_STEPS else [ids]):
             part = Selection(chosen, np.ones(len(chosen)), window=len(chosen))
             with self._timers("rollout"):
-                request = self._collector.request(self._pool, StepRollouts(part, step), again=number)
+                request = self._collector.request(
+                    self._pool, StepRollouts(part, step), again=number
+                )
                 rounds.append(self._collector.finish(request))
             tokens = float(rounds[-1].metadata.response_lengths.sum())
             taken.append((tokens, self._timers.take()["perf/rollout_time"]))
         return self._collector.collected(rounds), taken
 
     def _learn(self, metadata: StepMetadata, step: int) -> None:
-        """On the leader: prune the window as its prompts were predicted before it, then learn from it."""
+        """On the leader: prune the window as its prompts were predicted before it, then learn from
+        it."""
         self._mixed.append(len(mixed(metadata)) / max(len(metadata.prompt_ids), 1))
         if step >= LEARNING_STEPS:
             for pair, config in self._configs.items():
-                self._windows[pair].append(np.mean([self._draw(metadata, config) for _ in range(DRAWS)], axis=0))
+                self._windows[pair].append(
+                    np.mean([self._draw(metadata, config) for _ in range(DRAWS)], axis=0)
+                )
         self._sampler.remember(metadata)
 
     def _draw(self, metadata: StepMetadata, config: Config) -> tuple[float, float, int, int]:
         """One draw's row for ``gain``."""
         objective, prompts = objective_for(config.loss), config.pruning.prompts
         ids, size = metadata.prompt_ids, metadata.rewards.shape[1]
-        selection = select(ids, self._sampler.history, prompts, group_size=size, keep=prompts.keep, rng=self._rng)
+        selection = select(
+            ids, self._sampler.history, prompts, group_size=size, keep=prompts.keep, rng=self._rng
+        )
         order = np.argsort(selection.prompt_ids)
         groups = np.searchsorted(metadata.prompt_ids, selection.prompt_ids[order])
         part = dataclasses.replace(
-            take_groups(metadata, groups), prompt_inclusion=selection.inclusion[order], window=metadata.window
+            take_groups(metadata, groups),
+            prompt_inclusion=selection.inclusion[order],
+            window=metadata.window,
         )
-        drawn = prune_minibatch(part, config, objective, keep=config.pruning.completions.keep, rng=self._rng)
+        drawn = prune_minibatch(
+            part, config, objective, keep=config.pruning.completions.keep, rng=self._rng
+        )
         noise = gradient_noise([(part, drawn)])
         return noise[0], sum(noise), part.response_lengths.sum(), part.tokens[drawn.kept].sum()
 
@@ -375,8 +467,14 @@ class _BatchProbe:
         config = self._parts.config
         whole, halves = np.array(self._squares).T
         if not whole.any():
-            problem = f"gives all groups of {len(whole)} steps equal rewards: no gradient, and nothing to compare"
-            remedy = "Raise --steps or rollout.samples_per_prompt, or take data that the policy can do in part"
+            problem = (
+                f"gives all groups of {len(whole)} steps equal rewards: no gradient, and "
+                "nothing to compare"
+            )
+            remedy = (
+                "Raise --steps or rollout.samples_per_prompt, or take data that the policy "
+                "can do in part"
+            )
             raise UserError("reward.function", config.reward.function, problem, remedy)
         rolling, per_generated = line(*np.array(self._generated).T)
         training, per_trained = line(*np.array(self._trained).T)

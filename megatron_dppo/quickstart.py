@@ -1,4 +1,5 @@
-"""``megatron-dppo configs`` and ``megatron-dppo quickstart``: the example configurations, and a first run of one."""
+"""``megatron-dppo configs`` and ``megatron-dppo quickstart``: the example configurations, and a
+first run of one."""
 
 from __future__ import annotations
 
@@ -17,21 +18,34 @@ ONE_GPU = ("layout.tp=1", "layout.dp=1")
 
 def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``megatron-dppo configs``."""
-    what = "copy them to DIR/configs and DIR/scripts/slurm; commands in their first lines are typed in DIR"
+    what = (
+        "copy them to DIR/configs and DIR/scripts/slurm; commands in their first lines are "
+        "typed in DIR"
+    )
     parser.add_argument("--copy", metavar="DIR", type=Path, help=what)
 
 
 def configs(chosen: argparse.Namespace) -> None:
-    """List the configurations and Slurm scripts of this version, each with its first sentence, or copy them.
+    """List the configurations and Slurm scripts of this version, each with its first sentence, or
+    copy them.
 
     Raises:
-        UserError: another file is in the way, before anything is copied; or the folder cannot be written.
+        UserError: another file is in the way, before anything is copied; or the folder cannot be
+            written.
     """
-    files = [file for folder in ("configs", "scripts/slurm") for file in sorted((EXAMPLES / folder).glob("*.*"))]
+    files = [
+        file
+        for folder in ("configs", "scripts/slurm")
+        for file in sorted((EXAMPLES / folder).glob("*.*"))
+    ]
     if chosen.copy is None:
         for file in files:
             if file.suffix != ".py" and file != JOB:
-                comment = next(line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
+                comment = next(
+                    line
+                    for line in file.read_text(encoding="utf-8").splitlines()
+                    if line.startswith("# ")
+                )
                 sentence = comment.removeprefix("# ").partition(". ")[0].rstrip(".:")
                 print(f"{file.relative_to(EXAMPLES)!s:<38} {sentence}")
         return
@@ -39,23 +53,34 @@ def configs(chosen: argparse.Namespace) -> None:
     try:
         for file, place in places.items():
             if place.exists() and place.read_bytes() != file.read_bytes():
-                raise UserError("--copy", place, "is there already, and differs", "Name another directory, or move it")
+                raise UserError(
+                    "--copy",
+                    place,
+                    "is there already, and differs",
+                    "Name another directory, or move it",
+                )
         for file, place in places.items():
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(file.read_bytes())
     except OSError as error:
-        raise UserError("--copy", chosen.copy, f"cannot be written ({error})", "Name another directory") from error
+        raise UserError(
+            "--copy", chosen.copy, f"cannot be written ({error})", "Name another directory"
+        ) from error
     print(f"{chosen.copy}: {len(files)} files in configs and scripts/slurm")
 
 
 def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``megatron-dppo quickstart``."""
-    what = "settings of the training, or sft.* of the warm-up; give a second run a folder, run.dir=FOLDER"
+    what = (
+        "settings of the training, or sft.* of the warm-up; give a second run a folder, "
+        "run.dir=FOLDER"
+    )
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help=what)
 
 
 def quickstart(chosen: argparse.Namespace) -> int:
-    """Make a policy of a million parameters, warm it up on sums, and train it. What is there already is not made again.
+    """Make a policy of a million parameters, warm it up on sums, and train it. What is there
+    already is not made again.
 
     Raises:
         UserError: for mistakes in the settings, before anything is made.

@@ -1,4 +1,5 @@
-"""Reading a run's settings: a YAML file, then ``a.b=c`` overrides, then the types and limits of ``config/``.
+"""Reading a run's settings: a YAML file, then ``a.b=c`` overrides, then the types and limits of
+``config/``.
 
 Needs neither torch nor Megatron, so that a file can be checked on any machine, at once.
 """
@@ -41,7 +42,9 @@ class Setting:
     @property
     def choices(self) -> tuple[str, ...]:
         """The words it may hold, empty if it is not a choice of words."""
-        return tuple(str(c) for c in get_args(self.type)) if get_origin(self.type) is Literal else ()
+        return (
+            tuple(str(c) for c in get_args(self.type)) if get_origin(self.type) is Literal else ()
+        )
 
     @property
     def kinds(self) -> tuple[Any, ...]:
@@ -53,8 +56,11 @@ class Setting:
         return type(None) in get_args(self.type)
 
 
-def load_config(path: str | None, overrides: Sequence[str], values: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in the file at ``path`` (defaults if None), with the overrides ``a.b=c`` laid over it.
+def load_config(
+    path: str | None, overrides: Sequence[str], values: Mapping[str, Any] | None = None
+) -> Config:
+    """The configuration in the file at ``path`` (defaults if None), with the overrides ``a.b=c``
+    laid over it.
 
     Args:
         path: of a YAML file.
@@ -62,8 +68,8 @@ def load_config(path: str | None, overrides: Sequence[str], values: Mapping[str,
         values: nested sections with values from Python, which are taken as they are.
 
     Raises:
-        UserError: for a file that cannot be read, an unknown key (naming the nearest one), a value of the wrong type
-            or beyond its limits.
+        UserError: for a file that cannot be read, an unknown key (naming the nearest one), a value
+            of the wrong type or beyond its limits.
     """
     try:
         return load_whole(path, overrides, values)
@@ -71,7 +77,9 @@ def load_config(path: str | None, overrides: Sequence[str], values: Mapping[str,
         raise found.errors[0] from None
 
 
-def load_whole(path: str | None, overrides: Sequence[str], values: Mapping[str, Any] | None = None) -> Config:
+def load_whole(
+    path: str | None, overrides: Sequence[str], values: Mapping[str, Any] | None = None
+) -> Config:
     """As :func:`load_config`, but for the error.
 
     Raises:
@@ -114,7 +122,8 @@ def settings() -> Mapping[str, Setting]:
 
 @cache
 def sections() -> frozenset[str]:
-    """The dotted names that hold settings or further sections: ``pruning``, ``pruning.prompts``, …"""
+    """The dotted names that hold settings or further sections: ``pruning``, ``pruning.prompts``,
+    …"""
     return frozenset(key[:i] for key in settings() for i, letter in enumerate(key) if letter == ".")
 
 
@@ -124,7 +133,12 @@ def _leaves(section: type[Section], prefix: str) -> Iterator[Setting]:
         if isinstance(kind, type) and issubclass(kind, Section):
             yield from _leaves(kind, key + ".")
         else:
-            yield Setting(key, field.rebuild_annotation(), field.default, " ".join((field.description or "").split()))
+            yield Setting(
+                key,
+                field.rebuild_annotation(),
+                field.default,
+                " ".join((field.description or "").split()),
+            )
 
 
 MOST_MISTAKES = 20
@@ -132,8 +146,8 @@ MOST_MISTAKES = 20
 
 
 def flattened(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys in nested sections, and their values. A null section, whose lines are all comments, has
-    none."""
+    """Yield the dotted keys in nested sections, and their values. A null section, whose lines are
+    all comments, has none."""
     for name, value in tree.items():
         key = f"{prefix}{name}"  # YAML reads some names as numbers and the like
         if key in sections() and isinstance(value, Mapping | None):
@@ -148,19 +162,36 @@ def _from_file(path: str | None) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is not UTF-8 text"
-        remedy = "give the path of a YAML file; `megatron-dppo configs --copy .` writes configs/ with examples"
+        reason = (
+            error.strerror or type(error).__name__
+            if isinstance(error, OSError)
+            else "it is not UTF-8 text"
+        )
+        remedy = (
+            "give the path of a YAML file; `megatron-dppo configs --copy .` writes configs/ "
+            "with examples"
+        )
         raise UserError("CONFIG", path, f"cannot be read: {reason}", remedy) from None
     try:
         tree = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError("CONFIG", path, f"is not YAML: {_where(error)}", "mend that line") from None
     if not isinstance(tree, Mapping | None):
-        raise UserError("CONFIG", path, "holds no sections", "write sections and settings, as the files in configs/ do")
+        raise UserError(
+            "CONFIG",
+            path,
+            "holds no sections",
+            "write sections and settings, as the files in configs/ do",
+        )
     given: dict[str, Any] = {}
     for key, value in flattened(tree or {}):
         if key in given:
-            raise UserError("CONFIG", path, f"has {key} twice, in its section and by its dotted name", "remove one")
+            raise UserError(
+                "CONFIG",
+                path,
+                f"has {key} twice, in its section and by its dotted name",
+                "remove one",
+            )
         given[key] = value
     return given
 
@@ -179,7 +210,10 @@ def _from_python(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _where(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+        return (
+            f"{error.problem}, line {error.problem_mark.line + 1}, column "
+            f"{error.problem_mark.column + 1}"
+        )
     return " ".join(str(error).split())
 
 
@@ -187,18 +221,24 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set a setting in nested sections.
 
     Raises:
-        UserError: the key is no setting; or the value is one that pydantic would take, or could not name: a boolean for
-            anything else, anything else for a boolean (pydantic reads ``true`` as 1, and ``yes`` as true), text that no
-            file can hold.
+        UserError: the key is no setting; or the value is one that pydantic would take, or could not
+            name: a boolean for anything else, anything else for a boolean (pydantic reads ``true``
+            as 1, and ``yes`` as true), text that no file can hold.
     """
     if key in sections():
         first = next(each for each in settings() if each.startswith(f"{key}."))
-        raise UserError(key, short(value), "is a section, and holds settings", f"write {first} and so on")
+        raise UserError(
+            key, short(value), "is a section, and holds settings", f"write {first} and so on"
+        )
     if key not in settings():
         raise _unknown(key, value)
     setting = settings()[key]
     if isinstance(value, bool) != (setting.type is bool):
-        raise _wrong(setting, value, "is true or false" if isinstance(value, bool) else "is neither true nor false")
+        raise _wrong(
+            setting,
+            value,
+            "is true or false" if isinstance(value, bool) else "is neither true nor false",
+        )
     if not _is_writable(value):
         problem = "holds a character that no file can hold, null or half of another one"
         raise UserError(key, short(ascii(value)), problem, "take it out")
@@ -209,8 +249,11 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _listed(setting: Setting, value: Any) -> Any:
-    """A list where a list is meant and words stand without brackets: ``eval.benchmarks=gsm8k,math500``."""
-    if not any(get_origin(kind) is tuple for kind in setting.kinds) or not isinstance(value, str | int | float):
+    """A list where a list is meant and words stand without brackets:
+    ``eval.benchmarks=gsm8k,math500``."""
+    if not any(get_origin(kind) is tuple for kind in setting.kinds) or not isinstance(
+        value, str | int | float
+    ):
         return value
     if type(value) in map(_plain, setting.kinds) or str(value) in _words(setting):
         return value
@@ -225,24 +268,33 @@ def _plain(kind: Any) -> Any:
 
 
 def _words(setting: Setting) -> set[str]:
-    return {str(word) for kind in setting.kinds if get_origin(kind) is Literal for word in get_args(kind)}
+    return {
+        str(word)
+        for kind in setting.kinds
+        if get_origin(kind) is Literal
+        for word in get_args(kind)
+    }
 
 
 def _unknown(key: str, value: object) -> UserError:
     near = " or ".join(nearest(key))
     remedy = f"write {near}, if that was meant" if near else "--print-config shows every setting"
     if key in ("rollout.top_p", "rollout.top_k"):
-        problem = "is refused in training, whose log-probabilities are those of the distribution of all tokens"
+        problem = (
+            "is refused in training, whose log-probabilities are those of the distribution "
+            "of all tokens"
+        )
         return UserError(key, short(value), problem, f"leave it out; evaluations have {near}")
     return UserError(key, short(value), "there is no such setting", remedy)
 
 
 def nearest(key: str) -> list[str]:
-    """The settings or the section that an unknown dotted key may have meant, empty if none is like it.
+    """The settings or the section that an unknown dotted key may have meant, empty if none is like
+    it.
 
-    A right name under a wrong section counts as near, however the sections differ; where several sections have the
-    name, those closest to the one given are all named. A name of several words may stand for its initials:
-    ``optimizer.learning_rate`` for ``optimizer.lr``.
+    A right name under a wrong section counts as near, however the sections differ; where several
+    sections have the name, those closest to the one given are all named. A name of several words
+    may stand for its initials: ``optimizer.learning_rate`` for ``optimizer.lr``.
     """
     section, _, leaf = key.lower().rpartition(".")
     initials = f"{section}.{''.join(word[:1] for word in leaf.split('_'))}"
@@ -257,7 +309,11 @@ def nearest(key: str) -> list[str]:
     same_name = [other for other in settings() if other.rpartition(".")[2] == leaf]
     if same_name:
         misspelt = difflib.get_close_matches(key.lower(), same_name, 1, 0.9)
-        return [other for other in same_name if other.startswith(section + ".")] or misspelt or same_name
+        return (
+            [other for other in same_name if other.startswith(section + ".")]
+            or misspelt
+            or same_name
+        )
     best = max([*settings(), *sorted(sections())], key=likeness)
     return [best] if likeness(best) > 0.65 else []
 
@@ -278,12 +334,15 @@ def _is_writable(value: Any) -> bool:
         return all(map(_is_writable, [*value, *value.values()]))
     if isinstance(value, list | tuple):
         return all(map(_is_writable, value))
-    return not isinstance(value, str) or ("\0" not in value and value == value.encode(errors="ignore").decode())
+    return not isinstance(value, str) or (
+        "\0" not in value and value == value.encode(errors="ignore").decode()
+    )
 
 
 def _value(setting: Setting, text: str) -> Any:
-    """Read an override's value as YAML, in which words stay words: ``run.dir=2024`` and ``data.label_key=yes``, and in
-    lists and mappings of words too: ``rollout.launch.flags=[--context-length, 2048]``."""
+    """Read an override's value as YAML, in which words stay words: ``run.dir=2024`` and
+    ``data.label_key=yes``, and in lists and mappings of words too:
+    ``rollout.launch.flags=[--context-length, 2048]``."""
     kinds = setting.kinds
     if setting.takes_none and text.strip() in ("", "~", "null"):
         return None
@@ -292,7 +351,9 @@ def _value(setting: Setting, text: str) -> Any:
         if named or any(get_origin(kind) is tuple and str in get_args(kind) for kind in kinds):
             return yaml.load(text, Loader=yaml.BaseLoader)
         listed = text.lstrip().startswith("[") and any(get_origin(kind) is tuple for kind in kinds)
-        if not listed and (str in kinds or any(isinstance(choice, str) for choice in get_args(setting.type))):
+        if not listed and (
+            str in kinds or any(isinstance(choice, str) for choice in get_args(setting.type))
+        ):
             quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
             return text[1:-1] if quoted else text
         return yaml.load(text, Loader=Loader)
@@ -306,20 +367,25 @@ def _explain(error: ValidationError) -> Iterator[UserError]:
     for each in error.errors():
         names = [str(part) for part in each["loc"]]
         key = next(key for key in accumulate(names, "{}.{}".format) if key in settings())
-        # Of a setting that may be of several types, the error that got farthest is of the type that was meant.
+        # Of a setting that may be of several types, the error that got farthest is of the type that
+        # was meant.
         if key not in wrong or len(names) > len(wrong[key]["loc"]):
             wrong[key] = each
     for key, details in wrong.items():
         problem = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
         if details["type"] == "literal_error":  # the remedy lists them
             problem = "is none of its values"
-        if len(details["loc"]) > key.count(".") + 2 and isinstance(inside := details["loc"][-1], str):
+        if len(details["loc"]) > key.count(".") + 2 and isinstance(
+            inside := details["loc"][-1], str
+        ):
             problem = f"{inside}: {problem}"
         yield _wrong(settings()[key], details["input"], problem)
 
 
 def _wrong(setting: Setting, value: object, problem: str) -> UserError:
-    default = short(list(setting.default) if isinstance(setting.default, tuple) else setting.default)
+    default = short(
+        list(setting.default) if isinstance(setting.default, tuple) else setting.default
+    )
     remedy = f"set {setting.key} to {allowed(setting.type)} (its default is {default})"
     return UserError(setting.key, short(value), problem, remedy)
 
@@ -339,7 +405,13 @@ def allowed(kind: Any) -> str:
         return f"names, each with {allowed(arguments[1])}"
     if isinstance(kind, type) and issubclass(kind, Section):
         return f"any of {', '.join(kind.model_fields)}"
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    words = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
     return "any value" if kind is Any else words[kind]
 
 
@@ -351,12 +423,15 @@ def _limit(limit: Any) -> str:
 
 def short(value: object) -> str:
     """A setting's value as YAML would write it, cut to 80 characters."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def as_yaml(config: Config) -> str:
-    """Every value, under its meaning as a comment; reading the text back gives the same configuration."""
+    """Every value, under its meaning as a comment; reading the text back gives the same
+    configuration."""
     lines = [f"# Every setting of megatron-dppo {__version__}.", *_section(config, "")]
     return "\n".join(lines) + "\n"
 
@@ -372,9 +447,17 @@ def _section(section: Section, prefix: str) -> Iterator[str]:
         meaning = setting.meaning.replace("``", "")
         if setting.choices:
             meaning = f"{meaning} [{', '.join(setting.choices)}]".strip()
-        yield from textwrap.wrap(meaning, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        yield from textwrap.wrap(
+            meaning, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+        )
         many = isinstance(value, tuple | dict)
-        plain = {name: section.model_dump(mode="json", include={name}, exclude_none=True)[name] if many else value}
+        plain = {
+            name: section.model_dump(mode="json", include={name}, exclude_none=True)[name]
+            if many
+            else value
+        }
         flow = None if many else False
-        written = yaml.dump(plain, Dumper=Dumper, default_flow_style=flow, allow_unicode=True, width=10**6)
+        written = yaml.dump(
+            plain, Dumper=Dumper, default_flow_style=flow, allow_unicode=True, width=10**6
+        )
         yield from (indent + line for line in written.removesuffix("\n").split("\n"))

@@ -1,4 +1,5 @@
-"""Supervised warm-up on worked answers: the same policy, packs and parallelism as the training it prepares."""
+"""Supervised warm-up on worked answers: the same policy, packs and parallelism as the training it
+prepares."""
 
 from __future__ import annotations
 
@@ -30,10 +31,12 @@ CONSOLE_ROWS = 20
 
 
 def sft(config: Config) -> None:
-    """Minimise the mean negative log-likelihood of the answers' tokens; write the policy to ``sft.out``.
+    """Minimise the mean negative log-likelihood of the answers' tokens; write the policy to
+    ``sft.out``.
 
     Raises:
-        UserError: on every rank, for what the user can mend, and where a loss or a gradient is not finite.
+        UserError: on every rank, for what the user can mend, and where a loss or a gradient is not
+            finite.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     with ExitStack() as to_close:
@@ -51,7 +54,11 @@ def _warm_up(config: Config, world: World, check_lock: Callable[[], None]) -> No
     log = MetricsLog(Path(config.run.dir) / "sft-log", resume_step=-1) if world.leads else None
     console = Console(config.sft.steps) if world.leads else None
     row_every = max(1, config.sft.steps // CONSOLE_ROWS)
-    order, timers, size = order_of(answers, config.run.seed), PhaseTimers(), min(config.sft.batch, len(answers))
+    order, timers, size = (
+        order_of(answers, config.run.seed),
+        PhaseTimers(),
+        min(config.sft.batch, len(answers)),
+    )
     check_shares(answers, size, "sft.batch")
     with progress_bar("warm-up steps", config.sft.steps, shown=world.leads) as advance:
         for step in range(config.sft.steps):
@@ -80,15 +87,22 @@ def _load(config: Config, parts: PolicyParts) -> Pool[WorkedAnswer]:
     longest = answers.longest
     if longest > config.usable_pack:
         problem = f"is less than the longest worked answer needs with its prompt, {longest} tokens"
-        remedy = f"Raise it to {-(-longest // unit) * unit} or more, or take long answers out of data.train"
+        remedy = (
+            f"Raise it to {-(-longest // unit) * unit} or more, or take long answers out of "
+            "data.train"
+        )
         raise UserError("pack.max_tokens", config.pack.max_tokens, problem, remedy)
     return answers
 
 
-def _update(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], step: int) -> dict[str, float]:
+def _update(
+    parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], step: int
+) -> dict[str, float]:
     tokens = sum(len(answer.response_ids) for answer in batch)
     rate, least = _rate(config, step), packs_wanted(config.pack.min_per_rank, config.layout.pp)
-    packs = parts.pack([_row(a, tokens) for a in batch], replicas=parts.world.dp, min_per_rank=least)
+    packs = parts.pack(
+        [_row(a, tokens) for a in batch], replicas=parts.world.dp, min_per_rank=least
+    )
     result = parts.actor.update([pack for _, pack in packs], _negative_log_likelihood, lr=rate)
     return {
         "train/loss": result.sums["train/loss"],
@@ -118,5 +132,7 @@ def _negative_log_likelihood(responses: Responses) -> tuple[torch.Tensor, Sums]:
 
 
 def _rate(config: Config, step: int) -> float:
-    settings = OptimizerConfig(lr=config.sft.lr, schedule="cosine", warmup_steps=config.sft.warmup_steps)
+    settings = OptimizerConfig(
+        lr=config.sft.lr, schedule="cosine", warmup_steps=config.sft.warmup_steps
+    )
     return learning_rate(settings, step, config.sft.steps)

@@ -1,10 +1,12 @@
-"""A run of DPPO: select, roll out, score, plan, train, sync, until the last step. Start reading here.
+"""A run of DPPO: select, roll out, score, plan, train, sync, until the last step. Start reading
+here.
 
 Every rank runs this same program. Rank 0, the leader, also selects prompts, plans, logs and prints.
 
-With ``rollout.ahead: n`` the prompts of the n-th step from now are selected as soon as a step is planned, and servers
-roll them out while it and those between are trained: with weights that are n updates old at most. Steps are trained on
-in the order in which they were asked for, whichever is answered first.
+With ``rollout.ahead: n`` the prompts of the n-th step from now are selected as soon as a step is
+planned, and servers roll them out while it and those between are trained: with weights that are n
+updates old at most. Steps are trained on in the order in which they were asked for, whichever is
+answered first.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.rollout.metadata import staleness
-from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts, read_in_flight, write_in_flight
+from megatron_dppo.rollout.step_rollouts import (
+    CompleteRollouts,
+    StepRollouts,
+    read_in_flight,
+    write_in_flight,
+)
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
@@ -45,10 +52,12 @@ from megatron_dppo.trainer.run_logger import RunLogger
 
 
 def train(config: Config) -> None:
-    """Train from the last checkpoint in ``run.dir``, or from the initial policy if there is none, to ``run.steps``.
+    """Train from the last checkpoint in ``run.dir``, or from the initial policy if there is none,
+    to ``run.steps``.
 
     Raises:
-        UserError: on every rank, for what the user can mend, and where a loss or a gradient is not finite.
+        UserError: on every rank, for what the user can mend, and where a loss or a gradient is not
+            finite.
         StoppedError: on every rank, once the run is saved, because one of them was asked to stop.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
@@ -61,11 +70,15 @@ def train(config: Config) -> None:
 class Trainer:
     """The parts of a run, and the order in which a step uses them."""
 
-    def __init__(self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack) -> None:
+    def __init__(
+        self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack
+    ) -> None:
         self.config, self.world, self.timers = config, world, PhaseTimers()
         self.folder = Path(config.run.dir)
         on_cuda = world.device.type == "cuda"
-        self.profile = Profiler(self.folder, config.run.profile, rank=world.rank, on_cuda=on_cuda, timers=self.timers)
+        self.profile = Profiler(
+            self.folder, config.run.profile, rank=world.rank, on_cuda=on_cuda, timers=self.timers
+        )
         self.check_lock = lock_run(config, world, to_close)
         to_close.enter_context(closing(Watchdog.of(config, world, self.timers)))
         world.together(workers.wait_ready)
@@ -84,8 +97,12 @@ class Trainer:
             frozen=config.model.lora.rank > 0,
         )
         self.engine = to_close.enter_context(closing(self.policy.engine()))
-        self.collector = to_close.enter_context(closing(self.policy.collector(self.engine, workers, offline)))
-        verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.spec: workers})
+        self.collector = to_close.enter_context(
+            closing(self.policy.collector(self.engine, workers, offline))
+        )
+        verifiers = open_verifiers(
+            config, world, self.held_out, to_close, {config.reward.spec: workers}
+        )
         self.evaluator = Evaluator(config, world, self.policy.collectors(self.engine, verifiers))
         self.sampler = PromptSampler(config, self.pool)
         self.checkpoints = Checkpoints(config, world)
@@ -112,7 +129,9 @@ class Trainer:
             self.evaluate()
         while self.step < last:
             with self.profile(self.step + 1), self.timers("step"):
-                rollouts = self.roll_out(self.queue.popleft() if self.queue else self.select(self.step))
+                rollouts = self.roll_out(
+                    self.queue.popleft() if self.queue else self.select(self.step)
+                )
                 if self.config.rollout.colocated:
                     self.engine.pause()
                 plan = self.plan(rollouts)
@@ -137,22 +156,29 @@ class Trainer:
                 self.save()
             if stopping:
                 self.checkpoints.finish()
-                raise self.guard.error() if self.guard.hopeless else lifetime.StoppedError(self.step)
+                raise (
+                    self.guard.error() if self.guard.hopeless else lifetime.StoppedError(self.step)
+                )
         self.checkpoints.finish()
         if self.config.run.export:
             self.policy.export_run()
         self.logger.finish(self.guard.best)
 
     def _show(self) -> None:
-        """Show the final result of a finished run, and write only files that a kill has left out."""
-        exported, tracker = self.folder / "hf" / "config.json", self.folder / "checkpoints" / TRACKER
+        """Show the final result of a finished run, and write only files that a kill has left
+        out."""
+        exported, tracker = (
+            self.folder / "hf" / "config.json",
+            self.folder / "checkpoints" / TRACKER,
+        )
         due = partial(_is_older, exported, tracker)
         if self.config.run.export and self.world.from_leader(due):
             self.policy.export_run()
         self.logger.finish()
 
     def select(self, step: int) -> StepRollouts:
-        """Draw a step's prompts from the next window of candidates; the draw's probabilities come with them."""
+        """Draw a step's prompts from the next window of candidates; the draw's probabilities come
+        with them."""
         return StepRollouts(self.world.from_leader(lambda: self.sampler.select(step)), step)
 
     def ask_ahead(self) -> None:
@@ -175,12 +201,15 @@ class Trainer:
             return self.complete(rollouts)
 
     def complete(self, rollouts: StepRollouts) -> CompleteRollouts:
-        """Wait for a step's rollouts; where its rule replaces prompts that are of no use, roll out more of them."""
+        """Wait for a step's rollouts; where its rule replaces prompts that are of no use, roll out
+        more of them."""
         if rollouts.complete is not None:
             return rollouts.complete
         rounds, step = [self.collector.finish(rollouts)], rollouts.step
         collected, select_more = self.collector.collected(rounds), self.sampler.select_more
-        while more := self.world.from_leader(partial(select_more, step, collected.metadata, len(rounds))):
+        while more := self.world.from_leader(
+            partial(select_more, step, collected.metadata, len(rounds))
+        ):
             request = self.collector.request(self.pool, StepRollouts(more, step), again=len(rounds))
             rounds.append(self.collector.finish(request))
             collected = self.collector.collected(rounds)
@@ -188,21 +217,24 @@ class Trainer:
         return collected
 
     def plan(self, rollouts: CompleteRollouts) -> StepPlan:
-        """Decide on one rank what is trained on, with which weight, and where: from lengths and rewards, and from the
-        prompts for what packs share."""
+        """Decide on one rank what is trained on, with which weight, and where: from lengths and
+        rewards, and from the prompts for what packs share."""
         config, metadata = choose_sharing(self.config, self.policy.shape), rollouts.metadata
         plan_with = planner(self.policy, self.pool, metadata, self.step)
 
         def decide() -> StepPlan:
             plan = plan_with(config)
             inflation = plan.metrics.get("prune/variance_inflation", 1.0)
-            return replace(plan, metrics={**plan.metrics, **self.sampler.remember(metadata, inflation)})
+            return replace(
+                plan, metrics={**plan.metrics, **self.sampler.remember(metadata, inflation)}
+            )
 
         with self.timers("plan"):
             return self.world.from_leader(decide)
 
     def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
-        """Update the actor as planned, and the engine with it. A plan that keeps nothing leaves their version alone."""
+        """Update the actor as planned, and the engine with it. A plan that keeps nothing leaves
+        their version alone."""
         colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
         metrics = staleness(rollouts.metadata, self.version, bound=self.config.rollout.ahead)
         learned = self.learner.learn(plan, rollouts.held, self.step, version=self.version)
@@ -210,13 +242,16 @@ class Trainer:
         self.guard.trained(updated=has_gradient, reward=rollouts.metrics["rollout/raw_reward"])
         if plan.updates or colocated:  # an engine that gave its memory back has no weights left
             with self.timers("update_weights"):
-                self.sync(self.version + plan.updates)  # one step's update is one version: the bound counts them
+                self.sync(
+                    self.version + plan.updates
+                )  # one step's update is one version: the bound counts them
         if plan.updates and _due(self.version, every):
             metrics |= self.check_agreement()
         return metrics | learned
 
     def sync(self, version: int) -> None:
-        """Stream the actor's weights to the engine; what it generates then carries their version."""
+        """Stream the actor's weights to the engine; what it generates then carries their
+        version."""
         self.policy.sync(self.engine, version)
         self.version = version
 
@@ -235,8 +270,8 @@ class Trainer:
                 self.logger.write(0)
 
     def save(self) -> None:
-        """Write a checkpoint. Partial rollouts are part of it, and resume at once. Restarting them would favour short
-        completions: a batch is rarely unfinished without a long completion."""
+        """Write a checkpoint. Partial rollouts are part of it, and resume at once. Restarting them
+        would favour short completions: a batch is rarely unfinished without a long completion."""
         under_way = [rollouts for rollouts in self.queue if rollouts.under_way]
         broken_off = self.collector.break_off(under_way)
         for rollouts in under_way:
@@ -258,17 +293,33 @@ class Trainer:
             self.version = state.get("version", self.step)
             self.guard.load_state_dict(state)
             same_prompts, same_segments = self.world.from_leader(
-                lambda: [is_unchanged(self.folder, self.step, self.config, keys) for keys in (PROMPTS, SEGMENTS)]
+                lambda: [
+                    is_unchanged(self.folder, self.step, self.config, keys)
+                    for keys in (PROMPTS, SEGMENTS)
+                ]
             )
             if not same_prompts:
-                return  # run.resume=anyway: of other prompts neither the order nor what was learned of each goes on
+                # run.resume=anyway: of other prompts neither the order nor what was learned of each
+                # goes on.
+                return
             self.sampler.load_state_dict(state)
             steps = read_in_flight(place, self.pool, self.world, self.step)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # without checksums none knew
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:  # without checksums none knew
             raise damaged(place, "run.dir", f"does not hold a run's state ({error!r})") from error
         self.queue.extend(steps)
-        for later, rollouts in enumerate(steps):  # each step that is trained before may update the weights
-            oldest, routed = self.version + later - self.config.rollout.ahead, self.policy.routing is not None
+        for later, rollouts in enumerate(
+            steps
+        ):  # each step that is trained before may update the weights
+            oldest, routed = (
+                self.version + later - self.config.rollout.ahead,
+                self.policy.routing is not None,
+            )
             fits = same_segments and rollouts.fit(self.config, oldest=oldest, routed=routed)
             if not all(self.world.gather(fits)):
                 rollouts.restart()
@@ -277,7 +328,8 @@ class Trainer:
 def planner(
     parts: PolicyParts[Actor], pool: PromptPool, metadata: StepMetadata, step: int
 ) -> Callable[[Config], StepPlan]:
-    """Return ``plan_step`` of a configuration for a step's groups on these ranks. Only the leader may call it."""
+    """Return ``plan_step`` of a configuration for a step's groups on these ranks. Only the leader
+    may call it."""
     config, world = choose_sharing(parts.config, parts.shape), parts.world
     shares = world.leads and config.pack.share_prefixes != "off"
     return partial(

@@ -1,10 +1,11 @@
-"""Run commands in forks of a process that has imported torch and Megatron, which takes five seconds.
+"""Run commands in forks of a process that has imported torch and Megatron, which takes five
+seconds.
 
 Where ``tests.ranks`` starts fresh processes, all of these are fresh, too.
 
 - A command of one rank runs in the fork.
-- A command of several ranks starts each rank as a process with its own environment, session and files. These
-  processes are forks, too.
+- A command of several ranks starts each rank as a process with its own environment, session and
+  files. These processes are forks, too.
 - A script is a function, whose ranks are forks.
 - Commands that must run without torch are to be run by ``subprocess``.
 """
@@ -84,7 +85,9 @@ class Command:
         gc.freeze()
         if forks().get_start_method() != "spawn":
             processes = import_module("megatron_dppo.launch.processes")
-            processes.subprocess = SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired)
+            processes.subprocess = SimpleNamespace(
+                Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired
+            )
         if self.before:
             self.before()
         sys.exit(_exit_code(partial(_python, self.words)))
@@ -105,8 +108,11 @@ def run_script(function: Callable[..., object], *arguments: object, log: Path) -
     assert script.exit_code() == 0, log.read_text()
 
 
-def run_command(command: Sequence[str], *, log: Path, **_: object) -> subprocess.CompletedProcess[bytes]:
-    """Stand in for ``subprocess.run`` of ``python -m megatron_dppo …``, for code that runs commands itself."""
+def run_command(
+    command: Sequence[str], *, log: Path, **_: object
+) -> subprocess.CompletedProcess[bytes]:
+    """Stand in for ``subprocess.run`` of ``python -m megatron_dppo …``, for code that runs commands
+    itself."""
     assert list(command[1:3]) == ["-m", "megatron_dppo"], command
     code = Command(["megatron-dppo", *command[3:]], log).exit_code()
     return subprocess.CompletedProcess(command, code)
@@ -135,13 +141,19 @@ def _python(words: Sequence[str]) -> int:
 
 
 class Forked(POPEN[bytes]):
-    """``python -m megatron_dppo …`` or ``python -m megatron_dppo.launch.rank JOB CONFIG`` without Python's start.
+    """``python -m megatron_dppo …`` or ``python -m megatron_dppo.launch.rank JOB CONFIG`` without
+    Python's start.
 
     The function that ``Popen`` calls before the command in the new process never returns.
     """
 
     def __init__(
-        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = (), **more: Any
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+        **more: Any,
     ) -> None:
         _, option, module, *words = command
         main = {"megatron_dppo": _command, "megatron_dppo.launch.rank": _rank}[module]
@@ -163,7 +175,9 @@ def _begin(main: Callable[[], int], environ: Mapping[str, str], held: Sequence[i
     os.environ.clear()
     os.environ.update(environ)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    _resource_tracker._fd = None  # the other process's file is closed, and another file has its number soon
+    _resource_tracker._fd = (
+        None  # the other process's file is closed, and another file has its number soon
+    )
     subprocess.Popen = POPEN
     os._exit(_exit_code(main))
 

@@ -1,4 +1,5 @@
-"""Fixtures that all tests share. A module sets a constant to choose other arguments for one of them.
+"""Fixtures that all tests share. A module sets a constant to choose other arguments for one of
+them.
 
 | constant of the module | fixture | default |
 |---|---|---|
@@ -22,10 +23,12 @@ import pytest
 from tests.ranks import RankPool
 
 SLOW_LIST = Path(__file__).with_name("slow.txt")
-"""The second tier: ids of tests that took ``SLOW_S`` seconds or more. ``scripts/test.sh --measure`` writes the file."""
+"""The second tier: ids of tests that took ``SLOW_S`` seconds or more. ``scripts/test.sh --measure``
+writes the file."""
 SLOW_S = 1.0
 KEPT = {"quick", "servers", "slurm", "browser", "gpu"}
-"""Markers of tests that are never in the list: representatives of a law or a command, and tests of other tiers."""
+"""Markers of tests that are never in the list: representatives of a law or a command, and tests of
+other tiers."""
 
 GONE = pytest.StashKey[str]()
 """Why no test runs."""
@@ -39,7 +42,9 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--measure", action="store_true", help=f"write the ids of slow tests to {SLOW_LIST}")
+    parser.addoption(
+        "--measure", action="store_true", help=f"write the ids of slow tests to {SLOW_LIST}"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,7 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow tests, and begin with groups: a group runs on one worker, so that the others must not wait for it."""
+    """Mark slow tests, and begin with groups: a group runs on one worker, so that the others must
+    not wait for it."""
     slow = set(SLOW_LIST.read_text(encoding="utf-8").splitlines())
     for item in items:
         if item.nodeid in slow:
@@ -58,11 +64,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # A file that skips itself, for want of an extra, has no items.
     collected = {item.nodeid.partition("::")[0] for item in items}
     gone = slow - {item.nodeid for item in items}
-    gone = {test for test in gone if (file := test.partition("::")[0]) in collected or not Path(file).is_file()}
+    gone = {
+        test
+        for test in gone
+        if (file := test.partition("::")[0]) in collected or not Path(file).is_file()
+    }
     whole_suite = {Path(word).resolve() for word in config.args} == {Path(__file__).parent}
     if whole_suite and gone and not config.getoption("measure"):
         # Each test fails: an error here would end xdist's workers without a word.
-        config.stash[GONE] = f"{SLOW_LIST} names tests that are gone: {sorted(gone)}. Run scripts/test.sh --measure"
+        config.stash[GONE] = (
+            f"{SLOW_LIST} names tests that are gone: {sorted(gone)}. Run scripts/test.sh --measure"
+        )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -89,7 +101,9 @@ class Stopwatch:
         """Replace the entries of the tests that ran; other entries stay."""
         found = {test for test, seconds in self.seconds.items() if seconds >= SLOW_S} - self.kept
         others = set(SLOW_LIST.read_text(encoding="utf-8").splitlines()) - self.seconds.keys()
-        SLOW_LIST.write_text("".join(f"{test}\n" for test in sorted(found | others)), encoding="utf-8")
+        SLOW_LIST.write_text(
+            "".join(f"{test}\n" for test in sorted(found | others)), encoding="utf-8"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -98,8 +112,11 @@ def ranks() -> RankPool:
 
 
 @pytest.fixture(scope="session")
-def write_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[Path], object]], Path]:
-    """Return the folder that a writer (a function of a folder, or a ``partial``) filled. Equal writers share it."""
+def write_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Callable[[Path], object]], Path]:
+    """Return the folder that a writer (a function of a folder, or a ``partial``) filled. Equal
+    writers share it."""
     folders: dict[object, Path] = {}
 
     def folder_of(writer: Callable[[Path], object]) -> Path:
@@ -115,7 +132,9 @@ def write_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[
 
 
 @pytest.fixture(scope="module")
-def policy(request: pytest.FixtureRequest, write_once: Callable[[Callable[[Path], object]], Path]) -> Path:
+def policy(
+    request: pytest.FixtureRequest, write_once: Callable[[Callable[[Path], object]], Path]
+) -> Path:
     """A folder of a small random policy, which other modules may share: read only."""
     from tests.policies import write_policy
 

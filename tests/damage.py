@@ -26,7 +26,9 @@ def replace_by_folder(path: Path) -> None:
 
 
 UNUSABLE: dict[str, Damage] = {
-    "truncated": lambda path, rng: replace_file(path, path.read_bytes()[: rng.randrange(path.stat().st_size)]),
+    "truncated": lambda path, rng: replace_file(
+        path, path.read_bytes()[: rng.randrange(path.stat().st_size)]
+    ),
     "a byte short": lambda path, rng: replace_file(path, path.read_bytes()[:-1]),
     "four bytes": lambda path, rng: replace_file(path, path.read_bytes()[:4]),
     "empty": lambda path, rng: replace_file(path, b""),

@@ -1,4 +1,5 @@
-"""Small random directories for tests: Qwen3's as transformers writes them, and those of any family as ``init`` does."""
+"""Small random directories for tests: Qwen3's as transformers writes them, and those of any family
+as ``init`` does."""
 
 import json
 from pathlib import Path
@@ -28,7 +29,8 @@ def make_policy(
     seed: int = 7,
     std: float = 0.15,
 ) -> Qwen3ForCausalLM:
-    """A policy with large random weights and norms away from one, so that no mistake hides behind a default."""
+    """A policy with large random weights and norms away from one, so that no mistake hides behind a
+    default."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab,
@@ -60,17 +62,25 @@ def write_policy(path: Path, **options: Any) -> Path:
     return path
 
 
-SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 16}
-"""With a base of 100 and heads of 12, of six frequencies one is kept, one is interpolated, and four are divided."""
+SCALED = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 16,
+}
+"""With a base of 100 and heads of 12, of six frequencies one is kept, one is interpolated, and four
+are divided."""
 
 
 def write_family(path: Path, architecture: str, *, experts: int = 4, **changes: object) -> Path:
-    """A policy that ``init`` makes, then with norms and biases that are neither one nor zero, with scaled rotary
-    positions if the family has Llama 3's, and with changes of its config.json: ``...`` leaves a setting out."""
+    """A policy that ``init`` makes, then with norms and biases that are neither one nor zero, with
+    scaled rotary positions if the family has Llama 3's, and with changes of its config.json:
+    ``...`` leaves a setting out."""
     family = FAMILIES[architecture]
     experts = experts if "experts" in family.keys else 0
     head_dim = 16 if "rotary_fraction" in family.keys else 12
-    write_model(path, family=family.model_type.removesuffix("_text"), experts=experts, vocab_size=131, hidden=48,
+    write_model(path, family=family.model_type.removesuffix("_text"), experts=experts,
+    vocab_size=131, hidden=48,
                 layers=4, heads=4, kv_heads=2, head_dim=head_dim, ffn=80, tie=False, std=0.15)  # fmt: skip
     tensors = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
@@ -83,7 +93,8 @@ def write_family(path: Path, architecture: str, *, experts: int = 4, **changes: 
     if any(scaling.rope_type == "llama3" for scaling in family.rope_scalings):
         config |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "llama3", **SCALED}}
     if "rotary_fraction" in family.keys:
-        # The first token of a segment has (q k) v behind the delta rule, of which a norm without this leaves the sign.
+        # The first token of a segment has (q k) v behind the delta rule, of which a norm without
+        # this leaves the sign.
         config |= {"rms_norm_eps": 1e-3}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     written = {name: value for name, value in (config | changes).items() if value is not ...}
@@ -97,7 +108,9 @@ def _narrow_shared_experts(tensors: dict[str, torch.Tensor], width: int = 24) ->
     """Make them another width than the other experts have. Returns what config.json then says."""
     for name, tensor in tensors.items():
         if "shared_expert." in name:
-            tensors[name] = (tensor[:, :width] if "down_proj" in name else tensor[:width]).contiguous()
+            tensors[name] = (
+                tensor[:, :width] if "down_proj" in name else tensor[:width]
+            ).contiguous()
     return {"shared_expert_intermediate_size": width}
 
 
@@ -112,18 +125,29 @@ VISION = {
 
 
 def _add_vision(path: Path, text: dict[str, object]) -> None:
-    """Make the text model of a directory a part of one with a vision tower and a head for further tokens, in bf16."""
+    """Make the text model of a directory a part of one with a vision tower and a head for further
+    tokens, in bf16."""
     kind = Qwen3_5MoeConfig if "num_experts" in text else Qwen3_5Config
-    whole = kind(text_config=text, vision_config={**VISION, "num_position_embeddings": 16}).to_dict()
-    whole |= {"architectures": [str(text["architectures"][0]).replace("CausalLM", "ConditionalGeneration")]}
+    whole = kind(
+        text_config=text, vision_config={**VISION, "num_position_embeddings": 16}
+    ).to_dict()
+    whole |= {
+        "architectures": [
+            str(text["architectures"][0]).replace("CausalLM", "ConditionalGeneration")
+        ]
+    }
     whole["text_config"] = {name: value for name, value in text.items() if name != "architectures"}
     (path / "config.json").write_text(json.dumps(whole))
     (path / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
     tensors = load_file(path / "model.safetensors")
-    tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    tensors = {
+        name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()
+    }
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        tower = Qwen3_5VisionModel(Qwen3_5VisionConfig(**VISION, num_position_embeddings=16)).state_dict()
+        tower = Qwen3_5VisionModel(
+            Qwen3_5VisionConfig(**VISION, num_position_embeddings=16)
+        ).state_dict()
     tensors |= {f"model.visual.{name}": tensor.bfloat16() for name, tensor in tower.items()}
     tensors["mtp.fc.weight"] = torch.ones(48, 96, dtype=torch.bfloat16)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

@@ -1,10 +1,13 @@
-"""Real ranks for tests: processes on gloo, forked from one that has imported Megatron, which takes seconds.
+"""Real ranks for tests: processes on gloo, forked from one that has imported Megatron, which takes
+seconds.
 
-Where torch is built for CUDA, each is a fresh process: Megatron's import asks for CUDA, which a fork cannot use after
-that. The environment variable RANKS_ARE, spawn or forkserver, chooses otherwise.
+Where torch is built for CUDA, each is a fresh process: Megatron's import asks for CUDA, which a
+fork cannot use after that. The environment variable RANKS_ARE, spawn or forkserver, chooses
+otherwise.
 
-def claim(rank, size, argument): ...      # a module-level function; the process group is up when it is called
-results = ranks.run(4, claim, argument)   # one return value per rank; an exception on any rank fails the test
+def claim(rank, size, argument): ...      # a module-level function; the process group is up when it
+is called results = ranks.run(4, claim, argument)   # one return value per rank; an exception on any
+rank fails the test
 """
 
 import gc
@@ -39,21 +42,29 @@ IMPORTED = (
 STORE_TIMEOUT = timedelta(minutes=30)
 """More than any test takes: the pool has limits of its own."""
 NO_GROUP = "connectFullMesh failed"
-"""What gloo says where a rank met a stranger at a port that it was told: tests run beside each other. Nothing of a test
-has begun then."""
+"""What gloo says where a rank met a stranger at a port that it was told: tests run beside each
+other. Nothing of a test has begun then."""
 
 
 def _be_a_rank(
-    pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, size: int, rendezvous: str
+    pipe: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    rank: int,
+    size: int,
+    rendezvous: str,
 ) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # Megatron collects garbage with every checkpoint, which takes a quarter of a second with all that is imported.
+    # Megatron collects garbage with every checkpoint, which takes a quarter of a second with all
+    # that is imported.
     gc.freeze()
     try:
-        dist.init_process_group("gloo", store=_meet(Path(rendezvous), rank, size), rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", store=_meet(Path(rendezvous), rank, size), rank=rank, world_size=size
+        )
         answer = (function(rank, size, *arguments), None)
     except BaseException:
         answer = (None, traceback.format_exc())
@@ -63,8 +74,9 @@ def _be_a_rank(
 
 
 def _meet(place: Path, rank: int, size: int) -> Any:
-    """A store of rank 0, which writes its port to a file. With a store in the file itself, which is looked at every
-    10 ms, two ranks take a tenth of a second longer to make the groups of a layout."""
+    """A store of rank 0, which writes its port to a file. With a store in the file itself, which is
+    looked at every 10 ms, two ranks take a tenth of a second longer to make the groups of a
+    layout."""
     from torch.distributed import HashStore, TCPStore
 
     if size == 1:
@@ -101,7 +113,9 @@ class RankPool:
     def __init__(self) -> None:
         self._context = forks()
 
-    def run(self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
+    def run(
+        self, size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0
+    ) -> list[Any]:
         try:
             return self._run(size, function, arguments, timeout)
         except AssertionError as error:
@@ -109,17 +123,24 @@ class RankPool:
                 raise
             return self._run(size, function, arguments, timeout)
 
-    def in_turn(self, size: int, *calls: tuple[Any, ...], timeout: float = 240.0) -> list[list[Any]]:
-        """Several calls, each a function and its arguments, in the same processes: a process takes as long to start as
-        most calls take. The results of each call, one per rank. Of functions that leave nothing behind but what they
-        return; their layouts may differ. Each may take ``timeout`` seconds.
+    def in_turn(
+        self, size: int, *calls: tuple[Any, ...], timeout: float = 240.0
+    ) -> list[list[Any]]:
+        """Several calls, each a function and its arguments, in the same processes: a process takes
+        as long to start as most calls take. The results of each call, one per rank. Of functions
+        that leave nothing behind but what they return; their layouts may differ. Each may take
+        ``timeout`` seconds.
         """
         return [
             list(of_call)
-            for of_call in zip(*self.run(size, in_turn_on_a_rank, calls, timeout=len(calls) * timeout), strict=True)
+            for of_call in zip(
+                *self.run(size, in_turn_on_a_rank, calls, timeout=len(calls) * timeout), strict=True
+            )
         ]
 
-    def _run(self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
+    def _run(
+        self, size: int, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float
+    ) -> list[Any]:
         workers: list[tuple[BaseProcess, Connection]] = []
         with tempfile.TemporaryDirectory() as folder:
             rendezvous = Path(folder, "rendezvous").as_posix()
@@ -127,7 +148,8 @@ class RankPool:
                 for rank in range(size):
                     ours, theirs = self._context.Pipe()
                     process = self._context.Process(
-                        target=_be_a_rank, args=(theirs, function, arguments, rank, size, rendezvous)
+                        target=_be_a_rank,
+                        args=(theirs, function, arguments, rank, size, rendezvous),
                     )
                     process.start()
                     theirs.close()

@@ -26,7 +26,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float({reward})
 '''
 MIXED = "len(solution_str) % 3"
-REWARDS = {"mixed": MIXED, "equal": "1.0", "half": f"{MIXED} if int(ground_truth) % 2 else 1.0", "fails": "1 / 0"}
+REWARDS = {
+    "mixed": MIXED,
+    "equal": "1.0",
+    "half": f"{MIXED} if int(ground_truth) % 2 else 1.0",
+    "fails": "1 / 0",
+}
 """Rewards by file. With ``half``, the rewards of every second prompt are equal."""
 Rows = list[dict[str, Any]]
 
@@ -54,7 +59,8 @@ def small_words(folder: Path, run: Path, *overrides: str) -> list[str]:
 
 
 def small_run(folder: Path, run: Path, *overrides: str) -> Config:
-    """Return the settings of five steps of 8 prompts x 3 completions on sums, with a checkpoint after step 3.
+    """Return the settings of five steps of 8 prompts x 3 completions on sums, with a checkpoint
+    after step 3.
 
     Args:
         folder: written by ``write_run``: the policy and the reward functions.
@@ -100,7 +106,9 @@ def recorded(calls: list[str], method: Callable[..., Any]) -> Callable[..., Any]
     """Return a method that adds its name and its whole numbers to ``calls``."""
 
     def call(*arguments: Any) -> Any:
-        calls.append(" ".join([method.__name__, *(str(each) for each in arguments if isinstance(each, int))]))
+        calls.append(
+            " ".join([method.__name__, *(str(each) for each in arguments if isinstance(each, int))])
+        )
         return method(*arguments)
 
     return call
@@ -109,4 +117,6 @@ def recorded(calls: list[str], method: Callable[..., Any]) -> Callable[..., Any]
 def rows(run: Path) -> Rows:
     """Return the metrics of a run without times."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("perf/")} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith("perf/")} for line in lines
+    ]

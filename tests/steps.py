@@ -49,7 +49,9 @@ def config_for(
         loss=loss,
         pruning=PruningConfig(completions=CompletionPruningConfig(keep=0.5), max_weight=5.0),
         pack=PackConfig(max_tokens=pack_tokens, share_prefixes=share),
-        rollout=RolloutConfig(temperature=0.8, samples_per_prompt=SAMPLES, max_logprob_diff=100.0, max_prob_error=1e30),
+        rollout=RolloutConfig(
+            temperature=0.8, samples_per_prompt=SAMPLES, max_logprob_diff=100.0, max_prob_error=1e30
+        ),
         optimizer=OptimizerConfig(lr=1.0, eps=1.0, clip_grad=0.0, distributed=distributed),
     )
 
@@ -58,7 +60,8 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
     """Return a made-up step, the same for every number of ranks.
 
     - Prompts are pruned, with weights up to 5. Rewards of a group are mixed.
-    - Every second response has a segment that the policy did not sample, if the response is long enough.
+    - Every second response has a segment that the policy did not sample, if the response is long
+      enough.
     - In every second group the third response shares a prefix with the second.
     """
     rng = np.random.default_rng(37)  # with this seed the loss is no small difference of its terms
@@ -68,20 +71,27 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         lengths_of_group = rng.integers(1, 24, SAMPLES)
         if index % 2:
             lengths_of_group[1:3] = LEAST_SHARED + 1 + lengths_of_group[1:3] % 6
-        completions = tuple(draw_completion(rng, length, sample) for sample, length in enumerate(lengths_of_group))
+        completions = tuple(
+            draw_completion(rng, length, sample) for sample, length in enumerate(lengths_of_group)
+        )
         if index % 2:
             common = completions[1].token_ids[:LEAST_SHARED]
             completions[2].token_ids[: len(common)] = common
         rewards = rng.permutation([1.0, 0.0, 0.0, 1.0 if index % 2 else 0.0])
         groups.append(Group(prompt, completions, rewards))
-    made = metadata_of(groups, np.array([1.0, 0.5, 0.25, 0.2, 0.7, 1.0]), samples=SAMPLES, segments=0, owner=0)
+    made = metadata_of(
+        groups, np.array([1.0, 0.5, 0.25, 0.2, 0.7, 1.0]), samples=SAMPLES, segments=0, owner=0
+    )
     score_norms = rng.uniform(0.5, 2.0, (QUERIES, SAMPLES))
     owners = np.arange(QUERIES) % ranks
-    return dataclasses.replace(made, score_norms=score_norms, owners=owners, window=float(QUERIES + 3)), groups
+    return dataclasses.replace(
+        made, score_norms=score_norms, owners=owners, window=float(QUERIES + 3)
+    ), groups
 
 
 def draw_completion(rng: np.random.Generator, length: int, sample: int) -> Completion:
-    """Draw tokens and log-probabilities; of an odd ``sample`` three tokens are not sampled by the policy."""
+    """Draw tokens and log-probabilities; of an odd ``sample`` three tokens are not sampled by the
+    policy."""
     sampled = np.ones(length, bool)
     sampled[2:5] = sample % 2 == 0 or length <= 6
     return Completion(
@@ -94,30 +104,43 @@ def draw_completion(rng: np.random.Generator, length: int, sample: int) -> Compl
 
 
 def step_with_system_messages(ranks: int) -> tuple[StepMetadata, list[Group]]:
-    """Return ``step_of_groups`` with longer prompts: all but the first share a prefix, the last two a longer prefix."""
+    """Return ``step_of_groups`` with longer prompts: all but the first share a prefix, the last two
+    a longer prefix."""
     metadata, groups = step_of_groups(ranks)
     message = np.arange(3, 3 + 2 * LEAST_SHARED, dtype=np.int32)
     longer = []
     for group, pieces in zip(groups, (0, 1, 1, 1, 2, 2), strict=True):
         token_ids = np.concatenate([message[: LEAST_SHARED * pieces], group.prompt.token_ids])
-        longer.append(dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, token_ids=token_ids)))
+        longer.append(
+            dataclasses.replace(
+                group, prompt=dataclasses.replace(group.prompt, token_ids=token_ids)
+            )
+        )
     return describe_again(metadata, longer), longer
 
 
 def step_of_sequences(ranks: int) -> tuple[StepMetadata, list[Group]]:
-    """Return ``step_of_groups`` with longer responses in three sequences; the context is all tokens before."""
+    """Return ``step_of_groups`` with longer responses in three sequences; the context is all tokens
+    before."""
     metadata, groups = step_of_groups(ranks)
     cut = [
-        dataclasses.replace(group, completions=tuple(in_sequences(group.prompt, each) for each in group.completions))
+        dataclasses.replace(
+            group, completions=tuple(in_sequences(group.prompt, each) for each in group.completions)
+        )
         for group in groups
     ]
     return describe_again(metadata, cut), cut
 
 
 def describe_again(metadata: StepMetadata, groups: list[Group]) -> StepMetadata:
-    """Return the metadata of changed groups, with the owners, score norms and window of ``metadata``."""
+    """Return the metadata of changed groups, with the owners, score norms and window of
+    ``metadata``."""
     made = metadata_of(groups, metadata.prompt_inclusion, samples=SAMPLES, segments=0, owner=0)
-    same = {"score_norms": metadata.score_norms, "owners": metadata.owners, "window": metadata.window}
+    same = {
+        "score_norms": metadata.score_norms,
+        "owners": metadata.owners,
+        "window": metadata.window,
+    }
     return dataclasses.replace(made, **same)
 
 
@@ -147,7 +170,9 @@ def in_sequences(prompt: Prompt, whole: Completion) -> Completion:
     )
 
 
-def plan_for(world: World, config: Config, metadata: StepMetadata, groups: Sequence[Group] = ()) -> StepPlan:
+def plan_for(
+    world: World, config: Config, metadata: StepMetadata, groups: Sequence[Group] = ()
+) -> StepPlan:
     layout = config.layout
     return plan_step(
         metadata,
@@ -196,5 +221,7 @@ def held_by(rank: int, metadata: StepMetadata, groups: list[Group]) -> dict[int,
 def weights_of(policy: PolicyParts, world: World) -> Weights:
     """Return copies of the policy's whole tensors under Hugging Face's names. Collective."""
     return {
-        name: tensor.clone() for bucket in weight_stream(policy.actor.chunks, world) for name, tensor in bucket.items()
+        name: tensor.clone()
+        for bucket in weight_stream(policy.actor.chunks, world)
+        for name, tensor in bucket.items()
     }

@@ -1,4 +1,5 @@
-"""A run from Python: ranks are processes of their own, and the calling process receives every step."""
+"""A run from Python: ranks are processes of their own, and the calling process receives every
+step."""
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,9 @@ def test_a_run_with_own_functions_reports_every_step(tmp_path: Path) -> None:
 def train_with_own_functions(tmp_path: Path) -> None:
     divisor, nothing, told = 3, 0.0, []
 
-    def length(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    def length(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: object = None
+    ) -> float:
         return float(len(solution_str) % divisor)
 
     def objective(tokens: Tokens) -> Tensor:
@@ -68,7 +71,9 @@ def train_with_own_functions(tmp_path: Path) -> None:
     assert (scores["problems"], scores["avg@k"]["value"]) == (4, told[-1]["eval/accuracy"])
     assert [row["correct"] for row in found.answers].count(True) == 4 * scores["avg@k"]["value"]
 
-    def length(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    def length(
+        data_source: str, solution_str: str, ground_truth: str, extra_info: object = None
+    ) -> float:
         return divisor + len(solution_str)
 
     with pytest.raises(UserError, match="length, given from Python, has changed"):
@@ -80,7 +85,12 @@ def train_with_own_functions(tmp_path: Path) -> None:
 def test_rules_engines_and_functions_without_source_are_used(tmp_path: Path) -> None:
     run_script(train_without_source, tmp_path, log=tmp_path / "log")
     said = " ".join((tmp_path / "log").read_text().split())
-    assert said.count("a resume does not notice changes of functions without source: loss.objective: still") == 1
+    assert (
+        said.count(
+            "a resume does not notice changes of functions without source: loss.objective: still"
+        )
+        == 1
+    )
 
 
 def train_without_source(tmp_path: Path) -> None:
@@ -99,10 +109,15 @@ def train_without_source(tmp_path: Path) -> None:
     config = small_run(write_run(tmp_path), tmp_path / "run", "run.steps=1")
     run = train(config, prompt_rule=all_prompts, engine=noting, objective=typed["still"])
     (_, row) = run.metrics
-    assert file.exists() and (row["train/grad_norm"], row["prune/kept_prompt_fraction"]) == (0.0, 1.0)
+    assert file.exists() and (row["train/grad_norm"], row["prune/kept_prompt_fraction"]) == (
+        0.0,
+        1.0,
+    )
 
 
-def test_mistakes_are_raised_before_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_raised_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match=r"model\.path"):
         train(load_config(model={"path": str(tmp_path)}, run={"dir": str(tmp_path / "run")}))
     monkeypatch.setenv("RANK", "0")
@@ -114,7 +129,11 @@ def test_mistakes_are_raised_before_a_rank_starts(tmp_path: Path, monkeypatch: p
     ("name", "given", "problem"),
     [
         ("reward", 0, "0: is no function"),
-        ("on_step", lambda: None, "cannot be called with 1 argument (too many positional arguments)"),
+        (
+            "on_step",
+            lambda: None,
+            "cannot be called with 1 argument (too many positional arguments)",
+        ),
         ("reward", partial(print, Lock()), "cannot be sent to the ranks (TypeError: cannot pickle"),
     ],
 )
@@ -125,19 +144,26 @@ def test_an_unusable_function_is_named(tmp_path: Path, name: str, given: Any, pr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_failed_run_gives_the_calling_process_its_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_gives_the_calling_process_its_reason(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The caller is a thread, as in some notebooks."""
     reasons: list[str] = []
     config = load_config(run={"dir": str(tmp_path)})
     with ThreadPoolExecutor() as pool:
-        code = pool.submit(start_ranks, "tests.launch.jobs:fail_everywhere", config, 2, failed=reasons.append).result()
+        code = pool.submit(
+            start_ranks, "tests.launch.jobs:fail_everywhere", config, 2, failed=reasons.append
+        ).result()
     said = "error: layout.tp = 3\n  problem  is a mistake seen everywhere\n  remedy   Mend it"
     assert (code, reasons) == (2, [said]) and capfd.readouterr().err == f"{said}\n"
     failed = RunFailedError(code, *reasons)
     assert (failed.code, str(failed)) == (2, f"the run ended with exit code 2:\n{said}")
     assert pickle.loads(pickle.dumps(failed)).reason == said
     code = start_ranks("tests.launch.jobs:killed_on_rank_one", config, 2, failed=reasons.append)
-    assert code == 137 and reasons[1] == "error: rank 1 was ended by SIGKILL (was the machine out of memory?)"
+    assert (
+        code == 137
+        and reasons[1] == "error: rank 1 was ended by SIGKILL (was the machine out of memory?)"
+    )
 
 
 def test_settings_are_given_section_by_section(tmp_path: Path) -> None:
@@ -153,7 +179,9 @@ def test_settings_are_given_section_by_section(tmp_path: Path) -> None:
 
 def test_a_step_is_planned_from_rewards_and_lengths() -> None:
     given = {"response_lengths": [[40, 120], [30, 50]], "prompt_lengths": [20, 25]}
-    metadata = step_metadata([[1, 0], [1, 1]], **given, prompt_inclusion=np.array([0.5, 1.0]), window=3.0)
+    metadata = step_metadata(
+        [[1, 0], [1, 1]], **given, prompt_inclusion=np.array([0.5, 1.0]), window=3.0
+    )
     plan = plan_step(metadata, load_config(pruning={"completions": {"rule": "none"}}), **LAYOUT)
     samples = plan.minibatches[0]
     assert samples.group.tolist() == [0, 0] and samples.weight.tolist() == [2.0, 2.0]
@@ -164,7 +192,9 @@ def test_a_step_is_planned_from_rewards_and_lengths() -> None:
 
 
 def test_a_step_is_planned_with_an_own_rule() -> None:
-    metadata = step_metadata([[1, 0, 0, 0]], [[40, 120, 80, 60]], [20], prompt_inclusion=[1.0], window=1)
+    metadata = step_metadata(
+        [[1, 0, 0, 0]], [[40, 120, 80, 60]], [20], prompt_inclusion=[1.0], window=1
+    )
     config = load_config(pruning={"completions": {"keep": 0.3}})
     planned = plan_step(metadata, config, completion_rule=keep_all, **LAYOUT)
     assert planned.minibatches[0].weight.tolist() == [1.0] * 4

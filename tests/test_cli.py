@@ -1,4 +1,5 @@
-"""Every command runs, refusals name a setting with exit code 2, and output goes to the right stream."""
+"""Every command runs, refusals name a setting with exit code 2, and output goes to the right
+stream."""
 
 import json
 import os
@@ -50,7 +51,9 @@ def run_in(folder: Path, words: str, log: Path) -> str:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all that the two tables name."""
     root = write_run(tmp_path_factory.mktemp("cli"))
-    (root / "small.yaml").write_text(as_yaml(small_run(root, root / "run", "run.steps=1", "eval.every=1")))
+    (root / "small.yaml").write_text(
+        as_yaml(small_run(root, root / "run", "run.steps=1", "eval.every=1"))
+    )
     answers = [{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(8)]
     (root / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
     (root / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
@@ -93,7 +96,11 @@ def read_settings(text: str) -> list[str]:
 
 @pytest.mark.parametrize("row", REFUSALS["commands"], ids=lambda row: row[0])
 def test_a_refused_command_names_its_setting_and_writes_nothing(
-    row: list[str], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    row: list[str],
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words, setting, fragment = (*(each.replace("ROOT", str(root)) for each in row), "")[:3]
     monkeypatch.chdir(tmp_path)
@@ -136,14 +143,20 @@ def test_check_finds_what_does_not_fit_without_a_rank(
 
 @pytest.mark.parametrize("words", ["--check 2 {}", "{} --check"])
 def test_check_prints_progress_and_leaves_no_trace(
-    words: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(root)
     own = f"{FRESH} reward.function=mine.py:with_default run.dir={tmp_path}/run"
     assert main(["train", *words.format(own).split()]) == 0
     said = capsys.readouterr()
     assert said.out == f"{tmp_path}/run: 0 of 1 steps are done\n"
-    assert {*said.err.removesuffix("no mistake was found\n").split()} == {"hello"}, "imports may print, but not results"
+    assert {*said.err.removesuffix("no mistake was found\n").split()} == {"hello"}, (
+        "imports may print, but not results"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -153,7 +166,9 @@ def test_check_finds_all_mistakes_at_once(root: Path, capsys: pytest.CaptureFixt
         return read_settings(capsys.readouterr().err)
 
     wrong = "layout.tpp=2 run.seed=often run.steps=0 layout=2"
-    assert find(wrong) == find(f"{wrong} --check") == ["layout.tpp", "layout", "run.seed", "run.steps"]
+    assert (
+        find(wrong) == find(f"{wrong} --check") == ["layout.tpp", "layout", "run.seed", "run.steps"]
+    )
     apart = "layout.tp=3 data.train=nowhere.jsonl reward.function=nowhere:score optimizer.min_lr=2"
     clash = "rollout.engine=vllm pack.max_tokens=16 loss.objective=nowhere:objective"
     assert find(f"{apart} {clash} --check 4") == [
@@ -166,7 +181,10 @@ def test_check_finds_all_mistakes_at_once(root: Path, capsys: pytest.CaptureFixt
         "loss.objective",
         "layout",
     ]
-    servers = "rollout.engine=sglang rollout.launch.count=1 rollout.launch.tp=3 rollout.launch.command=[/nowhere]"
+    servers = (
+        "rollout.engine=sglang rollout.launch.count=1 rollout.launch.tp=3 "
+        "rollout.launch.command=[/nowhere]"
+    )
     found = find(f"{servers} data.train=nowhere.jsonl data.eval=nowhere.jsonl --check")
     assert found == ["rollout.launch.tp", "rollout.launch.command", "data.train", "data.eval"]
 
@@ -198,7 +216,9 @@ def test_an_error_is_one_block_on_stderr(capsys: pytest.CaptureFixture[str]) -> 
     assert "usage: megatron-dppo" in capsys.readouterr().err
 
 
-def test_a_file_and_overrides_are_printed_together(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_and_overrides_are_printed_together(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An override may be longer than the name of a file."""
     words = [str(root / "small.yaml"), f"data.system={'long ' * 999}", "--print-config"]
     assert main(["train", *words]) == 0
@@ -219,11 +239,16 @@ main(["--version"])
 
 def test_settings_are_answered_without_torch_or_megatron() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.splitlines()[-4:]) == (0, ["0", "2", "2", f"megatron-dppo {__version__}"])
+    assert (done.returncode, done.stdout.splitlines()[-4:]) == (
+        0,
+        ["0", "2", "2", f"megatron-dppo {__version__}"],
+    )
     assert read_settings(done.stderr) == ["model.path", "pack.max_tokens"]
 
 
-def test_ctrl_c_is_130_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_is_130_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupt(command: str, config: Config) -> int:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)

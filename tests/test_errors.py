@@ -13,8 +13,15 @@ def test_control_characters_of_files_are_escaped() -> None:
 
 
 def test_passwords_of_urls_are_left_out() -> None:
-    error = UserError("rollout.servers", "https://me:hunter2@host/a", "s3://me:hunter@2@b: no answer", "Mail me@home")
-    assert str(error) == "rollout.servers = https://***@host/a: s3://***@b: no answer. Mail me@home."
+    error = UserError(
+        "rollout.servers",
+        "https://me:hunter2@host/a",
+        "s3://me:hunter@2@b: no answer",
+        "Mail me@home",
+    )
+    assert (
+        str(error) == "rollout.servers = https://***@host/a: s3://***@b: no answer. Mail me@home."
+    )
     assert "hunter" not in error_text(error)
 
 
@@ -23,7 +30,11 @@ def test_an_error_text_is_wrapped_and_keeps_a_traceback_s_lines() -> None:
     lines = error_text(UserError("a.b", "3", problem, "do this")).splitlines()
     assert lines[0] == "error: a.b = 3"
     assert max(map(len, lines)) <= WIDTH
-    assert [line.removeprefix(" " * 11) for line in lines[-4:-1]] == ["Traceback:", "  File x", "    raise"]
+    assert [line.removeprefix(" " * 11) for line in lines[-4:-1]] == [
+        "Traceback:",
+        "  File x",
+        "    raise",
+    ]
     assert lines[-1] == "  remedy   Do this"
 
 

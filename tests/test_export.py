@@ -37,13 +37,16 @@ PRIVATE = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps with its last checkpoint after the fourth, whose weights are an untrained policy's."""
+    """A run of six steps with its last checkpoint after the fourth, whose weights are an untrained
+    policy's."""
     folder = write_run(tmp_path_factory.mktemp("export") / "run")
     source = write_with_tokenizer(folder / "initial") / "hf"
     assert to_megatron(source, folder / "checkpoints") == 0
     (folder / "checkpoints/release").rename(folder / "checkpoints/iter_0000004")
     (folder / "checkpoints/latest_checkpointed_iteration.txt").write_text("4")
-    (folder / "config.yaml").write_text(as_yaml(load_config(None, [*PRIVATE, f"run.dir={folder}", "run.steps=6"])))
+    (folder / "config.yaml").write_text(
+        as_yaml(load_config(None, [*PRIVATE, f"run.dir={folder}", "run.steps=6"]))
+    )
     return folder
 
 
@@ -57,7 +60,10 @@ def test_an_export_is_the_last_checkpoint_with_a_card(run: Path, tmp_path: Path)
     found = yaml.safe_load(head)
     assert found["base_model"] == "Qwen/Qwen3-4B"
     assert found["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.583333
-    assert "`Qwen/Qwen3-4B`, trained for 4 steps of reinforcement learning on `train.jsonl, more.jsonl`" in text
+    assert (
+        "`Qwen/Qwen3-4B`, trained for 4 steps of reinforcement learning on `train.jsonl, "
+        "more.jsonl`" in text
+    )
     measured = [line for line in text.splitlines() if "(step " in line]
     assert measured == ["| hard.jsonl | 50 | 25.0% | 58.3% [44.6, 70.9] (step 4) |"]
     for row in (
@@ -68,9 +74,18 @@ def test_an_export_is_the_last_checkpoint_with_a_card(run: Path, tmp_path: Path)
         "`data.chat_template_kwargs` | `{'auth': '…', 'enable_thinking': False}`",
     ):
         assert f"| {row} |" in text
-    assert not [line for line in card.splitlines() for place in "/~" if f"`{place}" in line or f" {place}" in line]
+    assert not [
+        line
+        for line in card.splitlines()
+        for place in "/~"
+        if f"`{place}" in line or f" {place}" in line
+    ]
     secrets = "somebody 10.1.2.3 u:pw sk-1 sk-2 hf_abc our-account"
-    assert not [secret for secret in (*secrets.split(), str(tmp_path), str(run), os.uname().nodename) if secret in card]
+    assert not [
+        secret
+        for secret in (*secrets.split(), str(tmp_path), str(run), os.uname().nodename)
+        if secret in card
+    ]
 
 
 def test_a_checkpoint_of_an_earlier_version_is_exported(run: Path, tmp_path: Path) -> None:
@@ -104,8 +119,13 @@ def test_an_unreachable_hub_is_refused_before_writing(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_names_its_base_by_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_names_its_base_by_an_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "policy").mkdir(parents=True)
-    named = [adapter_config(base, LoraConfig(rank=4))["base_model_name_or_path"] for base in ("models/policy", "a/b")]
+    named = [
+        adapter_config(base, LoraConfig(rank=4))["base_model_name_or_path"]
+        for base in ("models/policy", "a/b")
+    ]
     assert named == [str(tmp_path / "models" / "policy"), "a/b"]

@@ -1,7 +1,8 @@
-"""Hostile settings, files, model directories and rows are taken or refused in words, soon, and run no code.
+"""Hostile settings, files, model directories and rows are taken or refused in words, soon, and run
+no code.
 
-``FUZZ_CASES`` is the number of cases (default: 100), ``FUZZ_SEED`` the first one. A failing case is named by its number
-and repeated by ``FUZZ_SEED=NUMBER FUZZ_CASES=1``.
+``FUZZ_CASES`` is the number of cases (default: 100), ``FUZZ_SEED`` the first one. A failing case is
+named by its number and repeated by ``FUZZ_SEED=NUMBER FUZZ_CASES=1``.
 """
 
 import json
@@ -28,12 +29,31 @@ CASES, FIRST = int(os.environ.get("FUZZ_CASES", "100")), int(os.environ.get("FUZ
 LIMIT_S = 20
 """For one case; most take a hundredth of a second."""
 VALUES = (
-    "", "null", "yes", "-1", "1e308", "-1e308", ".inf", ".nan", "18446744073709551616", "9" * 400, "010",
+    "", "null", "yes", "-1", "1e308", "-1e308", ".inf", ".nan", "18446744073709551616", "9" * 400,
+    "010",
     "1:30", "2001-01-01", "2001-12-14t21:59:43.10-05:00", "[]", "[[[]]]", "{}", "{1: 2}", "a\\nb",
-    "\\0", "é", "\ud83d", "../..", "/dev/null", "/", "~", "a" * 5000, "!!python/object/apply:os.system [touch RAN]",
-    "&a [*a]", "*a", "---", "? x", "%s", "${HOME}", "$(touch RAN)", "{{1}}", "http://[::1", "slurm", "[a: b", "'",
+    "\\0", "é", "\ud83d", "../..", "/dev/null", "/", "~", "a" * 5000,
+    "!!python/object/apply:os.system [touch RAN]",
+    "&a [*a]", "*a", "---", "? x", "%s", "${HOME}", "$(touch RAN)", "{{1}}", "http://[::1", "slurm",
+    "[a: b", "'",
 )  # fmt: skip
-ODD = (None, True, 0, -1, 1e308, math.nan, "", "x" * 10_000, [], {}, [[]], {"a": {"b": None}}, "\ud83d", "\0", 10**30)
+ODD = (
+    None,
+    True,
+    0,
+    -1,
+    1e308,
+    math.nan,
+    "",
+    "x" * 10_000,
+    [],
+    {},
+    [[]],
+    {"a": {"b": None}},
+    "\ud83d",
+    "\0",
+    10**30,
+)
 YAMLS: tuple[Callable[[random.Random], str], ...] = (
     lambda rng: "".join(f"key{i}: {i}\n" for i in range(rng.choice([20, 200]))),
     lambda rng: f"run: {{steps: {rng.choice(VALUES)}}}\n",
@@ -45,15 +65,18 @@ YAMLS: tuple[Callable[[random.Random], str], ...] = (
     lambda rng: "".join(chr(rng.randrange(1, 0x2FF)) for _ in range(200)),
 )
 HUGE = {
-    "aliases": "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9)),
+    "aliases": "a0: &a0 [x]\n"
+    + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9)),
     "keys": "".join(f"key{i}: {i}\n" for i in range(20_000)),
     "lists": "[" * 20_000,
     "mappings": "{a: " * 5_000,
     "itself": "a: &a [*a]\n",
 }
 TEMPLATES = (
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ 'a' * 10**9 }}",
-    "{{ ''.__class__.__mro__ }}", "{% include '/etc/passwd' %}", "{{ 1/0 }}", "{{ cycler.__init__.__globals__ }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 10**9 }}",
+    "{{ ''.__class__.__mro__ }}", "{% include '/etc/passwd' %}", "{{ 1/0 }}", "{{ "
+                                                                              "cycler.__init__.__globals__ }}",
 )  # fmt: skip
 
 
@@ -104,7 +127,9 @@ def of_settings(folder: Path, rng: random.Random) -> Config:
 
 def of_yaml(folder: Path, rng: random.Random) -> Config:
     """A file is YAML that nobody writes."""
-    (folder / "run.yaml").write_text(rng.choice(YAMLS)(rng), encoding="utf-8", errors="surrogatepass")
+    (folder / "run.yaml").write_text(
+        rng.choice(YAMLS)(rng), encoding="utf-8", errors="surrogatepass"
+    )
     return load_config(str(folder / "run.yaml"), words_of(folder))
 
 
@@ -114,17 +139,27 @@ def of_model(folder: Path, rng: random.Random) -> Config:
     way = rng.randrange(3)
     if way == 0:
         config = json.loads((hf / "config.json").read_text())
-        key = rng.choice([*config, "rope_theta", "rope_parameters", "model_type", "num_hidden_layers"])
-        config[key] = rng.choice([*ODD[:-1], 10**6, 10**12, "llama", ["Qwen3ForCausalLM"] * 2, {"rope_theta": 0}])
+        key = rng.choice(
+            [*config, "rope_theta", "rope_parameters", "model_type", "num_hidden_layers"]
+        )
+        config[key] = rng.choice(
+            [*ODD[:-1], 10**6, 10**12, "llama", ["Qwen3ForCausalLM"] * 2, {"rope_theta": 0}]
+        )
         (hf / "config.json").write_text(json.dumps(config))
     elif way == 1:
-        name = rng.choice(["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+        name = rng.choice(
+            ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+        )
         content = bytearray((hf / name).read_bytes())
         for _ in range(rng.choice([1, 1, 50])):
             content[rng.randrange(min(len(content), 4096))] = rng.randrange(256)
-        (hf / name).write_bytes(content[: rng.choice([len(content), len(content), len(content) // 2, 0])])
+        (hf / name).write_bytes(
+            content[: rng.choice([len(content), len(content), len(content) // 2, 0])]
+        )
     else:
-        (hf / "chat_template.jinja").write_text(rng.choice(TEMPLATES[2:] if rng.random() < 0.9 else TEMPLATES))
+        (hf / "chat_template.jinja").write_text(
+            rng.choice(TEMPLATES[2:] if rng.random() < 0.9 else TEMPLATES)
+        )
         words.append("data.chat_template=true")
     return load_config(None, words)
 
@@ -136,7 +171,9 @@ def of_rows(folder: Path, rng: random.Random) -> Config:
     row = json.loads(last) | {key: rng.choice(ODD)}
     content = "\n".join([*lines, json.dumps(rng.choice([row, row, row, rng.choice(ODD)]))]).encode()
     if rng.random() < 0.3:
-        content = content[: rng.randrange(len(content))] + rng.choice([b"", b"\xff\xfe", b"\x00" * 9, b"[" * 30_000])
+        content = content[: rng.randrange(len(content))] + rng.choice(
+            [b"", b"\xff\xfe", b"\x00" * 9, b"[" * 30_000]
+        )
     (folder / "rows.jsonl").write_bytes(content)
     return load_config(None, words_of(folder))
 
@@ -154,7 +191,9 @@ def find_fault(number: int, whole: Path, folder: Path) -> str:
             config = kind(folder, rng)
             if not (found := [*mistakes(config, "train")]):
                 prepare_data(config, "train")
-            assert all(str(each).isprintable() or "\n" in str(each) or "\t" in str(each) for each in found)
+            assert all(
+                str(each).isprintable() or "\n" in str(each) or "\t" in str(each) for each in found
+            )
     except (UserError, MistakesError):
         pass
     except HangError:

@@ -1,4 +1,5 @@
-"""Published models and data sets are found in the hub's cache by id; a missing one is named with its download."""
+"""Published models and data sets are found in the hub's cache by id; a missing one is named with
+its download."""
 
 import json
 from collections.abc import Mapping
@@ -52,7 +53,8 @@ def model_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub, on a machine that is offline, and a working directory of its own."""
+    """An empty cache of the hub, on a machine that is offline, and a working directory of its
+    own."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
@@ -60,7 +62,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rows(count: int) -> bytes:
-    return b"".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}).encode() + b"\n" for i in range(count))
+    return b"".join(
+        json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}).encode() + b"\n"
+        for i in range(count)
+    )
 
 
 def test_a_run_is_checked_with_ids_and_no_network(
@@ -76,10 +81,14 @@ def test_a_run_is_checked_with_ids_and_no_network(
     assert "0 of 100 steps are done" in capsys.readouterr().out
 
 
-def test_a_policy_is_named_by_id_folder_or_run(cache: Path, tmp_path: Path, model_files: dict[str, bytes]) -> None:
+def test_a_policy_is_named_by_id_folder_or_run(
+    cache: Path, tmp_path: Path, model_files: dict[str, bytes]
+) -> None:
     snapshot = publish(cache, "model", "Org/Tiny", model_files)
     assert policy_folder("Org/Tiny") == snapshot
-    assert shape_of("Org/Tiny").num_layers == 2 and len(load_tokenizer(policy_folder("Org/Tiny"))) > 9
+    assert (
+        shape_of("Org/Tiny").num_layers == 2 and len(load_tokenizer(policy_folder("Org/Tiny"))) > 9
+    )
     (tmp_path / "run").mkdir()
     assert policy_folder("run") == Path("run")
     (tmp_path / "run" / "hf").symlink_to(snapshot)
@@ -101,7 +110,12 @@ def test_an_absent_folder_is_named_with_its_download(cache: Path) -> None:
 def test_an_unfinished_policy_is_named_with_its_download(
     cache: Path, model_files: dict[str, bytes], missing: str
 ) -> None:
-    publish(cache, "model", "Org/Tiny", {name: content for name, content in model_files.items() if name != missing})
+    publish(
+        cache,
+        "model",
+        "Org/Tiny",
+        {name: content for name, content in model_files.items() if name != missing},
+    )
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set") as caught:
         policy_folder("Org/Tiny", "loss.distillation.teacher")
     assert (caught.value.setting, caught.value.value) == ("loss.distillation.teacher", "Org/Tiny")
@@ -112,16 +126,25 @@ def test_an_unfinished_policy_is_named_with_its_download(
 
 def test_a_missing_shard_is_noticed(cache: Path, model_files: dict[str, bytes]) -> None:
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    parts = {"config.json": model_files["config.json"], "model.safetensors.index.json": json.dumps(index).encode()}
+    parts = {
+        "config.json": model_files["config.json"],
+        "model.safetensors.index.json": json.dumps(index).encode(),
+    }
     publish(cache, "model", "Org/Cut", {**parts, "model-1.safetensors": b""})
     with pytest.raises(UserError, match="is not whole"):
         policy_folder("Org/Cut")
-    publish(cache, "model", "Org/All", {**parts, "model-1.safetensors": b"", "model-2.safetensors": b""})
+    publish(
+        cache, "model", "Org/All", {**parts, "model-1.safetensors": b"", "model-2.safetensors": b""}
+    )
     assert policy_folder("Org/All").is_dir()
 
 
 def test_a_data_set_is_read_by_its_id(cache: Path, tokenizer: Tokenizer) -> None:
-    files = {f"main/{split}-0000{i}-of-00002.jsonl": rows(2 + i) for split in ("train", "test") for i in range(2)}
+    files = {
+        f"main/{split}-0000{i}-of-00002.jsonl": rows(2 + i)
+        for split in ("train", "test")
+        for i in range(2)
+    }
     files |= {"README.md": GSM8K.encode(), "socratic/train-00000-of-00001.jsonl": rows(1)}
     snapshot = publish(cache, "dataset", "openai/gsm8k", files)
 
@@ -133,7 +156,10 @@ def test_a_data_set_is_read_by_its_id(cache: Path, tokenizer: Tokenizer) -> None
     assert [prompt.text for prompt in pool] == ["0+1=", "1+1=", "0+1=", "1+1=", "2+1="]
     assert pool[2].place == f"{snapshot}/main/train-00001-of-00002.jsonl, line 1"
     assert "/main/test-00000" in load("openai/gsm8k:main", "eval")[0].place
-    for name, words in (("openai/gsm8k", "several configurations"), ("openai/gsm8k:maine", "configuration 'maine'")):
+    for name, words in (
+        ("openai/gsm8k", "several configurations"),
+        ("openai/gsm8k:maine", "configuration 'maine'"),
+    ):
         with pytest.raises(UserError, match=words) as caught:
             data_files(name, "data.train", split="train")
         assert "main, socratic" in caught.value.remedy
@@ -152,8 +178,16 @@ BOTH = b"---\nconfigs:\n- {config_name: both, data_files: '*/train-*.jsonl'}\n--
 @pytest.mark.parametrize(
     ("name", "files", "found"),
     [
-        ("org/parted::test", {"data/train-0.jsonl": b"", "data/test.jsonl": b""}, ["data/test.jsonl"]),
-        ("org/named:de:test", {"en/test.jsonl": b"", "de/test.jsonl": b"", "de/training.txt": b""}, ["de/test.jsonl"]),
+        (
+            "org/parted::test",
+            {"data/train-0.jsonl": b"", "data/test.jsonl": b""},
+            ["data/test.jsonl"],
+        ),
+        (
+            "org/named:de:test",
+            {"en/test.jsonl": b"", "de/test.jsonl": b"", "de/training.txt": b""},
+            ["de/test.jsonl"],
+        ),
         (
             "org/both",
             {"README.md": BOTH, "en/train-0.jsonl": b"", "fr/train-0.jsonl": b""},
@@ -165,4 +199,6 @@ def test_an_undeclared_data_set_is_read_by_file_names(
     name: str, files: dict[str, bytes], found: list[str], cache: Path
 ) -> None:
     snapshot = publish(cache, "dataset", name.partition(":")[0], files)
-    assert [str(file.relative_to(snapshot)) for file in data_files(name, "data.train", split="train")] == found
+    assert [
+        str(file.relative_to(snapshot)) for file in data_files(name, "data.train", split="train")
+    ] == found

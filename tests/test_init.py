@@ -23,14 +23,22 @@ def read(folder: Path, name: str) -> dict:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("options", [{}, {"tie": False}, {"experts": 4}], ids=str)
 def test_transformers_loads_every_tensor(tmp_path: Path, options: dict) -> None:
     parameters = write_model(tmp_path / "policy", **TINY, **options)
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
-    assert type(model).__name__ == ("Qwen3MoeForCausalLM" if "experts" in options else "Qwen3ForCausalLM")
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "policy", output_loading_info=True
+    )
+    assert type(model).__name__ == (
+        "Qwen3MoeForCausalLM" if "experts" in options else "Qwen3ForCausalLM"
+    )
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert parameters == model.num_parameters()
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == options.get("tie", True)
@@ -42,7 +50,10 @@ def test_weights_have_the_requested_deviation(policy: Path) -> None:
     norms = {name for name in written if "norm" in name}
     assert len(norms) == 2 * 4 + 1 and all((written[name] == 1).all() for name in norms)
     for name in written.keys() - norms:
-        assert abs(written[name].std().item() - 0.05) < 0.01 and abs(written[name].mean().item()) < 0.01
+        assert (
+            abs(written[name].std().item() - 0.05) < 0.01
+            and abs(written[name].mean().item()) < 0.01
+        )
     assert read(policy, "config.json")["initializer_range"] == 0.05
 
 
@@ -52,7 +63,9 @@ def test_shards_are_indexed_and_hold_the_seed_s_weights(tmp_path: Path) -> None:
     out = tmp_path / "sharded"
     parameters = write_model(out, **TINY, seed=3, dtype="bf16", max_shard_bytes=8_000)
     whole, sharded, other = (tensors(tmp_path / name) for name in ("whole", "sharded", "other"))
-    assert whole.keys() == sharded.keys() and all(torch.equal(whole[name], sharded[name]) for name in whole)
+    assert whole.keys() == sharded.keys() and all(
+        torch.equal(whole[name], sharded[name]) for name in whole
+    )
     assert not torch.equal(whole["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
     index = read(out, "model.safetensors.index.json")
     names = sorted(path.name for path in out.glob("*.safetensors"))
@@ -69,16 +82,25 @@ def test_every_character_of_a_sum_is_one_token(policy: Path) -> None:
         assert len(ids) == len(text) and tokenizer.decode(ids) == text
     assert len(tokenizer) == 48 == read(policy, "config.json")["vocab_size"]
     assert read(policy, "generation_config.json")["eos_token_id"] == tokenizer.eos_token_id
-    assert tokenizer.decode(tokenizer("1é")["input_ids"]) == "1" + 2 * "<|unknown|>", "never dropped in silence"
+    assert tokenizer.decode(tokenizer("1é")["input_ids"]) == "1" + 2 * "<|unknown|>", (
+        "never dropped in silence"
+    )
 
 
 def test_bpe_is_trained_on_the_corpus_to_its_size(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(json.dumps({"a": "clips clips clips", "nested": [{"b": "altogether altogether"}], "n": 3}) + "\n")
+    corpus.write_text(
+        json.dumps({"a": "clips clips clips", "nested": [{"b": "altogether altogether"}], "n": 3})
+        + "\n"
+    )
     write_model(tmp_path / "policy", **TINY, tokenizer="bpe", corpus=corpus, vocab_size=300)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
     assert read(tmp_path / "policy", "config.json")["vocab_size"] == 300 >= len(tokenizer)
-    assert [len(tokenizer(text)["input_ids"]) for text in (" clips", " altogether", "1234")] == [1, 1, 4]
+    assert [len(tokenizer(text)["input_ids"]) for text in (" clips", " altogether", "1234")] == [
+        1,
+        1,
+        4,
+    ]
     assert len(tensors(tmp_path / "policy")["model.embed_tokens.weight"]) == 300
 
 

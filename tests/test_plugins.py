@@ -11,7 +11,9 @@ import pytest
 from megatron_dppo.plugins import Sample, load_function
 
 
-def test_an_installed_slime_keeps_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_slime_keeps_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (package := tmp_path / "slime" / "utils").mkdir(parents=True)
     (package / "types.py").write_text("class Sample: ...")
     (package / "misc.py").write_text("def bring_along(): return 7")

@@ -1,4 +1,5 @@
-"""``probe-batch``: its formulas on known gradients and seconds, and the command on a policy of random weights."""
+"""``probe-batch``: its formulas on known gradients and seconds, and the command on a policy of
+random weights."""
 
 import contextlib
 import io
@@ -33,16 +34,25 @@ from tests.small_runs import small_run, write_run
 STEPS = 6
 
 
-def squares(signal: float, noise: float, *, batch: int, steps: int) -> tuple[list[float], list[float]]:
-    """Squared norms of the means of all prompts of a step and of each half; |G|² = ``signal``, S = ``noise``."""
+def squares(
+    signal: float, noise: float, *, batch: int, steps: int
+) -> tuple[list[float], list[float]]:
+    """Squared norms of the means of all prompts of a step and of each half; |G|² = ``signal``, S =
+    ``noise``."""
     rng, size = np.random.default_rng(0), 40
-    prompts = rng.normal(math.sqrt(signal / size), math.sqrt(noise / size), (steps, 2, batch // 2, size))
+    prompts = rng.normal(
+        math.sqrt(signal / size), math.sqrt(noise / size), (steps, 2, batch // 2, size)
+    )
     halves = prompts.mean(axis=2)
-    return (halves.mean(axis=1) ** 2).sum(axis=1).tolist(), (halves**2).sum(axis=2).mean(axis=1).tolist()
+    return (halves.mean(axis=1) ** 2).sum(axis=1).tolist(), (halves**2).sum(axis=2).mean(
+        axis=1
+    ).tolist()
 
 
 def test_the_interval_holds_the_noise_scale_in_95_of_100_runs() -> None:
-    whole, halves = (np.reshape(each, (200, 12)) for each in squares(0.1, 9.0, batch=64, steps=2400))
+    whole, halves = (
+        np.reshape(each, (200, 12)) for each in squares(0.1, 9.0, batch=64, steps=2400)
+    )
     found = [noise_scale(*each, batch=64) for each in zip(whole, halves, strict=True)]
     assert 0.9 <= np.mean([each.low < 90.0 < each.high for each in found]) <= 0.99
 
@@ -54,7 +64,9 @@ def test_a_gradient_of_noise_alone_has_no_upper_bound() -> None:
 
 def test_seconds_are_fitted_by_size_and_never_negative() -> None:
     assert line([100, 200, 110, 190], [12, 22, 13, 21]) == pytest.approx((2.0, 0.1))
-    assert line([100, 105], [10, 12]) == pytest.approx((0.0, 12 / 105)), "sizes are too near to each other"
+    assert line([100, 105], [10, 12]) == pytest.approx((0.0, 12 / 105)), (
+        "sizes are too near to each other"
+    )
     assert line([100, 200], [5, 20]) == pytest.approx((0.0, 0.1)), "the line is negative at 0"
     assert line([0, 0], [1, 1]) == (1.0, 0.0)
 
@@ -72,7 +84,9 @@ def test_a_smaller_batch_gains_nothing() -> None:
 def test_shares_are_those_of_the_configuration() -> None:
     assert own_pair(load_config("configs/quickstart.yaml", ())) == (0.85, "auto")
     assert own_pair(load_config(None, ["pruning.completions.rule=top_k"])) is None
-    assert own_pair(pruned(load_config(None, ["pruning.completions.rule=top_k"]), (0.3, "auto"))) == (0.3, "auto")
+    assert own_pair(
+        pruned(load_config(None, ["pruning.completions.rule=top_k"]), (0.3, "auto"))
+    ) == (0.3, "auto")
 
 
 def run_probe(rank: int, size: int, config: Config, as_json: bool) -> dict[str, Any]:
@@ -112,7 +126,9 @@ def test_a_probe_reports_finite_gains_and_changes_nothing(folder: Path, ranks: R
     assert all(each["printed"] == "" for each in others), "one rank prints"
     assert not (folder / "run").exists()
     ((whole, halves),) = first["squares"]
-    assert len(whole) == STEPS and (np.array(halves) > np.array(whole)).all(), "a mean is shorter than its parts"
+    assert len(whole) == STEPS and (np.array(halves) > np.array(whole)).all(), (
+        "a mean is shorter than its parts"
+    )
     found = json.loads(first["printed"])
     gains = {(each["prompts"], each["completions"]): each["value"] for each in found["gains"]}
     assert gains[1.0, 1.0] == 1.0

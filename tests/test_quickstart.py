@@ -18,11 +18,16 @@ def test_examples_replace_no_other_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "configs/quickstart.yaml").exists()
 
 
-def test_the_warm_up_is_repeated_until_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in records what would be trained; tests/test_wheel.py trains, scripts/quickstart.sh also warms up."""
+def test_the_warm_up_is_repeated_until_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in records what would be trained; tests/test_wheel.py trains, scripts/quickstart.sh
+    also warms up."""
     codes, begun = [1, 0, 0, 0], list[tuple[str, Config]]()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_dppo.launch.start.run", lambda *given: begun.append(given) or codes.pop(0))
+    monkeypatch.setattr(
+        "megatron_dppo.launch.start.run", lambda *given: begun.append(given) or codes.pop(0)
+    )
     words = ["quickstart", "loss.name=dapo", "sft.steps=9"]
     assert main(words) == 1 and main(words) == 0
     assert [command for command, _ in begun] == ["sft", "sft", "train"]
@@ -36,11 +41,15 @@ def test_the_warm_up_is_repeated_until_success(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (4, 2)])
-def test_one_gpu_gets_one_rank(gpus: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_gets_one_rank(
+    gpus: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started = list[Config]()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("megatron_dppo.launch.start.run", lambda command, config: started.append(config) or 0)
+    monkeypatch.setattr(
+        "megatron_dppo.launch.start.run", lambda command, config: started.append(config) or 0
+    )
     assert main(["quickstart"]) == main(["quickstart", "layout.tp=4"]) == 0
     warm_up, train, *_, given = (config.layout for config in started)
     assert (warm_up.tp, warm_up.dp, train.tp, given.tp) == (1, ranks, ranks, 4)

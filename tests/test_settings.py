@@ -19,7 +19,9 @@ VALUES = {
     "data.reasoning_gym.tasks={a: {p: 1e-3, on: yes, day: 2024-01-01}}": {
         "a": {"p": 1e-3, "on": "yes", "day": "2024-01-01"}
     },
-    "data.reasoning_gym.tasks={a: {n: [012, 0x1f, 0o17, 1_0, +3, 1:30, TRUE, .5, .inf, ~]}}": {"a": {"n": CORE}},
+    "data.reasoning_gym.tasks={a: {n: [012, 0x1f, 0o17, 1_0, +3, 1:30, TRUE, .5, .inf, ~]}}": {
+        "a": {"n": CORE}
+    },
     "run.steps=012": 12,
     "run.profile=[010, 3]": (10, 3),
     "run.export=True": True,
@@ -35,8 +37,10 @@ VALUES = {
     "data.eval={aime24: a.jsonl, amc23: 2023.jsonl}": {"aime24": "a.jsonl", "amc23": "2023.jsonl"},
 }
 WORDS = [
-    "a\nb", "é", "'", "\"", "\\n", "\t", " a ", "a\r\nb\n", "\u2028", "\x85", "\x07", "\U0001f600", "a: b",
-    "# c", "", "yes", "null", "~", "1e-3", "012", "1:30", "2024-01-01", ".inf", "<<", "-", "[]", "{a}", "%", "a,b",
+    "a\nb", "é", "'", "\"", "\\n", "\t", " a ", "a\r\nb\n", "\u2028", "\x85", "\x07", "\U0001f600",
+    "a: b",
+    "# c", "", "yes", "null", "~", "1e-3", "012", "1:30", "2024-01-01", ".inf", "<<", "-", "[]",
+    "{a}", "%", "a,b",
 ]  # fmt: skip
 
 
@@ -53,7 +57,9 @@ def test_empty_files_and_sections_are_the_defaults(tmp_path: Path) -> None:
 
 
 def test_overrides_win_over_the_file_alone(tmp_path: Path) -> None:
-    file = write(tmp_path, "pruning:\n  prompts: {keep: 0.4, floor: 0.1}\nrollout: {stop_token_ids: 5}\n")
+    file = write(
+        tmp_path, "pruning:\n  prompts: {keep: 0.4, floor: 0.1}\nrollout: {stop_token_ids: 5}\n"
+    )
     config = load_config(file, ["pruning.prompts.keep=0.9", "layout.tp=2"])
     assert (config.pruning.prompts.keep, config.pruning.prompts.floor) == (0.9, 0.1)
     assert (config.layout.tp, config.rollout.stop_token_ids) == (2, (5,))
@@ -61,12 +67,17 @@ def test_overrides_win_over_the_file_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", VALUES)
 def test_an_override_has_the_type_of_its_setting(override: str) -> None:
-    assert dict(load_config(None, [override]).leaves())[override.partition("=")[0]] == VALUES[override]
+    assert (
+        dict(load_config(None, [override]).leaves())[override.partition("=")[0]] == VALUES[override]
+    )
 
 
 def test_printed_settings_read_back_the_same(tmp_path: Path) -> None:
     overrides = ["optimizer.lr=3e-7", "pruning.completions.schedule.shape=cosine", "run.dir=2024"]
-    overrides += ["rollout.tree.branches=[{at: 9}, {entropy: 2.5, children: 3}]", "rollout.launch.tp=[1, 2]"]
+    overrides += [
+        "rollout.tree.branches=[{at: 9}, {entropy: 2.5, children: 3}]",
+        "rollout.launch.tp=[1, 2]",
+    ]
     for config in (Config(), load_config(None, overrides)):
         assert load_config(write(tmp_path, as_yaml(config)), []) == config
 

@@ -31,12 +31,15 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 def finish(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=environ, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the archive of the files that git knows, in a folder without leftovers of other builds."""
+    """Built from the archive of the files that git knows, in a folder without leftovers of other
+    builds."""
     folder = tmp_path_factory.mktemp("wheel")
     list_files = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     known = subprocess.run(list_files, cwd=REPOSITORY, capture_output=True, text=True)
@@ -52,7 +55,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as sources:
         sources.extractall(folder, filter="data")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
     run(*build, "--wheel-dir", folder, folder / archive.name.removesuffix(".tar.gz"), cwd=folder)
     (built,) = folder.glob("*.whl")
     return built
@@ -60,7 +72,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment of the wheel and links to the distributions that the wheel requires without an extra."""
+    """An environment of the wheel and links to the distributions that the wheel requires without an
+    extra."""
     place = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", place, cwd=place)
     install = [sys.executable, "-m", "pip", "--python", place / "bin" / "python", "install"]
@@ -70,7 +83,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     waiting, linked = list(PathDistribution(metadata).requires or []), set[str]()
     while waiting:
         requirement = Requirement(waiting.pop())
-        if requirement.name in linked or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        if requirement.name in linked or (
+            requirement.marker and not requirement.marker.evaluate({"extra": ""})
+        ):
             continue
         linked.add(requirement.name)
         found = distribution(requirement.name)
@@ -86,7 +101,9 @@ def test_the_wheel_holds_the_package_and_the_examples_alone(wheel: Path) -> None
     examples = [path for folder in EXAMPLES for path in (source / folder).iterdir()]
     expected = {f"megatron_dppo/examples/{path.relative_to(source)}": path for path in examples}
     package = [path for path in (source / "megatron_dppo").rglob("*") if path.is_file()]
-    expected |= {str(path.relative_to(source)): path for path in package if "__pycache__" not in path.parts}
+    expected |= {
+        str(path.relative_to(source)): path for path in package if "__pycache__" not in path.parts
+    }
     with ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert len(examples) > 15 and held == expected.keys()
@@ -108,7 +125,9 @@ def test_commands_without_an_extra_run(environment: Path, tmp_path: Path) -> Non
     assert "</html>" in (tmp_path / "report.html").read_text()
 
 
-def test_commands_that_lack_an_extra_name_its_origin(environment: Path, wheel: Path, tmp_path: Path) -> None:
+def test_commands_that_lack_an_extra_name_its_origin(
+    environment: Path, wheel: Path, tmp_path: Path
+) -> None:
     small = small_words(write_small_run(tmp_path), tmp_path / "run")
     install = re.escape(f"pip install 'megatron-dppo[cpu] @ {wheel.as_uri()}' ")
     checks = (["train", *small, "--check"], ["eval", *small])
@@ -119,9 +138,18 @@ def test_commands_that_lack_an_extra_name_its_origin(environment: Path, wheel: P
 
 
 def test_rehearsal_without_torch_names_the_required_torch(environment: Path) -> None:
-    done = finish(environment / "bin" / "python", "-m", "tests.rehearsal", "configs/quickstart.yaml", cwd=REPOSITORY)
+    done = finish(
+        environment / "bin" / "python",
+        "-m",
+        "tests.rehearsal",
+        "configs/quickstart.yaml",
+        cwd=REPOSITORY,
+    )
     assert done.returncode == 2
-    assert re.match(r"error: torch = not installed\n  problem  a rehearsal requires torch>=2\S+, a CPU", done.stderr)
+    assert re.match(
+        r"error: torch = not installed\n  problem  a rehearsal requires torch>=2\S+, a CPU",
+        done.stderr,
+    )
     for name in ("megatron", "transformers"):
         assert f"error: {name} = not installed" in done.stderr
 
@@ -130,7 +158,10 @@ def test_the_quickstart_trains_without_the_checkout(environment: Path, tmp_path:
     """All dependencies are those of the environment that runs this test."""
     paths = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
     ours = environment / "bin" / "megatron-dppo"
-    quick = "run.steps=1 eval.problems=2 layout.tp=1 rollout.prompts_per_step=2 rollout.max_response_tokens=4"
+    quick = (
+        "run.steps=1 eval.problems=2 layout.tp=1 rollout.prompts_per_step=2 "
+        "rollout.max_response_tokens=4"
+    )
     for command in ("init runs/quickstart/warm --hidden 32 --ffn 64", f"quickstart {quick}"):
         subprocess.run([ours, *command.split()], cwd=tmp_path, env=paths, check=True)
     assert (tmp_path / "runs/quickstart/hf/config.json").exists()

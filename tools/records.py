@@ -3,13 +3,16 @@
     python tools/records.py take FOLDER [NAME ...] [--workers 2]
     python tools/records.py compare BEFORE AFTER
 
-Take the records before and after a refactoring on one machine, in one environment. The record of a run has:
+Take the records before and after a refactoring on one machine, in one environment. The record of a
+run has:
 
 - the exit code,
 - each row of ``metrics.jsonl`` without ``perf/``,
 - SHA-256 of ``pruning.jsonl``,
-- SHA-256 of each exported file; of a safetensors file, of the tensors' names, types, shapes and values,
-- with ``sglang`` and ``vllm``: the requests to a server in their order, without health checks and random ids.
+- SHA-256 of each exported file; of a safetensors file, of the tensors' names, types, shapes and
+  values,
+- with ``sglang`` and ``vllm``: the requests to a server in their order, without health checks and
+  random ids.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ async def rollout(client, prompt):
     return turns
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(len(solution_str) % 3), "roles": {"critic": float(len(solution_str) % 2)}}
+    length = len(solution_str)
+    return {"score": float(length % 3), "roles": {"critic": float(length % 2)}}
 '''
 # With more stop tokens than the policy's own, completions have different lengths.
 SETTINGS = ("run.export=true", "rollout.stop_token_ids=[0,2,20,21,22,23,24,25,26,27,28,29,30]")
@@ -98,7 +102,8 @@ RUNS: dict[str, Sequence[str]] = {
     "sglang": ("rollout.engine=sglang", *SERVED),
     "vllm": ("rollout.engine=vllm", *SERVED),
 }
-"""Settings of each run on top of ``small_words`` and ``SETTINGS``. FOLDER is the folder of the policies."""
+"""Settings of each run on top of ``small_words`` and ``SETTINGS``. FOLDER is the folder of the
+policies."""
 
 
 def write_policies(folder: Path) -> None:
@@ -121,11 +126,15 @@ def take(folder: Path, name: str) -> Record:
         if name in ("sglang", "vllm"):
             settings.append(f"rollout.servers=[{to_close.enter_context(answering(server.answer))}]")
         words = small_words(Path("policies"), Path(name), *SETTINGS, *settings)
-        command = Command(["megatron-dppo", "train", *words], log=folder / f"{name}.log", folder=folder)
+        command = Command(
+            ["megatron-dppo", "train", *words], log=folder / f"{name}.log", folder=folder
+        )
         if name == "resume":
             metrics = run / "metrics.jsonl"
             # Lines of steps 0 to 3: the checkpoint of step 2 is complete.
-            kill_when(command.start(), lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 4)
+            kill_when(
+                command.start(), lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 4
+            )
         exit_code = command.exit_code()
     print(f"{name}: exit code {exit_code}, {time.monotonic() - began:.0f} s", flush=True)
     record: Record = {"exit code": exit_code}
@@ -139,7 +148,8 @@ def take(folder: Path, name: str) -> Record:
 
 
 def digest(file: Path) -> str:
-    """Return SHA-256 of a file; of a safetensors file, of the tensors, because equal tensors may have other headers."""
+    """Return SHA-256 of a file; of a safetensors file, of the tensors, because equal tensors may
+    have other headers."""
     if file.suffix != ".safetensors":
         return hashlib.sha256(file.read_bytes()).hexdigest()
     content = hashlib.sha256()
@@ -151,23 +161,32 @@ def digest(file: Path) -> str:
 
 
 def differences(before: Any, after: Any, place: str = "") -> list[str]:
-    """Return a line for each value that differs: place, exact text before, exact text after (null: absent)."""
+    """Return a line for each value that differs: place, exact text before, exact text after (null:
+    absent)."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = dict.fromkeys([*before, *after])
         parts = [differences(before.get(key), after.get(key), f"{place} / {key}") for key in keys]
         return [line for part in parts for line in part]
-    old, new = ("{…}" if isinstance(value, dict) else json.dumps(value) for value in (before, after))
+    old, new = (
+        "{…}" if isinstance(value, dict) else json.dumps(value) for value in (before, after)
+    )
     return [] if old == new else [f"{place.removeprefix(' / ')}: {old} | {new}"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     taking = commands.add_parser("take", help=f"write FOLDER/{FILE}; FOLDER is new")
     taking.add_argument("folder", type=Path)
-    taking.add_argument("names", nargs="*", metavar="NAME", help=f"all by default: {' '.join(RUNS)}")
+    taking.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"all by default: {' '.join(RUNS)}"
+    )
     taking.add_argument("--workers", type=int, default=1, help="runs at a time")
-    comparing = commands.add_parser("compare", help="print each difference; exit code 1 if there is one")
+    comparing = commands.add_parser(
+        "compare", help="print each difference; exit code 1 if there is one"
+    )
     comparing.add_argument("folders", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     options = parser.parse_args()
     if options.command == "compare":
@@ -186,7 +205,11 @@ def main() -> int:
     with ThreadPoolExecutor(options.workers) as workers:
         records = dict(zip(names, workers.map(lambda name: take(folder, name), names), strict=True))
     (folder / FILE).write_text(json.dumps(records, indent=1) + "\n")
-    failed = [f"{name}: see {folder}/{name}.log" for name, record in records.items() if record["exit code"]]
+    failed = [
+        f"{name}: see {folder}/{name}.log"
+        for name, record in records.items()
+        if record["exit code"]
+    ]
     if {"default", "resume"} <= records.keys():
         failed += differences(records["default"], records["resume"], "default and resume")
     print(*failed, f"{len(records)} records in {folder / FILE}", sep="\n")

@@ -2,14 +2,14 @@
 
     python tools/types_on_the_way.py [ROOT]
 
-The annotations of a run with the local engine decide. Types are dataclasses, named tuples, typed dicts, protocols with
-fields, and named tuple or dict types. The steps between types are:
+The annotations of a run with the local engine decide. Types are dataclasses, named tuples, typed
+dicts, protocols with fields, and named tuple or dict types. The steps between types are:
 
 - a function leads from each type of its arguments to each type that it returns or builds;
 - a field leads from its type to its owner, and from its owner to its type.
 
-A type counts if such steps lead from ``Prompt`` over the type to ``UpdateResult``. So do the types that a function on
-the way takes, builds, or passes to a function that it calls.
+A type counts if such steps lead from ``Prompt`` over the type to ``UpdateResult``. So do the types
+that a function on the way takes, builds, or passes to a function that it calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ NO_STEP_DATA = re.compile(
     r"models\.(shape|teacher_head|context|prefix_attention)|trainer\.(assemble|agreement|prompt_sampler)|rl\.census|"
     r"rl\.types\.RoutingShape)\b"
 )
-"""Excluded: modules and types of a run's parts and statistics; of servers, conversations, teachers and layouts."""
+"""Excluded: modules and types of a run's parts and statistics; of servers, conversations, teachers
+and layouts."""
 DATA = re.compile(r"\b(dataclass|NamedTuple|TypedDict|Protocol)\b")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -52,15 +53,23 @@ def carries_data(node: ast.stmt) -> bool:
     """Return whether a definition is a type that can carry a step's data."""
     if isinstance(node, ast.ClassDef):
         words = " ".join(map(ast.unparse, [*node.decorator_list, *node.bases]))
-        return bool(DATA.search(words)) and any(isinstance(each, ast.AnnAssign) for each in node.body)
-    return isinstance(node, ast.Assign) and re.match(r"(tuple|dict|Mapping)\[", ast.unparse(node.value)) is not None
+        return bool(DATA.search(words)) and any(
+            isinstance(each, ast.AnnAssign) for each in node.body
+        )
+    return (
+        isinstance(node, ast.Assign)
+        and re.match(r"(tuple|dict|Mapping)\[", ast.unparse(node.value)) is not None
+    )
 
 
 class Names:
     """Top-level definitions of the modules of a step, and the meaning of names in these modules."""
 
     def __init__(self, root: Path) -> None:
-        self.trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in find_modules(root).items()}
+        self.trees = {
+            name: ast.parse(path.read_text(encoding="utf-8"))
+            for name, path in find_modules(root).items()
+        }
         self.defined: dict[str, tuple[str, ast.stmt]] = {}
         self._known: dict[str, dict[str, str]] = {}
         for module, tree in self.trees.items():
@@ -71,23 +80,39 @@ class Names:
                 for alias in node.names
             }
             for node in tree.body:
-                name = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else getattr(node, "name", None)
+                name = (
+                    ast.unparse(node.targets[0])
+                    if isinstance(node, ast.Assign)
+                    else getattr(node, "name", None)
+                )
                 if name is not None:
                     known[name] = f"{module}.{name}"
                     self.defined[known[name]] = module, node
         self.types = {
-            name for name, (_, node) in self.defined.items() if carries_data(node) and not NO_STEP_DATA.match(name)
+            name
+            for name, (_, node) in self.defined.items()
+            if carries_data(node) and not NO_STEP_DATA.match(name)
         }
 
     def find_names(self, module: str, *nodes: ast.AST | None) -> set[str]:
-        """Return the definitions that a module's expressions name, also within quoted annotations."""
+        """Return the definitions that a module's expressions name, also within quoted
+        annotations."""
         known = self._known[module]
-        words = {word for node in nodes if node is not None for word in re.findall(r"(\w+)(\.\w+)?", ast.unparse(node))}
-        return {known[first] + rest for first, more in words if first in known for rest in ("", more)}
+        words = {
+            word
+            for node in nodes
+            if node is not None
+            for word in re.findall(r"(\w+)(\.\w+)?", ast.unparse(node))
+        }
+        return {
+            known[first] + rest for first, more in words if first in known for rest in ("", more)
+        }
 
     def read_signature(self, module: str, function: Function) -> tuple[set[str], set[str]]:
         """Return the types that a function takes, and the types that it returns."""
-        arguments = [each.annotation for each in ast.walk(function.args) if isinstance(each, ast.arg)]
+        arguments = [
+            each.annotation for each in ast.walk(function.args) if isinstance(each, ast.arg)
+        ]
         taken = self.find_names(module, *arguments) & self.types
         return taken, self.find_names(module, function.returns) & self.types
 
@@ -109,16 +134,26 @@ def find_types(root: Path) -> set[str]:
     for owner in names.types:
         module, node = names.defined[owner]
         fields = [each.annotation for each in ast.walk(node) if isinstance(each, ast.AnnAssign)]
-        parts = names.find_names(module, *(fields if isinstance(node, ast.ClassDef) else [node])) & names.types
+        parts = (
+            names.find_names(module, *(fields if isinstance(node, ast.ClassDef) else [node]))
+            & names.types
+        )
         edges |= {edge for part in parts for edge in ((owner, part), (part, owner))}
     handled: list[tuple[set[str], set[str]]] = []
     for module, tree in names.trees.items():
-        owners = {each: node.name for node in tree.body if isinstance(node, ast.ClassDef) for each in node.body}
+        owners = {
+            each: node.name
+            for node in tree.body
+            if isinstance(node, ast.ClassDef)
+            for each in node.body
+        }
         for function in (node for node in ast.walk(tree) if isinstance(node, Function)):
             takes, gives = names.read_signature(module, function)
             if function in owners:
                 takes |= {f"{module}.{owners[function]}"} & names.types
-            called = names.find_names(module, *(each.func for each in ast.walk(function) if isinstance(each, ast.Call)))
+            called = names.find_names(
+                module, *(each.func for each in ast.walk(function) if isinstance(each, ast.Call))
+            )
             gives |= called & names.types
             edges |= {(one, other) for one in takes for other in gives}
             passed: set[str] = set()

@@ -1,11 +1,11 @@
 """Which checkpoints are in a folder, and the checksums of a checkpoint's files.
 
-Settings name the parent folder, whose tracker file names the latest checkpoint. Nothing here needs torch, so that a
-setting can be checked before anything heavy is imported.
+Settings name the parent folder, whose tracker file names the latest checkpoint. Nothing here needs
+torch, so that a setting can be checked before anything heavy is imported.
 
-``checksums.json`` in the folder of one iteration lists the size and the CRC-32 of each file. A reader compares them
-before it uses the file. CRC-32 finds damage; it does not prove who wrote a file. One thread computes it at 2.5 GB a
-second, twice as fast as SHA-256.
+``checksums.json`` in the folder of one iteration lists the size and the CRC-32 of each file. A
+reader compares them before it uses the file. CRC-32 finds damage; it does not prove who wrote a
+file. One thread computes it at 2.5 GB a second, twice as fast as SHA-256.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Content of the tracker, and name of the folder, if weights were converted and not trained."""
 FORMAT = "metadata.json"
-"""Megatron's own marker of a checkpoint in its distributed format, written after everything else."""
+"""Megatron's own marker of a checkpoint in its distributed format, written after everything
+else."""
 METADATA = ".metadata"
 """Torch's index of a checkpoint."""
 CHECKSUMS = "checksums.json"
 HF_FOLDER = "hf"
-"""Beside the checkpoints: configuration and tokenizer of the policy, for the way back to Hugging Face."""
+"""Beside the checkpoints: configuration and tokenizer of the policy, for the way back to Hugging
+Face."""
 
 
 def iteration_name(step: int) -> str:
@@ -40,45 +42,73 @@ def iteration_name(step: int) -> str:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step of a checkpoint, by its folder's name; None where weights were converted and not trained."""
+    """The step of a checkpoint, by its folder's name; None where weights were converted and not
+    trained."""
     text = checkpoint.name.removeprefix("iter_")
     return int(text) if _is_step(text) else None
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps that have a checkpoint in ``folder``, in order. Folders with another form of name are left out."""
+    """The steps that have a checkpoint in ``folder``, in order. Folders with another form of name
+    are left out."""
     steps = {step_of(path) for path in folder.iterdir()} if folder.is_dir() else set()
-    return sorted(step for step in steps if step is not None and (folder / iteration_name(step)).is_dir())
+    return sorted(
+        step for step in steps if step is not None and (folder / iteration_name(step)).is_dir()
+    )
 
 
 def latest_step(folder: Path) -> int | None:
     """The step of the last good checkpoint that a run left in ``folder``, None if there is none.
 
-    It is the one that the tracker names. A run writes the tracker after every checkpoint. Where it is missing, the step
-    is that of the newest checkpoint that is whole, since a run that began anew would overwrite them all.
+    It is the one that the tracker names. A run writes the tracker after every checkpoint. Where it
+    is missing, the step is that of the newest checkpoint that is whole, since a run that began anew
+    would overwrite them all.
 
     Raises:
-        UserError: naming ``run.dir``, if what is there was not trained by a run, or no checkpoint of many is whole.
+        UserError: naming ``run.dir``, if what is there was not trained by a run, or no checkpoint
+            of many is whole.
     """
     if folder.exists() and not folder.is_dir():
-        raise UserError("run.dir", folder.parent, f"{folder} is no folder", "Move it away, or name another run.dir")
+        raise UserError(
+            "run.dir",
+            folder.parent,
+            f"{folder} is no folder",
+            "Move it away, or name another run.dir",
+        )
     tracker = folder / TRACKER
     if not os.path.lexists(tracker):
         if not (steps := steps_in(folder)):
             return None
         if (step := _newest_whole(folder)) is not None:
             return step
-        problem = f"{folder} has no {TRACKER}, and no whole checkpoint ({_flaw(folder / iteration_name(steps[-1]))})"
-        raise UserError("run.dir", folder.parent, problem, "Fetch its files again, or name another run.dir")
+        problem = (
+            f"{folder} has no {TRACKER}, and no whole checkpoint "
+            f"({_flaw(folder / iteration_name(steps[-1]))})"
+        )
+        raise UserError(
+            "run.dir", folder.parent, problem, "Fetch its files again, or name another run.dir"
+        )
     text = _text(tracker)
     if text == RELEASE:
         problem = f"{tracker} says {text!r}: no run can go on from there"
-        remedy = f"Name another run.dir; converted weights are started from with model.checkpoint={folder}"
+        remedy = (
+            "Name another run.dir; converted weights are started from with "
+            f"model.checkpoint={folder}"
+        )
         raise UserError("run.dir", folder.parent, problem, remedy)
     if not _is_step(text):
         newest = _newest_whole(folder)
-        write = f"Write {newest} into that file, of which the checkpoint is whole, or name" if newest else "Name"
-        raise UserError("run.dir", folder.parent, f"{tracker} says {text[:40]!r}: no step", f"{write} another run.dir")
+        write = (
+            f"Write {newest} into that file, of which the checkpoint is whole, or name"
+            if newest
+            else "Name"
+        )
+        raise UserError(
+            "run.dir",
+            folder.parent,
+            f"{tracker} says {text[:40]!r}: no step",
+            f"{write} another run.dir",
+        )
     return int(text)
 
 
@@ -86,15 +116,21 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that a run goes on from, None if there is none.
 
     Raises:
-        UserError: as :func:`latest_step`; and if the checkpoint that the tracker names is not there.
+        UserError: as :func:`latest_step`; and if the checkpoint that the tracker names is not
+            there.
     """
     if (step := latest_step(folder)) is None:
         return None
-    return find_checkpoint(folder, "run.dir") if (folder / TRACKER).exists() else folder / iteration_name(step)
+    return (
+        find_checkpoint(folder, "run.dir")
+        if (folder / TRACKER).exists()
+        else folder / iteration_name(step)
+    )
 
 
 def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
-    """The folder of the checkpoint itself: the one that the tracker in ``folder`` names, or ``folder`` if it is one.
+    """The folder of the checkpoint itself: the one that the tracker in ``folder`` names, or
+    ``folder`` if it is one.
 
     Raises:
         UserError: naming ``setting``, if there is no checkpoint in the distributed format.
@@ -103,34 +139,66 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
         return folder
     if not folder.is_dir():
         above = next(parent for parent in folder.absolute().parents if parent.is_dir())
-        there = ", ".join(sorted(p.name for p in above.iterdir() if p.is_dir() and p.name[0] != ".")) or "no folder"
-        raise UserError(setting, folder, f"is no folder; {above} has {there}", "Name the folder that holds " + TRACKER)
+        there = (
+            ", ".join(sorted(p.name for p in above.iterdir() if p.is_dir() and p.name[0] != "."))
+            or "no folder"
+        )
+        raise UserError(
+            setting,
+            folder,
+            f"is no folder; {above} has {there}",
+            "Name the folder that holds " + TRACKER,
+        )
     tracker = folder / TRACKER
     if not tracker.is_file():
         inside = [p.parent for p in sorted(folder.glob(f"*/{TRACKER}"))]
-        inside += [folder / iteration_name(step)] if (step := _newest_whole(folder)) is not None else []
-        problem = f"holds neither {TRACKER} nor a checkpoint in Megatron's distributed format ({FORMAT})"
-        raise UserError(setting, folder, problem, f"Name {inside[0] if inside else f'one that has {TRACKER}'}")
+        inside += (
+            [folder / iteration_name(step)] if (step := _newest_whole(folder)) is not None else []
+        )
+        problem = (
+            f"holds neither {TRACKER} nor a checkpoint in Megatron's distributed format ({FORMAT})"
+        )
+        raise UserError(
+            setting, folder, problem, f"Name {inside[0] if inside else f'one that has {TRACKER}'}"
+        )
     text = _text(tracker)
     if text != RELEASE and not _is_step(text):
         problem = f"{TRACKER} says {text[:40]!r}, which is neither a step nor {RELEASE!r}"
-        raise UserError(setting, folder, problem, "Write the step to take into that file, or name its folder itself")
+        raise UserError(
+            setting,
+            folder,
+            problem,
+            "Write the step to take into that file, or name its folder itself",
+        )
     checkpoint = folder / (RELEASE if text == RELEASE else iteration_name(int(text)))
     if not (checkpoint / FORMAT).is_file():
         lacking = f"where no checkpoint in Megatron's distributed format is ({FORMAT})"
         problem = f"{TRACKER} names {checkpoint.name}, {lacking}"
         others = [p.parent.name for p in sorted(folder.glob(f"*/{FORMAT}"))]
-        remedy = f"Write one of these into that file: {', '.join(others)}" if others else "Name another folder"
+        remedy = (
+            f"Write one of these into that file: {', '.join(others)}"
+            if others
+            else "Name another folder"
+        )
         raise UserError(setting, folder, problem, remedy)
     return checkpoint
 
 
 def damaged(checkpoint: Path, setting: str, problem: str) -> UserError:
-    """The error for a checkpoint with a damaged file. It names a whole checkpoint to use instead, if there is one."""
+    """The error for a checkpoint with a damaged file. It names a whole checkpoint to use instead,
+    if there is one."""
     step = _newest_whole(checkpoint.parent, besides=checkpoint)
     if step is None:
-        return UserError(setting, checkpoint, problem, "Fetch its files again; no other checkpoint beside it is whole")
-    instead = f"write {step} into {checkpoint.parent / TRACKER}: {iteration_name(step)} beside it is whole"
+        return UserError(
+            setting,
+            checkpoint,
+            problem,
+            "Fetch its files again; no other checkpoint beside it is whole",
+        )
+    instead = (
+        f"write {step} into {checkpoint.parent / TRACKER}: {iteration_name(step)} beside it "
+        "is whole"
+    )
     return UserError(setting, checkpoint, problem, f"Fetch its files again, or {instead}")
 
 
@@ -151,7 +219,8 @@ def warn_unchecked(checkpoint: Path) -> None:
 
 
 def _newest_whole(folder: Path, besides: Path | None = None) -> int | None:
-    """The last step with a whole checkpoint in ``folder``, other than ``besides``; None if there is none."""
+    """The last step with a whole checkpoint in ``folder``, other than ``besides``; None if there is
+    none."""
     for step in reversed(steps_in(folder)):
         checkpoint = folder / iteration_name(step)
         if checkpoint != besides and _flaw(checkpoint) is None:
@@ -229,7 +298,8 @@ class Checksums:
 
     @classmethod
     def read(cls, folder: Path) -> Checksums | None:
-        """Read the checksums of a folder. None: it has none, or has those of an earlier version, which were of blocks.
+        """Read the checksums of a folder. None: it has none, or has those of an earlier version,
+        which were of blocks.
 
         Raises:
             DamagedError: the file cannot be read.
@@ -240,10 +310,15 @@ class Checksums:
             stored = json.loads((folder / CHECKSUMS).read_bytes())
             if stored["format"] < _CHECKSUMS_FORMAT:
                 return None
-            files = {name: FileChecksum(int(size), int(crc)) for name, (size, crc) in stored["files"].items()}
+            files = {
+                name: FileChecksum(int(size), int(crc))
+                for name, (size, crc) in stored["files"].items()
+            }
             is_whole = (stored["format"], stored["crc32"]) == (_CHECKSUMS_FORMAT, _crc_of(files))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"{CHECKSUMS} cannot be read ({type(error).__name__}: {error})") from error
+            raise DamagedError(
+                f"{CHECKSUMS} cannot be read ({type(error).__name__}: {error})"
+            ) from error
         if not is_whole:
             raise DamagedError(f"{CHECKSUMS} is not what was written")
         return cls(folder, files)
@@ -265,7 +340,9 @@ class Checksums:
         """
         for name in self._files:
             self._check_size(name)
-        self.check([name for name, checksum in self._files.items() if checksum.size <= _SMALL_FILE_BYTES])
+        self.check(
+            [name for name, checksum in self._files.items() if checksum.size <= _SMALL_FILE_BYTES]
+        )
 
     def check(self, names: Iterable[str] | None = None, *, share: int = 0, of: int = 1) -> None:
         """Read files and compare them with their checksums.

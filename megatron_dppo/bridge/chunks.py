@@ -1,8 +1,8 @@
 """Matrices read from rectangles of them that lie in files, a few rows at a time.
 
-A conversion reads such matrices and writes them elsewhere. A Hugging Face tensor is a rectangle of its file, and so is
-what one rank wrote of a parameter. Only one buffer of rows is in memory, whatever the size of a matrix. A vector is a
-matrix of one column.
+A conversion reads such matrices and writes them elsewhere. A Hugging Face tensor is a rectangle of
+its file, and so is what one rank wrote of a parameter. Only one buffer of rows is in memory,
+whatever the size of a matrix. A vector is a matrix of one column.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def dtype_in(dtype: torch.dtype, entry: Entry) -> torch.dtype:
 def stored_dtype(tensors: Mapping[str, Chunk], shape: PolicyShape) -> torch.dtype:
     """The type that holds all weights of a directory but those that are fp32 in every policy."""
     exact = exact_tensors(shape)
-    return reduce(torch.promote_types, {TYPES[each.dtype] for name, each in tensors.items() if name not in exact})
+    return reduce(
+        torch.promote_types,
+        {TYPES[each.dtype] for name, each in tensors.items() if name not in exact},
+    )
 
 
 def parameter_chunks(part: Stored, tensors: Mapping[str, Chunk]) -> list[Chunk]:
@@ -50,7 +53,11 @@ def parameter_chunks(part: Stored, tensors: Mapping[str, Chunk]) -> list[Chunk]:
     Args:
         tensors: the Hugging Face tensors of its entry.
     """
-    return [tensors[rows.name].cut(rows.start, rows.length, top) for rows, top in _stacked(part) if rows.name]
+    return [
+        tensors[rows.name].cut(rows.start, rows.length, top)
+        for rows, top in _stacked(part)
+        if rows.name
+    ]
 
 
 def tensor_chunks(name: str, part: Stored, chunks: Iterable[Chunk]) -> list[Chunk]:
@@ -74,8 +81,11 @@ def _stacked(part: Stored) -> Iterator[tuple[Slice, int]]:
     return zip(part.rows, accumulate(lengths, initial=0), strict=False)
 
 
-def read_rows(shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype) -> Iterator[memoryview]:
-    """The bytes of a matrix from its first row to its last, cast to ``dtype``; what no chunk covers is zero.
+def read_rows(
+    shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype
+) -> Iterator[memoryview]:
+    """The bytes of a matrix from its first row to its last, cast to ``dtype``; what no chunk covers
+    is zero.
 
     Every buffer that is yielded is overwritten by the next.
 
@@ -90,7 +100,9 @@ def read_rows(shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype)
     chunks = list(chunks)
     padded = sum(prod(chunk.shape) for chunk in chunks) < rows * columns
     with ExitStack() as stack:
-        files = {chunk.file: stack.enter_context(chunk.file.open("rb", buffering=0)) for chunk in chunks}
+        files = {
+            chunk.file: stack.enter_context(chunk.file.open("rb", buffering=0)) for chunk in chunks
+        }
         for top in range(0, rows, height):
             bottom = min(top + height, rows)
             if padded:
@@ -102,7 +114,9 @@ def read_rows(shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype)
                 wanted = chunk.cut(low - chunk.row, high - low, low - top)
                 descriptor = files[chunk.file].fileno()
                 if chunk.columns == columns and chunk.dtype == TYPE_NAMES[dtype]:
-                    _read(descriptor, wanted, data[(low - top) * row_bytes : (high - top) * row_bytes])
+                    _read(
+                        descriptor, wanted, data[(low - top) * row_bytes : (high - top) * row_bytes]
+                    )
                     continue
                 stored = torch.empty(wanted.rows, wanted.columns, dtype=TYPES[wanted.dtype])
                 _read(descriptor, wanted, tensor_bytes(stored))
@@ -142,7 +156,9 @@ def _read(file: int, chunk: Chunk, into: memoryview) -> None:
     while into:
         read = os.preadv(file, [into], start)
         if not read:
-            raise UserError("file", chunk.file, f"ends at byte {start:,}, within a tensor", "Fetch it again")
+            raise UserError(
+                "file", chunk.file, f"ends at byte {start:,}, within a tensor", "Fetch it again"
+            )
         into, start = into[read:], start + read
 
 
@@ -180,7 +196,8 @@ class FilePlan(Generic[K]):
 
 @contextmanager
 def writing(plan: FilePlan[K], folder: Path) -> Iterator[Callable[[K, Iterable[memoryview]], None]]:
-    """Make the files of a plan. Within the block each tensor is written once, in any order, from any thread.
+    """Make the files of a plan. Within the block each tensor is written once, in any order, from
+    any thread.
 
     Yields:
         A function that writes a tensor's bytes, in the plan's type.

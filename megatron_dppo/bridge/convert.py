@@ -1,7 +1,8 @@
-"""Weights from Hugging Face's form to Megatron's distributed format and back, and both forms compared.
+"""Weights from Hugging Face's form to Megatron's distributed format and back, and both forms
+compared.
 
-Both conversions go from file to file, a few rows at a time, whatever the model's size. No process group and no GPU take
-part. Only the comparison of logits imports Megatron-Core and transformers.
+Both conversions go from file to file, a few rows at a time, whatever the model's size. No process
+group and no GPU take part. Only the comparison of logits imports Megatron-Core and transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ WORKERS = min(4, os.cpu_count() or 1)
 """Threads that convert, by default."""
 
 
-def write_megatron(tensors: Mapping[str, Chunk], plan: FilePlan[Stored], source: Path, out: Path, workers: int) -> None:
+def write_megatron(
+    tensors: Mapping[str, Chunk], plan: FilePlan[Stored], source: Path, out: Path, workers: int
+) -> None:
     """Write a folder of checkpoints with one in it, ``release``, which every layout loads.
 
     Beside it, ``hf/`` has the configuration and the tokenizer, for the way back.
@@ -55,7 +58,9 @@ def write_megatron(tensors: Mapping[str, Chunk], plan: FilePlan[Stored], source:
     checksums: dict[str, FileChecksum] = {}
 
     def rows(part: Stored) -> Iterable[memoryview]:
-        return read_rows(part.shape, parameter_chunks(part, tensors), dtype_in(plan.dtype, part.entry))
+        return read_rows(
+            part.shape, parameter_chunks(part, tensors), dtype_in(plan.dtype, part.entry)
+        )
 
     write_tensors(plan, release, rows, workers, "to Megatron")
 
@@ -69,13 +74,18 @@ def write_megatron(tensors: Mapping[str, Chunk], plan: FilePlan[Stored], source:
 
 
 def write_tensors(
-    plan: FilePlan[K], out: Path, rows: Callable[[K], Iterable[memoryview]], workers: int, title: str
+    plan: FilePlan[K],
+    out: Path,
+    rows: Callable[[K], Iterable[memoryview]],
+    workers: int,
+    title: str,
 ) -> None:
     """Write the files of a plan.
 
     Args:
         out: an existing directory.
-        rows: gives a tensor's bytes in the plan's type, from its first row to its last; called from any thread.
+        rows: gives a tensor's bytes in the plan's type, from its first row to its last; called from
+            any thread.
         workers: threads.
         title: of the progress bar.
 
@@ -112,22 +122,27 @@ def check_files(policy: StoredPolicy, workers: int, *, every: bool = False) -> N
     Raises:
         UserError: naming a file that is damaged.
     """
-    in_threads(lambda share: policy.check(share=share, of=workers, every=every), range(workers), workers)
+    in_threads(
+        lambda share: policy.check(share=share, of=workers, every=every), range(workers), workers
+    )
 
 
 def in_threads(work: Callable[[K], None], items: Iterable[K], workers: int) -> None:
-    """Call ``work`` for every item, in as many threads; the first exception ends it and is raised."""
+    """Call ``work`` for every item, in as many threads; the first exception ends it and is
+    raised."""
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for _ in pool.map(work, items):  # which cancels the calls that are left where one raises
             pass
 
 
 MEMORY = 1.9
-"""Over the weights' own: Megatron holds gated layers twice while it loads them, and bf16 logits take the output layer
-once more in fp32. 1.3 to 1.8 were measured."""
+"""Over the weights' own: Megatron holds gated layers twice while it loads them, and bf16 logits
+take the output layer once more in fp32. 1.3 to 1.8 were measured."""
 
 
-def compare_tensors(policy: StoredPolicy, hf: Path, shape: PolicyShape, *, written: torch.dtype, workers: int) -> str:
+def compare_tensors(
+    policy: StoredPolicy, hf: Path, shape: PolicyShape, *, written: torch.dtype, workers: int
+) -> str:
     """Compare the SHA-256 of every tensor.
 
     Args:
@@ -149,15 +164,23 @@ def compare_tensors(policy: StoredPolicy, hf: Path, shape: PolicyShape, *, writt
             tensor, dtype = tensors[name], dtype_in(written, policy.entries[name])
             digests[name] = _digest(policy.rows(name, written))
             if digests[name] != _digest(read_rows(tensor.shape, [tensor], dtype)):
-                raise UserError("--verify", name, "differs between the two forms", "Convert again, and report it")
+                raise UserError(
+                    "--verify",
+                    name,
+                    "differs between the two forms",
+                    "Convert again, and report it",
+                )
             advance(tensor.rows * tensor.columns * written.itemsize)
 
         in_threads(compare, tensors, workers)
-    return hashlib.sha256(b"".join(name.encode() + digests[name] for name in sorted(digests))).hexdigest()
+    return hashlib.sha256(
+        b"".join(name.encode() + digests[name] for name in sorted(digests))
+    ).hexdigest()
 
 
 def logits_dtype(shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
-    """The type to compute logits in: fp32, in which they are told apart best, or bf16 where there is no room for that.
+    """The type to compute logits in: fp32, in which they are told apart best, or bf16 where there
+    is no room for that.
 
     Raises:
         UserError: with the way to verify without logits, if there is no room at all.
@@ -194,7 +217,8 @@ def compare_logits(
         checkpoint: Megatron's.
         hf: Hugging Face directory.
         dtype: to compute in, fp32 or bf16.
-        written: the type that was written; the other side's weights are cast to it first, as the conversion did.
+        written: the type that was written; the other side's weights are cast to it first, as the
+            conversion did.
 
     Returns:
         The largest difference of two logits, over the standard deviation of all.
@@ -205,7 +229,9 @@ def compare_logits(
     tokens = draw_tokens(shape)
     with torch.no_grad():
         theirs = load_transformers(hf, written).to(dtype)(tokens).logits[0]
-        ours = _megatron(checkpoint, shape, tokens, "bf16" if dtype == torch.bfloat16 else "fp32", written)
+        ours = _megatron(
+            checkpoint, shape, tokens, "bf16" if dtype == torch.bfloat16 else "fp32", written
+        )
     return measure_difference(ours, theirs)
 
 
@@ -215,7 +241,8 @@ def draw_tokens(shape: PolicyShape) -> torch.Tensor:
 
 
 def measure_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference of two models' logits, over the standard deviation of ``expected``.
+    """Return the largest difference of two models' logits, over the standard deviation of
+    ``expected``.
 
     Raises:
         UserError: the difference exceeds rounding in different kernels.
@@ -223,8 +250,15 @@ def measure_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
     difference = float((logits.float() - expected.float()).abs().max() / expected.float().std())
     limit = LIMITS["bf16" if expected.dtype == torch.bfloat16 else "fp32"]
     if not difference <= limit:
-        problem = f"the models' logits differ by {difference:.2g} of their deviation, over {limit:g}"
-        raise UserError("--verify", "all", problem, "Report it: the weights are as they should be, and the models not")
+        problem = (
+            f"the models' logits differ by {difference:.2g} of their deviation, over {limit:g}"
+        )
+        raise UserError(
+            "--verify",
+            "all",
+            problem,
+            "Report it: the weights are as they should be, and the models not",
+        )
     return difference
 
 
@@ -238,9 +272,14 @@ def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _megatron(
-    checkpoint: Path, shape: PolicyShape, tokens: torch.Tensor, dtype: Literal["fp32", "bf16"], written: torch.dtype
+    checkpoint: Path,
+    shape: PolicyShape,
+    tokens: torch.Tensor,
+    dtype: Literal["fp32", "bf16"],
+    written: torch.dtype,
 ) -> torch.Tensor:
-    """[tokens, vocabulary] fp32, of a model that Megatron itself loads, in a process group of this process alone."""
+    """[tokens, vocabulary] fp32, of a model that Megatron itself loads, in a process group of this
+    process alone."""
     from megatron_dppo.bridge.load import load_checkpoint
     from megatron_dppo.models.policy import build_policy, packed_sequence
     from megatron_dppo.parallel.world import initialize, shut_down

@@ -1,4 +1,5 @@
-"""The two conversions as commands: arguments, checks before anything is written, progress, verification."""
+"""The two conversions as commands: arguments, checks before anything is written, progress,
+verification."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dppo.bridge.checkpoint_folder import FORMAT, HF_FOLDER, RELEASE, TRACKER, find_checkpoint, warn_unchecked
+from megatron_dppo.bridge.checkpoint_folder import (
+    FORMAT,
+    HF_FOLDER,
+    RELEASE,
+    TRACKER,
+    find_checkpoint,
+    warn_unchecked,
+)
 from megatron_dppo.bridge.chunks import BUFFER_BYTES, stored_dtype
 from megatron_dppo.bridge.convert import (
     WORKERS,
@@ -22,7 +30,12 @@ from megatron_dppo.bridge.convert import (
     write_megatron,
     write_weights,
 )
-from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL, copy_config_and_tokenizer, plan_files
+from megatron_dppo.bridge.hf_directory import (
+    MAX_SHARD_BYTES,
+    MODEL,
+    copy_config_and_tokenizer,
+    plan_files,
+)
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
@@ -34,12 +47,16 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import DirectoryKind, check_replaceable, in_place
 from megatron_dppo.process.streams import GB
 
-CONVERTED = DirectoryKind("converted checkpoint", f"{RELEASE}/{FORMAT}", (RELEASE, HF_FOLDER, TRACKER))
+CONVERTED = DirectoryKind(
+    "converted checkpoint", f"{RELEASE}/{FORMAT}", (RELEASE, HF_FOLDER, TRACKER)
+)
 
 
 def add_from_hf_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="HF", type=Path, help="Hugging Face model directory")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make: OUT/release, its tracker, OUT/hf")
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, help="folder to make: OUT/release, its tracker, OUT/hf"
+    )
     _add_common(parser)
 
 
@@ -47,8 +64,8 @@ def from_hf(chosen: argparse.Namespace) -> None:
     """Convert, and verify where that is asked for.
 
     Raises:
-        UserError: for a source that is not whole, a destination that cannot be written, or forms that differ; ``OUT``
-            is as it was.
+        UserError: for a source that is not whole, a destination that cannot be written, or forms
+            that differ; ``OUT`` is as it was.
     """
     with naming("HF"):
         source = policy_folder(str(chosen.source))
@@ -64,14 +81,18 @@ def from_hf(chosen: argparse.Namespace) -> None:
 
 def add_to_hf_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "checkpoint", metavar="CKPT", type=Path, help="folder of checkpoints (RUN/checkpoints: the latest), or one"
+        "checkpoint",
+        metavar="CKPT",
+        type=Path,
+        help="folder of checkpoints (RUN/checkpoints: the latest), or one",
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
     parser.add_argument(
         "--hf",
         metavar="DIR",
         type=Path,
-        help=f"where configuration and tokenizer come from (default: {HF_FOLDER}/ beside the checkpoint)",
+        help=f"where configuration and tokenizer come from (default: {HF_FOLDER}/ beside the "
+        "checkpoint)",
     )
     parser.add_argument(
         "--shard-gb",
@@ -87,8 +108,8 @@ def to_hf(chosen: argparse.Namespace) -> None:
     """Convert, and verify where that is asked for.
 
     Raises:
-        UserError: for a checkpoint that is not whole, a destination that cannot be written, or forms that differ;
-            ``OUT`` is as it was.
+        UserError: for a checkpoint that is not whole, a destination that cannot be written, or
+            forms that differ; ``OUT`` is as it was.
     """
     checkpoint = find_checkpoint(chosen.checkpoint, "CKPT")
     hf, shape = directory_of(checkpoint, chosen.hf)
@@ -111,7 +132,10 @@ def directory_of(checkpoint: Path, chosen: Path | None = None) -> tuple[Path, Po
     """
     beside = checkpoint.absolute().parent / HF_FOLDER
     if chosen is None and not beside.is_dir():
-        problem = f"there is no {HF_FOLDER}/ with the model's config.json and tokenizer beside {checkpoint.name}"
+        problem = (
+            f"there is no {HF_FOLDER}/ with the model's config.json and tokenizer beside "
+            f"{checkpoint.name}"
+        )
         remedy = "Name the Hugging Face directory that the policy began from"
         raise UserError("--hf", "(not given)", problem, remedy)
     with naming("--hf"):
@@ -124,7 +148,9 @@ def chosen_dtype(chosen: argparse.Namespace, stored: torch.dtype) -> torch.dtype
     return stored if chosen.dtype == "auto" else ModelConfig(dtype=chosen.dtype).torch_dtype
 
 
-def stored_policy(checkpoint: Path, shape: PolicyShape, lora: LoraConfig | None = None) -> StoredPolicy:
+def stored_policy(
+    checkpoint: Path, shape: PolicyShape, lora: LoraConfig | None = None
+) -> StoredPolicy:
     """See :class:`StoredPolicy`; says so where the checkpoint's files cannot be checked."""
     policy = StoredPolicy(checkpoint, shape, "CKPT", lora)
     if policy.checksums is None:
@@ -135,20 +161,30 @@ def stored_policy(checkpoint: Path, shape: PolicyShape, lora: LoraConfig | None 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     """The options that both commands have."""
     parser.add_argument(
-        "--dtype", choices=["auto", *DTYPES], default="auto", help="of the weights (default: as stored)"
+        "--dtype",
+        choices=["auto", *DTYPES],
+        default="auto",
+        help="of the weights (default: as stored)",
     )
-    parser.add_argument("--workers", type=positive(int), default=WORKERS, help="threads (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=positive(int), default=WORKERS, help="threads (default: %(default)s)"
+    )
     parser.add_argument(
         "--verify",
         nargs="?",
         choices=["tensors", "all"],
         const="all",
-        help="read what was written and compare every tensor's hash; all (the default of --verify): logits as well",
+        help="read what was written and compare every tensor's hash; all (the default of "
+        "--verify): logits as well",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print what would be written, and stop"
+        "--dry-run",
+        action="store_true",
+        help="check everything, print what would be written, and stop",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier conversion left in OUT")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what an earlier conversion left in OUT"
+    )
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -183,34 +219,52 @@ def _is_ready(
     kind: DirectoryKind,
     sources: Sequence[Path],
 ) -> bool:
-    """Check that OUT can be made. Whether to go on: with ``--dry-run`` what would be done is printed instead."""
-    check_replaceable(chosen.out, sum(sizes.values()), "OUT", kind, sources=sources, overwrite=chosen.overwrite)
-    logits = logits_dtype(shape, dtype) if chosen.verify == "all" else None  # refused now, not after the conversion
+    """Check that OUT can be made. Whether to go on: with ``--dry-run`` what would be done is
+    printed instead."""
+    check_replaceable(
+        chosen.out, sum(sizes.values()), "OUT", kind, sources=sources, overwrite=chosen.overwrite
+    )
+    logits = (
+        logits_dtype(shape, dtype) if chosen.verify == "all" else None
+    )  # refused now, not after the conversion
     if not chosen.dry_run:
         return True
     table = Table("file", "MiB", title=f"{chosen.out}: {sum(sizes.values()) / GB:.2f} GB", box=None)
     for file, size in sizes.items():
         table.add_row(file, f"{size / 2**20:,.1f}")
     Console().print(table)
-    held = chosen.workers * 5 * BUFFER_BYTES  # what is written, and what it is cast from: four times, of fp64 to bf16
-    print(f"memory: at most {held / 2**20:.1f} MiB of weights at a time, in {chosen.workers} workers")
+    held = (
+        chosen.workers * 5 * BUFFER_BYTES
+    )  # what is written, and what it is cast from: four times, of fp64 to bf16
+    print(
+        f"memory: at most {held / 2**20:.1f} MiB of weights at a time, in {chosen.workers} workers"
+    )
     if logits:
         print(f"        then the whole model for its logits, {describe_weights(shape, logits)}")
     print("nothing has been written")
     return False
 
 
-def _verify(chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype) -> None:
+def _verify(
+    chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype
+) -> None:
     if chosen.verify is None:
         return
     policy = StoredPolicy(checkpoint, shape, "--verify")
     check_files(policy, chosen.workers, every=True)
     with naming("--verify"):
         digest = compare_tensors(policy, hf, shape, written=dtype, workers=chosen.workers)
-    print(f"every tensor is the same in both forms, read again from the disk (sha256 of all: {digest})")
+    print(
+        "every tensor is the same in both forms, read again from the disk (sha256 of all: "
+        f"{digest})"
+    )
     if chosen.verify == "all":
-        difference = compare_logits(checkpoint, hf, shape, logits_dtype(shape, dtype), written=dtype)
-        print(f"logits of both models differ by at most {difference:.2g} of their standard deviation")
+        difference = compare_logits(
+            checkpoint, hf, shape, logits_dtype(shape, dtype), written=dtype
+        )
+        print(
+            f"logits of both models differ by at most {difference:.2g} of their standard deviation"
+        )
 
 
 def describe_weights(shape: PolicyShape, dtype: torch.dtype) -> str:

@@ -1,7 +1,8 @@
-"""The policy as a Hugging Face directory, written from the weight stream and put in place by one rename.
+"""The policy as a Hugging Face directory, written from the weight stream and put in place by one
+rename.
 
-The files are the same, byte by byte, whatever layout wrote them. The leader holds what the stream holds, whatever the
-model's size.
+The files are the same, byte by byte, whatever layout wrote them. The leader holds what the stream
+holds, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -44,20 +45,24 @@ def export_hf(
     dtype: torch.dtype,
     setting: str = "run.dir",
 ) -> None:
-    """Write the policy for ``AutoModelForCausalLM`` and ``AutoTokenizer``. Collective over all ranks; one writes.
+    """Write the policy for ``AutoModelForCausalLM`` and ``AutoTokenizer``. Collective over all
+    ranks; one writes.
 
-    A model that is in ``out`` already is replaced at the end, and stays as it was if anything fails.
+    A model that is in ``out`` already is replaced at the end, and stays as it was if anything
+    fails.
 
     Args:
         chunks: the bare model, one for each virtual stage.
-        source: Hugging Face directory that configuration, tokenizer and chat template are taken from.
+        source: Hugging Face directory that configuration, tokenizer and chat template are taken
+            from.
         out: the directory to make.
         max_shard_bytes: most bytes of tensors in a file, unless a single tensor is larger.
         dtype: of the tensors, and the one that config.json then says.
         setting: what an error names.
 
     Raises:
-        UserError: on every rank, if ``out`` holds something else than a model, or cannot be written.
+        UserError: on every rank, if ``out`` holds something else than a model, or cannot be
+            written.
     """
     plan = plan_files(chunks[0].shape, dtype, max_shard_bytes)
     world.from_leader(lambda: check_destination(source, out, plan.total_bytes, setting))
@@ -65,8 +70,11 @@ def export_hf(
     write_stream(stream, world, plan, out, partial(describe_policy, source, dtype=dtype), setting)
 
 
-def export_adapter(chunks: Sequence[PolicyModel], world: World, *, base: str, out: Path, dtype: torch.dtype) -> None:
-    """Write the policy's adapters for ``PeftModel.from_pretrained``. Collective over all ranks; one writes.
+def export_adapter(
+    chunks: Sequence[PolicyModel], world: World, *, base: str, out: Path, dtype: torch.dtype
+) -> None:
+    """Write the policy's adapters for ``PeftModel.from_pretrained``. Collective over all ranks; one
+    writes.
 
     Args:
         base: the Hugging Face directory of the base model, as written into adapter_config.json.
@@ -79,37 +87,52 @@ def export_adapter(chunks: Sequence[PolicyModel], world: World, *, base: str, ou
     plan = plan_adapter_file(chunks[0].shape, lora, dtype)
     world.from_leader(lambda: check_adapter_destination(out, plan))
     write_stream(
-        adapter_stream(chunks, world), world, plan, out, partial(write_adapter_config, base=base, lora=lora), "run.dir"
+        adapter_stream(chunks, world),
+        world,
+        plan,
+        out,
+        partial(write_adapter_config, base=base, lora=lora),
+        "run.dir",
     )
 
 
 def check_destination(source: Path, out: Path, size: int, setting: str = "run.dir") -> None:
-    """Refuse an export that cannot work. A run calls this before it begins, since its result would be lost.
+    """Refuse an export that cannot work. A run calls this before it begins, since its result would
+    be lost.
 
     Args:
         size: bytes of the tensors, :attr:`FilePlan.total_bytes`.
 
     Raises:
-        UserError: naming ``setting``, if ``out`` is the source or no model directory, or its disk has too little room.
+        UserError: naming ``setting``, if ``out`` is the source or no model directory, or its disk
+            has too little room.
     """
     check_replaceable(out, size, setting, MODEL, sources=[source])
 
 
 def check_adapter_destination(out: Path, plan: FilePlan[str]) -> None:
-    """Refuse an export of adapters that cannot work, as :func:`check_destination` does one of the policy."""
+    """Refuse an export of adapters that cannot work, as :func:`check_destination` does one of the
+    policy."""
     check_replaceable(out, plan.total_bytes, "run.dir", ADAPTERS)
 
 
 def describe_policy(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write the files of a policy beside its weights, with the tokenizer's end of turn among the stop tokens."""
+    """Write the files of a policy beside its weights, with the tokenizer's end of turn among the
+    stop tokens."""
     copy_config_and_tokenizer(source, folder, dtype)
     list_stops(folder)
 
 
 def write_stream(
-    stream: Stream, world: World, plan: FilePlan[str], out: Path, describe: Callable[[Path], None], setting: str
+    stream: Stream,
+    world: World,
+    plan: FilePlan[str],
+    out: Path,
+    describe: Callable[[Path], None],
+    setting: str,
 ) -> None:
-    """Write a stream's tensors and put the directory in place. Collective over all ranks; one writes.
+    """Write a stream's tensors and put the directory in place. Collective over all ranks; one
+    writes.
 
     Args:
         stream: of this rank; ranks outside the first copy of the policy leave it alone.

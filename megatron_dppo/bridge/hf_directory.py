@@ -1,7 +1,8 @@
-"""A Hugging Face model directory as it is written: safetensors files, their index, configuration and tokenizer.
+"""A Hugging Face model directory as it is written: safetensors files, their index, configuration
+and tokenizer.
 
-Where each tensor goes follows from the policy's shape and type alone. Tensors may therefore be written in any order,
-and the files do not depend on who writes them.
+Where each tensor goes follows from the policy's shape and type alone. Tensors may therefore be
+written in any order, and the files do not depend on who writes them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from megatron_dppo.bridge.safetensors_files import (
     split_chunk,
 )
 from megatron_dppo.config import LoraConfig
-from megatron_dppo.data.tokenizer import NAMED_TEMPLATES, listed_stops, load_tokenizer, stop_token_ids
+from megatron_dppo.data.tokenizer import (
+    NAMED_TEMPLATES,
+    listed_stops,
+    load_tokenizer,
+    stop_token_ids,
+)
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import DirectoryKind, write_json
@@ -39,7 +45,9 @@ MAX_SHARD_BYTES = 5 * 10**9
 """Most bytes of tensors in a safetensors file, as the hub's own files have it."""
 
 
-def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES) -> FilePlan[str]:
+def plan_files(
+    shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> FilePlan[str]:
     """Tensors in the order of the forward pass, as many to a file as fit."""
     stored, exact = file_tensors(shape), exact_tensors(shape)
     files: list[dict[str, tuple[str, tuple[int, ...]]]] = []
@@ -64,11 +72,17 @@ def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MA
 
 def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) -> FilePlan[str]:
     """Adapters in the order of the forward pass, in the one file that PEFT looks for."""
-    sizes = {name: size for entry in adapter_entries(shape, lora) for name, size in entry.tensors.items()}
-    return plan_file(ADAPTER_WEIGHTS, dtype, {name: (TYPE_NAMES[dtype], size) for name, size in sizes.items()})
+    sizes = {
+        name: size for entry in adapter_entries(shape, lora) for name, size in entry.tensors.items()
+    }
+    return plan_file(
+        ADAPTER_WEIGHTS, dtype, {name: (TYPE_NAMES[dtype], size) for name, size in sizes.items()}
+    )
 
 
-def plan_file(file: str, dtype: torch.dtype, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> FilePlan[str]:
+def plan_file(
+    file: str, dtype: torch.dtype, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> FilePlan[str]:
     """A safetensors file with these tensors, one after another.
 
     Args:
@@ -92,7 +106,9 @@ def plan_file(file: str, dtype: torch.dtype, tensors: Mapping[str, tuple[str, tu
 def write_index(folder: Path, plan: FilePlan[str]) -> None:
     """Write the index of a directory with the files of a plan, unless there is a single file."""
     files = [*plan.frames, *[CARRIED] * (folder / CARRIED).is_file()]
-    tensors = {name: tensor for file in files for name, tensor in read_header(folder / file).items()}
+    tensors = {
+        name: tensor for file in files for name, tensor in read_header(folder / file).items()
+    }
     if len(files) > 1:
         total = sum(tensor.length for tensor in tensors.values())
         homes = {name: tensor.file.name for name, tensor in tensors.items()}
@@ -116,16 +132,28 @@ COPIED_FILES = (
     "LICENSE",
 )
 """Files beside the weights that are copied as they are, where the source has them."""
-_MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COPIED_FILES, NAMED_TEMPLATES, "sft.json", "compress.json")
+_MODEL_FILES = (
+    "config.json",
+    "*.safetensors",
+    INDEX,
+    *COPIED_FILES,
+    NAMED_TEMPLATES,
+    "sft.json",
+    "compress.json",
+)
 """What is written to such a directory, by ``sft`` and ``compress`` too."""
 MODEL = DirectoryKind("model directory", "config.json", _MODEL_FILES)
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = _ADAPTER_FILES = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+)
 ADAPTERS = DirectoryKind("directory of adapters", ADAPTER_CONFIG, _ADAPTER_FILES)
 """By PEFT's names."""
 
 
 def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy configuration, tokenizer and chat templates, and the tensors that are no part of the policy.
+    """Copy configuration, tokenizer and chat templates, and the tensors that are no part of the
+    policy.
 
     config.json then says ``dtype``.
 
@@ -145,14 +173,20 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
             part["dtype"] = str(dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
     if carried := carried_tensors(source, shape):
-        plan = plan_file(CARRIED, dtype, {name: (each.dtype, each.shape) for name, each in carried.items()})
+        plan = plan_file(
+            CARRIED, dtype, {name: (each.dtype, each.shape) for name, each in carried.items()}
+        )
         with writing(plan, folder) as write:
             for name, each in carried.items():
-                write(name, [memoryview(np.memmap(each.file, np.uint8, "r", each.start, (each.length,)))])
+                write(
+                    name,
+                    [memoryview(np.memmap(each.file, np.uint8, "r", each.start, (each.length,)))],
+                )
 
 
 def list_stops(folder: Path) -> None:
-    """Add the tokenizer's end of turn to the stop tokens in a policy's files. Unreadable files are not changed."""
+    """Add the tokenizer's end of turn to the stop tokens in a policy's files. Unreadable files are
+    not changed."""
     with suppress(UserError):
         stops = stop_token_ids(folder, load_tokenizer(folder))
         name, listed = listed_stops(folder)
@@ -164,7 +198,8 @@ def list_stops(folder: Path) -> None:
 
 
 def adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
-    """PEFT's configuration: the base policy, its matrices that have adapters, and the adapters' rank and scale."""
+    """PEFT's configuration: the base policy, its matrices that have adapters, and the adapters'
+    rank and scale."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,4 +1,5 @@
-"""Weights into a live model, from a Hugging Face directory or a Megatron checkpoint, and the adapters beside them.
+"""Weights into a live model, from a Hugging Face directory or a Megatron checkpoint, and the
+adapters beside them.
 
 Each rank reads the slices that its parameters are made of, and nothing else.
 """
@@ -39,7 +40,12 @@ from megatron_dppo.bridge.mapping import (
     entries,
 )
 from megatron_dppo.bridge.safetensors_files import check_weights
-from megatron_dppo.bridge.stored_policy import StoredPolicy, find_foreign_pickle, plain_values_only, read_metadata
+from megatron_dppo.bridge.stored_policy import (
+    StoredPolicy,
+    find_foreign_pickle,
+    plain_values_only,
+    read_metadata,
+)
 from megatron_dppo.bridge.torch_dist import COMMON, WRITTEN_BY
 from megatron_dppo.config import LoraConfig
 from megatron_dppo.errors import UserError
@@ -58,17 +64,22 @@ _EXPERT = re.compile("|".join(rf"(?<=mlp\.experts\.{name})\d+" for name in _OF_E
 
 
 def bind(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.Tensor]:
-    """Every entry that this rank has a part of, with its parameter (detached, sharing memory), in the mapping's order.
+    """Every entry that this rank has a part of, with its parameter (detached, sharing memory), in
+    the mapping's order.
 
     Args:
         chunks: the bare model, one for each virtual stage.
 
     Raises:
-        ValueError: if an entry or a parameter of the model is left over, or one has another shape than the mapping
-            says. A fault of the program, not of the user: the model was not built for this shape and layout.
+        ValueError: if an entry or a parameter of the model is left over, or one has another shape
+            than the mapping says. A fault of the program, not of the user: the model was not built
+            for this shape and layout.
     """
     wanted = entries(chunks[0].shape, _layers(chunks, world))
-    return {entry: parameter.detach() for entry, parameter in _bind(chunks, world, wanted, adapters=False).items()}
+    return {
+        entry: parameter.detach()
+        for entry, parameter in _bind(chunks, world, wanted, adapters=False).items()
+    }
 
 
 def bind_adapters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.nn.Parameter]:
@@ -85,9 +96,18 @@ def _layers(chunks: Sequence[PolicyModel], world: World) -> list[range]:
 def _bind(
     chunks: Sequence[PolicyModel], world: World, wanted: Iterable[Entry], *, adapters: bool
 ) -> dict[Entry, torch.nn.Parameter]:
-    parameters = {name: p for name, p in _counted_over_all(chunks, world) if (f".{NAME}." in name) is adapters}
-    held = [entry for entry in wanted if entry.expert is None or entry.expert_rank(world.layout.ep) == world.ep_rank]
-    names = {next((name for name in entry.megatron if name in parameters), entry.key): entry for entry in held}
+    parameters = {
+        name: p for name, p in _counted_over_all(chunks, world) if (f".{NAME}." in name) is adapters
+    }
+    held = [
+        entry
+        for entry in wanted
+        if entry.expert is None or entry.expert_rank(world.layout.ep) == world.ep_rank
+    ]
+    names = {
+        next((name for name in entry.megatron if name in parameters), entry.key): entry
+        for entry in held
+    }
     expected = {name: entry.shard_shape(entry.parts(world.layout)) for name, entry in names.items()}
     found = {name: (*parameter.shape,) for name, parameter in parameters.items()}
     if problem := describe_mismatch(chunks[0].shape, expected, found):
@@ -95,7 +115,9 @@ def _bind(
     return {entry: parameters[name] for name, entry in names.items()}
 
 
-def _counted_over_all(chunks: Sequence[PolicyModel], world: World) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _counted_over_all(
+    chunks: Sequence[PolicyModel], world: World
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters, with the numbers that layers and experts have in the whole policy."""
     first_expert = world.ep_rank * (chunks[0].shape.experts // world.layout.ep)
     for chunk in chunks:
@@ -111,9 +133,14 @@ def part_of(entry: Entry, world: World) -> int:
 
 
 def fill_parameter(
-    entry: Entry, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor], tp_rank: int, tp: int
+    entry: Entry,
+    parameter: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    tp_rank: int,
+    tp: int,
 ) -> None:
-    """Make ``parameter`` what rank ``tp_rank`` of ``tp`` holds, in its own dtype and on its own device.
+    """Make ``parameter`` what rank ``tp_rank`` of ``tp`` holds, in its own dtype and on its own
+    device.
 
     Args:
         parameter: of shape ``entry.shard_shape(tp)``; written in place.
@@ -126,8 +153,11 @@ def fill_parameter(
             held.copy_(tensors[slice_.name].narrow(entry.axis, slice_.start, slice_.length))
 
 
-def slices_of(entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int) -> Iterator[tuple[Slice, torch.Tensor]]:
-    """The slices of Hugging Face tensors that rank ``tp_rank`` of ``tp`` holds, each with its view of ``parameter``."""
+def slices_of(
+    entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int
+) -> Iterator[tuple[Slice, torch.Tensor]]:
+    """The slices of Hugging Face tensors that rank ``tp_rank`` of ``tp`` holds, each with its view
+    of ``parameter``."""
     offset = 0
     for slice_ in entry.slices(tp_rank, tp):
         yield slice_, parameter.narrow(entry.axis, offset, slice_.length)
@@ -135,10 +165,12 @@ def slices_of(entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int) -> I
 
 
 def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None:
-    """Fill every parameter of this rank's shard from the safetensors files, cast to the parameter's dtype.
+    """Fill every parameter of this rank's shard from the safetensors files, cast to the parameter's
+    dtype.
 
-    No rank holds more than one slice besides its parameters. Local to the rank: call it inside ``world.together``.
-    An optimizer that exists already must copy its master weights again afterwards.
+    No rank holds more than one slice besides its parameters. Local to the rank: call it inside
+    ``world.together``. An optimizer that exists already must copy its master weights again
+    afterwards.
 
     Args:
         chunks: the bare model, on its device.
@@ -153,9 +185,14 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
     for entry, parameter in bound.items():
         moved()
         found = {name: stored[name] for name in entry.tensors}
-        tensors = {name: torch.from_numpy(each.values()).view(TYPES[each.dtype]) for name, each in found.items()}
+        tensors = {
+            name: torch.from_numpy(each.values()).view(TYPES[each.dtype])
+            for name, each in found.items()
+        }
         fill_parameter(entry, parameter, tensors, part_of(entry, world), entry.parts(world.layout))
-    finite = torch.stack([torch.isfinite(parameter).all() for parameter in bound.values()]).tolist()  # waits once
+    finite = torch.stack(
+        [torch.isfinite(parameter).all() for parameter in bound.values()]
+    ).tolist()  # waits once
     if not all(finite):
         entry = next(entry for entry, good in zip(bound, finite, strict=True) if not good)
         problem = f"{entry.key} holds values that are not finite"
@@ -190,12 +227,16 @@ def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -
     load_model_state(chunks, read_sharded(state, checkpoint, setting, world))
 
 
-def check_policy(checkpoint: Path, shape: PolicyShape, setting: str, lora: LoraConfig | None = None) -> None:
-    """Look whether a checkpoint is of a policy of this shape and all there, without reading its tensors.
+def check_policy(
+    checkpoint: Path, shape: PolicyShape, setting: str, lora: LoraConfig | None = None
+) -> None:
+    """Look whether a checkpoint is of a policy of this shape and all there, without reading its
+    tensors.
 
     With ``lora`` it is one of adapters alone.
 
-    Nothing that it may ask for is run: Megatron and torch, which run anything, are to read it only after this.
+    Nothing that it may ask for is run: Megatron and torch, which run anything, are to read it only
+        after this.
 
     Raises:
         UserError: naming ``setting`` and the first tensor or file that is amiss.
@@ -208,8 +249,11 @@ def check_policy(checkpoint: Path, shape: PolicyShape, setting: str, lora: LoraC
 
 
 def model_state(chunks: Sequence[PolicyModel], metadata: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's description of the model's shards. A checkpoint has tensors by names in which no chunk appears."""
-    return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+    """Megatron's description of the model's shards. A checkpoint has tensors by names in which no
+    chunk appears."""
+    return {
+        f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)
+    }
 
 
 def load_model_state(chunks: Sequence[PolicyModel], state: Mapping[str, Any]) -> None:
@@ -223,11 +267,15 @@ def sharding() -> dict[str, Any]:
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
-def read_sharded(state: dict[str, Any], checkpoint: Path, setting: str, world: World) -> dict[str, Any]:
-    """Read what a sharded state describes, of a checkpoint that ``check_policy`` has let pass. Collective.
+def read_sharded(
+    state: dict[str, Any], checkpoint: Path, setting: str, world: World
+) -> dict[str, Any]:
+    """Read what a sharded state describes, of a checkpoint that ``check_policy`` has let pass.
+    Collective.
 
     Raises:
-        UserError: on every rank, naming ``setting``, if a file does not hold what the checkpoint says.
+        UserError: on every rank, naming ``setting``, if a file does not hold what the checkpoint
+            says.
     """
 
     def attempt() -> dict[str, Any]:
@@ -235,12 +283,16 @@ def read_sharded(state: dict[str, Any], checkpoint: Path, setting: str, world: W
         try:
             with plain_values_only():
                 return dist_checkpointing.load(state, str(checkpoint))
-        except CheckpointException as error:  # torch's, and no Exception; from Megatron 0.17 on, on the one rank alone
+        except (
+            CheckpointException
+        ) as error:  # torch's, and no Exception; from Megatron 0.17 on, on the one rank alone
             failure, _ = next(iter(error.failures.values()))
         except CheckpointingException as error:
             failure = error
         where = find_foreign_pickle(checkpoint) or "a file"
-        raise damaged(checkpoint, setting, f"{where} cannot be read ({type(failure).__name__}: {failure})") from failure
+        raise damaged(
+            checkpoint, setting, f"{where} cannot be read ({type(failure).__name__}: {failure})"
+        ) from failure
 
     return world.together(attempt, what="reading of a checkpoint")
 
@@ -264,15 +316,21 @@ def _check_common(checkpoint: Path) -> None:
             if not isinstance(common, dict):
                 raise ValueError(f"it holds a {type(common).__name__}")
         except Exception as error:  # whatever a damaged archive makes of it
-            raise DamagedError(f"{COMMON} cannot be read ({type(error).__name__}: {error})") from error
-    elif not any(key.startswith("common_state") for key in read_metadata(checkpoint).state_dict_metadata):
+            raise DamagedError(
+                f"{COMMON} cannot be read ({type(error).__name__}: {error})"
+            ) from error
+    elif not any(
+        key.startswith("common_state") for key in read_metadata(checkpoint).state_dict_metadata
+    ):
         raise DamagedError(f"{COMMON} is missing")
 
 
 def draw_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> None:
-    """Begin as PEFT does: A uniform within ±1/√inputs (Kaiming's with a = √5), B zero, so that nothing is added yet.
+    """Begin as PEFT does: A uniform within ±1/√inputs (Kaiming's with a = √5), B zero, so that
+    nothing is added yet.
 
-    Each A is drawn whole, by the seed and its name, and then cut: adapters are the same in every layout.
+    Each A is drawn whole, by the seed and its name, and then cut: adapters are the same in every
+    layout.
     """
     for entry, parameter in bind_adapters(chunks, world).items():
         ((name, size),) = entry.tensors.items()
@@ -281,15 +339,19 @@ def draw_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> 
             continue
         of_name = engine_seed(seed, zlib.crc32(name.encode()), Purpose.ADAPTERS)
         bound = 1.0 / math.sqrt(size[1])
-        whole = torch.empty(size).uniform_(-bound, bound, generator=torch.Generator().manual_seed(of_name))
-        fill_parameter(entry, parameter.data, {name: whole}, part_of(entry, world), entry.parts(world.layout))
+        whole = torch.empty(size).uniform_(
+            -bound, bound, generator=torch.Generator().manual_seed(of_name)
+        )
+        fill_parameter(
+            entry, parameter.data, {name: whole}, part_of(entry, world), entry.parts(world.layout)
+        )
 
 
 class MergedParameters(dict[Entry, torch.Tensor]):
     """The parameters of this rank with their adapters merged in, each made when it is asked for.
 
-    A rank's part of W + alpha/rank · B A takes no more of B and A than the rank's parts. The sum is taken in fp32, and
-    rounded once to the parameter's type.
+    A rank's part of W + alpha/rank · B A takes no more of B and A than the rank's parts. The sum is
+    taken in fp32, and rounded once to the parameter's type.
 
     Args:
         parameters: of the policy without adapters.
@@ -306,7 +368,9 @@ class MergedParameters(dict[Entry, torch.Tensor]):
     ) -> None:
         super().__init__(parameters)
         self._scale, self._world = scale, world
-        self._adapters = {name: matrix.detach() for entry, matrix in adapters.items() for name in entry.tensors}
+        self._adapters = {
+            name: matrix.detach() for entry, matrix in adapters.items() for name in entry.tensors
+        }
 
     def __getitem__(self, entry: Entry) -> torch.Tensor:
         parameter = super().__getitem__(entry)
@@ -325,8 +389,8 @@ class MergedParameters(dict[Entry, torch.Tensor]):
 
 
 def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]:
-    """Megatron's description of the adapters' shards. Layers and experts are leading dimensions, as of the policy's own
-    parameters, and nothing in it depends on the layout."""
+    """Megatron's description of the adapters' shards. Layers and experts are leading dimensions, as
+    of the policy's own parameters, and nothing in it depends on the layout."""
     state = {}
     for entry, parameter in bind_adapters(chunks, world).items():
         leading = list(zip(entry.leading, entry.leading_sizes, strict=True))
@@ -340,12 +404,18 @@ def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]
             else parallel_state.get_expert_data_parallel_rank()
         )
         state[_name(entry)] = ShardedTensor.from_rank_offsets(
-            entry.key, parameter, *offsets, replica_id=(0, part if whole else 0, copy), prepend_axis_num=len(leading)
+            entry.key,
+            parameter,
+            *offsets,
+            replica_id=(0, part if whole else 0, copy),
+            prepend_axis_num=len(leading),
         )
     return {"adapters": state}
 
 
-def load_adapter_state(chunks: Sequence[PolicyModel], state: Mapping[str, Any], world: World) -> None:
+def load_adapter_state(
+    chunks: Sequence[PolicyModel], state: Mapping[str, Any], world: World
+) -> None:
     """Put what was read for :func:`adapter_state` into the adapters."""
     with torch.no_grad():
         for entry, parameter in bind_adapters(chunks, world).items():

@@ -1,8 +1,10 @@
-"""Which Hugging Face tensors a Megatron parameter is made of, and which rows or columns of them each rank holds.
+"""Which Hugging Face tensors a Megatron parameter is made of, and which rows or columns of them
+each rank holds.
 
-A family's rows are read in both directions. :meth:`Entry.slices` says what the parameter of rank r is: slices of
-tensors, put together along one axis. Loading copies these slices into the parameter, streaming and export copy them
-back, and a directory's shapes are checked against the same rows. No torch is needed to read them.
+A family's rows are read in both directions. :meth:`Entry.slices` says what the parameter of rank r
+is: slices of tensors, put together along one axis. Loading copies these slices into the parameter,
+streaming and export copy them back, and a directory's shapes are checked against the same rows. No
+torch is needed to read them.
 """
 
 from __future__ import annotations
@@ -26,16 +28,24 @@ from megatron_dppo.models.family import (
 )
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 
-EMBEDDING = ParameterMapping(VOCABULARY, ("embedding.word_embeddings.weight",), ("model.{body}embed_tokens.weight",))
-FINAL_NORM = ParameterMapping(REPLICATED, ("decoder.final_layernorm.weight",), ("model.{body}norm.weight",))
+EMBEDDING = ParameterMapping(
+    VOCABULARY, ("embedding.word_embeddings.weight",), ("model.{body}embed_tokens.weight",)
+)
+FINAL_NORM = ParameterMapping(
+    REPLICATED, ("decoder.final_layernorm.weight",), ("model.{body}norm.weight",)
+)
 UNTIED_OUTPUT = ParameterMapping(VOCABULARY, ("output_layer.weight",), ("lm_head.weight",))
-TIED_OUTPUT = ParameterMapping(VOCABULARY, ("output_layer.weight",), EMBEDDING.tensors, is_copy=True)
-"""With tied embeddings the output layer has no weight of its own, unless it is on another stage than the embedding."""
+TIED_OUTPUT = ParameterMapping(
+    VOCABULARY, ("output_layer.weight",), EMBEDDING.tensors, is_copy=True
+)
+"""With tied embeddings the output layer has no weight of its own, unless it is on another stage
+than the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Rows (axis 0) or columns (axis 1) ``start`` to ``stop`` of one Hugging Face tensor; the axis is its entry's.
+    """Rows (axis 0) or columns (axis 1) ``start`` to ``stop`` of one Hugging Face tensor; the axis
+    is its entry's.
 
     Without a ``name``, zeros: tokens that only the padded vocabulary has.
 
@@ -55,11 +65,13 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A mapping of the table for one layer (and expert) of one policy: a parameter, and the tensors it is made of.
+    """A mapping of the table for one layer (and expert) of one policy: a parameter, and the tensors
+    it is made of.
 
         Entry(shape.family.rows[2], shape, layer=5)
 
-    is ``decoder.layers.5.self_attention.linear_proj.weight``, made of ``model.layers.5.self_attn.o_proj.weight``.
+    is ``decoder.layers.5.self_attention.linear_proj.weight``, made of
+    ``model.layers.5.self_attn.o_proj.weight``.
     """
 
     mapping: ParameterMapping
@@ -76,7 +88,8 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """The parameter's name in Megatron's distributed format. Layers of one kind are a leading dimension there."""
+        """The parameter's name in Megatron's distributed format. Layers of one kind are a leading
+        dimension there."""
         return self.mapping.key.replace(".{layer}", f".{self.layer}" if self.shape.hybrid else "")
 
     @property
@@ -90,11 +103,15 @@ class Entry:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the Hugging Face tensors, by name."""
         rank = self.mapping.lora_rank
-        return {name: _tensor_shape(self.shape, name, rank) for name in map(self._numbered, self.mapping.tensors)}
+        return {
+            name: _tensor_shape(self.shape, name, rank)
+            for name in map(self._numbered, self.mapping.tensors)
+        }
 
     @property
     def fused(self) -> str:
-        """The one tensor of files in which its tensors lie with those of all other experts; empty: none."""
+        """The one tensor of files in which its tensors lie with those of all other experts; empty:
+        none."""
         return self._numbered(self.mapping.fused)
 
     @property
@@ -104,7 +121,8 @@ class Entry:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Where the parameter lies in the leading dimensions of its key in Megatron's distributed format."""
+        """Where the parameter lies in the leading dimensions of its key in Megatron's distributed
+        format."""
         return tuple(index for index, _ in self._leading)
 
     @property
@@ -156,7 +174,9 @@ class Entry:
                 groups = range(*_part(self.shape.kv_heads, tp_rank, tp, "query groups"))
                 heads = {name: extent // self.shape.kv_heads for name, extent in extents.items()}
                 return tuple(
-                    Slice(name, group * size, (group + 1) * size) for group in groups for name, size in heads.items()
+                    Slice(name, group * size, (group + 1) * size)
+                    for group in groups
+                    for name, size in heads.items()
                 )
             case Split.GATED_QKV:
                 size, heads_each = self.shape.head_dim, self.shape.heads // self.shape.kv_heads
@@ -166,11 +186,15 @@ class Entry:
                     of_group = range(group * heads_each, (group + 1) * heads_each)
                     pieces += [(query, 2 * head + gate) for gate in (0, 1) for head in of_group]
                     pieces += [(name, group) for name in others]
-                return tuple(Slice(name, place * size, (place + 1) * size) for name, place in pieces)
+                return tuple(
+                    Slice(name, place * size, (place + 1) * size) for name, place in pieces
+                )
             case Split.REPLICATED:
                 tp_rank, tp = 0, 1
         names, begins = list(extents), dict.fromkeys(extents, 0)
-        sections = [(names[number], self.shape.extents[kind]) for number, _, kind in self.mapping.sections]
+        sections = [
+            (names[number], self.shape.extents[kind]) for number, _, kind in self.mapping.sections
+        ]
         cut = []
         for name, size in sections or extents.items():
             start, stop = _part(size, tp_rank, tp, f"features of {name}")
@@ -184,7 +208,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Rows of a parameter with a key of their own in Megatron's distributed format: most often all of them."""
+    """Rows of a parameter with a key of their own in Megatron's distributed format: most often all
+    of them."""
 
     entry: Entry
     key: str
@@ -195,7 +220,11 @@ class Stored:
     def rows(self) -> tuple[Slice, ...]:
         """Rows of Hugging Face tensors that it consists of, below one another."""
         tensors = self.entry.tensors.items()
-        rows = tuple(Slice(name, 0, size[0]) for name, size in tensors) if self.entry.axis else self.entry.slices(0, 1)
+        rows = (
+            tuple(Slice(name, 0, size[0]) for name, size in tensors)
+            if self.entry.axis
+            else self.entry.slices(0, 1)
+        )
         return rows if self.section is None else rows[self.section : self.section + 1]
 
     @property
@@ -234,19 +263,25 @@ def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterat
         yield Entry(TIED_OUTPUT, shape)
 
 
-def adapter_entries(shape: PolicyShape, lora: LoraConfig, layers: Sequence[range] | None = None) -> Iterator[Entry]:
+def adapter_entries(
+    shape: PolicyShape, lora: LoraConfig, layers: Sequence[range] | None = None
+) -> Iterator[Entry]:
     """The same for the adapters of ``lora``, whose tensors have the names that PEFT gives them."""
     mappings = _adapter_mappings(shape.family.rows, lora.rank, lora.targets)
     yield from _of_layers(shape, mappings, layers or [range(shape.num_layers)])
 
 
-def _of_layers(shape: PolicyShape, mappings: Sequence[ParameterMapping], layers: Sequence[range]) -> Iterator[Entry]:
+def _of_layers(
+    shape: PolicyShape, mappings: Sequence[ParameterMapping], layers: Sequence[range]
+) -> Iterator[Entry]:
     kinds = shape.layer_types
     for layer in chain.from_iterable(layers):
         there = [mapping for mapping in mappings if mapping.layers in ("", kinds[layer])]
         yield from (Entry(mapping, shape, layer) for mapping in there if not mapping.of_expert)
         for expert in range(shape.experts):
-            yield from (Entry(mapping, shape, layer, expert) for mapping in there if mapping.of_expert)
+            yield from (
+                Entry(mapping, shape, layer, expert) for mapping in there if mapping.of_expert
+            )
 
 
 PEFT = "base_model.model."
@@ -257,7 +292,8 @@ PEFT = "base_model.model."
 def _adapter_mappings(
     rows: tuple[ParameterMapping, ...], rank: int, targets: tuple[str, ...]
 ) -> tuple[ParameterMapping, ...]:
-    """A and B of every matrix that is a target. The one is cut as the weight is, and every rank has the other whole."""
+    """A and B of every matrix that is a target. The one is cut as the weight is, and every rank has
+    the other whole."""
     found = []
     for mapping in rows:
         for name in mapping.tensors:
@@ -269,12 +305,15 @@ def _adapter_mappings(
             for letter, split in zip("ba", splits, strict=True):
                 names = tuple(f"{_adapters_of(of)}.{target}.{letter}" for of in mapping.megatron)
                 tensor = f"{PEFT}{module}.lora_{letter.upper()}.weight"
-                found.append(ParameterMapping(split, names, (tensor,), lora_rank=rank, layers=mapping.layers))
+                found.append(
+                    ParameterMapping(split, names, (tensor,), lora_rank=rank, layers=mapping.layers)
+                )
     return tuple(found)
 
 
 def _adapters_of(parameter: str) -> str:
-    """Where the adapters of a linear layer's weight are; a grouped layer has them once for each expert."""
+    """Where the adapters of a linear layer's weight are; a grouped layer has them once for each
+    expert."""
     layer, _, weight = parameter.rpartition(".")
     return f"{layer}.lora" + (".{expert}" if weight != "weight" else "")
 
@@ -286,13 +325,15 @@ def adapters_of_tensor(name: str) -> tuple[str, str]:
 
 
 def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a policy in Hugging Face's form, in the order of the forward pass."""
+    """Name and shape of every tensor of a policy in Hugging Face's form, in the order of the
+    forward pass."""
     return {name: size for entry in entries(shape) for name, size in entry.tensors.items()}
 
 
 def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Tensors of files, in the order of the forward pass: name and shape of each of the policy's that lie in one, one
-    after another. These are several if a file has the experts of a layer in one tensor."""
+    """Tensors of files, in the order of the forward pass: name and shape of each of the policy's
+    that lie in one, one after another. These are several if a file has the experts of a layer in
+    one tensor."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for entry in entries(shape):
         for name, size in entry.tensors.items():
@@ -300,19 +341,29 @@ def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
     return found
 
 
-def file_shape(name: str, parts: Mapping[str, tuple[int, ...]], shape: PolicyShape) -> tuple[int, ...]:
-    """Shape of a tensor of files with these parts; of experts: [experts, rows of an expert's tensors, columns]."""
+def file_shape(
+    name: str, parts: Mapping[str, tuple[int, ...]], shape: PolicyShape
+) -> tuple[int, ...]:
+    """Shape of a tensor of files with these parts; of experts: [experts, rows of an expert's
+    tensors, columns]."""
     sizes = list(parts.values())
-    return parts.get(name) or (shape.experts, sum(size[0] for size in sizes) // shape.experts, *sizes[0][1:])
+    return parts.get(name) or (
+        shape.experts,
+        sum(size[0] for size in sizes) // shape.experts,
+        *sizes[0][1:],
+    )
 
 
 def exact_tensors(shape: PolicyShape) -> frozenset[str]:
     """Those that are fp32 in every policy and file."""
-    return frozenset(name for entry in entries(shape) if entry.mapping.exact for name in entry.tensors)
+    return frozenset(
+        name for entry in entries(shape) if entry.mapping.exact for name in entry.tensors
+    )
 
 
 def redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
-    """Tensors that a directory may hold besides: a copy of the embedding, as the output layer that is tied to it.
+    """Tensors that a directory may hold besides: a copy of the embedding, as the output layer that
+    is tied to it.
 
     Qwen3's own small models come with it.
     """
@@ -320,8 +371,11 @@ def redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
 
 
 def parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
-    """Weights of the policy, without padding; tied embeddings count once. With ``lora``, of its adapters instead."""
-    return sum(entry.elements for entry in (adapter_entries(shape, lora) if lora else entries(shape)))
+    """Weights of the policy, without padding; tied embeddings count once. With ``lora``, of its
+    adapters instead."""
+    return sum(
+        entry.elements for entry in (adapter_entries(shape, lora) if lora else entries(shape))
+    )
 
 
 def describe_mismatch(
@@ -330,7 +384,8 @@ def describe_mismatch(
     found: Mapping[str, tuple[int, ...]],
     optional: Mapping[str, tuple[int, ...]] | None = None,
 ) -> str:
-    """Name tensors that are missing, unexpected or of another shape, the first of each kind; empty: there are none.
+    """Name tensors that are missing, unexpected or of another shape, the first of each kind; empty:
+    there are none.
 
     Args:
         policy: config.json's.
@@ -347,15 +402,21 @@ def describe_mismatch(
         problems.append(f"{_some(missing)} missing{nearest_name(missing[0], unexpected)}")
     if unexpected:
         kind = f"{policy.architecture} of {policy.num_layers} layers"
-        problems.append(f"{_some(unexpected)} no part of a {kind}{nearest_name(unexpected[0], expected)}")
+        problems.append(
+            f"{_some(unexpected)} no part of a {kind}{nearest_name(unexpected[0], expected)}"
+        )
     for name in misshapen[:1]:
-        problems.append(f"{name} has shape {[*found[name]]}, but config.json makes it {[*possible[name]]}")
+        problems.append(
+            f"{name} has shape {[*found[name]]}, but config.json makes it {[*possible[name]]}"
+        )
     return "; ".join(problems)
 
 
 def _some(names: Sequence[str]) -> str:
     """One tensor by name, many by the first name and their number."""
-    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors are"
+    return (
+        f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors are"
+    )
 
 
 def nearest_name(name: str, candidates: Collection[str]) -> str:
@@ -377,7 +438,8 @@ def _part(extent: int, part: int, parts: int, what: str) -> tuple[int, int]:
     """Start and stop of one of ``parts`` equal parts."""
     if extent % parts:
         raise ValueError(
-            f"{what} ({extent}) cannot be cut into {parts} equal parts; check_layout refuses such a layout"
+            f"{what} ({extent}) cannot be cut into {parts} equal parts; check_layout refuses such "
+            "a layout"
         )
     size = extent // parts
     return part * size, (part + 1) * size

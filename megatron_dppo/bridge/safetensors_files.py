@@ -1,4 +1,5 @@
-"""The weights of a Hugging Face directory as they are read: where each tensor lies, and whether all are there.
+"""The weights of a Hugging Face directory as they are read: where each tensor lies, and whether all
+are there.
 
 Only headers are read, without torch, so that a bad directory is refused before any rank starts.
 """
@@ -34,7 +35,8 @@ SINGLE = "model.safetensors"
 CARRIED = "model-carried.safetensors"
 """Tensors that are no part of the policy, as they came."""
 NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""The types of weights that can be read, by NumPy's names; for BF16, which it lacks, that of the same size."""
+"""The types of weights that can be read, by NumPy's names; for BF16, which it lacks, that of the
+same size."""
 ROWS = 1024
 """Rows of a tensor that are compared at a time."""
 
@@ -43,8 +45,8 @@ ROWS = 1024
 class Chunk:
     """A tensor, or a rectangle of a matrix, stored row by row from one byte of a file on.
 
-    A gate projection [40, 24] in bf16 that begins at byte 3,072: ``Chunk(file, 3072, "BF16", (40, 24))``. The up
-    projection lies below it in ``linear_fc1``, at byte 4,992 of the file, say:
+    A gate projection [40, 24] in bf16 that begins at byte 3,072: ``Chunk(file, 3072, "BF16", (40,
+    24))``. The up projection lies below it in ``linear_fc1``, at byte 4,992 of the file, say:
     ``Chunk(file, 4992, "BF16", (40, 24), row=40)``.
     """
 
@@ -73,7 +75,8 @@ class Chunk:
         return prod(self.shape) * int(bits[0] if bits else 8) // 8
 
     def cut(self, first: int, rows: int, row: int) -> Chunk:
-        """``rows`` rows of it from its own row ``first`` on, to lie from row ``row`` of a matrix on."""
+        """``rows`` rows of it from its own row ``first`` on, to lie from row ``row`` of a matrix
+        on."""
         skipped = replace(self, shape=(first, *self.shape[1:])).length
         return replace(self, start=self.start + skipped, shape=(rows, *self.shape[1:]), row=row)
 
@@ -86,7 +89,8 @@ def stored_tensors(path: Path) -> dict[str, Chunk]:
     """Every tensor of the directory's weights, by name, from an index or a single file.
 
     Raises:
-        UserError: if files are missing or damaged, or the index names a tensor that its file does not have.
+        UserError: if files are missing or damaged, or the index names a tensor that its file does
+            not have.
     """
     index = path / INDEX
     if not index.is_file():
@@ -101,12 +105,19 @@ def stored_tensors(path: Path) -> dict[str, Chunk]:
     for name in sorted(set(files.values())):
         if not (path / name).is_file():
             lost = sum(file == name for file in files.values())
-            raise _unreadable(path, f"{name} is missing, which {INDEX} names for {lost} tensors", "fetch it again")
+            raise _unreadable(
+                path, f"{name} is missing, which {INDEX} names for {lost} tensors", "fetch it again"
+            )
         found |= read_header(path / name)
     for tensor, name in files.items():
         if tensor not in found or found[tensor].file.name != name:
-            problem = f"{INDEX} says that {tensor} is in {name}, where it is not{nearest_name(tensor, found)}"
-            raise _unreadable(path, problem, f"fetch {INDEX} and {name} again, from one version of the model")
+            problem = (
+                f"{INDEX} says that {tensor} is in {name}, where it is "
+                f"not{nearest_name(tensor, found)}"
+            )
+            raise _unreadable(
+                path, problem, f"fetch {INDEX} and {name} again, from one version of the model"
+            )
     return found
 
 
@@ -119,15 +130,22 @@ def read_header(file: Path) -> dict[str, Chunk]:
     from safetensors import SafetensorError, safe_open  # not there without an extra
 
     try:
-        with safe_open(file, "numpy"), file.open("rb") as opened:  # the library checks sizes and offsets
+        with (
+            safe_open(file, "numpy"),
+            file.open("rb") as opened,
+        ):  # the library checks sizes and offsets
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
     except (SafetensorError, OSError) as error:
         problem = f"{file.name} is no whole safetensors file ({error})"
-        raise _unreadable(file.parent, problem, "fetch it again (through Git LFS, if it is a pointer)") from None
+        raise _unreadable(
+            file.parent, problem, "fetch it again (through Git LFS, if it is a pointer)"
+        ) from None
     header.pop("__metadata__", None)
     return {
-        name: Chunk(file, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+        name: Chunk(
+            file, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"])
+        )
         for name, entry in header.items()
     }
 
@@ -142,24 +160,34 @@ def check_finite(tensors: Mapping[str, Chunk], path: Path, *, most_bytes: int) -
         return
     for name, tensor in tensors.items():
         if not all(np.isfinite(numbers).all() for numbers in _numbers(tensor)):
-            raise _unreadable(path, f"{name} holds values that are not finite", "fetch the model again")
+            raise _unreadable(
+                path, f"{name} holds values that are not finite", "fetch the model again"
+            )
 
 
 def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
-    """Where the tensors of a policy lie; a directory that does not have them is refused, before anything is started.
+    """Where the tensors of a policy lie; a directory that does not have them is refused, before
+    anything is started.
 
     Raises:
-        UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape or type; and for an
-            output layer of its own in a policy that has none.
+        UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape
+            or type; and for an output layer of its own in a policy that has none.
     """
     stored, files = stored_tensors(path), file_tensors(shape)
-    found = {name: tensor for name, tensor in stored.items() if not name.startswith(shape.family.carried)}
+    found = {
+        name: tensor for name, tensor in stored.items() if not name.startswith(shape.family.carried)
+    }
     expected, copies = expected_tensors(shape), redundant_tensors(shape)
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parts in files.items():
         wanted.update({name: file_shape(name, parts, shape)} if name in found else parts)
-    if problem := describe_mismatch(shape, wanted, {name: tensor.shape for name, tensor in found.items()}, copies):
-        remedy = "take a whole model in Hugging Face's form (no adapter, no quantization) and its own config.json"
+    if problem := describe_mismatch(
+        shape, wanted, {name: tensor.shape for name, tensor in found.items()}, copies
+    ):
+        remedy = (
+            "take a whole model in Hugging Face's form (no adapter, no quantization) and its "
+            "own config.json"
+        )
         raise _unreadable(path, problem, remedy)
     for name, tensor in found.items():
         if tensor.dtype not in NUMPY:
@@ -170,8 +198,14 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
     for name in copies:
         (embedding,) = Entry(EMBEDDING, shape).tensors
         if name in found and not _are_equal(found[name], found[embedding]):
-            problem = f"{name} differs from {embedding}, and config.json makes them one (tie_word_embeddings = true)"
-            remedy = f"set tie_word_embeddings to false in its config.json, or take {name} out of its files"
+            problem = (
+                f"{name} differs from {embedding}, and config.json makes them one "
+                "(tie_word_embeddings = true)"
+            )
+            remedy = (
+                f"set tie_word_embeddings to false in its config.json, or take {name} out of "
+                "its files"
+            )
             raise _unreadable(path, problem, remedy)
     return {name: found[name] for name in expected}
 
@@ -186,8 +220,8 @@ def split_chunk(whole: Chunk, parts: Mapping[str, tuple[int, ...]]) -> dict[str,
 
 
 def carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
-    """Tensors of a directory that are no part of the policy, and stay beside it: a vision tower, heads for further
-    tokens. The directory may have no weights but these.
+    """Tensors of a directory that are no part of the policy, and stay beside it: a vision tower,
+    heads for further tokens. The directory may have no weights but these.
 
     Raises:
         UserError: if there are none, and the model that the policy is a part of requires some.
@@ -196,7 +230,9 @@ def carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
         return read_header(path / CARRIED)
     has_weights = (path / INDEX).is_file() or (path / SINGLE).is_file()
     found = stored_tensors(path) if has_weights and shape.family.carried else {}
-    carried = {name: tensor for name, tensor in found.items() if name.startswith(shape.family.carried)}
+    carried = {
+        name: tensor for name, tensor in found.items() if name.startswith(shape.family.carried)
+    }
     if shape.family.text_config and not carried:
         problem = f"has none of the tensors of {shape.architecture} beside its text model"
         raise _unreadable(path, problem, "take the directory of the whole model, with its weights")
@@ -214,7 +250,11 @@ def _numbers(tensor: Chunk) -> Iterator[NDArray[Any]]:
     values = tensor.values()
     for row in range(0, tensor.rows, ROWS):
         numbers = values[row : row + ROWS]
-        yield (numbers.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else numbers
+        yield (
+            (numbers.astype(np.uint32) << 16).view(np.float32)
+            if tensor.dtype == "BF16"
+            else numbers
+        )
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:

@@ -1,8 +1,10 @@
-"""The policy in a Megatron checkpoint: where each parameter lies. Nothing that the checkpoint asks for is run.
+"""The policy in a Megatron checkpoint: where each parameter lies. Nothing that the checkpoint asks
+for is run.
 
-A pickle may call any function that can be imported, and a checkpoint may come from anyone. Torch's index of a
-checkpoint, ``.metadata``, is made of a dozen plain classes, which are the only ones that are allowed here.
-Everything else that is pickled is read by torch, which is told to accept tensors and plain values only.
+A pickle may call any function that can be imported, and a checkpoint may come from anyone. Torch's
+index of a checkpoint, ``.metadata``, is made of a dozen plain classes, which are the only ones that
+are allowed here. Everything else that is pickled is read by torch, which is told to accept tensors
+and plain values only.
 """
 
 from __future__ import annotations
@@ -32,9 +34,21 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron_dppo.bridge.checkpoint_folder import METADATA, Checksums, DamagedError, damaged, refusing_damage
+from megatron_dppo.bridge.checkpoint_folder import (
+    METADATA,
+    Checksums,
+    DamagedError,
+    damaged,
+    refusing_damage,
+)
 from megatron_dppo.bridge.chunks import TYPE_NAMES, dtype_in, read_rows, tensor_chunks
-from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Stored, adapter_entries, describe_mismatch, entries
+from megatron_dppo.bridge.mapping import (
+    UNTIED_OUTPUT,
+    Stored,
+    adapter_entries,
+    describe_mismatch,
+    entries,
+)
 from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.bridge.torch_dist import data_offset, locate_data, open_archive
 from megatron_dppo.config import LoraConfig
@@ -48,11 +62,18 @@ _CLASSES = (
     *(SavePlan, WriteItem, TensorWriteData, WriteItemType),  # Megatron keeps what each rank wrote
 )
 _ALLOWED: Mapping[tuple[str, str], Any] = {
-    **{(thing.__module__, thing.__qualname__): thing for thing in (*_CLASSES, torch.Size, OrderedDict)},
+    **{
+        (thing.__module__, thing.__qualname__): thing
+        for thing in (*_CLASSES, torch.Size, OrderedDict)
+    },
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    **{(module, "PosixPath"): lambda *parts: "/".join(parts) for module in ("pathlib", "pathlib._local")},
+    **{
+        (module, "PosixPath"): lambda *parts: "/".join(parts)
+        for module in ("pathlib", "pathlib._local")
+    },
 }
-"""Globals that a pickle may load, besides torch's types. A path stays text: nothing depends on where it was written."""
+"""Globals that a pickle may load, besides torch's types. A path stays text: nothing depends on
+where it was written."""
 
 _ONLY, _ANYTHING = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -63,7 +84,9 @@ class _Unpickler(pickle.Unpickler):
             return _ALLOWED[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs; that was not run")
+        raise pickle.UnpicklingError(
+            f"it asks for {module}.{name}, which no checkpoint needs; that was not run"
+        )
 
 
 @contextmanager
@@ -74,7 +97,12 @@ def _classes_unchanged() -> Iterator[None]:
         yield
     finally:
         now = {of: dict(vars(of)) for of in _CLASSES}
-        changed = [(of, name) for of in _CLASSES for name in now[of] if before[of].get(name) is not now[of][name]]
+        changed = [
+            (of, name)
+            for of in _CLASSES
+            for name in now[of]
+            if before[of].get(name) is not now[of][name]
+        ]
         for of, name in changed:
             setattr(of, name, before[of][name]) if name in before[of] else delattr(of, name)
     if changed:
@@ -85,7 +113,8 @@ def read_metadata(folder: Path) -> Metadata:
     """Torch's index of the checkpoint in ``folder``.
 
     Raises:
-        Exception: whatever a damaged pickle makes of it; UnpicklingError if it asks for anything that no index needs.
+        Exception: whatever a damaged pickle makes of it; UnpicklingError if it asks for anything
+            that no index needs.
         ValueError: if it is no index of a checkpoint whose files lie in this folder.
     """
     with (folder / METADATA).open("rb") as file, _classes_unchanged():
@@ -93,7 +122,10 @@ def read_metadata(folder: Path) -> Metadata:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError("it is no index of a checkpoint")
     for stored in metadata.storage_data.values():
-        if not isinstance(stored, _StorageInfo) or Path(stored.relative_path).name != stored.relative_path:
+        if (
+            not isinstance(stored, _StorageInfo)
+            or Path(stored.relative_path).name != stored.relative_path
+        ):
             raise ValueError(f"it names {stored}, which is no file of this folder")
         if stored.offset < 0 or stored.length < 0:
             raise ValueError(f"it names {stored}, which is no part of a file")
@@ -104,7 +136,8 @@ def read_metadata(folder: Path) -> Metadata:
 def plain_values_only() -> Iterator[None]:
     """Within this block ``torch.load`` fails for whatever is no tensor or plain value.
 
-    It does so with ``weights_only=False`` too, which is what torch's own reader of checkpoints asks for.
+    It does so with ``weights_only=False`` too, which is what torch's own reader of checkpoints asks
+    for.
     """
     before = {name: os.environ.pop(name, None) for name in (_ONLY, _ANYTHING)}
     os.environ[_ONLY] = "1"
@@ -120,14 +153,29 @@ _PLAIN = ("torch ", "torch._utils ", "collections ", "_codecs encode", "_io Byte
 
 
 def find_foreign_pickle(folder: Path) -> str | None:
-    """The first stored value whose pickle asks for what no tensor or plain value needs, or that is no archive."""
+    """The first stored value whose pickle asks for what no tensor or plain value needs, or that is
+    no archive."""
     for index, stored in read_metadata(folder).storage_data.items():
         name = f"{index.fqn} in {stored.relative_path}"
         try:
-            with open_archive(folder / stored.relative_path, stored.offset, stored.length) as (_, mapped, archive):
-                pickles = [record for record in archive.infolist() if record.filename.endswith(".pkl")]
-                data = [mapped[(at := data_offset(record, mapped)) : at + record.file_size] for record in pickles]
-            asked = [argument for one in data for code, argument, _ in genops(one) if "GLOBAL" in code.name]
+            with open_archive(folder / stored.relative_path, stored.offset, stored.length) as (
+                _,
+                mapped,
+                archive,
+            ):
+                pickles = [
+                    record for record in archive.infolist() if record.filename.endswith(".pkl")
+                ]
+                data = [
+                    mapped[(at := data_offset(record, mapped)) : at + record.file_size]
+                    for record in pickles
+                ]
+            asked = [
+                argument
+                for one in data
+                for code, argument, _ in genops(one)
+                if "GLOBAL" in code.name
+            ]
         except Exception:  # whatever a damaged archive makes of it
             return name
         if not all(str(thing).startswith(_PLAIN) for thing in asked):
@@ -136,7 +184,8 @@ def find_foreign_pickle(folder: Path) -> str | None:
 
 
 class StoredPolicy:
-    """The weights of a checkpoint, whatever layout wrote it. Checked when built; nothing else of it is read.
+    """The weights of a checkpoint, whatever layout wrote it. Checked when built; nothing else of it
+    is read.
 
     Args:
         folder: the directory of one iteration, ``metadata.json`` in it.
@@ -144,14 +193,20 @@ class StoredPolicy:
         lora: whose adapters it should hold instead of the policy's own weights.
 
     Raises:
-        UserError: naming ``setting``, if it is no such checkpoint, or a file or parameter is missing, truncated,
-            unexpected, or of another shape.
+        UserError: naming ``setting``, if it is no such checkpoint, or a file or parameter is
+            missing, truncated, unexpected, or of another shape.
     """
 
-    def __init__(self, folder: Path, shape: PolicyShape, setting: str, lora: LoraConfig | None = None) -> None:
+    def __init__(
+        self, folder: Path, shape: PolicyShape, setting: str, lora: LoraConfig | None = None
+    ) -> None:
         self._folder, self._setting = folder, setting
         if not (folder / METADATA).is_file():
-            raise damaged(folder, setting, f"has no {METADATA}, as checkpoints in Megatron's torch_dist format do")
+            raise damaged(
+                folder,
+                setting,
+                f"has no {METADATA}, as checkpoints in Megatron's torch_dist format do",
+            )
         with refusing_damage(folder, setting):
             self.checksums = Checksums.read(folder)
             """None for a checkpoint without checksums that this version can check."""
@@ -164,7 +219,9 @@ class StoredPolicy:
             self._storage: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
             self._check_files()
         stored = metadata.state_dict_metadata
-        self._tensors = {key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
+        self._tensors = {
+            key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)
+        }
         wanted = list(adapter_entries(shape, lora) if lora else entries(shape))
         self._blocks: dict[Stored, list[ChunkStorageMetadata]] = {}
         self._find_blocks([part for entry in wanted for part in entry.stored], shape)
@@ -191,13 +248,16 @@ class StoredPolicy:
         """
         if self.checksums is None:
             return
-        places = (self._place(part, block) for part, blocks in self._blocks.items() for block in blocks)
+        places = (
+            self._place(part, block) for part, blocks in self._blocks.items() for block in blocks
+        )
         files = {place.relative_path for place in places}
         with refusing_damage(self._folder, self._setting):
             self.checksums.check(None if every else sorted(files), share=share, of=of)
 
     def rows(self, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
-        """The bytes of a Hugging Face tensor in a policy of type ``dtype``, as :func:`read_rows` gives them.
+        """The bytes of a Hugging Face tensor in a policy of type ``dtype``, as :func:`read_rows`
+        gives them.
 
         Raises:
             UserError: if a file cannot be read there.
@@ -217,7 +277,9 @@ class StoredPolicy:
                 blocks = {part: self._located(part) for part in entry.stored}
             except Exception as error:  # whatever reading a damaged archive raises
                 raise DamagedError(f"{entry.key} cannot be read ({error})") from error
-        return [chunk for part, chunks in blocks.items() for chunk in tensor_chunks(name, part, chunks)]
+        return [
+            chunk for part, chunks in blocks.items() for chunk in tensor_chunks(name, part, chunks)
+        ]
 
     def _locate(self, part: Stored) -> list[Chunk]:
         return [self._chunk(part, block) for block in self._blocks[part]]
@@ -236,14 +298,18 @@ class StoredPolicy:
         start, size = locate_data(file, place.offset, place.length)
         # Megatron writes contiguous tensors only, so the record is the block.
         if size != prod(block.sizes) * dtype.itemsize:
-            raise ValueError(f"{size} bytes in {file.name} do not fit the shape {list(block.sizes)}")
+            raise ValueError(
+                f"{size} bytes in {file.name} do not fit the shape {list(block.sizes)}"
+            )
         row, column = (*block.offsets[leading:], 0)[:2]
         return Chunk(file, start, TYPE_NAMES[dtype], (*block.sizes[leading:],), row, column)
 
     def _check_files(self) -> None:
         sizes: dict[str, int] = defaultdict(int)
         for place in self._storage.values():
-            sizes[place.relative_path] = max(sizes[place.relative_path], place.offset + place.length)
+            sizes[place.relative_path] = max(
+                sizes[place.relative_path], place.offset + place.length
+            )
         for name, size in sizes.items():
             file = self._folder / name
             if not file.is_file():
@@ -253,15 +319,29 @@ class StoredPolicy:
 
     def _find_blocks(self, parts: Sequence[Stored], shape: PolicyShape) -> None:
         if not parts[0].entry.mapping.lora_rank and any(".lora." in key for key in self._tensors):
-            problem = "holds the adapters of a run with model.lora, and not the policy that they belong to"
-            remedy = "Give the run's export, RUN/hf, or what `megatron-dppo export RUN --merge` makes"
+            problem = (
+                "holds the adapters of a run with model.lora, and not the policy that they "
+                "belong to"
+            )
+            remedy = (
+                "Give the run's export, RUN/hf, or what `megatron-dppo export RUN --merge` makes"
+            )
             raise UserError(self._setting, self._folder, problem, remedy)
         expected = {part.key: part.stored_shape for part in parts}
-        roots = {key.partition(".")[0] for key in (*expected, UNTIED_OUTPUT.key)}  # beside these are an optimizer's
-        found = {key: (*each.size,) for key, each in self._tensors.items() if key.partition(".")[0] in roots}
+        roots = {
+            key.partition(".")[0] for key in (*expected, UNTIED_OUTPUT.key)
+        }  # beside these are an optimizer's
+        found = {
+            key: (*each.size,)
+            for key, each in self._tensors.items()
+            if key.partition(".")[0] in roots
+        }
         for key in {part.key for part in parts if part.entry.mapping.split is Split.VOCABULARY}:
             if found.get(key, ())[:1] >= (shape.vocab_size,):
-                expected[key] = (found[key][0], *expected[key][1:])  # the padding depends on who wrote it
+                expected[key] = (
+                    found[key][0],
+                    *expected[key][1:],
+                )  # the padding depends on who wrote it
         if problem := describe_mismatch(shape, expected, found):
             remedy = "Give the config.json of the policy that it was written of"
             raise UserError(self._setting, self._folder, problem, remedy)
@@ -272,6 +352,10 @@ class StoredPolicy:
                 blocks[key, (*block.offsets[:count],)].append(block)
         for part in parts:
             held = self._blocks[part] = blocks[part.key, part.entry.leading]
-            if sum(prod(block.sizes) for block in held) != prod(expected[part.key][leading[part.key] :]):
+            if sum(prod(block.sizes) for block in held) != prod(
+                expected[part.key][leading[part.key] :]
+            ):
                 layer = f" of layer {part.entry.layer}" if part.entry.leading else ""
-                raise damaged(self._folder, self._setting, f"{part.key}{layer} is there in part only")
+                raise damaged(
+                    self._folder, self._setting, f"{part.key}{layer} is there in part only"
+                )

@@ -1,9 +1,10 @@
 """The actor's weights as a stream of buckets: whole tensors under Hugging Face's names.
 
-Export, the local engine and the servers' transports all read this stream. A bucket takes one gather: every rank sends
-its shards straight to each rank that consumes, and nothing is sent on from there. Pipeline stages take turns in filling
-a bucket, so that all of them send at once. While a consumer has one bucket, the next is on its way. Only the ranks that
-together have one copy of the policy exchange anything: copies send one another nothing.
+Export, the local engine and the servers' transports all read this stream. A bucket takes one
+gather: every rank sends its shards straight to each rank that consumes, and nothing is sent on from
+there. Pipeline stages take turns in filling a bucket, so that all of them send at once. While a
+consumer has one bucket, the next is on its way. Only the ranks that together have one copy of the
+policy exchange anything: copies send one another nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Consumers(StrEnum):
-    """Which ranks of a copy of the policy get buckets with tensors. The others only send, and get empty ones."""
+    """Which ranks of a copy of the policy get buckets with tensors. The others only send, and get
+    empty ones."""
 
     EVERYONE = "every rank gets every bucket"
     LEADER = "the first rank gets every bucket"
@@ -48,40 +50,54 @@ def weight_stream(
     bucket_mib: int = 64,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Tensors]:
-    """The policy's tensors by their Hugging Face names, whole, without padding, each in exactly one bucket.
+    """The policy's tensors by their Hugging Face names, whole, without padding, each in exactly one
+    bucket.
 
-    Collective over a copy of the policy (:attr:`World.copy_size` ranks of each pipeline stage), or over one stage of it
-    with ``STAGE_LEADERS``. All of these ranks get the same number
-    of buckets, and those that consume get the same tensors in the same order. Every rank must take the stream to its
-    end, since the others wait for it. Between two buckets a rank may take part in other collectives, if all ranks do so
-    at the same bucket.
+    Collective over a copy of the policy (:attr:`World.copy_size` ranks of each pipeline stage), or
+    over one stage of it with ``STAGE_LEADERS``. All of these ranks get the same number of buckets,
+    and those that consume get the same tensors in the same order. Every rank must take the stream
+    to its end, since the others wait for it. Between two buckets a rank may take part in other
+    collectives, if all ranks do so at the same bucket.
 
-    A bucket's tensors may be views of the live parameters or of a buffer of the stream. They must not be written to.
-    Whoever keeps one past the next bucket, or past the next update of the policy, must copy it. With tied embeddings
-    the output layer's copy is left out. Of a policy with adapters, tensors are the merged ones.
+    A bucket's tensors may be views of the live parameters or of a buffer of the stream. They must
+    not be written to. Whoever keeps one past the next bucket, or past the next update of the
+    policy, must copy it. With tied embeddings the output layer's copy is left out. Of a policy with
+    adapters, tensors are the merged ones.
 
-    A rank that consumes holds two buckets, the one that is handed out included. An embedding or output layer that is
-    larger than a bucket comes on top while it passes. Any other rank holds its shards of a bucket and of such a layer.
+    A rank that consumes holds two buckets, the one that is handed out included. An embedding or
+    output layer that is larger than a bucket comes on top while it passes. Any other rank holds its
+    shards of a bucket and of such a layer.
 
     Args:
         chunks: the bare model, one for each virtual stage.
         to: who consumes.
-        bucket_mib: most MiB in a bucket; a parameter whose tensors take more has a bucket of its own.
-        dtype: of the tensors; None: that of the parameters, which must then be one. What is fp32 in every policy has
-            buckets of its own, after all others.
+        bucket_mib: most MiB in a bucket; a parameter whose tensors take more has a bucket of its
+            own.
+        dtype: of the tensors; None: that of the parameters, which must then be one. What is fp32 in
+            every policy has buckets of its own, after all others.
     """
     bound, adapters = bind(chunks, world), bind_adapters(chunks, world)
     if dtype is None:
-        (dtype,) = {parameter.dtype for entry, parameter in bound.items() if not entry.mapping.exact}
-    parameters = MergedParameters(bound, adapters, chunks[0].lora.scale, world) if adapters else bound
+        (dtype,) = {
+            parameter.dtype for entry, parameter in bound.items() if not entry.mapping.exact
+        }
+    parameters = (
+        MergedParameters(bound, adapters, chunks[0].lora.scale, world) if adapters else bound
+    )
     yield from _stream(parameters, chunks[0].shape, world, to, bucket_mib, dtype)
 
 
 def adapter_stream(
-    chunks: Sequence[PolicyModel], world: World, *, to: Consumers = Consumers.LEADER, bucket_mib: int = 64
+    chunks: Sequence[PolicyModel],
+    world: World,
+    *,
+    to: Consumers = Consumers.LEADER,
+    bucket_mib: int = 64,
 ) -> Iterator[Tensors]:
     """The policy's adapters by PEFT's names; otherwise as :func:`weight_stream`."""
-    parameters = {entry: parameter.detach() for entry, parameter in bind_adapters(chunks, world).items()}
+    parameters = {
+        entry: parameter.detach() for entry, parameter in bind_adapters(chunks, world).items()
+    }
     (dtype,) = {parameter.dtype for parameter in parameters.values()}
     yield from _stream(parameters, chunks[0].shape, world, to, bucket_mib, dtype, chunks[0].lora)
 
@@ -96,7 +112,9 @@ def _stream(
     lora: LoraConfig | None = None,
 ) -> Iterator[Tensors]:
     stages = [world.pp_rank] if to is Consumers.STAGE_LEADERS else range(world.layout.pp)
-    buckets = plan_buckets(shape, stages, world.layout, most_bytes=bucket_mib * 2**20, dtype=dtype, lora=lora)
+    buckets = plan_buckets(
+        shape, stages, world.layout, most_bytes=bucket_mib * 2**20, dtype=dtype, lora=lora
+    )
     gathers = _Gathers(buckets, parameters, world, to, bucket_mib * 2**20 // dtype.itemsize, dtype)
     gather = gathers.start(buckets[0])
     for following in [*buckets[1:], None]:
@@ -135,11 +153,14 @@ def plan_buckets(
     dtype: torch.dtype,
     lora: LoraConfig | None = None,
 ) -> list[Bucket]:
-    """The entries of ``stages``, which take turns, in buckets as full as that order allows; those of the adapters of
-    ``lora`` instead, if it is given."""
+    """The entries of ``stages``, which take turns, in buckets as full as that order allows; those
+    of the adapters of ``lora`` instead, if it is given."""
     buckets: list[Bucket] = []
     layers = [stage_layers(shape.num_layers, stage, layout) for stage in stages]
-    of_stages = [list(adapter_entries(shape, lora, each) if lora else entries(shape, each)) for each in layers]
+    of_stages = [
+        list(adapter_entries(shape, lora, each) if lora else entries(shape, each))
+        for each in layers
+    ]
     turns = [list(zip(stages, turn, strict=True)) for turn in zip_longest(*of_stages)]
     for exact in (False, True):  # a bucket's tensors have one type
         room = 0
@@ -168,10 +189,12 @@ class _Gather:
 
 
 class _Gathers:
-    """This rank's part in the gathers of one stream. Ranks are counted within the group that they take place in.
+    """This rank's part in the gathers of one stream. Ranks are counted within the group that they
+    take place in.
 
-    Two buffers serve all buckets, since fresh memory for each would take a CPU longer than a gather. Shards are
-    received in one of them. Tensors are put together in the other, and stay there until the next bucket is finished.
+    Two buffers serve all buckets, since fresh memory for each would take a CPU longer than a
+    gather. Shards are received in one of them. Tensors are put together in the other, and stay
+    there until the next bucket is finished.
     """
 
     def __init__(
@@ -188,7 +211,9 @@ class _Gathers:
         self._group = _copy_group(world, of_stage=to is Consumers.STAGE_LEADERS)
         self._first_stage = world.pp_rank if to is Consumers.STAGE_LEADERS else 0
         # Gloo sends from the host's memory, and receives into it.
-        self._device = torch.device("cpu") if dist.get_backend(self._group) == "gloo" else world.device
+        self._device = (
+            torch.device("cpu") if dist.get_backend(self._group) == "gloo" else world.device
+        )
         self._rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         consumers = range(ranks if to is Consumers.EVERYONE else 1)
         self._consumes = self._rank in consumers
@@ -196,12 +221,19 @@ class _Gathers:
         buffered = [bucket for bucket in buckets if not self._is_large_embedding(bucket)]
         self._received = self._buffer(map(self._elements_exchanged, buffered), buffered)
         self._assembled = self._buffer(map(self._elements_assembled, buffered), buffered)
-        if ranks > 1:  # NCCL wants every rank in the first operation of a group, and a bucket need not concern all
+        if (
+            ranks > 1
+            # NCCL wants every rank in the first operation of a group, and a bucket need not concern
+            # all.
+        ):
             # Else NCCL guesses the GPU from the rank, and may take another process's.
-            dist.barrier(self._group, device_ids=None if self._device.index is None else [self._device.index])
+            dist.barrier(
+                self._group, device_ids=None if self._device.index is None else [self._device.index]
+            )
 
     def start(self, bucket: Bucket) -> _Gather:
-        """Send this rank's shards to all who consume, and receive those of others if it consumes. Does not wait."""
+        """Send this rank's shards to all who consume, and receive those of others if it consumes.
+        Does not wait."""
         total = self._elements_exchanged(bucket)
         memory = (
             torch.empty(total, dtype=self._dtype, device=self._device)
@@ -220,10 +252,15 @@ class _Gathers:
             if rank == self._rank:
                 for item in items:
                     shards[rank, item.entry].copy_(self._parameters[item.entry])
-                exchanges += [dist.P2POp(dist.isend, share, group=self._group, group_peer=to) for to in self._receivers]
+                exchanges += [
+                    dist.P2POp(dist.isend, share, group=self._group, group_peer=to)
+                    for to in self._receivers
+                ]
             else:
                 exchanges.append(dist.P2POp(dist.irecv, share, group=self._group, group_peer=rank))
-        return _Gather(bucket, memory, shards, dist.batch_isend_irecv(exchanges) if exchanges else [])
+        return _Gather(
+            bucket, memory, shards, dist.batch_isend_irecv(exchanges) if exchanges else []
+        )
 
     def finish(self, gather: _Gather) -> Tensors:
         """Wait for a bucket, and put its tensors together in the memory of the bucket before."""
@@ -251,16 +288,20 @@ class _Gathers:
         return tensors
 
     def _exchanged(self, bucket: Bucket) -> dict[int, list[Item]]:
-        """The items of which each rank's shard goes through this rank's memory, by rank, in the order of the ranks.
+        """The items of which each rank's shard goes through this rank's memory, by rank, in the
+        order of the ranks.
 
-        This rank's own shards are among them if another rank receives them. If none does, they are read from the
-        parameters when the bucket is finished; only that of a large embedding is copied in between the others'.
+        This rank's own shards are among them if another rank receives them. If none does, they are
+        read from the parameters when the bucket is finished; only that of a large embedding is
+        copied in between the others'.
         """
         items: dict[int, list[Item]] = {}
         for item in bucket:
             for rank in self._senders(item):
                 if rank == self._rank:
-                    wanted = bool(self._receivers) or (self._is_large_embedding(bucket) and not self._has_whole(item))
+                    wanted = bool(self._receivers) or (
+                        self._is_large_embedding(bucket) and not self._has_whole(item)
+                    )
                 else:
                     wanted = self._consumes
                 if wanted:
@@ -268,12 +309,15 @@ class _Gathers:
         return dict(sorted(items.items()))
 
     def _senders(self, item: Item) -> range:
-        """The ranks whose shards make an entry: all that have a part, or the first where each has it whole."""
+        """The ranks whose shards make an entry: all that have a part, or the first where each has
+        it whole."""
         entry, layout = item.entry, self._world.layout
         first = (item.stage - self._first_stage) * self._world.copy_size
         if entry.expert is not None:
             first += entry.expert_rank(layout.ep) * layout.expert_tp
-        return range(first, first + (1 if entry.mapping.split is Split.REPLICATED else entry.parts(layout)))
+        return range(
+            first, first + (1 if entry.mapping.split is Split.REPLICATED else entry.parts(layout))
+        )
 
     def _has_whole(self, item: Item) -> bool:
         """Whether this rank has the entry whole among its parameters."""
@@ -284,8 +328,9 @@ class _Gathers:
     def _is_large_embedding(self, bucket: Bucket) -> bool:
         """Whether the bucket is an embedding or output layer that is larger than a bucket may be.
 
-        Its shards are consecutive rows of the tensor, and padding comes last. Received one after another into memory of
-        its own, they are the whole tensor already, so that it need not be in memory twice.
+        Its shards are consecutive rows of the tensor, and padding comes last. Received one after
+        another into memory of its own, they are the whole tensor already, so that it need not be in
+        memory twice.
         """
         entry = bucket[0].entry
         return entry.mapping.split is Split.VOCABULARY and entry.elements > self._most_elements
@@ -294,32 +339,47 @@ class _Gathers:
         return sum(prod(item.shard) for items in self._exchanged(bucket).values() for item in items)
 
     def _elements_assembled(self, bucket: Bucket) -> int:
-        return sum(item.entry.elements for item in bucket if self._consumes and not self._has_whole(item))
+        return sum(
+            item.entry.elements for item in bucket if self._consumes and not self._has_whole(item)
+        )
 
     def _dtype_of(self, bucket: Bucket) -> torch.dtype:
         return dtype_in(self._dtype, bucket[0].entry)
 
     def _buffer(self, elements: Iterable[int], buckets: Sequence[Bucket]) -> torch.Tensor:
-        """Bytes for any one of the buckets, of which each has so many elements; a multiple of every type's size."""
-        sizes = (count * self._dtype_of(bucket).itemsize for count, bucket in zip(elements, buckets, strict=True))
-        return torch.empty(-(-max(sizes, default=0) // 8) * 8, dtype=torch.uint8, device=self._device)
+        """Bytes for any one of the buckets, of which each has so many elements; a multiple of every
+        type's size."""
+        sizes = (
+            count * self._dtype_of(bucket).itemsize
+            for count, bucket in zip(elements, buckets, strict=True)
+        )
+        return torch.empty(
+            -(-max(sizes, default=0) // 8) * 8, dtype=torch.uint8, device=self._device
+        )
 
 
 def _copy_group(world: World, *, of_stage: bool) -> dist.ProcessGroup:
-    """The ranks that together have one copy of the policy, stage by stage, or of one stage of it."""
+    """The ranks that together have one copy of the policy, stage by stage, or of one stage of
+    it."""
     if world.copy_size == world.layout.tp:
-        stage, whole = parallel_state.get_tensor_model_parallel_group, parallel_state.get_model_parallel_group
+        stage, whole = (
+            parallel_state.get_tensor_model_parallel_group,
+            parallel_state.get_model_parallel_group,
+        )
     else:
         stage = parallel_state.get_expert_tensor_and_model_parallel_group
         whole = parallel_state.get_expert_tensor_model_pipeline_parallel_group
     return stage() if of_stage else whole()
 
 
-def fill_tensors(entry: Entry, shards: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+def fill_tensors(
+    entry: Entry, shards: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> None:
     """Write what the tensor-parallel ranks hold of ``entry`` into whole Hugging Face tensors.
 
     Args:
-        shards: the parameter of each rank, in the order of the ranks; for a replicated entry any one of them is enough.
+        shards: the parameter of each rank, in the order of the ranks; for a replicated entry any
+            one of them is enough.
         tensors: at least those of ``entry.tensors``, by name; written in place.
     """
     for tp_rank, shard in enumerate(shards):
@@ -331,8 +391,8 @@ def fill_tensors(entry: Entry, shards: Sequence[torch.Tensor], tensors: Mapping[
 def whole_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -> Tensors:
     """The Hugging Face tensors of a parameter that is not split over ranks, by name.
 
-    They are views of the parameter where a tensor lies in it in one piece and ``dtype`` is the parameter's own: all but
-    queries, keys and values, which alternate.
+    They are views of the parameter where a tensor lies in it in one piece and ``dtype`` is the
+    parameter's own: all but queries, keys and values, which alternate.
     """
     sizes = entry.tensors
     tensors: Tensors = {}

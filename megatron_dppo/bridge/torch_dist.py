@@ -1,9 +1,10 @@
-"""Weights in Megatron's distributed format (``torch_dist``), written and read in one process without a process group.
+"""Weights in Megatron's distributed format (``torch_dist``), written and read in one process
+without a process group.
 
-A checkpoint holds, under a key for each parameter, blocks of the parameter as one tensor-parallel rank would have it;
-layers and experts are leading dimensions. The layout that wrote a checkpoint decides how its blocks are cut, and any
-layout loads them. Each block is an archive of ``torch.save``. A file holds many of them, and ``.metadata`` says where
-each one lies.
+A checkpoint holds, under a key for each parameter, blocks of the parameter as one tensor-parallel
+rank would have it; layers and experts are leading dimensions. The layout that wrote a checkpoint
+decides how its blocks are cut, and any layout loads them. Each block is an archive of
+``torch.save``. A file holds many of them, and ``.metadata`` says where each one lies.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ WRITTEN_BY = {
 
 
 def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> FilePlan[Stored]:
-    """Parameters in the order of the forward pass, as many to a file as fit, each a single block."""
+    """Parameters in the order of the forward pass, as many to a file as fit, each a single
+    block."""
     plan: FilePlan[Stored] = FilePlan(dtype)
     file, end = "", FILE_BYTES
     for part in chain.from_iterable(entry.stored for entry in entries(shape)):
@@ -69,7 +71,9 @@ def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> FilePlan[Stored]:
     return plan
 
 
-def write_metadata(folder: Path, plan: FilePlan[Stored], checksums: Mapping[str, FileChecksum]) -> None:
+def write_metadata(
+    folder: Path, plan: FilePlan[Stored], checksums: Mapping[str, FileChecksum]
+) -> None:
     """Write the files that make a checkpoint of a folder with all parameters.
 
     Args:
@@ -90,9 +94,13 @@ def _metadata(plan: FilePlan[Stored]) -> Metadata:
     for part, place in plan.places.items():
         dtype, shape, leading = TYPES[place.dtype], part.block_shape, part.entry.leading
         head, size, tail = _archive(shape, dtype)
-        whole = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(part.stored_shape), [])
+        whole = TensorStorageMetadata(
+            TensorProperties(dtype=dtype), torch.Size(part.stored_shape), []
+        )
         offsets = torch.Size([*leading, *(0 for _ in part.shape)])
-        tensors.setdefault(part.key, whole).chunks.append(ChunkStorageMetadata(offsets, torch.Size(shape)))
+        tensors.setdefault(part.key, whole).chunks.append(
+            ChunkStorageMetadata(offsets, torch.Size(shape))
+        )
         start, length = place.start - len(head), len(head) + size + len(tail)
         indexed[MetadataIndex(part.key, offsets)] = _StorageInfo(place.file.name, start, length)
     return Metadata(dict(tensors), storage_data=indexed)
@@ -100,13 +108,16 @@ def _metadata(plan: FilePlan[Stored]) -> Metadata:
 
 @lru_cache
 def _archive(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, int, bytes]:
-    """A tensor as ``torch.save`` writes it, but for its data (and their CRC-32, which torch never looks at).
+    """A tensor as ``torch.save`` writes it, but for its data (and their CRC-32, which torch never
+    looks at).
 
     Returns:
         What is before the data, the number of their bytes, and what is behind them.
     """
     with tempfile.NamedTemporaryFile() as file:
-        with torch.serialization.skip_data():  # leaves a hole in the file, and never touches the tensor's memory
+        with (
+            torch.serialization.skip_data()
+        ):  # leaves a hole in the file, and never touches the tensor's memory
             torch.save(torch.empty(shape, dtype=dtype), file)
         start, size = locate_data(Path(file.name), 0, file.tell())
         file.seek(0)
@@ -116,7 +127,8 @@ def _archive(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, int, by
 
 
 def locate_data(file: Path, offset: int, length: int) -> tuple[int, int]:
-    """Where in the file the data of a saved tensor begins, and how many bytes it has. The data is not read.
+    """Where in the file the data of a saved tensor begins, and how many bytes it has. The data is
+    not read.
 
     ``torch.save`` writes a tensor as a zip archive with one record of data, uncompressed.
 

@@ -31,7 +31,8 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B sequences, padded on the right to T tokens. Attention is causal, so padding changes no other token.
+    """B sequences, padded on the right to T tokens. Attention is causal, so padding changes no
+    other token.
 
     Prompts of two tokens, with responses of two tokens and of one token::
 
@@ -54,8 +55,8 @@ def read_sequences(
     """Read prompts with responses.
 
     Args:
-        source: a JSONL or Parquet file, or the ``--out`` folder of ``megatron-dppo eval``. A folder has its prompts as
-            the policy read them, and ignores the other arguments.
+        source: a JSONL or Parquet file, or the ``--out`` folder of ``megatron-dppo eval``. A folder
+            has its prompts as the policy read them, and ignores the other arguments.
 
     Raises:
         UserError: naming the option.
@@ -83,15 +84,24 @@ def read_sequences(
 
 
 def _read_own_answers(folder: Path, tokenizer: Tokenizer) -> list[WorkedAnswer]:
-    """Read the answers of an evaluation. Truncated answers have no end token; empty answers are left out."""
+    """Read the answers of an evaluation. Truncated answers have no end token; empty answers are
+    left out."""
     file = folder / ANSWERS
     if not (folder / SETTINGS).is_file() or not file.is_file():
         problem = "is a folder without an evaluation"
-        remedy = "Give a file, or let the policy answer: `megatron-dppo eval CONFIG --model MODEL --out FOLDER`"
+        remedy = (
+            "Give a file, or let the policy answer: `megatron-dppo eval CONFIG --model MODEL "
+            "--out FOLDER`"
+        )
         raise UserError("--calibrate", folder, problem, remedy)
     rows = [row.values for row in read_rows(str(file), "--calibrate") if row.values.get("answer")]
     if not rows:
-        raise UserError("--calibrate", file, "holds no answer with a text", "Give a file of prompts with responses")
+        raise UserError(
+            "--calibrate",
+            file,
+            "holds no answer with a text",
+            "Give a file of prompts with responses",
+        )
     end = end_token_id(tokenizer)
     answers = []
     for row in rows:
@@ -106,12 +116,15 @@ def _read_own_answers(folder: Path, tokenizer: Tokenizer) -> list[WorkedAnswer]:
 def draw_sequences(
     answers: Sequence[WorkedAnswer], count: int, seed: int
 ) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
-    """Draw at most ``count`` sequences for the scores, and at most ``count`` other sequences for the loss."""
+    """Draw at most ``count`` sequences for the scores, and at most ``count`` other sequences for
+    the loss."""
     order = np.random.default_rng(seed).permutation(len(answers))
     return [answers[i] for i in order[:count]], [answers[i] for i in order[count : 2 * count]]
 
 
-def make_batches(answers: Sequence[WorkedAnswer], max_tokens: int, device: torch.device) -> list[Batch]:
+def make_batches(
+    answers: Sequence[WorkedAnswer], max_tokens: int, device: torch.device
+) -> list[Batch]:
     """Put sequences of similar lengths together. A sequence ends at ``max_tokens``."""
     rows = []
     for answer in answers:

@@ -1,4 +1,5 @@
-"""``megatron-dppo compress``: make a smaller policy from a larger policy, as a Hugging Face directory."""
+"""``megatron-dppo compress``: make a smaller policy from a larger policy, as a Hugging Face
+directory."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from typing import Any
 import torch
 
 from megatron_dppo.bridge.chunks import stored_dtype
-from megatron_dppo.bridge.convert import WORKERS, draw_tokens, load_transformers, logits_dtype, measure_difference
+from megatron_dppo.bridge.convert import (
+    WORKERS,
+    draw_tokens,
+    load_transformers,
+    logits_dtype,
+    measure_difference,
+)
 from megatron_dppo.bridge.convert_commands import naming, positive
 from megatron_dppo.bridge.hf_directory import MODEL, plan_files
 from megatron_dppo.bridge.mapping import parameters
@@ -52,12 +59,14 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "--method",
         choices=list(SCORES),
         default="width",
-        help="remove feed-forward units (width), layers (depth), or units and attention (2ssp) (default: %(default)s)",
+        help="remove feed-forward units (width), layers (depth), or units and attention (2ssp) "
+        "(default: %(default)s)",
     )
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
     parser.add_argument("--score", help=f"order of the parts, the default first. {scores}")
     part = (
-        "part of a layer that depth removes (default: %(default)s); attention and feed-forward are written as zeros, "
+        "part of a layer that depth removes (default: %(default)s); attention and feed-forward are "
+        "written as zeros, "
         "which keep their size"
     )
     parser.add_argument("--part", choices=PARTS, default="block", help=part)
@@ -65,20 +74,29 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         metavar="FOLDER|FILE",
         type=Path,
-        help="prompts with responses for the scores: the --out folder of `megatron-dppo eval`, or a file",
+        help="prompts with responses for the scores: the --out folder of `megatron-dppo eval`, or "
+        "a file",
     )
     for side in ("prompt", "response"):
         parser.add_argument(
-            f"--{side}-key", metavar="COLUMN", default=side, help=f"column of {side}s in a file (default: %(default)s)"
+            f"--{side}-key",
+            metavar="COLUMN",
+            default=side,
+            help=f"column of {side}s in a file (default: %(default)s)",
         )
-    parser.add_argument("--chat-template", action="store_true", help="put a file's prompts in the chat template")
+    parser.add_argument(
+        "--chat-template", action="store_true", help="put a file's prompts in the chat template"
+    )
     add_count = partial(parser.add_argument, metavar="N", type=positive(int))
     add_count(
         "--sequences",
         default=256,
-        help="sequences for the scores; as many other sequences measure the loss (default: %(default)s)",
+        help="sequences for the scores; as many other sequences measure the loss (default: "
+        "%(default)s)",
     )
-    add_count("--max-tokens", default=2048, help="truncate sequences to N tokens (default: %(default)s)")
+    add_count(
+        "--max-tokens", default=2048, help="truncate sequences to N tokens (default: %(default)s)"
+    )
     add_count(
         "--subnetworks",
         help="measure Shapley values on N pairs of random halves of the layers "
@@ -96,16 +114,22 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "config.json has no sign for its absence",
     )
     parser.add_argument(
-        "--seed", type=_parse_seed, default=1, help="of sequences, subnetworks and random scores (default: %(default)s)"
+        "--seed",
+        type=_parse_seed,
+        default=1,
+        help="of sequences, subnetworks and random scores (default: %(default)s)",
     )
     add_count("--workers", default=WORKERS, help="threads that write (default: %(default)s)")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="load the written policy, and compare its logits with MODEL's without the removed parts",
+        help="load the written policy, and compare its logits with MODEL's without the removed "
+        "parts",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print what would be written, and stop"
+        "--dry-run",
+        action="store_true",
+        help="check everything, print what would be written, and stop",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a model directory in OUT")
 
@@ -118,7 +142,8 @@ def _parse_seed(text: str) -> int:
 
 
 def compress(chosen: argparse.Namespace) -> int:
-    """Choose the parts to keep, write the smaller policy, and verify it on request. Return the exit code.
+    """Choose the parts to keep, write the smaller policy, and verify it on request. Return the exit
+    code.
 
     Raises:
         UserError: naming the option, with ``OUT`` unchanged.
@@ -132,7 +157,9 @@ def compress(chosen: argparse.Namespace) -> int:
     dtype = stored_dtype(tensors, shape)
     planned = recipe.plan_cut(shape)
     plan = plan_files(planned.shrink(shape), dtype)
-    check_replaceable(chosen.out, plan.total_bytes, "OUT", MODEL, sources=[source], overwrite=chosen.overwrite)
+    check_replaceable(
+        chosen.out, plan.total_bytes, "OUT", MODEL, sources=[source], overwrite=chosen.overwrite
+    )
     scored, held_out = _read_calibration(chosen, recipe, source)
     if chosen.dry_run:
         size = f"{plan.total_bytes / 2**20:,.1f} MiB in {len(plan.frames)} files"
@@ -149,7 +176,10 @@ def compress(chosen: argparse.Namespace) -> int:
     # The smaller policy is loaded after the larger policy has left the memory.
     del model
     record = {
-        **{option: getattr(recipe, option) for option in ("method", "score", "part", "keep", "seed", "subnetworks")},
+        **{
+            option: getattr(recipe, option)
+            for option in ("method", "score", "part", "keep", "seed", "subnetworks")
+        },
         "from": str(chosen.source),
         "layers": cut.layers,
         "zero_attention": cut.zero_attention,
@@ -160,15 +190,26 @@ def compress(chosen: argparse.Namespace) -> int:
     }
     difference = None
     with in_place(chosen.out, "OUT") as draft:
-        write_policy(tensors, source, shape, cut, plan, draft, record=record, workers=chosen.workers)
+        write_policy(
+            tensors, source, shape, cut, plan, draft, record=record, workers=chosen.workers
+        )
         if logits is not None:
             difference = _verify(draft, logits)
     print(_describe_cut(shape, cut))
     if losses:
-        data = "other sequences than those scored" if held_out else "the scored sequences, as there are no others"
-        print(f"loss {losses['loss_before']:.4f} before, {losses['loss_after']:.4f} after, on {data}")
+        data = (
+            "other sequences than those scored"
+            if held_out
+            else "the scored sequences, as there are no others"
+        )
+        print(
+            f"loss {losses['loss_before']:.4f} before, {losses['loss_after']:.4f} after, on {data}"
+        )
     if difference is not None:
-        print(f"its logits are MODEL's without the removed parts, up to {difference:.2g} of their deviation")
+        print(
+            f"its logits are MODEL's without the removed parts, up to {difference:.2g} of their "
+            "deviation"
+        )
     print(f"{chosen.out}: train it as any policy, with model.path={chosen.out}")
     return 0
 
@@ -179,8 +220,11 @@ def _make_recipe(chosen: argparse.Namespace) -> Recipe:
     return Recipe(**options)
 
 
-def _read_calibration(chosen: argparse.Namespace, recipe: Recipe, source: Path) -> tuple[Sequences, Sequences]:
-    """Return sequences for the scores, and other sequences for the loss. Either list may be empty."""
+def _read_calibration(
+    chosen: argparse.Namespace, recipe: Recipe, source: Path
+) -> tuple[Sequences, Sequences]:
+    """Return sequences for the scores, and other sequences for the loss. Either list may be
+    empty."""
     if chosen.calibrate is None:
         if recipe.score not in NO_CALIBRATION:
             problem = f"--score {recipe.score} is measured on prompts with responses"
@@ -202,7 +246,9 @@ def _read_calibration(chosen: argparse.Namespace, recipe: Recipe, source: Path) 
         return len(answer.prompt_ids) < chosen.max_tokens and len(answer.response_ids) > 0
 
     if not any(map(has_response, scored)):
-        raise UserError("--max-tokens", chosen.max_tokens, "ends every sequence within its prompt", "Raise it")
+        raise UserError(
+            "--max-tokens", chosen.max_tokens, "ends every sequence within its prompt", "Raise it"
+        )
     return scored, held_out if any(map(has_response, held_out)) else []
 
 
@@ -226,9 +272,15 @@ def _find_device() -> torch.device:
 
 
 def _choose_and_measure(
-    model: Any, recipe: Recipe, shape: PolicyShape, scored: Sequences, held_out: Sequences, max_tokens: int
+    model: Any,
+    recipe: Recipe,
+    shape: PolicyShape,
+    scored: Sequences,
+    held_out: Sequences,
+    max_tokens: int,
 ) -> tuple[Cut, dict[str, float]]:
-    """Return the cut, and the losses of the larger and the smaller policy. Without sequences there are no losses."""
+    """Return the cut, and the losses of the larger and the smaller policy. Without sequences there
+    are no losses."""
     measured = held_out or scored
     reads = recipe.count_reads(shape) * len(scored) + 2 * len(measured)
     with progress("sequences", reads, shown=reads > 0) as advance:
@@ -249,7 +301,8 @@ def _compute_logits(model: Any, shape: PolicyShape) -> torch.Tensor:
 
 
 def _verify(written: Path, expected: torch.Tensor) -> float:
-    """Compare the written policy's logits with the larger policy's under the cut; see :func:`measure_difference`.
+    """Compare the written policy's logits with the larger policy's under the cut; see
+    :func:`measure_difference`.
 
     Raises:
         UserError: a tensor is missing, or the logits differ.
@@ -257,7 +310,9 @@ def _verify(written: Path, expected: torch.Tensor) -> float:
     with naming("--verify"):
         shape = read_shape(written)
         check_weights(written, shape)
-    return measure_difference(_compute_logits(_load_model(written, expected.dtype), shape), expected)
+    return measure_difference(
+        _compute_logits(_load_model(written, expected.dtype), shape), expected
+    )
 
 
 def _describe_cut(shape: PolicyShape, cut: Cut) -> str:
@@ -268,9 +323,15 @@ def _describe_cut(shape: PolicyShape, cut: Cut) -> str:
         changes.append(f"layers {shape.num_layers} → {smaller.num_layers}")
     if smaller.ffn != shape.ffn:
         changes.append(f"feed-forward units {shape.ffn} → {smaller.ffn}")
-    for part, zeroed in (("attention", cut.zero_attention), ("feed-forward", cut.zero_feed_forward)):
+    for part, zeroed in (
+        ("attention", cut.zero_attention),
+        ("feed-forward", cut.zero_feed_forward),
+    ):
         if zeroed:
-            changes.append(f"{part} of {len(zeroed)} of {shape.num_layers} layers → zeros, which keep their size")
+            changes.append(
+                f"{part} of {len(zeroed)} of {shape.num_layers} layers → zeros, which keep their "
+                "size"
+            )
     before, after = parameters(shape), parameters(smaller)
     weights = f"{before / 1e6:,.2f} → {after / 1e6:,.2f} million weights ({after / before:.0%})"
     return f"{', '.join(changes)}: {weights}"

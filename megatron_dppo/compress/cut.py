@@ -36,7 +36,8 @@ class Cut:
     units: tuple[tuple[int, ...], ...] | None = None
     """Kept feed-forward units of each layer of the larger policy, equally many; None: all."""
     zero_attention: tuple[int, ...] = ()
-    """Layers with zeros as output projection of attention. config.json has no sign for a layer without attention."""
+    """Layers with zeros as output projection of attention. config.json has no sign for a layer
+    without attention."""
     zero_feed_forward: tuple[int, ...] = ()
     """Layers with zeros as down projection."""
 
@@ -45,7 +46,9 @@ class Cut:
         if part == "attention":
             return replace(self, zero_attention=tuple(sorted({*self.zero_attention, *layers})))
         if part == "feed-forward":
-            return replace(self, zero_feed_forward=tuple(sorted({*self.zero_feed_forward, *layers})))
+            return replace(
+                self, zero_feed_forward=tuple(sorted({*self.zero_feed_forward, *layers}))
+            )
         return replace(self, layers=tuple(layer for layer in self.layers if layer not in layers))
 
     def shrink(self, larger: PolicyShape) -> PolicyShape:
@@ -61,7 +64,8 @@ class Recipe:
     method: str
     score: str
     keep: float
-    """Fraction of all layers' weights to keep, without embeddings and norms. Zeroed parts count as removed."""
+    """Fraction of all layers' weights to keep, without embeddings and norms. Zeroed parts count as
+    removed."""
     part: Part = "block"
     multiple: int = MULTIPLE
     """The number of kept units is a multiple of this."""
@@ -79,7 +83,9 @@ class Recipe:
         """
         if self.score not in SCORES[self.method]:
             problem = f"is no score of --method {self.method}"
-            raise UserError("--score", self.score, problem, f"Give one of {', '.join(SCORES[self.method])}")
+            raise UserError(
+                "--score", self.score, problem, f"Give one of {', '.join(SCORES[self.method])}"
+            )
         if self.part != "block" and self.method != "depth":
             problem = f"is for --method depth, and --method is {self.method}"
             raise UserError("--part", self.part, problem, "Leave it out")
@@ -87,17 +93,27 @@ class Recipe:
             problem = f"is for Shapley values, and --score is {self.score}"
             raise UserError("--subnetworks", self.subnetworks, problem, "Leave it out")
         if not 0 < self.keep < 1:
-            raise UserError("--keep", self.keep, "is no fraction between 0 and 1", "Give 0.75, for instance")
+            raise UserError(
+                "--keep", self.keep, "is no fraction between 0 and 1", "Give 0.75, for instance"
+            )
         if shape.hybrid:
             problem = f"cannot remove parts of {shape.architecture}, which has gated delta networks"
-            raise UserError("--method", self.method, problem, "Give a policy with attention in every layer")
+            raise UserError(
+                "--method", self.method, problem, "Give a policy with attention in every layer"
+            )
         if shape.experts and self.method != "depth":
             problem = "removes feed-forward units, which is not supported for mixtures of experts"
             raise UserError("--method", self.method, problem, "Give --method depth")
         count = count_removed_attentions(shape, 1 - self.keep) if self.method == "2ssp" else 0
         if count and not self.zero_attention:
-            problem = f"removes the attention of {count} layers, and config.json has no sign for such a layer"
-            remedy = "Give --zero-attention to write zeros as output projections (same size), or --method width"
+            problem = (
+                f"removes the attention of {count} layers, and config.json has no sign for "
+                "such a layer"
+            )
+            remedy = (
+                "Give --zero-attention to write zeros as output projections (same size), or "
+                "--method width"
+            )
             raise UserError("--method", self.method, problem, remedy)
 
     def plan_cut(self, shape: PolicyShape) -> Cut:
@@ -108,7 +124,9 @@ class Recipe:
         """
         layers = tuple(range(shape.num_layers))
         if self.method == "depth":
-            return Cut(layers).remove(self.part, layers[count_kept_layers(shape, self.keep, self.part) :])
+            return Cut(layers).remove(
+                self.part, layers[count_kept_layers(shape, self.keep, self.part) :]
+            )
         zeroed = count_removed_attentions(shape, 1 - self.keep) if self.method == "2ssp" else 0
         width = count_kept_units(shape, self.keep, self.multiple, zeroed)
         return Cut(layers, (tuple(range(width)),) * len(layers), layers[:zeroed])
@@ -134,7 +152,8 @@ def count_attention_weights(shape: PolicyShape) -> int:
 
 
 def count_feed_forward_weights(shape: PolicyShape) -> int:
-    """Count the weights of a layer's gate, up and down projections, or of its experts and router."""
+    """Count the weights of a layer's gate, up and down projections, or of its experts and
+    router."""
     return shape.hidden * (3 * shape.ffn * max(1, shape.experts) + shape.experts)
 
 

@@ -84,12 +84,18 @@ class Scorer:
         streams: dict[int, torch.Tensor] = {}
         cosines = torch.zeros(len(layers), dtype=torch.float64)
 
-        def keep_stream(layer: int, valid: torch.Tensor, _: Any, inputs: tuple[torch.Tensor]) -> None:
+        def keep_stream(
+            layer: int, valid: torch.Tensor, _: Any, inputs: tuple[torch.Tensor]
+        ) -> None:
             streams[layer] = inputs[0][valid].float()
 
-        def add_cosines(layer: int, valid: torch.Tensor, _: Any, inputs: tuple[torch.Tensor]) -> None:
+        def add_cosines(
+            layer: int, valid: torch.Tensor, _: Any, inputs: tuple[torch.Tensor]
+        ) -> None:
             after = inputs[0][valid].float()
-            cosines[layer] += torch.cosine_similarity(streams.pop(layer), after, dim=-1).double().sum().cpu()
+            cosines[layer] += (
+                torch.cosine_similarity(streams.pop(layer), after, dim=-1).double().sum().cpu()
+            )
 
         tokens = 0
         for batch in self.read():
@@ -105,7 +111,8 @@ class Scorer:
 
     @torch.no_grad()
     def measure_magnitudes(self) -> torch.Tensor:
-        """[layers, units] fp64: norm of the unit's rows of gate and up, and of the unit's column of down."""
+        """[layers, units] fp64: norm of the unit's rows of gate and up, and of the unit's column of
+        down."""
         norms = []
         for layer in self.model.model.layers:
             mlp = layer.mlp
@@ -118,14 +125,16 @@ class Scorer:
         """[layers] φ = E[loss | part absent] − E[loss | part present] (arXiv:2407.16286).
 
         Args:
-            pairs: number of pairs of :func:`draw_halves`. None: each mean is a single loss, without the layer's part
-                and with all parts.
+            pairs: number of pairs of :func:`draw_halves`. None: each mean is a single loss, without
+                the layer's part and with all parts.
         """
         layers = len(self.model.model.layers)
         whole = Cut(tuple(range(layers)))
         if pairs is None:
             present = self.measure_loss(whole)
-            return [self.measure_loss(whole.remove(part, [layer])) - present for layer in range(layers)]
+            return [
+                self.measure_loss(whole.remove(part, [layer])) - present for layer in range(layers)
+            ]
         values = np.zeros(layers)
         for half in draw_halves(layers, pairs, seed):
             loss = self.measure_loss(whole.remove(part, half))
@@ -134,13 +143,16 @@ class Scorer:
         return (values / pairs).tolist()
 
     def remove_greedily(self, cut: Cut, part: Part, count: int) -> Cut:
-        """Remove a part of ``count`` layers, each time of the layer with the least loss without the part.
+        """Remove a part of ``count`` layers, each time of the layer with the least loss without the
+        part.
 
         For attention this is 2SSP's second stage (arXiv:2501.17771).
         """
         candidates = set(range(len(self.model.model.layers)))
         for turn in range(count):
-            losses = {layer: self.measure_loss(cut.remove(part, [layer])) for layer in sorted(candidates)}
+            losses = {
+                layer: self.measure_loss(cut.remove(part, [layer])) for layer in sorted(candidates)
+            }
             best = min(losses, key=lambda layer: (losses[layer], layer))
             candidates.remove(best)
             cut = cut.remove(part, [best])
@@ -155,7 +167,9 @@ def apply_cut(model: Any, cut: Cut) -> Iterator[None]:
     def skip(_: Any, inputs: tuple[torch.Tensor, ...], __: Any) -> torch.Tensor:
         return inputs[0]
 
-    def zero_attention(_: Any, __: Any, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def zero_attention(
+        _: Any, __: Any, outputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         return torch.zeros_like(outputs[0]), *outputs[1:]
 
     def zero_feed_forward(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -192,7 +206,9 @@ def draw_halves(layers: int, pairs: int, seed: int) -> list[list[int]]:
 
 def draw_scores(size: Sequence[int], seed: int) -> torch.Tensor:
     """Draw uniform fp64 scores of this shape."""
-    return torch.rand(tuple(size), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.rand(
+        tuple(size), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def choose_cut(scorer: Scorer, shape: PolicyShape, recipe: Recipe) -> Cut:
@@ -223,4 +239,6 @@ def choose_cut(scorer: Scorer, shape: PolicyShape, recipe: Recipe) -> Cut:
     if recipe.score != "random":
         # The second stage of 2SSP measures the first stage's policy.
         return scorer.remove_greedily(cut, "attention", zeroed)
-    return cut.remove("attention", select_highest(draw_scores((len(layers),), recipe.seed).tolist(), zeroed))
+    return cut.remove(
+        "attention", select_highest(draw_scores((len(layers),), recipe.seed).tolist(), zeroed)
+    )

@@ -49,11 +49,17 @@ def write_policy(
     _change_config(out / "config.json", shape, cut)
     write_json(out / RECORD, record)
     write_weights(
-        plan, out, lambda name: [tensor_bytes(read_cut_tensor(name, tensors, cut, plan.dtype))], workers, "writing"
+        plan,
+        out,
+        lambda name: [tensor_bytes(read_cut_tensor(name, tensors, cut, plan.dtype))],
+        workers,
+        "writing",
     )
 
 
-def read_cut_tensor(name: str, tensors: Mapping[str, Chunk], cut: Cut, dtype: torch.dtype) -> torch.Tensor:
+def read_cut_tensor(
+    name: str, tensors: Mapping[str, Chunk], cut: Cut, dtype: torch.dtype
+) -> torch.Tensor:
     """Read a tensor of the smaller policy, by its name there."""
     parts = name.split(".")
     if parts[1] != "layers":
@@ -74,7 +80,9 @@ def _change_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
     config = json.loads(file.read_text())
     changed = cut.shrink(shape).config_sizes.items() - shape.config_sizes.items()
     # An older and a newer name of a size may both be there.
-    config |= {key: size for names, size in changed for key in names.split(" | ") if config.get(key)}
+    config |= {
+        key: size for names, size in changed for key in names.split(" | ") if config.get(key)
+    }
     if config.get("layer_types"):
         config["layer_types"] = [config["layer_types"][layer] for layer in cut.layers]
     write_json(file, config)

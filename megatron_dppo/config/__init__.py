@@ -1,4 +1,5 @@
-"""Every setting of a run, with its meaning. Imports neither torch nor Megatron, so any machine can check a file."""
+"""Every setting of a run, with its meaning. Imports neither torch nor Megatron, so any machine can
+check a file."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ from megatron_dppo.config.types import Section, replace
 
 
 class Config(Section):
-    """A whole run. ``megatron-dppo train FILE a.b=c`` reads FILE over these defaults, then the overrides."""
+    """A whole run. ``megatron-dppo train FILE a.b=c`` reads FILE over these defaults, then the
+    overrides."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -71,7 +73,9 @@ class Config(Section):
     @property
     def longest_context(self) -> int:
         """Tokens of the longest sequence that an engine generates, evaluations included."""
-        return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, self.answer_tokens)
+        return self.data.max_prompt_tokens + max(
+            self.rollout.max_response_tokens, self.answer_tokens
+        )
 
     @property
     def usable_pack(self) -> int:

@@ -1,7 +1,7 @@
 """Exclusions between settings, settings without effect, and numbers that are too large.
 
-Each command checks its configuration against ``exclusions.yaml`` before ranks start. ``idle.yaml`` lists settings that
-a run does not read.
+Each command checks its configuration against ``exclusions.yaml`` before ranks start. ``idle.yaml``
+lists settings that a run does not read.
 
 ``tools/site/settings_page.py`` prints the table in docs/settings.md.
 """
@@ -27,7 +27,11 @@ TABLE = Path(__file__).with_suffix(".yaml")
 IDLE = Path(__file__).with_name("idle.yaml")
 TERM = re.compile(r"([\w.]+)(?:(!=|>=|[=<>])(.*))?")
 PLACE = re.compile(r"\{([\w.]+)\}")
-ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}
+ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 EVERY = "every command"
 
 
@@ -37,7 +41,8 @@ class Term:
 
     key: str
     order: str | None
-    """``=``, ``!=``, ``<``, ``>`` or ``>=``; None: the value is neither null, false, 0 nor empty."""
+    """``=``, ``!=``, ``<``, ``>`` or ``>=``; None: the value is neither null, false, 0 nor
+    empty."""
     words: tuple[str, ...]
     """Values, keys of settings and properties to compare with."""
 
@@ -54,8 +59,13 @@ class Term:
         if self.order in ORDERS:
             return None not in (value, *others) and ORDERS[self.order](value, float(others[0]))
         texts = {text_of(each) for each in (value, *(value if isinstance(value, tuple) else ()))}
-        wanted = (re.escape(text_of(other)) for other in others)  # a value of a setting may have a star of its own
-        patterns = "|".join(p if is_key(w) else p.replace(r"\*", ".*") for p, w in zip(wanted, self.words, strict=True))
+        wanted = (
+            re.escape(text_of(other)) for other in others
+        )  # a value of a setting may have a star of its own
+        patterns = "|".join(
+            p if is_key(w) else p.replace(r"\*", ".*")
+            for p, w in zip(wanted, self.words, strict=True)
+        )
         return any(re.fullmatch(patterns, text) for text in texts) == (self.order == "=")
 
 
@@ -64,16 +74,20 @@ class Exclusion:
     """A row of the table: values of settings that are refused together."""
 
     terms: tuple[Term, ...]
-    """The first one names the setting that the error is about. The row applies if all terms hold."""
+    """The first one names the setting that the error is about. The row applies if all terms
+    hold."""
     because: str
-    """Continues "setting = value: "; ``{key}`` is replaced by the value of a setting or property."""
+    """Continues "setting = value: "; ``{key}`` is replaced by the value of a setting or
+    property."""
     remedy: str
     commands: tuple[str, ...]
 
     @property
     def of_policy(self) -> bool:
         """Whether the row requires the shape of the policy."""
-        return any(name.startswith("policy.") for term in self.terms for name in (term.key, *term.words))
+        return any(
+            name.startswith("policy.") for term in self.terms for name in (term.key, *term.words)
+        )
 
     def check(self, config: Config, policy: object = None) -> None:
         """
@@ -92,7 +106,9 @@ class Exclusion:
                 return " and ".join(f"{term.key} = {text(term.key)}" for term in self.terms[1:])
             return text_of(value_of(key, config, policy))
 
-        problem, remedy = (PLACE.sub(lambda found: text(found[1]), said) for said in (self.because, self.remedy))
+        problem, remedy = (
+            PLACE.sub(lambda found: text(found[1]), said) for said in (self.because, self.remedy)
+        )
         raise UserError(self.terms[0].key, text(self.terms[0].key), problem, remedy)
 
 
@@ -100,7 +116,9 @@ class Exclusion:
 def exclusions() -> tuple[Exclusion, ...]:
     """The rows of the table, in its order."""
     table = yaml.load(TABLE.read_text(encoding="utf-8"), Loader)
-    return tuple(row for commands, rows in table.items() for each in rows for row in _rows(commands, **each))
+    return tuple(
+        row for commands, rows in table.items() for each in rows for row in _rows(commands, **each)
+    )
 
 
 def _rows(commands: str, **row: Any) -> Iterator[Exclusion]:
@@ -124,13 +142,19 @@ def idle_rows() -> tuple[dict[str, str], ...]:
 
 
 def idle_keys(config: Config) -> tuple[str, ...]:
-    """Return the keys, or beginnings of keys, of settings that ``train`` does not read, given the other settings."""
-    idle = [row for row in idle_rows() if all(Term.read(term).holds(config, None) for term in row["when"].split())]
+    """Return the keys, or beginnings of keys, of settings that ``train`` does not read, given the
+    other settings."""
+    idle = [
+        row
+        for row in idle_rows()
+        if all(Term.read(term).holds(config, None) for term in row["when"].split())
+    ]
     return tuple(key for row in idle for key in row["keys"].split())
 
 
 def _defaults(terms: tuple[Term, ...]) -> str:
-    """The remedy of setting one of the terms' settings to its default, if the term does not hold then.
+    """The remedy of setting one of the terms' settings to its default, if the term does not hold
+    then.
 
     Raises:
         ValueError: there is no such setting, and the row has no remedy of its own.
@@ -138,7 +162,9 @@ def _defaults(terms: tuple[Term, ...]) -> str:
     defaults = dict(Config().leaves())
     others = [term.key for term in terms if term.key in defaults and not term.holds(Config(), None)]
     if not others:
-        raise ValueError(f"row of {terms[0].key} in {TABLE.name}: no default ends it, so it requires a remedy")
+        raise ValueError(
+            f"row of {terms[0].key} in {TABLE.name}: no default ends it, so it requires a remedy"
+        )
     return f"Set {', or '.join(f'{key}={text_of(defaults[key])}' for key in others)}"
 
 
@@ -158,7 +184,11 @@ def checks(config: Config, command: Command, policy: object = None) -> Iterator[
 def is_key(word: str) -> bool:
     """Whether a word is a dotted key of a setting or property, not a value."""
     section, dot, _ = word.partition(".")
-    return section in ("policy", *Config.model_fields) if dot else isinstance(getattr(Config, word, None), property)
+    return (
+        section in ("policy", *Config.model_fields)
+        if dot
+        else isinstance(getattr(Config, word, None), property)
+    )
 
 
 def value_of(key: str, config: Config, policy: object = None) -> Any:
@@ -187,12 +217,19 @@ def check_numbers(config: Config) -> None:
     """Check that clocks, generators and 32-bit arithmetic can hold every number.
 
     Raises:
-        UserError: naming the first setting whose number is too large. An infinity that is no time is a limit left out.
+        UserError: naming the first setting whose number is too large. An infinity that is no time
+            is a limit left out.
     """
     for key, value in config.leaves():
         if not isinstance(value, int | float) or (value == math.inf and not key.endswith("_s")):
             continue
-        most = MOST_SECONDS if key.endswith("_s") else MOST_FLOAT if isinstance(value, float) else MOST_WHOLE
+        most = (
+            MOST_SECONDS
+            if key.endswith("_s")
+            else MOST_FLOAT
+            if isinstance(value, float)
+            else MOST_WHOLE
+        )
         if value > most:
             problem = "is more than can be computed with"
             raise UserError(key, f"{value!s:.40}", problem, f"Set it to {most:g} or less")

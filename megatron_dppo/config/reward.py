@@ -17,7 +17,8 @@ class WeightedReward(Section):
     weight: float = 1.0
     """Factor of its scores in the sum; 0: its scores are a metric alone."""
     name: str | None = None
-    """The metric of its scores is ``reward/NAME``; null: the function's name without its module or file."""
+    """The metric of its scores is ``reward/NAME``; null: the function's name without its module or
+    file."""
 
     @property
     def metric(self) -> str:
@@ -30,35 +31,45 @@ RESERVED = ("timeouts", "errors")
 
 class RewardConfig(Section):
     function: str | tuple[WeightedReward, ...] = "math"
-    """``math``, ``exact``, ``reasoning_gym`` (its tasks' own verifiers), ``verifiers`` (its environment's rubric), or a
-    function with verl's, slime's or TRL's signature as ``module:function`` or ``file.py:function``. Or several of
-    these, whose weighted sum is the reward: ``[{function: exact}, {function: my.py:brevity, weight: 0.2}]``; the first
-    one that scores a completion judges whether it is correct."""
+    """``math``, ``exact``, ``reasoning_gym`` (its tasks' own verifiers), ``verifiers`` (its
+    environment's rubric), or a function with verl's, slime's or TRL's signature as
+    ``module:function`` or ``file.py:function``. Or several of these, whose weighted sum is the
+    reward: ``[{function: exact}, {function: my.py:brevity, weight: 0.2}]``; the first one that
+    scores a completion judges whether it is correct."""
     timeout_s: Seconds = 10.0
-    """Seconds of processor time for scoring one completion, and ten times as many on the clock, for functions that wait
-    or have other processes compute; past either the worker is killed and the group leaves the step."""
+    """Seconds of processor time for scoring one completion, and ten times as many on the clock, for
+    functions that wait or have other processes compute; past either the worker is killed and the
+    group leaves the step."""
     workers: Annotated[Positive, Le(1024)] = 1
     """Worker processes per rank that generates."""
     concurrency: Positive = 32
-    """Completions that a worker process awaits at once, if the reward function is written ``async def``, as one that
-    asks a judge by HTTP. The time limits hold for each; one that waits for too long is cancelled, and the others go on.
-    1: one after another, as other functions are called. Functions of a whole group get one group after another."""
+    """Completions that a worker process awaits at once, if the reward function is written ``async
+    def``, as one that asks a judge by HTTP. The time limits hold for each; one that waits for too
+    long is cancelled, and the others go on. 1: one after another, as other functions are called.
+    Functions of a whole group get one group after another."""
     memory_mib: Positive = 4096
-    """Memory of scoring beyond the reward function's imports, in MiB; past it the completion fails."""
+    """Memory of scoring beyond the reward function's imports, in MiB; past it the completion
+    fails."""
     thinking_tags: tuple[str, ...] = ("<think>", "</think>")
-    """The opening and the closing tag of the policy's thoughts. ``math`` and ``exact`` read the answer after the last
-    closing tag. Thoughts without an end leave no answer, and reward 0, also if the chat template opens them in the
-    prompt. []: the answer is read from the whole completion."""
+    """The opening and the closing tag of the policy's thoughts. ``math`` and ``exact`` read the
+    answer after the last closing tag. Thoughts without an end leave no answer, and reward 0, also
+    if the chat template opens them in the prompt. []: the answer is read from the whole
+    completion."""
     max_failures: Share = 0.1
-    """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run stops."""
+    """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run
+    stops."""
     overlong_buffer: Count | None = None
-    """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1; null:
-    the objective's (dapo a fifth of the limit, grpo none)."""
+    """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly
+    by up to 1; null: the objective's (dapo a fifth of the limit, grpo none)."""
 
     @property
     def functions(self) -> tuple[str, ...]:
         """The names of its functions."""
-        return (self.function,) if isinstance(self.function, str) else tuple(each.function for each in self.function)
+        return (
+            (self.function,)
+            if isinstance(self.function, str)
+            else tuple(each.function for each in self.function)
+        )
 
     @property
     def spec(self) -> str:
@@ -69,11 +80,17 @@ class RewardConfig(Section):
 
     @field_validator("function")
     @classmethod
-    def _have_names(cls, function: str | tuple[WeightedReward, ...]) -> str | tuple[WeightedReward, ...]:
+    def _have_names(
+        cls, function: str | tuple[WeightedReward, ...]
+    ) -> str | tuple[WeightedReward, ...]:
         if not isinstance(function, str):
             names = each_once(tuple(each.metric for each in function))
             if not names or (reserved := set(names) & set(RESERVED)):
-                raise ValueError(f"names a metric {min(reserved)}, which counts failures" if names else "is empty")
+                raise ValueError(
+                    f"names a metric {min(reserved)}, which counts failures"
+                    if names
+                    else "is empty"
+                )
         return function
 
     @field_validator("thinking_tags")

@@ -25,32 +25,36 @@ from megatron_dppo.config.types import (
 
 class ArithmeticConfig(Section):
     problems: Pool = 512
-    """Size of the training pool. The pool is finite, so that prompts come back and pruning by history has a history."""
+    """Size of the training pool. The pool is finite, so that prompts come back and pruning by
+    history has a history."""
     eval_problems: Pool = 200
     """Number of held-out problems, disjoint from the training pool."""
     min_terms: Annotated[int, Ge(2)] = 2
     """Fewest numbers in a sum."""
     max_terms: Annotated[int, Ge(2), Le(1000)] = 4
-    """Most numbers in a sum. The written-out answer has one line per addition, so that the length of answers varies
-    with this setting."""
+    """Most numbers in a sum. The written-out answer has one line per addition, so that the length
+    of answers varies with this setting."""
     max_operand: Positive = 99
     """Largest number in a sum."""
     forgotten_carries: Share = 0.0
-    """Fraction of the carries that the worked answers forget. Above one half, ``sft`` teaches a policy that is mostly
-    wrong and sometimes right on sums with a carry. Reinforcement learning can correct this mistake."""
+    """Fraction of the carries that the worked answers forget. Above one half, ``sft`` teaches a
+    policy that is mostly wrong and sometimes right on sums with a carry. Reinforcement learning can
+    correct this mistake."""
     short_answers: Share = 0.0
-    """Fraction of the worked answers that are the result alone, always right. After ``sft`` on both styles,
-    reinforcement learning decides the style of the policy."""
+    """Fraction of the worked answers that are the result alone, always right. After ``sft`` on both
+    styles, reinforcement learning decides the style of the policy."""
     seed: int = 0
-    """Seed of the problems, separate from run.seed, so that runs with several seeds share the problems."""
+    """Seed of the problems, separate from run.seed, so that runs with several seeds share the
+    problems."""
 
 
 class ReasoningGymConfig(Section):
-    """Problems of reasoning-gym, if ``data.train`` is ``reasoning_gym``; see ``data/generators.py``."""
+    """Problems of reasoning-gym, if ``data.train`` is ``reasoning_gym``; see
+    ``data/generators.py``."""
 
     tasks: dict[str, dict[str, Any]] = Field(default={"chain_sum": {}})
-    """reasoning-gym's names of the tasks, each with settings for the task's generator (``{}``: the generator's
-    defaults). Problems are taken from the tasks in turn."""
+    """reasoning-gym's names of the tasks, each with settings for the task's generator (``{}``: the
+    generator's defaults). Problems are taken from the tasks in turn."""
     problems: Pool = 4096
     """Size of the training pool."""
     eval_problems: Pool = 200
@@ -63,8 +67,8 @@ class VerifiersConfig(Section):
     """Environment of verifiers, if ``data.train`` is ``verifiers``; see ``data/verifiers.py``."""
 
     environment: str = ""
-    """Environment, by the id that verifiers' ``load_environment`` takes. An environment of several turns requires
-    ``rollout.conversation=verifiers``."""
+    """Environment, by the id that verifiers' ``load_environment`` takes. An environment of several
+    turns requires ``rollout.conversation=verifiers``."""
     arguments: dict[str, Any] = Field(default={})
     """Arguments of the environment's ``load_environment``."""
     eval_problems: Pool = 200
@@ -84,45 +88,51 @@ class SourceConfig(Section):
 
 class DataConfig(Section):
     train: str | tuple[SourceConfig, ...] = "arithmetic"
-    """Source of prompts: a JSONL or parquet file; a folder of JSONL or parquet files, read in the order of the file
-    names; a data set of the Hugging Face hub, such as ``openai/gsm8k:main``; a generator, ``arithmetic`` or
-    ``reasoning_gym``; or ``verifiers``, with the prompts of an environment. The name of a data set is the id, then the
-    configuration and the split. A data set's only configuration may be left out, and so may the split ``train``.
-    Several sources have a weight each: ``[{path: a.jsonl, weight: 3}, {path: b.parquet, weight: 1}]``. The weights
-    divide every step among the sources. Each source has separate epochs and a separate order of prompts."""
+    """Source of prompts: a JSONL or parquet file; a folder of JSONL or parquet files, read in the
+    order of the file names; a data set of the Hugging Face hub, such as ``openai/gsm8k:main``; a
+    generator, ``arithmetic`` or ``reasoning_gym``; or ``verifiers``, with the prompts of an
+    environment. The name of a data set is the id, then the configuration and the split. A data
+    set's only configuration may be left out, and so may the split ``train``. Several sources have a
+    weight each: ``[{path: a.jsonl, weight: 3}, {path: b.parquet, weight: 1}]``. The weights divide
+    every step among the sources. Each source has separate epochs and a separate order of
+    prompts."""
     rollouts: str | None = None
-    """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another policy. Training uses
-    this file instead of data.train and the policy's own rollouts; see ``data/offline.py``. Biased: the only correction
-    for the other policy is a bounded weight for each token, the policy's probability divided by the file's. null: the
-    policy generates the rollouts."""
+    """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another
+    policy. Training uses this file instead of data.train and the policy's own rollouts; see
+    ``data/offline.py``. Biased: the only correction for the other policy is a bounded weight for
+    each token, the policy's probability divided by the file's. null: the policy generates the
+    rollouts."""
     eval: str | dict[str, str] | None = None
-    """Held-out prompts: a file, a folder or a data set of the hub (default split: ``test``); or several sources by
-    name: ``{aime24: aime24.jsonl, …}`` gives the accuracy ``eval/aime24``. null: the held-out problems of the generator
-    in data.train, or no evaluation for files and for data.rollouts."""
+    """Held-out prompts: a file, a folder or a data set of the hub (default split: ``test``); or
+    several sources by name: ``{aime24: aime24.jsonl, …}`` gives the accuracy ``eval/aime24``. null:
+    the held-out problems of the generator in data.train, or no evaluation for files and for
+    data.rollouts."""
     prompt_key: str = "prompt"
-    """Column of the prompt: a string, or a list of chat messages (also as JSON text) that ends before the answer. Dots
-    reach into nested objects."""
+    """Column of the prompt: a string, or a list of chat messages (also as JSON text) that ends
+    before the answer. Dots reach into nested objects."""
     label_key: str = "label"
-    """Column of the reference answer (``reward_model.ground_truth`` for files in verl's form): a text, or a number,
-    which becomes a text. User-defined functions receive objects and lists unchanged."""
+    """Column of the reference answer (``reward_model.ground_truth`` for files in verl's form): a
+    text, or a number, which becomes a text. User-defined functions receive objects and lists
+    unchanged."""
     response_key: str | None = None
     """Column of the worked answer that ``sft`` imitates; null: the label's column."""
     system: str | None = None
-    """System message before every prompt. A chat that has a system message keeps that message instead. An empty text
-    leaves out the template's default message."""
+    """System message before every prompt. A chat that has a system message keeps that message
+    instead. An empty text leaves out the template's default message."""
     chat_template: bool = True
-    """Render prompts with the tokenizer's chat template. false: the prompt's text, after the special tokens that the
-    tokenizer puts before text, such as Llama's beginning of text."""
+    """Render prompts with the tokenizer's chat template. false: the prompt's text, after the
+    special tokens that the tokenizer puts before text, such as Llama's beginning of text."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
-    """Switches of the chat template with other values than the template's defaults, such as ``{enable_thinking:
-    false}`` for Qwen3. TRL and vLLM have the same name for this setting."""
+    """Switches of the chat template with other values than the template's defaults, such as
+    ``{enable_thinking: false}`` for Qwen3. TRL and vLLM have the same name for this setting."""
     date: str | None = None
-    """Date for a chat template that prints one, such as Llama 3.2's: ``2026-01-31``. null: the day of the first start,
-    which is stored in the folder of the run or evaluation."""
+    """Date for a chat template that prints one, such as Llama 3.2's: ``2026-01-31``. null: the day
+    of the first start, which is stored in the folder of the run or evaluation."""
     max_prompt_tokens: Positive = 512
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """Handling of prompts over max_prompt_tokens: stop before the run begins, or drop and count the prompts."""
+    """Handling of prompts over max_prompt_tokens: stop before the run begins, or drop and count the
+    prompts."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
     verifiers: VerifiersConfig = VerifiersConfig()
@@ -135,7 +145,11 @@ class DataConfig(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """Names in data.train, each once."""
-        return (self.train,) if isinstance(self.train, str) else tuple(dict.fromkeys(each.path for each in self.train))
+        return (
+            (self.train,)
+            if isinstance(self.train, str)
+            else tuple(dict.fromkeys(each.path for each in self.train))
+        )
 
 
 ServerKind = Literal["sglang", "vllm"]
@@ -148,15 +162,17 @@ class LaunchConfig(Section):
     count: Count = 0
     """Number of servers; 0: the run starts no server, and rollout.servers names the servers."""
     tp: Positive | tuple[Positive, ...] = 1
-    """Tensor-parallel ranks of each server: one number for all servers, or one number per server."""
+    """Tensor-parallel ranks of each server: one number for all servers, or one number per
+    server."""
     command: tuple[str, ...] | None = None
-    """Command that starts a server, before the flags for model, address and layout; null: ``python -m
-    sglang.launch_server`` or ``vllm serve``, from the path. Servers require a separate Python environment: name that
-    environment's interpreter here, or in the environment variable SERVER_PYTHON."""
+    """Command that starts a server, before the flags for model, address and layout; null: ``python
+    -m sglang.launch_server`` or ``vllm serve``, from the path. Servers require a separate Python
+    environment: name that environment's interpreter here, or in the environment variable
+    SERVER_PYTHON."""
     flags: tuple[str, ...] = ()
-    """Further flags for the server, after the trainer's flags. With rollout.colocated a flag must bound the server's
-    memory: ``--mem-fraction-static`` (SGLang, fraction of the memory that is free at the start) or
-    ``--gpu-memory-utilization`` (vLLM, fraction of all memory)."""
+    """Further flags for the server, after the trainer's flags. With rollout.colocated a flag must
+    bound the server's memory: ``--mem-fraction-static`` (SGLang, fraction of the memory that is
+    free at the start) or ``--gpu-memory-utilization`` (vLLM, fraction of all memory)."""
     env: tuple[str, ...] = ()
     """Environment variables, each as ``NAME=value``."""
     first_port: Annotated[int, Ge(1024), Le(65535)] = 30000
@@ -183,32 +199,35 @@ class SyncConfig(Section):
     """Transfer of the weights to the servers."""
 
     transport: Literal["collective", "disk"] = "collective"
-    """``collective``: a process group from each pipeline stage to all servers (NCCL, gloo without CUDA); ``disk``:
-    safetensors that servers read back."""
+    """``collective``: a process group from each pipeline stage to all servers (NCCL, gloo without
+    CUDA); ``disk``: safetensors that servers read back."""
     bucket_mib: Positive | None = None
-    """Size of a transfer of weights, in MiB; null: 512 from a GPU, 30 from a CPU. For larger transfers from a CPU,
-    fresh memory costs servers more time than the network."""
+    """Size of a transfer of weights, in MiB; null: 512 from a GPU, 30 from a CPU. For larger
+    transfers from a CPU, fresh memory costs servers more time than the network."""
     in_flight: Literal["retract", "keep", "abort"] = "retract"
-    """Handling of requests that a sync finds unfinished (with rollout.ahead). ``retract``: recompute the cache with
-    the new weights, and continue. ``keep``: continue with the cache from older weights. ``abort``: send the requests
-    again with the generated tokens."""
+    """Handling of requests that a sync finds unfinished (with rollout.ahead). ``retract``:
+    recompute the cache with the new weights, and continue. ``keep``: continue with the cache from
+    older weights. ``abort``: send the requests again with the generated tokens."""
     timeout_s: Seconds = 120.0
-    """Longest time for one request of a sync to a server, and for the transfer of one bucket, in seconds."""
+    """Longest time for one request of a sync to a server, and for the transfer of one bucket, in
+    seconds."""
     retries: Count = 2
     """Number of retries of a failed sync, without the servers that failed in the sync."""
     check_every: Count = 10
-    """Number of syncs between comparisons of the servers' log-probabilities with the actor's. A comparison always
-    follows the first sync. 0: compare only after the first sync."""
+    """Number of syncs between comparisons of the servers' log-probabilities with the actor's. A
+    comparison always follows the first sync. 0: compare only after the first sync."""
     adapter: bool = False
-    """With model.lora: servers hold the policy of model.path, and each sync sends the adapters alone: to SGLang with a
-    request, to vLLM as files in ``folder``."""
+    """With model.lora: servers hold the policy of model.path, and each sync sends the adapters
+    alone: to SGLang with a request, to vLLM as files in ``folder``."""
     folder: str | None = None
-    """Folder of the files that ``disk`` writes, and ``adapter`` with vLLM. The servers must share the file system;
-    a folder in /dev/shm serves servers on the same machine. null: ``RUN.DIR/sync``."""
+    """Folder of the files that ``disk`` writes, and ``adapter`` with vLLM. The servers must share
+    the file system; a folder in /dev/shm serves servers on the same machine. null:
+    ``RUN.DIR/sync``."""
 
     @property
     def patience_s(self) -> float:
-        """Twice rollout.sync.timeout_s: ranks without data to send wait in gloo until rollout.timeout_s."""
+        """Twice rollout.sync.timeout_s: ranks without data to send wait in gloo until
+        rollout.timeout_s."""
         return 2 * self.timeout_s
 
 
@@ -218,9 +237,9 @@ class BranchConfig(Section):
     at: Positive | None = None
     """Number of tokens of the response before the fork."""
     entropy: AboveZero | None = None
-    """Fork before the first token whose distribution has more entropy (nats). Later tokens have no influence, because
-    they would bias the gradient. Servers report likely tokens alone, which give a lower bound of the entropy: all other
-    tokens count as one."""
+    """Fork before the first token whose distribution has more entropy (nats). Later tokens have no
+    influence, because they would bias the gradient. Servers report likely tokens alone, which give
+    a lower bound of the entropy: all other tokens count as one."""
     children: Annotated[int, Ge(2)] = 2
     """Continuations of each branch."""
 
@@ -235,21 +254,24 @@ class TreeConfig(Section):
     """A tree of completions that share prefixes. The leaves are the group of a prompt."""
 
     branches: tuple[BranchConfig, ...] = ()
-    """Forks of a response, by level; empty: no tree. With ``[{at: 200, children: 2}]`` each response is continued twice
-    after 200 tokens. With ``entropy`` (nats) instead of ``at``, the fork is before the first token whose distribution
-    has more entropy. A response that ends before a fork becomes each of the leaves below the fork."""
+    """Forks of a response, by level; empty: no tree. With ``[{at: 200, children: 2}]`` each
+    response is continued twice after 200 tokens. With ``entropy`` (nats) instead of ``at``, the
+    fork is before the first token whose distribution has more entropy. A response that ends before
+    a fork becomes each of the leaves below the fork."""
     roots: Annotated[int, Ge(2)] | None = None
-    """Completions from the prompt on; null: rollout.samples_per_prompt divided by the children of all levels."""
+    """Completions from the prompt on; null: rollout.samples_per_prompt divided by the children of
+    all levels."""
     baseline: Literal["mixed", "depth"] = "mixed"
-    """Baseline of a segment's value, which is the mean reward of the leaves below the segment. ``mixed`` is unbiased:
-    the mean of the siblings' values and of the other roots' mean value. ``depth`` is biased: as in BranchGRPO, mean and
-    standard deviation of all segments of the level normalise the value."""
+    """Baseline of a segment's value, which is the mean reward of the leaves below the segment.
+    ``mixed`` is unbiased: the mean of the siblings' values and of the other roots' mean value.
+    ``depth`` is biased: as in BranchGRPO, mean and standard deviation of all segments of the level
+    normalise the value."""
     depths: tuple[Count, ...] = ()
-    """Depths of the segments to train on: numbers of forks before a segment; empty: all. A list of some depths is
-    BranchGRPO's pruning in depth, which is biased."""
+    """Depths of the segments to train on: numbers of forks before a segment; empty: all. A list of
+    some depths is BranchGRPO's pruning in depth, which is biased."""
     fusion: Literal["mean", "probability"] = "mean"
-    """Value of a branch. ``mean``: mean of the children's values; ``probability``: weighted by the softmax of the
-    children's log-probabilities (BranchGRPO's option), which is biased."""
+    """Value of a branch. ``mean``: mean of the children's values; ``probability``: weighted by the
+    softmax of the children's log-probabilities (BranchGRPO's option), which is biased."""
 
     @field_validator("branches")
     @classmethod
@@ -277,13 +299,15 @@ class TreeConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["local", ServerKind] = "local"
-    """Rollout engine: ``local`` is the policy in the trainer's own processes; ``sglang`` and ``vllm`` are servers."""
+    """Rollout engine: ``local`` is the policy in the trainer's own processes; ``sglang`` and
+    ``vllm`` are servers."""
     engine_function: str | None = None
-    """Factory of a user-defined engine, which replaces the local engine: a class or function, ``file.py:name`` or
-    ``module:name``, called on every rank with the policy's folder, and ``device``, ``dtype`` and ``world``."""
+    """Factory of a user-defined engine, which replaces the local engine: a class or function,
+    ``file.py:name`` or ``module:name``, called on every rank with the policy's folder, and
+    ``device``, ``dtype`` and ``world``."""
     servers: Literal["slurm"] | tuple[str, ...] = ()
-    """URLs of running servers, or of a running SGLang router; ``slurm``: one server on each node of this job's second
-    heterogeneous component, at rollout.launch.first_port."""
+    """URLs of running servers, or of a running SGLang router; ``slurm``: one server on each node of
+    this job's second heterogeneous component, at rollout.launch.first_port."""
     launch: LaunchConfig = LaunchConfig()
     sync: SyncConfig = SyncConfig()
     prompts_per_step: Positive = 64
@@ -292,52 +316,61 @@ class RolloutConfig(Section):
     """G, completions for each prompt."""
     tree: TreeConfig = TreeConfig()
     max_response_tokens: Positive = 1024
-    """Largest number of tokens in a completion. A longer completion is cut off and counted as truncated."""
+    """Largest number of tokens in a completion. A longer completion is cut off and counted as
+    truncated."""
     temperature: AboveZero = 1.0
-    """Sampling temperature. Log-probabilities in engine and trainer both belong to the scaled distribution."""
+    """Sampling temperature. Log-probabilities in engine and trainer both belong to the scaled
+    distribution."""
     stop_token_ids: tuple[int, ...] | None = None
-    """Tokens that end a completion; null: the stop tokens of generation_config.json, else of config.json, and the
-    tokenizer's end of turn."""
+    """Tokens that end a completion; null: the stop tokens of generation_config.json, else of
+    config.json, and the tokenizer's end of turn."""
     conversation: str | None = None
-    """``async rollout(client, prompt)`` as ``module:function`` or ``file.py:function``: a function that has a
-    conversation with the policy for each completion. A conversation has one sequence or several, and the function may
-    call tools between turns. ``verifiers``: the environment of ``data.verifiers`` has the conversation. null: a
-    completion is one request."""
+    """``async rollout(client, prompt)`` as ``module:function`` or ``file.py:function``: a function
+    that has a conversation with the policy for each completion. A conversation has one sequence or
+    several, and the function may call tools between turns. ``verifiers``: the environment of
+    ``data.verifiers`` has the conversation. null: a completion is one request."""
     roles: tuple[str, ...] = ()
-    """Roles of the policy in rollout.conversation, such as ``[solver, critic]``. Each turn of the policy names a role,
-    and reward.function gives each role a reward with a separate baseline. Biased if the roles have different rewards:
-    see ``rl/advantages.py``. Empty: a conversation has one reward."""
+    """Roles of the policy in rollout.conversation, such as ``[solver, critic]``. Each turn of the
+    policy names a role, and reward.function gives each role a reward with a separate baseline.
+    Biased if the roles have different rewards: see ``rl/advantages.py``. Empty: a conversation has
+    one reward."""
     ahead: Count = 0
-    """Number of further steps whose rollouts are requested before a step trains. Servers generate during training, with
-    weights that are at most this number of updates old. Truncated importance weights (loss.tis_cap) correct for older
-    weights. Steps train in the order of the requests. 0: exactly on-policy."""
+    """Number of further steps whose rollouts are requested before a step trains. Servers generate
+    during training, with weights that are at most this number of updates old. Truncated importance
+    weights (loss.tis_cap) correct for older weights. Steps train in the order of the requests. 0:
+    exactly on-policy."""
     colocated: bool = False
-    """Servers share the trainer's GPUs: servers release their memory while the trainer trains, and the trainer releases
-    its gradients and caches while servers generate. Requires rollout.sync.transport = disk and rollout.ahead = 0."""
+    """Servers share the trainer's GPUs: servers release their memory while the trainer trains, and
+    the trainer releases its gradients and caches while servers generate. Requires
+    rollout.sync.transport = disk and rollout.ahead = 0."""
     max_batch: Positive = 256
     """Completions that the local engine decodes at once on a rank."""
     longest_first: bool = True
-    """Request the prompts of a step by their expected tokens, longest first; false: in the order of the epoch."""
+    """Request the prompts of a step by their expected tokens, longest first; false: in the order of
+    the epoch."""
     max_in_flight: Positive = 64
     """Largest number of pending prompts of a rank at each server."""
     timeout_s: Seconds = 1800.0
-    """Longest wait of ranks without progress, in seconds, for rollouts or for a server that can generate. Then the run
-    stops. Also the longest time that a user's code may hang in rollouts and evaluations, on one rank too."""
+    """Longest wait of ranks without progress, in seconds, for rollouts or for a server that can
+    generate. Then the run stops. Also the longest time that a user's code may hang in rollouts and
+    evaluations, on one rank too."""
     request_timeout_s: Seconds = 1800.0
-    """Longest time for one prompt at a server, in seconds, before the prompt is sent to another server."""
+    """Longest time for one prompt at a server, in seconds, before the prompt is sent to another
+    server."""
     health_timeout_s: Seconds = 30.0
-    """Longest time for the answer to a health check, in seconds. A server that fails two checks in a row is marked
-    unhealthy and removed."""
+    """Longest time for the answer to a health check, in seconds. A server that fails two checks in
+    a row is marked unhealthy and removed."""
     attempts: Positive = 4
-    """Largest number of attempts for a prompt before the run stops. Servers may die, but not forever because of one
-    prompt."""
+    """Largest number of attempts for a prompt before the run stops. Servers may die, but not
+    forever because of one prompt."""
     heartbeat_s: Seconds = 60.0
     """Seconds between messages on the progress of the rollouts, while ranks wait for rollouts."""
     max_logprob_diff: NonNegative | None = None
-    """Largest mean |log p| difference of trainer and engine, on tokens of the trainer's own weights. The run stops if
-    the difference is larger. null: 1e-4 in fp32, 0.1 in bf16."""
+    """Largest mean |log p| difference of trainer and engine, on tokens of the trainer's own
+    weights. The run stops if the difference is larger. null: 1e-4 in fp32, 0.1 in bf16."""
     max_prob_error: AtLeastOne | None = None
-    """Largest mean of exp |log p difference|. The run stops if the mean is larger. null: 1.001 in fp32, 1.2 in bf16."""
+    """Largest mean of exp |log p difference|. The run stops if the mean is larger. null: 1.001 in
+    fp32, 1.2 in bf16."""
 
     _once = field_validator("roles")(each_once)
 
@@ -348,7 +381,8 @@ class RolloutConfig(Section):
 
     @property
     def segments(self) -> int:
-        """Segments of a completion, each with a separate advantage; 0: a completion has one advantage."""
+        """Segments of a completion, each with a separate advantage; 0: a completion has one
+        advantage."""
         return len(self.tree.branches) + 1 if self.tree.branches else len(self.roles)
 
     @property

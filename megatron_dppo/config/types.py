@@ -1,6 +1,8 @@
-"""Types of settings: sections, numbers with limits, the commands that settings are for, and the YAML of their files.
+"""Types of settings: sections, numbers with limits, the commands that settings are for, and the
+YAML of their files.
 
-That is the core schema of YAML 1.2: ``1e-3`` and ``012`` are numbers; ``yes``, ``on`` and ``1:30`` are words.
+That is the core schema of YAML 1.2: ``1e-3`` and ``012`` are numbers; ``yes``, ``on`` and ``1:30``
+    are words.
 """
 
 from __future__ import annotations
@@ -34,9 +36,12 @@ AnySection = TypeVar("AnySection", bound="Section")
 
 
 class Section(BaseModel):
-    """Settings that belong together, and sections of more of them. The text under a setting is its meaning."""
+    """Settings that belong together, and sections of more of them. The text under a setting is its
+    meaning."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Every setting by its dotted key, with its value."""
@@ -62,17 +67,20 @@ def replace(section: AnySection, **changes: Any) -> AnySection:
     """A copy with other values of some settings, which are checked as those of a file are.
 
     Raises:
-        pydantic.ValidationError: for an unknown name, a value of the wrong type or beyond its limits.
+        pydantic.ValidationError: for an unknown name, a value of the wrong type or beyond its
+            limits.
     """
     return type(section)(**dict(section) | changes)
 
 
 MOST_VALUES, MOST_LEVELS = 10_000, 32
-"""Limits of a file: its keys and values, those that aliases repeat included, and its nested collections."""
+"""Limits of a file: its keys and values, those that aliases repeat included, and its nested
+collections."""
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.2 with limits. A key that stands twice in a section is an error: its first value would be lost."""
+    """YAML 1.2 with limits. A key that stands twice in a section is an error: its first value would
+    be lost."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  # replaces the base class's
 
@@ -87,18 +95,28 @@ class Loader(yaml.SafeLoader):
         is_alias = self.check_event(yaml.AliasEvent)
         self._levels += 1
         if self._levels > MOST_LEVELS:
-            raise yaml.composer.ComposerError(None, None, f"nests deeper than {MOST_LEVELS} levels", mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"nests deeper than {MOST_LEVELS} levels", mark
+            )
         node = super().compose_node(parent, index)
         assert node is not None
         self._levels -= 1
         if is_alias and node not in self._values:
-            raise yaml.composer.ComposerError(None, None, "an alias stands within its own anchor", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "an alias stands within its own anchor", mark
+            )
         if not is_alias:
             parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-            pairs = parts if isinstance(node, yaml.SequenceNode) else (part for pair in parts for part in pair)
+            pairs = (
+                parts
+                if isinstance(node, yaml.SequenceNode)
+                else (part for pair in parts for part in pair)
+            )
             self._values[node] = 1 + sum(self._values[part] for part in pairs)
         if self._values[node] > MOST_VALUES:
-            raise yaml.composer.ComposerError(None, None, f"holds more than {MOST_VALUES:,} values", mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"holds more than {MOST_VALUES:,} values", mark
+            )
         return node
 
     def construct_int(self, node: yaml.ScalarNode) -> int:
@@ -109,13 +127,16 @@ class Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} stands twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value} stands twice", key.start_mark
+                )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes words that YAML 1.1 or 1.2 would read as anything else, and escapes Unicode's line breaks."""
+    """Quotes words that YAML 1.1 or 1.2 would read as anything else, and escapes Unicode's line
+    breaks."""
 
     def represent_word(self, text: str) -> yaml.ScalarNode:
         style = '"' if any(line_break in text for line_break in "\x85\u2028\u2029") else None
@@ -131,6 +152,8 @@ for _tag, _pattern, _first in (
     ("merge", "<<", "<"),  # of YAML 1.1, and in wide use
 ):
     for _kind in (Loader, Dumper):
-        _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), list(_first))
+        _kind.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), list(_first)
+        )
 Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_int)
 Dumper.add_representer(str, Dumper.represent_word)

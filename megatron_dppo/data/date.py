@@ -1,4 +1,5 @@
-"""Date that some chat templates print, such as Llama 3.2's. All ranks and all starts of a run have the same date."""
+"""Date that some chat templates print, such as Llama 3.2's. All ranks and all starts of a run have
+the same date."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ from megatron_dppo.process.streams import tell
 
 DATE = "prompt_date.txt"
 """File of a run's folder with the date of its prompts."""
-DATE_PARTS = ("-d", "-m", "-H", "-I", "-M", "-S", "-j", "-y", *"aAbBcdDeFGhHIjklmMpPrRSTuUVwWxXyYzZ%")
+DATE_PARTS = (
+    "-d",
+    "-m",
+    "-H",
+    "-I",
+    "-M",
+    "-S",
+    "-j",
+    "-y",
+    *"aAbBcdDeFGhHIjklmMpPrRSTuUVwWxXyYzZ%",
+)
 """Directives of strftime, without their percent signs."""
 
 
@@ -39,20 +50,29 @@ def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = Fals
         if keep:
             folder.mkdir(parents=True, exist_ok=True)
             replace_text(file, f"{dated.date}\n")
-            tell(f"note: the chat template prints a date, always {dated.date} in this run: {file}, or data.date")
+            tell(
+                f"note: the chat template prints a date, always {dated.date} in this run: {file}, "
+                "or data.date"
+            )
     except (OSError, ValueError) as error:
         remedy = "Write a day like 2026-01-31 there, or set data.date"
-        raise UserError("data.date", "null", f"{file} cannot hold the date of prompts ({error})", remedy) from error
+        raise UserError(
+            "data.date", "null", f"{file} cannot hold the date of prompts ({error})", remedy
+        ) from error
     return dated
 
 
 def stop_clock(template: str, day: str) -> str:
     """Return a chat template for which it is always midnight on a day, such as ``2026-01-31``."""
     now = datetime.fromisoformat(day)
-    # Transformers converts functions among a template's variables to text, so a macro must format the date.
+    # Transformers converts functions among a template's variables to text, so a macro must format
+    # the date.
     formats = "".join(f"|replace('%{part}', {now.strftime('%' + part)!r})" for part in DATE_PARTS)
     # The empty text keeps a newline at the start of the template.
-    return f"{{% macro {CLOCK}(format) %}}{{{{ format{formats} }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
+    return (
+        f"{{% macro {CLOCK}(format) %}}{{{{ format{formats} }}}}{{% endmacro %}}{{{{ '' "
+        f"}}}}{template}"
+    )
 
 
 def prints_date(policy: Path) -> bool:

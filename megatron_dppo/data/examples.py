@@ -1,7 +1,8 @@
-"""Problems as a source gives them, and as the policy reads them: rendered in its chat template, and tokenised.
+"""Problems as a source gives them, and as the policy reads them: rendered in its chat template, and
+tokenised.
 
-Importing this file imports neither torch nor transformers. A row is looked at as far as one can without a tokenizer, so
-that a bad one is known before a rank starts.
+Importing this file imports neither torch nor transformers. A row is looked at as far as one can
+without a tokenizer, so that a bad one is known before a rank starts.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file, a folder of files, a data set of the hub or a generator, and the setting that names it."""
+    """A file, a folder of files, a data set of the hub or a generator, and the setting that names
+    it."""
 
     name: str
     setting: str
@@ -66,19 +68,31 @@ class Source:
         return replace(data, **{name: key for name, key in own.items() if key is not None})
 
     def files(self) -> list[Path]:
-        """Its files, in their order, in a folder that of their names; of a data set of the hub after they were fetched.
+        """Its files, in their order, in a folder that of their names; of a data set of the hub
+        after they were fetched.
 
         Raises:
             UserError: as ``hub.data_files``; and for a folder without files of data.
         """
         if is_id(self.name) and not self.name.endswith(DATA_SUFFIXES):
-            return data_files(self.name, self.setting, split="test" if self.setting == "data.eval" else "train")
+            return data_files(
+                self.name, self.setting, split="test" if self.setting == "data.eval" else "train"
+            )
         if not (folder := Path(self.name)).is_dir():
             return [folder]
-        files = [file for file in sorted(folder.iterdir()) if file.name.endswith(DATA_SUFFIXES) and file.is_file()]
+        files = [
+            file
+            for file in sorted(folder.iterdir())
+            if file.name.endswith(DATA_SUFFIXES) and file.is_file()
+        ]
         if not files:
             problem, suffixes = "is a folder without files of data", ", ".join(DATA_SUFFIXES)
-            raise UserError(self.setting, self.name, problem, f"Name a folder that holds files ending in {suffixes}")
+            raise UserError(
+                self.setting,
+                self.name,
+                problem,
+                f"Name a folder that holds files ending in {suffixes}",
+            )
         return files
 
 
@@ -87,18 +101,25 @@ def sources_of(data: DataConfig, split: Split) -> list[Source]:
     if split == "train" and data.rollouts is not None:
         return [Source(data.rollouts, "data.rollouts")]
     if split == "train" and not isinstance(data.train, str):
-        return [Source(s.path, "data.train", s.weight, s.prompt_key, s.label_key) for s in data.train]
-    of_train = split == "train" or (data.eval is None and data.train in GENERATORS and data.rollouts is None)
+        return [
+            Source(s.path, "data.train", s.weight, s.prompt_key, s.label_key) for s in data.train
+        ]
+    of_train = split == "train" or (
+        data.eval is None and data.train in GENERATORS and data.rollouts is None
+    )
     name, setting = (data.train, "data.train") if of_train else (data.eval, "data.eval")
     assert name is None or isinstance(name, str), "of several files the caller asks for one"
     return [] if name is None else [Source(name, setting)]
 
 
-def read_examples(source: Source, data: DataConfig, split: Split, *, responses: bool = False) -> list[Example]:
+def read_examples(
+    source: Source, data: DataConfig, split: Split, *, responses: bool = False
+) -> list[Example]:
     """All problems of a source; with ``responses`` their worked answers in the place of labels.
 
     Raises:
-        UserError: for a file that is absent, empty or malformed, and whatever ``example_of`` refuses.
+        UserError: for a file that is absent, empty or malformed, and whatever ``example_of``
+            refuses.
     """
     if source.name in GENERATORS:
         rows = GENERATORS[source.name].rows(data, split)
@@ -112,8 +133,9 @@ def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Exampl
     """A row's example, by the columns that ``data`` names.
 
     Raises:
-        UserError: naming the row: for a prompt that ``read_prompt`` refuses, and a label or worked answer that is
-            absent, no number (NaN), of a type that can be written in several ways (a date, bytes), or half a character.
+        UserError: naming the row: for a prompt that ``read_prompt`` refuses, and a label or worked
+            answer that is absent, no number (NaN), of a type that can be written in several ways (a
+            date, bytes), or half a character.
     """
     extra = row.values.get("extra_info", row.values.get("metadata"))  # as verl has it, and slime
     data_source = str(row.values.get("data_source") or "")
@@ -129,7 +151,11 @@ def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Exampl
         raise row.error(f"has an empty answer in column {key!r}", "Remove the row")
     if not isinstance(extra, Mapping):
         left_out = {"completions"} if unlabelled else set()
-        extra = {name: value for name, value in row.values.items() if value is not None and name not in left_out}
+        extra = {
+            name: value
+            for name, value in row.values.items()
+            if value is not None and name not in left_out
+        }
     tools = _read_tools(row) if data.chat_template else ()
     return Example(row, prompt, answer, data_source, extra, tools)
 
@@ -138,15 +164,19 @@ def _as_text(row: Row, key: str, value: Any) -> str:
     try:
         return as_text(value)
     except ValueError as error:
-        raise row.error(f"holds {error} in column {key!r}", "Write it as text, or remove the row") from error
+        raise row.error(
+            f"holds {error} in column {key!r}", "Write it as text, or remove the row"
+        ) from error
 
 
 def read_prompt(row: Row, data: DataConfig) -> str | Messages:
-    """The prompt of a row: text, or chat messages, also where a column holds them as JSON text. Needs no tokenizer.
+    """The prompt of a row: text, or chat messages, also where a column holds them as JSON text.
+    Needs no tokenizer.
 
     Raises:
-        UserError: if it is neither, blank, or a chat that the template would not render whole or that answers itself;
-            for messages under ``data.chat_template = false``, and a ``data.system`` there.
+        UserError: if it is neither, blank, or a chat that the template would not render whole or
+            that answers itself; for messages under ``data.chat_template = false``, and a
+            ``data.system`` there.
     """
     if data.system is not None and not data.chat_template:
         remedy = "Remove it, or set data.chat_template=true"
@@ -162,12 +192,22 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
         problem = f"has a {type(prompt).__name__} as prompt, while data.chat_template is false"
         raise row.error(problem, "Give a string, or set data.chat_template=true")
     if not _is_chat(prompt):
-        raise row.error("has a prompt that is neither a string nor a list of messages", f"Give text, or {A_LIST}")
+        raise row.error(
+            "has a prompt that is neither a string nor a list of messages",
+            f"Give text, or {A_LIST}",
+        )
     for message in prompt:
         _check_message(row, message)
     if prompt[-1]["role"] == "assistant":
-        problem = "has a prompt that ends with an answer, a message of the assistant: the policy would be shown it"
-        remedy = "Take that message out of the prompt; data.response_key names a column of answers for sft"
+        problem = (
+            "has a prompt that ends with an answer, a message of the assistant: the policy "
+            "would be shown it"
+        )
+        remedy = (
+            "Take that message out of the prompt; data.response_key names a column of "
+            "answers "
+            "for sft"
+        )
         raise row.error(problem, remedy)
     if not any(message["role"] == "user" for message in prompt):
         raise row.error("has a prompt without a message of the user", "Add one, or remove the row")
@@ -175,14 +215,20 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
 
 
 def prompt_key(prompt: str | Messages) -> int:
-    """A 64-bit hash of what a prompt asks: of its text, or of its user's messages, whatever the white space."""
-    said = [prompt] if isinstance(prompt, str) else [str(m["content"]) for m in prompt if m["role"] == "user"]
+    """A 64-bit hash of what a prompt asks: of its text, or of its user's messages, whatever the
+    white space."""
+    said = (
+        [prompt]
+        if isinstance(prompt, str)
+        else [str(m["content"]) for m in prompt if m["role"] == "user"]
+    )
     words = " ".join(" ".join(said).split())
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), signed=True)
 
 
 def _read_tools(row: Row) -> Tools:
-    """The column ``tools``, as TRL has it: a list of functions by their JSON schemas, or JSON text of one."""
+    """The column ``tools``, as TRL has it: a list of functions by their JSON schemas, or JSON text
+    of one."""
     given = row.values.get(TOOLS)
     if given is None:
         return ()
@@ -191,10 +237,17 @@ def _read_tools(row: Row) -> Tools:
         tools = without_nulls(json.loads(given)) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         tools = None
-    if not isinstance(tools, list) or not all(isinstance(t, dict) and ("function" in t or "name" in t) for t in tools):
-        form = '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}]'
+    if not isinstance(tools, list) or not all(
+        isinstance(t, dict) and ("function" in t or "name" in t) for t in tools
+    ):
+        form = (
+            '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": '
+            "...}}]"
+        )
         remedy = f"Give a list like {form}, or call a column of anything else otherwise"
-        raise row.error(f"holds no list of functions in column {TOOLS!r}, of which the policy is told", remedy)
+        raise row.error(
+            f"holds no list of functions in column {TOOLS!r}, of which the policy is told", remedy
+        )
     return tools
 
 
@@ -209,13 +262,19 @@ def _read_text(row: Row, text: str, key: str) -> str | Messages:
             row.check_strings(value, key)
             return value
         if _is_chat(value) or OF_A_CHAT.match(text):
-            problem = f"holds chat messages in column {key!r} as text that is no plain JSON list of them"
+            problem = (
+                f"holds chat messages in column {key!r} as text that is no plain JSON list of them"
+            )
             raise row.error(problem, f"Give {A_LIST}, or JSON text of one")
     return text
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, Mapping) and "role" in m for m in value)
+    )
 
 
 def _check_message(row: Row, message: Mapping[str, Any]) -> None:
@@ -225,13 +284,25 @@ def _check_message(row: Row, message: Mapping[str, Any]) -> None:
         raise row.error(f"has a prompt with a message of the role {role!r:.60}", remedy)
     if role == "assistant" and message.get("tool_calls") and not content:
         return
-    if isinstance(content, list) and {"image", "image_url", "video"} & set(chain.from_iterable(content)):
-        raise row.error("has a prompt with an image or a video", "Give text alone: vision towers are not trained here")
+    if isinstance(content, list) and {"image", "image_url", "video"} & set(
+        chain.from_iterable(content)
+    ):
+        raise row.error(
+            "has a prompt with an image or a video",
+            "Give text alone: vision towers are not trained here",
+        )
     if not isinstance(content, str):
         kind = "no content" if content is None else f"a {type(content).__name__} for its content"
-        raise row.error(f"has a prompt with a message of the {role} that has {kind}", "Give its text as a string")
-    if is_blank(content) and role != "system":  # an empty one leaves out the default of Qwen2.5's template
-        raise row.error(f"has a prompt with an empty message of the {role}", "Fill it in, or remove it")
+        raise row.error(
+            f"has a prompt with a message of the {role} that has {kind}",
+            "Give its text as a string",
+        )
+    if (
+        is_blank(content) and role != "system"
+    ):  # an empty one leaves out the default of Qwen2.5's template
+        raise row.error(
+            f"has a prompt with an empty message of the {role}", "Fill it in, or remove it"
+        )
 
 
 AT_ONCE = 256
@@ -257,19 +328,26 @@ class Rendered:
 def rendered(
     examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer, *, responses: bool = False
 ) -> list[Rendered]:
-    """Render and tokenise examples, whatever their length; with ``responses`` their worked answers, too.
+    """Render and tokenise examples, whatever their length; with ``responses`` their worked answers,
+    too.
 
     Raises:
-        UserError: for a chat template that is absent or fails; with ``responses`` for a tokenizer without an end token.
+        UserError: for a chat template that is absent or fails; with ``responses`` for a tokenizer
+            without an end token.
     """
     texts = texts_of(examples, data, tokenizer)
     start = [] if data.chat_template else leading_tokens(tokenizer)
     mark = tokenizer.decode(start)
-    token_ids = [start + ids for ids in _tokenise(tokenizer, [text.removeprefix(mark) for text in texts])]
+    token_ids = [
+        start + ids for ids in _tokenise(tokenizer, [text.removeprefix(mark) for text in texts])
+    ]
     response_ids: list[list[int]] = [[] for _ in examples]
     if responses:
         end = end_token_id(tokenizer)
-        response_ids = [[*ids, end] for ids in _tokenise(tokenizer, [str(example.label) for example in examples])]
+        response_ids = [
+            [*ids, end]
+            for ids in _tokenise(tokenizer, [str(example.label) for example in examples])
+        ]
     return [Rendered(*each) for each in zip(examples, texts, token_ids, response_ids, strict=True)]
 
 
@@ -277,23 +355,28 @@ def is_within_limit(each: Rendered, data: DataConfig) -> bool:
     """Whether a prompt is short enough.
 
     Raises:
-        UserError: if it is not, and ``data.overlong_prompts`` does not leave such prompts out; or if it is empty.
+        UserError: if it is not, and ``data.overlong_prompts`` does not leave such prompts out; or
+            if it is empty.
     """
     limit = data.max_prompt_tokens
     if not each.token_ids:
         raise each.example.row.error("has an empty prompt", "Remove the row")
     if len(each.token_ids) > limit and data.overlong_prompts == "error":
-        problem = f"has a prompt of {len(each.token_ids)} tokens, over data.max_prompt_tokens = {limit}"
+        problem = (
+            f"has a prompt of {len(each.token_ids)} tokens, over data.max_prompt_tokens = {limit}"
+        )
         remedy = "Raise the limit, or set data.overlong_prompts=drop to leave such prompts out"
         raise each.example.row.error(problem, remedy)
     return len(each.token_ids) <= limit
 
 
 def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return the policy's input: prompts in the chat template, or prompts behind the tokens that begin a text.
+    """Return the policy's input: prompts in the chat template, or prompts behind the tokens that
+    begin a text.
 
     Raises:
-        UserError: there is no template, it fails for a row, or it has no such switch as ``data.chat_template_kwargs``.
+        UserError: there is no template, it fails for a row, or it has no such switch as
+            ``data.chat_template_kwargs``.
     """
     if not data.chat_template:
         mark = tokenizer.decode(leading_tokens(tokenizer))
@@ -306,7 +389,10 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
         alike = list(run)
         template = chat_template_for(tokenizer, tools)
         for switch in data.chat_template_kwargs:
-            if switch in ("messages", "tools", "add_generation_prompt", "tokenize") or switch not in template:
+            if (
+                switch in ("messages", "tools", "add_generation_prompt", "tokenize")
+                or switch not in template
+            ):
                 problem = "is no switch of the policy's chat template"
                 remedy = "Remove it, or write it as the template does"
                 raise UserError("data.chat_template_kwargs", switch, problem, remedy)
@@ -331,7 +417,8 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
 
 
 def chat_template_for(tokenizer: Tokenizer, tools: Tools) -> str:
-    """Return the chat template that transformers takes for prompts with these tools: of several, one by its name.
+    """Return the chat template that transformers takes for prompts with these tools: of several,
+    one by its name.
 
     Raises:
         UserError: none of several templates is the default.
@@ -339,7 +426,10 @@ def chat_template_for(tokenizer: Tokenizer, tools: Tools) -> str:
     try:
         return tokenizer.get_chat_template(tools=tools or None)
     except ValueError as error:
-        problem = f"the tokenizer has the chat templates {', '.join(tokenizer.chat_template or ())}, and no default"
+        problem = (
+            "the tokenizer has the chat templates "
+            f"{', '.join(tokenizer.chat_template or ())}, and no default"
+        )
         remedy = "Call one of them default, or set data.chat_template=false"
         raise UserError("data.chat_template", True, problem, remedy) from error
 
@@ -352,9 +442,11 @@ def _chat(prompt: str | Messages, system: str | None) -> Messages:
 
 
 def _tokenise(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    # Many in a call, so that the tokenizers library spreads them over its threads; but what it makes of a text, besides
-    # its ids, takes far more memory than these.
+    # Many in a call, so that the tokenizers library spreads them over its threads; but what it
+    # makes of a text, besides its ids, takes far more memory than these.
     token_ids: list[list[int]] = []
     for first in range(0, len(texts), AT_ONCE):
-        token_ids += tokenizer(list(texts[first : first + AT_ONCE]), add_special_tokens=False)["input_ids"]
+        token_ids += tokenizer(list(texts[first : first + AT_ONCE]), add_special_tokens=False)[
+            "input_ids"
+        ]
     return token_ids

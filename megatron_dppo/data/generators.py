@@ -1,17 +1,19 @@
 """Tasks that make their own problems, by the names that ``data.train`` may say in place of a file.
 
-``arithmetic`` makes sums with worked answers, a task that a policy of a million parameters learns in minutes::
+``arithmetic`` makes sums with worked answers, a task that a policy of a million parameters learns
+in minutes::
 
     12+7+55=        the question
-    12+7=19         one line for each addition, so that the length of an answer varies with the problem
+    12+7=19         one line for each addition: the length of an answer varies
     19+55=74
     #74             the label
 
-``reasoning_gym`` (github.com/open-thought/reasoning-gym) has a hundred families of tasks. Each has a generator, and a
-verifier of its own, which ``reward.function=reasoning_gym`` calls. It is the extra ``reasoning-gym``.
+``reasoning_gym`` (github.com/open-thought/reasoning-gym) has a hundred families of tasks. Each has
+a generator, and a verifier of its own, which ``reward.function=reasoning_gym`` calls. It is the
+extra ``reasoning-gym``.
 
-``verifiers`` has environments: problems with a rubric, which ``reward.function=verifiers`` asks; see
-``data/verifiers.py``. It is an extra as well.
+``verifiers`` has environments: problems with a rubric, which ``reward.function=verifiers`` asks;
+see ``data/verifiers.py``. It is an extra as well.
 
 All pools are finite: prompts come back, and pruning by history has a history.
 """
@@ -38,13 +40,15 @@ from megatron_dppo.errors import UserError, install_command
 
 Split = Literal["train", "eval"]
 REASONING_GYM = "reasoning_gym"
-"""The name in ``data.train``, and what stands before a slash in the ``data_source`` of each prompt."""
+"""The name in ``data.train``, and what stands before a slash in the ``data_source`` of each
+prompt."""
 VERIFIERS = "verifiers"
 """Another one."""
 SEVERAL_TURNS = "several_turns"
 """In ``extra_info`` of problems whose environment may speak with the policy in several turns."""
 TOOLS = "tools"
-"""The column of the tools that the policy is told of, also in ``extra_info`` of problems of an environment."""
+"""The column of the tools that the policy is told of, also in ``extra_info`` of problems of an
+environment."""
 REPEATS = 20
 """Known problems in a row after which a family is taken to have no more, or hardly any."""
 
@@ -69,7 +73,8 @@ class Sum:
 
     @property
     def worked_answer(self) -> str:
-        """One line per addition, then the result; wrong from the first forgotten carry on. Or the label at once."""
+        """One line per addition, then the result; wrong from the first forgotten carry on. Or the
+        label at once."""
         if self.short:
             return f"#{self.label}"
         lines, total = [], self.terms[0]
@@ -84,8 +89,8 @@ class Sum:
 def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
     """The training pool and the held-out problems. No question occurs twice in the two together.
 
-    Held-out problems are drawn first, so that they stay the same, and unseen, for every size of the training pool: a
-    supervised warm-up may take a larger pool than the training that follows it.
+    Held-out problems are drawn first, so that they stay the same, and unseen, for every size of the
+    training pool: a supervised warm-up may take a larger pool than the training that follows it.
 
     Raises:
         UserError: if there are fewer distinct problems than asked for.
@@ -102,7 +107,8 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
     draw = random.Random(config.seed)
     drawn: dict[tuple[int, ...], None] = {}
     while len(drawn) < wanted:
-        # Every number of terms is as likely as another while its sums last: short ones are soon used up.
+        # Every number of terms is as likely as another while its sums last: short ones are soon
+        # used up.
         length = draw.choice([length for length in lengths if left[length]])
         terms = tuple(draw.randint(1, config.max_operand) for _ in range(length))
         if terms not in drawn:
@@ -124,20 +130,22 @@ def check_tasks(config: ReasoningGymConfig) -> None:
     """Make sure that every task of ``data.reasoning_gym.tasks`` can make problems.
 
     Raises:
-        UserError: reasoning-gym is not installed, a family or one of its settings does not exist, or has a value that
-            its generator refuses.
+        UserError: reasoning-gym is not installed, a family or one of its settings does not exist,
+            or has a value that its generator refuses.
     """
     for task, settings in config.tasks.items():
         _dataset(task, settings, size=1, seed=0)
 
 
 def make_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
-    """Problems of all families in turn, each as a row of a file: ``prompt``, ``label``, ``response``, ``data_source``
-    and ``extra_info``. The response is the bare answer, and None where a task has no reference answer.
+    """Problems of all families in turn, each as a row of a file: ``prompt``, ``label``,
+    ``response``, ``data_source`` and ``extra_info``. The response is the bare answer, and None
+    where a task has no reference answer.
 
-    Held-out problems are drawn first, and no question occurs twice in the two splits together. Some families walk
-    through sets, and the order of a set differs between processes. Therefore a process with a fixed hash seed draws the
-    problems: they are the same on every rank and after every resume.
+    Held-out problems are drawn first, and no question occurs twice in the two splits together. Some
+    families walk through sets, and the order of a set differs between processes. Therefore a
+    process with a fixed hash seed draws the problems: they are the same on every rank and after
+    every resume.
 
     Raises:
         UserError: as ``check_tasks``; and where there are fewer distinct problems than asked for.
@@ -147,7 +155,8 @@ def make_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
 
 
 def check_environment(config: VerifiersConfig) -> None:
-    """Make sure that ``data.verifiers`` names an environment, and that there is a verifiers that could load it.
+    """Make sure that ``data.verifiers`` names an environment, and that there is a verifiers that
+    could load it.
 
     Raises:
         UserError: it does not, or there is none.
@@ -158,24 +167,34 @@ def check_environment(config: VerifiersConfig) -> None:
         remedy = f"Install it: {install_command(VERIFIERS)}"
         raise UserError("data.train", VERIFIERS, "verifiers is not installed", remedy) from error
     if tuple(map(int, release.split(".")[:2])) >= (0, 4):
-        problem = f"verifiers {release} has no load_environment any more, which environments are loaded by here"
-        raise UserError("data.train", VERIFIERS, problem, f"Install it: {install_command(VERIFIERS)}")
+        problem = (
+            f"verifiers {release} has no load_environment any more, which environments are "
+            "loaded by here"
+        )
+        raise UserError(
+            "data.train", VERIFIERS, problem, f"Install it: {install_command(VERIFIERS)}"
+        )
     if not config.environment:
-        raise UserError("data.verifiers.environment", "", "names no environment", "Give the id of one")
+        raise UserError(
+            "data.verifiers.environment", "", "names no environment", "Give the id of one"
+        )
 
 
 def environment_problems(config: VerifiersConfig, split: Split) -> list[Row]:
-    """Problems of an environment of verifiers, as rows of a file. ``extra_info`` has what its rubric needs.
+    """Problems of an environment of verifiers, as rows of a file. ``extra_info`` has what its
+    rubric needs.
 
     Raises:
-        UserError: as ``check_environment``; and where the environment cannot be loaded, is a group with tools, or has
-            fewer problems than are to be held out.
+        UserError: as ``check_environment``; and where the environment cannot be loaded, is a group
+            with tools, or has fewer problems than are to be held out.
     """
     check_environment(config)
     return _rows_of_process("megatron_dppo.data.verifiers", config, split)
 
 
-def _rows_of_process(module: str, config: ReasoningGymConfig | VerifiersConfig, split: Split) -> list[Row]:
+def _rows_of_process(
+    module: str, config: ReasoningGymConfig | VerifiersConfig, split: Split
+) -> list[Row]:
     """
     Raises:
         UserError: as the process found; or the process ended without a result.
@@ -205,14 +224,21 @@ def _draw_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
     each = math.ceil((config.eval_problems + config.problems) / len(config.tasks))
     seen: set[str] = set()
     streams = [
-        _distinct(task, settings, _dataset(task, settings, size=2 * each + REPEATS, seed=config.seed), seen)
+        _distinct(
+            task,
+            settings,
+            _dataset(task, settings, size=2 * each + REPEATS, seed=config.seed),
+            seen,
+        )
         for task, settings in config.tasks.items()
     ]
     rows = [next(stream) for stream in islice(cycle(streams), wanted)]
     return rows if split == "eval" else rows[config.eval_problems :]
 
 
-def _distinct(task: str, settings: Mapping[str, Any], dataset: Any, seen: set[str]) -> Iterator[Row]:
+def _distinct(
+    task: str, settings: Mapping[str, Any], dataset: Any, seen: set[str]
+) -> Iterator[Row]:
     number = repeats = 0
     for number, entry in enumerate(dataset):
         if entry["question"] in seen:
@@ -226,7 +252,9 @@ def _distinct(task: str, settings: Mapping[str, Any], dataset: Any, seen: set[st
         worked = label and f"<answer>{label}</answer>"
         extra = {"entry": entry, "settings": dict(settings)}
         source = f"{REASONING_GYM}/{task}"
-        yield _row(entry["question"], label or "", worked, source, extra, "data.reasoning_gym", number)
+        yield _row(
+            entry["question"], label or "", worked, source, extra, "data.reasoning_gym", number
+        )
     problem = f"has no more than about {number + 1} distinct problems"
     remedy = "Ask for fewer problems, name more tasks, or give it settings with more variety"
     raise UserError("data.reasoning_gym.tasks", task, problem, remedy)
@@ -237,10 +265,14 @@ def _dataset(task: str, settings: Mapping[str, Any], *, size: int, seed: int) ->
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         remedy = f"Install it: {install_command('reasoning-gym')}"
-        raise UserError("data.train", REASONING_GYM, f"reasoning-gym is not installed ({error})", remedy) from error
+        raise UserError(
+            "data.train", REASONING_GYM, f"reasoning-gym is not installed ({error})", remedy
+        ) from error
     if task not in DATASETS:
         near = get_close_matches(task, DATASETS, 1)
-        remedy = f"Perhaps {near[0]!r} was meant" if near else f"Take some of its {len(DATASETS)} tasks"
+        remedy = (
+            f"Perhaps {near[0]!r} was meant" if near else f"Take some of its {len(DATASETS)} tasks"
+        )
         raise UserError("data.reasoning_gym.tasks", task, "is no task of reasoning-gym", remedy)
     try:
         return create_dataset(task, size=size, seed=seed, **settings)
@@ -265,21 +297,42 @@ class Generator:
     check: Callable[[DataConfig], object]
     """Raises UserError for settings that make no problems."""
     rows: Callable[[DataConfig, Split], list[Row]]
-    """Rows as of a file: ``prompt``, ``label``, ``response`` and verl's ``data_source`` and ``extra_info``."""
+    """Rows as of a file: ``prompt``, ``label``, ``response`` and verl's ``data_source`` and
+    ``extra_info``."""
 
 
 def _sums(data: DataConfig, split: Split) -> list[Row]:
     train, held_out = make_sums(data.arithmetic)
     return [
-        _row(problem.question, problem.label, problem.worked_answer, "arithmetic", {}, "data.arithmetic", number)
+        _row(
+            problem.question,
+            problem.label,
+            problem.worked_answer,
+            "arithmetic",
+            {},
+            "data.arithmetic",
+            number,
+        )
         for number, problem in enumerate(train if split == "train" else held_out, 1)
     ]
 
 
 def _row(
-    question: str, label: str, response: str | None, source: str, extra: Mapping[str, Any], setting: str, number: int
+    question: str,
+    label: str,
+    response: str | None,
+    source: str,
+    extra: Mapping[str, Any],
+    setting: str,
+    number: int,
 ) -> Row:
-    values = {"prompt": question, "label": label, "response": response, "data_source": source, "extra_info": extra}
+    values = {
+        "prompt": question,
+        "label": label,
+        "response": response,
+        "data_source": source,
+        "extra_info": extra,
+    }
     return Row(values, setting, f"{source.rpartition('/')[2]}, problem {number}")
 
 

@@ -1,4 +1,5 @@
-"""Offline rollouts: another policy's completions, with its log-probabilities and their rewards (``data.rollouts``).
+"""Offline rollouts: another policy's completions, with its log-probabilities and their rewards
+(``data.rollouts``).
 
 Each row of the file is a prompt and its group::
 
@@ -6,9 +7,10 @@ Each row of the file is a prompt and its group::
         {"token_ids": [9, 2], "logprobs": [-0.1, -0.2], "reward": 1.0},
         {"text": "6<|im_end|>", "logprobs": [-1.5, -0.1], "reward": 0.0}]}
 
-``text`` is tokenised as it stands, and ``logprobs`` has a value for each of its tokens. Optional are ``loss_mask``
-(false for tokens that the policy was given), ``correct`` (else: a reward of 1 or more) and ``finish_reason`` (``stop``
-or ``length``; else: whether the last token is one that ends a response).
+``text`` is tokenised as it stands, and ``logprobs`` has a value for each of its tokens. Optional
+are ``loss_mask`` (false for tokens that the policy was given), ``correct`` (else: a reward of 1 or
+more) and ``finish_reason`` (``stop`` or ``length``; else: whether the last token is one that ends a
+response).
 """
 
 from __future__ import annotations
@@ -51,18 +53,27 @@ class _BadError(ValueError):
 
 
 def held_by(rank: int, ranks: int, prompt_ids: Ints) -> Bools:
-    """Whether one of so many ranks has the groups of these prompts. Each group is on one rank. [n] in, [n] out."""
+    """Whether one of so many ranks has the groups of these prompts. Each group is on one rank. [n]
+    in, [n] out."""
     held: Bools = prompt_ids % ranks == rank
     return held
 
 
 def load_offline(
-    config: Config, tokenizer: Tokenizer, vocab_size: int, stops: Sequence[int], *, rank: int, ranks: int
+    config: Config,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    stops: Sequence[int],
+    *,
+    rank: int,
+    ranks: int,
 ) -> tuple[PromptPool, dict[int, OfflineGroup]]:
-    """The prompts of ``data.rollouts``, and one rank's share of the groups by the ids of their prompts.
+    """The prompts of ``data.rollouts``, and one rank's share of the groups by the ids of their
+    prompts.
 
     Args:
-        config: ``data`` names the file, ``rollout`` has the completions of every prompt and the most tokens of one.
+        config: ``data`` names the file, ``rollout`` has the completions of every prompt and the
+            most tokens of one.
         tokenizer: of the policy, for prompts, and for completions that are texts.
         vocab_size: of the policy.
         stops: tokens that end a response.
@@ -70,8 +81,8 @@ def load_offline(
         ranks: that share the groups.
 
     Raises:
-        UserError: for a prompt as ``load_prompts``, and for the first row of the share that cannot be trained on; names
-            its line.
+        UserError: for a prompt as ``load_prompts``, and for the first row of the share that cannot
+            be trained on; names its line.
     """
 
     samples, limit = config.rollout.samples_per_prompt, config.rollout.max_response_tokens
@@ -79,13 +90,23 @@ def load_offline(
     def group(row: Row) -> OfflineGroup:
         listed = row.values.get("completions")
         if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
-            remedy = 'Give a list like [{"token_ids": [5, 2], "logprobs": [-0.7, -0.1], "reward": 1.0}]'
+            remedy = (
+                'Give a list like [{"token_ids": [5, 2], "logprobs": [-0.7, -0.1], "reward": 1.0}]'
+            )
             raise row.error("has no list of objects in column 'completions'", remedy)
         if len(listed) != samples:
             problem = f"has {len(listed)} completions, and rollout.samples_per_prompt = {samples}"
-            raise row.error(problem, "Give every prompt as many, and set rollout.samples_per_prompt to their number")
-        made = [_completion(row, i, each, tokenizer, limit, vocab_size, stops) for i, each in enumerate(listed, 1)]
-        return OfflineGroup(tuple(completion for completion, _ in made), tuple(score for _, score in made))
+            raise row.error(
+                problem,
+                "Give every prompt as many, and set rollout.samples_per_prompt to their number",
+            )
+        made = [
+            _completion(row, i, each, tokenizer, limit, vocab_size, stops)
+            for i, each in enumerate(listed, 1)
+        ]
+        return OfflineGroup(
+            tuple(completion for completion, _ in made), tuple(score for _, score in made)
+        )
 
     pool, rows = offline_prompts(config.data, tokenizer)
     mine = np.flatnonzero(held_by(rank, ranks, np.arange(len(pool)))).tolist()
@@ -104,15 +125,26 @@ def _completion(
     try:
         tokens = _tokens(given, tokenizer, vocab_size)
         if len(tokens) > limit:
-            raise _BadError(f"has {len(tokens)} tokens, over rollout.max_response_tokens = {limit}", "Raise the limit")
+            raise _BadError(
+                f"has {len(tokens)} tokens, over rollout.max_response_tokens = {limit}",
+                "Raise the limit",
+            )
         mask = given.get("loss_mask")
-        sampled = np.ones(len(tokens), bool) if mask is None else _mask(_numbers(given, "loss_mask", tokens))
+        sampled = (
+            np.ones(len(tokens), bool)
+            if mask is None
+            else _mask(_numbers(given, "loss_mask", tokens))
+        )
         if not sampled.any():
-            raise _BadError("has a loss_mask without a token that the policy sampled", "Leave the row out")
+            raise _BadError(
+                "has a loss_mask without a token that the policy sampled", "Leave the row out"
+            )
         logprobs = _logprobs(_numbers(given, "logprobs", tokens), sampled)
         reason = given.get("finish_reason") or ("stop" if tokens[-1] in stops else "length")
         if reason not in ("stop", "length"):
-            raise _BadError(f"has the finish_reason {reason!r:.60}", "Write stop or length, or leave it out")
+            raise _BadError(
+                f"has the finish_reason {reason!r:.60}", "Write stop or length, or leave it out"
+            )
         score = _score(given)
     except _BadError as error:
         raise row.error(f"has a completion {number} that {error.args[0]}", error.args[1]) from error
@@ -129,7 +161,9 @@ def _tokens(given: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> 
             raise _BadError(f"has a {type(text).__name__} for its text", "Give a string")
         tokens = tokenizer([text], add_special_tokens=False)["input_ids"][0]
     if not isinstance(tokens, list) or not tokens:
-        raise _BadError("has no tokens", "Give at least the token that ended it, or leave the row out")
+        raise _BadError(
+            "has no tokens", "Give at least the token that ended it, or leave the row out"
+        )
     if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
         problem = f"has token_ids that are none of the policy's {vocab_size}"
         raise _BadError(problem, "Give token ids of model.path's tokenizer")
@@ -138,10 +172,14 @@ def _tokens(given: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> 
 
 def _numbers(given: Mapping[str, Any], key: str, tokens: Sequence[int]) -> list[Any]:
     values = given.get(key)
-    if not isinstance(values, list) or not all(isinstance(value, numbers.Real | Decimal) for value in values):
+    if not isinstance(values, list) or not all(
+        isinstance(value, numbers.Real | Decimal) for value in values
+    ):
         raise _BadError(f"has no list of numbers under {key!r}", "Give one for each token")
     if len(values) != len(tokens):
-        raise _BadError(f"has {len(values)} {key} for {len(tokens)} tokens", "Give one for each token")
+        raise _BadError(
+            f"has {len(values)} {key} for {len(tokens)} tokens", "Give one for each token"
+        )
     return values
 
 
@@ -149,7 +187,9 @@ def _mask(values: list[Any]) -> Bools:
     try:
         return as_mask(values)
     except ValueError as error:
-        raise _BadError(f"has {error}", "Give true for each token that the policy sampled") from error
+        raise _BadError(
+            f"has {error}", "Give true for each token that the policy sampled"
+        ) from error
 
 
 def _logprobs(values: list[Any], sampled: Bools) -> NDArray[np.float32]:
@@ -163,8 +203,13 @@ def _logprobs(values: list[Any], sampled: Bools) -> NDArray[np.float32]:
 def _score(given: Mapping[str, Any]) -> Score:
     reward, correct = as_number(given.get("reward")), given.get("correct")
     if reward is None or not abs(reward) <= LARGEST_REWARD:  # NaN is none
-        raise _BadError(f"has the reward {given.get('reward')!r:.60}", f"Give a number within ±{LARGEST_REWARD:g}")
+        raise _BadError(
+            f"has the reward {given.get('reward')!r:.60}",
+            f"Give a number within ±{LARGEST_REWARD:g}",
+        )
     right = is_right(reward) if correct is None else as_truth(correct)
     if right is None:
-        raise _BadError(f"has {correct!r:.60} under 'correct'", "Give true or false, or leave it out")
+        raise _BadError(
+            f"has {correct!r:.60} under 'correct'", "Give true or false, or leave it out"
+        )
     return Score(reward, right)

@@ -1,6 +1,8 @@
-"""Prompts and worked answers as a run draws them: from files or a generator, checked, rendered and tokenised once.
+"""Prompts and worked answers as a run draws them: from files or a generator, checked, rendered and
+tokenised once.
 
-Those of small files are in memory. Those of large ones lie on the disk, and are made of it when they are asked for.
+Those of small files are in memory. Those of large ones lie on the disk, and are made of it when
+they are asked for.
 """
 
 from __future__ import annotations
@@ -102,13 +104,18 @@ class PromptPool(Pool[Prompt]):
         return frozenset[str]().union(*(source.data_sources for source in self.sources))
 
     def repeats(self, held_out: Sequence[Prompt]) -> tuple[int, str]:
-        """How many held-out prompts are among these, but for white space; and the first, with its place in both."""
+        """How many held-out prompts are among these, but for white space; and the first, with its
+        place in both."""
         keys = np.concatenate([NO_KEYS, *(source.keys for source in self.sources)])
-        found = np.flatnonzero(np.isin(known := np.array([prompt_key(p.asked) for p in held_out], np.int64), keys))
+        found = np.flatnonzero(
+            np.isin(known := np.array([prompt_key(p.asked) for p in held_out], np.int64), keys)
+        )
         if not len(found):
             return 0, ""
         first = held_out[found[0]]
-        return len(found), f"{first.place} is {self[int(np.flatnonzero(keys == known[found[0]])[0])].place}"
+        return len(
+            found
+        ), f"{first.place} is {self[int(np.flatnonzero(keys == known[found[0]])[0])].place}"
 
     def _at(self, index: int) -> Prompt:
         prompt = super()._at(index)
@@ -131,27 +138,33 @@ class LabelCheck(NamedTuple):
     name: str
     """Name of the check: prompts that were stored under another name are checked again."""
     look: Callable[[Iterable[tuple[str, Label]]], None]
-    """Raises UserError for the first label, each with its place, that cannot be compared with answers."""
+    """Raises UserError for the first label, each with its place, that cannot be compared with
+    answers."""
 
 
 NO_CHECK = LabelCheck("", lambda labels: None)
 
 
-def load_prompts(data: DataConfig, tokenizer: Tokenizer, *, split: Split, check: LabelCheck = NO_CHECK) -> PromptPool:
-    """The pool of a split. Held-out prompts of a file are those of ``data.eval``; without it their pool is empty. Where
-    ``data.eval`` names several files, the caller asks for one after the other.
+def load_prompts(
+    data: DataConfig, tokenizer: Tokenizer, *, split: Split, check: LabelCheck = NO_CHECK
+) -> PromptPool:
+    """The pool of a split. Held-out prompts of a file are those of ``data.eval``; without it their
+    pool is empty. Where ``data.eval`` names several files, the caller asks for one after the other.
 
     Raises:
-        UserError: for a file that is absent, empty or malformed, a row without its prompt or label or with one that
-            ``check`` refuses, a chat template that fails, a prompt over ``data.max_prompt_tokens``, or a source that
-            loses all its prompts to that limit.
+        UserError: for a file that is absent, empty or malformed, a row without its prompt or label
+            or with one that ``check`` refuses, a chat template that fails, a prompt over
+            ``data.max_prompt_tokens``, or a source that loses all its prompts to that limit.
     """
     sources = sources_of(data, split)
-    return PromptPool([_source_pool(source, data, tokenizer, split, check=check) for source in sources])
+    return PromptPool(
+        [_source_pool(source, data, tokenizer, split, check=check) for source in sources]
+    )
 
 
 def offline_prompts(data: DataConfig, tokenizer: Tokenizer) -> tuple[PromptPool, list[Row]]:
-    """The prompts of ``data.rollouts``, and the row of each, for what else it holds. Raises as ``load_prompts``."""
+    """The prompts of ``data.rollouts``, and the row of each, for what else it holds. Raises as
+    ``load_prompts``."""
     [source] = sources_of(data, "train")
     kept, dropped = _read(source, data, tokenizer, "train")
     return PromptPool([_in_memory(source, kept, dropped)]), [each.example.row for each in kept]
@@ -164,17 +177,23 @@ def prompts_of(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) -> l
         UserError: for a row without its prompt or label, and a chat template that fails.
     """
     examples = [example_of(row, data) for row in rows]
-    return [_prompt(number, each) for number, each in enumerate(rendered(examples, data, tokenizer))]
+    return [
+        _prompt(number, each) for number, each in enumerate(rendered(examples, data, tokenizer))
+    ]
 
 
 def load_worked_answers(data: DataConfig, tokenizer: Tokenizer) -> Pool[WorkedAnswer]:
-    """Prompts with the answers of ``data.response_key`` (or the label's column), closed by the end-of-turn token.
+    """Prompts with the answers of ``data.response_key`` (or the label's column), closed by the
+    end-of-turn token.
 
     Raises:
-        UserError: as ``load_prompts``; and for a row without that column, or a tokenizer without an end token.
+        UserError: as ``load_prompts``; and for a row without that column, or a tokenizer without an
+            end token.
     """
     sources = sources_of(data, "train")
-    return Pool([_source_pool(source, data, tokenizer, "train", responses=True) for source in sources])
+    return Pool(
+        [_source_pool(source, data, tokenizer, "train", responses=True) for source in sources]
+    )
 
 
 def _source_pool(
@@ -198,21 +217,29 @@ def _source_pool(
 
     def prompt(index: int) -> Prompt:
         example = example_of(rows.row(index), columns)
-        return _prompt(index, Rendered(example, texts_of([example], columns, tokenizer)[0], rows.tokens(index), []))
+        return _prompt(
+            index,
+            Rendered(example, texts_of([example], columns, tokenizer)[0], rows.tokens(index), []),
+        )
 
     def answer(index: int) -> WorkedAnswer:
         return _worked_answer(rows.tokens(index, 0), rows.tokens(index, 1))
 
     items = _Lazy(len(rows), answer if responses else prompt)
-    return SourcePool(items, source.weight, rows.dropped, rows.longest, rows.data_sources, rows.keys)
+    return SourcePool(
+        items, source.weight, rows.dropped, rows.longest, rows.data_sources, rows.keys
+    )
 
 
 def are_stored(source: Source) -> bool:
-    """Whether a source's rows are on the disk with their tokens. Offline rollouts are in memory, all of them."""
+    """Whether a source's rows are on the disk with their tokens. Offline rollouts are in memory,
+    all of them."""
     return source.setting != "data.rollouts" and are_large(source.files())
 
 
-def prepare(source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck = NO_CHECK) -> None:
+def prepare(
+    source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck = NO_CHECK
+) -> None:
     """Store the rows of a source that are to be stored, for ranks to read.
 
     Args:
@@ -228,7 +255,9 @@ def prepare(source: Source, data: DataConfig, policy: Path, *, responses: bool, 
     _stored(source, data, policy, responses=responses, check=check)
 
 
-def _stored(source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck) -> StoredRows:
+def _stored(
+    source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck
+) -> StoredRows:
     data, load = source.columns(data), cache(load_tokenizer)
     names = (
         "prompt_key",
@@ -248,7 +277,10 @@ def _stored(source: Source, data: DataConfig, policy: Path, *, responses: bool, 
         examples = [example_of(row, data, responses=responses) for row in rows]
         check.look((example.row.place, example.label) for example in examples)
         return [
-            (prompt_key(r.example.prompt), (r.token_ids, r.response_ids) if responses else (r.token_ids,))
+            (
+                prompt_key(r.example.prompt),
+                (r.token_ids, r.response_ids) if responses else (r.token_ids,),
+            )
             if is_within_limit(r, data)
             else None
             for r in rendered(examples, data, load(policy), responses=responses)
@@ -272,8 +304,14 @@ def _read(
     all_of_it = rendered(examples, data, tokenizer, responses=responses)
     kept = [each for each in all_of_it if is_within_limit(each, data)]
     if all_of_it and not kept:
-        problem = f"all {len(all_of_it)} prompts are longer than data.max_prompt_tokens = {data.max_prompt_tokens}"
-        remedy = f"Raise the limit: the shortest has {min(len(each.token_ids) for each in all_of_it)} tokens"
+        problem = (
+            f"all {len(all_of_it)} prompts are longer than data.max_prompt_tokens = "
+            f"{data.max_prompt_tokens}"
+        )
+        remedy = (
+            "Raise the limit: the shortest has "
+            f"{min(len(each.token_ids) for each in all_of_it)} tokens"
+        )
         raise UserError(source.setting, source.name, problem, remedy)
     return kept, len(all_of_it) - len(kept)
 

@@ -20,10 +20,11 @@ COLUMNS_IN_USE = {
     "data.label_key": ("label", "answer", "reward_model.ground_truth", "ground_truth", "solution"),
     "data.response_key": ("response", "answer", "solution"),
 }
-"""These columns' usual names in published data sets, likeliest first: proposed if a row lacks the one asked for."""
+"""These columns' usual names in published data sets, likeliest first: proposed if a row lacks the
+one asked for."""
 DEEPEST = 64
-"""Values within values of a row. Far above what data sets have, and far below what Python's own recursion bears: rows
-travel to other processes, and templates walk through them."""
+"""Values within values of a row. Far above what data sets have, and far below what Python's own
+recursion bears: rows travel to other processes, and templates walk through them."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 BATCH = 1024
 """Rows that are read at a time."""
@@ -33,8 +34,8 @@ INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One record of a file. Fields of null within its values are left out, as of objects that never had them: parquet
-    gives every object of a column the fields of all others."""
+    """One record of a file. Fields of null within its values are left out, as of objects that never
+    had them: parquet gives every object of a column the fields of all others."""
 
     values: Mapping[str, Any]
     setting: str
@@ -47,27 +48,40 @@ class Row:
         return UserError(self.setting, self.place, problem, remedy)
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a column; dots in ``key`` reach into nested objects, unless a column is called just so."""
+        """The value of a column; dots in ``key`` reach into nested objects, unless a column is
+        called just so."""
         return self.values[key] if key in self.values else _descend(self.values, key.split("."))
 
     def require(self, key: str, setting: str) -> Any:
         """The value of a column that the row must have, and that a tokenizer or a log can read.
 
         Raises:
-            UserError: if the row lacks the column (names the likeliest of those it has), holds null there, or a lone
-                surrogate, half of a character, which JSON can write and no tokenizer or log can.
+            UserError: if the row lacks the column (names the likeliest of those it has), holds null
+                there, or a lone surrogate, half of a character, which JSON can write and no
+                tokenizer or log can.
         """
         try:
             value = self[key]
         except KeyError:
             columns = list(_paths(self.values))
             likely = next((c for c in COLUMNS_IN_USE[setting] if c in columns), None)
-            others = [c for c in columns if c not in COLUMNS_IN_USE["data.prompt_key"] or setting == "data.prompt_key"]
+            others = [
+                c
+                for c in columns
+                if c not in COLUMNS_IN_USE["data.prompt_key"] or setting == "data.prompt_key"
+            ]
             likely = likely or next(iter(get_close_matches(key, others, 1, 0.0)), None)
-            remedy = f"Set {setting} to the right column" + (f", perhaps {likely!r}" if likely else "")
-            raise self.error(f"has no column {key!r} (it has {', '.join(columns) or 'none'})", remedy) from None
+            remedy = f"Set {setting} to the right column" + (
+                f", perhaps {likely!r}" if likely else ""
+            )
+            raise self.error(
+                f"has no column {key!r} (it has {', '.join(columns) or 'none'})", remedy
+            ) from None
         if value is None:
-            raise self.error(f"holds null in column {key!r}", f"Remove the row, or set {setting} to another column")
+            raise self.error(
+                f"holds null in column {key!r}",
+                f"Remove the row, or set {setting} to another column",
+            )
         self.check_strings(value, key)
         return value
 
@@ -116,7 +130,8 @@ def is_too_deep(value: dict[str, Any] | list[Any]) -> bool:
 
 
 def is_blank(text: str) -> bool:
-    """Whether a text has nothing to be seen in it: white space, control characters, marks of no width."""
+    """Whether a text has nothing to be seen in it: white space, control characters, marks of no
+    width."""
     return all(unicodedata.category(character) in INVISIBLE for character in text)
 
 
@@ -150,10 +165,15 @@ def read_rows(file: str, setting: str) -> list[Row]:
     """
     path = Path(file)
     if not path.is_file():
-        remedy = "Give the path of a JSONL or parquet file, or a generator: arithmetic, reasoning_gym, verifiers"
+        remedy = (
+            "Give the path of a JSONL or parquet file, or a generator: arithmetic, "
+            "reasoning_gym, verifiers"
+        )
         raise UserError(setting, file, "is no file", remedy)
     if path.suffix not in SUFFIXES:
-        raise UserError(setting, file, "is of no known kind", f"Give a file ending in {', '.join(SUFFIXES)}")
+        raise UserError(
+            setting, file, "is of no known kind", f"Give a file ending in {', '.join(SUFFIXES)}"
+        )
     try:
         if path.suffix == ".json":
             rows = list(_read_json(path, setting))
@@ -168,12 +188,15 @@ def read_rows(file: str, setting: str) -> list[Row]:
 
 def _lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
     """The lines that are not blank, each with its number."""
-    # Split on newlines only: str.splitlines would also break lines at U+2028, which JSON strings may hold.
+    # Split on newlines only: str.splitlines would also break lines at U+2028, which JSON strings
+    # may hold.
     with path.open(encoding="utf-8", newline="\n") as lines:
         try:
             yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
         except UnicodeDecodeError as error:
-            raise UserError(setting, path, f"is not UTF-8 text ({error})", "Convert the file to UTF-8") from error
+            raise UserError(
+                setting, path, f"is not UTF-8 text ({error})", "Convert the file to UTF-8"
+            ) from error
 
 
 def row_of_line(line: str | bytes, number: int, path: Path, setting: str) -> Row:
@@ -214,7 +237,12 @@ def _parse(text: str | bytes, place: str, setting: str, remedy: str) -> Any:
 
 def _as_row(values: Any, place: str, setting: str) -> Row:
     if not isinstance(values, dict):
-        raise UserError(setting, place, f"is a {type(values).__name__}, no object", "Give one JSON object for each row")
+        raise UserError(
+            setting,
+            place,
+            f"is a {type(values).__name__}, no object",
+            "Give one JSON object for each row",
+        )
     if is_too_deep(values):
         raise _too_deep(setting, place)
     return Row({name: without_nulls(value) for name, value in values.items()}, setting, place)
@@ -228,7 +256,12 @@ def without_nulls(value: Any) -> Any:
 
 
 def _too_deep(setting: str, place: str) -> UserError:
-    return UserError(setting, place, f"holds more than {DEEPEST} values within each other", "Flatten or remove it")
+    return UserError(
+        setting,
+        place,
+        f"holds more than {DEEPEST} values within each other",
+        "Flatten or remove it",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +283,9 @@ def read_batches(file: Path, setting: str, size: int) -> Iterator[RowBatch]:
     Raises:
         UserError: as ``read_rows``.
     """
-    return (_batches_of_parquet if file.suffix == ".parquet" else _batches_of_lines)(file, setting, size)
+    return (_batches_of_parquet if file.suffix == ".parquet" else _batches_of_lines)(
+        file, setting, size
+    )
 
 
 def _batches_of_lines(path: Path, setting: str, size: int) -> Iterator[RowBatch]:
@@ -273,15 +308,23 @@ def _batches_of_parquet(path: Path, setting: str, size: int) -> Iterator[RowBatc
             for batch in file.iter_batches(size):
                 try:
                     records = batch.to_pylist()
-                except Exception as error:  # text that is not UTF-8, dates without room in Python, columns of one name
+                # Text that is not UTF-8, dates without room in Python, columns of one name.
+                except Exception as error:
                     raise _unreadable(batch, path, setting, first) from error
                 numbers = list(range(first, first + len(records)))
-                rows = [row_of_record(values, number, path, setting) for number, values in enumerate(records, first)]
-                values = pyarrow.StructArray.from_arrays(map(_plain, batch.columns), names=batch.schema.names)
+                rows = [
+                    row_of_record(values, number, path, setting)
+                    for number, values in enumerate(records, first)
+                ]
+                values = pyarrow.StructArray.from_arrays(
+                    map(_plain, batch.columns), names=batch.schema.names
+                )
                 first += len(records)
                 yield RowBatch(rows, numbers, values, (first - 1) / total)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(setting, path, f"is no readable parquet file ({error})", "Copy or write it again") from error
+        raise UserError(
+            setting, path, f"is no readable parquet file ({error})", "Copy or write it again"
+        ) from error
 
 
 def _plain(column: Any) -> Any:
@@ -295,13 +338,20 @@ def _unreadable(table: Any, path: Path, setting: str, first: int) -> UserError:
     """Error for a table with unreadable values, at the first place that has the problem."""
     for name, column in zip(table.column_names, table.columns, strict=True):
         if table.column_names.count(name) > 1:
-            return UserError(setting, path, f"has several columns {name!r}", "Give each a name of its own")
+            return UserError(
+                setting, path, f"has several columns {name!r}", "Give each a name of its own"
+            )
         for number, value in enumerate(column, first):
             try:
                 value.as_py()
             except Exception as error:
                 problem = f"holds in column {name!r} what cannot be read ({error})"
-                return UserError(setting, f"{path}, row {number}", problem, "Mend the value, or leave the column out")
+                return UserError(
+                    setting,
+                    f"{path}, row {number}",
+                    problem,
+                    "Mend the value, or leave the column out",
+                )
     return UserError(setting, path, "holds what cannot be read", "Write it again")
 
 

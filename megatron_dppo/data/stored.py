@@ -1,8 +1,10 @@
-"""Rows of large files with their token ids: made once, then read from the disk one by one as they are asked for.
+"""Rows of large files with their token ids: made once, then read from the disk one by one as they
+are asked for.
 
-What is made lies in the user's cache folder, under a hash of all that it depends on: the file's content, the tokenizer,
-and the settings that its reader names. One process makes it, and others wait. It is one Arrow file, and its pages are
-shared by all ranks of a machine. Its checksum lies beside it; what is damaged is made again.
+What is made lies in the user's cache folder, under a hash of all that it depends on: the file's
+content, the tokenizer, and the settings that its reader names. One process makes it, and others
+wait. It is one Arrow file, and its pages are shared by all ranks of a machine. Its checksum lies
+beside it; what is damaged is made again.
 """
 
 from __future__ import annotations
@@ -27,20 +29,30 @@ from megatron_dppo.process.files import file_digest, replacing_directory
 from megatron_dppo.process.streams import progress, tell
 
 LARGE = 16 * 2**20
-"""Bytes of a file from which on its rows are stored. Smaller ones are read into memory, in seconds."""
+"""Bytes of a file from which on its rows are stored. Smaller ones are read into memory, in
+seconds."""
 STORED = (".jsonl", ".ndjson", ".parquet")
 CACHE = "MEGATRON_DPPO_CACHE"
-"""Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or ~/.cache/megatron_dppo."""
+"""Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or
+~/.cache/megatron_dppo."""
 FORM = 6
-"""Version of the stored form. Prompts that another version stored in another form are made again."""
+"""Version of the stored form. Prompts that another version stored in another form are made
+again."""
 CHAT_TEMPLATES = ("chat_template*", f"{NAMED_TEMPLATES}/*")
-TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", *CHAT_TEMPLATES)
+TOKENIZER_FILES = (
+    "token*",
+    "vocab*",
+    "merges*",
+    "special_tokens*",
+    "added_tokens*",
+    *CHAT_TEMPLATES,
+)
 ROWS, SUMMARY = "rows.arrow", "summary.json"
 Columns = tuple[list[int], ...]
 """The token ids of a row: those of its prompt, and of its worked answer where that is wanted."""
 Encode = Callable[[list[Row]], list[tuple[int, Columns] | None]]
-"""A hash of the prompt and the token ids of each row; None for a row that is to be left out. Raises UserError for a
-wrong row."""
+"""A hash of the prompt and the token ids of each row; None for a row that is to be left out. Raises
+UserError for a wrong row."""
 
 
 def are_large(files: Sequence[Path]) -> bool:
@@ -51,12 +63,15 @@ def are_large(files: Sequence[Path]) -> bool:
 
 def cache_folder() -> Path:
     """Where rows are stored."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "megatron_dppo"
+    default = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "megatron_dppo"
+    )
     return Path(os.environ.get(CACHE) or default) / "prompts"
 
 
 class StoredRows:
-    """N rows of some files, each with its token ids. Those that were left out have no number here."""
+    """N rows of some files, each with its token ids. Those that were left out have no number
+    here."""
 
     def __init__(self, folder: Path, files: Sequence[Path], setting: str) -> None:
         """
@@ -85,8 +100,12 @@ class StoredRows:
 
     def row(self, index: int) -> Row:
         """The file's row ``index``."""
-        file, number, values = (self._table[name][index].as_py() for name in ("file", "number", "values"))
-        return (row_of_line if self._lines else row_of_record)(values, number, self._files[file], self._setting)
+        file, number, values = (
+            self._table[name][index].as_py() for name in ("file", "number", "values")
+        )
+        return (row_of_line if self._lines else row_of_record)(
+            values, number, self._files[file], self._setting
+        )
 
     def tokens(self, index: int, column: int = 0) -> list[int]:
         """[P]"""
@@ -94,9 +113,14 @@ class StoredRows:
 
 
 def store(
-    files: Sequence[Path], setting: str, depends_on: Mapping[str, Any], tokenizer: Path, encode: Encode
+    files: Sequence[Path],
+    setting: str,
+    depends_on: Mapping[str, Any],
+    tokenizer: Path,
+    encode: Encode,
 ) -> StoredRows:
-    """The rows of some files with their token ids: those that are stored already, or that are made now.
+    """The rows of some files with their token ids: those that are stored already, or that are made
+    now.
 
     Args:
         files: of one kind.
@@ -106,13 +130,22 @@ def store(
         encode: called for some rows at a time, and not at all where all is there.
 
     Raises:
-        UserError: as ``read_rows`` and ``encode``; for files of several kinds, or with different columns; and where the
-            cache folder cannot be written to.
+        UserError: as ``read_rows`` and ``encode``; for files of several kinds, or with different
+            columns; and where the cache folder cannot be written to.
     """
     try:
         contents = [(file.suffix, file_digest(file)) for file in files]
-        known = [FORM, version("transformers"), contents, _hash_of_tokenizer(tokenizer), dict(depends_on)]
-        folder = cache_folder() / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+        known = [
+            FORM,
+            version("transformers"),
+            contents,
+            _hash_of_tokenizer(tokenizer),
+            dict(depends_on),
+        ]
+        folder = (
+            cache_folder()
+            / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+        )
         is_waiting = False
         while not _is_whole(folder):
             try:
@@ -161,7 +194,10 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
 
     rows, stored, longest, share, writer, schema = 0, 0, 0, 0.0, None, None
     data_sources: set[str] = set()
-    with progress(f"tokenising {files[0]}", 1.0, unit="share") as advance, (folder / ROWS).open("wb") as sink:
+    with (
+        progress(f"tokenising {files[0]}", 1.0, unit="share") as advance,
+        (folder / ROWS).open("wb") as sink,
+    ):
         for number, file in enumerate(files):
             for batch in read_batches(file, setting, BATCH):
                 encoded = encode(batch.rows)
@@ -172,32 +208,57 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
                     keys, columns = zip(*filter(None, encoded), strict=True)
                     longest = max(longest, *(sum(map(len, each)) for each in columns))
                     lines = isinstance(batch.values, list)
-                    values = pyarrow.array(batch.values, pyarrow.large_binary()) if lines else batch.values
+                    values = (
+                        pyarrow.array(batch.values, pyarrow.large_binary())
+                        if lines
+                        else batch.values
+                    )
                     arrays = {
                         "file": pyarrow.array([number] * len(kept), pyarrow.int32()),
                         "number": pyarrow.array(batch.numbers, pyarrow.int64()).take(kept),
                         "values": values.take(kept),
                         "key": pyarrow.array(keys, pyarrow.int64()),
-                        **{f"tokens{i}": _lists(each) for i, each in enumerate(zip(*columns, strict=True))},
+                        **{
+                            f"tokens{i}": _lists(each)
+                            for i, each in enumerate(zip(*columns, strict=True))
+                        },
                     }
                     part = pyarrow.RecordBatch.from_pydict(arrays)
                     schema = schema or part.schema
                     if part.schema != schema:
-                        problem = f"is of another kind than {files[0]}, or has other columns or types"
-                        raise UserError(setting, file, problem, "Write both in one form, or name them as two sources")
+                        problem = (
+                            f"is of another kind than {files[0]}, or has other columns or types"
+                        )
+                        raise UserError(
+                            setting,
+                            file,
+                            problem,
+                            "Write both in one form, or name them as two sources",
+                        )
                     writer = writer or pyarrow.ipc.new_file(sink, schema)
                     writer.write_batch(part)
                 share, before = (number + batch.done) / len(files), share
                 advance(share - before, f"{rows:,} rows")
         if not rows:
-            raise UserError(setting, files[0], "holds no rows", "Give a file with at least one prompt")
+            raise UserError(
+                setting, files[0], "holds no rows", "Give a file with at least one prompt"
+            )
         if writer is None:
-            problem, remedy = f"all {rows} prompts are longer than data.max_prompt_tokens", "Raise the limit"
+            problem, remedy = (
+                f"all {rows} prompts are longer than data.max_prompt_tokens",
+                "Raise the limit",
+            )
             raise UserError(setting, files[0], problem, remedy)
         writer.close()
         sink.flush()
-        os.fsync(sink.fileno())  # or a machine that stops could leave a file of the right name that is empty
-    summary: dict[str, Any] = {"dropped": rows - stored, "longest": longest, "data_sources": sorted(data_sources)}
+        os.fsync(
+            sink.fileno()
+        )  # or a machine that stops could leave a file of the right name that is empty
+    summary: dict[str, Any] = {
+        "dropped": rows - stored,
+        "longest": longest,
+        "data_sources": sorted(data_sources),
+    }
     summary["crc32"] = _crc32(folder / ROWS, summary)
     (folder / SUMMARY).write_text(json.dumps(summary), encoding="utf-8")
 
@@ -207,14 +268,20 @@ def _lists(rows: Sequence[list[int]]) -> Any:
 
     starts = np.cumsum([0, *map(len, rows)])
     tokens = np.fromiter((token for row in rows for token in row), np.int32, starts[-1])
-    return pyarrow.ListArray.from_arrays(pyarrow.array(starts, pyarrow.int32()), pyarrow.array(tokens))
+    return pyarrow.ListArray.from_arrays(
+        pyarrow.array(starts, pyarrow.int32()), pyarrow.array(tokens)
+    )
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files that a tokenizer and its chat template are read from."""
-    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
+    return sorted(
+        {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
+    )
 
 
 def _hash_of_tokenizer(folder: Path) -> str:
     files = tokenizer_files(folder)
-    return hashlib.sha256("".join(file.name + file_digest(file) for file in files).encode()).hexdigest()
+    return hashlib.sha256(
+        "".join(file.name + file_digest(file) for file in files).encode()
+    ).hexdigest()

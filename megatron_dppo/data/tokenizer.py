@@ -18,7 +18,9 @@ from typing import Any, NoReturn, Protocol, cast
 
 from megatron_dppo.errors import UserError
 
-CHAT_MARKS = re.compile(r"<\|im_start\|>(system|user|assistant)\n?|<\|im_end\|>|<think>\s*</think>\s*")
+CHAT_MARKS = re.compile(
+    r"<\|im_start\|>(system|user|assistant)\n?|<\|im_end\|>|<think>\s*</think>\s*"
+)
 
 
 def without_chat_marks(text: str) -> str:
@@ -45,7 +47,9 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
-    def batch_decode(self, sequences: Sequence[Any], *, skip_special_tokens: bool = False) -> list[str]: ...
+    def batch_decode(
+        self, sequences: Sequence[Any], *, skip_special_tokens: bool = False
+    ) -> list[str]: ...
 
     def apply_chat_template(
         self,
@@ -64,28 +68,43 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a Hugging Face directory, from its files alone: nothing is fetched.
 
     Raises:
-        UserError: if the directory or its tokenizer files are missing or unreadable, or a token has no row in the
-            embedding.
+        UserError: if the directory or its tokenizer files are missing or unreadable, or a token has
+            no row in the embedding.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UserError("model.path", path, "is no directory", "Give a Hugging Face directory, or make one with `init`")
+        raise UserError(
+            "model.path",
+            path,
+            "is no directory",
+            "Give a Hugging Face directory, or make one with `init`",
+        )
     if not (folder / "tokenizer.json").is_file() and not (folder / "vocab.json").is_file():
         remedy = "Copy the tokenizer files of the model there"
-        raise UserError("model.path", path, "holds no tokenizer (neither tokenizer.json nor vocab.json)", remedy)
+        raise UserError(
+            "model.path", path, "holds no tokenizer (neither tokenizer.json nor vocab.json)", remedy
+        )
     from transformers import AutoTokenizer  # which takes seconds to import
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for malformed files
-        problem = f"its tokenizer cannot be read ({next(iter(str(error).splitlines()), type(error).__name__)})"
+        problem = (
+            "its tokenizer cannot be read "
+            f"({next(iter(str(error).splitlines()), type(error).__name__)})"
+        )
         raise UserError("model.path", path, problem, "Copy the tokenizer files again") from error
-    check_embedded(tokenizer.get_vocab().values(), folder, "its tokenizer")  # added tokens, of padding and so on, too
+    check_embedded(
+        tokenizer.get_vocab().values(), folder, "its tokenizer"
+    )  # added tokens, of padding and so on, too
     return cast(Tokenizer, tokenizer)
 
 
-def check_embedded(tokens: Iterable[int], folder: Path, whose: str, setting: str = "model.path") -> None:
-    """Check that token ids have a row in the embedding of the policy in ``folder``, as far as it has a config.json.
+def check_embedded(
+    tokens: Iterable[int], folder: Path, whose: str, setting: str = "model.path"
+) -> None:
+    """Check that token ids have a row in the embedding of the policy in ``folder``, as far as it
+    has a config.json.
 
     Raises:
         UserError: naming ``setting``, for the first id that has none.
@@ -96,23 +115,33 @@ def check_embedded(tokens: Iterable[int], folder: Path, whose: str, setting: str
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # its reader says what is wrong with it
     if beyond := [token for token in tokens if not 0 <= token < rows]:
-        problem = f"{whose} has the token id {min(beyond)}, and the embedding has {rows} rows ({file})"
-        remedy = "Give the tokenizer and the config.json of one model, whose embedding has a row for each token"
+        problem = (
+            f"{whose} has the token id {min(beyond)}, and the embedding has {rows} rows ({file})"
+        )
+        remedy = (
+            "Give the tokenizer and the config.json of one model, whose embedding has a row "
+            "for each token"
+        )
         value = folder if setting == "model.path" else beyond
         raise UserError(setting, value, problem, remedy)
 
 
 def leading_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Return the special tokens that the tokenizer puts before text, such as Llama's beginning of text."""
-    plain, whole = (tokenizer(["a"], add_special_tokens=special)["input_ids"][0] for special in (False, True))
+    """Return the special tokens that the tokenizer puts before text, such as Llama's beginning of
+    text."""
+    plain, whole = (
+        tokenizer(["a"], add_special_tokens=special)["input_ids"][0] for special in (False, True)
+    )
     starts = (start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)
     return list(whole[: next(starts, 0)])
 
 
 def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end a completion: those of the policy's files, and the tokenizer's end of turn.
+    """Return the tokens that end a completion: those of the policy's files, and the tokenizer's end
+    of turn.
 
-    The padding token is not one of them, unless either source names it (Qwen3's generation_config.json does).
+    The padding token is not one of them, unless either source names it (Qwen3's
+    generation_config.json does).
 
     Raises:
         UserError: as ``listed_stops``; neither source names a token.
@@ -124,19 +153,25 @@ def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def stop_note(path: str | Path, tokenizer: Tokenizer) -> str:
-    """Return a note if the policy's files do not list the tokenizer's end of turn, else an empty text."""
+    """Return a note if the policy's files do not list the tokenizer's end of turn, else an empty
+    text."""
     file, listed = listed_stops(path)
     if not listed or tokenizer.eos_token_id in (None, *listed):
         return ""
     own = f"{tokenizer.decode([end_token_id(tokenizer)])} (the tokenizer's eos_token)"
     theirs = f"{', '.join(tokenizer.decode([token]) for token in listed)} ({file})"
-    return f"note: completions end at {own} and at {theirs}; rollout.stop_token_ids chooses other tokens"
+    return (
+        f"note: completions end at {own} and at {theirs}; rollout.stop_token_ids chooses other "
+        "tokens"
+    )
 
 
 def listed_stops(path: str | Path) -> tuple[str, tuple[int, ...]]:
-    """Return ``eos_token_id`` of generation_config.json, else of config.json, after the name of the file.
+    """Return ``eos_token_id`` of generation_config.json, else of config.json, after the name of the
+    file.
 
-    The tokens are empty if neither file lists any. The name is then that of the file to list them in.
+    The tokens are empty if neither file lists any. The name is then that of the file to list them
+    in.
 
     Raises:
         UserError: a file is malformed, or a token has no row in the embedding.
@@ -148,15 +183,24 @@ def listed_stops(path: str | Path) -> tuple[str, tuple[int, ...]]:
         try:
             settings = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise UserError("model.path", file, f"is not JSON ({error})", "Copy the file again") from error
+            raise UserError(
+                "model.path", file, f"is not JSON ({error})", "Copy the file again"
+            ) from error
         if not isinstance(settings, dict):
             raise UserError("model.path", file, "is no JSON object", "Copy the file again")
         listed = settings.get("eos_token_id")
         if listed is None:
             continue
         stops = listed if isinstance(listed, list) else [listed]
-        if not stops or not all(isinstance(token, int) and not isinstance(token, bool) for token in stops):
-            raise UserError("model.path", file, f"has no token's id in eos_token_id ({listed!r:.60})", "Copy it again")
+        if not stops or not all(
+            isinstance(token, int) and not isinstance(token, bool) for token in stops
+        ):
+            raise UserError(
+                "model.path",
+                file,
+                f"has no token's id in eos_token_id ({listed!r:.60})",
+                "Copy it again",
+            )
         check_embedded(stops, Path(path), f"eos_token_id in {name}")
         return name, tuple(stops)
     return "generation_config.json", ()
@@ -172,7 +216,8 @@ def end_token_id(tokenizer: Tokenizer) -> int:
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
-    """Token that fills a batch up. Never scored, so that any token serves if the tokenizer names none."""
+    """Token that fills a batch up. Never scored, so that any token serves if the tokenizer names
+    none."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
@@ -194,9 +239,11 @@ CLOCK = "strftime_now"
 
 
 def check_template(folder: Path) -> None:
-    """Render a short conversation with each chat template of a Hugging Face directory, in a process with limits.
+    """Render a short conversation with each chat template of a Hugging Face directory, in a process
+    with limits.
 
-    Only limits are looked at: whatever else is wrong with a template, the run's own tokenizer tells.
+    Only limits are looked at: whatever else is wrong with a template, the run's own tokenizer
+        tells.
 
     Raises:
         UserError: the template loops, or takes too much memory, or makes a text without measure.
@@ -208,9 +255,13 @@ def check_template(folder: Path) -> None:
 
 
 def chat_templates(folder: Path) -> list[str]:
-    """Return the chat templates of a Hugging Face directory, as far as they can be read without the tokenizer."""
+    """Return the chat templates of a Hugging Face directory, as far as they can be read without the
+    tokenizer."""
     templates = []
-    for file in (folder / "chat_template.jinja", *sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja"))):
+    for file in (
+        folder / "chat_template.jinja",
+        *sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja")),
+    ):
         with suppress(OSError, ValueError):
             templates.append(file.read_text(encoding="utf-8"))
     if templates:
@@ -234,7 +285,9 @@ def _render(template: str) -> str:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals[CLOCK] = str
-    return environment.from_string(template).render(messages=CONVERSATION, add_generation_prompt=True)
+    return environment.from_string(template).render(
+        messages=CONVERSATION, add_generation_prompt=True
+    )
 
 
 def _limited(render: Callable[[], str]) -> str:

@@ -1,17 +1,18 @@
 """Conversations of the policy with an environment that speaks in messages, as token ids.
 
-What the policy said is kept as the token ids that it sampled. The environment's new messages are rendered by the chat
-template, and of the rendered text the policy reads what stands after its own turn, up to where it speaks again:
+What the policy said is kept as the token ids that it sampled. The environment's new messages are
+rendered by the chat template, and of the rendered text the policy reads what stands after its own
+turn, up to where it speaks again:
 
     <|im_start|>user guess<|im_end|><|im_start|>assistant    the prompt
     4<|im_end|>                                              said by the policy
     <|im_start|>user more<|im_end|><|im_start|>assistant     told
 
-The same code has the conversation and has it once more when it is scored, with what the policy said then: an
-environment that now answers otherwise is found out.
+The same code has the conversation and has it once more when it is scored, with what the policy said
+then: an environment that now answers otherwise is found out.
 
-An environment may have tools, in the form of Qwen3 and Qwen2.5. The chat template says what tools there are, and the
-policy calls one in a block of its answer:
+An environment may have tools, in the form of Qwen3 and Qwen2.5. The chat template says what tools
+there are, and the policy calls one in a block of its answer:
 
     Let me add.
     <tool_call>
@@ -30,8 +31,8 @@ from itertools import groupby
 from typing import Any
 
 Say = Callable[[list[int]], Awaitable[list[int]]]
-"""The policy's answer to these further token ids, with the token that ended it; raises :class:`NothingLeftError` if no
-token is left."""
+"""The policy's answer to these further token ids, with the token that ended it; raises
+:class:`NothingLeftError` if no token is left."""
 Message = Mapping[str, Any]
 """A dict; of the policy's, all that it said is ``content``."""
 MARK = "(what the policy said: 5b1f2c9e)"
@@ -43,15 +44,22 @@ class NothingLeftError(Exception):
 
 
 class TurnsError(ValueError):
-    """An environment or a template whose messages cannot become token ids so. The text is to stand after "it"."""
+    """An environment or a template whose messages cannot become token ids so. The text is to stand
+    after "it"."""
 
 
 class OtherAnswerError(RuntimeError):
-    """An environment went on otherwise than it did when the policy spoke to it, though the policy said the same."""
+    """An environment went on otherwise than it did when the policy spoke to it, though the policy
+    said the same."""
 
     def __init__(self, did: str) -> None:
-        law = "What it says may depend on its problem and on what the policy said, and on nothing else"
-        super().__init__(f"The environment {did}, otherwise than when the policy spoke to it. {law}.")
+        law = (
+            "What it says may depend on its problem and on what the policy said, and on nothing "
+            "else"
+        )
+        super().__init__(
+            f"The environment {did}, otherwise than when the policy spoke to it. {law}."
+        )
 
 
 class Turns:
@@ -91,16 +99,21 @@ class Turns:
             return []
         known = len(self._messages)
         if _words(messages[:known]) != _words(self._messages):
-            raise TurnsError("asks the policy about other messages than the conversation has so far")
+            raise TurnsError(
+                "asks the policy about other messages than the conversation has so far"
+            )
         text = self._rendered(self._messages[:-1], messages[known:])
         token_ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
-        told = token_ids[1:] if token_ids[:1] == [self._last] else token_ids  # the policy has ended its turn itself
+        told = (
+            token_ids[1:] if token_ids[:1] == [self._last] else token_ids
+        )  # the policy has ended its turn itself
         if not told:
             raise TurnsError("has the policy go on with nothing between two of its turns")
         return told
 
     def _rendered(self, before: Sequence[Message], new: Sequence[Message]) -> str:
-        """A template's text after the policy's turn, which has come after the messages ``before``."""
+        """A template's text after the policy's turn, which has come after the messages
+        ``before``."""
         if not all(isinstance(message.get("content"), str) for message in new):
             raise TurnsError("answers with more than text")
         chat = [*before, {"role": "assistant", "content": MARK}, *new]
@@ -108,10 +121,15 @@ class Turns:
             until = self._render(before, add_generation_prompt=False)
             whole = self._render(chat, add_generation_prompt=True)
         except Exception as error:  # a template may raise anything
-            raise TurnsError(f"answers with messages that fail in the chat template ({error})") from error
+            raise TurnsError(
+                f"answers with messages that fail in the chat template ({error})"
+            ) from error
         if whole.count(MARK) != 1 or not whole.startswith(until):
             roles = ", ".join(str(message["role"]) for message in new) or "nothing"
-            problem = f"answers with messages ({roles}) for which the chat template changes what stands before them"
+            problem = (
+                f"answers with messages ({roles}) for which the chat template changes what "
+                "stands before them"
+            )
             raise TurnsError(problem)
         return str(whole.partition(MARK)[2])
 
@@ -125,9 +143,14 @@ class Again:
         cut_off: whether the response ended since no token was left.
     """
 
-    def __init__(self, token_ids: Sequence[int], loss_mask: Sequence[bool], *, cut_off: bool) -> None:
+    def __init__(
+        self, token_ids: Sequence[int], loss_mask: Sequence[bool], *, cut_off: bool
+    ) -> None:
         marked = zip(loss_mask or [True] * len(token_ids), token_ids, strict=True)
-        self._left = [(said, [token for _, token in run]) for said, run in groupby(marked, lambda each: bool(each[0]))]
+        self._left = [
+            (said, [token for _, token in run])
+            for said, run in groupby(marked, lambda each: bool(each[0]))
+        ]
         """Runs of tokens, and which of them the policy said."""
         self._cut_off = cut_off
 
@@ -166,8 +189,8 @@ def _words(messages: Sequence[Any]) -> list[tuple[object, object]]:
 
 
 Tools = Sequence[Mapping[str, Any]]
-"""As a chat template takes them: ``{"type": "function", "function": {"name": ..., "description": ..., "parameters":
-...}}``, ``parameters`` a JSON schema."""
+"""As a chat template takes them: ``{"type": "function", "function": {"name": ..., "description":
+..., "parameters": ...}}``, ``parameters`` a JSON schema."""
 CALL = "<tool_call>"
 OTHER_CALL = "<function="
 """In templates of another form of calls, that of Qwen3-Coder."""
@@ -185,11 +208,12 @@ class ToolCall:
 
 
 def read_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The calls of a turn of the policy, and what it said before the first of them, its thoughts among that.
+    """The calls of a turn of the policy, and what it said before the first of them, its thoughts
+    among that.
 
-    Thoughts call nothing. As in vLLM's parser of this form, the last block need not be closed, and one that holds no
-    object with a name and an object of arguments makes all of the turn words: an environment then learns that no tool
-    was called.
+    Thoughts call nothing. As in vLLM's parser of this form, the last block need not be closed, and
+    one that holds no object with a name and an object of arguments makes all of the turn words: an
+    environment then learns that no tool was called.
     """
     thoughts, end, words = text.rpartition(_HAS_THOUGHT)
     calls = [_call(block) for block in _BLOCK.findall(words)]

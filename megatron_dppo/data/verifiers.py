@@ -1,12 +1,15 @@
-"""Environments of *verifiers* (github.com/PrimeIntellect-ai/verifiers): their problems, and what their rubrics say.
+"""Environments of *verifiers* (github.com/PrimeIntellect-ai/verifiers): their problems, and what
+their rubrics say.
 
-Of releases that have ``load_environment`` (before 0.4). An environment is told each answer as if a server had just
-given it, and its rubric then scores the whole group. One of several turns is told the policy's turns one after the
-other, and where it has tools, the calls of them, too: see ``data/turns.py``.
+Of releases that have ``load_environment`` (before 0.4). An environment is told each answer as if a
+server had just given it, and its rubric then scores the whole group. One of several turns is told
+the policy's turns one after the other, and where it has tools, the calls of them, too: see
+``data/turns.py``.
 
-An environment takes signals for itself, prints, and may import much. So processes of their own import this file: those
-that score, and one that reads the problems, ``python -m megatron_dppo.data.verifiers``. Besides, ranks do, where the
-policy speaks to the environment (``rollout/conversation_functions.py``).
+An environment takes signals for itself, prints, and may import much. So processes of their own
+import this file: those that score, and one that reads the problems, ``python -m
+megatron_dppo.data.verifiers``. Besides, ranks do, where the policy speaks to the environment
+(``rollout/conversation_functions.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +34,15 @@ from megatron_dppo.config import VerifiersConfig
 from megatron_dppo.data.generators import SEVERAL_TURNS, TOOLS
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.data.turns import Again, Message, NothingLeftError, Tools, Turns, TurnsError, read_calls
+from megatron_dppo.data.turns import (
+    Again,
+    Message,
+    NothingLeftError,
+    Tools,
+    Turns,
+    TurnsError,
+    read_calls,
+)
 from megatron_dppo.errors import UserError
 
 HELD_OUT_SEED = 0
@@ -86,13 +97,15 @@ class _Policy(Client):
     """
 
     failure: Exception | None = None
-    """The answer's exception. An environment takes whatever a client raises for an answer of the server's."""
+    """The answer's exception. An environment takes whatever a client raises for an answer of the
+    server's."""
 
     def __init__(self, answer: Answer, tools: Tools) -> None:
         super().__init__(answer)
         self._tools = list(tools)
         self._said: dict[int, tuple[Message, str]] = {}
-        """By their places among the messages: turns as the environment has them, and all that the policy said."""
+        """By their places among the messages: turns as the environment has them, and all that the
+        policy said."""
 
     def setup_client(self, config: Any) -> None:
         return None
@@ -101,7 +114,10 @@ class _Policy(Client):
         return _schema(tool)
 
     async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
-        return [each if isinstance(each, dict) else each.model_dump(exclude_none=True) for each in messages], {}
+        return [
+            each if isinstance(each, dict) else each.model_dump(exclude_none=True)
+            for each in messages
+        ], {}
 
     async def get_native_response(
         self, prompt: Any, model: Any, sampling_args: Any, tools: Any = None, **_: Any
@@ -110,7 +126,9 @@ class _Policy(Client):
             if (tools or []) != self._tools:
                 raise TurnsError("offers the policy other tools than its problem has")
             turn = len(prompt)
-            text: str = await self.client([self._whole(place, message) for place, message in enumerate(prompt)])
+            text: str = await self.client(
+                [self._whole(place, message) for place, message in enumerate(prompt)]
+            )
         except NothingLeftError as error:
             raise verifiers.OverlongPromptError from error
         except Exception as error:
@@ -122,8 +140,13 @@ class _Policy(Client):
             for number, call in enumerate(calls)
         ]
         reason = "tool_calls" if calls else "stop"
-        message = ResponseMessage(content=said, tool_calls=of or None, finish_reason=reason, is_truncated=False)
-        self._said[turn] = message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True), text
+        message = ResponseMessage(
+            content=said, tool_calls=of or None, finish_reason=reason, is_truncated=False
+        )
+        self._said[turn] = (
+            message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True),
+            text,
+        )
         return message
 
     def _whole(self, place: int, message: Message) -> Message:
@@ -145,7 +168,9 @@ def _schema(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": tool.model_dump(exclude_none=True)}
 
 
-async def play(environment: Any, problem: Mapping[str, Any], answer: Answer, tools: Tools = ()) -> dict[str, Any]:
+async def play(
+    environment: Any, problem: Mapping[str, Any], answer: Answer, tools: Tools = ()
+) -> dict[str, Any]:
     """Have an environment pose a problem and speak with the policy to the end.
 
     Args:
@@ -166,7 +191,10 @@ async def play(environment: Any, problem: Mapping[str, Any], answer: Answer, too
     if (error := client.failure or state.get("error")) is not None:
         raise error
     if state.get("timed_out"):
-        raise TimeoutError(f"The environment has waited longer than timeout_seconds = {environment.timeout_seconds}.")
+        raise TimeoutError(
+            "The environment has waited longer than timeout_seconds = "
+            f"{environment.timeout_seconds}."
+        )
     return state
 
 
@@ -221,7 +249,11 @@ _tokenizer = functools.cache(load_tokenizer)
 
 
 def _parts(environment: Any) -> list[Any]:
-    return list(environment.env_map.values()) if isinstance(environment, verifiers.EnvGroup) else [environment]
+    return (
+        list(environment.env_map.values())
+        if isinstance(environment, verifiers.EnvGroup)
+        else [environment]
+    )
 
 
 def _has_several_turns(environment: Any) -> bool:
@@ -234,27 +266,51 @@ def _problems(config: VerifiersConfig, split: str) -> list[Row]:
     parts = _parts(environment)
     for each in parts:
         if not isinstance(each, verifiers.MultiTurnEnv):
-            problem = f"({type(each).__name__}) is no MultiTurnEnv, which has the conversations here"
-            remedy = "Take another; or write its turns as a rollout.conversation, and the reward as a function"
+            problem = (
+                f"({type(each).__name__}) is no MultiTurnEnv, which has the conversations here"
+            )
+            remedy = (
+                "Take another; or write its turns as a rollout.conversation, and the reward "
+                "as a function"
+            )
             raise UserError("data.verifiers.environment", name, problem, remedy)
     if len(parts) > 1 and any(each.tool_defs for each in parts):
-        problem = "(EnvGroup) has tools in one of its environments, and does not tell which problems are of that one"
-        raise UserError("data.verifiers.environment", name, problem, "Take its environments by themselves")
+        problem = (
+            "(EnvGroup) has tools in one of its environments, and does not tell which "
+            "problems are of that one"
+        )
+        raise UserError(
+            "data.verifiers.environment", name, problem, "Take its environments by themselves"
+        )
     own = environment.build_eval_dataset()
     inputs = list(own if split == "eval" and own is not None else environment.get_dataset())
     if own is None:
         if (count := config.eval_problems) >= len(inputs):
-            problem = f"leaves nothing to train on of the {len(inputs)} problems of {name}, which holds out none itself"
-            raise UserError("data.verifiers.eval_problems", count, problem, f"Lower it to {len(inputs) - 1} or less")
+            problem = (
+                f"leaves nothing to train on of the {len(inputs)} problems of {name}, which "
+                "holds out none itself"
+            )
+            raise UserError(
+                "data.verifiers.eval_problems",
+                count,
+                problem,
+                f"Lower it to {len(inputs) - 1} or less",
+            )
         held_out = set(random.Random(HELD_OUT_SEED).sample(range(len(inputs)), count))
-        inputs = [row for number, row in enumerate(inputs) if (number in held_out) == (split == "eval")]
+        inputs = [
+            row for number, row in enumerate(inputs) if (number in held_out) == (split == "eval")
+        ]
     marks = {SEVERAL_TURNS: True} if _has_several_turns(environment) else {}
     known = parts[0].tool_defs if len(parts) == 1 else None
     return [_row(row, config, number, marks, known or ()) for number, row in enumerate(inputs, 1)]
 
 
 def _row(
-    given: dict[str, Any], config: VerifiersConfig, number: int, marks: Mapping[str, Any], known: Sequence[Tool]
+    given: dict[str, Any],
+    config: VerifiersConfig,
+    number: int,
+    marks: Mapping[str, Any],
+    known: Sequence[Tool],
 ) -> Row:
     name, answer, info = config.environment, given.get("answer"), given.get("info")
     info = json.loads(info) if isinstance(info, str) else info
@@ -265,7 +321,13 @@ def _row(
         "label": "" if answer is None else str(answer),
         "response": None,
         "data_source": f"verifiers/{name}",
-        "extra_info": {"environment": name, "arguments": config.arguments, "input": given, **marks, **tools},
+        "extra_info": {
+            "environment": name,
+            "arguments": config.arguments,
+            "input": given,
+            **marks,
+            **tools,
+        },
         **tools,
     }
     return Row(values, "data.verifiers", f"{name}, problem {number}")

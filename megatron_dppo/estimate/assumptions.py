@@ -31,7 +31,8 @@ class Gpu:
     """Bytes per second to other nodes, one way: its share of the node's adapters."""
 
     def rate(self, dtype: str) -> float:
-        """Products and sums per second in a type of ``model.dtype``; fp32 has no matrix units (TF32 is off)."""
+        """Products and sums per second in a type of ``model.dtype``; fp32 has no matrix units (TF32
+        is off)."""
         return self.flops if dtype == "bf16" else self.flops / 16
 
 
@@ -46,7 +47,8 @@ GPUS = {
 
 
 def needs_flash_attn(gpu: str, head_dim: int) -> bool:
-    """Return whether Transformer Engine 2.14.1 requires flash-attn to train over packs: cuDNN 9.19 has no kernel then.
+    """Return whether Transformer Engine 2.14.1 requires flash-attn to train over packs: cuDNN 9.19
+    has no kernel then.
 
     Args:
         gpu: a key of :data:`GPUS`.
@@ -60,55 +62,66 @@ class Assumptions:
     """One set for every model, machine and layout; shares are of what a data sheet promises."""
 
     response_share: float = 0.5
-    """Mean response over rollout.max_response_tokens. NeMo-RL's published runs have 0.26 (Llama-3.1-8B, 1,060 of 4,096)
-    and 0.78 (Qwen3-32B, 3,206 of 4,096); a run's own ``rollout/response_len/mean`` is better than either."""
+    """Mean response over rollout.max_response_tokens. NeMo-RL's published runs have 0.26
+    (Llama-3.1-8B, 1,060 of 4,096) and 0.78 (Qwen3-32B, 3,206 of 4,096); a run's own
+    ``rollout/response_len/mean`` is better than either."""
     prompt_tokens: float = 130.0
     """Mean prompt; those two runs have 132 and 110. Never above data.max_prompt_tokens."""
     mixed_share: float = 0.6
-    """Share of prompts whose answers differ in reward: all that is trained on without a KL term, pruned or not, and
-    what dynamic_sampling and greso roll out for. A guess; 1 - ``prune/zero_advantage_fraction`` of a run is better."""
+    """Share of prompts whose answers differ in reward: all that is trained on without a KL term,
+    pruned or not, and what dynamic_sampling and greso roll out for. A guess; 1 -
+    ``prune/zero_advantage_fraction`` of a run is better."""
     variance: float | None = None
-    """By how much pruning multiplies the gradient's variance. None: what was measured of the same pruning on three
-    tasks (estimate/time.py); ``prune/variance_inflation`` of a run of your own is better."""
+    """By how much pruning multiplies the gradient's variance. None: what was measured of the same
+    pruning on three tasks (estimate/time.py); ``prune/variance_inflation`` of a run of your own is
+    better."""
     low_share: float = 0.5
     """Share of scores below the mean, which the rules called threshold prune. A guess."""
     efficient_share: float = 0.5
-    """Share of the tokens with a gradient that ``pruning.completions.keep=auto`` trains on: 0.76 early, 0.44 in the
-    middle and 0.37 late in a run on sums (benchmarks/efficiency.py)."""
+    """Share of the tokens with a gradient that ``pruning.completions.keep=auto`` trains on: 0.76
+    early, 0.44 in the middle and 0.37 late in a run on sums (benchmarks/efficiency.py)."""
     pack_fill: float = 0.99
-    """Share of a pack's slots with tokens, if several sequences fit (benchmarks/packing.py finds 0.99)."""
+    """Share of a pack's slots with tokens, if several sequences fit (benchmarks/packing.py finds
+    0.99)."""
     busy_share: float = 0.85
-    """Share of the trainer's passes in which kernels and messages run at the rates of ``estimate/kernels.py``. In the
-    rest a GPU waits for launches, for the slowest rank, or runs at a lower clock. A guess: pre-training, with even
-    packs, reaches 0.83 (2B) to 0.91 (175B) by Megatron-LM's README (0.41 and 0.47 of the matrix rate on H100s)."""
+    """Share of the trainer's passes in which kernels and messages run at the rates of
+    ``estimate/kernels.py``. In the rest a GPU waits for launches, for the slowest rank, or runs at
+    a lower clock. A guess: pre-training, with even packs, reaches 0.83 (2B) to 0.91 (175B) by
+    Megatron-LM's README (0.41 and 0.47 of the matrix rate on H100s)."""
     expert_imbalance: float = 1.5
-    """Tokens of the busiest expert-parallel rank of a layer, for which the others wait, over their mean. A guess:
-    routers are balanced over what they were pretrained on, not over mathematics."""
+    """Tokens of the busiest expert-parallel rank of a layer, for which the others wait, over their
+    mean. A guess: routers are balanced over what they were pretrained on, not over mathematics."""
     decode_bandwidth_share: float = 0.7
-    """Share of the memory's bandwidth, for weights and cache read by a decode step. Streaming kernels reach 0.8 to 0.9;
-    attention over pages of a cache less."""
+    """Share of the memory's bandwidth, for weights and cache read by a decode step. Streaming
+    kernels reach 0.8 to 0.9; attention over pages of a cache less."""
     decode_flops_share: float = 0.5
-    """Share of the matrix rate, for the products of large decode batches and of prefill. A guess."""
+    """Share of the matrix rate, for the products of large decode batches and of prefill. A
+    guess."""
     decode_step_ms: float = 3.0
-    """Milliseconds of a decode step beside reading and multiplying: scheduling, sampling, launches. A guess."""
+    """Milliseconds of a decode step beside reading and multiplying: scheduling, sampling, launches.
+    A guess."""
     decode_request_us: float = 10.0
-    """Microseconds that each completion of the batch adds to a decode step, for the server's host. A guess."""
+    """Microseconds that each completion of the batch adds to a decode step, for the server's host.
+    A guess."""
     all_reduce_us: float = 12.0
-    """Least microseconds of one all-reduce of a server's ranks, two in each layer; a large one takes as long as its
-    bytes over NVLink. A guess."""
+    """Least microseconds of one all-reduce of a server's ranks, two in each layer; a large one
+    takes as long as its bytes over NVLink. A guess."""
     server_memory_share: float = 0.85
-    """Share of a GPU's memory, for a server's weights and cache; SGLang's own choice is near it on large GPUs."""
+    """Share of a GPU's memory, for a server's weights and cache; SGLang's own choice is near it on
+    large GPUs."""
     server_buffers_gib: float = 4.0
     """Memory of a server beside them, for activations and captured graphs. A guess."""
     reserved_gib: float = 3.0
-    """CUDA's context, buffers of NCCL, cuBLAS and Transformer Engine, of a rank of the trainer. A guess."""
+    """CUDA's context, buffers of NCCL, cuBLAS and Transformer Engine, of a rank of the trainer. A
+    guess."""
     asleep_gib: float = 2.0
-    """Memory that a server on the trainer's GPU keeps while a step trains: CUDA's context, NCCL's buffers. A guess."""
+    """Memory that a server on the trainer's GPU keeps while a step trains: CUDA's context, NCCL's
+    buffers. A guess."""
     fragmentation: float = 0.05
     """Share of a rank's allocations that is lost between them. A guess."""
     sync_network_share: float = 0.1
-    """Share of the network (NVLink within a node), for weights on their way to servers through NCCL: verl tells of 14
-    to 18 s for a model of 32B."""
+    """Share of the network (NVLink within a node), for weights on their way to servers through
+    NCCL: verl tells of 14 to 18 s for a model of 32B."""
     sync_copy_gb_s: float = 2.0
     """GB/s of weights that go by disk. A guess: disks differ."""
     overhead_s: float = 5.0
@@ -127,7 +140,12 @@ def read_assumptions(words: Sequence[str]) -> Assumptions:
         name, _, text = word.removeprefix(PREFIX).partition("=")
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-            raise UserError(PREFIX + name, text, "there is no such assumption", f"Write {PREFIX}{near}, if it is meant")
+            raise UserError(
+                PREFIX + name,
+                text,
+                "there is no such assumption",
+                f"Write {PREFIX}{near}, if it is meant",
+            )
         try:
             value = float(text)
         except ValueError:

@@ -1,9 +1,10 @@
-"""Seconds of a pack's kernels and messages on one rank, by formula, at the rates that well-made kernels reach.
+"""Seconds of a pack's kernels and messages on one rank, by formula, at the rates that well-made
+kernels reach.
 
-Needs no torch. A rehearsal (``tests/rehearsal``) of the trainer with Transformer Engine found which kernels
-there are, and ``tests/rehearsal/test_command.py`` compares their sums. Kernels follow each other without a gap, and no
-two overlap. Sizes are elements of ``model.dtype`` unless they are said to be bytes; *forward* and *backward* come in
-pairs.
+Needs no torch. A rehearsal (``tests/rehearsal``) of the trainer with Transformer Engine found which
+kernels there are, and ``tests/rehearsal/test_command.py`` compares their sums. Kernels follow each
+other without a gap, and no two overlap. Sizes are elements of ``model.dtype`` unless they are said
+to be bytes; *forward* and *backward* come in pairs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from megatron_dppo.estimate.workload import MeanPack, Setup
 from megatron_dppo.rl.types import Floats
 
 PRODUCTS, STREAMS, LINKS = 0.72, 0.85, 0.8
-"""Share of the data sheet's rates that large products (cuBLAS on an H100: 650 to 750 TFLOP/s), streaming kernels, and
-collectives reach."""
+"""Share of the data sheet's rates that large products (cuBLAS on an H100: 650 to 750 TFLOP/s),
+streaming kernels, and collectives reach."""
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.40, 0.30
 """Share of the matrix rate over the pairs of causal attention."""
 LEAST_SECONDS = 2e-6
@@ -38,10 +39,13 @@ LEAST_SECONDS = 2e-6
 PROCESSORS = {"a100-40": 108, "a100-80": 108, "b200": 148}
 """Multiprocessors of a GPU; others have 132."""
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9))
-"""Rows and columns of the tiles into which products are cut, and the share of the rate that such tiles reach."""
+"""Rows and columns of the tiles into which products are cut, and the share of the rate that such
+tiles reach."""
 
 REPLICAS, EXCHANGE, PIPELINE, INSIDE = (
-    "replicas: gradients and weights", "experts: exchange", "pipeline: activations", "tensor and context parallelism",
+    "replicas: gradients and weights", "experts: exchange", "pipeline: activations", "tensor and "
+                                                                                     "context "
+                                                                                     "parallelism",
 )  # fmt: skip
 COLLECTIVES = (INSIDE, EXCHANGE, REPLICAS, PIPELINE)
 """Kinds of collectives, by what they are for."""
@@ -69,7 +73,8 @@ def kernel_seconds(
 
 @cache
 def tile_share(rows: int, columns: int, processors: int) -> float:
-    """Share of the multiprocessors' time that a product of ``rows`` x ``columns`` uses, by the best of the tilings."""
+    """Share of the multiprocessors' time that a product of ``rows`` x ``columns`` uses, by the best
+    of the tilings."""
     best = 0.0
     for height, width, reached in TILES:
         down, across = -(-rows // height), -(-columns // width)
@@ -81,7 +86,8 @@ def tile_share(rows: int, columns: int, processors: int) -> float:
 def wire_seconds(setup: Setup, kind: str, ranks: int, size: float, *, times: float = 1.0) -> float:
     """Seconds of a ring over NVLink, or over the network if the group spans nodes.
 
-    Experts' tokens go to both kinds of ranks at once. A ring of several ranks a node has as many adapters.
+    Experts' tokens go to both kinds of ranks at once. A ring of several ranks a node has as many
+    adapters.
 
     Args:
         setup: of the run.
@@ -108,8 +114,8 @@ def message_seconds(setup: Setup, kind: str, size: float) -> float:
 
 
 EXPERT_LAUNCHES, CONTEXT_LAUNCHES, LOSS_LAUNCHES = 12, 8, 75
-"""Kernels of the least length: of a router's counts in a layer's pass, of each step of attention over
-context-parallel ranks, of a pack's loss."""
+"""Kernels of the least length: of a router's counts in a layer's pass, of each step of attention
+over context-parallel ranks, of a pack's loss."""
 
 
 class Seconds(NamedTuple):
@@ -127,7 +133,8 @@ class Seconds(NamedTuple):
 
 
 FORWARD, BACKWARD = 0, 1
-"""Rows of an array of :class:`Seconds`, [2, 3], and of an array of their kernels or messages, [2]."""
+"""Rows of an array of :class:`Seconds`, [2, 3], and of an array of their kernels or messages,
+[2]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +148,26 @@ class Passes:
 
 
 def stage_passes(setup: Setup) -> list[Passes]:
-    """Passes of the mean pack through each pipeline stage, its messages to other stages included."""
+    """Passes of the mean pack through each pipeline stage, its messages to other stages
+    included."""
     layout, pack = setup.layout, setup.mean_pack
-    attention, feed_forward = _attention(setup, pack), (_experts if setup.shape.experts else _dense)(setup, pack)
+    attention, feed_forward = (
+        _attention(setup, pack),
+        (_experts if setup.shape.experts else _dense)(setup, pack),
+    )
     if setup.shape.hybrid:
         share = 1 / setup.shape.attention_interval
         attention = share * attention + (1 - share) * _delta_net(setup, pack)
     layer = attention + feed_forward
     if setup.config.model.recompute != "none":
-        layer[BACKWARD] += layer[FORWARD] if setup.config.model.recompute == "full" else feed_forward[FORWARD]
+        layer[BACKWARD] += (
+            layer[FORWARD] if setup.config.model.recompute == "full" else feed_forward[FORWARD]
+        )
     found = []
     for stage in range(layout.pp):
-        seconds = layers_of_stage(setup.shape, stage, layout) * layer + _neighbours(setup, pack, stage)
+        seconds = layers_of_stage(setup.shape, stage, layout) * layer + _neighbours(
+            setup, pack, stage
+        )
         if stage == 0:
             seconds += _embedding(setup, pack)
         if stage == layout.pp - 1:
@@ -163,24 +178,34 @@ def stage_passes(setup: Setup) -> list[Passes]:
 
 
 def optimizer_seconds(setup: Setup, stage: int) -> float:
-    """An update's passes over gradients, moments and weights: 4 bytes of a rank's gradient, 46 of its shard of them."""
+    """An update's passes over gradients, moments and weights: 4 bytes of a rank's gradient, 46 of
+    its shard of them."""
     elements = rank_elements(setup.shape, stage, setup.layout)
-    return kernel_seconds(setup, 0.0, 4.0 * elements.total + 46.0 * optimizer_elements(setup, elements))
+    return kernel_seconds(
+        setup, 0.0, 4.0 * elements.total + 46.0 * optimizer_elements(setup, elements)
+    )
 
 
 def reduction_seconds(setup: Setup, stage: int) -> float:
-    """Seconds to bring an update's gradients to each rank's shard as fp32 sums, and the weights back.
+    """Seconds to bring an update's gradients to each rank's shard as fp32 sums, and the weights
+    back.
 
-    The experts have an optimizer of their own, and Megatron gathers all weights after each of the two. The first and
-    the last stage sum their gradients of tied embeddings.
+    The experts have an optimizer of their own, and Megatron gathers all weights after each of the
+    two. The first and the last stage sum their gradients of tied embeddings.
     """
     shape, layout = setup.shape, setup.layout
     elements, placement = rank_elements(setup.shape, stage, setup.layout), setup.placement
     groups = ((placement.replica, elements.dense), (placement.expert_replica, elements.experts))
     moved = 4.0 + setup.width * (2 if shape.experts else 1)
     tied = shape.tied and layout.pp > 1 and stage in (0, layout.pp - 1)
-    embedding = message_seconds(setup, PIPELINE, 4.0 * vocabulary_rows(setup) * shape.hidden) if tied else 0.0
-    return embedding + sum(wire_seconds(setup, REPLICAS, ranks, moved * size) for ranks, size in groups)
+    embedding = (
+        message_seconds(setup, PIPELINE, 4.0 * vocabulary_rows(setup) * shape.hidden)
+        if tied
+        else 0.0
+    )
+    return embedding + sum(
+        wire_seconds(setup, REPLICAS, ranks, moved * size) for ranks, size in groups
+    )
 
 
 # Layers
@@ -190,7 +215,9 @@ def _attention(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, projections, norms and rotary embedding of queries and keys, attention, residual."""
     shape, layout = setup.shape, setup.layout
     queries, keys = (heads * shape.head_dim // layout.tp for heads in (shape.heads, shape.kv_heads))
-    q, k, h = (pack.tokens * width for width in (queries, keys, shape.hidden / shared_ranks(layout)))
+    q, k, h = (
+        pack.tokens * width for width in (queries, keys, shape.hidden / shared_ranks(layout))
+    )
     gates = queries if shape.hybrid else 0
     sizes = [(queries + gates + 2 * keys, shape.hidden), (shape.hidden, queries)]
     products = _products(setup, [(pack.tokens, *size) for size in sizes])
@@ -210,14 +237,25 @@ def _attention(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _delta_net(setup: Setup, pack: MeanPack) -> Floats:
-    """Norm, projections, convolution, delta rule at attention's share of the matrix rate, gated norm, residual."""
+    """Norm, projections, convolution, delta rule at attention's share of the matrix rate, gated
+    norm, residual."""
     shape, layout = setup.shape, setup.layout
-    mixed, values, held = shape.extents["delta_mixed"], shape.extents["delta_values"], pack.tokens / layout.tp
+    mixed, values, held = (
+        shape.extents["delta_mixed"],
+        shape.extents["delta_values"],
+        pack.tokens / layout.tp,
+    )
     inputs = (mixed + values + 2 * shape.delta_values) // layout.tp
-    products = _products(setup, [(pack.tokens, inputs, shape.hidden), (pack.tokens, shape.hidden, values // layout.tp)])
+    products = _products(
+        setup,
+        [(pack.tokens, inputs, shape.hidden), (pack.tokens, shape.hidden, values // layout.tp)],
+    )
     h, m, v = pack.tokens * shape.hidden / shared_ranks(layout), held * mixed, held * values
     r = 2 * held * shape.delta_values * shape.delta_key_dim  # queries and keys, for each value head
-    streams = [2 * h, 3 * h, 2 * m, m, 2 * r, 2 * v, 4 * v], [3 * h, 3 * h, 3 * m, 2 * m, 3 * r, 4 * v, 6 * v]
+    streams = (
+        [2 * h, 3 * h, 2 * m, m, 2 * r, 2 * v, 4 * v],
+        [3 * h, 3 * h, 3 * m, 2 * m, 3 * r, 4 * v, 6 * v],
+    )
     messages = _inside(setup, pack)
     if layout.cp > 1:  # heads for tokens, and back
         messages += message_seconds(setup, INSIDE, (pack.tokens * inputs + v) * setup.width)
@@ -236,9 +274,9 @@ def _dense(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _experts(setup: Setup, pack: MeanPack) -> Floats:
-    """Norm, router, the way of tokens to the experts and back, SwiGLU, residual. Every rank waits for the one whose
-    experts are sent the most. Router and routing keep fp32. A shared expert's gate and sum take a norm's and a
-    residual's time."""
+    """Norm, router, the way of tokens to the experts and back, SwiGLU, residual. Every rank waits
+    for the one whose experts are sent the most. Router and routing keep fp32. A shared expert's
+    gate and sum take a norm's and a residual's time."""
     shape, layout = setup.shape, setup.layout
     mine, etp = pack.tokens // shared_ranks(layout), layout.expert_tp
     h, sent = mine * shape.hidden, mine * shape.experts_per_token * shape.hidden
@@ -252,7 +290,9 @@ def _experts(setup: Setup, pack: MeanPack) -> Floats:
     products[BACKWARD] += _product(setup, shape.experts, shape.hidden, mine, dtype="fp32")
     routed = h + sent
     moved = [routed, routed, 2 * copies, 2 * copies]
-    moved += [3 * copies, 3 * copies / etp] * (etp > 1)  # to fp32 for the sum over the ranks of an expert, and back
+    moved += [3 * copies, 3 * copies / etp] * (
+        etp > 1
+    )  # to fp32 for the sum over the ranks of an expert, and back
     forward = [2 * h, 3 * h, 13 * scores, 9 * scores, 8 * scores, 8 * scores, *moved, 3 * got * ffn]
     backward = [3 * h, 3 * h, 3 * h, 3 * h, 13 * scores, *moved, 5 * got * ffn]
     size = sent * setup.imbalance * setup.width
@@ -269,7 +309,8 @@ def _experts(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _embedding(setup: Setup, pack: MeanPack) -> Floats:
-    """The look-up reads the weight; its gradient is made whole and added to the sum of all packs."""
+    """The look-up reads the weight; its gradient is made whole and added to the sum of all
+    packs."""
     shape, layout = setup.shape, setup.layout
     weight = vocabulary_rows(setup) * shape.hidden
     h, cut = pack.tokens * shape.hidden, layout.tp > 1
@@ -279,8 +320,8 @@ def _embedding(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _head(setup: Setup, pack: MeanPack) -> Floats:
-    """Last norm, and log-probabilities of responses chunk by chunk. Logits are made again for the gradient, unless one
-    chunk takes all."""
+    """Last norm, and log-probabilities of responses chunk by chunk. Logits are made again for the
+    gradient, unless one chunk takes all."""
     shape, rows, chunk = setup.shape, vocabulary_rows(setup), head_chunk_bytes(setup)
     scored, h = pack.responses, pack.tokens * shape.hidden / shared_ranks(setup.layout)
     at_once, kept = (min(scored, chunk / (rows * size)) for size in (4, 4 + setup.width))
@@ -289,7 +330,9 @@ def _head(setup: Setup, pack: MeanPack) -> Floats:
         return _product(setup, size, rows, shape.hidden, written=4)
 
     forward = logits(at_once) + kernel_seconds(setup, 0.0, at_once * rows * 4)
-    backward = kernel_seconds(setup, 0.0, kept * rows * (4 + setup.width)) + _product(setup, kept, shape.hidden, rows)
+    backward = kernel_seconds(setup, 0.0, kept * rows * (4 + setup.width)) + _product(
+        setup, kept, shape.hidden, rows
+    )
     backward += _product(setup, rows, shape.hidden, kept, written=8)
     backward += logits(kept) if kept < scored else 0.0
     products = np.array([forward / at_once, backward / kept]) * scored
@@ -300,7 +343,8 @@ def _head(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _neighbours(setup: Setup, pack: MeanPack, stage: int) -> Floats:
-    """Messages to the stage after, and back to the stage before; each virtual stage sends its own."""
+    """Messages to the stage after, and back to the stage before; each virtual stage sends its
+    own."""
     layout = setup.layout
     size = pack.tokens * setup.shape.hidden / shared_ranks(layout) * setup.width
     ring = layout.vpp > 1
@@ -315,7 +359,8 @@ def _neighbours(setup: Setup, pack: MeanPack, stage: int) -> Floats:
 
 def _both(
     setup: Setup, products: Floats | float, streams: tuple[Sequence[float], Sequence[float]],
-    messages: Floats | float = 0.0, *, launches: tuple[float, float] = (0.0, 0.0), exchange: float = 0.0,
+    messages: Floats | float = 0.0, *, launches: tuple[float, float] = (0.0, 0.0),
+    exchange: float = 0.0,
 ) -> Floats:  # fmt: skip
     """Seconds of a forward and a backward pass, [2, 3].
 
@@ -328,7 +373,9 @@ def _both(
         exchange: seconds of each pass.
     """
     found = np.zeros((2, 3))
-    moved = [sum(kernel_seconds(setup, 0.0, size * setup.width) for size in sizes) for sizes in streams]
+    moved = [
+        sum(kernel_seconds(setup, 0.0, size * setup.width) for size in sizes) for sizes in streams
+    ]
     found[:, 0] = products + np.array(moved) + LEAST_SECONDS * np.array(launches)
     found[:, 1] = messages
     found[:, 2] = exchange
@@ -351,12 +398,17 @@ def _product(
         tiled: whether the roofline counts what tiles leave idle.
     """
     width = WEIGHT_BYTES[dtype] if dtype else setup.width
-    size = width * (rows * inner + inner * columns) + (width if written is None else written) * rows * columns
+    size = (
+        width * (rows * inner + inner * columns)
+        + (width if written is None else written) * rows * columns
+    )
     product = (max(round(rows), 1), max(round(columns), 1)) if tiled else None
     return kernel_seconds(setup, 2.0 * rows * columns * inner, size, dtype=dtype, product=product)
 
 
-def _products(setup: Setup, sizes: list[tuple[float, float, float]], *, tiled: bool = True) -> Floats:
+def _products(
+    setup: Setup, sizes: list[tuple[float, float, float]], *, tiled: bool = True
+) -> Floats:
     """Seconds of products with weights, and of those for the gradients of inputs and weights, [2].
 
     Args:
@@ -379,9 +431,16 @@ def _scores(setup: Setup, forward: float, backward: float) -> Floats:
     return np.array([kernel_seconds(setup, flops, 0.0, share=share) for flops, share in both])
 
 
-def _inside(setup: Setup, pack: MeanPack, *, moves: tuple[int, int] = (2, 3), sums: tuple[int, int] = (1, 1)) -> Floats:
-    """Seconds of tensor parallelism, [2]: gathers and scatters under sequence parallelism, else all-reduces."""
+def _inside(
+    setup: Setup, pack: MeanPack, *, moves: tuple[int, int] = (2, 3), sums: tuple[int, int] = (1, 1)
+) -> Floats:
+    """Seconds of tensor parallelism, [2]: gathers and scatters under sequence parallelism, else
+    all-reduces."""
     layout = setup.layout
     size = pack.tokens * setup.shape.hidden * setup.width
     one = wire_seconds(setup, INSIDE, layout.tp, size)
-    return one * np.array(moves, float) if layout.sequence_parallel else 2 * one * np.array(sums, float)
+    return (
+        one * np.array(moves, float)
+        if layout.sequence_parallel
+        else 2 * one * np.array(sums, float)
+    )

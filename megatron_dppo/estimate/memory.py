@@ -1,4 +1,5 @@
-"""How many weights a policy has, and how many bytes the fullest rank of the trainer needs on a GPU."""
+"""How many weights a policy has, and how many bytes the fullest rank of the trainer needs on a
+GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def shape_of(path: str) -> PolicyShape:
         UserError: on ``model.path``, if it is neither.
     """
     name = published(path)
-    return PUBLISHED[name] if name and not Path(path).is_dir() else read_shape(policy_folder(path, weights=False))
+    return (
+        PUBLISHED[name]
+        if name and not Path(path).is_dir()
+        else read_shape(policy_folder(path, weights=False))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ class Parameters:
 
     total: int
     active: int
-    """Weights that one token is multiplied with. Of the experts, only those that it goes to count."""
+    """Weights that one token is multiplied with. Of the experts, only those that it goes to
+    count."""
     matrices: int
     """The active weights in the layers. A token's forward pass takes two FLOPs for each."""
     head: int
@@ -67,7 +73,9 @@ def parameters_of(shape: PolicyShape) -> Parameters:
 
 
 @cache
-def rank_elements(shape: PolicyShape, stage: int, layout: LayoutConfig, lora: LoraConfig | None = None) -> RankElements:
+def rank_elements(
+    shape: PolicyShape, stage: int, layout: LayoutConfig, lora: LoraConfig | None = None
+) -> RankElements:
     """Weights that a rank of a pipeline stage holds: the policy's, or those of its adapters."""
     sizes = _sizes(shape, layout, lora)
     dense = sum(
@@ -79,7 +87,9 @@ def rank_elements(shape: PolicyShape, stage: int, layout: LayoutConfig, lora: Lo
         dense += sizes.embedding
     if stage == layout.pp - 1:
         dense += sizes.norm + (0 if shape.tied and stage == 0 else sizes.embedding)
-    return RankElements(dense, shape.experts // layout.ep * sizes.expert * layers_of_stage(shape, stage, layout))
+    return RankElements(
+        dense, shape.experts // layout.ep * sizes.expert * layers_of_stage(shape, stage, layout)
+    )
 
 
 def layers_of_stage(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
@@ -101,7 +111,9 @@ class _Sizes:
 
 
 @cache
-def _sizes(shape: PolicyShape, layout: LayoutConfig | None = None, lora: LoraConfig | None = None) -> _Sizes:
+def _sizes(
+    shape: PolicyShape, layout: LayoutConfig | None = None, lora: LoraConfig | None = None
+) -> _Sizes:
     """Count one expert and one layer of each kind, because a mixture has thousands of entries.
 
     Args:
@@ -110,7 +122,9 @@ def _sizes(shape: PolicyShape, layout: LayoutConfig | None = None, lora: LoraCon
         lora: count its adapters.
     """
     kinds = shape.layer_types
-    thin = dataclasses.replace(shape, num_layers=shape.attention_interval, experts=min(shape.experts, 1), tied=True)
+    thin = dataclasses.replace(
+        shape, num_layers=shape.attention_interval, experts=min(shape.experts, 1), tied=True
+    )
     layers: dict[str, int] = dict.fromkeys(kinds, 0)
     found = {"embedding": 0, "norm": 0, "expert": 0}
     for entry in adapter_entries(thin, lora) if lora else entries(thin):
@@ -134,7 +148,8 @@ class Saved:
     """How many tensors a layer keeps of a token for the backward pass, by their width."""
 
     norms: int
-    """As wide as the hidden state; under sequence parallelism each rank has its share of the tokens."""
+    """As wide as the hidden state; under sequence parallelism each rank has its share of the
+    tokens."""
     queries: int
     """As wide as all queries; cut by tensor parallelism, as are the next two."""
     keys: int
@@ -146,9 +161,9 @@ class Saved:
 
 
 FUSED = Saved(norms=4, queries=3, keys=3, feed_forward=3, copies=1)
-"""GPU kernels. Norms keep input and output, those of queries and keys only what they read. Attention shares its output
-with the next operator, SwiGLU keeps its input and the input of the down projection. Routing weights are multiplied in
-there, so that what experts return is not kept."""
+"""GPU kernels. Norms keep input and output, those of queries and keys only what they read.
+Attention shares its output with the next operator, SwiGLU keeps its input and the input of the down
+projection. Routing weights are multiplied in there, so that what experts return is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +193,9 @@ class Memory:
 
 def actor_memory(setup: Setup) -> Memory:
     """Memory of the rank of the trainer that holds the most, at its peak."""
-    return max((rank_memory(setup, stage) for stage in range(setup.layout.pp)), key=attrgetter("total"))
+    return max(
+        (rank_memory(setup, stage) for stage in range(setup.layout.pp)), key=attrgetter("total")
+    )
 
 
 def rank_memory(setup: Setup, stage: int) -> Memory:
@@ -195,13 +212,20 @@ def rank_memory(setup: Setup, stage: int) -> Memory:
     )
     parts["activations"] = sum(even)
     parts["uneven experts"] = sum(uneven) - sum(even)
-    # The head's backward pass is over when the first layer's begins: the larger of the two makes the peak.
-    parts["head"] = max(_head_bytes(setup) - uneven[1], 0.0) if stage == setup.layout.pp - 1 else 0.0
+    # The head's backward pass is over when the first layer's begins: the larger of the two makes
+    # the peak.
+    parts["head"] = (
+        max(_head_bytes(setup) - uneven[1], 0.0) if stage == setup.layout.pp - 1 else 0.0
+    )
     buckets = 4 if config.rollout.served else 2  # two in the stream, two in the sender
     parts["sync"] = float(buckets * bucket_bytes(config))
-    # What is on the host during the passes needs room on the GPU when they are done, in the place of their activations.
+    # What is on the host during the passes needs room on the GPU when they are done, in the place
+    # of their activations.
     passes = parts["activations"] + parts["uneven experts"] + parts["head"]
-    for part, waits in (("optimizer", config.optimizer.offload), ("reference", config.model.reference_on_host)):
+    for part, waits in (
+        ("optimizer", config.optimizer.offload),
+        ("reference", config.model.reference_on_host),
+    ):
         parts[part] = max(parts[part] - passes, 0.0) if waits else parts[part]
     parts["reserved"] = assume.reserved_gib * GIB
     parts["asleep"] = assume.asleep_gib * GIB if config.rollout.colocated else 0.0
@@ -217,7 +241,8 @@ def bucket_bytes(config: Config) -> int:
 def resident_bytes(config: Config, memory: Memory) -> float:
     """Bytes that a rank of the trainer keeps while its GPU generates.
 
-    Gradients are freed before a server on the same GPU wakes. What waits on the host is there during generation, too.
+    Gradients are freed before a server on the same GPU wakes. What waits on the host is there
+    during generation, too.
     """
     keeps = {"weights": True, "teacher": True, "reserved": True}
     keeps["gradients"] = not config.rollout.colocated
@@ -230,7 +255,9 @@ def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
     """Bytes that a rank holds during the whole run, exact except for the padding of buffers."""
     config, lora = setup.config, setup.config.model.lora
     elements = rank_elements(setup.shape, stage, setup.layout)
-    adapters = rank_elements(setup.shape, stage, setup.layout, lora) if lora.rank else RankElements(0, 0)
+    adapters = (
+        rank_elements(setup.shape, stage, setup.layout, lora) if lora.rank else RankElements(0, 0)
+    )
     trained = adapters if lora.rank else elements
     # Two moments, and a master copy where the weights are not fp32 themselves.
     state = 12 if config.model.dtype == "bf16" else 8
@@ -248,12 +275,15 @@ def optimizer_elements(setup: Setup, trained: RankElements) -> float:
     """Weights whose optimizer state is on a rank that trains ``trained`` weights."""
     if not setup.config.optimizer.distributed:
         return trained.total
-    return trained.dense / setup.placement.replica + trained.experts / setup.placement.expert_replica
+    return (
+        trained.dense / setup.placement.replica + trained.experts / setup.placement.expert_replica
+    )
 
 
 def _teacher_bytes(setup: Setup, stage: int) -> float:
-    """Its weights, and on the last stage the states of a minibatch's packs, as if every token were a response's. Of
-    several the largest is counted, and on the last stage the output layers of all, which are needed in training."""
+    """Its weights, and on the last stage the states of a minibatch's packs, as if every token were
+    a response's. Of several the largest is counted, and on the last stage the output layers of all,
+    which are needed in training."""
     config, layout = setup.config, setup.layout
     shapes = [shape_of(path) for path in config.loss.distillation.models]
     if not shapes:
@@ -266,15 +296,18 @@ def _teacher_bytes(setup: Setup, stage: int) -> float:
     if stage == layout.pp - 1:
         sizes = [_sizes(shape, layout).embedding for shape in shapes]
         heads = sum(sizes) - sizes[shapes.index(largest)]
-    return float(setup.width * (weights[largest] + heads + states * max(shape.hidden for shape in shapes)))
+    return float(
+        setup.width * (weights[largest] + heads + states * max(shape.hidden for shape in shapes))
+    )
 
 
 def chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
     """How many forward passes of a virtual stage wait for their backward pass at once, at most.
 
-    Without virtual stages (one forward, one backward) stage i of p has p - i packs in flight. Interleaved, it has made
-    2(p - i - 1) + (v - 1)g + 1 passes of one of its v virtual stages before the first backward pass is over, where g
-    packs go through a virtual stage before the next one's turn.
+    Without virtual stages (one forward, one backward) stage i of p has p - i packs in flight.
+    Interleaved, it has made 2(p - i - 1) + (v - 1)g + 1 passes of one of its v virtual stages
+    before the first backward pass is over, where g packs go through a virtual stage before the next
+    one's turn.
 
     Args:
         stage: of the pipeline.
@@ -287,7 +320,9 @@ def chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
     return min(most, packs * layout.vpp)
 
 
-def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imbalance: float = 1.0) -> float:
+def activation_bytes(
+    setup: Setup, stage: int, saved: Saved, *, packs: int, imbalance: float = 1.0
+) -> float:
     """Bytes that a stage keeps for backward passes, with all packs in flight.
 
     Args:
@@ -299,12 +334,17 @@ def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imba
     """
     shape, layout = setup.shape, setup.layout
     kept = {
-        "none": mixer_elements(shape, layout, saved) + feed_forward_elements(shape, layout, saved, imbalance),
+        "none": mixer_elements(shape, layout, saved)
+        + feed_forward_elements(shape, layout, saved, imbalance),
         "selective": mixer_elements(shape, layout, saved),
         "full": shape.hidden / shared_ranks(layout),
     }[setup.config.model.recompute]
-    kept *= layers_of_stage(shape, stage, layout) / layout.vpp * chunks_in_flight(stage, layout, packs)
-    if stage == layout.pp - 1:  # the last norm, and what the head reads: its backward pass follows at once
+    kept *= (
+        layers_of_stage(shape, stage, layout) / layout.vpp * chunks_in_flight(stage, layout, packs)
+    )
+    if (
+        stage == layout.pp - 1
+    ):  # the last norm, and what the head reads: its backward pass follows at once
         kept += 2 * shape.hidden / shared_ranks(layout) + shape.hidden
     if layout.pp > 1:  # a pack's input from the stage before, and the gradient that goes back
         kept += 2 * shape.hidden / shared_ranks(layout)
@@ -312,11 +352,12 @@ def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imba
 
 
 def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> float:
-    """Bytes that a layer takes beside what is kept for backward passes: what is recomputed, and tensors that soon go.
+    """Bytes that a layer takes beside what is kept for backward passes: what is recomputed, and
+    tensors that soon go.
 
-    These are the gradient of the layer's output and SwiGLU's gradient, which is twice the feed-forward width, less the
-    down projection's saved input, one width, which is free by then. With experts they are three more copies of routed
-    tokens: as sent, received and returned.
+    These are the gradient of the layer's output and SwiGLU's gradient, which is twice the
+    feed-forward width, less the down projection's saved input, one width, which is free by then.
+    With experts they are three more copies of routed tokens: as sent, received and returned.
     """
     shape, layout = setup.shape, setup.layout
     feed_forward = feed_forward_elements(shape, layout, saved, imbalance)
@@ -336,11 +377,13 @@ def _token_bytes(setup: Setup) -> float:
 
 
 def mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
-    """Elements that the norms and the attention of one layer keep of one token for its backward pass; of a hybrid
-    policy, a layer on average."""
+    """Elements that the norms and the attention of one layer keep of one token for its backward
+    pass; of a hybrid policy, a layer on average."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     gate = queries if shape.hybrid else 0
-    attention = (saved.queries * queries + saved.keys * keys + gate) / layout.tp + 4 * shape.head_dim
+    attention = (
+        saved.queries * queries + saved.keys * keys + gate
+    ) / layout.tp + 4 * shape.head_dim
     share = 1 / shape.attention_interval
     attention = share * attention + (1 - share) * delta_elements(shape) / layout.tp
     return saved.norms * shape.hidden / shared_ranks(layout) + attention
@@ -362,11 +405,14 @@ def head_chunk_bytes(setup: Setup) -> float:
     return (setup.config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2.0**20
 
 
-def feed_forward_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved, imbalance: float) -> float:
+def feed_forward_elements(
+    shape: PolicyShape, layout: LayoutConfig, saved: Saved, imbalance: float
+) -> float:
     """Elements that the feed-forward part of a layer keeps of one token, without its input.
 
-    With experts, the tokens that a rank sends away are as many as it is sent, if the experts are chosen alike. All
-    ranks of one expert have copies of what any of them routes to it. A shared expert keeps what its gate multiplies.
+    With experts, the tokens that a rank sends away are as many as it is sent, if the experts are
+    chosen alike. All ranks of one expert have copies of what any of them routes to it. A shared
+    expert keeps what its gate multiplies.
     """
     routed = saved.copies * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp
     widths = shape.ffn * (shape.experts_per_token or 1) * imbalance + shape.shared_ffn
@@ -375,18 +421,24 @@ def feed_forward_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved
 
 
 def _head_bytes(setup: Setup) -> float:
-    """Bytes of the policy head in its backward pass: a chunk of logits, then autograd's gradient of the weight, beside
-    the gradient of what the head reads. DDP keeps the gradient that is summed, which is not counted here.
+    """Bytes of the policy head in its backward pass: a chunk of logits, then autograd's gradient of
+    the weight, beside the gradient of what the head reads. DDP keeps the gradient that is summed,
+    which is not counted here.
     """
     config, shape, layout = setup.config, setup.shape, setup.layout
     rows = vocabulary_rows(setup)
-    chunk = min(head_chunk_bytes(setup), config.pack.max_tokens / layout.cp * rows * (4 + setup.width))
-    chunk *= 2 if config.loss.distillation.models else 1  # the policy's logits may be kept beside the divergence's
+    chunk = min(
+        head_chunk_bytes(setup), config.pack.max_tokens / layout.cp * rows * (4 + setup.width)
+    )
+    chunk *= (
+        2 if config.loss.distillation.models else 1
+    )  # the policy's logits may be kept beside the divergence's
     handed_over = 0 if shape.tied and layout.pp == 1 else rows * shape.hidden * setup.width
     return max(chunk, handed_over) + _token_bytes(setup) * shape.hidden
 
 
 def cache_bytes(shape: PolicyShape, tp: int, width: int) -> int:
-    """Bytes of a token's keys and values on each rank of a server. With more ranks than heads, heads are copied."""
+    """Bytes of a token's keys and values on each rank of a server. With more ranks than heads,
+    heads are copied."""
     layers = shape.num_layers // shape.attention_interval
     return 2 * layers * -(-shape.kv_heads // tp) * shape.head_dim * width

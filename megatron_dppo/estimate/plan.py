@@ -45,16 +45,18 @@ class Plan:
     server: ServerMemory
     fits: bool
     needs_flash_attn: bool
-    """Whether Transformer Engine's layers have no fused attention on these GPUs without flash-attn."""
+    """Whether Transformer Engine's layers have no fused attention on these GPUs without
+    flash-attn."""
     pruned: StepTime
     unpruned: StepTime
     cost: Cost
     cost_unpruned: Cost
     variance: tuple[float, float] | None
-    """By how much pruning multiplies the gradient's variance, at least and at most; None if that is not known."""
+    """By how much pruning multiplies the gradient's variance, at least and at most; None if that is
+    not known."""
     efficiency: tuple[float, float] | None
-    """Seconds of an unpruned step of so many fewer prompts that it is as noisy, over those with pruning: at least and
-    at most; None if ``variance`` is not known."""
+    """Seconds of an unpruned step of so many fewer prompts that it is as noisy, over those with
+    pruning: at least and at most; None if ``variance`` is not known."""
 
     @property
     def speed_up(self) -> float:
@@ -70,7 +72,8 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
         assume: what it does not say.
 
     Raises:
-        UserError: for settings that contradict each other, and a layout that divides neither policy nor cluster.
+        UserError: for settings that contradict each other, and a layout that divides neither policy
+            nor cluster.
     """
     check_config(config)
     shape = shape_of(config.model.path)
@@ -82,12 +85,16 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
     pruned = step_time(setup, concurrency=most)
 
     def unpruned_step(prompts: int) -> StepTime:
-        fewer = with_settings(without_pruning(config), {"rollout.prompts_per_step": max(1, prompts)})
+        fewer = with_settings(
+            without_pruning(config), {"rollout.prompts_per_step": max(1, prompts)}
+        )
         return step_time(dataclasses.replace(setup, config=fewer), concurrency=most)
 
     prompts, given = config.rollout.prompts_per_step, assume.variance
     variance = measured_variance(config) if given is None else (given, given)
-    as_noisy = variance and [unpruned_step(round(prompts / factor)).seconds / pruned.seconds for factor in variance]
+    as_noisy = variance and [
+        unpruned_step(round(prompts / factor)).seconds / pruned.seconds for factor in variance
+    ]
     unpruned = unpruned_step(prompts)
     return Plan(
         config=config,
@@ -120,7 +127,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
     There are no times where it does not fit.
     """
     found = to_jsonable_python(plan)
-    for part, memory in ((found["actor"], plan.actor), (found["server"]["memory"], plan.server.memory)):
+    for part, memory in (
+        (found["actor"], plan.actor),
+        (found["server"]["memory"], plan.server.memory),
+    ):
         part |= {"total": memory.total, "fits": memory.fits}
     found["disk"] |= {"total": plan.disk.total}
     found["speed_up"] = plan.speed_up

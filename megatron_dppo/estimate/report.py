@@ -42,8 +42,11 @@ def plan(config: Config, assumed: Sequence[str], *, json_wanted: bool) -> int:
     return 0 if made.fits else 1
 
 
-def plan_search(config: Config, assumed: Sequence[str], gpus: int | None, *, json_wanted: bool) -> int:
-    """``megatron-dppo plan --search``: print the fastest and the cheapest settings. Returns 0, or 1 if none fit.
+def plan_search(
+    config: Config, assumed: Sequence[str], gpus: int | None, *, json_wanted: bool
+) -> int:
+    """``megatron-dppo plan --search``: print the fastest and the cheapest settings. Returns 0, or 1
+    if none fit.
 
     Args:
         config: of the run.
@@ -69,12 +72,22 @@ def _count_gpus(config: Config) -> int:
 
 
 def _found(config: Config, gpus: int, found: Found) -> Iterator[str]:
-    yield f"{config.model.path} on at most {gpus} {config.cluster.gpu} GPUs, with {SPARE:.0%} of the memory to spare"
+    yield (
+        f"{config.model.path} on at most {gpus} {config.cluster.gpu} GPUs, with {SPARE:.0%} of "
+        "the memory to spare"
+    )
     if found.on_policy and not found.fastest:
         yield f"\nnothing fits with rollout.ahead={config.rollout.ahead}"
-    for what, each in (("fastest", found.fastest), ("cheapest", found.cheapest), ("on-policy", found.on_policy)):
+    for what, each in (
+        ("fastest", found.fastest),
+        ("cheapest", found.cheapest),
+        ("on-policy", found.on_policy),
+    ):
         if each:
-            yield f"\n{what}: {each.seconds:.0f} s a step on {_gpus(each)}, {each.gpu_hours:.3f} GPU-hours a step"
+            yield (
+                f"\n{what}: {each.seconds:.0f} s a step on {_gpus(each)}, {each.gpu_hours:.3f} "
+                "GPU-hours a step"
+            )
             yield from _proposed(each)
     if found.closest:
         lack = f"lacks {found.closest.lack / GIB:.1f} GiB on a GPU"
@@ -88,24 +101,37 @@ def _gpus(each: Proposal) -> str:
 
 def _proposed(each: Proposal) -> Iterator[str]:
     sides = (("trainer", each.actor), ("server", each.server.memory))
-    yield "  " + ", ".join(f"{whose} {of.total / GIB:.1f} of {of.room / GIB:.1f} GiB" for whose, of in sides)
-    yield "  " + (" ".join(f"{key}={text_of(value)}" for key, value in each.change.items()) or "as it is")
+    yield "  " + ", ".join(
+        f"{whose} {of.total / GIB:.1f} of {of.room / GIB:.1f} GiB" for whose, of in sides
+    )
+    yield "  " + (
+        " ".join(f"{key}={text_of(value)}" for key, value in each.change.items()) or "as it is"
+    )
 
 
 def as_text(made: Plan) -> Iterator[str]:
     """The lines of the report."""
     config, placement, parameters = made.config, made.placement, made.parameters
     unit, word = (1e9, "billion") if parameters.total >= 1e8 else (1e6, "million")
-    active = f", {parameters.active / unit:.2f} in use for a token" if parameters.active < parameters.total else ""
+    active = (
+        f", {parameters.active / unit:.2f} in use for a token"
+        if parameters.active < parameters.total
+        else ""
+    )
     yield f"{config.model.path}: {parameters.total / unit:.2f} {word} parameters{active}"
     train = f"{placement.ranks} train ({layout_text(placement.layout)})"
     yield f"{placement.gpus} {config.cluster.gpu} GPUs: {train}, {_servers(made)}"
     if made.needs_flash_attn:
-        yield "Transformer Engine has no fused attention here without flash-attn: install it, or set model.spec=torch."
+        yield (
+            "Transformer Engine has no fused attention here without flash-attn: install it, or "
+            "set model.spec=torch."
+        )
     yield ""
     yield from _memory(f"trainer, pipeline stage {made.actor.stage}", made.actor)
     yield from _memory("server", made.server.memory)
-    room = f"{made.server.tokens:,} tokens a server, {made.server.concurrency:,} completions at once"
+    room = (
+        f"{made.server.tokens:,} tokens a server, {made.server.concurrency:,} completions at once"
+    )
     yield f"  the cache takes what is left: {room}"
     yield from _disk(made)
     yield ""
@@ -134,7 +160,9 @@ def _servers(made: Plan) -> str:
 def _memory(whose: str, memory: Memory) -> Iterator[str]:
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size)
     room = (
-        f"of {memory.room / GIB:.1f} GiB on a GPU" if memory.room else "GiB, and the trainer leaves no room on its GPU"
+        f"of {memory.room / GIB:.1f} GiB on a GPU"
+        if memory.room
+        else "GiB, and the trainer leaves no room on its GPU"
     )
     yield f"{whose}: {memory.total / GIB:.1f} {room}"
     yield f"  {parts}"
@@ -143,7 +171,11 @@ def _memory(whose: str, memory: Memory) -> Iterator[str]:
 def _disk(made: Plan) -> Iterator[str]:
     disk, what = made.disk, "adapters" if made.config.model.lora.rank else "weights"
     one = f"{size_text(disk.checkpoint)} ({what}, their fp32 master copy and two moments)"
-    several = f"{disk.checkpoints} checkpoints of {one}" if disk.checkpoints > 1 else f"a checkpoint of {one}"
+    several = (
+        f"{disk.checkpoints} checkpoints of {one}"
+        if disk.checkpoints > 1
+        else f"a checkpoint of {one}"
+    )
     export = f", Hugging Face export {size_text(disk.export)}" if disk.export else ""
     sync = f", files for the servers {size_text(disk.sync)}" if disk.sync else ""
     yield f"disk: about {size_text(disk.total)}"
@@ -184,13 +216,26 @@ def _times(made: Plan) -> Iterator[str]:
 def _efficiency(made: Plan) -> Iterator[str]:
     """The worth of pruning beside a smaller batch."""
     if made.variance is None or made.efficiency is None:
-        yield "The variance of this pruning was not measured: a smaller batch may do as well. Set assume.variance to a"
+        yield (
+            "The variance of this pruning was not measured: a smaller batch may do as well. Set "
+            "assume.variance to a"
+        )
         yield "run's prune/variance_inflation."
         return
-    factor, worth = (" to ".join(f"{x:.2f}" for x in sorted({*pair})) for pair in (made.variance, made.efficiency))
+    factor, worth = (
+        " to ".join(f"{x:.2f}" for x in sorted({*pair}))
+        for pair in (made.variance, made.efficiency)
+    )
     whence = "measured on three tasks" if made.assumptions.variance is None else "assumed"
-    yield f"Pruning multiplies the gradient's variance by {factor} ({whence}). So does an unpruned step of as many"
-    yield f"fewer prompts, and takes {worth} times as long as the pruned one with this split of the GPUs."
+    yield (
+        f"Pruning multiplies the gradient's variance by {factor} ({whence}). So does an "
+        "unpruned "
+        "step of as many"
+    )
+    yield (
+        f"fewer prompts, and takes {worth} times as long as the pruned one with this split of "
+        "the GPUs."
+    )
 
 
 def _costs(made: Plan) -> Iterator[str]:

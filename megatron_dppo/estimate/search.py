@@ -1,5 +1,5 @@
-"""The fastest and the cheapest settings for given GPUs (``megatron-dppo plan --search``): which of them train, which
-generate, and the trainer's layout, recomputation and pack size."""
+"""The fastest and the cheapest settings for given GPUs (``megatron-dppo plan --search``): which of
+them train, which generate, and the trainer's layout, recomputation and pack size."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ MOST_VIRTUAL = 8
 """Virtual stages that are tried, at most."""
 
 MOST_GPUS = 2048
-"""Maximum number of GPUs. The number of splits between training and rollouts grows with its square."""
+"""Maximum number of GPUs. The number of splits between training and rollouts grows with its
+square."""
 MANY_SPLITS = 1000
 """Number of splits from which a search takes seconds and prints its progress."""
 
@@ -78,13 +79,15 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Result of a search. Pruning stays the run's, so that the steps of all proposals are equally noisy."""
+    """Result of a search. Pruning stays the run's, so that the steps of all proposals are equally
+    noisy."""
 
     fastest: Proposal | None
     cheapest: Proposal | None
     """The proposal with the fewest GPU-hours of a step."""
     on_policy: Proposal | None
-    """If ``rollout.ahead`` is above 0, the fastest with ``rollout.ahead=0`` and servers on the trainer's GPUs."""
+    """If ``rollout.ahead`` is above 0, the fastest with ``rollout.ahead=0`` and servers on the
+    trainer's GPUs."""
     closest: Proposal | None
     """If nothing fits, the proposal that lacks the least."""
 
@@ -98,14 +101,19 @@ def search(config: Config, assume: Assumptions, gpus: int) -> Found:
         gpus: at most. More than a node are whole nodes.
 
     Raises:
-        UserError: for no whole nodes, for more than :data:`MOST_GPUS` GPUs, and for settings that contradict each other
-            in every proposal.
+        UserError: for no whole nodes, for more than :data:`MOST_GPUS` GPUs, and for settings that
+            contradict each other in every proposal.
     """
     node = config.cluster.gpus_per_node
     if gpus > MOST_GPUS:
         raise UserError("--gpus", gpus, "is more than a search tries", f"Give at most {MOST_GPUS}")
     if gpus < 1 or (gpus > node and gpus % node):
-        raise UserError("--gpus", gpus, f"is no number of nodes of {node} GPUs", f"Give a multiple of {node}, or fewer")
+        raise UserError(
+            "--gpus",
+            gpus,
+            f"is no number of nodes of {node} GPUs",
+            f"Give a multiple of {node}, or fewer",
+        )
     shape, refused = shape_of(config.model.path), list[UserError]()
     changes = list(splits(config, shape, gpus))
     setups: list[Setup] = []
@@ -133,7 +141,9 @@ def search(config: Config, assume: Assumptions, gpus: int) -> Found:
             return None
         return found
 
-    def best(among: Iterable[int], cost: Callable[[float, int], tuple[float, float]]) -> Proposal | None:
+    def best(
+        among: Iterable[int], cost: Callable[[float, int], tuple[float, float]]
+    ) -> Proposal | None:
         found, least = None, (inf, inf)
         for floor, i in sorted((cost(floors[i], setups[i].placement.gpus), i) for i in among):
             if floor >= least:
@@ -150,8 +160,12 @@ def search(config: Config, assume: Assumptions, gpus: int) -> Found:
         return Found(fastest, cheapest, on_policy, None)
     if refused:
         raise refused[0]
-    missed = [propose(config, setup) for setup in map(_once_per_trainer(smallest_layout), setups) if setup]
-    return Found(None, None, None, min(missed, key=attrgetter("lack", "gpus", "seconds"), default=None))
+    missed = [
+        propose(config, setup) for setup in map(_once_per_trainer(smallest_layout), setups) if setup
+    ]
+    return Found(
+        None, None, None, min(missed, key=attrgetter("lack", "gpus", "seconds"), default=None)
+    )
 
 
 def _once_per_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup], Setup | None]:
@@ -165,7 +179,11 @@ def _once_per_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup
         if (best := solved[ranks]) is None:
             return None
         layout = best.layout
-        own = {"layout": replace(layout, dp=None), "model": best.config.model, "pack": best.config.pack}
+        own = {
+            "layout": replace(layout, dp=None),
+            "model": best.config.model,
+            "pack": best.config.pack,
+        }
         return _laid_out(setup, replace(setup.config, **own), layout)
 
     return found
@@ -185,7 +203,11 @@ def propose(config: Config, setup: Setup) -> Proposal:
 
 def _bound_memory(setup: Setup, resident: float, server: ServerMemory) -> Change:
     """The flag that bounds the memory of a server on the trainer's GPU, if the run has none."""
-    flags, room, parts = setup.config.rollout.launch.flags, setup.gpu.memory_gib * GIB, server.memory.parts
+    flags, room, parts = (
+        setup.config.rollout.launch.flags,
+        setup.gpu.memory_gib * GIB,
+        server.memory.parts,
+    )
     spec = spec_of(setup.config.rollout.engine)
     flag, _ = spec.memory_flag
     if flag in {word.partition("=")[0].replace("_", "-") for word in flags}:
@@ -198,8 +220,8 @@ def _bound_memory(setup: Setup, resident: float, server: ServerMemory) -> Change
 def splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Change]:
     """Settings that divide at most so many GPUs between training and rollouts.
 
-    On one node servers run beside the trainer or share its GPUs, on several they have nodes of their own. Servers that
-    run already stay.
+    On one node servers run beside the trainer or share its GPUs, on several they have nodes of
+    their own. Servers that run already stay.
     """
     rollout, per_node = config.rollout, config.cluster.gpus_per_node
     if rollout.served and rollout.servers not in ((), "slurm"):
@@ -211,32 +233,58 @@ def splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Change]:
     }
     shared = {"rollout.colocated": True, "rollout.sync.transport": "disk", "rollout.ahead": 0}
     of_one_node = [(1, count) for count in range(1, min(gpus, per_node) + 1)]
-    for nodes, each in of_one_node + [(nodes, per_node) for nodes in range(2, gpus // per_node + 1)]:
-        machines = {"cluster.nodes": nodes, "cluster.server_nodes": 0, "cluster.gpus_per_node": each}
+    for nodes, each in of_one_node + [
+        (nodes, per_node) for nodes in range(2, gpus // per_node + 1)
+    ]:
+        machines = {
+            "cluster.nodes": nodes,
+            "cluster.server_nodes": 0,
+            "cluster.gpus_per_node": each,
+        }
         if not rollout.served:
             yield machines
             continue
-        sizes = [tp for tp in larger(0, each, shape.heads) if not shape.kv_heads % tp or not tp % shape.kv_heads]
+        sizes = [
+            tp
+            for tp in larger(0, each, shape.heads)
+            if not shape.kv_heads % tp or not tp % shape.kv_heads
+        ]
         for tp in sizes:
             if nodes > 1 and each % tp == 0:
-                servers = {"rollout.servers": "slurm", "rollout.launch.count": 0, "rollout.launch.tp": tp} | apart
+                servers = {
+                    "rollout.servers": "slurm",
+                    "rollout.launch.count": 0,
+                    "rollout.launch.tp": tp,
+                } | apart
                 for train in range(1, nodes):
-                    yield machines | servers | {"cluster.nodes": train, "cluster.server_nodes": nodes - train}
+                    yield (
+                        machines
+                        | servers
+                        | {"cluster.nodes": train, "cluster.server_nodes": nodes - train}
+                    )
             for count in range(1, each // tp + 1 if nodes == 1 else 1):
-                servers = {"rollout.servers": (), "rollout.launch.count": count, "rollout.launch.tp": tp}
+                servers = {
+                    "rollout.servers": (),
+                    "rollout.launch.count": count,
+                    "rollout.launch.tp": tp,
+                }
                 yield machines | servers | (apart if count * tp < each else shared)
 
 
 def best_layout(setup: Setup) -> Setup | None:
-    """The setup with the layout, recomputation and pack size that fit with the least seconds: of the trainer, or of the
-    step if servers share its GPUs. Layouts are tried in the order of their bounds, until one is above the best."""
+    """The setup with the layout, recomputation and pack size that fit with the least seconds: of
+    the trainer, or of the step if servers share its GPUs. Layouts are tried in the order of their
+    bounds, until one is above the best."""
     shared = setup.placement.shared
     best, least = None, inf
     for bound, beside, plain in sorted(_bounded(setup), key=itemgetter(0)):
         if bound >= least:
             break
         least_recomputed = RECOMPUTATION.index(plain.config.model.recompute)
-        runs = [with_settings(plain.config, {"model.recompute": each}) for each in RECOMPUTATION[least_recomputed:]]
+        runs = [
+            with_settings(plain.config, {"model.recompute": each})
+            for each in RECOMPUTATION[least_recomputed:]
+        ]
         for cut in cuts(plain):
             for other in (_laid_out(plain, run, cut) for run in runs):
                 seconds = sum(trainer_phases(other).values())
@@ -250,52 +298,66 @@ def best_layout(setup: Setup) -> Setup | None:
 
 
 def smallest_layout(setup: Setup) -> Setup | None:
-    """The setup whose trainer takes the least memory, with all layers recomputed and the smallest packs."""
+    """The setup whose trainer takes the least memory, with all layers recomputed and the smallest
+    packs."""
     smallest = {cp: _pack_sizes(setup.config, cp)[0] for cp in CONTEXT}
-    runs = {cp: with_settings(setup.config, _in_packs(size, "full")) for cp, size in smallest.items()}
+    runs = {
+        cp: with_settings(setup.config, _in_packs(size, "full")) for cp, size in smallest.items()
+    }
     tried = (_laid_out(setup, runs[layout.cp], layout) for layout in layouts(setup))
     return min(tried, key=lambda each: actor_memory(each).total, default=None)
 
 
 def _bounded(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
-    """Layouts with packs of any size, stages as equal as can be, and the least recomputation that may fit. First the
-    least seconds of :func:`best_layout` with any cut; then those of them that are not the trainer's."""
+    """Layouts with packs of any size, stages as equal as can be, and the least recomputation that
+    may fit. First the least seconds of :func:`best_layout` with any cut; then those of them that
+    are not the trainer's."""
 
     @cache
     def run(size: int, recompute: str) -> Config:
         return with_settings(setup.config, _in_packs(size, recompute))
 
     for layout in layouts(setup):
-        # Every cut has as many layers in the second of several stages, or more, and in the first of two.
+        # Every cut has as many layers in the second of several stages, or more, and in the first of
+        # two.
         stage, whole = int(layout.pp > 2), _laid_out(setup, setup.config, layout)
         if sum(held_bytes(whole, stage).values()) > (1.0 - SPARE) * setup.gpu.memory_gib * GIB:
             continue
         beside = _beside(whole)
         for size in _pack_sizes(setup.config, layout.cp):
             others = (_laid_out(setup, run(size, recompute), layout) for recompute in RECOMPUTATION)
-            if other := next((other for other in others if _spares(rank_memory(other, stage))), None):
+            if other := next(
+                (other for other in others if _spares(rank_memory(other, stage))), None
+            ):
                 yield _bound(other) + beside, beside, other
 
 
 def _beside(setup: Setup) -> float:
-    """Least seconds of a step beside the trainer's, if servers share its GPUs; 0 if they do not, or if rollouts are
-    ahead."""
+    """Least seconds of a step beside the trainer's, if servers share its GPUs; 0 if they do not, or
+    if rollouts are ahead."""
     if not setup.placement.shared or setup.config.rollout.ahead:
         return 0.0
     stages = range(setup.layout.pp)
-    held = (held_bytes(setup, stage) | {"reserved": setup.assume.reserved_gib * GIB} for stage in stages)
+    held = (
+        held_bytes(setup, stage) | {"reserved": setup.assume.reserved_gib * GIB} for stage in stages
+    )
     resident = min(resident_bytes(setup.config, Memory(0, parts, 0.0)) for parts in held)
     most = server_memory(setup, resident=resident).concurrency
     return least_seconds(setup, concurrency=max(most, 1), training=0.0)
 
 
 def _bound(setup: Setup) -> float:
-    """The trainer's least seconds, however a layout is cut: those of a mean stage, with the fewest waits."""
+    """The trainer's least seconds, however a layout is cut: those of a mean stage, with the fewest
+    waits."""
     layout, packs = setup.layout, setup.packs
     if layout.pp == 1:
         return sum(trainer_phases(setup).values())
     mean = sum(each.update.total for each in stage_passes(setup)) / layout.pp
-    waits = (layout.pp - 1) / max(packs, layout.pp) / min(MOST_VIRTUAL, max(setup.shape.num_layers // layout.pp, 1))
+    waits = (
+        (layout.pp - 1)
+        / max(packs, layout.pp)
+        / min(MOST_VIRTUAL, max(setup.shape.num_layers // layout.pp, 1))
+    )
     return mean * packs * setup.work.updates / setup.assume.busy_share * (1 + waits)
 
 
@@ -314,23 +376,30 @@ def _in_packs(size: int, recompute: str) -> Change:
 
 
 def _laid_out(setup: Setup, run: Config, layout: LayoutConfig) -> Setup:
-    return dataclasses.replace(setup, config=run, placement=dataclasses.replace(setup.placement, layout=layout))
+    return dataclasses.replace(
+        setup, config=run, placement=dataclasses.replace(setup.placement, layout=layout)
+    )
 
 
 def layouts(setup: Setup) -> Iterator[LayoutConfig]:
     """Layouts of the trainer's ranks that divide the policy, with stages as equal as can be."""
     shape, ranks, per_node = setup.shape, setup.placement.ranks, setup.config.cluster.gpus_per_node
-    for tp, cp, pp in product(larger(0, per_node, shape.kv_heads), CONTEXT, range(1, shape.num_layers + 1)):
+    for tp, cp, pp in product(
+        larger(0, per_node, shape.kv_heads), CONTEXT, range(1, shape.num_layers + 1)
+    ):
         cut = next(stages(shape.num_layers, pp), None)
         if ranks % (tp * cp * pp) or tp * cp > per_node or cut is None:
             continue
-        inside: list[tuple[int, int | None, bool]] = [(1, None, parallel) for parallel in sorted({tp > 1, False})]
+        inside: list[tuple[int, int | None, bool]] = [
+            (1, None, parallel) for parallel in sorted({tp > 1, False})
+        ]
         if shape.experts:
             pairs = product(larger(0, shape.experts, shape.experts), sorted({1, tp}))
             inside = [(ep, etp, tp > 1) for ep, etp in pairs if ranks // pp % (ep * etp) == 0]
         for ep, etp, parallel in inside:
             yield replace(
-                setup.config.layout, tp=tp, cp=cp, pp=pp, dp=ranks // (tp * cp * pp), ep=ep, etp=etp, vpp=1,
+                setup.config.layout, tp=tp, cp=cp, pp=pp, dp=ranks // (tp * cp * pp), ep=ep,
+                etp=etp, vpp=1,
                 sequence_parallel=parallel, first_stage_layers=cut[0], last_stage_layers=cut[1],
             )  # fmt: skip
 
@@ -342,14 +411,18 @@ def cuts(setup: Setup) -> Iterator[LayoutConfig]:
         cut = replace(layout, first_stage_layers=first, last_stage_layers=last)
         counts = {layers_of_stage(setup.shape, stage, cut) for stage in range(layout.pp)}
         for vpp in range(1, MOST_VIRTUAL + 1 if layout.pp > 1 else 2):
-            if not any(count % vpp for count in counts) and (vpp == 1 or layout.pp > 2 or not first):
+            if not any(count % vpp for count in counts) and (
+                vpp == 1 or layout.pp > 2 or not first
+            ):
                 yield replace(cut, vpp=vpp)
 
 
 def stages(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
-    """Layers of the first and the last pipeline stage, the most equal ones first; None: as many as the others.
+    """Layers of the first and the last pipeline stage, the most equal ones first; None: as many as
+    the others.
 
-    The last stage has the head, which takes the time of one or two layers: it may have fewer layers, never more.
+    The last stage has the head, which takes the time of one or two layers: it may have fewer
+    layers, never more.
     """
     if layers % pp == 0:
         yield None, None

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dppo.estimate.assumptions import GIB
-from megatron_dppo.estimate.memory import Memory, actor_memory, bucket_bytes, cache_bytes, parameters_of, resident_bytes
+from megatron_dppo.estimate.memory import (
+    Memory,
+    actor_memory,
+    bucket_bytes,
+    cache_bytes,
+    parameters_of,
+    resident_bytes,
+)
 from megatron_dppo.estimate.workload import Setup
 
 
@@ -17,8 +24,8 @@ class ServerMemory:
     tokens: int
     """Tokens that the cache of the server has room for."""
     concurrency: int
-    """Completions that the cache has room for while each, on average over its decoding, is half done. An engine
-    interrupts some as they grow."""
+    """Completions that the cache has room for while each, on average over its decoding, is half
+    done. An engine interrupts some as they grow."""
 
     @property
     def fits(self) -> bool:
@@ -53,5 +60,7 @@ def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
     parts["cache"] = float(max(tokens, longest) * per_token)  # less than one sequence is no server
     most = 10**9 if config.rollout.served else config.rollout.max_batch
     return ServerMemory(
-        Memory(0, parts, room), tokens, min(int(tokens / (setup.prompt + setup.lengths.typical / 2)), most)
+        Memory(0, parts, room),
+        tokens,
+        min(int(tokens / (setup.prompt + setup.lengths.typical / 2)), most),
     )

@@ -24,7 +24,8 @@ from megatron_dppo.estimate.workload import Setup, Work
 from megatron_dppo.models.shape import PolicyShape
 
 BINS = 64
-"""Into so many stretches a response is cut. In each, the number of completions still decoding counts as constant."""
+"""Into so many stretches a response is cut. In each, the number of completions still decoding
+counts as constant."""
 
 
 UPDATE = ("training", "messages", "token exchange", "pipeline bubble")
@@ -49,11 +50,13 @@ class StepTime:
     long_tail: float
     """Time of the decoding, over its time if all responses had the mean length."""
     model_flops_share: float
-    """MFU of the update: useful FLOPs, without recomputation and padding, over what the data sheet promises."""
+    """MFU of the update: useful FLOPs, without recomputation and padding, over what the data sheet
+    promises."""
 
 
 def step_time(setup: Setup, *, concurrency: int) -> StepTime:
-    """The time of a step's phases, if a server decodes at most ``concurrency`` completions at once."""
+    """The time of a step's phases, if a server decodes at most ``concurrency`` completions at
+    once."""
     config, work, packs = setup.config, setup.work, setup.packs
     rolled, trainer = generation(setup, most=concurrency), trainer_phases(setup)
     phases = _phases(setup, rolled, trainer)
@@ -79,7 +82,11 @@ def _phases(setup: Setup, rolled: Generation, trainer: Mapping[str, float]) -> d
 
 def _seconds(phases: Mapping[str, float], ahead: int) -> float:
     seconds = sum(phases.values())
-    return max(phases["generation"] + phases["weight sync"], seconds - phases["generation"]) if ahead else seconds
+    return (
+        max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])
+        if ahead
+        else seconds
+    )
 
 
 def least_seconds(setup: Setup, *, concurrency: int, training: float | None = None) -> float:
@@ -88,10 +95,14 @@ def least_seconds(setup: Setup, *, concurrency: int, training: float | None = No
     Args:
         setup: of the run.
         concurrency: completions that a server decodes at once, at most.
-        training: seconds of the trainer's phases; None: as if it only multiplied, at the rate of large products.
+        training: seconds of the trainer's phases; None: as if it only multiplied, at the rate of
+            large products.
     """
     if training is None:
-        passes, rate = 2.0 if setup.config.model.lora.rank else 3.0, setup.rate * PRODUCTS * setup.assume.busy_share
+        passes, rate = (
+            2.0 if setup.config.model.lora.rank else 3.0,
+            setup.rate * PRODUCTS * setup.assume.busy_share,
+        )
         training = passes * forward_flops(setup) / setup.placement.ranks / rate
     rolled = generation(setup, most=concurrency)
     return _seconds(_phases(setup, rolled, {"training": training}), setup.config.rollout.ahead)
@@ -103,7 +114,9 @@ def trainer_phases(setup: Setup) -> dict[str, float]:
     packs, stages = setup.packs * work.updates, range(setup.layout.pp)
     train, passes = slowest(each.update for each in through), packs / setup.assume.busy_share
     forward = _scoring(setup, through, packs)
-    teachers = [replace(setup, shape=shape_of(teacher)) for teacher in config.loss.distillation.models]
+    teachers = [
+        replace(setup, shape=shape_of(teacher)) for teacher in config.loss.distillation.models
+    ]
     return {
         "old log-probabilities": forward if work.updates > 1 else 0.0,
         "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
@@ -113,7 +126,8 @@ def trainer_phases(setup: Setup) -> dict[str, float]:
         "messages": passes * train.messages,
         "token exchange": passes * train.exchange,
         "pipeline bubble": passes * train.total * _waits(setup),
-        "gradient reduction": max(reduction_seconds(setup, stage) for stage in stages) * work.updates,
+        "gradient reduction": max(reduction_seconds(setup, stage) for stage in stages)
+        * work.updates,
         "optimizer": max(optimizer_seconds(setup, stage) for stage in stages) * work.updates,
     }
 
@@ -131,16 +145,25 @@ def slowest(stages: Iterable[Seconds]) -> Seconds:
 
 def _scoring(setup: Setup, through: Iterable[Passes], packs: float) -> float:
     """Seconds of forward passes of log-probabilities over so many packs."""
-    return slowest(each.forward for each in through).total * packs / setup.assume.busy_share * (1 + _waits(setup))
+    return (
+        slowest(each.forward for each in through).total
+        * packs
+        / setup.assume.busy_share
+        * (1 + _waits(setup))
+    )
 
 
 def layer_flops(setup: Setup) -> float:
-    """FLOPs of a token's forward pass through all layers: two for each weight that it meets, and causal attention's
-    products with half of its sequence."""
+    """FLOPs of a token's forward pass through all layers: two for each weight that it meets, and
+    causal attention's products with half of its sequence."""
     shape, context = setup.shape, setup.work.context
     of_attention = shape.num_layers // shape.attention_interval
     attention = 2.0 * shape.heads * shape.head_dim * context * of_attention
-    return 2.0 * parameters_of(shape).matrices + attention + delta_flops(shape) * (shape.num_layers - of_attention)
+    return (
+        2.0 * parameters_of(shape).matrices
+        + attention
+        + delta_flops(shape) * (shape.num_layers - of_attention)
+    )
 
 
 def head_flops(shape: PolicyShape) -> float:
@@ -155,12 +178,19 @@ def forward_flops(setup: Setup) -> float:
 
 
 def _sync_seconds(setup: Setup) -> float:
-    """Seconds to bring the weights to all servers, over a node's links, over the network, or by disk."""
-    size, rollout, cluster = parameters_of(setup.shape).total * setup.width, setup.config.rollout, setup.config.cluster
+    """Seconds to bring the weights to all servers, over a node's links, over the network, or by
+    disk."""
+    size, rollout, cluster = (
+        parameters_of(setup.shape).total * setup.width,
+        setup.config.rollout,
+        setup.config.cluster,
+    )
     if rollout.served and rollout.sync.transport == "disk":
         return size / (setup.assume.sync_copy_gb_s * 1e9)
     near = not rollout.served or (cluster.nodes == 1 and not cluster.server_nodes)
-    return size / ((setup.gpu.nvlink if near else setup.gpu.network) * setup.assume.sync_network_share)
+    return size / (
+        (setup.gpu.nvlink if near else setup.gpu.network) * setup.assume.sync_network_share
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,32 +205,46 @@ class Generation:
 
 
 def generation(setup: Setup, *, most: int) -> Generation:
-    """The time of the rollouts: of all decode steps until the longest completion is done, and of the prefill.
+    """The time of the rollouts: of all decode steps until the longest completion is done, and of
+    the prefill.
 
-    The GPUs of the servers share the prompts equally. All servers are taken to be like the one with the fewest ranks.
+    The GPUs of the servers share the prompts equally. All servers are taken to be like the one with
+    the fewest ranks.
 
     Args:
         setup: of the run.
         most: completions that a server holds at once.
     """
-    tp, gpus, rollout = min(setup.placement.servers), sum(setup.placement.servers), setup.config.rollout
+    tp, gpus, rollout = (
+        min(setup.placement.servers),
+        sum(setup.placement.servers),
+        setup.config.rollout,
+    )
     work = setup.work
     lengths, prompt = setup.lengths, setup.prompt
     each = work.completions * tp / gpus
     batch = max(min(each, most, rollout.samples_per_prompt * rollout.max_in_flight * gpus), 1.0)
     decode = _until_done(setup, tp, each, batch)
     alike = each * lengths.mean / batch * _decode_step(setup, tp, batch, prompt + lengths.mean / 2)
-    tokens = work.prompts * prompt * tp / gpus  # each prompt once: the cache shares it among its completions
+    tokens = (
+        work.prompts * prompt * tp / gpus
+    )  # each prompt once: the cache shares it among its completions
     rate = tp * setup.rate * setup.assume.decode_flops_share
     prefill = 2.0 * parameters_of(setup.shape).active * tokens / rate
     return Generation(decode + prefill, batch, max(decode / alike, 1.0))
 
 
 def _until_done(setup: Setup, tp: int, completions: float, batch: float) -> float:
-    """Seconds of decoding: with a full batch while completions wait, then with those that are left."""
+    """Seconds of decoding: with a full batch while completions wait, then with those that are
+    left."""
     lengths, prompt = setup.lengths, setup.prompt
     waiting = max(completions - batch, 0.0)
-    seconds = waiting * lengths.mean / batch * _decode_step(setup, tp, batch, prompt + lengths.typical / 2)
+    seconds = (
+        waiting
+        * lengths.mean
+        / batch
+        * _decode_step(setup, tp, batch, prompt + lengths.typical / 2)
+    )
     width = lengths.limit / BINS
     for i in range(BINS):
         middle = (i + 0.5) * width
@@ -212,7 +256,8 @@ def _until_done(setup: Setup, tp: int, completions: float, batch: float) -> floa
 
 
 def _decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
-    """Seconds of one decode step: the longer of reading and multiplying, then all-reduces and the overheads.
+    """Seconds of one decode step: the longer of reading and multiplying, then all-reduces and the
+    overheads.
 
     Args:
         setup: of the run.
@@ -223,13 +268,22 @@ def _decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
     shape, assume, weights = setup.shape, setup.assume, parameters_of(setup.shape)
     unread = 0.0
     if shape.experts:  # those that no token of the batch goes to
-        unread = (weights.total - weights.active) * (1 - shape.experts_per_token / shape.experts) ** (active - 1)
-    read = (weights.total - unread) * setup.width / tp + active * context * cache_bytes(shape, tp, setup.width)
+        unread = (weights.total - weights.active) * (
+            1 - shape.experts_per_token / shape.experts
+        ) ** (active - 1)
+    read = (weights.total - unread) * setup.width / tp + active * context * cache_bytes(
+        shape, tp, setup.width
+    )
     moved = read / (setup.gpu.bandwidth * assume.decode_bandwidth_share)
     multiplied = 2.0 * weights.active * active / tp / (setup.rate * assume.decode_flops_share)
     wire = wire_seconds(setup, INSIDE, tp, active * shape.hidden * setup.width, times=2.0)
     reduced = 2 * shape.num_layers * max(wire, assume.all_reduce_us / 1e6) if tp > 1 else 0.0
-    return max(moved, multiplied) + reduced + assume.decode_step_ms / 1e3 + active * assume.decode_request_us / 1e6
+    return (
+        max(moved, multiplied)
+        + reduced
+        + assume.decode_step_ms / 1e3
+        + active * assume.decode_request_us / 1e6
+    )
 
 
 VARIANCES: Mapping[tuple[Keep, Keep], tuple[float, float]] = {
@@ -247,14 +301,18 @@ VARIANCES: Mapping[tuple[Keep, Keep], tuple[float, float]] = {
     (0.4, 0.3): (1.99, 2.52),
     (0.3, 0.3): (2.84, 3.47),
 }
-"""By how much ``neyman`` at these shares of prompts and of completions' tokens multiplies the gradient's variance: the
-least and the most of all stages of two toy tasks and of SmolLM2's problems (``benchmarks/efficiency.py``)."""
+"""By how much ``neyman`` at these shares of prompts and of completions' tokens multiplies the
+gradient's variance: the least and the most of all stages of two toy tasks and of SmolLM2's problems
+(``benchmarks/efficiency.py``)."""
 
 
 def measured_variance(config: Config) -> tuple[float, float] | None:
     """The row of :data:`VARIANCES` for a run's pruning; None where none was measured."""
     levels = config.pruning.prompts, config.pruning.completions
-    if any(level.named not in ("none", "neyman") or level.schedule != ScheduleConfig() for level in levels):
+    if any(
+        level.named not in ("none", "neyman") or level.schedule != ScheduleConfig()
+        for level in levels
+    ):
         return None
     prompts, completions = (1.0 if level.named == "none" else level.keep for level in levels)
     return VARIANCES.get((prompts, completions))

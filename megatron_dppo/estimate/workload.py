@@ -36,7 +36,8 @@ class Placement:
     ranks: int
     """Ranks of the trainer."""
     servers: tuple[int, ...]
-    """Tensor-parallel ranks of each server. With the local engine, each rank of the trainer is a server of one rank."""
+    """Tensor-parallel ranks of each server. With the local engine, each rank of the trainer is a
+    server of one rank."""
     shared: bool
     """Whether servers and the trainer are on the same GPUs."""
     gpus: int
@@ -57,7 +58,8 @@ def place(config: Config, shape: PolicyShape) -> Placement:
     """Give the cluster's GPUs to the trainer and the servers, as a run does.
 
     Raises:
-        UserError: for a layout that does not divide the policy or the cluster, and servers that do not fit a node.
+        UserError: for a layout that does not divide the policy or the cluster, and servers that do
+            not fit a node.
     """
     check_layout(shape, config.layout)
     cluster, rollout = config.cluster, config.rollout
@@ -67,8 +69,15 @@ def place(config: Config, shape: PolicyShape) -> Placement:
     servers = _servers(config, shape)
     beside = sum(servers) if rollout.launch.count and not shared else 0
     if beside >= actors:
-        problem = f"its servers take {beside} of the {actors} GPUs of cluster.nodes = {cluster.nodes}"
-        raise UserError("rollout.launch.count", rollout.launch.count, problem, "Lower it, or raise cluster.nodes")
+        problem = (
+            f"its servers take {beside} of the {actors} GPUs of cluster.nodes = {cluster.nodes}"
+        )
+        raise UserError(
+            "rollout.launch.count",
+            rollout.launch.count,
+            problem,
+            "Lower it, or raise cluster.nodes",
+        )
     layout, ranks = config.layout, actors - beside
     model = layout.tp * layout.pp * layout.cp
     dp = layout.dp or ranks // model
@@ -76,14 +85,20 @@ def place(config: Config, shape: PolicyShape) -> Placement:
         given = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}"
         of_nodes = f"cluster.nodes = {cluster.nodes} with {cluster.gpus_per_node} each"
         problem = f"does not divide the {ranks} GPUs that the trainer has of {of_nodes}"
-        remedy = f"Give the trainer a multiple of {model * (layout.dp or 1)} GPUs, or lower layout.tp, pp, cp or dp"
+        remedy = (
+            f"Give the trainer a multiple of {model * (layout.dp or 1)} GPUs, or lower "
+            "layout.tp, pp, cp or dp"
+        )
         raise UserError("layout", given, problem, remedy)
     layout = resolve_layout(layout, ranks)
-    return Placement(layout, ranks, servers if rollout.served else (1,) * ranks, shared, actors + extra)
+    return Placement(
+        layout, ranks, servers if rollout.served else (1,) * ranks, shared, actors + extra
+    )
 
 
 def _servers(config: Config, shape: PolicyShape) -> tuple[int, ...]:
-    """Tensor-parallel ranks of each server. On Slurm, each server node has as many servers as fit."""
+    """Tensor-parallel ranks of each server. On Slurm, each server node has as many servers as
+    fit."""
     rollout, cluster = config.rollout, config.cluster
     if not rollout.served:
         return ()
@@ -91,25 +106,36 @@ def _servers(config: Config, shape: PolicyShape) -> tuple[int, ...]:
     count = len(rollout.servers)
     if rollout.servers == "slurm":
         if not cluster.server_nodes:
-            problem = "rollout.servers = slurm runs servers on the nodes of a second component, and there are none"
+            problem = (
+                "rollout.servers = slurm runs servers on the nodes of a second component, "
+                "and there are none"
+            )
             raise UserError("cluster.server_nodes", 0, problem, "Set it to 1 or more")
         count = cluster.server_nodes * max(cluster.gpus_per_node // tp, 1)
     sizes = tensor_parallel(rollout) if rollout.launch.count else (tp,) * count
     for size in sizes:
         if size > cluster.gpus_per_node:
-            problem = f"is more than the {cluster.gpus_per_node} GPUs of a node (cluster.gpus_per_node)"
-            raise UserError("rollout.launch.tp", size, problem, f"Lower it to {cluster.gpus_per_node} or less")
+            problem = (
+                f"is more than the {cluster.gpus_per_node} GPUs of a node (cluster.gpus_per_node)"
+            )
+            raise UserError(
+                "rollout.launch.tp", size, problem, f"Lower it to {cluster.gpus_per_node} or less"
+            )
         if shape.heads % size:
             problem = f"does not divide the policy's {shape.heads} query heads"
-            raise UserError("rollout.launch.tp", size, problem, "Set it to a power of two, as GPUs go")
+            raise UserError(
+                "rollout.launch.tp", size, problem, "Set it to a power of two, as GPUs go"
+            )
     return sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long responses are, in tokens: P(longer than s) = (1 - s/limit)^a, where the mean determines a.
+    """How long responses are, in tokens: P(longer than s) = (1 - s/limit)^a, where the mean
+    determines a.
 
-    If the mean is near the limit, most responses are cut off there. If it is small, few come near the limit.
+    If the mean is near the limit, most responses are cut off there. If it is small, few come near
+    the limit.
     """
 
     mean: float
@@ -214,8 +240,12 @@ class Setup:
         config, assume, mean, prompt = self.config, self.assume, self.lengths.mean, self.prompt
         steps, samples = config.run.steps, config.rollout.samples_per_prompt
         schedules = {config.pruning.prompts.schedule, config.pruning.completions.schedule}
-        constant = {schedule.shape for schedule in schedules} == {"constant"} and not any(s.off_last for s in schedules)
-        every = steps if constant else max(steps // 1000, 1)  # a thousand steps show the schedules of a million
+        constant = {schedule.shape for schedule in schedules} == {"constant"} and not any(
+            s.off_last for s in schedules
+        )
+        every = (
+            steps if constant else max(steps // 1000, 1)
+        )  # a thousand steps show the schedules of a million
         shares = [_shares(config, step, assume) for step in range(0, steps, every)]
         prompts, kept = (sum(values) / len(shares) for values in zip(*shares, strict=True))
         completions, alone = prompts * samples, kept * samples * (prompt + mean)
@@ -234,8 +264,8 @@ class Setup:
 
     @cached_property
     def packs(self) -> int:
-        """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the pipeline; sequences
-        longer than half a pack are in packs of their own."""
+        """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the
+        pipeline; sequences longer than half a pack are in packs of their own."""
         config, layout, work = self.config, self.layout, self.work
         tokens, replicas, most = work.trained / work.updates, layout.dp or 1, config.pack.max_tokens
         sequences = work.kept / work.updates / replicas
@@ -246,19 +276,26 @@ class Setup:
 
     @cached_property
     def mean_pack(self) -> MeanPack:
-        """The pack of which ``packs`` makes an update. Its capacity is what its tokens, or the longest sequence,
-        need."""
+        """The pack of which ``packs`` makes an update. Its capacity is what its tokens, or the
+        longest sequence, need."""
         config, layout, work = self.config, self.layout, self.work
         share = 1.0 / (work.updates * (layout.dp or 1) * self.packs)
         multiple = capacity_multiple(layout, config.pack.max_tokens, cuda=True)
         longest = self.prompt + self.lengths.limit
-        slots = ceil(max(work.trained * share / self.assume.pack_fill, longest) / multiple) * multiple
+        slots = (
+            ceil(max(work.trained * share / self.assume.pack_fill, longest) / multiple) * multiple
+        )
         slots = min(slots, config.pack.max_tokens // multiple * multiple)
-        return MeanPack(slots // layout.cp, work.trained * share * work.context, work.responses * share / layout.cp)
+        return MeanPack(
+            slots // layout.cp,
+            work.trained * share * work.context,
+            work.responses * share / layout.cp,
+        )
 
 
 def without_pruning(config: Config) -> Config:
-    """The same run without pruning. Every prompt is rolled out, every completion with a gradient is trained on."""
+    """The same run without pruning. Every prompt is rolled out, every completion with a gradient is
+    trained on."""
     off = replace(
         config.pruning,
         prompts=PromptPruningConfig(rule="none"),
@@ -269,8 +306,9 @@ def without_pruning(config: Config) -> Config:
 
 
 def _prompts_shared(setup: Setup, prompts: float, kept: float) -> float:
-    """How many of the kept completions' prompts a pack holds already. On GPUs ``pack.share_prefixes`` = ``auto`` shares
-    nothing. A family is cut where it does not fit into a pack."""
+    """How many of the kept completions' prompts a pack holds already. On GPUs
+    ``pack.share_prefixes`` = ``auto`` shares nothing. A family is cut where it does not fit into a
+    pack."""
     config = setup.config
     if config.pack.share_prefixes != "on" or not kept:
         return 0.0
@@ -283,7 +321,8 @@ def _prompts_shared(setup: Setup, prompts: float, kept: float) -> float:
 def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, float]:
     """Prompts that are rolled out in a step, and completions that are trained on, in groups of G.
 
-    Without a KL term, groups of equal reward have no gradient: they are not trained on, whatever the rule.
+    Without a KL term, groups of equal reward have no gradient: they are not trained on, whatever
+    the rule.
     """
     pruning, total, window = config.pruning, config.run.steps, float(window_size(config))
     keep = scheduled_keep(pruning.prompts.keep, pruning.prompts.schedule, step, total)

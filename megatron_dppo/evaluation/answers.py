@@ -1,8 +1,9 @@
-"""The folder of one evaluation. Answers are written batch by batch, so that a kill costs one batch at most.
+"""The folder of one evaluation. Answers are written batch by batch, so that a kill costs one batch
+at most.
 
 - ``answers.jsonl`` has a line for each completion.
-- ``evaluation.json`` has the settings that the answers depend on. An evaluation with other settings is refused. Other
-  benchmarks of the same policy and settings are added to the same folder.
+- ``evaluation.json`` has the settings that the answers depend on. An evaluation with other settings
+  is refused. Other benchmarks of the same policy and settings are added to the same folder.
 - ``scores.json`` is written in one piece at the end.
 
 For people to read there is besides a file for each question, with all answers to it.
@@ -23,7 +24,12 @@ from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import is_id
-from megatron_dppo.process.files import FolderLock, replace_text, replacing_directory, replacing_file
+from megatron_dppo.process.files import (
+    FolderLock,
+    replace_text,
+    replacing_directory,
+    replacing_file,
+)
 
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
 PROBLEMS = "problems"
@@ -35,19 +41,24 @@ Key = tuple[str, int]
 
 
 def out_folder(config: Config) -> Path:
-    """Where the answers go: into ``eval.out``, else into the folder of the run that the checkpoint is of."""
+    """Where the answers go: into ``eval.out``, else into the folder of the run that the checkpoint
+    is of."""
     if config.eval.out:
         return Path(config.eval.out)
     if config.model.checkpoint is None:
         return Path(config.run.dir) / "eval" / Path(config.model.path).name
     checkpoint = find_checkpoint(Path(config.model.checkpoint))
-    run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else Path(config.run.dir)
+    run = (
+        checkpoint.parent.parent
+        if checkpoint.parent.name == "checkpoints"
+        else Path(config.run.dir)
+    )
     return run / "eval" / checkpoint.name
 
 
 def policy_in(folder: Path) -> dict[str, str | None]:
-    """The settings of ``model`` that name the policy of a Hugging Face directory, an id on the hub, a run, or a
-    checkpoint of a run.
+    """The settings of ``model`` that name the policy of a Hugging Face directory, an id on the hub,
+    a run, or a checkpoint of a run.
 
     Raises:
         UserError: it is none of them.
@@ -66,17 +77,23 @@ class AnswerLog:
 
     Args:
         folder: made where there is none.
-        settings: all that the answers depend on, by names that a user knows, for JSON. ``problems`` has an entry for
-            each benchmark; those that the folder has already are kept.
-        batches: of problems, each by its benchmark and its number, in the order in which they are answered.
+        settings: all that the answers depend on, by names that a user knows, for JSON. ``problems``
+            has an entry for each benchmark; those that the folder has already are kept.
+        batches: of problems, each by its benchmark and its number, in the order in which they are
+            answered.
         samples: answers to each problem.
 
     Raises:
-        UserError: if the folder has answers of other settings, cannot be written to, or is being written to.
+        UserError: if the folder has answers of other settings, cannot be written to, or is being
+            written to.
     """
 
     def __init__(
-        self, folder: Path, settings: Mapping[str, Any], batches: Sequence[Sequence[Key]], samples: int
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        batches: Sequence[Sequence[Key]],
+        samples: int,
     ) -> None:
         self._path = folder / ANSWERS
         with ExitStack() as on_failure:
@@ -93,7 +110,9 @@ class AnswerLog:
 
     def append(self, rows: Sequence[AnswerRow]) -> None:
         """Add a batch; it is on the disk when this returns."""
-        self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        self._file.write(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        )
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -107,14 +126,22 @@ class AnswerLog:
         self._lock.close()
 
     def _keep_whole(self, batches: Sequence[Sequence[Key]], samples: int) -> list[bool]:
-        """Drop half a line that a kill has left, and the rest of its batch, which is answered again. Answers of other
-        benchmarks are kept, because their batches are not known here."""
+        """Drop half a line that a kill has left, and the rest of its batch, which is answered
+        again. Answers of other benchmarks are kept, because their batches are not known here."""
         found: Counter[Key] = Counter(key for _, key in self._lines() if key is not None)
         whole = [all(found[key] == samples for key in batch) for batch in batches]
-        torn = {key for batch, there in zip(batches, whole, strict=True) if not there for key in batch if found[key]}
+        torn = {
+            key
+            for batch, there in zip(batches, whole, strict=True)
+            if not there
+            for key in batch
+            if found[key]
+        }
         if torn or any(key is None for _, key in self._lines()):
             with replacing_file(self._path) as partial, partial.open("wb") as kept:
-                kept.writelines(line for line, key in self._lines() if key is not None and key not in torn)
+                kept.writelines(
+                    line for line, key in self._lines() if key is not None and key not in torn
+                )
                 kept.flush()
                 os.fsync(kept.fileno())
         return whole
@@ -153,13 +180,19 @@ def read_finished(folder: Path, setting: str) -> list[AnswerRow]:
         UserError: naming ``setting``, if the folder holds none.
     """
     if not (folder / SCORES).is_file():
-        there = "an evaluation that is not finished" if (folder / ANSWERS).is_file() else "no evaluation"
+        there = (
+            "an evaluation that is not finished"
+            if (folder / ANSWERS).is_file()
+            else "no evaluation"
+        )
         raise UserError(setting, folder, f"holds {there}", "Name the --out folder of one that is")
     try:
         with (folder / ANSWERS).open("rb") as lines:
             return _figures(lines, setting)
     except OSError as error:
-        raise UserError(setting, folder, f"cannot be read ({error})", "Name another folder") from error
+        raise UserError(
+            setting, folder, f"cannot be read ({error})", "Name another folder"
+        ) from error
 
 
 def _figures(lines: BinaryIO, setting: str) -> list[AnswerRow]:
@@ -167,26 +200,41 @@ def _figures(lines: BinaryIO, setting: str) -> list[AnswerRow]:
     rows: list[AnswerRow] = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append({key: of for key, of in json.loads(line).items() if key not in ("prompt", "answer")})
+            rows.append(
+                {key: of for key, of in json.loads(line).items() if key not in ("prompt", "answer")}
+            )
         except (ValueError, AttributeError, RecursionError) as error:
             problem = f"line {number} of it is no answer ({error})"
-            remedy = "Take what begins there out of the file, and it is answered anew; or name another folder"
+            remedy = (
+                "Take what begins there out of the file, and it is answered anew; or name "
+                "another folder"
+            )
             raise UserError(setting, lines.name, problem, remedy) from error
     return rows
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Compare the settings with those that the folder was begun with, and write down both benchmarks' problems."""
+    """Compare the settings with those that the folder was begun with, and write down both
+    benchmarks' problems."""
     file, now = folder / SETTINGS, json.loads(json.dumps(settings))
     begun = _read_settings(folder, file) if file.exists() else {}
     if begun:
         before, ours = begun.pop(PROBLEMS, None) or {}, now.pop(PROBLEMS, None) or {}
         pairs = [(key, begun.get(key), now.get(key)) for key in {**begun, **now}]
-        pairs += [(f"the problems of {name}", before[name], ours[name]) for name in before if name in ours]
-        if changed := [f"{key} = {_short(was)} (now {_short(is_now)})" for key, was, is_now in pairs if was != is_now]:
+        pairs += [
+            (f"the problems of {name}", before[name], ours[name]) for name in before if name in ours
+        ]
+        if changed := [
+            f"{key} = {_short(was)} (now {_short(is_now)})"
+            for key, was, is_now in pairs
+            if was != is_now
+        ]:
             remedy = "Name another folder with --out, or give the settings that it was begun with"
             raise UserError("eval.out", folder, f"was begun with {'; '.join(changed)}", remedy)
-        begun, now = ({**of, PROBLEMS: problems} for of, problems in ((begun, before), (now, {**before, **ours})))
+        begun, now = (
+            {**of, PROBLEMS: problems}
+            for of, problems in ((begun, before), (now, {**before, **ours}))
+        )
     if now != begun:
         replace_text(file, json.dumps(now, indent=2) + "\n")
 
@@ -195,7 +243,10 @@ def _read_settings(folder: Path, file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        problem = f"{SETTINGS} cannot be read ({error}): it does not say what the answers there are answers of"
+        problem = (
+            f"{SETTINGS} cannot be read ({error}): it does not say what the answers there "
+            "are answers of"
+        )
         remedy = "Name another folder with --out, or fetch that file again"
         raise UserError("eval.out", folder, problem, remedy) from error
 
@@ -209,14 +260,18 @@ QUESTIONS = "questions"
 
 
 def write_questions(folder: Path) -> Path:
-    """Write ``questions/BENCHMARK/NUMBER-RIGHTofSAMPLES.txt`` from ``answers.jsonl``, in place of what is there.
+    """Write ``questions/BENCHMARK/NUMBER-RIGHTofSAMPLES.txt`` from ``answers.jsonl``, in place of
+    what is there.
 
-    The number is the problem's place in its file, from 0: ``gsm8k/0017-2of8.txt`` has two right answers among eight.
+    The number is the problem's place in its file, from 0: ``gsm8k/0017-2of8.txt`` has two right
+    answers among eight.
     """
     out = folder / QUESTIONS
     with replacing_directory(out) as draft, (folder / ANSWERS).open("rb") as lines:
         rows = map(json.loads, lines)
-        for (benchmark, number), group in groupby(rows, key=lambda row: (row["benchmark"], row["problem"])):
+        for (benchmark, number), group in groupby(
+            rows, key=lambda row: (row["benchmark"], row["problem"])
+        ):
             answers = sorted(group, key=lambda row: row["sample"])
             right = sum(row["correct"] is True for row in answers)
             (place := draft / benchmark.replace("/", "-")).mkdir(exist_ok=True)
@@ -235,4 +290,7 @@ def _text(answers: Sequence[dict[str, Any]]) -> Iterator[str]:
         facts = [verdict, f"reward {row['reward']:g}" if row["reward"] is not None else "no reward"]
         facts += [f"read as {row['extracted']}"] if row["extracted"] is not None else []
         facts.append(f"{row['tokens']} tokens" + (", cut off" if row["finish"] == "length" else ""))
-        yield f"\n--- answer {row['sample'] + 1} of {len(answers)}: {', '.join(facts)}\n{row['answer']}"
+        yield (
+            f"\n--- answer {row['sample'] + 1} of {len(answers)}: "
+            f"{', '.join(facts)}\n{row['answer']}"
+        )

@@ -1,5 +1,5 @@
-"""Sources of held-out problems: named benchmarks, files of the user, generators. Each has its problems' place and
-columns, the form in which they are asked, and their verifier.
+"""Sources of held-out problems: named benchmarks, files of the user, generators. Each has its
+problems' place and columns, the form in which they are asked, and their verifier.
 
 Imports no torch, so that an absent file is known before a rank starts.
 """
@@ -27,10 +27,13 @@ from megatron_dppo.rewards.math.completion import stated_answer
 SETTING = "eval.benchmarks"
 PROBLEM, ANSWER = "problem", "answer"
 FOLDER = "MEGATRON_DPPO_BENCHMARKS"
-"""Environment variable with the folder of the benchmarks' files, where ``eval.folder`` names none."""
+"""Environment variable with the folder of the benchmarks' files, where ``eval.folder`` names
+none."""
 DEFAULT_FOLDER = "data/eval"
 SUFFIXES = (".jsonl", ".json", ".parquet")
-STEP_BY_STEP = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+STEP_BY_STEP = (
+    "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+)
 TAKEN = frozenset({"accuracy", "reward", "unscored", ""})
 """Names of other metrics, as in ``eval/accuracy``."""
 BY_SOURCE = "source/"
@@ -44,7 +47,8 @@ class Benchmark:
     says: str
     """Description."""
     problems: int
-    """How many it has. A file with another number of problems is refused: its scores are not comparable."""
+    """How many it has. A file with another number of problems is refused: its scores are not
+    comparable."""
     files: tuple[str, ...]
     """Names, without suffix, of published copies. The first one that is there is read."""
     source: str
@@ -78,7 +82,8 @@ class HeldOut:
     setting: str
     """The setting that names it, ``data.eval`` or ``eval.benchmarks``."""
     benchmark: Benchmark | None = None
-    """None for a file of the user: its prompts are asked as they stand, and ``reward.function`` judges the answers."""
+    """None for a file of the user: its prompts are asked as they stand, and ``reward.function``
+    judges the answers."""
 
     @property
     def shown(self) -> str:
@@ -87,28 +92,44 @@ class HeldOut:
 
 
 def sources(config: Config) -> list[HeldOut]:
-    """Held-out sources of a run: ``data.eval``, or by default the generator's problems; then ``eval.benchmarks``.
+    """Held-out sources of a run: ``data.eval``, or by default the generator's problems; then
+    ``eval.benchmarks``.
 
     Raises:
-        UserError: for a name that is none, is another metric's or stands twice, and for all benchmarks without a file.
+        UserError: for a name that is none, is another metric's or stands twice, and for all
+            benchmarks without a file.
     """
     folder = folder_of(config)
-    absent = [name for name in config.eval.benchmarks if name in BENCHMARKS and find_file(name, folder) is None]
+    absent = [
+        name
+        for name in config.eval.benchmarks
+        if name in BENCHMARKS and find_file(name, folder) is None
+    ]
     if absent:
         raise _without_files(absent, folder)
     named = [_named(entry, config) for entry in config.eval.benchmarks]
     of = config.data.eval
     train = config.data.train
-    if of is None and isinstance(train, str) and train in GENERATORS and not named and config.data.rollouts is None:
+    if (
+        of is None
+        and isinstance(train, str)
+        and train in GENERATORS
+        and not named
+        and config.data.rollouts is None
+    ):
         of = train
     files = of if isinstance(of, dict) else {} if of is None else {"": of}
     found = [*(HeldOut(name, file, "data.eval") for name, file in files.items()), *named]
     for number, source in enumerate(found):
-        if source.name in TAKEN and (source.name or isinstance(of, dict) or source.setting == SETTING):
+        if source.name in TAKEN and (
+            source.name or isinstance(of, dict) or source.setting == SETTING
+        ):
             problem, remedy = "is what another metric is called", "Give that file another name"
             raise UserError(source.setting, source.name, problem, remedy)
         if source.shown in [other.shown for other in found[:number]]:
-            raise UserError(source.setting, source.shown, "stands twice", "Give one of the two another name")
+            raise UserError(
+                source.setting, source.shown, "stands twice", "Give one of the two another name"
+            )
     return found
 
 
@@ -121,7 +142,9 @@ def _named(entry: str, config: Config) -> HeldOut:
     if name not in BENCHMARKS:
         near = get_close_matches(name, KNOWN, 1)
         remedy = f"Write {near[0]}, if that was meant" if near else f"Known are {', '.join(KNOWN)}"
-        raise UserError(SETTING, name, "is no benchmark", f"{remedy}; a file of your own is NAME=FILE")
+        raise UserError(
+            SETTING, name, "is no benchmark", f"{remedy}; a file of your own is NAME=FILE"
+        )
     return HeldOut(name, str(find_file(name, folder_of(config))), SETTING, BENCHMARKS[name])
 
 
@@ -130,7 +153,9 @@ def _without_files(names: Sequence[str], folder: Path) -> UserError:
     looked = "; ".join(f"{name}: {', '.join(each.files)}" for name, each in known.items())
     have = "has" if len(known) == 1 else "have"
     problem = f"{have} no file in {folder} (looked for {looked}, as {', '.join(SUFFIXES)})"
-    published = "; ".join(f"{name}: {each.problems} problems, {each.source}" for name, each in known.items())
+    published = "; ".join(
+        f"{name}: {each.problems} problems, {each.source}" for name, each in known.items()
+    )
     ways = f"point eval.folder or ${FOLDER} at the folder that has them, or leave them out"
     remedy = f"Put the files there as they are published ({published}), {ways}"
     return UserError(SETTING, ", ".join(names), problem, remedy)
@@ -160,19 +185,23 @@ def read_benchmark(name: str, file: str, benchmark: Benchmark) -> list[Question]
     """The problems of a benchmark's file, each put as the declaration says.
 
     Raises:
-        UserError: for a file that is malformed or has another number of problems, and a row without a problem or an
-            answer.
+        UserError: for a file that is malformed or has another number of problems, and a row without
+            a problem or an answer.
     """
     rows = read_rows(file, SETTING)
     if len(rows) != benchmark.problems:
         problem = f"holds {len(rows)} problems, and {name} has {benchmark.problems}"
-        remedy = f"Fetch it again ({benchmark.source}), or evaluate on it under another name: NAME={file}"
+        remedy = (
+            f"Fetch it again ({benchmark.source}), or evaluate on it under another name: "
+            f"NAME={file}"
+        )
         raise UserError(SETTING, file, problem, remedy)
     return [Question(row, _prompt(row, benchmark), _label(row, benchmark)) for row in rows]
 
 
 def _usual_column(row: Row, wanted: str, setting: str) -> str:
-    """The column of a user's own file: the one that the run's data have, else the first with a usual name."""
+    """The column of a user's own file: the one that the run's data have, else the first with a
+    usual name."""
     for column in (wanted, *COLUMNS_IN_USE[setting]):
         with suppress(KeyError):
             row[column]
@@ -193,13 +222,19 @@ def rows_of(source: HeldOut, data: DataConfig) -> tuple[list[Row], DataConfig]:
     if source.benchmark is not None:
         asked = read_benchmark(source.name, source.file, source.benchmark)
         rows = [
-            dataclasses.replace(q.row, values={"data_source": source.name, PROBLEM: q.prompt, ANSWER: q.label})
+            dataclasses.replace(
+                q.row, values={"data_source": source.name, PROBLEM: q.prompt, ANSWER: q.label}
+            )
             for q in asked
         ]
         return rows, replace(data, prompt_key=PROBLEM, label_key=ANSWER)
     rows = read_rows(source.file, SETTING)
     question = _usual_column(rows[0], data.prompt_key, "data.prompt_key")
-    return rows, replace(data, prompt_key=question, label_key=_usual_column(rows[0], data.label_key, "data.label_key"))
+    return rows, replace(
+        data,
+        prompt_key=question,
+        label_key=_usual_column(rows[0], data.label_key, "data.label_key"),
+    )
 
 
 def _prompt(row: Row, benchmark: Benchmark) -> str:
@@ -214,7 +249,9 @@ def _label(row: Row, benchmark: Benchmark) -> str:
     try:
         text = ", ".join(map(as_text, value)) if isinstance(value, list) else as_text(value)
     except ValueError as error:
-        raise row.error(f"holds {error} in column {benchmark.label!r}", "Fetch the file again") from error
+        raise row.error(
+            f"holds {error} in column {benchmark.label!r}", "Fetch the file again"
+        ) from error
     label = stated_answer(text) if benchmark.worked else text
     if not label:
         raise row.error(f"states no answer in column {benchmark.label!r}", "Fetch the file again")
@@ -225,6 +262,11 @@ def _value(row: Row, columns: tuple[str, ...]) -> Any:
     """The value of the first of these columns that the row has."""
     column = next((name for name in columns if row.values.get(name) is not None), None)
     if column is None:
-        problem = f"has nothing in a column {' or '.join(columns)} (it has {', '.join(row.values) or 'none'})"
-        raise row.error(problem, "Put the file there as it is published, or name it as your own: NAME=FILE")
+        problem = (
+            f"has nothing in a column {' or '.join(columns)} (it has "
+            f"{', '.join(row.values) or 'none'})"
+        )
+        raise row.error(
+            problem, "Put the file there as it is published, or name it as your own: NAME=FILE"
+        )
     return row.values[column]

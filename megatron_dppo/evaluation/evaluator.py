@@ -1,7 +1,8 @@
-"""Held-out problems: load the prompts, generate answers with an engine, score the answers, and take majority votes.
+"""Held-out problems: load the prompts, generate answers with an engine, score the answers, and take
+majority votes.
 
-Evaluations during training, ``evaluate`` and ``megatron-dppo eval`` all use this file. Every rank requests and scores
-the answers to its own problems.
+Evaluations during training, ``evaluate`` and ``megatron-dppo eval`` all use this file. Every rank
+requests and scores the answers to its own problems.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from megatron_dppo.rollout.scoring import check_failures, failed_scores
 MOST = 1 << 20
 """Largest number of problems per name with distinct ids."""
 MOST_SOURCES = 50
-"""Largest number of data sources with a separate accuracy metric each. With more sources, no source has a metric."""
+"""Largest number of data sources with a separate accuracy metric each. With more sources, no source
+has a metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ class EvalAnswers:
 
 
 def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[EvalProblem]:
-    """Return all held-out problems of a run, source by source, at most ``eval.problems`` per source.
+    """Return all held-out problems of a run, source by source, at most ``eval.problems`` per
+    source.
 
     Args:
         config: configuration of the run.
@@ -90,12 +93,16 @@ def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> lis
         max_positions: tokens that the policy was made for, prompt and answer together.
 
     Raises:
-        UserError: see ``sources`` and ``load_prompts``; also if a benchmark's prompt leaves no room for the longest
-            answer.
+        UserError: see ``sources`` and ``load_prompts``; also if a benchmark's prompt leaves no room
+            for the longest answer.
     """
     if config.eval.problems == 0:
         return []
-    return [problem for source in sources(config) for problem in _load(source, config, tokenizer, max_positions)]
+    return [
+        problem
+        for source in sources(config)
+        for problem in _load(source, config, tokenizer, max_positions)
+    ]
 
 
 def indices_by(names: Iterable[str]) -> dict[str, list[int]]:
@@ -106,7 +113,9 @@ def indices_by(names: Iterable[str]) -> dict[str, list[int]]:
     return found
 
 
-def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int) -> list[EvalProblem]:
+def _load(
+    source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int
+) -> list[EvalProblem]:
     verifier = source.benchmark.verifier if source.benchmark else config.reward.spec
     named = source.setting == SETTING
     if source.file in GENERATORS:
@@ -119,27 +128,41 @@ def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: 
         prompts = load_prompts(replace(config.data, eval=source.file), tokenizer, split="eval")
     prompts = prompts[: config.eval.problems]
     check_labels(verifier, [(prompt.place, prompt.label) for prompt in prompts])
-    # Problems of the same number in two benchmarks get different ids, because the engine's seed depends on the id.
+    # Problems of the same number in two benchmarks get different ids, because the engine's seed
+    # depends on the id.
     first = zlib.crc32(source.name.encode()) * MOST if named else 0
-    return [EvalProblem(source.name, i, dataclasses.replace(p, id=first + i), verifier) for i, p in enumerate(prompts)]
+    return [
+        EvalProblem(source.name, i, dataclasses.replace(p, id=first + i), verifier)
+        for i, p in enumerate(prompts)
+    ]
 
 
-def _named(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int) -> Sequence[Prompt]:
-    """Return the prompts of a file that ``eval.benchmarks`` names. An overlong prompt is an error and is never dropped,
-    because a score covers all problems."""
+def _named(
+    source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int
+) -> Sequence[Prompt]:
+    """Return the prompts of a file that ``eval.benchmarks`` names. An overlong prompt is an error
+    and is never dropped, because a score covers all problems."""
     rows, data = rows_of(source, config.data)
     prompts = prompts_of(rows, data, tokenizer)
     most = config.answer_tokens
     for row, prompt in zip(rows, prompts, strict=True):
         if len(prompt.token_ids) > (room := max_positions - most):
-            problem = f"leaves {room} of the policy's {max_positions} positions for a prompt, and {row.place} has one"
-            setting = f"{'eval' if config.eval.max_response_tokens else 'rollout'}.max_response_tokens"
-            raise UserError(setting, most, f"{problem} of {len(prompt.token_ids)} tokens", "Lower it")
+            problem = (
+                f"leaves {room} of the policy's {max_positions} positions for a prompt, and "
+                f"{row.place} has one"
+            )
+            setting = (
+                f"{'eval' if config.eval.max_response_tokens else 'rollout'}.max_response_tokens"
+            )
+            raise UserError(
+                setting, most, f"{problem} of {len(prompt.token_ids)} tokens", "Lower it"
+            )
     return prompts
 
 
 class Evaluator:
-    """Generates answers with an engine, and scores each answer with the workers of the problem's verifier.
+    """Generates answers with an engine, and scores each answer with the workers of the problem's
+    verifier.
 
     Args:
         collectors: collectors by verifier, with the same verifiers on every rank.
@@ -150,21 +173,25 @@ class Evaluator:
         self._seed = engine_seed(config.run.seed, 0, Purpose.EVALUATION)
 
     def answer(self, problems: Sequence[EvalProblem], *, keep: int, of_all: int) -> EvalAnswers:
-        """Answer every problem ``eval.samples`` times. Collective; every rank returns the same answers.
+        """Answer every problem ``eval.samples`` times. Collective; every rank returns the same
+        answers.
 
-        If the engine can be seeded, an answer depends only on the policy, ``run.seed``, the problem and the sample's
-        number. Every evaluation of a policy then gives the same answers.
+        If the engine can be seeded, an answer depends only on the policy, ``run.seed``, the problem
+        and the sample's number. Every evaluation of a policy then gives the same answers.
 
         Args:
             problems: held-out problems, the same on every rank.
             keep: number of problems, from the first on, whose answers keep their texts.
-            of_all: number of answers in the whole evaluation. Once more scores failed than ``reward.max_failures``
-                allows, the rest of the answers are not scored, and ``check_failures`` will stop the evaluation.
+            of_all: number of answers in the whole evaluation. Once more scores failed than
+                ``reward.max_failures`` allows, the rest of the answers are not scored, and
+                ``check_failures`` will stop the evaluation.
         """
         settings = self._config.eval
         mine = range(self._world.rank, len(problems), self._world.size)
         indices = {v: [i for i in mine if problems[i].verifier == v] for v in self._collectors}
-        prompts = {verifier: [problems[i].prompt for i in each] for verifier, each in indices.items()}
+        prompts = {
+            verifier: [problems[i].prompt for i in each] for verifier, each in indices.items()
+        }
         asked = {
             verifier: collector.ask(
                 prompts[verifier],
@@ -195,30 +222,37 @@ class Evaluator:
     def _share(
         self, indices: Sequence[int], groups: Sequence[Group], keep: int
     ) -> dict[int, tuple[list[Answer], float]]:
-        """Return this rank's answers and votes by the index of the problem, as a message to all ranks."""
+        """Return this rank's answers and votes by the index of the problem, as a message to all
+        ranks."""
         tags = self._config.reward.thinking_tags
         answers = [
             [
                 _answer(completion, text, None if score.failure else score, group.prompt.text, tags)
-                for completion, text, score in zip(group.completions, group.texts, group.scores, strict=True)
+                for completion, text, score in zip(
+                    group.completions, group.texts, group.scores, strict=True
+                )
             ]
             for group in groups
         ]
         majority = [vote(of_problem) for of_problem in answers]
         for number, index in enumerate(indices):
             if index >= keep:
-                answers[number] = [dataclasses.replace(answer, text=None) for answer in answers[number]]
+                answers[number] = [
+                    dataclasses.replace(answer, text=None) for answer in answers[number]
+                ]
         return dict(zip(indices, zip(answers, majority, strict=True), strict=True))
 
 
 def vote(answers: Sequence[Answer]) -> float:
-    """Return the chance that the most frequent answer is right. All right answers count as one answer, the label.
+    """Return the chance that the most frequent answer is right. All right answers count as one
+    answer, the label.
 
-    Wrong answers are equal if the texts are equal. Equally frequent answers share the chance. Empty wrong answers have
-    no vote.
+    Wrong answers are equal if the texts are equal. Equally frequent answers share the chance. Empty
+    wrong answers have no vote.
 
     Returns:
-        1, 0, or 1/m if the right answer is one of m equally frequent answers; NaN if no answer could be scored.
+        1, 0, or 1/m if the right answer is one of m equally frequent answers; NaN if no answer
+        could be scored.
     """
     scored = [(answer.extracted, answer.score.correct) for answer in answers if answer.score]
     if not scored:
@@ -231,8 +265,8 @@ def vote(answers: Sequence[Answer]) -> float:
 
 
 def temperature_of(config: Config) -> float:
-    """Return the temperature for held-out problems. The default is 0 only for a single sample, because several greedy
-    answers would all be equal."""
+    """Return the temperature for held-out problems. The default is 0 only for a single sample,
+    because several greedy answers would all be equal."""
     if config.eval.temperature is None:
         return config.rollout.temperature if config.eval.samples > 1 else 0.0
     return config.eval.temperature
@@ -245,9 +279,11 @@ def open_verifiers(
     to_close: ExitStack,
     known: Mapping[str, RewardWorkers],
 ) -> dict[str, RewardWorkers]:
-    """Return workers for every verifier of the problems, and start the workers that ``known`` lacks. Collective."""
+    """Return workers for every verifier of the problems, and start the workers that ``known``
+    lacks. Collective."""
     workers = {
-        verifier: known.get(verifier) or to_close.enter_context(closing(RewardWorkers.of(config.reward, verifier)))
+        verifier: known.get(verifier)
+        or to_close.enter_context(closing(RewardWorkers.of(config.reward, verifier)))
         for verifier in dict.fromkeys(problem.verifier for problem in problems)
     }
     for each in workers.values():
@@ -255,7 +291,9 @@ def open_verifiers(
     return workers
 
 
-def _answer(completion: Completion, text: str, score: Score | None, prompt: str, tags: Sequence[str]) -> Answer:
+def _answer(
+    completion: Completion, text: str, score: Score | None, prompt: str, tags: Sequence[str]
+) -> Answer:
     said = after_thoughts(text, prompt, tags)
     extracted = score.answer if score is not None else None
     if extracted is None:
@@ -280,7 +318,8 @@ class HeldOutScores:
     """Scores of the answers to the held-out problems."""
 
     metrics: dict[str, float]
-    """``eval/…``. With several files, each file's accuracy has the file's name, and ``eval/accuracy`` is the mean."""
+    """``eval/…``. With several files, each file's accuracy has the file's name, and
+    ``eval/accuracy`` is the mean."""
     shown: tuple[ShownAnswer, ...]
     notes: tuple[str, ...]
     """Notes for the log on failures of scoring."""
@@ -288,17 +327,21 @@ class HeldOutScores:
     """Number of answered problems by name. The interval of an accuracy depends on this number."""
 
 
-def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Config) -> HeldOutScores:
-    """Answer and score every problem. Collective. Accuracies and rewards are means over the scored answers.
+def evaluate(
+    evaluator: Evaluator, problems: Sequence[EvalProblem], config: Config
+) -> HeldOutScores:
+    """Answer and score every problem. Collective. Accuracies and rewards are means over the scored
+    answers.
 
     Args:
         evaluator: evaluator of the run.
         problems: held-out problems, file by file.
-        config: configuration of the run, with the number of answers per problem and the number of answers to return
-            for people to read.
+        config: configuration of the run, with the number of answers per problem and the number of
+            answers to return for people to read.
 
     Raises:
-        UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be scored.
+        UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be
+            scored.
     """
     of_all = config.eval.samples * len(problems)
     found = evaluator.answer(problems, keep=config.eval.show, of_all=of_all)
@@ -316,18 +359,29 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
         if name:
             metrics |= {f"eval/{key}": value for key, value in figures.items()}
         else:
-            metrics |= {f"eval/accuracy{key}": value for key, value in figures.items() if key.startswith("-")}
+            metrics |= {
+                f"eval/accuracy{key}": value
+                for key, value in figures.items()
+                if key.startswith("-")
+            }
         accuracies += [figures[name]] if name in figures else []
     groups = indices_by(problem.prompt.data_source for problem in problems)
     groups.pop("", None)
     for name, mine in groups.items() if 1 < len(groups) <= MOST_SOURCES else ():
-        correct = [_is_right(answer) for index in mine for answer in found.answers[index] if answer.score]
+        correct = [
+            _is_right(answer) for index in mine for answer in found.answers[index] if answer.score
+        ]
         metrics |= {f"eval/{BY_SOURCE}{name}": sum(correct) / len(correct)} if correct else {}
     if accuracies:  # without scored answers the accuracy is undefined, not 0
         metrics["eval/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["eval/reward"] = sum(rewards) / len(rewards)
     shown = [
-        ShownAnswer(problem.prompt.text, group[0].text or "", problem.prompt.label_text, _is_right(group[0]) == 1.0)
+        ShownAnswer(
+            problem.prompt.text,
+            group[0].text or "",
+            problem.prompt.label_text,
+            _is_right(group[0]) == 1.0,
+        )
         for problem, group in zip(problems[: config.eval.show], found.answers, strict=False)
     ]
     counts = {name: len(of) for name, of in indices.items()}
@@ -339,9 +393,14 @@ def _figures(name: str, groups: Sequence[Sequence[Answer]], votes: Floats) -> di
     correct = np.array([[_is_right(answer) for answer in group] for group in groups], np.float64)
     samples = correct.shape[1]
     truncated = [answer.finish_reason == "length" for group in groups for answer in group]
-    figures = {name: mean(per_problem_mean(correct)), f"{name}/truncated_ratio": sum(truncated) / len(truncated)}
+    figures = {
+        name: mean(per_problem_mean(correct)),
+        f"{name}/truncated_ratio": sum(truncated) / len(truncated),
+    }
     if samples > 1:
-        figures |= {f"{name}-pass@{k}": mean(pass_at(correct, k)) for k in powers_up_to(samples) if k > 1}
+        figures |= {
+            f"{name}-pass@{k}": mean(pass_at(correct, k)) for k in powers_up_to(samples) if k > 1
+        }
         figures[f"{name}-maj@{samples}"] = mean(votes)
     return {key: value for key, value in figures.items() if value == value}
 

@@ -6,22 +6,38 @@ import argparse
 import json
 from pathlib import Path
 
-MODEL = "Hugging Face directory, id on the hub, run, or checkpoint of a run (default: the model of CONFIG)"
+MODEL = (
+    "Hugging Face directory, id on the hub, run, or checkpoint of a run (default: the model "
+    "of "
+    "CONFIG)"
+)
 EVAL_FLAGS = {
     "samples": ("eval.samples", "K", "answers per problem (default: 1)"),
-    "temperature": ("eval.temperature", "T", "0: greedy (default: 0 for one sample, else rollout.temperature)"),
+    "temperature": (
+        "eval.temperature",
+        "T",
+        "0: greedy (default: 0 for one sample, else rollout.temperature)",
+    ),
     "problems": ("eval.problems", "N", "use the first N problems of each benchmark (default: all)"),
     "data": ("eval.folder", "FOLDER", "folder of the benchmarks' files"),
     "out": ("eval.out", "FOLDER", "folder for answers and scores"),
-    "against": ("eval.against", "FOLDER", "folder of an earlier evaluation, for a paired comparison"),
+    "against": (
+        "eval.against",
+        "FOLDER",
+        "folder of an earlier evaluation, for a paired comparison",
+    ),
 }
-"""Options of ``eval``: the setting that each option sets, the name of its value, and its meaning."""
+"""Options of ``eval``: the setting that each option sets, the name of its value, and its
+meaning."""
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """The options beside CONFIG and overrides."""
     parser.add_argument("--model", metavar="FOLDER", help=MODEL)
-    what = "comma-separated names; NAME=FILE for your own (default: data.eval and eval.benchmarks of CONFIG)"
+    what = (
+        "comma-separated names; NAME=FILE for your own (default: data.eval and eval.benchmarks "
+        "of CONFIG)"
+    )
     parser.add_argument("--benchmarks", metavar="NAME,…", help=what)
     for flag, (_, value, meaning) in EVAL_FLAGS.items():
         parser.add_argument(f"--{flag}", metavar=value, help=meaning)
@@ -40,7 +56,8 @@ def eval_settings(chosen: argparse.Namespace) -> tuple[list[str], list[str]]:
     ]
     if chosen.benchmarks is not None:
         after += [f"eval.benchmarks={json.dumps(chosen.benchmarks.split(','))}", "data.eval=null"]
-    # A training run's evaluations are a part of each benchmark, to be quick; this one is for its score.
+    # A training run's evaluations are a part of each benchmark, to be quick; this one is for its
+    # score.
     return ["eval.problems=null"], [*after, *(model_settings(chosen.model) if chosen.model else [])]
 
 

@@ -1,6 +1,8 @@
-"""From an evaluation's answers to its scores, to a table of them, and to what differs between two evaluations.
+"""From an evaluation's answers to its scores, to a table of them, and to what differs between two
+evaluations.
 
-Every figure has the 95% interval that resampling its problems gives. Notation: P problems, k answers to each.
+Every figure has the 95% interval that resampling its problems gives. Notation: P problems, k
+answers to each.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from megatron_dppo.rl.intervals import CONFIDENCE, Estimate, estimate
 from megatron_dppo.rl.types import Floats
 
 FEWEST = 10
-"""With fewer problems resampling says nothing about a difference: with one problem the interval is a point."""
+"""With fewer problems resampling says nothing about a difference: with one problem the interval is
+a point."""
 RESAMPLES = 4000
 SEED = 20210707
 """The seed of the resampling: the same answers have the same intervals."""
@@ -29,8 +32,8 @@ Cell = Mapping[str, float | None]
 
 
 def pass_at(correct: Floats, k: int) -> Floats:
-    """The chance that one of k answers is right, for each problem: 1 − C(n − c, k) / C(n, k) with c right ones among n
-    (Chen et al. 2021, arXiv:2107.03374), which is unbiased for every k up to n.
+    """The chance that one of k answers is right, for each problem: 1 − C(n − c, k) / C(n, k) with c
+    right ones among n (Chen et al. 2021, arXiv:2107.03374), which is unbiased for every k up to n.
 
     Args:
         correct: [P, answers], 1 or 0; not a number where scoring failed, and then none of the n.
@@ -42,7 +45,9 @@ def pass_at(correct: Floats, k: int) -> Floats:
     scored = (~np.isnan(correct)).sum(axis=1)
     right = np.nansum(correct, axis=1).astype(int)
     # Whole numbers in Python: of a thousand answers no coefficient fits in a float.
-    ways = [(comb(n, k), comb(n - c, k)) for n, c in zip(scored.tolist(), right.tolist(), strict=True)]
+    ways = [
+        (comb(n, k), comb(n - c, k)) for n, c in zip(scored.tolist(), right.tolist(), strict=True)
+    ]
     return np.array([(all_ - wrong) / all_ if all_ else np.nan for all_, wrong in ways], np.float64)
 
 
@@ -52,7 +57,8 @@ def powers_up_to(samples: int) -> list[int]:
 
 
 def per_problem_mean(values: Floats) -> Floats:
-    """Mean over the answers of each problem that could be scored. [P, k] → [P]; not a number where none could."""
+    """Mean over the answers of each problem that could be scored. [P, k] → [P]; not a number where
+    none could."""
     return _ratio(np.nansum(values, axis=1), (~np.isnan(values)).sum(axis=1))
 
 
@@ -65,8 +71,9 @@ def mean(values: Floats) -> float:
 def estimates(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
     """The mean of each column over its problems, with its 95% interval by the percentile bootstrap.
 
-    Whole problems are drawn with replacement, as many as there are, and their answers come along: answers to one
-    problem are alike, and another benchmark of the kind would have other problems. All columns see the same draws.
+    Whole problems are drawn with replacement, as many as there are, and their answers come along:
+    answers to one problem are alike, and another benchmark of the kind would have other problems.
+    All columns see the same draws.
 
     Args:
         columns: [P] each, not a number where a problem has no value.
@@ -75,22 +82,28 @@ def estimates(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
     problems = len(values)
     draws = np.random.default_rng(SEED).integers(problems, size=(RESAMPLES, problems))
     draws += np.arange(RESAMPLES)[:, None] * problems
-    times = np.bincount(draws.ravel(), minlength=RESAMPLES * problems).reshape(RESAMPLES, problems).astype(np.float64)
+    times = (
+        np.bincount(draws.ravel(), minlength=RESAMPLES * problems)
+        .reshape(RESAMPLES, problems)
+        .astype(np.float64)
+    )
     known = ~np.isnan(values)
     means = _ratio(times @ np.where(known, values, 0.0), times @ known)
     return {name: estimate(mean(values[:, i]), means[:, i]) for i, name in enumerate(columns)}
 
 
 def difference(mine: Floats, theirs: Floats) -> Estimate:
-    """Mean of ``mine − theirs``, paired problem by problem, with its interval: how hard a problem is cancels out."""
+    """Mean of ``mine − theirs``, paired problem by problem, with its interval: how hard a problem
+    is cancels out."""
     return estimates({"difference": mine - theirs})["difference"]
 
 
 def share_bounds(found: Estimate, problems: int) -> Estimate:
-    """The interval of a share, also where every problem has 0 or every problem has 1, and resampling gives a point.
+    """The interval of a share, also where every problem has 0 or every problem has 1, and
+    resampling gives a point.
 
-    The bound is then the exact binomial one: if more than a share s of all problems were otherwise, P drawn problems
-    would all agree with a probability below (1 − s)^P.
+    The bound is then the exact binomial one: if more than a share s of all problems were otherwise,
+    P drawn problems would all agree with a probability below (1 − s)^P.
     """
     reach = 1.0 - ((1.0 - CONFIDENCE) / 2) ** (1.0 / max(problems, 1))
     if found.low == found.high == 0.0:
@@ -105,7 +118,9 @@ def by_benchmark(rows: Sequence[AnswerRow]) -> dict[str, list[list[AnswerRow]]]:
     found: dict[str, dict[int, list[AnswerRow]]] = {}
     for row in rows:
         found.setdefault(row["benchmark"], {}).setdefault(row["problem"], []).append(row)
-    return {name: [problems[number] for number in sorted(problems)] for name, problems in found.items()}
+    return {
+        name: [problems[number] for number in sorted(problems)] for name, problems in found.items()
+    }
 
 
 def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
@@ -122,7 +137,9 @@ def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
         "majority": _column(problems, "majority")[:, 0],
         "mean_reward": per_problem_mean(_column(problems, "reward")),
         "mean_length": _column(problems, "tokens").mean(axis=1),
-        "truncated": np.array([[row["finish"] == "length" for row in of] for of in problems], np.float64).mean(axis=1),
+        "truncated": np.array(
+            [[row["finish"] == "length" for row in of] for of in problems], np.float64
+        ).mean(axis=1),
     }
     found = {
         name: _cell(each if name.startswith("mean_") else share_bounds(each, len(problems)))
@@ -156,7 +173,8 @@ def table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> list[str
 
 
 def compare(rows: Sequence[AnswerRow], others: Sequence[AnswerRow], *, against: str) -> list[str]:
-    """Differences between two evaluations on shared problems, paired problem by problem, as lines of text.
+    """Differences between two evaluations on shared problems, paired problem by problem, as lines
+    of text.
 
     Args:
         rows, others: of ``answers.jsonl``.
@@ -171,13 +189,19 @@ def compare(rows: Sequence[AnswerRow], others: Sequence[AnswerRow], *, against: 
     for name in mine:
         pairs = _pairs(name, mine[name], theirs.get(name, []), against)
         if pairs:
-            found = difference(*(per_problem_mean(_column(side, "correct")) for side in zip(*pairs, strict=True)))
+            found = difference(
+                *(per_problem_mean(_column(side, "correct")) for side in zip(*pairs, strict=True))
+            )
             verdict = "differs" if found.low > 0.0 or found.high < 0.0 else "no difference shown"
             verdict = verdict if len(pairs) >= FEWEST else "too few problems to say"
             low, value, high = (f"{100 * x:+.1f}" for x in (found.low, found.value, found.high))
-            lines.append(f"{name:<{width}}  {len(pairs):>5} problems  {value} [{low}, {high}]  {verdict}")
+            lines.append(
+                f"{name:<{width}}  {len(pairs):>5} problems  {value} [{low}, {high}]  {verdict}"
+            )
     if len(lines) == 1:
-        raise UserError("eval.against", against, "shares no problem with this evaluation", "Name another folder")
+        raise UserError(
+            "eval.against", against, "shares no problem with this evaluation", "Name another folder"
+        )
     return lines
 
 
@@ -187,25 +211,38 @@ def compare_folders(folder: Path, against: Path) -> list[str]:
     Raises:
         UserError: as ``compare``, and if one of them is not finished.
     """
-    return compare(read_finished(folder, "--out"), read_finished(against, "--against"), against=str(against))
+    return compare(
+        read_finished(folder, "--out"), read_finished(against, "--against"), against=str(against)
+    )
 
 
 def _pairs(
-    name: str, mine: Sequence[Sequence[AnswerRow]], theirs: Sequence[Sequence[AnswerRow]], against: str
+    name: str,
+    mine: Sequence[Sequence[AnswerRow]],
+    theirs: Sequence[Sequence[AnswerRow]],
+    against: str,
 ) -> list[tuple[Sequence[AnswerRow], Sequence[AnswerRow]]]:
     known = {of[0]["problem"]: of for of in theirs}
     pairs = [(of, known[of[0]["problem"]]) for of in mine if of[0]["problem"] in known]
     for one, other in pairs:
         if one[0]["label"] != other[0]["label"]:
             place = f"problem {one[0]['problem']} of {name}"
-            problem = f"has the answer {other[0]['label']!r:.60} for {place}, and here it is {one[0]['label']!r:.60}"
-            raise UserError("eval.against", against, problem, "Compare evaluations on the same files")
+            problem = (
+                f"has the answer {other[0]['label']!r:.60} for {place}, and here it is "
+                f"{one[0]['label']!r:.60}"
+            )
+            raise UserError(
+                "eval.against", against, problem, "Compare evaluations on the same files"
+            )
     return pairs
 
 
 def _column(problems: Sequence[Sequence[AnswerRow]], key: str) -> Floats:
-    """[P, k], not a number where a row has null. Where two evaluations have different k, each has its own."""
-    return np.array([[np.nan if row[key] is None else row[key] for row in of] for of in problems], np.float64)
+    """[P, k], not a number where a row has null. Where two evaluations have different k, each has
+    its own."""
+    return np.array(
+        [[np.nan if row[key] is None else row[key] for row in of] for of in problems], np.float64
+    )
 
 
 def _ratio(sums: Floats, counts: Floats) -> Floats:

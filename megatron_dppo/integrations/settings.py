@@ -12,11 +12,13 @@ from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
-    """Which completions are trained on. ``Pruning(budget=0.5)`` trains on half of a batch's tokens."""
+    """Which completions are trained on. ``Pruning(budget=0.5)`` trains on half of a batch's
+    tokens."""
 
     budget: float | Literal["auto"] = 0.5
-    """Fraction of the tokens, prompts included, that is trained on. Under ``threshold`` it is the probability of the
-    low-scored completions. ``auto``, for ``neyman``: the fraction of least variance × tokens, for each batch."""
+    """Fraction of the tokens, prompts included, that is trained on. Under ``threshold`` it is the
+    probability of the low-scored completions. ``auto``, for ``neyman``: the fraction of least
+    variance × tokens, for each batch."""
     rule: str = "neyman"
     """Unbiased rule in ``COMPLETION_RULES``."""
     max_weight: float = 10.0
@@ -38,7 +40,16 @@ class Pruning:
         if self.budget == "auto" and self.rule != "neyman":
             remedy = "Give a fraction, or rule='neyman'"
             raise UserError("pruning.budget", "auto", "is for neyman alone", remedy)
-        if self.budget != "auto" and not (isinstance(self.budget, int | float) and 0.0 < self.budget <= 1.0):
-            raise UserError("pruning.budget", self.budget, "is no fraction", "Give more than 0, at most 1, or 'auto'")
+        if self.budget != "auto" and not (
+            isinstance(self.budget, int | float) and 0.0 < self.budget <= 1.0
+        ):
+            raise UserError(
+                "pruning.budget",
+                self.budget,
+                "is no fraction",
+                "Give more than 0, at most 1, or 'auto'",
+            )
         if not (isinstance(self.max_weight, int | float) and 1.0 <= self.max_weight < math.inf):
-            raise UserError("pruning.max_weight", self.max_weight, "is below 1", "Give a number from 1 on")
+            raise UserError(
+                "pruning.max_weight", self.max_weight, "is below 1", "Give a number from 1 on"
+            )

@@ -1,9 +1,11 @@
 """Pruning of completions in TRL's ``GRPOTrainer``; tested with TRL 1.16.0.
 
-    trainer = PrunedGRPOTrainer(pruning=Pruning(budget=0.5), model=…, reward_funcs=…, args=GRPOConfig(…), …)
+    trainer = PrunedGRPOTrainer(pruning=Pruning(budget=0.5), model=…, reward_funcs=…,
+    args=GRPOConfig(…), …)
 
-Generation, rewards and advantages are TRL's own. Each optimizer step then draws the completions that it trains on, and
-weights their losses so that the expected gradient is TRL's gradient of the whole batch (arXiv:2603.04135).
+Generation, rewards and advantages are TRL's own. Each optimizer step then draws the completions
+that it trains on, and weights their losses so that the expected gradient is TRL's gradient of the
+whole batch (arXiv:2603.04135).
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ DIVIDED_BY_TOKENS = frozenset({"dapo", "cispo", "vespo"})
 MEANS_OVER_TOKENS = frozenset({"grpo", "sapo"})
 """Losses in which a row counts the mean of its tokens. In all others it counts their sum."""
 SKIPS_PASSES = frozenset({DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
-"""Ways of distributing a model under which a rank may leave out a forward pass before the last one of a step. Under
-others, every micro-batch has a pass, over fewer rows."""
+"""Ways of distributing a model under which a rank may leave out a forward pass before the last one
+of a step. Under others, every micro-batch has a pass, over fewer rows."""
 MOST_ROUNDING = 0.01
 """Advantages from here on are trained on, even if they could be rounding."""
 DEFAULT = Pruning()
@@ -58,15 +60,18 @@ class Row:
 
 
 class PrunedGRPOTrainer(GRPOTrainer):
-    """``GRPOTrainer`` that trains on a part of the completions, for which the gradient stays unbiased.
+    """``GRPOTrainer`` that trains on a part of the completions, for which the gradient stays
+    unbiased.
 
-    It prunes a subclass of ``GRPOTrainer`` as well: ``class Mine(PrunedGRPOTrainer, YourTrainer): pass``.
+    It prunes a subclass of ``GRPOTrainer`` as well: ``class Mine(PrunedGRPOTrainer, YourTrainer):
+    pass``.
 
     Args:
         pruning: see :class:`Pruning`. All other arguments are the trainer's.
 
     Raises:
-        UserError: a setting of ``GRPOConfig`` has a term that no weight of completions keeps unbiased.
+        UserError: a setting of ``GRPOConfig`` has a term that no weight of completions keeps
+            unbiased.
     """
 
     beta: float
@@ -79,7 +84,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
         "importance_sampling_ratio": 1.0,
         "tool_mask": 1,
     }
-    """Inputs of [B, tokens of completions] or [B, 1] with their padding. A subclass with more of these adds to it."""
+    """Inputs of [B, tokens of completions] or [B, 1] with their padding. A subclass with more of
+    these adds to it."""
 
     def __init__(self, *args: Any, pruning: Pruning = DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,7 +106,9 @@ class PrunedGRPOTrainer(GRPOTrainer):
         if self.model.training:
             weighted = rewards * self.reward_weights.to(rewards.device)
             divisors = {"group": 1e-4, "batch": 1e-4 + float(weighted.nansum(dim=1).std())}
-            self._rounding = largest_rounding(weighted, self.num_generations, divisors.get(self.scale_rewards, 1.0))
+            self._rounding = largest_rounding(
+                weighted, self.num_generations, divisors.get(self.scale_rewards, 1.0)
+            )
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -109,17 +117,31 @@ class PrunedGRPOTrainer(GRPOTrainer):
             self._refuse_unknown(batch)
             self._candidates = self._gather_candidates(batch)
             rows = len(batch["advantages"])
-            batch["row"] = torch.arange(rows, device=batch["advantages"].device) + self.accelerator.process_index * rows
+            batch["row"] = (
+                torch.arange(rows, device=batch["advantages"].device)
+                + self.accelerator.process_index * rows
+            )
         return batch
 
     def _refuse_unknown(self, batch: Mapping[str, Any]) -> None:
-        known = {"prompt_ids", "prompt_mask", "completion_ids", "advantages", *self.completion_inputs}
+        known = {
+            "prompt_ids",
+            "prompt_mask",
+            "completion_ids",
+            "advantages",
+            *self.completion_inputs,
+        }
         if batch["advantages"].ndim != 1:
             shape = tuple(batch["advantages"].shape)
-            raise UserError("advantages", shape, "a completion has several", "return one for each completion")
+            raise UserError(
+                "advantages", shape, "a completion has several", "return one for each completion"
+            )
         for name, value in batch.items():
             if name not in known and not (isinstance(value, torch.Tensor) and value.ndim == 0):
-                remedy = "train on text alone, or add tensors of [rows, tokens] to completion_inputs in a subclass"
+                remedy = (
+                    "train on text alone, or add tensors of [rows, tokens] to "
+                    "completion_inputs in a subclass"
+                )
                 raise UserError("inputs", name, "rows of this input cannot be cut", remedy)
 
     def _gather_candidates(self, batch: Mapping[str, torch.Tensor]) -> CompletionCandidates:
@@ -129,15 +151,27 @@ class PrunedGRPOTrainer(GRPOTrainer):
         norm = torch.ones_like(batch["advantages"])
         if logprobs is not None:
             norm = (torch.expm1(logprobs.float().nan_to_num(0.0)) * mask).norm(dim=1)
-        counts = (batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1), mask.sum(dim=1))
+        counts = (
+            batch["prompt_mask"].sum(dim=1),
+            batch["completion_mask"].sum(dim=1),
+            mask.sum(dim=1),
+        )
         local = torch.stack([each.float() for each in (batch["advantages"], norm, *counts)], dim=1)
-        gathered = self.accelerator.gather(local).double().cpu().numpy().reshape(-1, self.num_generations, 5)
+        gathered = (
+            self.accelerator.gather(local)
+            .double()
+            .cpu()
+            .numpy()
+            .reshape(-1, self.num_generations, 5)
+        )
         advantage, norms, prompts, completions, tokens = np.moveaxis(gathered, -1, 0)
         self._generated = float(completions.sum())
         flat = np.abs(advantage).max(axis=1, keepdims=True) <= self._rounding.cpu().numpy()[:, None]
         return CompletionCandidates(
             advantage=advantage,
-            score=np.abs(advantage) * norms / (np.maximum(tokens, 1.0) if self.loss_type in MEANS_OVER_TOKENS else 1.0),
+            score=np.abs(advantage)
+            * norms
+            / (np.maximum(tokens, 1.0) if self.loss_type in MEANS_OVER_TOKENS else 1.0),
             cost=prompts + completions,
             floor=np.full_like(tokens, 1.0 / self.pruning.max_weight),
             zero_advantage=(tokens == 0.0) | ((flat | (advantage == 0.0)) & (self.beta == 0.0)),
@@ -147,7 +181,10 @@ class PrunedGRPOTrainer(GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return inputs
-        if self._drawn_at != self.state.global_step or self._passed == self.current_gradient_accumulation_steps:
+        if (
+            self._drawn_at != self.state.global_step
+            or self._passed == self.current_gradient_accumulation_steps
+        ):
             self._drawn_at, self._draws, self._passed = self.state.global_step, 0, 0
         if not self._pruned:
             position = self._step % self.args.steps_per_generation
@@ -159,27 +196,40 @@ class PrunedGRPOTrainer(GRPOTrainer):
     def _prune(self, window: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Draw from the micro-batches that one optimizer step takes from one generation batch.
 
-        The draw is over the whole generation batch, with a random number of its own for each step, since a draw that
-        decided over the last step's weights as well would not be independent of the parameters.
+        The draw is over the whole generation batch, with a random number of its own for each step,
+        since a draw that decided over the last step's weights as well would not be independent of
+        the parameters.
 
         Returns:
-            As many micro-batches, the empty ones first. Those of all ranks have as many rows each, since TRL's metrics
-            gather them; rows of weight 0 fill them up.
+            As many micro-batches, the empty ones first. Those of all ranks have as many rows each,
+            since TRL's metrics gather them; rows of weight 0 fill them up.
         """
         weights = self._draw()
         rows = [row for batch in window for row in self._rows(batch, weights)]
         mine, most = self._levelled([row for row in rows if row.weight > 0.0])
         size = len(rows) / len(window)
-        passes = max(1, math.ceil(most / size)) if self.accelerator.distributed_type in SKIPS_PASSES else len(window)
+        passes = (
+            max(1, math.ceil(most / size))
+            if self.accelerator.distributed_type in SKIPS_PASSES
+            else len(window)
+        )
         filler = Row(min(rows, key=len).inputs, weight=0.0)
         mine = sorted(mine + [filler] * (max(most, passes) - len(mine)), key=len)
-        chunks = [mine[len(mine) * i // passes : len(mine) * (i + 1) // passes] for i in range(passes)]
+        chunks = [
+            mine[len(mine) * i // passes : len(mine) * (i + 1) // passes] for i in range(passes)
+        ]
         shared = {name: value for name, value in window[0].items() if value.ndim == 0}
-        return [{}] * (len(window) - passes) + [shared | self._padded(chunk, size) for chunk in chunks]
+        return [{}] * (len(window) - passes) + [
+            shared | self._padded(chunk, size) for chunk in chunks
+        ]
 
     def _draw(self) -> list[float]:
-        """[completions of all ranks], weights; 0 for those that are not trained on. All ranks have those of rank 0."""
-        candidates, seed = self._candidates, (self.pruning.seed, self.state.global_step, self._draws)
+        """[completions of all ranks], weights; 0 for those that are not trained on. All ranks have
+        those of rank 0."""
+        candidates, seed = (
+            self._candidates,
+            (self.pruning.seed, self.state.global_step, self._draws),
+        )
         (mask, weights), inclusion = draw_from(
             candidates,
             self.pruning.budget,
@@ -189,29 +239,46 @@ class PrunedGRPOTrainer(GRPOTrainer):
         )
         self._draws += 1
         squares, live = candidates.score**2, inclusion > 0.0
-        noise = (squares[live] / inclusion[live]).sum() / squares[live].sum() if squares[live].any() else 1.0
+        noise = (
+            (squares[live] / inclusion[live]).sum() / squares[live].sum()
+            if squares[live].any()
+            else 1.0
+        )
         self._metrics["train"]["pruning/kept"].append(float(mask.mean()))
-        self._metrics["train"]["pruning/kept_tokens"].append(float(candidates.cost[mask].sum() / candidates.cost.sum()))
+        self._metrics["train"]["pruning/kept_tokens"].append(
+            float(candidates.cost[mask].sum() / candidates.cost.sum())
+        )
         self._metrics["train"]["pruning/variance_inflation"].append(float(noise))
-        drawn: list[float] = broadcast(torch.from_numpy(weights).flatten().to(self.accelerator.device)).tolist()
+        drawn: list[float] = broadcast(
+            torch.from_numpy(weights).flatten().to(self.accelerator.device)
+        ).tolist()
         return drawn
 
     def _rows(self, batch: Mapping[str, torch.Tensor], weights: Sequence[float]) -> Iterator[Row]:
         rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None) is not None
         width = batch["prompt_mask"].size(1)
-        prompts = batch["prompt_mask"].sum(dim=1).tolist() if rotary else [width] * len(batch["row"])
+        prompts = (
+            batch["prompt_mask"].sum(dim=1).tolist() if rotary else [width] * len(batch["row"])
+        )
         completions = batch["completion_mask"].sum(dim=1).clamp(min=1).tolist()
-        for i, (place, prompt, completion) in enumerate(zip(batch["row"].tolist(), prompts, completions, strict=True)):
-            inputs = {name: batch[name][i, width - prompt :] for name in ("prompt_ids", "prompt_mask")}
+        for i, (place, prompt, completion) in enumerate(
+            zip(batch["row"].tolist(), prompts, completions, strict=True)
+        ):
+            inputs = {
+                name: batch[name][i, width - prompt :] for name in ("prompt_ids", "prompt_mask")
+            }
             for name in ("completion_ids", *self.completion_inputs):
                 if name in batch:
                     inputs[name] = batch[name][i, :completion]
             yield Row(inputs | {"advantages": batch["advantages"][i]}, weights[place])
 
     def _levelled(self, kept: list[Row]) -> tuple[list[Row], int]:
-        """Move rows between ranks until their numbers differ by at most one; and the largest number of a rank."""
+        """Move rows between ranks until their numbers differ by at most one; and the largest number
+        of a rank."""
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        counts = self.accelerator.gather(torch.tensor([len(kept)], device=self.accelerator.device)).tolist()
+        counts = self.accelerator.gather(
+            torch.tensor([len(kept)], device=self.accelerator.device)
+        ).tolist()
         total = sum(counts)
         quotas = [(total + ranks - 1 - each) // ranks for each in range(ranks)]
         if counts != quotas:
@@ -224,10 +291,18 @@ class PrunedGRPOTrainer(GRPOTrainer):
     def _padded(self, rows: Sequence[Row], size: float) -> dict[str, torch.Tensor]:
         """A micro-batch of rows. ``size`` is the number that TRL would have divided by."""
         pad_id = self._tokenizer.pad_token_id
-        fill = {"prompt_ids": pad_id, "prompt_mask": 0, "completion_ids": pad_id, **self.completion_inputs}
+        fill = {
+            "prompt_ids": pad_id,
+            "prompt_mask": 0,
+            "completion_ids": pad_id,
+            **self.completion_inputs,
+        }
         batch = {}
         for name in rows[0].inputs.keys() & fill.keys():
-            values, side = [row.inputs[name] for row in rows], "left" if name.startswith("prompt") else "right"
+            values, side = (
+                [row.inputs[name] for row in rows],
+                "left" if name.startswith("prompt") else "right",
+            )
             whole = max(map(len, values)) > 1  # [1] is of the completion, not of a token
             batch[name] = pad(values, fill[name], side, self.pad_to_multiple_of if whole else None)
         advantages = torch.stack([row.inputs["advantages"] for row in rows])
@@ -236,14 +311,17 @@ class PrunedGRPOTrainer(GRPOTrainer):
         batch["advantages"] = advantages * batch["weight"]
         return batch
 
-    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if not inputs:
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         loss: torch.Tensor = super().compute_loss(model, inputs, *args, **kwargs)
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Policy terms are proportional to the advantages, which have the weight. The KL term takes it here."""
+        """Policy terms are proportional to the advantages, which have the weight. The KL term takes
+        it here."""
         beta = self.beta
         if beta and "weight" in inputs:
             self.beta = _OfEachRow(beta, inputs["weight"])
@@ -257,9 +335,9 @@ class PrunedGRPOTrainer(GRPOTrainer):
 def largest_rounding(rewards: torch.Tensor, samples: int, divisor: float) -> torch.Tensor:
     """Return the largest |A| that rounding alone gives to a group of equal rewards.
 
-    The mean of G equal rewards r in fp32 has an error of at most G·u·|r|, with u = 2⁻²⁴. TRL divides r − mean by
-    ``divisor``, hence |A| ≤ G·u·|r| / divisor. ``MOST_ROUNDING`` bounds the result, since large rewards over a
-    small divisor would drop real advantages.
+    The mean of G equal rewards r in fp32 has an error of at most G·u·|r|, with u = 2⁻²⁴. TRL
+    divides r − mean by ``divisor``, hence |A| ≤ G·u·|r| / divisor. ``MOST_ROUNDING`` bounds the
+    result, since large rewards over a small divisor would drop real advantages.
 
     Args:
         rewards: [Q·G, functions], weighted; NaN where a function returned None.
@@ -304,8 +382,20 @@ def _refuse_biased_terms(trainer: Any) -> None:
             "the quantile would be that of the completions kept",
             "set it to 1.0",
         ),
-        ("entropy_coef", args.entropy_coef, args.entropy_coef != 0.0, f"the bonus {own}", "set it to 0.0"),
-        ("use_adaptive_entropy", True, args.use_adaptive_entropy, f"the bonus {own}", "set it to False"),
+        (
+            "entropy_coef",
+            args.entropy_coef,
+            args.entropy_coef != 0.0,
+            f"the bonus {own}",
+            "set it to 0.0",
+        ),
+        (
+            "use_adaptive_entropy",
+            True,
+            args.use_adaptive_entropy,
+            f"the bonus {own}",
+            "set it to False",
+        ),
         (
             "router_aux_loss_coef",
             trainer.router_aux_loss_coef,
@@ -315,4 +405,6 @@ def _refuse_biased_terms(trainer: Any) -> None:
         ),
     ):
         if biased:
-            raise UserError(setting, value, f"under pruning the gradient would be biased: {problem}", remedy)
+            raise UserError(
+                setting, value, f"under pruning the gradient would be biased: {problem}", remedy
+            )

@@ -1,4 +1,5 @@
-"""Pruning of completions in verl 0.9: the actor trains on a weighted random part of each step's batch.
+"""Pruning of completions in verl 0.9: the actor trains on a weighted random part of each step's
+batch.
 
 verl imports the modules that an environment variable names; this one registers its trainers under
 ``trainer.v1.trainer_mode``, as ``pruned_`` and the name of verl's own::
@@ -6,9 +7,10 @@ verl imports the modules that an environment variable names; this one registers 
     VERL_USE_EXTERNAL_MODULES=megatron_dppo.integrations.verl python -m verl.trainer.main_ppo \\
         trainer.v1.trainer_mode=pruned_sync +pruning.budget=0.5 ...
 
-The draw comes between verl's ``_compute_advantage`` and its ``_update_actor``. The weight of a row multiplies its
-advantages, to which the losses in ``PROPORTIONAL`` are proportional. Mini-batches shrink, and the divisor
-``global_batch_size`` stays. Log-probabilities and metrics are still those of the whole batch.
+The draw comes between verl's ``_compute_advantage`` and its ``_update_actor``. The weight of a row
+multiplies its advantages, to which the losses in ``PROPORTIONAL`` are proportional. Mini-batches
+shrink, and the divisor ``global_batch_size`` stays. Log-probabilities and metrics are still those
+of the whole batch.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from megatron_dppo.rl.pruning import prune
 from megatron_dppo.rl.types import Floats, Ints
 
 PROPORTIONAL = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "bypass_mode")
-"""Values of ``policy_loss.loss_mode`` whose loss of a row is proportional to its advantages and reads no other row."""
+"""Values of ``policy_loss.loss_mode`` whose loss of a row is proportional to its advantages and
+reads no other row."""
 
 
 class Rows(NamedTuple):
@@ -67,7 +70,8 @@ class Rows(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Rows that are sent to the actor: of each rank the rows of all its mini-batches, as verl splits them."""
+    """Rows that are sent to the actor: of each rank the rows of all its mini-batches, as verl
+    splits them."""
 
     order: Ints
     """[n], places in the batch."""
@@ -81,9 +85,10 @@ class Draw(NamedTuple):
 def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: list[int]) -> Draw:
     """Draw the rows of a step.
 
-    A row stays in its mini-batch. Each mini-batch has a draw of its own, because earlier draws have moved the
-    parameters, and a draw must be independent of the parameters. All mini-batches get as many rows as the largest
-    requires: the shortest rows that were not drawn fill up the others, with the weight 0.
+    A row stays in its mini-batch. Each mini-batch has a draw of its own, because earlier draws have
+    moved the parameters, and a draw must be independent of the parameters. All mini-batches get as
+    many rows as the largest requires: the shortest rows that were not drawn fill up the others,
+    with the weight 0.
 
     Args:
         rows: of the whole batch, which verl has balanced over its ranks.
@@ -93,7 +98,9 @@ def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: 
         step: seeds of the draw.
     """
     actor, samples = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    aggregation = "seq-mean-token-mean" if actor.policy_loss.loss_mode == "sapo" else actor.loss_agg_mode
+    aggregation = (
+        "seq-mean-token-mean" if actor.policy_loss.loss_mode == "sapo" else actor.loss_agg_mode
+    )
     mask = rows.mask.bool()
     lengths = np.maximum(mask.sum(1).numpy(), 1)
     masked = torch.where(mask, rows.advantages, 0.0).double()
@@ -102,7 +109,9 @@ def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: 
     _, groups = np.unique(rows.groups, return_inverse=True)
 
     whole = actor.ppo_mini_batch_size * samples
-    mini_batches = np.arange(len(lengths)).reshape(ranks, -1, whole // ranks).swapaxes(0, 1).reshape(-1, whole)
+    mini_batches = (
+        np.arange(len(lengths)).reshape(ranks, -1, whole // ranks).swapaxes(0, 1).reshape(-1, whole)
+    )
     weights = np.zeros(len(lengths))
     for number, members in enumerate(mini_batches):
         # Neighbours are seldom kept together: this order spreads the draw over prompts.
@@ -111,7 +120,10 @@ def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: 
         kept = prune(
             lengths[column],
             np.zeros(column.shape),
-            [[rows.logprobs[row][mask[row]].double().numpy() if mask[row].any() else [0.0]] for row in members],
+            [
+                [rows.logprobs[row][mask[row]].double().numpy() if mask[row].any() else [0.0]]
+                for row in members
+            ],
             pruning.budget,
             advantages=advantages[column],
             prompt_lengths=(rows.tokens - lengths)[members],
@@ -135,7 +147,9 @@ def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: 
         sent = members[np.lexsort((rows.tokens[members], weights[members] == 0.0))][:mini_batch]
         if aggregation == "token-mean":  # divides by the tokens that it is sent
             weights[sent] *= rows.counted[sent].sum() / rows.counted[members].sum()
-        shares = get_seqlen_balanced_partitions(rows.tokens[sent].tolist(), k_partitions=ranks, equal_size=True)
+        shares = get_seqlen_balanced_partitions(
+            rows.tokens[sent].tolist(), k_partitions=ranks, equal_size=True
+        )
         parts.append([sent[share] for share in shares])
     order = np.concatenate([part[rank] for rank in range(ranks) for part in parts])
     return Draw(order, weights[order], mini_batch, metrics)
@@ -144,7 +158,11 @@ def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: 
 def _rows_multiple(actor: DictConfig) -> int:
     """What a rank's number of rows in a mini-batch has to be a multiple of."""
     megatron = actor.get("megatron") or {}
-    stages = megatron["pipeline_model_parallel_size"] if megatron.get("virtual_pipeline_model_parallel_size") else 1
+    stages = (
+        megatron["pipeline_model_parallel_size"]
+        if megatron.get("virtual_pipeline_model_parallel_size")
+        else 1
+    )
     return int(stages * (1 if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu))
 
 
@@ -152,37 +170,60 @@ def pruning_settings(config: DictConfig) -> Pruning:
     """Read ``pruning`` from verl's configuration.
 
     Raises:
-        UserError: a setting of ``pruning`` is wrong, or one of verl's makes the gradient of a pruned batch biased.
+        UserError: a setting of ``pruning`` is wrong, or one of verl's makes the gradient of a
+            pruned batch biased.
     """
     given, known = dict(config.get("pruning") or {}), [field.name for field in fields(Pruning)]
     for name in given:
         if name not in known:
-            raise UserError(f"pruning.{name}", given[name], "is no setting", f"Choose from {', '.join(known)}")
+            raise UserError(
+                f"pruning.{name}", given[name], "is no setting", f"Choose from {', '.join(known)}"
+            )
     pruning = Pruning(**given)
-    actor, algorithm, model = config.actor_rollout_ref.actor, config.algorithm, config.actor_rollout_ref.model
+    actor, algorithm, model = (
+        config.actor_rollout_ref.actor,
+        config.algorithm,
+        config.actor_rollout_ref.model,
+    )
     mode = actor.policy_loss.loss_mode
-    corrections = [section.get("rollout_correction") or {} for section in (algorithm, actor.policy_loss)]
+    corrections = [
+        section.get("rollout_correction") or {} for section in (algorithm, actor.policy_loss)
+    ]
     bypassed = mode == "bypass_mode" or corrections[0].get("bypass_mode")
-    normalised = bypassed and any(correction.get("rollout_is_batch_normalize") for correction in corrections)
+    normalised = bypassed and any(
+        correction.get("rollout_is_batch_normalize") for correction in corrections
+    )
     unscaled = actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None
     its_term = "adds a term to the loss that no weight reaches"
     refused = [
-        (pruning.rule != "neyman", "pruning.rule", pruning.rule, "is not available here", "Set it to neyman"),
+        (pruning.rule != "neyman", "pruning.rule", pruning.rule, "is not available here",
+        "Set it to neyman"),
         (need_critic(config), "algorithm.adv_estimator", algorithm.adv_estimator,
-         "trains a critic, which is not pruned", "Choose an estimator without a critic, such as grpo"),
-        (actor.use_kl_loss, "actor.use_kl_loss", True, its_term, "Set algorithm.use_kl_in_reward=true in its place"),
-        (actor.entropy_coeff != 0.0, "actor.entropy_coeff", actor.entropy_coeff, its_term, "Set it to 0"),
-        ((config.get("distillation") or {}).get("enabled"), "distillation.enabled", True, its_term, "Set it to false"),
-        ((model.get("mtp") or {}).get("enable_train"), "model.mtp.enable_train", True, its_term, "Set it to false"),
-        (mode not in PROPORTIONAL, "actor.policy_loss.loss_mode", mode, "is not known to be proportional to advantages",
+         "trains a critic, which is not pruned", "Choose an estimator without a critic, such as "
+                                                 "grpo"),
+        (actor.use_kl_loss, "actor.use_kl_loss", True, its_term, "Set "
+                                                                 "algorithm.use_kl_in_reward=true "
+                                                                 "in its place"),
+        (actor.entropy_coeff != 0.0, "actor.entropy_coeff", actor.entropy_coeff, its_term,
+        "Set it to 0"),
+        ((config.get("distillation") or {}).get("enabled"), "distillation.enabled", True, its_term,
+        "Set it to false"),
+        ((model.get("mtp") or {}).get("enable_train"), "model.mtp.enable_train", True, its_term,
+        "Set it to false"),
+        (mode not in PROPORTIONAL, "actor.policy_loss.loss_mode", mode, "is not known to be "
+                                                                        "proportional to "
+                                                                        "advantages",
          f"Choose from {', '.join(PROPORTIONAL)}"),
         (normalised, "rollout_correction.rollout_is_batch_normalize", True,
          "normalises over a micro-batch, whose rows are drawn", "Set it to false"),
-        (unscaled, "actor.loss_scale_factor", None, "divides by the longest response of a micro-batch",
+        (unscaled, "actor.loss_scale_factor", None, "divides by the longest response of a "
+                                                    "micro-batch",
          "Set it to data.max_response_length"),
-        (actor.ppo_epochs != 1, "actor.ppo_epochs", actor.ppo_epochs, "trains several times on one draw",
+        (actor.ppo_epochs != 1, "actor.ppo_epochs", actor.ppo_epochs, "trains several times on one "
+                                                                      "draw",
          "Set it to 1, and actor.ppo_mini_batch_size lower for more updates"),
-        (actor.shuffle, "actor.shuffle", True, "moves rows to other mini-batches after the draw", "Set it to false"),
+        (actor.shuffle, "actor.shuffle", True, "moves rows to other mini-batches after the draw",
+        "Set it to false"),
     ]  # fmt: skip
     for wrong, setting, value, problem, remedy in refused:
         if wrong:
@@ -192,7 +233,8 @@ def pruning_settings(config: DictConfig) -> Pruning:
 
 @contextmanager
 def _smaller_mini_batches(workers: Any, rows: int) -> Iterator[None]:
-    """Have the actor's workers take ``rows`` rows a mini-batch: verl's ``_update_actor`` names the number itself."""
+    """Have the actor's workers take ``rows`` rows a mini-batch: verl's ``_update_actor`` names the
+    number itself."""
     update = workers.update_actor
 
     def update_with(batch: Any) -> Any:
@@ -211,7 +253,9 @@ def _smaller_mini_batches(workers: Any, rows: int) -> Iterator[None]:
 
 def _ranks(workers: Any) -> int:
     """Data-parallel size of the actor."""
-    return int(max(workers._dispatch_info.get("actor") or workers._query_dispatch_info("actor"))) + 1
+    return (
+        int(max(workers._dispatch_info.get("actor") or workers._query_dispatch_info("actor"))) + 1
+    )
 
 
 class PrunedTrainer(PPOTrainer):
@@ -229,7 +273,9 @@ class PrunedTrainer(PPOTrainer):
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         names = ["uid", "response_mask", "loss_mask", "advantages", "old_log_probs"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=names
+        )
         groups, advantages = data.pop("uid").tolist(), data["advantages"].unbind()
         padded = data.to_padded_tensor()
         rows = Rows(
@@ -245,7 +291,9 @@ class PrunedTrainer(PPOTrainer):
         metrics.update(drawn.metrics)
         sent = batch.select_keys([batch.keys[row] for row in drawn.order])
         own = [advantages[row] for row in drawn.order]
-        _put_advantages(sent, [row * weight for row, weight in zip(own, drawn.weights.tolist(), strict=True)])
+        _put_advantages(
+            sent, [row * weight for row, weight in zip(own, drawn.weights.tolist(), strict=True)]
+        )
         with _smaller_mini_batches(workers, drawn.mini_batch):
             super()._update_actor(sent, metrics)
         _put_advantages(sent, own)  # verl's metrics read them
@@ -274,7 +322,8 @@ class PrunedPPOTrainerSeparateAsync(PrunedTrainer, PPOTrainerSeparateAsync):
 
 
 class PrunedRayPPOTrainer(RayPPOTrainer):
-    """verl's legacy trainer (``trainer.use_v1=false``), which no setting can name: a script has to construct it."""
+    """verl's legacy trainer (``trainer.use_v1=false``), which no setting can name: a script has to
+    construct it."""
 
     def __init__(self, config: DictConfig, *args: Any, **options: Any) -> None:
         self.pruning = pruning_settings(config)
@@ -291,9 +340,13 @@ class PrunedRayPPOTrainer(RayPPOTrainer):
             batch.batch["old_log_probs"],
         )
         workers = self.actor_rollout_wg
-        drawn = draw(rows, self.config, self.pruning, ranks=_ranks(workers), step=[self.global_steps])
+        drawn = draw(
+            rows, self.config, self.pruning, ranks=_ranks(workers), step=[self.global_steps]
+        )
         sent = batch.select_idxs(drawn.order)
-        sent.batch["advantages"] = (sent.batch["advantages"] * torch.from_numpy(drawn.weights)[:, None]).float()
+        sent.batch["advantages"] = (
+            sent.batch["advantages"] * torch.from_numpy(drawn.weights)[:, None]
+        ).float()
         with _smaller_mini_batches(workers, drawn.mini_batch):
             output = super()._update_actor(sent)
         output.meta_info["metrics"].update({name: [value] for name, value in drawn.metrics.items()})

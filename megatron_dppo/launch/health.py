@@ -1,9 +1,10 @@
-"""``python -m megatron_dppo.launch.health``: a look at the nodes of a job before its run (``job.sh``).
+"""``python -m megatron_dppo.launch.health``: a look at the nodes of a job before its run
+(``job.sh``).
 
-One process for each rank, started by srun or torchrun. The first of each node asks ``nvidia-smi`` for memory errors and
-DCGM for its quick diagnosis, where these are installed. Then all ranks connect by gloo, and add up a tensor: by NCCL
-where torch sees GPUs, else by gloo. Rank 0 prints one line for each fault, or the time of the sum; the exit code is
-then 1, or 0.
+One process for each rank, started by srun or torchrun. The first of each node asks ``nvidia-smi``
+for memory errors and DCGM for its quick diagnosis, where these are installed. Then all ranks
+connect by gloo, and add up a tensor: by NCCL where torch sees GPUs, else by gloo. Rank 0 prints one
+line for each fault, or the time of the sum; the exit code is then 1, or 0.
 """
 
 from __future__ import annotations
@@ -26,26 +27,36 @@ from megatron_dppo.launch.start import environment_alone, srun_started, torch_en
 WAIT_S = 120.0
 """How long ranks wait for one another."""
 MIB = {"gloo": 64, "nccl": 1024}
-"""Size of the tensor that is added up, by backend: on GPUs, large enough that latency between many nodes is small."""
+"""Size of the tensor that is added up, by backend: on GPUs, large enough that latency between many
+nodes is small."""
 ROUNDS = 5
 FLOOR = "HEALTH_CHECK_GBPS"
 """Environment variable with the least bandwidth of a rank between nodes, in GB/s."""
 FLOORS = {"gloo": 0.0, "nccl": 10.0}
-"""Default of ``FLOOR`` by backend: NCCL over TCP, its silent fallback without InfiniBand's libraries, stays below."""
+"""Default of ``FLOOR`` by backend: NCCL over TCP, its silent fallback without InfiniBand's
+libraries, stays below."""
 DIAGNOSIS_S = 300.0
 DCGM = ("dcgmi", "discovery", "-l"), ("dcgmi", "diag", "-r", "1")
 """The second command works only where the first one finds a host engine."""
-ERRORS = ("nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
+ERRORS = (
+    "nvidia-smi",
+    "--query-gpu=index,ecc.errors.uncorrected.volatile.total",
+    "--format=csv,noheader,nounits",
+)
 
 
 def faults_of_node() -> Iterator[str]:
-    """Faults that the node's own tools find. Memory errors are those since the driver was loaded."""
+    """Faults that the node's own tools find. Memory errors are those since the driver was
+    loaded."""
     if shutil.which("nvidia-smi"):
         code, said = _ask(*ERRORS)
         if code:
             yield f"nvidia-smi ended with exit code {code}: {said[-200:]}"
         elif not torch.cuda.is_available():
-            yield f"nvidia-smi lists {len(said.splitlines())} GPUs, and torch {torch.__version__} sees none"
+            yield (
+                f"nvidia-smi lists {len(said.splitlines())} GPUs, and torch {torch.__version__} "
+                "sees none"
+            )
         for gpu, _, count in (line.partition(", ") for line in said.splitlines() if not code):
             if count.isdecimal() and int(count):  # [N/A] where a GPU does not count them
                 yield f"GPU {gpu} has had {count} uncorrected memory errors"
@@ -57,10 +68,14 @@ def faults_of_node() -> Iterator[str]:
 
 def _ask(*command: str) -> tuple[int, str]:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DIAGNOSIS_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DIAGNOSIS_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return 124, f"no answer within {DIAGNOSIS_S:.0f} s"
-    return done.returncode, " ".join(f"{done.stdout}\n{done.stderr}".split()) if done.returncode else done.stdout
+    return done.returncode, " ".join(
+        f"{done.stdout}\n{done.stderr}".split()
+    ) if done.returncode else done.stdout
 
 
 def all_reduce_s(rank: int, size: int, mib: int, group: dist.ProcessGroup | None) -> float:
@@ -69,7 +84,11 @@ def all_reduce_s(rank: int, size: int, mib: int, group: dist.ProcessGroup | None
     Raises:
         RuntimeError: a sum is wrong.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     times = []
     for _ in range(ROUNDS):
         tensor = torch.full((mib * 2**18,), rank + 1.0, device=device)
@@ -79,7 +98,9 @@ def all_reduce_s(rank: int, size: int, mib: int, group: dist.ProcessGroup | None
         wrong = int((tensor != size * (size + 1) / 2).sum())  # waits for the device
         times.append(time.perf_counter() - began)
         if wrong:
-            raise RuntimeError(f"the sum over all ranks is wrong in {wrong} of {tensor.numel()} places")
+            raise RuntimeError(
+                f"the sum over all ranks is wrong in {wrong} of {tensor.numel()} places"
+            )
     return min(times)
 
 
@@ -116,12 +137,18 @@ def main(wait_s: float = WAIT_S) -> int:
     if srun_started(os.environ):
         os.environ.update(torch_environment(os.environ))
     told = {**environment_alone(), **os.environ}
-    rank, size, local, port = (int(told[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has a store there
+    rank, size, local, port = (
+        int(told[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    )
+    hosts = (
+        rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )  # torchrun has a store there
     host, limit = told["MASTER_ADDR"], timedelta(seconds=wait_s)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
-        store = dist.TCPStore(host, port, size, is_master=hosts, timeout=limit, wait_for_workers=False)
+        store = dist.TCPStore(
+            host, port, size, is_master=hosts, timeout=limit, wait_for_workers=False
+        )
     except dist.DistError as error:
         why = str(error).splitlines()[0]
         print(f"error: rank {rank} on {node} cannot reach rank 0 at {host}:{port}: {why}")
@@ -133,15 +160,28 @@ def main(wait_s: float = WAIT_S) -> int:
     except dist.DistError:
         if rank == 0:  # srun ends the others
             there = {each for each in range(size) if store.check([nodes[each]])}
-            print(f"error: ranks {sorted({*range(size)} - there)} did not come within {wait_s:g} s; there are:")
+            print(
+                f"error: ranks {sorted({*range(size)} - there)} did not come within {wait_s:g} s; "
+                "there are:"
+            )
             print(*sorted({store.get(nodes[each]).decode() for each in there}))
         return 1
     store.set(f"faults {rank}", "\n".join(faults_of_node() if local == 0 else ()))
     store.set_timeout(timedelta(seconds=2 * DIAGNOSIS_S))
-    found = [(store.get(nodes[each]).decode(), store.get(f"faults {each}").decode()) for each in range(size)]
+    found = [
+        (store.get(nodes[each]).decode(), store.get(f"faults {each}").decode())
+        for each in range(size)
+    ]
     if any(faults for _, faults in found):
         if rank == 0:
-            print(*(f"error: {name}: {fault}" for name, faults in found for fault in faults.splitlines()), sep="\n")
+            print(
+                *(
+                    f"error: {name}: {fault}"
+                    for name, faults in found
+                    for fault in faults.splitlines()
+                ),
+                sep="\n",
+            )
             time.sleep(1.0)  # the others still read the store, which ends with this process
         return 1
     gpus = torch.cuda.device_count()
@@ -164,7 +204,10 @@ def main(wait_s: float = WAIT_S) -> int:
     among = [name for name, _ in found]
     bandwidth = 1e-9 * 2 * (size - 1) / size * MIB[by] * 2**20 / seconds
     figures = f"{1e3 * seconds:.1f} ms: {bandwidth:.2f} GB/s of bus bandwidth"
-    print(f"{size} ranks on {' '.join(dict.fromkeys(among))} add up {MIB[by]} MiB by {by} in {figures}")
+    print(
+        f"{size} ranks on {' '.join(dict.fromkeys(among))} add up {MIB[by]} MiB by {by} in "
+        f"{figures}"
+    )
     if fault := slow_network(bandwidth, among, by):
         print(f"error: {fault}")
         return 1

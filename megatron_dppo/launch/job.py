@@ -1,7 +1,8 @@
-"""``megatron-dppo launch CONFIG``: a run as a NeMo-Run experiment, or as a script for ``sbatch`` or ``bash``.
+"""``megatron-dppo launch CONFIG``: a run as a NeMo-Run experiment, or as a script for ``sbatch`` or
+``bash``.
 
-On Slurm the job is ``scripts/slurm/job.sh`` either way. NeMo-Run asks for the machines, submits it, and keeps its
-log.
+On Slurm the job is ``scripts/slurm/job.sh`` either way. NeMo-Run asks for the machines, submits it,
+and keeps its log.
 """
 
 from __future__ import annotations
@@ -54,19 +55,30 @@ def slurm_script(config: Config, words: Sequence[str]) -> str:
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name=megatron-dppo.{name} --output=%x-%j.log --open-mode=append",
-        f"#SBATCH --time={slurm_time(cluster.hours)} --signal=B:USR1@{cluster.warn_s:.0f} --requeue",
+        f"#SBATCH --time={slurm_time(cluster.hours)} --signal=B:USR1@{cluster.warn_s:.0f} "
+        "--requeue",
         _component(cluster.nodes, ranks_per_node(config), cluster.gpus_per_node, places),
     ]
     if cluster.server_nodes:
-        servers = _component(cluster.server_nodes, servers_per_node(config), cluster.gpus_per_node, places)
+        servers = _component(
+            cluster.server_nodes, servers_per_node(config), cluster.gpus_per_node, places
+        )
         lines += ["#SBATCH hetjob", servers]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job_environment(config).items()]
+    lines += [
+        f"export {name}={shlex.quote(value)}" for name, value in job_environment(config).items()
+    ]
     job = shlex.join(["bash", str(JOB), *job_words(words)])
     return "\n".join([*lines, enter_folder(), f"exec {job}"]) + "\n"
 
 
 def _component(nodes: int, tasks: int, gpus: int, places: Sequence[str]) -> str:
-    sizes = (f"--nodes={nodes}", f"--ntasks-per-node={tasks}", f"--gpus-per-node={gpus}", "--exclusive", "--mem=0")
+    sizes = (
+        f"--nodes={nodes}",
+        f"--ntasks-per-node={tasks}",
+        f"--gpus-per-node={gpus}",
+        "--exclusive",
+        "--mem=0",
+    )
     return " ".join(["#SBATCH", *sizes, *places])
 
 
@@ -90,7 +102,8 @@ def job_environment(config: Config) -> dict[str, str]:
 
 
 def ranks_per_node(config: Config) -> int:
-    """Ranks on each actor node: a GPU each, but for those of the servers that the run itself starts there.
+    """Ranks on each actor node: a GPU each, but for those of the servers that the run itself starts
+    there.
 
     Raises:
         UserError: none are left.
@@ -98,7 +111,10 @@ def ranks_per_node(config: Config) -> int:
     cluster, reserved = config.cluster, gpus_to_reserve(config.rollout)
     left = cluster.gpus_per_node - reserved
     if left < 1 or (reserved and cluster.nodes > 1):
-        problem = f"the servers of rollout.launch take {reserved} GPUs of the first of {cluster.nodes} nodes"
+        problem = (
+            f"the servers of rollout.launch take {reserved} GPUs of the first of "
+            f"{cluster.nodes} nodes"
+        )
         remedy = "Give servers nodes of their own: cluster.server_nodes, with rollout.servers=slurm"
         raise UserError("cluster.gpus_per_node", cluster.gpus_per_node, problem, remedy)
     return left
@@ -113,7 +129,9 @@ def servers_per_node(config: Config) -> int:
     gpus, tp = config.cluster.gpus_per_node, config.rollout.launch.tp
     if not isinstance(tp, int) or tp > gpus:
         problem = f"a server has to have {tp} GPUs on one node, which has {gpus}"
-        raise UserError("rollout.launch.tp", tp, problem, "Give one number, at most cluster.gpus_per_node")
+        raise UserError(
+            "rollout.launch.tp", tp, problem, "Give one number, at most cluster.gpus_per_node"
+        )
     return gpus // tp
 
 
@@ -124,7 +142,8 @@ def slurm_time(hours: float) -> str:
 
 
 EXEC_JOB = """
-# The job is this script. It starts its own steps, and ends the job: nothing below this line is reached.
+# The job is this script. It starts its own steps, and ends the job:
+# no line below is reached.
 unset SLURM_UNBUFFEREDIO  # with it, words of several ranks stand in one line
 {enter}
 exec bash {job}
@@ -132,7 +151,12 @@ exec bash {job}
 
 
 def launch(
-    config: Config, words: Sequence[str], *, executor: Literal["local", "slurm"], dry_run: bool, detach: bool
+    config: Config,
+    words: Sequence[str],
+    *,
+    executor: Literal["local", "slurm"],
+    dry_run: bool,
+    detach: bool,
 ) -> int:
     """Launch a run.
 
@@ -147,13 +171,15 @@ def launch(
         0 if it succeeded, or was submitted; 1 else, and the log says why.
 
     Raises:
-        UserError: NeMo-Run or Slurm is not there, which a dry run does not need; on Slurm also, the layout does not
-            divide the ranks of ``cluster.nodes``.
+        UserError: NeMo-Run or Slurm is not there, which a dry run does not need; on Slurm also, the
+            layout does not divide the ranks of ``cluster.nodes``.
     """
     on_slurm = executor == "slurm"
     if on_slurm and not dry_run and shutil.which("sbatch") is None:
         problem = "sbatch is not on the path: this machine submits no Slurm jobs"
-        raise UserError("--executor", executor, problem, "Launch from a login node, or with --executor local")
+        raise UserError(
+            "--executor", executor, problem, "Launch from a login node, or with --executor local"
+        )
     if on_slurm:  # a job would wait for its nodes to be told so
         resolve_layout(config.layout, config.cluster.nodes * ranks_per_node(config))
     if dry_run:
@@ -189,7 +215,9 @@ def _add_to_slurm(run: Any, experiment: Any, config: Config, words: Sequence[str
         return
     servers = _slurm(run, config, words, cluster.server_nodes, servers_per_node(config))
     actors.heterogeneous, actors.het_group_indices = True, [0, 1]
-    experiment.add([job, job], executor=[actors, servers], name="train")  # it wants a task for each component
+    experiment.add(
+        [job, job], executor=[actors, servers], name="train"
+    )  # it wants a task for each component
 
 
 def _slurm(run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per_node: int) -> Any:
@@ -204,7 +232,8 @@ def _slurm(run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per
         mem="0",
         time=slurm_time(cluster.hours),
         signal=f"B:USR1@{cluster.warn_s:.0f}",
-        # NeMo-Run puts the experiment's folder in the place of /nemo_run, and shows the log* that it finds there.
+        # NeMo-Run puts the experiment's folder in the place of /nemo_run, and shows the log* that
+        # it finds there.
         additional_parameters={"output": "/nemo_run/log-%x_%j.out", "open_mode": "append"},
         env_vars={name: shlex.quote(value) for name, value in job_environment(config).items()},
         job_name_prefix="megatron-dppo.",
@@ -220,5 +249,7 @@ def _nemo_run() -> Any:
         import nemo_run
     except ImportError as error:
         remedy = f"Install it: {install_command('nemo-run')}"
-        raise UserError("launch", "nemo_run", f"NeMo-Run cannot be imported ({error})", remedy) from None
+        raise UserError(
+            "launch", "nemo_run", f"NeMo-Run cannot be imported ({error})", remedy
+        ) from None
     return nemo_run

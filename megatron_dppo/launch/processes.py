@@ -1,6 +1,8 @@
-"""Start and end the ranks of one machine together, as processes, and report the first rank that failed.
+"""Start and end the ranks of one machine together, as processes, and report the first rank that
+failed.
 
-Only the first failing rank prints a reason. Later ranks fail because of the first failure, or for the same reason.
+Only the first failing rank prints a reason. Later ranks fail because of the first failure, or for
+the same reason.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from megatron_dppo.process.streams import tell
 LOOK_S = 0.05
 """Seconds between polls of the ranks."""
 GRACE_S = 30.0
-"""Seconds for ranks to end after SIGTERM; also seconds for ranks to end after a save, before SIGTERM.
+"""Seconds for ranks to end after SIGTERM; also seconds for ranks to end after a save, before
+SIGTERM.
 
 Ranks that still run after SIGTERM and these seconds are killed.
 """
@@ -57,7 +60,8 @@ def run_ranks(
         meanwhile: function that is called between polls of the ranks; an exception ends the ranks.
 
     Returns:
-        0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or this process.
+        0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or
+        this process.
     """
     processes: list[subprocess.Popen[bytes]] = []
     with (
@@ -81,7 +85,8 @@ def run_ranks(
                         command,
                         env={**environ, **ours, **held},
                         pass_fds=[place.fileno()] if rank == 0 else [],
-                        start_new_session=True,  # Ctrl-C is for this process alone, because this process ends the ranks
+                        # Ctrl-C is for this process alone, because this process ends the ranks.
+                        start_new_session=True,
                     )
                 )
             return _watch(processes, failure, meanwhile)
@@ -92,7 +97,11 @@ def run_ranks(
             _end(processes)
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure, meanwhile: Callable[[], None]) -> int:
+def _watch(
+    processes: Sequence[subprocess.Popen[bytes]],
+    failure: FirstFailure,
+    meanwhile: Callable[[], None],
+) -> int:
     before = time.time()
     while True:
         now = time.time()
@@ -100,7 +109,9 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure, 
         if failed := {rank: code for rank, code in codes.items() if code}:
             code = _first_cause(failed, failure, all_lived=before)
             if code == lifetime.SAVED:
-                _wait(processes, GRACE_S)  # the other ranks have saved as well, and are closing files
+                _wait(
+                    processes, GRACE_S
+                )  # the other ranks have saved as well, and are closing files
             return code
         if None not in codes.values():
             return _check_ends(failure, ranks=len(processes))
@@ -119,13 +130,15 @@ def _check_ends(failure: FirstFailure, *, ranks: int) -> int:
 
 
 def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, all_lived: float) -> int:
-    """Print which rank failed first, unless that rank has printed a reason. Return the exit code of the run.
+    """Print which rank failed first, unless that rank has printed a reason. Return the exit code of
+    the run.
 
-    - A killed rank cannot print a reason, and its peers fail as a consequence. The peers delay their messages, so that
-      the launcher usually polls the killed rank first.
-    - If one poll finds a killed rank and a marker, the killed rank is the cause, unless the marker is older than the
-      previous poll.
-    - SIGABRT beside a marker is always a consequence, because libraries abort a process that has lost its peers.
+    - A killed rank cannot print a reason, and its peers fail as a consequence. The peers delay
+      their messages, so that the launcher usually polls the killed rank first.
+    - If one poll finds a killed rank and a marker, the killed rank is the cause, unless the marker
+      is older than the previous poll.
+    - SIGABRT beside a marker is always a consequence, because libraries abort a process that has
+      lost its peers.
 
     Args:
         failed: exit codes by rank; a negative code is the signal that ended the rank.
@@ -134,7 +147,9 @@ def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, all_lived:
     """
     killed = {rank: -code for rank, code in failed.items() if code < 0}
     spoken = failure.code()
-    if spoken is not None and (set(killed.values()) <= {signal.SIGABRT} or failure.made_before(all_lived)):
+    if spoken is not None and (
+        set(killed.values()) <= {signal.SIGABRT} or failure.made_before(all_lived)
+    ):
         return spoken
     killed = {rank: number for rank, number in killed.items() if number != signal.SIGABRT} or killed
     for rank, number in killed.items():
@@ -164,11 +179,12 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 @contextmanager
 def _ending_signals() -> Iterator[Callable[[], None]]:
-    """Raise ``_SignalError`` for the first ending signal in this context, until the yielded function is called.
+    """Raise ``_SignalError`` for the first ending signal in this context, until the yielded
+    function is called.
 
     - Signals that are ignored, as SIGHUP is under nohup, stay ignored.
-    - A thread other than the main thread, as in the kernel of a notebook, keeps its handlers, because Python sets
-      handlers on the main thread only.
+    - A thread other than the main thread, as in the kernel of a notebook, keeps its handlers,
+      because Python sets handlers on the main thread only.
     """
 
     def ignore_them() -> None:
@@ -194,9 +210,11 @@ CLOCK_S = 1.0
 
 
 class FirstFailure:
-    """Marker file of the first failing rank: the exit code of the run on the first line, then the reason.
+    """Marker file of the first failing rank: the exit code of the run on the first line, then the
+    reason.
 
-    A file suffices even if the failing rank can do little else, and if its peers hang in a collective.
+    A file suffices even if the failing rank can do little else, and if its peers hang in a
+    collective.
 
     Args:
         marker: path of the file, the same for every rank of the run, on a shared disk if possible.
@@ -216,16 +234,19 @@ class FirstFailure:
         return "\n".join(self._said) or self._read().partition("\n")[2]
 
     def claim(self, code: int, text: str) -> int:
-        """Print why this rank fails, if no rank has failed before. Return the exit code of the run."""
+        """Print why this rank fails, if no rank has failed before. Return the exit code of the
+        run."""
         try:
-            # A marker older than this rank is left from an earlier run, and would suppress the message.
+            # A marker older than this rank is left from an earlier run, and would suppress the
+            # message.
             if self._marker.exists() and self._marker.stat().st_mtime < self._start - CLOCK_S:
                 self._marker.unlink(missing_ok=True)
             descriptor = os.open(self._marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return self.code() or code
         except OSError:
-            pass  # print the reason without a marker: a repeated reason is better than a lost reason
+            # Print the reason without a marker: a repeated reason is better than a lost reason.
+            pass
         else:
             os.write(descriptor, f"{code}\n{text}".encode(errors="backslashreplace"))
             os.close(descriptor)
@@ -277,27 +298,34 @@ class FirstFailure:
 
 
 def marker_for(run_dir: Path, environ: Mapping[str, str]) -> Path:
-    """Return the path of the marker: the path set by the launcher, otherwise a path in the directory of the run.
+    """Return the path of the marker: the path set by the launcher, otherwise a path in the
+    directory of the run.
 
-    Before the directory exists, and under torchrun without Slurm, only the ranks of one node share a marker.
+    Before the directory exists, and under torchrun without Slurm, only the ranks of one node share
+    a marker.
     """
     if MARKER in environ:
         return Path(environ[MARKER])
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     parts = [str(run_dir.absolute()), *(environ.get(name, "") for name in names)]
     if "SLURM_STEP_ID" not in environ:
-        parts.append(str(os.getppid()))  # process id of torchrun's agent, because run ids and ports repeat between runs
+        parts.append(
+            str(os.getppid())
+        )  # process id of torchrun's agent, because run ids and ports repeat between runs
     run = "/".join(parts)
     folder = run_dir if run_dir.is_dir() else _own_folder()
     return folder / f".megatron-dppo-failure-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
 
 
 def _own_folder() -> Path:
-    """Return a temporary folder that only this user can write to, the same for all processes of the user."""
+    """Return a temporary folder that only this user can write to, the same for all processes of the
+    user."""
     folder = Path(tempfile.gettempdir(), f"megatron-dppo-{os.getuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
         return folder
-    return Path(tempfile.mkdtemp())  # made by another user: without a common marker every rank prints
+    return Path(
+        tempfile.mkdtemp()
+    )  # made by another user: without a common marker every rank prints

@@ -1,10 +1,11 @@
-"""One rank of a run, started by the launcher (``python -m megatron_dppo.launch.rank JOB CONFIG OPTIONS``), torchrun or
-srun.
+"""One rank of a run, started by the launcher (``python -m megatron_dppo.launch.rank JOB CONFIG
+OPTIONS``), torchrun or srun.
 
-However a rank fails, one message is seen, every rank ends, and the exit code says which kind it was: 2 for what the
-user can mend, 1 for a crash, 75 for a run that was asked to stop and has saved. Only a job that reached its end exits
-with 0: code that calls ``sys.exit`` or ``os._exit`` on the way is a crash, whatever code it gives. A rank that a signal
-ends says nothing: the launcher, torchrun or srun names it.
+However a rank fails, one message is seen, every rank ends, and the exit code says which kind it
+was: 2 for what the user can mend, 1 for a crash, 75 for a run that was asked to stop and has saved.
+Only a job that reached its end exits with 0: code that calls ``sys.exit`` or ``os._exit`` on the
+way is a crash, whatever code it gives. A rank that a signal ends says nothing: the launcher,
+torchrun or srun names it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from megatron_dppo.rollout.servers.launch import ALLOCATOR, rank_environment
 from megatron_dppo.settings import load_config
 
 LAUNCHER = "MEGATRON_DPPO_LAUNCHER"
-"""Environment variable with the process id of the launcher, without which its ranks do not live on."""
+"""Environment variable with the process id of the launcher, without which its ranks do not live
+on."""
 
 JOBS = {
     "train": "megatron_dppo.train:train",
@@ -48,15 +50,17 @@ Options = Mapping[str, Any]
 NO_OPTIONS: Options = {}
 
 _reported: list[BaseException] = []
-"""Errors of failed jobs. Their frames stay: when Python discards a user's coroutine, the coroutine may loop forever."""
+"""Errors of failed jobs. Their frames stay: when Python discards a user's coroutine, the coroutine
+may loop forever."""
 
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 TOO_MANY_FILES = os.strerror(errno.EMFILE)
 HOLD_BACK_S = 10.0
-"""How long a rank that has lost another one keeps it to itself: whoever failed first may speak, and a launcher that
-sees a rank killed names it, and ends the others, long before."""
+"""How long a rank that has lost another one keeps it to itself: whoever failed first may speak, and
+a launcher that sees a rank killed names it, and ends the others, long before."""
 LOST = re.compile(
-    rf"{LOST_CONTACT}|connection (was )?(closed|reset|refused)|broken pipe|failed to (recv|send)|gloo|nccl|tcpstore",
+    rf"{LOST_CONTACT}|connection (was )?(closed|reset|refused)|broken pipe|failed to "
+    r"(recv|send)|gloo|nccl|tcpstore",
     re.IGNORECASE,
 )
 """Libraries' messages when the other end of a connection has gone."""
@@ -69,10 +73,11 @@ def rank_main(
     *,
     first: Callable[[], None] | None = None,
 ) -> int:
-    """Run a job as one rank of the process group that the environment describes. Returns the exit code.
+    """Run a job as one rank of the process group that the environment describes. Returns the exit
+    code.
 
-    With more than one rank a failing rank does not return but ends its process: there may be no way out through a
-    collective that others hang in.
+    With more than one rank a failing rank does not return but ends its process: there may be no way
+    out through a collective that others hang in.
 
     Args:
         job: a function, ``module:function``, or a key of ``JOBS``.
@@ -95,7 +100,9 @@ def rank_main(
             function(config, **options)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # torch's errors of distributed checkpoints, and SystemExit, are no Exceptions
+    except (
+        BaseException
+    ) as error:  # torch's errors of distributed checkpoints, and SystemExit, are no Exceptions
         code = _report(config, error, failure)
         _reported.append(error)
     if code == 0 and MARKER in os.environ:
@@ -116,7 +123,8 @@ def _is_alone() -> bool:
 
 @contextmanager
 def _exits_reported(failure: FirstFailure) -> Iterator[None]:
-    """Within it ``os._exit`` in this process, by whatever code, is reported as a crash. Forked copies keep theirs."""
+    """Within it ``os._exit`` in this process, by whatever code, is reported as a crash. Forked
+    copies keep theirs."""
     rank, leave, said = os.getpid(), os._exit, lifetime.leave
 
     def end(code: int, text: str) -> NoReturn:
@@ -139,16 +147,23 @@ def _exits_reported(failure: FirstFailure) -> Iterator[None]:
 
 
 def set_environment(config: Config) -> None:
-    """Set the variables that CUDA's libraries read when a rank first uses them, whoever has started the rank."""
-    # Kernels that send start before those that multiply only where both wait in one queue: tensor and context
-    # parallelism overlap by that.
+    """Set the variables that CUDA's libraries read when a rank first uses them, whoever has started
+    the rank."""
+    # Kernels that send start before those that multiply only where both wait in one queue: tensor
+    # and context parallelism overlap by that.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if on_one_machine(os.environ) and not config.rollout.servers and (interface := loopback_interface()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # servers elsewhere would not reach it there
+    if (
+        on_one_machine(os.environ)
+        and not config.rollout.servers
+        and (interface := loopback_interface())
+    ):
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", interface
+        )  # servers elsewhere would not reach it there
     for name, value in rank_environment(config.rollout).items():
         os.environ.setdefault(name, value)
-    # Packs differ in length, and fixed segments fragment. Beside colocated servers, which need memory to be released
-    # between phases, segments that grow were not tried.
+    # Packs differ in length, and fixed segments fragment. Beside colocated servers, which need
+    # memory to be released between phases, segments that grow were not tried.
     if not config.rollout.colocated and not os.environ.keys() & {*ALLOCATOR}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if config.model.deterministic:
@@ -157,14 +172,18 @@ def set_environment(config: Config) -> None:
 
 def lost_contact(error: BaseException) -> bool:
     """Whether it may be that another rank has ended."""
-    return int(os.environ["WORLD_SIZE"]) > 1 and bool(LOST.search(f"{type(error).__name__}: {error}"))
+    return int(os.environ["WORLD_SIZE"]) > 1 and bool(
+        LOST.search(f"{type(error).__name__}: {error}")
+    )
 
 
 def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
     """Say why the job has failed, unless another rank has. Returns the exit code of the run."""
     if isinstance(error, StandstillError):
         error = error.error
-    if TOO_MANY_FILES in f"{error!r} {error.__cause__!r} {error.__context__!r}":  # libraries have errors of their own
+    if (
+        TOO_MANY_FILES in f"{error!r} {error.__cause__!r} {error.__context__!r}"
+    ):  # libraries have errors of their own
         error = too_few_files(error)
     elif isinstance(error, OSError):
         error = _disk_error(config, error) or error
@@ -190,7 +209,11 @@ def _disk_error(config: Config, error: OSError) -> UserError | None:
     """
     if error.errno in DISK_IS_FULL:
         problem = f"could not be written to ({error}); the last good checkpoint is untouched"
-        remedy = "Free some room or point run.dir at another disk, and run the same command again: it resumes"
+        remedy = (
+            "Free some room or point run.dir at another disk, and run the same command "
+            "again: "
+            "it resumes"
+        )
         return UserError("run.dir", config.run.dir, problem, remedy)
     names = [name for name in (error.filename2, error.filename) if isinstance(name, str)]
     run = Path(config.run.dir)
@@ -200,9 +223,15 @@ def _disk_error(config: Config, error: OSError) -> UserError | None:
         absent = [place for place in (path, *path.parents) if not os.path.lexists(place)]
         if error.errno == errno.ENOENT and absent:
             problem = "is gone: something removed it, or a folder above it, during the run"
-            remedy = "Put it back, or run the same command again: it resumes from the last checkpoint that is left"
+            remedy = (
+                "Put it back, or run the same command again: it resumes from the last "
+                "checkpoint that is left"
+            )
             return UserError("run.dir", absent[-1], problem, remedy)
-        problem = f"is in the way ({error.strerror or error}): a run has a file or folder of its own there"
+        problem = (
+            f"is in the way ({error.strerror or error}): a run has a file or folder of its "
+            "own there"
+        )
         remedy = "Move it away, or see to its permissions, and run the same command again"
         return UserError("run.dir", names[0], problem, remedy)
     return None
@@ -215,7 +244,8 @@ def _name() -> str:
 
 def main(job: str, config: str, options: str = "{}") -> int:
     """Run a rank that our own launcher started, and that has checked the configuration."""
-    # A rank in a collective never gets to run Python's handler; and the launcher says what a signal meant.
+    # A rank in a collective never gets to run Python's handler; and the launcher says what a signal
+    # meant.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     die_with(int(os.environ[LAUNCHER]))

@@ -47,7 +47,8 @@ A larger layout is meant for a cluster, and would exhaust the memory of the mach
 def run(command: Command, config: Config, options: Options = NO_OPTIONS) -> int:
     """Run a command to its end and return the exit code of the process.
 
-    If torchrun or srun started this process, the process is one of the ranks. Otherwise this process starts the ranks.
+    If torchrun or srun started this process, the process is one of the ranks. Otherwise this
+    process starts the ranks.
 
     Args:
         command: key of ``JOBS``.
@@ -107,7 +108,8 @@ def _look_first(command: Command, config: Config) -> None:
 def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
     """Return the number of ranks of a layout on this machine.
 
-    Without ``layout.dp`` the number of replicas is the largest for which the GPUs suffice, and at least 1.
+    Without ``layout.dp`` the number of replicas is the largest for which the GPUs suffice, and at
+    least 1.
 
     Args:
         layout: layout of the run.
@@ -115,10 +117,13 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
 
     Raises:
         UserError: if this machine has GPUs, but fewer than the ranks and the servers need.
-        UserError: if this machine has no GPU, and ranks and servers are more than ``MOST_WITHOUT_GPUS``.
+        UserError: if this machine has no GPU, and ranks and servers are more than
+            ``MOST_WITHOUT_GPUS``.
     """
     least, gpus = layout.least_ranks, count_gpus()
-    ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max((gpus - reserved) // least, 1)
+    ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max(
+        (gpus - reserved) // least, 1
+    )
     if ranks + reserved > (gpus or MOST_WITHOUT_GPUS):
         servers = f" and its servers {reserved}" if reserved else ""
         problem = f"needs {ranks} GPUs{servers}, and this machine has {gpus}"
@@ -150,15 +155,25 @@ def start_ranks(
         options: named arguments of the job in addition to the Config, JSON-able.
 
     Returns:
-        0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or this process.
+        0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or
+        this process.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-") as folder:
         marker, settings = Path(folder, "failure"), Path(folder, "config.yaml")
         settings.write_text(as_yaml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "megatron_dppo.launch.rank", job, str(settings), json.dumps(options)]
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_dppo.launch.rank",
+            job,
+            str(settings),
+            json.dumps(options),
+        ]
         threads = os.environ.get("OMP_NUM_THREADS", str(usable_cores() // ranks or 1))
         ours = {MARKER: str(marker), LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": threads}
-        code = run_ranks(command, {**os.environ, **ours}, ranks, failure := FirstFailure(marker), meanwhile)
+        code = run_ranks(
+            command, {**os.environ, **ours}, ranks, failure := FirstFailure(marker), meanwhile
+        )
         if code:
             failed(failure.said())
     if code == 128 + signal.SIGINT:
@@ -167,21 +182,34 @@ def start_ranks(
 
 
 def _say_what_is_left(job: str, config: Config) -> None:
-    """Print, after Ctrl-C, the step of the last checkpoint, and the signal that has a run save before the end."""
+    """Print, after Ctrl-C, the step of the last checkpoint, and the signal that has a run save
+    before the end."""
     if job != "train":
         return
     checkpoints = Path(config.run.dir) / "checkpoints"
     step, every = latest_step(checkpoints), config.run.checkpoint_every
     if step is None:
-        kept = f"before its first checkpoint (run.checkpoint_every = {every}): the same command begins anew"
+        kept = (
+            f"before its first checkpoint (run.checkpoint_every = {every}): the same command "
+            "begins anew"
+        )
     else:
-        kept = f"the same command goes on from step {step} of {config.run.steps}, the last checkpoint in {checkpoints}"
+        kept = (
+            f"the same command goes on from step {step} of {config.run.steps}, the last "
+            f"checkpoint in {checkpoints}"
+        )
     tell(f"interrupted; {kept}. SIGUSR1 in place of Ctrl-C has a run save before it ends")
 
 
 def environment_alone() -> dict[str, str]:
     """Return the environment of a process group of one rank."""
-    group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}
+    group = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": "0",
+    }
     return group | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(usable_cores()))}
 
 
@@ -212,7 +240,8 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
         ranks: number of ranks to start; 0 if the layout determines the number.
 
     Raises:
-        MistakesError: if checks fail; the error lists all mistakes that can be checked independently.
+        MistakesError: if checks fail; the error lists all mistakes that can be checked
+            independently.
     """
     environ = _with_server_nodes(config, os.environ)
     found = [*mistakes(config, command, environ)]
@@ -223,7 +252,9 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
     if ranks:
         found += found_by([partial(resolve_layout, config.layout, ranks)], after=found)
     if not found:
-        found += found_by([partial(prepare_data, config, command), partial(tokenise_data, config, command)])
+        found += found_by(
+            [partial(prepare_data, config, command), partial(tokenise_data, config, command)]
+        )
     if found:
         raise MistakesError(found)
     done = latest_step(Path(config.run.dir) / "checkpoints") or 0
@@ -231,15 +262,21 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
 
 
 def _with_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment, with names for ``cluster.server_nodes`` added if no Slurm job names nodes.
+    """Return the environment, with names for ``cluster.server_nodes`` added if no Slurm job names
+    nodes.
 
     An example is a login node.
     """
-    nodes = config.cluster.server_nodes if config.rollout.served and config.rollout.servers == "slurm" else 0
+    nodes = (
+        config.cluster.server_nodes
+        if config.rollout.served and config.rollout.servers == "slurm"
+        else 0
+    )
     if not nodes or {OVERRIDE, HOSTS, "SLURM_JOB_ID"} & environ.keys():
         return environ
     tell(
-        f"note: no Slurm job here: cluster.server_nodes = {nodes} is assumed; the job checks its own nodes for servers"
+        f"note: no Slurm job here: cluster.server_nodes = {nodes} is assumed; the job checks its "
+        "own nodes for servers"
     )
     return {**environ, HOSTS: ",".join(f"node{number}" for number in range(nodes))}
 
@@ -250,19 +287,20 @@ FIRST_PORT, PORTS = 20000, 20000
 def srun_started(environ: Mapping[str, str]) -> bool:
     """Return whether this process is one of several tasks of a Slurm step.
 
-    Only the variables of the step are conclusive, because a batch script, a single process, also has SLURM_PROCID and
-    SLURM_NTASKS.
+    Only the variables of the step are conclusive, because a batch script, a single process, also
+    has SLURM_PROCID and SLURM_NTASKS.
     """
     return "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
 
 
 def torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS of a Slurm task.
+    """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS of a Slurm
+    task.
 
     Variables that are already set are omitted.
 
-    Rank 0 runs on the first node of the step. The port is a function of the job and the step, so that two jobs on one
-    node use different ports.
+    Rank 0 runs on the first node of the step. The port is a function of the job and the step, so
+    that two jobs on one node use different ports.
     """
     job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
     ours = {
@@ -279,7 +317,9 @@ def torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _cores(environ: Mapping[str, str]) -> int:
     """Return the number of cores of the node per task, at least 1."""
-    tasks = int(environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition(",")[0].partition("(")[0])  # e.g. 8(x4),2
+    tasks = int(
+        environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition(",")[0].partition("(")[0]
+    )  # e.g. 8(x4),2
     return int(environ.get("SLURM_CPUS_ON_NODE", "1")) // tasks or 1
 
 
@@ -288,6 +328,8 @@ def _first_host(environ: Mapping[str, str]) -> str:
     if nodes and "[" not in nodes and "," not in nodes:
         return nodes
     if nodes and shutil.which("scontrol"):
-        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        )
         return listed.stdout.split()[0]
     return environ["SLURM_LAUNCH_NODE_IPADDR"]

@@ -1,8 +1,9 @@
 """The policy being trained, on this rank: its shard, its optimizer, and its passes over packs.
 
-Gradients are sums. The loss of a token is divided by the minibatch's normaliser in the plan and by nothing afterwards:
-Megatron is told so by ``calculate_per_token_loss`` (no division by microbatches or replicas) and by a finalize step
-that is given no token count. The same plan then gives the same gradient in every layout.
+Gradients are sums. The loss of a token is divided by the minibatch's normaliser in the plan and by
+nothing afterwards: Megatron is told so by ``calculate_per_token_loss`` (no division by microbatches
+or replicas) and by a finalize step that is given no token count. The same plan then gives the same
+gradient in every layout.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -30,7 +35,12 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
 from megatron_dppo.models.layer_specs import add_to_main_gradients, check_attention
 from megatron_dppo.models.lora import add_expert_gradients
-from megatron_dppo.models.optimizer import OffloadedState, gradient_squares, optimizer_parts, prepare_adam_state
+from megatron_dppo.models.optimizer import (
+    OffloadedState,
+    gradient_squares,
+    optimizer_parts,
+    prepare_adam_state,
+)
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.prefix_attention import shared_prefixes
 from megatron_dppo.models.responses import Responses, to_device
@@ -44,15 +54,18 @@ Sums = dict[str, torch.Tensor]
 
 
 Loss = Callable[[Responses], tuple[torch.Tensor, Sums]]
-"""From a pack's responses to its share of the minibatch's loss (a sum) and to sums for the metrics."""
-Reduce = Callable[[Pack, dict[str, torch.Tensor], tuple[torch.Tensor, ...]], tuple[torch.Tensor, Sums]]
+"""From a pack's responses to its share of the minibatch's loss (a sum) and to sums for the
+metrics."""
+Reduce = Callable[
+    [Pack, dict[str, torch.Tensor], tuple[torch.Tensor, ...]], tuple[torch.Tensor, Sums]
+]
 """The same from a pack, its arrays on the device, and what the last stage returns of it."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def with_gradients(function: Function) -> Function:
-    """Run a function with gradients enabled. A user's file may have disabled gradients for this thread: many judge
-    scripts begin with ``torch.set_grad_enabled(False)``."""
+    """Run a function with gradients enabled. A user's file may have disabled gradients for this
+    thread: many judge scripts begin with ``torch.set_grad_enabled(False)``."""
     return torch.inference_mode(False)(torch.enable_grad()(function))
 
 
@@ -73,12 +86,19 @@ class UpdateResult:
 
 
 class Policy:
-    """A shard of the policy with forward passes; frozen unless an :class:`Actor` adds an optimizer."""
+    """A shard of the policy with forward passes; frozen unless an :class:`Actor` adds an
+    optimizer."""
 
     trained = False
 
     def __init__(
-        self, shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, world: World, *, temperature: float
+        self,
+        shape: PolicyShape,
+        model: ModelConfig,
+        layout: LayoutConfig,
+        world: World,
+        *,
+        temperature: float,
     ) -> None:
         self.world, self.shape = world, shape
         self.chunks = build_policy(shape, model, layout, temperature=temperature)
@@ -103,7 +123,8 @@ class Policy:
 
     @torch.no_grad()
     def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
-        """[R] float32 for each pack on the ranks of the last stage, None elsewhere. Collective over the replica."""
+        """[R] float32 for each pack on the ranks of the last stage, None elsewhere. Collective over
+        the replica."""
 
         def collect(responses: Responses) -> tuple[torch.Tensor, Sums]:
             return responses.logprobs.sum(), {"logprobs": responses.logprobs}
@@ -121,7 +142,8 @@ class Policy:
         """Give what is cached of the device's memory back, for servers that share it."""
         if self.world.device.type == "cuda":
             gc.collect()  # what a cycle keeps is not free
-            torch.cuda.ipc_collect()  # nor what was handed to a server, until it is asked whether that has let go of it
+            # Nor what was handed to a server, until it is asked whether that has let go of it.
+            torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
     def _share(self, pack: Pack) -> Share | None:
@@ -133,7 +155,8 @@ class Policy:
         return share_of(lengths, torch.from_numpy(pack.predictors), self.world.cp_rank, cp)
 
     def _segments(self, pack: Pack, there: torch.Tensor) -> PackedSeqParams:
-        """Megatron's description of a pack; ``there`` are the starts of its segments on the device."""
+        """Megatron's description of a pack; ``there`` are the starts of its segments on the
+        device."""
         if pack.parents is None:
             return packed_sequence(pack.cu_seqlens, pack.max_seqlen, there.device, there=there)
         return shared_prefixes(pack, there.device, self.world.cp_rank, self.world.layout.cp)
@@ -157,11 +180,17 @@ class Policy:
     ) -> list[Sums]:
         device = self.world.device
 
-        def forward(batches: Iterator[Pack], module: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+        def forward(
+            batches: Iterator[Pack], module: torch.nn.Module
+        ) -> tuple[Any, Callable[..., Any]]:
             pack = next(batches)
             share = self._share(pack)
             arrays, share_there = to_device(pack, device, share)
-            replay = self.routing.over(self.modules.index(module), pack, share) if self.routing else nullcontext()
+            replay = (
+                self.routing.over(self.modules.index(module), pack, share)
+                if self.routing
+                else nullcontext()
+            )
             with replay:
                 output = module(
                     arrays["token_ids"][None],
@@ -185,8 +214,12 @@ class Policy:
             self.routing.clear()
         interleaved, layout = len(self.modules) > 1, self.world.layout
         if interleaved:
-            self.config.microbatch_group_size_per_vp_stage = interleaved_packs(len(packs), layout.pp)
-        with self.world.training("a forward pass" if forward_only else "forward and backward passes"):
+            self.config.microbatch_group_size_per_vp_stage = interleaved_packs(
+                len(packs), layout.pp
+            )
+        with self.world.training(
+            "a forward pass" if forward_only else "forward and backward passes"
+        ):
             return get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=[iter(packs) for _ in self.modules] if interleaved else iter(packs),
@@ -199,7 +232,8 @@ class Policy:
 
 
 class Actor(Policy):
-    """The policy with gradients and an optimizer. Weights are loaded into its chunks before the first update."""
+    """The policy with gradients and an optimizer. Weights are loaded into its chunks before the
+    first update."""
 
     trained = True
 
@@ -222,12 +256,14 @@ class Actor(Policy):
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.distributed,
             overlap_grad_reduce=optimizer.overlap,
-            # Weights leave for the engine as soon as they have changed: no forward pass hides their gathering.
+            # Weights leave for the engine as soon as they have changed: no forward pass hides their
+            # gathering.
             overlap_param_gather=False,
             average_in_collective=False,
         )
         self.modules = [
-            # The first chunk's backward pass comes last. Meanwhile the others' gradients are summed, in one piece each.
+            # The first chunk's backward pass comes last. Meanwhile the others' gradients are
+            # summed, in one piece each.
             DistributedDataParallel(self.config, ddp, module, disable_bucketing=i > 0)
             for i, module in enumerate(self.modules)
         ]
@@ -238,23 +274,32 @@ class Actor(Policy):
             no_sync = [module.no_sync for module in self.modules]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.optimizer = get_megatron_optimizer(_megatron_optimizer(optimizer, model), self.modules)
-        for group in self.optimizer.param_groups:  # Megatron's scheduler would do that, and a run here has none
+        for group in (
+            self.optimizer.param_groups
+        ):  # Megatron's scheduler would do that, and a run here has none
             group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
         prepare_adam_state(self.optimizer)
-        self._offloaded = OffloadedState(self.optimizer, self.parameters(), world.device) if optimizer.offload else None
+        self._offloaded = (
+            OffloadedState(self.optimizer, self.parameters(), world.device)
+            if optimizer.offload
+            else None
+        )
         self.offload()
 
     def offload(self) -> None:
-        """Move the optimizer's state to the host, with ``optimizer.offload``; a step brings it back for itself."""
+        """Move the optimizer's state to the host, with ``optimizer.offload``; a step brings it back
+        for itself."""
         if self._offloaded is not None:
             self._offloaded.leave_device()
 
     @with_gradients
     def update(self, packs: Sequence[Pack], loss: Loss, *, lr: float) -> UpdateResult:
-        """One optimizer step on a minibatch. Collective over all ranks, which have equally many packs.
+        """One optimizer step on a minibatch. Collective over all ranks, which have equally many
+        packs.
 
         Raises:
-            UserError: on every rank, before any weight changes, if the loss or the gradient is not finite.
+            UserError: on every rank, before any weight changes, if the loss or the gradient is not
+                finite.
         """
         outputs = self.accumulate(packs, loss)
         with self.world.training("an optimizer step"):
@@ -273,16 +318,21 @@ class Actor(Policy):
             remedy = "Lower optimizer.lr or optimizer.clip_grad and resume from the last checkpoint"
             remedy += "; if that fails at once, look for weights in model.path that are not finite"
             raise UserError("optimizer.lr", f"{lr:g}", problem, remedy)
-        if (most := self._settings.clip_grad) > 0:  # by one norm, also where experts have an optimizer of their own
+        if (
+            most := self._settings.clip_grad
+        ) > 0:  # by one norm, also where experts have an optimizer of their own
             for part in optimizer_parts(self.optimizer):
-                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=most, total_norm=grad_norm)
+                clip_grad_by_total_norm_fp32(
+                    part.get_parameters(), max_norm=most, total_norm=grad_norm
+                )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step_with_ready_grads()
         self.offload()
 
     def accumulate(self, packs: Sequence[Pack], loss: Loss) -> list[Sums]:
-        """Forward and backward over the packs; DDP's buffers then hold the gradients, summed over all ranks."""
+        """Forward and backward over the packs; DDP's buffers then hold the gradients, summed over
+        all ranks."""
         for module in self.modules:
             module.train()
             module.restore_grad_buffers(synchronize=False)  # where they were released
@@ -291,28 +341,32 @@ class Actor(Policy):
         return self._run(packs, loss, forward_only=False)
 
     def gradient_norm(self, packs: Sequence[Pack], loss: Loss) -> float:
-        """The norm of a gradient, over all parameters of all ranks. No weight changes. Collective."""
+        """The norm of a gradient, over all parameters of all ranks. No weight changes.
+        Collective."""
         self.accumulate(packs, loss)
         _, norm, _ = self._read([])
         self.offload()
         return norm
 
     def release_memory(self) -> None:
-        """Keep nothing on the device between updates but weights and, unless it is offloaded, the optimizer's state.
+        """Keep nothing on the device between updates but weights and, unless it is offloaded, the
+        optimizer's state.
 
         Gradients go; the next update makes their buffers anew, behind the same views.
         """
         self.optimizer.zero_grad()
         for module in self.modules:
-            module.offload_grad_buffers(synchronize=self.world.device.type == "cuda", empty_cache=False)
+            module.offload_grad_buffers(
+                synchronize=self.world.device.type == "cuda", empty_cache=False
+            )
         super().release_memory()
 
     def _read(self, outputs: list[Sums]) -> tuple[dict[str, float], float, torch.Tensor]:
         """Read an update's results in one copy, since the host waits for each copy.
 
         Returns:
-            This rank's sums over packs, the norm of all ranks' gradients, and the counts of :class:`ExpertLoad`
-            ([layers, experts] fp64; empty without experts).
+            This rank's sums over packs, the norm of all ranks' gradients, and the counts of
+            :class:`ExpertLoad` ([layers, experts] fp64; empty without experts).
         """
         if self._offloaded is not None:
             self._offloaded.return_to_device()
@@ -339,8 +393,11 @@ class Actor(Policy):
         return total
 
 
-def _sum_gradients(model: list[torch.nn.Module], num_tokens: object = None, **arguments: Any) -> None:
-    """Megatron's reductions over replicas, norms and tied embeddings, without its division by the number of tokens."""
+def _sum_gradients(
+    model: list[torch.nn.Module], num_tokens: object = None, **arguments: Any
+) -> None:
+    """Megatron's reductions over replicas, norms and tied embeddings, without its division by the
+    number of tokens."""
     finalize_model_grads(model, None, **arguments)
     add_expert_gradients(model)
 
@@ -362,10 +419,13 @@ def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> Megatr
 
 
 def learning_rate(settings: OptimizerConfig, update: int, updates: int) -> float:
-    """The rate of an optimizer step, a function of its number (from 0) and of the run's length alone."""
+    """The rate of an optimizer step, a function of its number (from 0) and of the run's length
+    alone."""
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return settings.lr
     progress = (update - settings.warmup_steps) / max(1, updates - 1 - settings.warmup_steps)
-    return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * min(1.0, progress)))
+    return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (
+        1 + math.cos(math.pi * min(1.0, progress))
+    )

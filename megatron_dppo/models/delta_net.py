@@ -1,7 +1,8 @@
-"""Megatron's gated delta network in a policy: over packs, without host waits, and with what is fp32 in every policy.
+"""Megatron's gated delta network in a policy: over packs, without host waits, and with what is fp32
+in every policy.
 
-Megatron-Core has it from 0.19 on. It computes with the functions of flash-linear-attention, for which
-``parallel/without_cuda.py`` has others.
+Megatron-Core has it from 0.19 on. It computes with the functions of flash-linear-attention, for
+which ``parallel/without_cuda.py`` has others.
 """
 
 from __future__ import annotations
@@ -24,20 +25,27 @@ def with_delta_net(layer: Any) -> ModuleSpec:
     parts, linear = made.submodules, layer.submodules.self_attention.submodules
     parts.self_attention = ModuleSpec(
         module=DeltaNet,
-        submodules=GatedDeltaNetSubmodules(in_proj=linear.linear_qkv, out_norm=OutputNorm, out_proj=linear.linear_proj),
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=linear.linear_qkv, out_norm=OutputNorm, out_proj=linear.linear_proj
+        ),
     )
     names = parts.sharded_state_dict_keys_map
-    parts.sharded_state_dict_keys_map = {key: name.replace("linear_qkv", "in_proj") for key, name in names.items()}
+    parts.sharded_state_dict_keys_map = {
+        key: name.replace("linear_qkv", "in_proj") for key, name in names.items()
+    }
     return made
 
 
 class OutputNorm(torch.nn.Module):
-    """Root-mean-square norm of each head, in fp32. A rank's gradients are of its own heads: they are summed."""
+    """Root-mean-square norm of each head, in fp32. A rank's gradients are of its own heads: they
+    are summed."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        here = torch.cuda.current_device()  # the CPU where there is no CUDA: see parallel/without_cuda.py
+        here = (
+            torch.cuda.current_device()
+        )  # the CPU where there is no CUDA: see parallel/without_cuda.py
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=torch.float32, device=here))
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
@@ -46,7 +54,8 @@ class OutputNorm(torch.nn.Module):
 
 
 class DeltaNet(GatedDeltaNet):  # type: ignore[misc, unused-ignore]
-    """Megatron's refuses packs in its deterministic mode, and has the host compare where their segments start."""
+    """Megatron's refuses packs in its deterministic mode, and has the host compare where their
+    segments start."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **settings: Any) -> None:
         of_layer = copy(config)
@@ -55,7 +64,11 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc, unused-ignore]
         self.A_log.data = self.A_log.data.float()
 
     def _resolve_cu_seqlens(
-        self, cu_seqlens_padded: torch.Tensor | None, cu_seqlens_actual: torch.Tensor, *_: Any, **__: Any
+        self,
+        cu_seqlens_padded: torch.Tensor | None,
+        cu_seqlens_actual: torch.Tensor,
+        *_: Any,
+        **__: Any,
     ) -> torch.Tensor:
         return cu_seqlens_actual  # which are the padded ones, and are checked on the host
 

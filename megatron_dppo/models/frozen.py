@@ -1,4 +1,5 @@
-"""Models that are never trained: the reference of the loss's KL term, and the teacher of a distillation."""
+"""Models that are never trained: the reference of the loss's KL term, and the teacher of a
+distillation."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from megatron_dppo.rl.types import Bools, Pack
 
 
 class Frozen(Policy):
-    """A policy that is never trained. Between its passes its weights may wait in the host's memory."""
+    """A policy that is never trained. Between its passes its weights may wait in the host's
+    memory."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._on_host: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def leave_device(self, setting: str, value: object, remedy: str) -> None:
-        """Move the weights to the host, from where every later pass fetches them. Called once they are loaded.
+        """Move the weights to the host, from where every later pass fetches them. Called once they
+        are loaded.
 
         Args:
             setting, value, remedy: that the error names.
@@ -37,7 +40,9 @@ class Frozen(Policy):
         offsets, size = offsets_of(parameters)
         self._host = pinned_buffer(size, self.world.device, setting, value, remedy=remedy)
         for parameter, offset in zip(parameters, offsets, strict=True):
-            self._on_host[parameter] = parameter.data = slot_of(self._host, offset, parameter).copy_(parameter.data)
+            self._on_host[parameter] = parameter.data = slot_of(
+                self._host, offset, parameter
+            ).copy_(parameter.data)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -59,26 +64,35 @@ class Reference(Frozen):
 
 
 class Teacher(Frozen):
-    """A frozen model, of any shape with the policy's vocabulary, that the policy is drawn toward. It runs in the
-    policy's layout, so that every rank has the teacher's states where it has its own."""
+    """A frozen model, of any shape with the policy's vocabulary, that the policy is drawn toward.
+    It runs in the policy's layout, so that every rank has the teacher's states where it has its
+    own."""
 
     @torch.no_grad()
     def heads(
-        self, packs: Sequence[Pack], taught: Sequence[Bools], direction: Literal["reverse", "forward"]
+        self,
+        packs: Sequence[Pack],
+        taught: Sequence[Bools],
+        direction: Literal["reverse", "forward"],
     ) -> list[TeacherHead | None]:
-        """Teacher head of each pack on the ranks of the last stage; None elsewhere. Collective over the replica.
+        """Teacher head of each pack on the ranks of the last stage; None elsewhere. Collective over
+        the replica.
 
-        The states stay on the device: a response token takes the teacher's width in its dtype, until it is trained on.
-        So does the output layer.
+        The states stay on the device: a response token takes the teacher's width in its dtype,
+        until it is trained on. So does the output layer.
 
         Args:
             packs: that it reads.
             taught: of each pack, [R], the targets that are its to teach.
             direction: of the divergence.
         """
-        places = {id(pack): self._places(pack, mine) for pack, mine in zip(packs, taught, strict=True)}
+        places = {
+            id(pack): self._places(pack, mine) for pack, mine in zip(packs, taught, strict=True)
+        }
 
-        def collect(pack: Pack, arrays: dict[str, torch.Tensor], output: tuple[torch.Tensor, ...]) -> Any:
+        def collect(
+            pack: Pack, arrays: dict[str, torch.Tensor], output: tuple[torch.Tensor, ...]
+        ) -> Any:
             rows = places[id(pack)]
             return output[0].sum(), {"states": output[0] if rows is None else output[0][rows]}
 
@@ -104,7 +118,8 @@ class Teacher(Frozen):
 
 
 class BasePolicy:
-    """A policy with its adapters off, as the reference of the loss's KL term: the frozen weights are there anyway."""
+    """A policy with its adapters off, as the reference of the loss's KL term: the frozen weights
+    are there anyway."""
 
     def __init__(self, adapted: Policy) -> None:
         self._adapted = adapted

@@ -1,8 +1,10 @@
-"""Modules of a transformer layer: torch's own operations, which run anywhere, or Transformer Engine's kernels.
+"""Modules of a transformer layer: torch's own operations, which run anywhere, or Transformer
+Engine's kernels.
 
-Both specifications write the same checkpoint keys. Transformer Engine fuses a norm into the linear layer behind it;
-Megatron's key map gives the separate norms of the other one those fused names (``linear_qkv.layer_norm_weight``). The
-norm before experts stays by itself in both: the router reads it as well.
+Both specifications write the same checkpoint keys. Transformer Engine fuses a norm into the linear
+layer behind it; Megatron's key map gives the separate norms of the other one those fused names
+(``linear_qkv.layer_norm_weight``). The norm before experts stays by itself in both: the router
+reads it as well.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional
@@ -41,7 +46,8 @@ def transformer_engine_installed() -> bool:
 def choose_spec(model: ModelConfig) -> Spec:
     """The specification that ``model.spec`` means on this machine.
 
-    Transformer Engine has no fused attention in fp32, and its unfused one pads every segment of a pack to the longest.
+    Transformer Engine has no fused attention in fp32, and its unfused one pads every segment of a
+    pack to the longest.
 
     Raises:
         UserError: if it asks for Transformer Engine where that, or CUDA, is missing.
@@ -53,18 +59,25 @@ def choose_spec(model: ModelConfig) -> Spec:
         return "torch" if missing or model.dtype == "fp32" else "te"
     if model.spec == "te" and missing:
         problem = f"this machine has no {' and no '.join(missing)}"
-        remedy = f"set it to torch or auto, or install Transformer Engine beside CUDA: {install_command('gpu')}"
+        remedy = (
+            "set it to torch or auto, or install Transformer Engine beside CUDA: "
+            f"{install_command('gpu')}"
+        )
         raise UserError("model.spec", "te", problem, remedy)
     return model.spec
 
 
-def check_attention(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, training: bool) -> None:
-    """Check that Transformer Engine has fused attention over packs, if the policy has Transformer Engine's layers.
+def check_attention(
+    shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, training: bool
+) -> None:
+    """Check that Transformer Engine has fused attention over packs, if the policy has Transformer
+    Engine's layers.
 
     Which GPUs and sizes of heads cuDNN supports differs by version.
 
     Raises:
-        UserError: only the unfused attention is left, which pads each segment of a pack to the longest, or none.
+        UserError: only the unfused attention is left, which pads each segment of a pack to the
+            longest, or none.
     """
     if choose_spec(model) != "te":
         return
@@ -89,16 +102,23 @@ def check_attention(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig
     flash, _, fused, *_ = utils.get_attention_backend(parameters)
     if not flash and not fused:
         heads = f"heads of {shape.head_dim}" + (", with layout.cp above 1" if layout.cp > 1 else "")
-        problem = f"Transformer Engine has no fused attention over packs on {torch.cuda.get_device_name()}, for {heads}"
-        remedy = "install flash-attn (pip install --no-build-isolation flash-attn), or set model.spec=torch"
+        problem = (
+            "Transformer Engine has no fused attention over packs on "
+            f"{torch.cuda.get_device_name()}, for {heads}"
+        )
+        remedy = (
+            "install flash-attn (pip install --no-build-isolation flash-attn), or set "
+            "model.spec=torch"
+        )
         raise UserError("model.spec", model.spec, problem, remedy)
 
 
 def choose_sharing(config: Config, shape: PolicyShape) -> Config:
-    """Return the configuration with the meaning of ``pack.share_prefixes`` for the policy and this machine.
+    """Return the configuration with the meaning of ``pack.share_prefixes`` for the policy and this
+    machine.
 
-    A gated delta network would have to begin each completion with the prompt's last state. On a GPU, FlashAttention
-    requires half precision.
+    A gated delta network would have to begin each completion with the prompt's last state. On a
+    GPU, FlashAttention requires half precision.
 
     Raises:
         UserError: ``pack.share_prefixes`` is ``on``, and the GPU has no such attention in fp32.
@@ -106,7 +126,9 @@ def choose_sharing(config: Config, shape: PolicyShape) -> Config:
     unsupported = config.model.dtype == "fp32" and torch.cuda.is_available()
     if config.pack.share_prefixes == "on" and unsupported:
         problem = "requires half precision on a GPU, and model.dtype is fp32"
-        raise UserError("pack.share_prefixes", "on", problem, "set model.dtype=bf16, or pack.share_prefixes=off")
+        raise UserError(
+            "pack.share_prefixes", "on", problem, "set model.dtype=bf16, or pack.share_prefixes=off"
+        )
     shares = choose_spec(config.model) != "te" and not shape.hybrid and not unsupported
     if config.pack.share_prefixes != "auto" or shares:
         return config
@@ -116,16 +138,22 @@ def choose_sharing(config: Config, shape: PolicyShape) -> Config:
 def layer_spec(
     spec: Spec, config: TransformerConfig, vp_stage: int | None, *, adapted: bool = False
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """The layers of a virtual stage of this rank, as :class:`megatron.core.models.gpt.GPTModel` takes them.
+    """The layers of a virtual stage of this rank, as :class:`megatron.core.models.gpt.GPTModel`
+    takes them.
 
     Args:
-        adapted: whether linear layers get adapters, which need the layers' normed inputs: no norm is then fused.
+        adapted: whether linear layers get adapters, which need the layers' normed inputs: no norm
+            is then fused.
     """
     kind = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     hybrid = config.linear_attention_freq is not None
     if spec == "te":
-        layer = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **kind)
-        layer.submodules.self_attention.submodules.core_attention = _attention_of_transformer_engine()
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            moe_grouped_gemm=config.moe_grouped_gemm, **kind
+        )
+        layer.submodules.self_attention.submodules.core_attention = (
+            _attention_of_transformer_engine()
+        )
         layer = _with_norms_apart(layer, config) if adapted else layer
         return _hybrid_layers(layer, config, vp_stage) if hybrid else layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", **kind)
@@ -143,7 +171,9 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
-def _hybrid_layers(layer: Any, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _hybrid_layers(
+    layer: Any, config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """Layers like this one, of which only every so manieth keeps its attention."""
     from megatron_dppo.models.delta_net import with_delta_net
 
@@ -155,7 +185,8 @@ def _hybrid_layers(layer: Any, config: TransformerConfig, vp_stage: int | None) 
 
 
 def family_settings(shape: PolicyShape) -> dict[str, Any]:
-    """Megatron's settings for a family, and for gated delta networks between layers with attention."""
+    """Megatron's settings for a family, and for gated delta networks between layers with
+    attention."""
     if not shape.hybrid:
         return dict(shape.family.megatron)
     return {
@@ -170,11 +201,14 @@ def family_settings(shape: PolicyShape) -> dict[str, Any]:
 
 
 def _attention_of_transformer_engine() -> type[torch.nn.Module]:
-    """Transformer Engine's attention, and ours for packs with shared prefixes: it tells no log-sum-exp."""
+    """Transformer Engine's attention, and ours for packs with shared prefixes: it tells no
+    log-sum-exp."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class Attention(TEDotProductAttention):
-        def __init__(self, *arguments: Any, pg_collection: ProcessGroupCollection, **settings: Any) -> None:
+        def __init__(
+            self, *arguments: Any, pg_collection: ProcessGroupCollection, **settings: Any
+        ) -> None:
             super().__init__(*arguments, pg_collection=pg_collection, **settings)
             self._ranks = pg_collection.cp
 
@@ -198,13 +232,16 @@ def _attention_of_transformer_engine() -> type[torch.nn.Module]:
 
 
 def _with_norms_apart(layer: Any, config: TransformerConfig) -> ModuleSpec:
-    """Transformer Engine's layer with each norm a module of its own. Checkpoints keep the fused norms' names."""
+    """Transformer Engine's layer with each norm a module of its own. Checkpoints keep the fused
+    norms' names."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
     parts = layer.submodules
     parts.input_layernorm = TENorm
     parts.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-    parts.sharded_state_dict_keys_map |= {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    parts.sharded_state_dict_keys_map |= {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
+    }
     if not config.num_moe_experts:
         parts.pre_mlp_layernorm = TENorm
         mlp = parts.mlp
@@ -216,11 +253,12 @@ def _with_norms_apart(layer: Any, config: TransformerConfig) -> ModuleSpec:
 
 
 def add_to_main_gradients(model: torch.nn.Module) -> None:
-    """Let Transformer Engine's layers add to the fp32 gradients that DDP keeps, within the product that makes them.
+    """Let Transformer Engine's layers add to the fp32 gradients that DDP keeps, within the product
+    that makes them.
 
-    Megatron's own setting, ``gradient_accumulation_fusion``, would ask for Apex as well, on behalf of an output layer
-    that here does no product. Called once DDP has wrapped the model; for torch's layers it does nothing. Of a frozen
-    weight DDP keeps no gradient.
+    Megatron's own setting, ``gradient_accumulation_fusion``, would ask for Apex as well, on behalf
+    of an output layer that here does no product. Called once DDP has wrapped the model; for torch's
+    layers it does nothing. Of a frozen weight DDP keeps no gradient.
     """
     for layer in model.modules():
         trained = any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
@@ -231,30 +269,38 @@ def add_to_main_gradients(model: torch.nn.Module) -> None:
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension.
 
-    Megatron's wrapper of torch's refuses sequence parallelism, because it does not mark the weight: each rank of the
-    group then sees its own tokens only, and Megatron sums the gradients only of weights that are marked.
+    Megatron's wrapper of torch's refuses sequence parallelism, because it does not mark the weight:
+    each rank of the group then sees its own tokens only, and Megatron sums the gradients only of
+    weights that are marked.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps, self._zero_centred = eps, config.layernorm_zero_centered_gamma
-        here = torch.cuda.current_device()  # the CPU where there is no CUDA: see parallel/without_cuda.py
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=here))
+        here = (
+            torch.cuda.current_device()
+        )  # the CPU where there is no CUDA: see parallel/without_cuda.py
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=here)
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._zero_centred:
             weight = 1.0 + self.weight.float()
-            return functional.rms_norm(hidden.float(), weight.shape, weight, self.eps).to(hidden.dtype)
+            return functional.rms_norm(hidden.float(), weight.shape, weight, self.eps).to(
+                hidden.dtype
+            )
         return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 class SegmentAttention(torch.nn.Module):
     """Causal attention within each segment of a pack, one call of torch's fused kernel per segment.
 
-    Measured on one core, 37 segments of 25 to 300 tokens, forward and backward: 12 ms so; 17 ms with the segments
-    padded into batches of like lengths; 18 ms where the segments are sliced instead of split, whose backward pass
-    writes the whole pack once per segment; 205 ms as one call under a block-diagonal mask.
+    Measured on one core, 37 segments of 25 to 300 tokens, forward and backward: 12 ms so; 17 ms
+    with the segments padded into batches of like lengths; 18 ms where the segments are sliced
+    instead of split, whose backward pass writes the whole pack once per segment; 205 ms as one call
+    under a block-diagonal mask.
 
     Context-parallel ranks gather the keys and values of their packs, layer by layer.
     """
@@ -297,29 +343,45 @@ class SegmentAttention(torch.nn.Module):
             [T / cp, heads on this rank, head_dim].
         """
         if packed_seq_params is None:
-            raise ValueError("attention is over packs: pass packed_seq_params, for a single sequence too")
+            raise ValueError(
+                "attention is over packs: pass packed_seq_params, for a single sequence too"
+            )
         if isinstance(packed_seq_params, SharedPrefixes):
-            return attend_along_paths(query, key, value, packed_seq_params, self._scale, self._ranks)
+            return attend_along_paths(
+                query, key, value, packed_seq_params, self._scale, self._ranks
+            )
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         if self._ranks is not None and self._ranks.size() > 1:
-            return self._attend_to_gathered(query, torch.cat((key, value), dim=-1), lengths, self._ranks)
+            return self._attend_to_gathered(
+                query, torch.cat((key, value), dim=-1), lengths, self._ranks
+            )
         segments = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
         return torch.cat([self._attend(*segment, is_causal=True) for segment in segments])
 
     def _attend_to_gathered(
-        self, query: torch.Tensor, keys_values: torch.Tensor, lengths: list[int], ranks: dist.ProcessGroup
+        self,
+        query: torch.Tensor,
+        keys_values: torch.Tensor,
+        lengths: list[int],
+        ranks: dist.ProcessGroup,
     ) -> torch.Tensor:
         queries = query.split([length // ranks.size() for length in lengths])
         attended = []
-        for length, q, segment in zip(lengths, queries, gather_segments(keys_values, lengths, ranks), strict=True):
+        for length, q, segment in zip(
+            lengths, queries, gather_segments(keys_values, lengths, ranks), strict=True
+        ):
             position = held_positions([length], ranks.rank(), ranks.size()).to(q.device)
             mask = position[:, None] >= torch.arange(length, device=q.device)
             attended.append(self._attend(q, *segment.chunk(2, dim=-1), attn_mask=mask))
         return torch.cat(attended)
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **mask: Any) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **mask: Any
+    ) -> torch.Tensor:
         """Over one segment: [tokens, heads, head_dim] each."""
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
-        out = functional.scaled_dot_product_attention(q, k, v, scale=self._scale, enable_gqa=grouped, **mask)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, scale=self._scale, enable_gqa=grouped, **mask
+        )
         return out[0].transpose(0, 1)

@@ -1,12 +1,14 @@
-"""The optimizer beyond Megatron's own: the gradient's norm without a host wait, and Adam's state on device or host.
+"""The optimizer beyond Megatron's own: the gradient's norm without a host wait, and Adam's state on
+device or host.
 
-Adam creates its state lazily. The distributed optimizer can neither describe it for a checkpoint nor load it before it
-exists. So it is made before the first step and restored where it lies.
+Adam creates its state lazily. The distributed optimizer can neither describe it for a checkpoint
+nor load it before it exists. So it is made before the first step and restored where it lies.
 
-Megatron's own offload moves tensor by tensor through memory that CUDA has to stage: each copy waits for the one before.
-Here one pinned buffer holds all of a rank's state for the whole run. Copies are queued on the current stream, and
-waited for once. Between steps the state's tensors are slots of that buffer, so that a checkpoint reads and writes them
-where they lie. Their storage on the device is gone.
+Megatron's own offload moves tensor by tensor through memory that CUDA has to stage: each copy waits
+for the one before. Here one pinned buffer holds all of a rank's state for the whole run. Copies are
+queued on the current stream, and waited for once. Between steps the state's tensors are slots of
+that buffer, so that a checkpoint reads and writes them where they lie. Their storage on the device
+is gone.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from megatron_dppo.models.pinned import offsets_of, pinned_buffer, slot_of
 def gradient_squares(optimizer: Any, device: torch.device) -> torch.Tensor:
     """Squares of the gradient's norm, fp32 on the device, to be summed. Collective.
 
-    This is ``get_grad_norm`` of Megatron-Core without its host wait. Parameters that ranks share count once.
+    This is ``get_grad_norm`` of Megatron-Core without its host wait. Parameters that ranks share
+    count once.
 
     Args:
         optimizer: from ``get_megatron_optimizer``, after ``prepare_grads``.
@@ -44,7 +47,9 @@ def gradient_squares(optimizer: Any, device: torch.device) -> torch.Tensor:
         if gradients:
             overflow = torch.zeros(1, dtype=torch.int, device=device)
             # Through the module, because without_cuda replaces these functions.
-            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
+            norm, _ = clip_grads.multi_tensor_applier(
+                clip_grads.l2_norm_impl, overflow, [gradients], False
+            )
             square = norm**2.0
         dist.all_reduce(square, group=some[0].get_grad_stats_parallel_group())
         squares.append(square)
@@ -58,10 +63,12 @@ def _counted_once(part: Any) -> list[torch.Tensor]:
 
 
 def prepare_adam_state(optimizer: Any) -> None:
-    """Create the Adam state of a Megatron optimizer now instead of in its first step; existing state stays.
+    """Create the Adam state of a Megatron optimizer now instead of in its first step; existing
+    state stays.
 
-    Call this before ``sharded_state_dict`` on an optimizer that may not have stepped. Without it Megatron makes the
-    state when it loads, from ``torch.empty``. That is right only where a checkpoint is then read into it.
+    Call this before ``sharded_state_dict`` on an optimizer that may not have stepped. Without it
+    Megatron makes the state when it loads, from ``torch.empty``. That is right only where a
+    checkpoint is then read into it.
 
     Args:
         optimizer: what ``get_megatron_optimizer`` returned.
@@ -79,15 +86,19 @@ def prepare_adam_state(optimizer: Any) -> None:
 
 
 def _find_mixed_types(part: Any) -> None:
-    """Tell where in its group each parameter is. Within a group Megatron puts fp32 parameters before those in bf16, and
-    looks for all of them in the buffers' order: in a policy of both types a checkpoint would have others' state."""
-    for group, of_types in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+    """Tell where in its group each parameter is. Within a group Megatron puts fp32 parameters
+    before those in bf16, and looks for all of them in the buffers' order: in a policy of both types
+    a checkpoint would have others' state."""
+    for group, of_types in enumerate(
+        zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
+    ):
         for order, parameter in enumerate(itertools.chain(*of_types)):
             part.model_param_group_index_map[parameter] = group, order
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
-    """The optimizers of which Megatron made one: dense parameters and experts have one each, where a rank has any."""
+    """The optimizers of which Megatron made one: dense parameters and experts have one each, where
+    a rank has any."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if part.optimizer is not None]
 
@@ -95,8 +106,9 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
 def _restore_in_place(inner: torch.optim.Optimizer) -> None:
     """Have a fused Adam copy what it loads into the state that it has.
 
-    Transformer Engine's ``load_state_dict`` makes new tensors for all of it while the old ones are still there: of a 4B
-    policy's moments that is another 30 GiB, each time that Megatron describes or loads a checkpoint.
+    Transformer Engine's ``load_state_dict`` makes new tensors for all of it while the old ones are
+    still there: of a 4B policy's moments that is another 30 GiB, each time that Megatron describes
+    or loads a checkpoint.
     """
     kept: dict[torch.Tensor, Any] = {}
 
@@ -110,7 +122,10 @@ def _restore_in_place(inner: torch.optim.Optimizer) -> None:
                 for name, tensor in tensors.items():
                     if tensor is not optimizer.state[parameter][name]:
                         optimizer.state[parameter][name].copy_(tensor)
-        loaded["state"].clear()  # the same object as the caller's, who then finds nothing left to make tensors for
+        loaded[
+            "state"
+            # The same object as the caller's, who then finds nothing left to make tensors for.
+        ].clear()
         kept.update(optimizer.state)
 
     def after(optimizer: torch.optim.Optimizer) -> None:
@@ -133,39 +148,53 @@ def _by_parameter(
 class OffloadedState:
     """State of a Megatron optimizer, chained or not: fp32 master weights and Adam's moments.
 
-    Tensors stay the objects that they are, since Megatron refers to them from several places; only their data moves.
+    Tensors stay the objects that they are, since Megatron refers to them from several places; only
+    their data moves.
 
     Args:
         optimizer: what ``get_megatron_optimizer`` returned, with Adam's state in it.
-        weights: of the policy. A master weight that is a view of one (in fp32) stays on the device with it.
+        weights: of the policy. A master weight that is a view of one (in fp32) stays on the device
+            with it.
         device: where steps are made.
     """
 
-    def __init__(self, optimizer: Any, weights: Iterable[torch.nn.Parameter], device: torch.device) -> None:
-        self._optimizers: list[torch.optim.Optimizer] = [part.optimizer for part in optimizer_parts(optimizer)]
+    def __init__(
+        self, optimizer: Any, weights: Iterable[torch.nn.Parameter], device: torch.device
+    ) -> None:
+        self._optimizers: list[torch.optim.Optimizer] = [
+            part.optimizer for part in optimizer_parts(optimizer)
+        ]
         self._weights, self._device = list(weights), device
         self._offsets, size = offsets_of(self._tensors())
-        # No forked process has it: the device would go on writing into what the writer of a checkpoint reads. Megatron
-        # copies before the fork what a checkpoint takes of it, since a slot is a part of a larger tensor.
-        self._host = pinned_buffer(size, device, "optimizer.offload", "true", remedy="set optimizer.offload=false")
+        # No forked process has it: the device would go on writing into what the writer of a
+        # checkpoint reads. Megatron copies before the fork what a checkpoint takes of it, since a
+        # slot is a part of a larger tensor.
+        self._host = pinned_buffer(
+            size, device, "optimizer.offload", "true", remedy="set optimizer.offload=false"
+        )
 
     def leave_device(self) -> None:
-        """Move all of it to the host; what is there already stays. Its memory on the device is free afterwards."""
+        """Move all of it to the host; what is there already stays. Its memory on the device is free
+        afterwards."""
         for tensor, offset in zip(self._tensors(), self._offsets, strict=True):
             slot = slot_of(self._host, offset, tensor)
             if tensor.data_ptr() != slot.data_ptr():
                 slot.copy_(tensor.data, non_blocking=True)
                 tensor.data = slot
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # a checkpoint may read it from now on
+            torch.cuda.current_stream(
+                self._device
+            ).synchronize()  # a checkpoint may read it from now on
 
     def return_to_device(self) -> None:
-        """Move all of it to the device. What is queued on the current stream next finds it there."""
+        """Move all of it to the device. What is queued on the current stream next finds it
+        there."""
         for tensor in self._tensors():
             tensor.data = tensor.data.to(self._device, non_blocking=True, copy=True)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """In one order always. Torch's Adam may put other tensors in the place of the moments when it loads."""
+        """In one order always. Torch's Adam may put other tensors in the place of the moments when
+        it loads."""
         weights = {weight.untyped_storage().data_ptr() for weight in self._weights}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -173,5 +202,10 @@ class OffloadedState:
                     if master.untyped_storage().data_ptr() not in weights:
                         yield master
                     state = optimizer.state[master]
-                    # The count of steps, which torch's Adam keeps as a tensor, has no dimension, and is on the host.
-                    yield from (value for _, value in sorted(state.items()) if torch.is_tensor(value) and value.ndim)
+                    # The count of steps, which torch's Adam keeps as a tensor, has no dimension,
+                    # and is on the host.
+                    yield from (
+                        value
+                        for _, value in sorted(state.items())
+                        if torch.is_tensor(value) and value.ndim
+                    )

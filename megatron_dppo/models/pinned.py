@@ -1,6 +1,8 @@
-"""Pinned host memory of exactly the bytes that are asked for: copies between it and a device need no staging.
+"""Pinned host memory of exactly the bytes that are asked for: copies between it and a device need
+no staging.
 
-Torch's allocator of pinned memory rounds each block up to the next power of two, and keeps it until the process ends.
+Torch's allocator of pinned memory rounds each block up to the next power of two, and keeps it until
+the process ends.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ PORTABLE = 1
 
 
 def offsets_of(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
-    """Bytes at which each tensor begins in a buffer for all of them, and the buffer's size in bytes."""
+    """Bytes at which each tensor begins in a buffer for all of them, and the buffer's size in
+    bytes."""
     rooms = (-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
     *offsets, size = itertools.accumulate(rooms, initial=0)
     return offsets, size
@@ -32,11 +35,14 @@ def slot_of(buffer: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Te
     return buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def pinned_buffer(size: int, device: torch.device, setting: str, value: object, *, remedy: str = "") -> torch.Tensor:
-    """Make [size] bytes, registered with CUDA if the device is one of CUDA's. The registration ends with the tensor.
+def pinned_buffer(
+    size: int, device: torch.device, setting: str, value: object, *, remedy: str = ""
+) -> torch.Tensor:
+    """Make [size] bytes, registered with CUDA if the device is one of CUDA's. The registration ends
+    with the tensor.
 
-    Forked processes do not have the memory, because the kernel would copy all of it at the fork. Slots do not keep the
-    registration: the caller keeps the buffer as long as its slots.
+    Forked processes do not have the memory, because the kernel would copy all of it at the fork.
+    Slots do not keep the registration: the caller keeps the buffer as long as its slots.
 
     Args:
         setting, value: that the error names.

@@ -1,4 +1,5 @@
-"""A policy on Megatron-Core's GPTModel, with a head that scores response tokens instead of returning logits."""
+"""A policy on Megatron-Core's GPTModel, with a head that scores response tokens instead of
+returning logits."""
 
 from __future__ import annotations
 
@@ -34,29 +35,37 @@ from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron
 from megatron_dppo.models.teacher_head import TeacherHead, divergence_of_each
 
 NOTHING_BETWEEN: dict[str, Any] = (
-    {"pad_between_seqs": False} if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__ else {}
+    {"pad_between_seqs": False}
+    if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__
+    else {}
 )
-"""From megatron-core 0.19 on Transformer Engine can be told that no padding lies between segments. If it is not told,
-each layer compares on the host where segments start and where padded ones do, if it is given both."""
+"""From megatron-core 0.19 on Transformer Engine can be told that no padding lies between segments.
+If it is not told, each layer compares on the host where segments start and where padded ones do, if
+it is given both."""
 
 
 def build_policy(
     shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, temperature: float
 ) -> list[PolicyModel]:
-    """This rank's part of the policy, a chunk for each virtual stage, in :func:`parallel.world.initialize`'s groups.
+    """This rank's part of the policy, a chunk for each virtual stage, in
+    :func:`parallel.world.initialize`'s groups.
 
-    All weights but the norms' are zero until they are loaded: nothing is drawn, since every run starts from a
-    directory, and drawing would depend on the layout. With ``model.lora`` the adapters are zero, too, and the only
-    parameters that need a gradient.
+    All weights but the norms' are zero until they are loaded: nothing is drawn, since every run
+    starts from a directory, and drawing would depend on the layout. With ``model.lora`` the
+    adapters are zero, too, and the only parameters that need a gradient.
 
     Raises:
-        UserError: if the shape cannot be cut as the layout says, or ``model.spec`` is not to be had here.
+        UserError: if the shape cannot be cut as the layout says, or ``model.spec`` is not to be had
+            here.
     """
     check_layout(shape, layout)
     check_megatron(shape)
     config = transformer_config(shape, model, layout)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
-    chunks = [PolicyModel(shape, config, model, temperature=temperature, vp_stage=stage) for stage in stages]
+    chunks = [
+        PolicyModel(shape, config, model, temperature=temperature, vp_stage=stage)
+        for stage in stages
+    ]
     for chunk in chunks:
         _mark_experts(chunk)
         _release_dispatched(chunk)
@@ -66,10 +75,12 @@ def build_policy(
 
 
 def _mark_experts(chunk: PolicyModel) -> None:
-    """Tell Megatron which gradients to sum over the ranks that have the same experts, instead of all replicas.
+    """Tell Megatron which gradients to sum over the ranks that have the same experts, instead of
+    all replicas.
 
-    Before 0.17 it marks them only where ep > 1, and then sums them over the wrong ranks, in silence, where etp is not
-    tp. With the mark everywhere an optimizer's state goes by the same names in every layout, too.
+    Before 0.17 it marks them only where ep > 1, and then sums them over the wrong ranks, in
+    silence, where etp is not tp. With the mark everywhere an optimizer's state goes by the same
+    names in every layout, too.
     """
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
@@ -77,27 +88,35 @@ def _mark_experts(chunk: PolicyModel) -> None:
 
 
 def _release_dispatched(chunk: PolicyModel) -> None:
-    """Free what each layer's token dispatcher holds of a pack once the experts' outputs are combined.
+    """Free what each layer's token dispatcher holds of a pack once the experts' outputs are
+    combined.
 
-    Megatron keeps the routing probabilities until the layer's next pass, and by them the autograd graph of a recomputed
-    layer: its input and the gradient of that, gigabytes in 48 layers.
+    Megatron keeps the routing probabilities until the layer's next pass, and by them the autograd
+    graph of a recomputed layer: its input and the gradient of that, gigabytes in 48 layers.
     """
 
     def combine(
         dispatcher: Any, combined: Callable[[torch.Tensor], torch.Tensor], outputs: torch.Tensor
     ) -> torch.Tensor:
         made = combined(outputs)
-        dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
+        dispatcher.probs = dispatcher.routing_map = (
+            dispatcher.reversed_local_input_permutation_mapping
+        ) = None
         return made
 
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             dispatcher: Any = module.token_dispatcher
-            dispatcher.combine_postprocess = partial(combine, dispatcher, dispatcher.combine_postprocess)
+            dispatcher.combine_postprocess = partial(
+                combine, dispatcher, dispatcher.combine_postprocess
+            )
 
 
-def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig) -> TransformerConfig:
-    """Megatron's configuration of a policy. Kernels that need CUDA or Transformer Engine are on where these are."""
+def transformer_config(
+    shape: PolicyShape, model: ModelConfig, layout: LayoutConfig
+) -> TransformerConfig:
+    """Megatron's configuration of a policy. Kernels that need CUDA or Transformer Engine are on
+    where these are."""
     spec, cuda, dtype = choose_spec(model), torch.cuda.is_available(), model.torch_dtype
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -114,7 +133,8 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        # Gradients are sums: nothing divides by microbatches or replicas, the plan has divided once and for all.
+        # Gradients are sums: nothing divides by microbatches or replicas, the plan has divided once
+        # and for all.
         calculate_per_token_loss=True,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -128,15 +148,18 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Zeros, until weights are loaded. Initialisation itself stays on: it also marks parameters as sharded over the
-        # tensor-parallel ranks, without which the gradient's norm counts one rank's shard only.
+        # Zeros, until weights are loaded. Initialisation itself stays on: it also marks parameters
+        # as sharded over the tensor-parallel ranks, without which the gradient's norm counts one
+        # rank's shard only.
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
-        # Every pack of a minibatch has the same length, so stages need not exchange shapes. Gloo has no batched sends.
-        # With two interleaved stages, each of which has the other on both sides, a batch confuses their messages.
+        # Every pack of a minibatch has the same length, so stages need not exchange shapes. Gloo
+        # has no batched sends. With two interleaved stages, each of which has the other on both
+        # sides, a batch confuses their messages.
         batch_p2p_comm=cuda and not (layout.vpp > 1 and layout.pp == 2),
-        batch_p2p_sync=False,  # the bug of an older torch for which Megatron waits for the whole device
+        # The bug of an older torch for which Megatron waits for the whole device.
+        batch_p2p_sync=False,
         variable_seq_lengths=False,
         deallocate_pipeline_outputs=True,
         apply_rope_fusion=spec == "te",
@@ -145,7 +168,8 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,  # see layer_specs.add_to_main_gradients
         persist_layer_norm=False,
-        deterministic_mode=spec == "torch" or model.deterministic,  # torch's embedding then sums in order
+        deterministic_mode=spec == "torch"
+        or model.deterministic,  # torch's embedding then sums in order
         **family_settings(shape),
         **_recomputation(shape, model),
         **(_experts(shape, spec) if shape.experts else {}),
@@ -155,21 +179,30 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
 def _recomputation(shape: PolicyShape, model: ModelConfig) -> dict[str, Any]:
     match model.recompute:
         case "full":
-            return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
         case "selective":
-            return {"recompute_granularity": "selective", "recompute_modules": ["moe" if shape.experts else "mlp"]}
+            return {
+                "recompute_granularity": "selective",
+                "recompute_modules": ["moe" if shape.experts else "mlp"],
+            }
         case "none":
             return {}
 
 
 def _experts(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
-    """Megatron's settings for experts. No token is dropped, and nothing is added to the loss to spread them."""
+    """Megatron's settings for experts. No token is dropped, and nothing is added to the loss to
+    spread them."""
     return {
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.ffn,
         "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
-        # Softmax over a token's experts alone is softmax over all of them, divided by the sum of the chosen.
+        # Softmax over a token's experts alone is softmax over all of them, divided by the sum of
+        # the chosen.
         "moe_router_pre_softmax": not shape.renormalises_experts,
         # In bf16 the logits of two experts may tie, and which one is chosen is chance.
         "moe_router_dtype": "fp32",
@@ -182,7 +215,11 @@ def _experts(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
 
 
 def packed_sequence(
-    cu_seqlens: NDArray[np.int32], max_seqlen: int, device: torch.device, *, there: torch.Tensor | None = None
+    cu_seqlens: NDArray[np.int32],
+    max_seqlen: int,
+    device: torch.device,
+    *,
+    there: torch.Tensor | None = None,
 ) -> PackedSeqParams:
     """Megatron's description of a pack of S segments.
 
@@ -193,13 +230,17 @@ def packed_sequence(
         there: the starts as they are on that device already, int32.
 
     Raises:
-        ValueError: if ``max_seqlen`` is not the longest segment. Where it equals T, Megatron does not reset rotary
-            positions, in silence, and logits hardly show it.
+        ValueError: if ``max_seqlen`` is not the longest segment. Where it equals T, Megatron does
+            not reset rotary positions, in silence, and logits hardly show it.
     """
     longest = int(np.diff(cu_seqlens).max())
     if max_seqlen != longest:
-        raise ValueError(f"max_seqlen is {max_seqlen}, but the longest segment has {longest} tokens")
-    starts = torch.as_tensor(cu_seqlens, dtype=torch.int32, device=device) if there is None else there
+        raise ValueError(
+            f"max_seqlen is {max_seqlen}, but the longest segment has {longest} tokens"
+        )
+    starts = (
+        torch.as_tensor(cu_seqlens, dtype=torch.int32, device=device) if there is None else there
+    )
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,
@@ -211,19 +252,25 @@ def packed_sequence(
 
 
 class OutputWeight(ColumnParallelLinear):
-    """The output layer as a holder of its weight: it passes hidden states on, and the policy head does the product.
+    """The output layer as a holder of its weight: it passes hidden states on, and the policy head
+    does the product.
 
-    It is still called in the forward pass, so that the hooks on it fire (DDP waits there for a gathered weight).
+    It is still called in the forward pass, so that the hooks on it fire (DDP waits there for a
+    gathered weight).
     """
 
     def forward(
-        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
         return input_, None
 
 
 class PolicyModel(GPTModel):
-    """The share of the policy of one pipeline stage, or of one of its virtual stages, over packs in THD form."""
+    """The share of the policy of one pipeline stage, or of one of its virtual stages, over packs in
+    THD form."""
 
     def __init__(
         self,
@@ -239,8 +286,12 @@ class PolicyModel(GPTModel):
             layer_spec(choose_spec(model), config, vp_stage, adapted=model.lora.rank > 0),
             vocab_size=padded_vocab(shape.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            pre_process=parallel_state.is_pipeline_first_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
             vp_stage=vp_stage,
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
@@ -257,7 +308,8 @@ class PolicyModel(GPTModel):
         self.register_load_state_dict_post_hook(_allow_missing)
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Called by Megatron once the layers stand: put the holder of the weight in the output layer's place."""
+        """Called by Megatron once the layers stand: put the holder of the weight in the output
+        layer's place."""
         if self.post_process:
             self.output_layer = OutputWeight(
                 self.config.hidden_size,
@@ -265,7 +317,8 @@ class PolicyModel(GPTModel):
                 config=self.config,
                 init_method=self.config.init_method,
                 bias=False,
-                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+                skip_weight_param_allocation=self.pre_process
+                and self.share_embeddings_and_output_weights,
                 tp_group=self.pg_collection.tp,
             )
         super().setup_embeddings_and_output_layer()
@@ -286,19 +339,25 @@ class PolicyModel(GPTModel):
         Args:
             input_ids: [1, T] int64.
             position_ids: [1, T] int64, from 0 in every segment, or along the paths of a tree.
-            packed_seq_params: from :func:`packed_sequence`, or :func:`prefix_attention.shared_prefixes`.
-            predictors: [R] int64, positions whose next token is a response token; read by the last stage only.
+            packed_seq_params: from :func:`packed_sequence`, or
+                :func:`prefix_attention.shared_prefixes`.
+            predictors: [R] int64, positions whose next token is a response token; read by the last
+                stage only.
             targets: [R] int64, those next tokens; read by the last stage only.
-            share: from :func:`context.share_of`, what this rank takes. Without context parallelism it is everything,
-                and this is not read. With it, what is not passed is worked out here, for which the host has to wait.
-            teachers: what the divergence is taken from, at the predictors that this rank scores; none: none is.
-            states: whether nothing is scored, and the predictors' hidden states are asked for instead.
+            share: from :func:`context.share_of`, what this rank takes. Without context parallelism
+                it is everything, and this is not read. With it, what is not passed is worked out
+                here, for which the host has to wait.
+            teachers: what the divergence is taken from, at the predictors that this rank scores;
+                none: none is.
+            states: whether nothing is scored, and the predictors' hidden states are asked for
+                instead.
 
         Returns:
-            On the last stage the fields of :class:`HeadOutput` that were asked for, each [R], as a plain tuple
-            (Megatron's mixed-precision wrapper keeps no other kind), or with ``states`` the final hidden states of the
-            predictors that this rank would score, [r, h], alone; elsewhere hidden states, [T, 1, h], T / cp / tp of
-            them under context and sequence parallelism.
+            On the last stage the fields of :class:`HeadOutput` that were asked for, each [R], as a
+            plain tuple (Megatron's mixed-precision wrapper keeps no other kind), or with ``states``
+            the final hidden states of the predictors that this rank would score, [r, h], alone;
+            elsewhere hidden states, [T, 1, h], T / cp / tp of them under context and sequence
+            parallelism.
         """
         if self.pg_collection.cp.size() > 1:
             share = (share or self._share(packed_seq_params, predictors)).to(input_ids.device)
@@ -309,7 +368,9 @@ class PolicyModel(GPTModel):
         if not self.post_process:
             return hidden
         if predictors is None or targets is None:
-            raise ValueError("the last pipeline stage scores responses: pass predictors and targets")
+            raise ValueError(
+                "the last pipeline stage scores responses: pass predictors and targets"
+            )
         mine = self._for_every_rank(hidden[0], predictors if share is None else share.predictors)
         if states:
             return (mine,)
@@ -323,8 +384,12 @@ class PolicyModel(GPTModel):
         asked = nothing if predictors is None else predictors.cpu()
         return share_of(packed.cu_seqlens_q.diff().tolist(), asked, group.rank(), group.size())
 
-    def _hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams) -> torch.Tensor:
-        if self.pg_collection.cp.size() > 1:  # Transformer Engine then asks where padded segments start: at the same
+    def _hidden(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        if (
+            self.pg_collection.cp.size() > 1
+        ):  # Transformer Engine then asks where padded segments start: at the same
             starts = packed.cu_seqlens_q
             packed = replace(packed, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts)
         along_paths = isinstance(packed, SharedPrefixes)
@@ -334,7 +399,9 @@ class PolicyModel(GPTModel):
         self.position_embedding_type = "none" if along_paths else "rope"
         return super().forward(input_ids, position_ids, None, packed_seq_params=packed)
 
-    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, teachers: tuple[TeacherHead, ...]) -> HeadOutput:
+    def _score(
+        self, hidden: torch.Tensor, targets: torch.Tensor, teachers: tuple[TeacherHead, ...]
+    ) -> HeadOutput:
         weight = self.output_weight()
         head: dict[str, Any] = {
             "vocab_size": self.shape.vocab_size,
@@ -348,28 +415,40 @@ class PolicyModel(GPTModel):
         return scores._replace(divergence=divergence_of_each(teachers, hidden, weight, **head))
 
     def _for_every_rank(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
-        """The predictors' hidden states, [R, h], on every rank; gradients are summed over the ranks on the way back."""
+        """The predictors' hidden states, [R, h], on every rank; gradients are summed over the ranks
+        on the way back."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden, group=group).index_select(0, predictors)
+            return gather_from_sequence_parallel_region(hidden, group=group).index_select(
+                0, predictors
+            )
         return copy_to_tensor_model_parallel_region(hidden.index_select(0, predictors), group=group)
 
     def output_weight(self) -> torch.Tensor:
         """[V_local, h], this rank's rows of the output layer; on the last stage only."""
-        return self.shared_embedding_or_output_weight() if self.shape.tied else self.output_layer.weight
+        return (
+            self.shared_embedding_or_output_weight()
+            if self.shape.tied
+            else self.output_layer.weight
+        )
 
     @torch.no_grad()
-    def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams) -> torch.Tensor:
-        """[T, vocab_size] fp32, at temperature 1, on every rank of the last stage: what the head never makes.
+    def logits(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams
+    ) -> torch.Tensor:
+        """[T, vocab_size] fp32, at temperature 1, on every rank of the last stage: what the head
+        never makes.
 
-        For tests and for checking a converted model against another's logits; needs a single pipeline stage, or the
-        input of the last one set.
+        For tests and for checking a converted model against another's logits; needs a single
+        pipeline stage, or the input of the last one set.
         """
         held = self._share(packed, None).held.to(input_ids.device)
         hidden = self._hidden(input_ids[:, held], position_ids[:, held], packed)[0]
         hidden = self._for_every_rank(hidden, torch.arange(len(held), device=held.device))
         local = hidden.float() @ self.output_weight().float().t()
-        whole = gather_from_tensor_model_parallel_region(local, group=self.pg_collection.tp)[:, : self.shape.vocab_size]
+        whole = gather_from_tensor_model_parallel_region(local, group=self.pg_collection.tp)[
+            :, : self.shape.vocab_size
+        ]
         whole, held = (
             gather_from_sequence_parallel_region(part.contiguous(), group=self.pg_collection.cp)
             for part in (whole, held)
@@ -377,10 +456,11 @@ class PolicyModel(GPTModel):
         return whole[held.argsort()]
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Megatron's, of the policy without its adapters, and without the extra state of linear layers.
+        """Megatron's, of the policy without its adapters, and without the extra state of linear
+        layers.
 
-        That holds the scales of 8-bit training, here nothing; Transformer Engine has it on other layers than torch
-        does, and a checkpoint of the one would not load into the other.
+        That holds the scales of 8-bit training, here nothing; Transformer Engine has it on other
+        layers than torch does, and a checkpoint of the one would not load into the other.
         """
         state = super().sharded_state_dict(*args, **kwargs)
         return {name: value for name, value in state.items() if not _is_left_out(name)}
@@ -392,4 +472,6 @@ def _is_left_out(key: str) -> bool:
 
 
 def _allow_missing(module: torch.nn.Module, incompatible: Any) -> None:
-    incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if not _is_left_out(key)]
+    incompatible.missing_keys[:] = [
+        key for key in incompatible.missing_keys if not _is_left_out(key)
+    ]

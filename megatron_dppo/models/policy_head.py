@@ -1,13 +1,15 @@
-"""From hidden states to log-probabilities without the logits: in chunks, vocabulary-parallel, recomputed for gradients.
+"""From hidden states to log-probabilities without the logits: in chunks, vocabulary-parallel,
+recomputed for gradients.
 
-An fp32 ``[tokens, vocabulary]`` tensor takes 5 GB for 8,192 tokens of Qwen3's vocabulary, and a training step would
-hold several of them. Here none is made. The logits of a chunk of positions at a time are computed in a buffer of a set
-size, in the forward pass and again in the backward pass. If one chunk takes all positions, Triton's kernels keep its
-logits for the backward pass.
+An fp32 ``[tokens, vocabulary]`` tensor takes 5 GB for 8,192 tokens of Qwen3's vocabulary, and a
+training step would hold several of them. Here none is made. The logits of a chunk of positions at a
+time are computed in a buffer of a set size, in the forward pass and again in the backward pass. If
+one chunk takes all positions, Triton's kernels keep its logits for the backward pass.
 
 With logits z over the whole vocabulary, temperature τ, p = softmax(z/τ) and target t:
 
-* log-probability ``log p_t``, which is what engines report: of the distribution that was sampled from;
+* log-probability ``log p_t``, which is what engines report: of the distribution that was sampled
+  from;
 * entropy ``−Σ_v p_v log p_v``.
 """
 
@@ -35,7 +37,8 @@ class HeadOutput(NamedTuple):
 
         HeadOutput(logprobs=[-0.69], entropy=[0.69])
 
-    is of one token, where two tokens of the vocabulary had probability 0.5 each. The lists stand for tensors.
+    is of one token, where two tokens of the vocabulary had probability 0.5 each. The lists stand
+    for tensors.
     """
 
     logprobs: torch.Tensor
@@ -63,39 +66,46 @@ def score_responses(
 ) -> HeadOutput:
     """Score target tokens under the policy's head.
 
-    Collective over ``tp_group``, whose ranks pass the same positions: one maximum and one sum over the ranks in the
-    forward pass, for all chunks together, and nothing in the backward pass. The gradient of ``hidden`` is this rank's
-    part of a sum; adding up the parts is the caller's (``copy_to_tensor_model_parallel_region``, or the gather of a
-    sequence-parallel region). No value is read on the host, which on CUDA would have to wait for it.
+    Collective over ``tp_group``, whose ranks pass the same positions: one maximum and one sum over
+    the ranks in the forward pass, for all chunks together, and nothing in the backward pass. The
+    gradient of ``hidden`` is this rank's part of a sum; adding up the parts is the caller's
+    (``copy_to_tensor_model_parallel_region``, or the gather of a sequence-parallel region). No
+    value is read on the host, which on CUDA would have to wait for it.
 
-    A weight of which Megatron's DDP keeps the gradient in fp32 (``weight.main_grad``) gets it there, unrounded; any
-    other weight gets it through autograd, in its own type.
+    A weight of which Megatron's DDP keeps the gradient in fp32 (``weight.main_grad``) gets it
+    there, unrounded; any other weight gets it through autograd, in its own type.
 
     Args:
         hidden: [R, h], final hidden states at the positions that predict the targets. R may be 0.
-        weight: [V_local, h], this rank's rows of the output layer: equal shares by rank, the padding last.
+        weight: [V_local, h], this rank's rows of the output layer: equal shares by rank, the
+            padding last.
         targets: [R] int64, token ids below ``vocab_size``.
-        vocab_size: tokens without padding; rows of the weight past it take no part and get no gradient.
+        vocab_size: tokens without padding; rows of the weight past it take no part and get no
+            gradient.
         temperature: τ.
         tp_group: the tensor-parallel ranks; None for one.
-        chunk_mib: size of the buffers that hold a chunk's logits and their gradient, in MiB. Large chunks read the
-            weight less often; one that takes all positions saves a product.
+        chunk_mib: size of the buffers that hold a chunk's logits and their gradient, in MiB. Large
+            chunks read the weight less often; one that takes all positions saves a product.
     """
     group, first, rows = held_rows(weight, vocab_size, tp_group)
-    return HeadOutput(*_Score.apply(hidden, weight, targets - first, rows, temperature, group, chunk_mib))
+    return HeadOutput(
+        *_Score.apply(hidden, weight, targets - first, rows, temperature, group, chunk_mib)
+    )
 
 
 def held_rows(
     weight: torch.Tensor, vocab_size: int, tp_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, int, int]:
-    """The ranks to exchange with, None for one; the token of this rank's first row; and its rows that have a token."""
+    """The ranks to exchange with, None for one; the token of this rank's first row; and its rows
+    that have a token."""
     group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
     first = 0 if group is None else dist.get_rank(group) * len(weight)
     return group, first, min(max(vocab_size - first, 0), len(weight))
 
 
 class _Score(torch.autograd.Function):
-    """Works on the first ``rows`` of the weight; ``targets`` count from its first row, others' lie outside."""
+    """Works on the first ``rows`` of the weight; ``targets`` count from its first row, others' lie
+    outside."""
 
     @staticmethod
     def forward(
@@ -138,39 +148,56 @@ class _Score(torch.autograd.Function):
         return hidden_grad, left_to_autograd(weight, weight_grad), None, None, None, None, None
 
 
-def _add_gradients(ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor | None) -> None:
+def _add_gradients(
+    ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor | None
+) -> None:
     hidden, weight, targets, normaliser = ctx.saved_tensors
     passes, vocabulary, types = _passes(hidden.is_cuda), weight[: ctx.rows], gradient_types(weight)
-    kept, ctx.logits = () if ctx.logits is None else (ctx.logits,), None  # the slope may overwrite them
-    for chunk, made in chunks_of(len(targets), ctx.rows, types[len(kept) :], ctx.chunk_mib, hidden.device):
+    kept, ctx.logits = (
+        () if ctx.logits is None else (ctx.logits,),
+        None,
+    )  # the slope may overwrite them
+    for chunk, made in chunks_of(
+        len(targets), ctx.rows, types[len(kept) :], ctx.chunk_mib, hidden.device
+    ):
         buffers = kept + made
         logits, slope = buffers[0], buffers[-1]
         if not kept:
             logits_of(hidden[chunk], vocabulary, out=logits)
-        passes.slope(logits, targets[chunk], ctx.temperature, normaliser[chunk], grad[chunk], out=slope)
+        passes.slope(
+            logits, targets[chunk], ctx.temperature, normaliser[chunk], grad[chunk], out=slope
+        )
         hidden_gradient(slope, vocabulary, out=hidden_grad[chunk])
         if weight_grad is not None:
             add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
 
 
 def gradient_types(weight: torch.Tensor) -> list[torch.dtype]:
-    """Types of the buffers of a chunk in the backward pass: logits, and their gradient, if that has another type."""
+    """Types of the buffers of a chunk in the backward pass: logits, and their gradient, if that has
+    another type."""
     return [torch.float32, weight.dtype] if _hands_out_fp32(weight) else [torch.float32]
 
 
 def gradient_of_weight(ctx: Any, weight: Any) -> torch.Tensor | None:
-    """The fp32 tensor that the gradient of the weight, the second input, is added to; None if none is asked for."""
+    """The fp32 tensor that the gradient of the weight, the second input, is added to; None if none
+    is asked for."""
     if not ctx.needs_input_grad[1]:
         return None
-    return weight.main_grad if hasattr(weight, "main_grad") else torch.zeros_like(weight, dtype=torch.float32)
+    return (
+        weight.main_grad
+        if hasattr(weight, "main_grad")
+        else torch.zeros_like(weight, dtype=torch.float32)
+    )
 
 
 def left_to_autograd(weight: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Gradient that the backward pass returns for a weight whose whole fp32 gradient is ``gradient``.
+    """Gradient that the backward pass returns for a weight whose whole fp32 gradient is
+    ``gradient``.
 
-    DDP waits until autograd brings a weight its gradient, adds that to ``main_grad`` unless ``grad_added_to_main_grad``
-    says that it is there, and drops it. The returned tensor is never read. A weight that is this stage's embedding
-    as well, which Megatron marks by ``zero_out_wgrad``, is brought the embedding's gradient, and that has to be added.
+    DDP waits until autograd brings a weight its gradient, adds that to ``main_grad`` unless
+    ``grad_added_to_main_grad`` says that it is there, and drops it. The returned tensor is never
+    read. A weight that is this stage's embedding as well, which Megatron marks by
+    ``zero_out_wgrad``, is brought the embedding's gradient, and that has to be added.
     """
     if gradient is not None and not hasattr(weight, "main_grad"):
         return gradient.to(weight.dtype)
@@ -193,7 +220,8 @@ def _passes(on_cuda: bool) -> ModuleType:
 def chunks_of(
     positions: int, rows: int, types: Sequence[torch.dtype], chunk_mib: int, device: torch.device
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
-    """Slices of the positions, each with tensors [c, rows] of ``types``, reused, that all take ``chunk_mib``."""
+    """Slices of the positions, each with tensors [c, rows] of ``types``, reused, that all take
+    ``chunk_mib``."""
     if rows == 0:
         return
     size = max(1, min(positions, _size_of_chunk(rows, types, chunk_mib)))
@@ -204,12 +232,14 @@ def chunks_of(
 
 
 def _size_of_chunk(rows: int, types: Sequence[torch.dtype], chunk_mib: int) -> int:
-    """Most positions whose tensors of ``types``, a value for each of ``rows``, take ``chunk_mib``."""
+    """Most positions whose tensors of ``types``, a value for each of ``rows``, take
+    ``chunk_mib``."""
     return (chunk_mib << 20) // max(rows * sum(kind.itemsize for kind in types), 1)
 
 
 def _combine(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Make one rank's part of the sums, taken from its own peak, into the sums of all ranks from the common peak."""
+    """Make one rank's part of the sums, taken from its own peak, into the sums of all ranks from
+    the common peak."""
     shift = -peak
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     shift = -(shift + peak)
@@ -220,10 +250,10 @@ def _combine(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -
     dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
 
 
-# Three products with fp32 results, whatever the type of the weights, and without an fp32 copy of the weights. A product
-# of bf16 matrices would come out as bf16: a logit of 20 would be off by up to 0.06, and its log-probability with it.
-# CUDA's kernels can hand out the fp32 sums that they compute anyway. Elsewhere a few rows of the weights at a time are
-# converted.
+# Three products with fp32 results, whatever the type of the weights, and without an fp32 copy of
+# the weights. A product of bf16 matrices would come out as bf16: a logit of 20 would be off by up
+# to 0.06, and its log-probability with it. CUDA's kernels can hand out the fp32 sums that they
+# compute anyway. Elsewhere a few rows of the weights at a time are converted.
 
 CONVERTED = 1 << 22
 """Weights converted at a time: 16 MiB of fp32."""
@@ -265,4 +295,8 @@ def _hands_out_fp32(operand: torch.Tensor) -> bool:
 
 def _rows_converted(vocabulary: torch.Tensor) -> int:
     """Rows of [v, h] that are converted to fp32 at a time: all, if they are fp32 already."""
-    return len(vocabulary) if vocabulary.dtype == torch.float32 else max(1, CONVERTED // vocabulary.shape[1])
+    return (
+        len(vocabulary)
+        if vocabulary.dtype == torch.float32
+        else max(1, CONVERTED // vocabulary.shape[1])
+    )

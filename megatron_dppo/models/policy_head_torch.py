@@ -1,5 +1,6 @@
-"""The policy head's operations on a chunk of logits, in torch's operators: they run anywhere, and are the reference of
-:mod:`policy_head_triton`, which on CUDA does each of the two with one pass over the logits instead of up to ten."""
+"""The policy head's operations on a chunk of logits, in torch's operators: they run anywhere, and
+are the reference of :mod:`policy_head_triton`, which on CUDA does each of the two with one pass
+over the logits instead of up to ten."""
 
 from __future__ import annotations
 
@@ -10,10 +11,14 @@ BUFFERS = 2
 
 
 def summarise(
-    buffers: tuple[torch.Tensor, ...], targets: torch.Tensor, temperature: float, peak: torch.Tensor, sums: torch.Tensor
+    buffers: tuple[torch.Tensor, ...],
+    targets: torch.Tensor,
+    temperature: float,
+    peak: torch.Tensor,
+    sums: torch.Tensor,
 ) -> None:
-    """Fill ``peak`` and ``sums`` from logits; with z = logits / temperature and e = exp(z − peak) they are max z and
-    Σ e, Σ e·(z − peak) and z_t.
+    """Fill ``peak`` and ``sums`` from logits; with z = logits / temperature and e = exp(z − peak)
+    they are max z and Σ e, Σ e·(z − peak) and z_t.
 
     Args:
         buffers: ``BUFFERS`` times [c, v], the logits the first; all are overwritten.
@@ -40,7 +45,8 @@ def slope(
     gradient: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """``out = gradient · (e_t − p) / τ`` with p = exp(logits / τ − normaliser): a loss's gradient by the logits.
+    """``out = gradient · (e_t − p) / τ`` with p = exp(logits / τ − normaliser): a loss's gradient
+    by the logits.
 
     Args:
         logits: [c, v] fp32; overwritten.

@@ -1,7 +1,7 @@
 """The two functions of :mod:`policy_head_torch` as Triton kernels: each reads the logits once.
 
-Importing this needs Triton. Without CUDA its interpreter runs them (``TRITON_INTERPRET=1`` before the import), which is
-how they are tested where there is no GPU.
+Importing this needs Triton. Without CUDA its interpreter runs them (``TRITON_INTERPRET=1`` before
+the import), which is how they are tested where there is no GPU.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ SUMMARY_BLOCK = 4096
 SLOPE_BLOCK = 2048
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Below every logit. Finite, so that 0 · it is 0."""
-# What varies with packs and chunks is kept out of what Triton compiles a kernel for: compiling anew takes a second.
-# The kernels see all their arguments but the constants as tl.tensor. Triton passes what is annotated as int in 32 bits.
+# What varies with packs and chunks is kept out of what Triton compiles a kernel for: compiling anew
+# takes a second. The kernels see all their arguments but the constants as tl.tensor. Triton passes
+# what is annotated as int in 32 bits.
 
 
 def summarise(
-    buffers: tuple[torch.Tensor, ...], targets: torch.Tensor, temperature: float, peak: torch.Tensor, sums: torch.Tensor
+    buffers: tuple[torch.Tensor, ...],
+    targets: torch.Tensor,
+    temperature: float,
+    peak: torch.Tensor,
+    sums: torch.Tensor,
 ) -> None:
     """As :func:`policy_head_torch.summarise`; leaves the logits as they are."""
     (logits,) = buffers
@@ -66,7 +71,9 @@ def slope(
     )
 
 
-@triton.jit(do_not_specialize=["sum_stride"], do_not_specialize_on_alignment=["targets", "peak", "sums"])
+@triton.jit(
+    do_not_specialize=["sum_stride"], do_not_specialize_on_alignment=["targets", "peak", "sums"]
+)
 def _summarise(
     logits: tl.tensor,
     targets: tl.tensor,
@@ -78,7 +85,8 @@ def _summarise(
     inverse_temperature: tl.tensor,
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
-    """One program a row. Each lane has sums of its own, from the largest logit that it has seen, until the last one."""
+    """One program a row. Each lane has sums of its own, from the largest logit that it has seen,
+    until the last one."""
     row = tl.program_id(0).to(tl.int64)  # a chunk may have more than 2³¹ logits
     logits += row * row_stride
     most = tl.full((BLOCK,), LOWEST, tl.float32)
@@ -87,7 +95,9 @@ def _summarise(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        z = tl.where(inside, tl.load(logits + column, mask=inside, other=0.0) * inverse_temperature, LOWEST)
+        z = tl.where(
+            inside, tl.load(logits + column, mask=inside, other=0.0) * inverse_temperature, LOWEST
+        )
         higher = tl.maximum(most, z)
         shift = most - higher
         factor = tl.exp(shift)
@@ -103,7 +113,10 @@ def _summarise(
     tl.store(sums + sum_stride + row, tl.sum(factor * (cross + shift * total), axis=0))
     target = tl.load(targets + row)
     held = (target >= 0) & (target < columns)
-    tl.store(sums + 2 * sum_stride + row, tl.load(logits + target, mask=held, other=0.0) * inverse_temperature)
+    tl.store(
+        sums + 2 * sum_stride + row,
+        tl.load(logits + target, mask=held, other=0.0) * inverse_temperature,
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["targets", "normaliser", "gradient"])

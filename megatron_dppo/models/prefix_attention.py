@@ -1,16 +1,17 @@
 """Attention over a pack whose segments share prefixes: each segment sees its ancestors and itself.
 
-A softmax over several stretches of keys is put together from one softmax for each stretch, weighted by how much of the
-whole each of them is. Their log-sum-exps say it, as between the blocks of FlashAttention (arXiv:2205.14135). So nothing
-is gathered or repeated for a segment: its own keys are one stretch, under a causal mask. An ancestor's are another,
-which all of that ancestor's descendants see whole. Given what came of the whole softmax, the backward pass of a kernel
-over one stretch computes that stretch's part of the gradient.
+A softmax over several stretches of keys is put together from one softmax for each stretch, weighted
+by how much of the whole each of them is. Their log-sum-exps say it, as between the blocks of
+FlashAttention (arXiv:2205.14135). So nothing is gathered or repeated for a segment: its own keys
+are one stretch, under a causal mask. An ancestor's are another, which all of that ancestor's
+descendants see whole. Given what came of the whole softmax, the backward pass of a kernel over one
+stretch computes that stretch's part of the gradient.
 
-Stretches whose queries are different ones are one *round*: the segments themselves, then all ancestors of the first
-generation, then those of the second.
+Stretches whose queries are different ones are one *round*: the segments themselves, then all
+ancestors of the first generation, then those of the second.
 
-The kernels over stretches are torch's FlashAttention. Its public function returns no log-sum-exp, so the operations
-behind it are called.
+The kernels over stretches are torch's FlashAttention. Its public function returns no log-sum-exp,
+so the operations behind it are called.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ aten = torch.ops.aten
 class Round:
     """Stretches whose queries are all different.
 
-        Round(queries=[3, 4, 5, 6], keys=[0, 1, 2], query_starts=[0, 4], key_starts=[0, 3], causal=False, ...)
+        Round(queries=[3, 4, 5, 6], keys=[0, 1, 2], query_starts=[0, 4], key_starts=[0, 3],
+        causal=False, ...)
 
     are four tokens that see a prompt of three. The lists stand for tensors on the policy's device.
     """
 
     queries: torch.Tensor | None
-    """[q] int64, rows of the tokens that look, one stretch after the other; None: all of them, in order."""
+    """[q] int64, rows of the tokens that look, one stretch after the other; None: all of them, in
+    order."""
     keys: torch.Tensor | None
     """[k] int64, rows of the tokens that are seen, likewise."""
     query_starts: torch.Tensor
@@ -52,7 +55,8 @@ class Round:
     lengths: tuple[tuple[int, int], ...]
     """Numbers of queries and keys of each stretch."""
     causal: bool
-    """Whether the n-th query of a stretch sees its first n keys only. It has as many queries as keys then."""
+    """Whether the n-th query of a stretch sees its first n keys only. It has as many queries as
+    keys then."""
 
     def to(self, device: torch.device) -> Round:
         tensors: dict[str, Any] = {
@@ -70,7 +74,8 @@ class Round:
 
 
 Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""q queries [q, heads, head_dim], and k keys and k values [k, key-value heads, head_dim]; or their gradients."""
+"""q queries [q, heads, head_dim], and k keys and k values [k, key-value heads, head_dim]; or their
+gradients."""
 
 
 def kernel_for(query: torch.Tensor) -> FlashOnGpu | FlashOnCpu:
@@ -81,16 +86,27 @@ class FlashOnGpu:
     """FlashAttention 2, in half precision. One call takes all stretches of a round."""
 
     def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention outputs, [q, heads, head_dim], and log-sum-exps, [q, heads] fp32 (fp64 of fp64)."""
-        out, total, *_ = aten._flash_attention_forward(*read, *self._where(over), 0.0, over.causal, False, scale=scale)
+        """Return attention outputs, [q, heads, head_dim], and log-sum-exps, [q, heads] fp32 (fp64
+        of fp64)."""
+        out, total, *_ = aten._flash_attention_forward(
+            *read, *self._where(over), 0.0, over.causal, False, scale=scale
+        )
         return out, total.t()
 
     def backward(
-        self, gradient: torch.Tensor, read: Read, out: torch.Tensor, total: torch.Tensor, over: Round, scale: float
+        self,
+        gradient: torch.Tensor,
+        read: Read,
+        out: torch.Tensor,
+        total: torch.Tensor,
+        over: Round,
+        scale: float,
     ) -> Read:
-        """Return the gradients of ``read``: the part of these stretches in the gradient of a softmax over more keys, if
-        ``out`` and ``total`` are of all of the keys."""
-        undrawn = torch.empty(2, dtype=torch.uint64, device=out.device)  # the seed of a dropout that there is not
+        """Return the gradients of ``read``: the part of these stretches in the gradient of a
+        softmax over more keys, if ``out`` and ``total`` are of all of the keys."""
+        undrawn = torch.empty(
+            2, dtype=torch.uint64, device=out.device
+        )  # the seed of a dropout that there is not
         gradients: Read = aten._flash_attention_backward(
             gradient.contiguous(),
             *read,
@@ -111,16 +127,27 @@ class FlashOnGpu:
 
 
 class FlashOnCpu:
-    """torch's FlashAttention for CPUs, which takes one stretch at a time, [1, heads, tokens, head_dim]."""
+    """torch's FlashAttention for CPUs, which takes one stretch at a time, [1, heads, tokens,
+    head_dim]."""
 
     def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         attend = partial(aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
-        parts = [attend(*stretch, 0.0, over.causal) for stretch in self._each(over, read[:1], read[1:])]
+        parts = [
+            attend(*stretch, 0.0, over.causal) for stretch in self._each(over, read[:1], read[1:])
+        ]
         outs, totals = zip(*parts, strict=True)
-        return torch.cat([out[0].transpose(0, 1) for out in outs]), torch.cat([total[0].t() for total in totals])
+        return torch.cat([out[0].transpose(0, 1) for out in outs]), torch.cat(
+            [total[0].t() for total in totals]
+        )
 
     def backward(
-        self, gradient: torch.Tensor, read: Read, out: torch.Tensor, total: torch.Tensor, over: Round, scale: float
+        self,
+        gradient: torch.Tensor,
+        read: Read,
+        out: torch.Tensor,
+        total: torch.Tensor,
+        over: Round,
+        scale: float,
     ) -> Read:
         attend = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, scale=scale)
         parts = [
@@ -130,7 +157,8 @@ class FlashOnCpu:
             )
         ]
         queries, keys, values = (
-            torch.cat([part[0].transpose(0, 1) for part in of_stretches]) for of_stretches in zip(*parts, strict=True)
+            torch.cat([part[0].transpose(0, 1) for part in of_stretches])
+            for of_stretches in zip(*parts, strict=True)
         )
         return queries, keys, values
 
@@ -138,12 +166,16 @@ class FlashOnCpu:
         self, over: Round, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, ...]]:
         lengths = [list(of) for of in zip(*over.lengths, strict=True)]
-        rows = [tensor.split(lengths[0]) for tensor in queries] + [tensor.split(lengths[1]) for tensor in keys]
+        rows = [tensor.split(lengths[0]) for tensor in queries] + [
+            tensor.split(lengths[1]) for tensor in keys
+        ]
         for stretch in zip(*rows, strict=True):
             yield tuple(part.transpose(0, 1)[None] for part in stretch)
 
 
-def _round(stretches: Sequence[tuple[Ints, Ints]], queries: int, keys: int, *, causal: bool) -> Round:
+def _round(
+    stretches: Sequence[tuple[Ints, Ints]], queries: int, keys: int, *, causal: bool
+) -> Round:
     """From the rows of each stretch's queries and keys, of so many that there are."""
     of_queries, of_keys = zip(*stretches, strict=True)
     lengths = [(len(some), len(seen)) for some, seen in stretches]
@@ -165,8 +197,8 @@ def _rows(rows: Ints, of: int) -> torch.Tensor | None:
 def rounds_of(pack: Pack, rank: int = 0, size: int = 1) -> list[Round]:
     """The rounds of a pack with a tree, on the host; the first is causal, and every query is in it.
 
-    A context-parallel rank has two chunks of every segment. Each of its chunks sees itself, and the segment up to there
-    as it would see an ancestor.
+    A context-parallel rank has two chunks of every segment. Each of its chunks sees itself, and the
+    segment up to there as it would see an ancestor.
 
     Args:
         pack: whose segments go on from one another.
@@ -176,10 +208,14 @@ def rounds_of(pack: Pack, rank: int = 0, size: int = 1) -> list[Round]:
     cu_seqlens = pack.cu_seqlens.astype(np.int64)
     lengths = np.diff(cu_seqlens)
     held = held_positions(lengths.tolist(), rank, size).numpy()
-    mine = np.concatenate([[0], np.cumsum(lengths // size)])  # where this rank's rows of each segment begin
+    mine = np.concatenate(
+        [[0], np.cumsum(lengths // size)]
+    )  # where this rank's rows of each segment begin
     own: list[tuple[Ints, Ints]] = []
     earlier: list[tuple[Ints, Ints]] = []
-    for start, first, end in zip(cu_seqlens.tolist(), mine.tolist(), mine[1:].tolist(), strict=False):
+    for start, first, end in zip(
+        cu_seqlens.tolist(), mine.tolist(), mine[1:].tolist(), strict=False
+    ):
         for chunk in np.split(np.arange(first, end), 1 if size == 1 else 2):
             own.append((chunk, held[chunk]))
             if len(chunk) and held[chunk[0]] > start:
@@ -196,7 +232,10 @@ def rounds_of(pack: Pack, rank: int = 0, size: int = 1) -> list[Round]:
     rest = [earlier] if earlier else []
     rest += [generations[generation] for generation in sorted(generations)]
     counts = len(held), int(cu_seqlens[-1])
-    return [_round(own, *counts, causal=True), *(_round(stretches, *counts, causal=False) for stretches in rest)]
+    return [
+        _round(own, *counts, causal=True),
+        *(_round(stretches, *counts, causal=False) for stretches in rest),
+    ]
 
 
 def _last_descendants(parents: Ints) -> list[int]:
@@ -223,7 +262,8 @@ class SharedPrefixes(PackedSeqParams):
 
 
 def shared_prefixes(pack: Pack, device: torch.device, rank: int, size: int) -> SharedPrefixes:
-    """Description of a pack with a tree, for one context-parallel rank: all but the angles, which the model has."""
+    """Description of a pack with a tree, for one context-parallel rank: all but the angles, which
+    the model has."""
     starts = torch.as_tensor(pack.cu_seqlens, dtype=torch.int32)
     return SharedPrefixes(
         qkv_format="thd",
@@ -244,7 +284,8 @@ def attend_along_paths(
     scale: float | None,
     ranks: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """Attention of this rank's t tokens over a pack of T. Collective over context-parallel ranks, which gather keys.
+    """Attention of this rank's t tokens over a pack of T. Collective over context-parallel ranks,
+    which gather keys.
 
     Args:
         query: [t, heads, head_dim], without rotary positions.
@@ -258,11 +299,15 @@ def attend_along_paths(
         [t, heads, head_dim].
     """
     query, key = (
-        _apply_rotary_pos_emb_bshd(tokens[:, None], packed.frequencies, rotary_interleaved=False)[:, 0]
+        _apply_rotary_pos_emb_bshd(tokens[:, None], packed.frequencies, rotary_interleaved=False)[
+            :, 0
+        ]
         for tokens in (query, key)
     )
     if ranks is not None and ranks.size() > 1:
-        key, value = torch.cat(gather_segments(torch.cat((key, value), dim=-1), packed.lengths, ranks)).chunk(2, dim=-1)
+        key, value = torch.cat(
+            gather_segments(torch.cat((key, value), dim=-1), packed.lengths, ranks)
+        ).chunk(2, dim=-1)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out: torch.Tensor = _Attend.apply(query, key, value, packed.rounds, scale)
     return out
@@ -271,7 +316,12 @@ def attend_along_paths(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rounds: Sequence[Round], scale: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rounds: Sequence[Round],
+        scale: float,
     ) -> torch.Tensor:
         kernel, own = kernel_for(query), rounds[0]
         out, total = kernel.forward((query, own.key_rows(key), own.key_rows(value)), own, scale)
@@ -279,10 +329,14 @@ class _Attend(torch.autograd.Function):
         for each in rounds[1:]:
             read = each.query_rows(query), each.key_rows(key), each.key_rows(value)
             part, more = kernel.forward(read, each, scale)
-            before, rows = each.query_rows(total), slice(None) if each.queries is None else each.queries
+            before, rows = (
+                each.query_rows(total),
+                slice(None) if each.queries is None else each.queries,
+            )
             after = torch.logaddexp(before, more)
             out[rows] = (
-                each.query_rows(out) * (before - after).exp()[..., None] + part * (more - after).exp()[..., None]
+                each.query_rows(out) * (before - after).exp()[..., None]
+                + part * (more - after).exp()[..., None]
             )
             total[rows] = after
         out = out.to(query.dtype)
@@ -299,7 +353,9 @@ class _Attend(torch.autograd.Function):
             read = each.query_rows(query), each.key_rows(key), each.key_rows(value)
             of_queries = each.query_rows(out), each.query_rows(total)
             parts = kernel.backward(each.query_rows(gradient), read, *of_queries, each, ctx.scale)
-            for of_all, rows, part in zip(sums, (each.queries, each.keys, each.keys), parts, strict=True):
+            for of_all, rows, part in zip(
+                sums, (each.queries, each.keys, each.keys), parts, strict=True
+            ):
                 if rows is None:
                     of_all += part
                 else:

@@ -1,4 +1,5 @@
-"""A pack on its way through the policy: its arrays on the device, and what the loss sees of its responses."""
+"""A pack on its way through the policy: its arrays on the device, and what the loss sees of its
+responses."""
 
 from __future__ import annotations
 
@@ -36,17 +37,22 @@ class Responses:
     """[R], from the teacher, with gradient while training; None without one."""
 
 
-def to_device(pack: Pack, device: torch.device, share: Share | None) -> tuple[dict[str, torch.Tensor], Share | None]:
+def to_device(
+    pack: Pack, device: torch.device, share: Share | None
+) -> tuple[dict[str, torch.Tensor], Share | None]:
     """Copy a pack's arrays, and this rank's share of it, to the device.
 
-    All go by one copy, since each copy would wait for the device. On CUDA they leave from pinned memory, and nothing
-    waits for them to arrive. On a CPU they are views of the buffer that they are laid out in.
+    All go by one copy, since each copy would wait for the device. On CUDA they leave from pinned
+    memory, and nothing waits for them to arrive. On a CPU they are views of the buffer that they
+    are laid out in.
 
     Returns:
-        The arrays by the names of their fields, without those that the pack does not have; numbers are fp32.
+        The arrays by the names of their fields, without those that the pack does not have; numbers
+        are fp32.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    # Whatever takes four bytes comes after all that takes eight, so that each begins on a multiple of its size.
+    # Whatever takes four bytes comes after all that takes eight, so that each begins on a multiple
+    # of its size.
     for name in ("token_ids", "position_ids", "predictors", "targets", "sample", "versions"):
         arrays[name] = np.asarray(getattr(pack, name), np.int64)
     for name in SHARE if share else ():

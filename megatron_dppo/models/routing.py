@@ -1,12 +1,13 @@
-"""Routing replay: the experts of a token, chosen once, are the experts of every pass that a ratio compares.
+"""Routing replay: the experts of a token, chosen once, are the experts of every pass that a ratio
+compares.
 
-A ratio of two log-probabilities of a token compares two policies only where both send the token through the same
-experts. Weights that have moved a little, or an engine that rounds in another way, choose others for some tokens, and
-these tokens' ratios are far from 1 for no fault of the update. Replayed are the engine's own choices, which came with
-the rollouts (arXiv:2510.11370).
+A ratio of two log-probabilities of a token compares two policies only where both send the token
+through the same experts. Weights that have moved a little, or an engine that rounds in another way,
+choose others for some tokens, and these tokens' ratios are far from 1 for no fault of the update.
+Replayed are the engine's own choices, which came with the rollouts (arXiv:2510.11370).
 
-Which experts a token has is replayed. How much each of them counts is the router's own softmax over those experts, with
-its gradient.
+Which experts a token has is replayed. How much each of them counts is the router's own softmax over
+those experts, with its gradient.
 
 :class:`ExpertLoad` measures how evenly routers share out tokens.
 """
@@ -34,10 +35,12 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class RouterReplay:
-    """Stands in one router where Megatron's ``RouterReplay`` does, of which routers know ``get_replay_topk`` alone.
+    """Stands in one router where Megatron's ``RouterReplay`` does, of which routers know
+    ``get_replay_topk`` alone.
 
-    Megatron's keeps one list of all routers of all models, replays every token or none, and has to be told which pass
-    is a layer's second one. This one leaves tokens whose routing is not known to the router.
+    Megatron's keeps one list of all routers of all models, replays every token or none, and has to
+    be told which pass is a layer's second one. This one leaves tokens whose routing is not known to
+    the router.
     """
 
     def __init__(self, unknown: int) -> None:
@@ -45,8 +48,8 @@ class RouterReplay:
         self._in_pass = False
         self._target: torch.Tensor | None = None
         self._again: deque[torch.Tensor | None] = deque()
-        """Targets of passes whose layers run again when their gradients are computed; microbatches come back in
-        order."""
+        """Targets of passes whose layers run again when their gradients are computed; microbatches
+        come back in order."""
 
     def enter(self, target: torch.Tensor | None, *, again: bool) -> None:
         """A forward pass begins.
@@ -74,8 +77,11 @@ class RouterReplay:
         group_topk: int | None,
         default_compute_topk: TopK,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores and numbers of each token's experts, both [t, k]; ``scores`` are [t, experts]."""
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        """The scores and numbers of each token's experts, both [t, k]; ``scores`` are [t,
+        experts]."""
+        values, own = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
         target = self._target if self._in_pass else self._again.popleft()
         if target is not None:
             target = target.long()
@@ -106,7 +112,9 @@ class RoutingReplay:
             self._routers.append([RouterReplay(unknown_expert(shape.dtype)) for _ in routers])
             for router, replay in zip(routers, self._routers[-1], strict=True):
                 router.router_replay = replay
-                router.config.moe_router_fusion = False  # the fused kernel would choose by itself, in silence
+                router.config.moe_router_fusion = (
+                    False  # the fused kernel would choose by itself, in silence
+                )
         self.layers: Ints = np.array(sorted(n for some in numbers for n in some), np.int64)
         """Those of this rank, counted from 0 over the whole policy."""
         self._columns = [np.searchsorted(self.layers, some) for some in numbers]
@@ -124,12 +132,16 @@ class RoutingReplay:
         Args:
             share: what this rank takes of the pack, on the host; None: everything.
         """
-        training = torch.is_grad_enabled()  # asked here: a layer that will run again runs without gradients first
+        training = (
+            torch.is_grad_enabled()
+        )  # asked here: a layer that will run again runs without gradients first
         table = None
         if pack.routing is not None:
             table = self._to_device(self._mine(pack.routing, share)[:, self._columns[chunk]])
         for i, router in enumerate(self._routers[chunk]):
-            router.enter(None if table is None else table[:, i], again=training and self._recomputes)
+            router.enter(
+                None if table is None else table[:, i], again=training and self._recomputes
+            )
         try:
             yield
         finally:
@@ -146,15 +158,19 @@ class RoutingReplay:
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         tensor, device = torch.from_numpy(np.ascontiguousarray(array)), self._world.device
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        return (
+            tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        )
 
 
 LAYER_GROUPS = 4
-"""Layers are reported in so many groups, from the first to the last, or each on its own where there are fewer."""
+"""Layers are reported in so many groups, from the first to the last, or each on its own where there
+are fewer."""
 
 
 class ExpertLoad:
-    """Counts the tokens of every expert in the passes of an update, padding included: ranks wait for it as well.
+    """Counts the tokens of every expert in the passes of an update, padding included: ranks wait
+    for it as well.
 
     Args:
         chunks: the bare model, one for each virtual pipeline stage.
@@ -164,12 +180,27 @@ class ExpertLoad:
 
     def __init__(self, chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> None:
         self._world, self._ep = world, world.layout.ep
-        self._counts = torch.zeros(shape.num_layers, shape.experts, dtype=torch.int64, device=world.device)
-        for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
+        self._counts = torch.zeros(
+            shape.num_layers, shape.experts, dtype=torch.int64, device=world.device
+        )
+        for router in (
+            module
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, TopKRouter)
+        ):
             router.register_forward_hook(partial(self._count, int(router.layer_number or 0) - 1))
 
-    def _count(self, layer: int, router: torch.nn.Module, given: Any, found: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if torch.is_grad_enabled():  # once for each token, also where a layer runs again in the backward pass
+    def _count(
+        self,
+        layer: int,
+        router: torch.nn.Module,
+        given: Any,
+        found: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        if (
+            torch.is_grad_enabled()
+        ):  # once for each token, also where a layer runs again in the backward pass
             self._counts[layer] += found[1].sum(dim=0)
 
     def take(self) -> torch.Tensor:
@@ -180,7 +211,8 @@ class ExpertLoad:
     def shares(self, counts: torch.Tensor) -> dict[str, float]:
         """``train/busiest_expert_…`` and ``train/busiest_rank_…`` on every rank. Collective.
 
-        Shares of a layer's tokens, each counted once for each of its experts; means over the layers of a group.
+        Shares of a layer's tokens, each counted once for each of its experts; means over the layers
+        of a group.
 
         Args:
             counts: from :meth:`take`, on the host as fp64; overwritten by the sum over ranks.
@@ -192,5 +224,8 @@ class ExpertLoad:
         for name, each in (("expert", counts), ("rank", of_ranks)):
             busiest = each.amax(dim=1) / counts.sum(dim=1)
             groups = busiest.tensor_split(min(LAYER_GROUPS, len(each)))
-            found |= {f"train/busiest_{name}_{i}": float(group.mean()) for i, group in enumerate(groups, start=1)}
+            found |= {
+                f"train/busiest_{name}_{i}": float(group.mean())
+                for i, group in enumerate(groups, start=1)
+            }
         return found

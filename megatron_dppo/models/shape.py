@@ -1,4 +1,5 @@
-"""The sizes of a policy, read from a Hugging Face directory, and the layouts that they allow. Needs no torch."""
+"""The sizes of a policy, read from a Hugging Face directory, and the layouts that they allow. Needs
+no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_exper
 FP32 = 2.0**-126, 2.0**127
 """Least and largest allowed number. Outside this range, fp32 has 0 or infinity."""
 LEAST = {"rope_theta": 1.0, "factor": 1.0}
-"""Higher lower bounds of single settings. Below them, frequencies of rotary positions grow to infinity."""
+"""Higher lower bounds of single settings. Below them, frequencies of rotary positions grow to
+infinity."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 """transformers' own, for a config.json that names none."""
 
@@ -41,7 +43,8 @@ class PolicyShape:
     head_dim: Annotated[int, "head_dim"]
     """Width of one head; heads · head_dim need not be ``hidden``."""
     ffn: Annotated[int, "intermediate_size"]
-    """Width of the feed-forward layer, or of each expert: of the gate and of the up projection, each."""
+    """Width of the feed-forward layer, or of each expert: of the gate and of the up projection,
+    each."""
     vocab_size: Annotated[int, "vocab_size"]
     """Tokens, before any padding."""
     tied: Annotated[bool, "tie_word_embeddings"]
@@ -57,7 +60,8 @@ class PolicyShape:
     """Experts in every layer; 0: a dense policy."""
     experts_per_token: int = 0
     shared_ffn: int = 0
-    """Width of the expert of a layer that every token goes to, besides those of its choice; 0: there is none."""
+    """Width of the expert of a layer that every token goes to, besides those of its choice; 0:
+    there is none."""
     renormalises_experts: bool = True
     """Whether the weights of a token's experts are made to sum to one."""
     rope_scaling: RopeScaling | None = None
@@ -81,7 +85,10 @@ class PolicyShape:
     def layer_types(self) -> list[str]:
         """Kinds of all layers, by config.json's names."""
         ends = range(1, self.num_layers + 1)
-        return ["linear_attention" if end % self.attention_interval else "full_attention" for end in ends]
+        return [
+            "linear_attention" if end % self.attention_interval else "full_attention"
+            for end in ends
+        ]
 
     @property
     def family(self) -> Family:
@@ -116,8 +123,11 @@ class PolicyShape:
 
     @property
     def config_sizes(self) -> dict[str, Any]:
-        """Values of its fields under config.json's names, where ``|`` is between an earlier and a later one."""
-        return {name: getattr(self, field) for field, name in (*KEYS.items(), *self.family.keys.items())}
+        """Values of its fields under config.json's names, where ``|`` is between an earlier and a
+        later one."""
+        return {
+            name: getattr(self, field) for field, name in (*KEYS.items(), *self.family.keys.items())
+        }
 
     def as_config(self) -> dict[str, Any]:
         """The part of a config.json that :func:`read_shape` reads."""
@@ -132,7 +142,9 @@ class PolicyShape:
 
 
 FIELDS = get_type_hints(PolicyShape, include_extras=True)
-KEYS = {name: kind.__metadata__[0] for name, kind in FIELDS.items() if get_origin(kind) is Annotated}
+KEYS = {
+    name: kind.__metadata__[0] for name, kind in FIELDS.items() if get_origin(kind) is Annotated
+}
 """config.json's names of the fields that policies of every family have."""
 
 
@@ -140,7 +152,8 @@ def read_shape(path: str | Path) -> PolicyShape:
     """The shape that a Hugging Face directory's ``config.json`` describes.
 
     Raises:
-        UserError: on ``model.path``, if there is no such directory or file, or if it holds another kind of model.
+        UserError: on ``model.path``, if there is no such directory or file, or if it holds another
+            kind of model.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -154,17 +167,25 @@ def read_shape(path: str | Path) -> PolicyShape:
         problem = f"its config.json is not JSON ({error})"
         raise UserError("model.path", path, problem, "fetch the model again") from error
     if not isinstance(config, dict):
-        raise UserError("model.path", path, "its config.json is no JSON object", "fetch the model again")
+        raise UserError(
+            "model.path", path, "its config.json is no JSON object", "fetch the model again"
+        )
     try:
         return _shape(path, config)
     except (KeyError, ValueError) as error:
         found = f"no {error}" if isinstance(error, KeyError) else error
-        raise UserError("model.path", path, f"its config.json has {found}", "fetch the model again") from error
+        raise UserError(
+            "model.path", path, f"its config.json has {found}", "fetch the model again"
+        ) from error
 
 
 def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
     family = _family(path, config)
-    text = {**config[family.text_config], "model_type": family.model_type} if family.text_config else {}
+    text = (
+        {**config[family.text_config], "model_type": family.model_type}
+        if family.text_config
+        else {}
+    )
     config = {**config, **text}
     rope = _rope(path, config, family)
     heads = _count(config, "num_attention_heads")
@@ -180,16 +201,27 @@ def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
     for name, values in supported.items():
         if (value := config.get(name, family.absent.get(name, values[0]))) not in values:
             possible = " or ".join(map(json.dumps, values))
-            problem = f"its config.json has {name} = {json.dumps(value):.60}, which is not supported"
+            problem = (
+                f"its config.json has {name} = {json.dumps(value):.60}, which is not supported"
+            )
             raise UserError("model.path", path, problem, f"give a model whose {name} is {possible}")
-    sizes = {field: _value(config, name, FIELDS[field]) for field, name in {**KEYS, **family.keys}.items()}
+    sizes = {
+        field: _value(config, name, FIELDS[field])
+        for field, name in {**KEYS, **family.keys}.items()
+    }
     if scaling := scalings.get(rope["rope_type"]):
-        sizes["rope_scaling"] = scaling(**{each.name: _number(each.name, rope[each.name]) for each in fields(scaling)})
+        sizes["rope_scaling"] = scaling(
+            **{each.name: _number(each.name, rope[each.name]) for each in fields(scaling)}
+        )
     shape = PolicyShape(**sizes, architecture=family.architecture)
     _check_sizes(shape)
     if shape.experts_per_token == 1 and shape.renormalises_experts:
-        problem = "it gives every token a single expert, always of weight one, which is not supported"
-        raise UserError("model.path", path, problem, "give a model whose num_experts_per_tok is 2 or more")
+        problem = (
+            "it gives every token a single expert, always of weight one, which is not supported"
+        )
+        raise UserError(
+            "model.path", path, problem, "give a model whose num_experts_per_tok is 2 or more"
+        )
     return shape
 
 
@@ -198,8 +230,12 @@ def _attention_interval(config: dict[str, Any]) -> int:
     config, kinds = {"full_attention_interval": 4, **config}, config.get("layer_types")
     if isinstance(kinds, list) and "full_attention" in kinds:
         config["full_attention_interval"] = kinds.index("full_attention") + 1
-    interval, layers = (_count(config, name) for name in ("full_attention_interval", "num_hidden_layers"))
-    regular = ["linear_attention" if end % interval else "full_attention" for end in range(1, layers + 1)]
+    interval, layers = (
+        _count(config, name) for name in ("full_attention_interval", "num_hidden_layers")
+    )
+    regular = [
+        "linear_attention" if end % interval else "full_attention" for end in range(1, layers + 1)
+    ]
     if kinds not in (None, regular) or interval < 2 or interval > layers:
         given = f"full_attention_interval = {interval} and layer_types = {json.dumps(kinds):.60}"
         raise ValueError(f"{given}, which is no regular change of kinds")
@@ -214,10 +250,19 @@ def _check_sizes(shape: PolicyShape) -> None:
     fraction, chosen, keys = shape.rotary_fraction, shape.experts_per_token, shape.delta_keys
     turned = math.ceil(int(fraction * shape.head_dim) / 2) * 2  # frequencies turn pairs
     for fits, problem in (
-        (shape.heads % shape.kv_heads == 0, f"num_key_value_heads = {shape.kv_heads} for {shape.heads} query heads"),
-        (0 < turned <= shape.head_dim, f"partial_rotary_factor = {fraction:g} for head_dim = {shape.head_dim}"),
+        (
+            shape.heads % shape.kv_heads == 0,
+            f"num_key_value_heads = {shape.kv_heads} for {shape.heads} query heads",
+        ),
+        (
+            0 < turned <= shape.head_dim,
+            f"partial_rotary_factor = {fraction:g} for head_dim = {shape.head_dim}",
+        ),
         (chosen <= shape.experts, f"num_experts_per_tok = {chosen} for {shape.experts} experts"),
-        (shape.delta_values % max(keys, 1) == 0, f"linear_num_key_heads = {keys} for {shape.delta_values} value heads"),
+        (
+            shape.delta_values % max(keys, 1) == 0,
+            f"linear_num_key_heads = {keys} for {shape.delta_values} value heads",
+        ),
     ):
         if not fits:
             raise ValueError(f"{problem}, which does not fit")
@@ -247,26 +292,37 @@ def _count(config: dict[str, Any], key: str) -> int:
 def _number(key: str, value: Any) -> float:
     least, most = LEAST.get(key, FP32[0]), FP32[1]
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{key} = {json.dumps(value):.60}, which is no number from {least:.3g} to {most:.3g}")
+        raise ValueError(
+            f"{key} = {json.dumps(value):.60}, which is no number from {least:.3g} to {most:.3g}"
+        )
     return float(value)
 
 
 def _rope(path: str | Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings of rotary positions. Missing settings of ``ROPE`` get transformers' defaults.
+    """Return the settings of rotary positions. Missing settings of ``ROPE`` get transformers'
+    defaults.
 
-    Transformers 5 writes ``rope_parameters``; before, there were ``rope_theta`` and ``rope_scaling``.
+    Transformers 5 writes ``rope_parameters``; before, there were ``rope_theta`` and
+    ``rope_scaling``.
 
     Raises:
         UserError: both objects are there, and differ. Transformers reads ``rope_scaling`` alone.
         ValueError: a setting has another type.
     """
-    defaults = {**ROPE, **({"partial_rotary_factor": 0.25} if "rotary_fraction" in family.keys else {})}
-    defaults |= {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
+    defaults = {
+        **ROPE,
+        **({"partial_rotary_factor": 0.25} if "rotary_fraction" in family.keys else {}),
+    }
+    defaults |= {
+        name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config
+    }
     found = []
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name) or {}
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            raise ValueError(f"{name} = {json.dumps(rope):.60}, which is no object of numbers for all layers")
+            raise ValueError(
+                f"{name} = {json.dumps(rope):.60}, which is no object of numbers for all layers"
+            )
         older = {"rope_type": rope["type"]} if "type" in rope else {}
         found += [{**defaults, **older, **rope, "type": ""}] if rope else []
     if found[1:] and found[0] != found[1]:
@@ -275,22 +331,35 @@ def _rope(path: str | Path, config: dict[str, Any], family: Family) -> dict[str,
     settings = found[0] if found else defaults
     section = settings.get("mrope_section", [0, 0, 0])
     if not isinstance(section, list) or [type(part) for part in section] != [int] * 3:
-        raise ValueError(f"mrope_section = {json.dumps(section):.60}, which is no list of three counts")
+        raise ValueError(
+            f"mrope_section = {json.dumps(section):.60}, which is no list of three counts"
+        )
     return settings
 
 
 def _family(path: str | Path, config: dict[str, Any]) -> Family:
     architectures = config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise ValueError(f"architectures = {json.dumps(architectures):.60}, which is no list of names")
+    if not isinstance(architectures, list) or not all(
+        isinstance(name, str) for name in architectures
+    ):
+        raise ValueError(
+            f"architectures = {json.dumps(architectures):.60}, which is no list of names"
+        )
     if len(architectures) != 1 or architectures[0] not in FAMILIES:
         found = ", ".join(architectures) or config.get("model_type") or "of no named kind"
         known = " or ".join(FAMILIES)
-        raise UserError("model.path", path, f"holds a model that is {found}", f"give one that is {known}")
+        raise UserError(
+            "model.path", path, f"holds a model that is {found}", f"give one that is {known}"
+        )
     family = FAMILIES[architectures[0]]
     if (kind := config.get("model_type", family.model_type)) != family.model_type:
-        problem = f"its config.json says that {family.architecture} is of model_type {json.dumps(kind):.60}"
-        raise UserError("model.path", path, problem, f"set it to {family.model_type}, or fetch the model again")
+        problem = (
+            f"its config.json says that {family.architecture} is of model_type "
+            f"{json.dumps(kind):.60}"
+        )
+        raise UserError(
+            "model.path", path, problem, f"set it to {family.model_type}, or fetch the model again"
+        )
     return family
 
 
@@ -302,13 +371,18 @@ def check_megatron(shape: PolicyShape) -> None:
     """
     installed = version("megatron-core")
     if shape.hybrid and tuple(map(int, installed.split(".")[:2])) < (0, 19):
-        problem = f"has gated delta networks, which Megatron-Core {installed} cannot train over packs"
-        remedy = "install this project with Python 3.12 or later, for which there is Megatron-Core 0.19"
+        problem = (
+            f"has gated delta networks, which Megatron-Core {installed} cannot train over packs"
+        )
+        remedy = (
+            "install this project with Python 3.12 or later, for which there is Megatron-Core 0.19"
+        )
         raise UserError("model.path", shape.architecture, problem, remedy)
 
 
 def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
-    """Check that a policy of this shape can be cut as the layout says; ``sequence_parallel`` at tp 1 means nothing.
+    """Check that a policy of this shape can be cut as the layout says; ``sequence_parallel`` at tp
+    1 means nothing.
 
     Raises:
         UserError: naming the setting and the values that would work.
@@ -321,10 +395,19 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
     for what, size in parts.items():
         if size % layout.tp:
             possible = _divisors(math.gcd(*parts.values()))
-            raise UserError("layout.tp", layout.tp, f"does not divide {what}", f"set it to one of {possible}")
+            raise UserError(
+                "layout.tp", layout.tp, f"does not divide {what}", f"set it to one of {possible}"
+            )
     if shape.hybrid and shape.delta_keys % (layout.tp * layout.cp):
-        problem = f"times layout.tp = {layout.tp} does not divide the {shape.delta_keys} key heads of delta networks"
-        remedy = f"set layout.tp and layout.cp so that their product is one of {_divisors(shape.delta_keys)}"
+        problem = (
+            f"times layout.tp = {layout.tp} does not divide the {shape.delta_keys} key "
+            "heads "
+            "of delta networks"
+        )
+        remedy = (
+            "set layout.tp and layout.cp so that their product is one of "
+            f"{_divisors(shape.delta_keys)}"
+        )
         raise UserError("layout.cp", layout.cp, problem, remedy)
     _check_stages(shape.num_layers, layout)
     _check_experts(shape, layout)
@@ -340,19 +423,29 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
         for name, value in {**uneven, "vpp": layout.vpp if layout.vpp > 1 else None}.items():
             if value is not None:
                 problem = "cuts pipeline stages, and layout.pp = 1 makes a single one"
-                raise UserError(f"layout.{name}", value, problem, "leave it out, or set layout.pp to 2 or more")
+                raise UserError(
+                    f"layout.{name}", value, problem, "leave it out, or set layout.pp to 2 or more"
+                )
     if _can_be_cut(layers, layout):
         return
     given = "".join(f", layout.{name} = {value}" for name, value in uneven.items())
     if layout.vpp > 1:
         given += f", layout.vpp = {layout.vpp}"
-    problem = f"does not cut the {layers} layers into stages of equally many" + (f" (with{given[1:]})" if given else "")
+    problem = f"does not cut the {layers} layers into stages of equally many" + (
+        f" (with{given[1:]})" if given else ""
+    )
     least = 2 if uneven or layout.vpp > 1 else 1
-    possible = [pp for pp in range(least, layers + 1) if _can_be_cut(layers, with_values(layout, pp=pp))]
+    possible = [
+        pp for pp in range(least, layers + 1) if _can_be_cut(layers, with_values(layout, pp=pp))
+    ]
     remedies = [f"set it to one of {', '.join(map(str, possible))}"] if possible else []
     if layout.vpp > 1:
-        possible = [vpp for vpp in range(1, layers + 1) if _can_be_cut(layers, with_values(layout, vpp=vpp))]
-        remedies += [f"set layout.vpp to one of {', '.join(map(str, possible))}"] if possible else []
+        possible = [
+            vpp for vpp in range(1, layers + 1) if _can_be_cut(layers, with_values(layout, vpp=vpp))
+        ]
+        remedies += (
+            [f"set layout.vpp to one of {', '.join(map(str, possible))}"] if possible else []
+        )
     if uneven:
         remedies.append("leave " + " and ".join(f"layout.{name}" for name in uneven) + " out")
     raise UserError("layout.pp", layout.pp, problem, ", or ".join(remedies))
@@ -378,23 +471,39 @@ def _check_experts(shape: PolicyShape, layout: LayoutConfig) -> None:
         return
     if shape.experts % layout.ep:
         problem = f"does not divide the {shape.experts} experts"
-        raise UserError("layout.ep", layout.ep, problem, f"set it to one of {_divisors(shape.experts)}")
+        raise UserError(
+            "layout.ep", layout.ep, problem, f"set it to one of {_divisors(shape.experts)}"
+        )
     if shape.ffn % layout.expert_tp:
-        name, problem = "etp" if layout.etp else "tp", f"does not divide the {shape.ffn} units of an expert"
+        name, problem = (
+            "etp" if layout.etp else "tp",
+            f"does not divide the {shape.ffn} units of an expert",
+        )
         remedy = f"set layout.etp to one of {_divisors(shape.ffn)}"
         raise UserError(f"layout.{name}", layout.expert_tp, problem, remedy)
     ranks = layout.expert_tp * layout.ep
     if max(ranks, layout.tp) % min(ranks, layout.tp):
         problem = (
-            f"times layout.etp = {layout.expert_tp} neither divides layout.tp = {layout.tp} nor is a multiple of it"
+            f"times layout.etp = {layout.expert_tp} neither divides layout.tp = {layout.tp} "
+            "nor is a multiple of it"
         )
         sizes = [etp for etp in range(1, shape.ffn + 1) if shape.ffn % etp == 0]
-        possible = [etp for etp in sizes if max(etp * layout.ep, layout.tp) % min(etp * layout.ep, layout.tp) == 0]
+        possible = [
+            etp
+            for etp in sizes
+            if max(etp * layout.ep, layout.tp) % min(etp * layout.ep, layout.tp) == 0
+        ]
         listed = ", ".join(map(str, possible[:6]))
-        remedy = f"set layout.etp to one of {listed}" if possible else "set it to a multiple or a divisor of layout.tp"
+        remedy = (
+            f"set layout.etp to one of {listed}"
+            if possible
+            else "set it to a multiple or a divisor of layout.tp"
+        )
         raise UserError("layout.ep", layout.ep, problem, remedy)
     if layout.tp > 1 and not layout.sequence_parallel:
-        problem = f"Megatron trains experts with layout.tp = {layout.tp} under sequence parallelism only"
+        problem = (
+            f"Megatron trains experts with layout.tp = {layout.tp} under sequence parallelism only"
+        )
         raise UserError("layout.sequence_parallel", "false", problem, "set it to true")
 
 
@@ -403,9 +512,11 @@ def _divisors(number: int) -> str:
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of embedding and output layer over all ranks: a multiple of 128, for the kernels, and of ``tp``.
+    """Rows of embedding and output layer over all ranks: a multiple of 128, for the kernels, and of
+    ``tp``.
 
-    It is the same number for every tp that divides 128, so that a checkpoint fits any of these layouts.
+    It is the same number for every tp that divides 128, so that a checkpoint fits any of these
+    layouts.
     """
     unit = math.lcm(128, tp)
     return (vocab_size + unit - 1) // unit * unit

@@ -1,16 +1,18 @@
-"""The divergence of the policy from a teacher, over the whole vocabulary, without the logits of either.
+"""The divergence of the policy from a teacher, over the whole vocabulary, without the logits of
+either.
 
-On-policy distillation (GKD, arXiv:2306.13649, with λ = 1) trains a student on its own rollouts: at each of their tokens
-its distribution is drawn toward that of a teacher, which has read the same tokens. With the student's logits z and the
-teacher's y, temperature τ, p = softmax(z/τ) and q = softmax(y/τ):
+On-policy distillation (GKD, arXiv:2306.13649, with λ = 1) trains a student on its own rollouts: at
+each of their tokens its distribution is drawn toward that of a teacher, which has read the same
+tokens. With the student's logits z and the teacher's y, temperature τ, p = softmax(z/τ) and q =
+softmax(y/τ):
 
 * ``reverse``: KL(p ‖ q) = Σ_v p_v log(p_v/q_v), whose gradient by z/τ is p_v·(log(p_v/q_v) − KL);
 * ``forward``: KL(q ‖ p) = Σ_v q_v log(q_v/p_v), whose gradient by z/τ is p_v − q_v.
 
-Of a teacher the head needs final hidden states, [tokens, its width], and its output layer. As in :mod:`policy_head`
-the logits, here of both models, are made of a chunk of positions at a time, in either pass. Which tokens were sampled
-does not matter: the sum over the vocabulary is exact, where the log-probabilities of sampled tokens give one noisy term
-of it.
+Of a teacher the head needs final hidden states, [tokens, its width], and its output layer. As in
+:mod:`policy_head` the logits, here of both models, are made of a chunk of positions at a time, in
+either pass. Which tokens were sampled does not matter: the sum over the vocabulary is exact, where
+the log-probabilities of sampled tokens give one noisy term of it.
 """
 
 from __future__ import annotations
@@ -39,28 +41,34 @@ class TeacherHead(NamedTuple):
 
         TeacherHead(hidden=[[0.3, -1.2]], weight=[[1.0, 0.0], [0.0, 1.0]], direction="reverse")
 
-    is a teacher of width 2 with a vocabulary of two tokens, at one position. The lists stand for tensors.
+    is a teacher of width 2 with a vocabulary of two tokens, at one position. The lists stand for
+    tensors.
     """
 
     hidden: torch.Tensor
     """[r, h_teacher], its final hidden states at the predictors."""
     weight: torch.Tensor
-    """[V_local, h_teacher], this rank's rows of its output layer: of the same tokens as the student's."""
+    """[V_local, h_teacher], this rank's rows of its output layer: of the same tokens as the
+    student's."""
     direction: Literal["reverse", "forward"]
     rows: torch.Tensor | None = None
-    """[r] int64, their places among the positions that the rank scores; None: they are all of them."""
+    """[r] int64, their places among the positions that the rank scores; None: they are all of
+    them."""
 
 
 def divergence_of_each(
     teachers: Sequence[TeacherHead], hidden: torch.Tensor, weight: torch.Tensor, **settings: Any
 ) -> torch.Tensor:
-    """:func:`divergence_from`, [R], where each position has one of several teachers, or none and the divergence 0."""
+    """:func:`divergence_from`, [R], where each position has one of several teachers, or none and
+    the divergence 0."""
     whole = torch.zeros(len(hidden), device=hidden.device)
     for teacher in teachers:
         if teacher.rows is None:
             whole = whole + divergence_from(teacher, hidden, weight, **settings)
         else:
-            part = divergence_from(teacher, hidden.index_select(0, teacher.rows), weight, **settings)
+            part = divergence_from(
+                teacher, hidden.index_select(0, teacher.rows), weight, **settings
+            )
             whole = whole.index_add(0, teacher.rows, part)
     return whole
 
@@ -75,18 +83,22 @@ def divergence_from(
     tp_group: dist.ProcessGroup | None,
     chunk_mib: int,
 ) -> torch.Tensor:
-    """[R] fp32, nats: the divergence at each position, with a gradient for the student's hidden states and weight.
+    """[R] fp32, nats: the divergence at each position, with a gradient for the student's hidden
+    states and weight.
 
-    Collective over ``tp_group`` in the forward pass, as ``policy_head.score_responses``, whose arguments these are.
+    Collective over ``tp_group`` in the forward pass, as ``policy_head.score_responses``, whose
+    arguments these are.
 
     Args:
         teacher: at the same R positions, frozen.
         hidden: [R, h], the student's final hidden states.
-        weight: [V_local, h], this rank's rows of its output layer.
-        vocab_size, temperature, tp_group, chunk_mib: as there; the chunk's memory is that of both models' logits.
+        weight: [V_local, h], this rank's rows of its output layer. vocab_size, temperature,
+        tp_group, chunk_mib: as there; the chunk's memory is that of both models' logits.
     """
     group, _, rows = held_rows(weight, vocab_size, tp_group)
-    divergence: torch.Tensor = _Divergence.apply(hidden, weight, teacher, rows, temperature, group, chunk_mib)
+    divergence: torch.Tensor = _Divergence.apply(
+        hidden, weight, teacher, rows, temperature, group, chunk_mib
+    )
     return divergence
 
 
@@ -105,11 +117,20 @@ class _Divergence(torch.autograd.Function):
         chunk_mib: int,
     ) -> torch.Tensor:
         reverse = teacher.direction == "reverse"
-        ctx.rows, ctx.temperature, ctx.chunk_mib, ctx.reverse = rows, temperature, chunk_mib, reverse
+        ctx.rows, ctx.temperature, ctx.chunk_mib, ctx.reverse = (
+            rows,
+            temperature,
+            chunk_mib,
+            reverse,
+        )
         peaks = torch.full((2, len(hidden)), LOWEST, device=hidden.device)
         totals, cross = torch.zeros_like(peaks), torch.zeros_like(peaks[0])
-        for chunk, (own, other, spare) in _logits_of_both(ctx, hidden, weight, *teacher[:2], [torch.float32]):
-            for logits, peak, total in zip((own, other), peaks[:, chunk], totals[:, chunk], strict=True):
+        for chunk, (own, other, spare) in _logits_of_both(
+            ctx, hidden, weight, *teacher[:2], [torch.float32]
+        ):
+            for logits, peak, total in zip(
+                (own, other), peaks[:, chunk], totals[:, chunk], strict=True
+            ):
                 torch.amax(logits, dim=1, out=peak)
                 total.copy_(torch.exp(logits.sub_(peak[:, None]), out=spare).sum(dim=1))
             expected, ratio = (own, other) if reverse else (other, own)
@@ -128,7 +149,9 @@ class _Divergence(torch.autograd.Function):
         hidden, weight, teacher_hidden, teacher_weight, normalisers, divergence = ctx.saved_tensors
         hidden_grad, weight_grad = torch.zeros_like(hidden), gradient_of_weight(ctx, weight)
         more, scale = gradient_types(weight), grad / ctx.temperature
-        for chunk, (own, other, *spare) in _logits_of_both(ctx, hidden, weight, teacher_hidden, teacher_weight, more):
+        for chunk, (own, other, *spare) in _logits_of_both(
+            ctx, hidden, weight, teacher_hidden, teacher_weight, more
+        ):
             own.sub_(normalisers[0, chunk, None])
             other.sub_(normalisers[1, chunk, None])
             if ctx.reverse:
@@ -152,8 +175,8 @@ def _logits_of_both(
     teacher_weight: torch.Tensor,
     more: Sequence[torch.dtype],
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
-    """Slices of the positions, each with both models' logits over the temperature, [c, rows] fp32, and as large buffers
-    of the types ``more``."""
+    """Slices of the positions, each with both models' logits over the temperature, [c, rows] fp32,
+    and as large buffers of the types ``more``."""
     types = [torch.float32, torch.float32, *more]
     for chunk, buffers in chunks_of(len(hidden), ctx.rows, types, ctx.chunk_mib, hidden.device):
         logits_of(hidden[chunk], weight[: ctx.rows], out=buffers[0])
@@ -164,9 +187,15 @@ def _logits_of_both(
 
 
 def _combine(
-    peaks: torch.Tensor, totals: torch.Tensor, cross: torch.Tensor, group: dist.ProcessGroup, *, reverse: bool
+    peaks: torch.Tensor,
+    totals: torch.Tensor,
+    cross: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    reverse: bool,
 ) -> None:
-    """Make one rank's part of the sums, taken from its own peaks, into the sums of all ranks from the common peaks."""
+    """Make one rank's part of the sums, taken from its own peaks, into the sums of all ranks from
+    the common peaks."""
     shift = peaks.clone()
     dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
     shift.sub_(peaks)

@@ -1,4 +1,5 @@
-"""Output for a person while a run goes on: a row for each step, notes, and warnings about the responses' length.
+"""Output for a person while a run goes on: a row for each step, notes, and warnings about the
+responses' length.
 
 The report's page and pictures have the console's colours.
 """
@@ -27,10 +28,17 @@ FIRST = 3
 RECENT = 3
 """Steps in the running mean that is compared."""
 TRUNCATED = 0.1
-"""A rise of the truncated share by this much counts as growth: a length that is cut off cannot show it."""
-_ON_FALL = "The policy may be settling on a short style for good: read some answers, and watch held-out accuracy"
+"""A rise of the truncated share by this much counts as growth: a length that is cut off cannot show
+it."""
+_ON_FALL = (
+    "The policy may be settling on a short style for good: read some answers, and watch "
+    "held-out accuracy"
+)
 _ON_RISE = "Read some answers, and raise rollout.max_response_tokens if right ones are cut off"
-_PRUNED = "; if a run without pruning does not do this, raise pruning.completions.keep or lower pruning.max_weight"
+_PRUNED = (
+    "; if a run without pruning does not do this, raise pruning.completions.keep or lower "
+    "pruning.max_weight"
+)
 
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "rollout/raw_reward", "{:.3f}"),
@@ -45,13 +53,14 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("lr", "train/lr", "{:.1e}"),
     ("seconds", "perf/step_time", "{:.2f}"),
 )
-"""Title, metric and form of each column. "prompts" and "tokens" are the shares that pruning kept; "noise" is the factor
-by which pruning multiplied the gradient's estimated variance."""
+"""Title, metric and form of each column. "prompts" and "tokens" are the shares that pruning kept;
+"noise" is the factor by which pruning multiplied the gradient's estimated variance."""
 _WARM_UP = ("loss", "grad", "lr", "seconds")
 
 
 class Console:
-    """Output of rank 0. On a terminal it has colours and a bar of phases; elsewhere it writes plain lines.
+    """Output of rank 0. On a terminal it has colours and a bar of phases; elsewhere it writes plain
+    lines.
 
     Args:
         total_steps: of the whole run, resumes included.
@@ -67,12 +76,15 @@ class Console:
         self._said: set[str] = set()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row. A metric that this step does not have (no evaluation, nothing trained on) is a dash."""
+        """One row. A metric that this step does not have (no evaluation, nothing trained on) is a
+        dash."""
         if not any(key in metrics for _, key, _ in _COLUMNS):
             return
         if not self._columns:
             warm_up = "train/loss" in metrics and "rollout/raw_reward" not in metrics
-            self._columns = [c for c in _COLUMNS if (c[0] in _WARM_UP if warm_up else c[0] != "loss")]
+            self._columns = [
+                c for c in _COLUMNS if (c[0] in _WARM_UP if warm_up else c[0] != "loss")
+            ]
         if self._rows % HEADER_EVERY == 0:
             self._print(self._header(metrics))
         self._rows += 1
@@ -88,11 +100,17 @@ class Console:
         """Print a line of words. The same words are printed once in a run, unless ``again``."""
         if again or text not in self._said:
             self._said.add(text)
-            self._print(Text("note  ", style="bold yellow").append(printable(text), style="not bold default"))
+            self._print(
+                Text("note  ", style="bold yellow").append(
+                    printable(text), style="not bold default"
+                )
+            )
 
     def banner(self, lines: Sequence[str]) -> None:
         """Print a few lines with an empty line before and after them."""
-        self._print(Text(printable("\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n")))
+        self._print(
+            Text(printable("\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n"))
+        )
 
     def _print(self, text: Text) -> None:
         self._out.print(text)
@@ -115,7 +133,10 @@ class Console:
             return f"{'-':>7}"
         seconds = round((self._total - step) * sum(self._recent) / len(self._recent))
         hours, minutes = divmod(seconds // 60, 60)
-        return f"{f'{hours}:{minutes:02}:{seconds % 60:02}' if hours else f'{minutes}:{seconds % 60:02}':>7}"
+        clock = f"{minutes}:{seconds % 60:02}"
+        if hours:
+            clock = f"{hours}:{minutes:02}:{seconds % 60:02}"
+        return f"{clock:>7}"
 
     def _phases(self, metrics: Mapping[str, float]) -> Text:
         parts = breakdown(metrics)
@@ -140,9 +161,10 @@ def _width(title: str) -> int:
 class LengthGate:
     """Warns when the length of the responses leaves where it began. It never stops a run.
 
-    A policy that has two styles of answering can settle on the shorter one within a few steps, because that one is
-    better for a while. It then has no long answers left to learn from. The length shows this before the reward does,
-    which still rises on the way into such a local optimum.
+    A policy that has two styles of answering can settle on the shorter one within a few steps,
+    because that one is better for a while. It then has no long answers left to learn from. The
+    length shows this before the reward does, which still rises on the way into such a local
+    optimum.
 
     It takes one row of metrics per step, in order; after a resume the earlier rows come first.
     """
@@ -150,7 +172,8 @@ class LengthGate:
     def __init__(self, bound: float | None) -> None:
         """
         Args:
-            bound: ``run.length_gate``, the factor by which the running mean may fall or rise; None: it never warns.
+            bound: ``run.length_gate``, the factor by which the running mean may fall or rise; None:
+                it never warns.
         """
         self._bound = bound
         self._first: list[tuple[float, float]] = []
@@ -158,11 +181,13 @@ class LengthGate:
         self._outside = ""
 
     def look(self, step: int, row: Mapping[str, float]) -> str | None:
-        """A warning when the length crosses a bound, else None. It warns again only if the length had come back.
+        """A warning when the length crosses a bound, else None. It warns again only if the length
+        had come back.
 
         Args:
             step: counted from 1, as in the log.
-            row: the step's metrics; one without ``rollout/response_len/mean`` (an evaluation's) is passed over.
+            row: the step's metrics; one without ``rollout/response_len/mean`` (an evaluation's) is
+                passed over.
         """
         if self._bound is None or "rollout/response_len/mean" not in row:
             return None
@@ -173,7 +198,9 @@ class LengthGate:
         self._recent.append(measured)
         if len(self._recent) < RECENT:
             return None
-        (before, cut_before), (now, cut) = (map(mean, zip(*of, strict=True)) for of in (self._first, self._recent))
+        (before, cut_before), (now, cut) = (
+            map(mean, zip(*of, strict=True)) for of in (self._first, self._recent)
+        )
         outside = ""
         if now * self._bound < before:
             outside = "fell"
@@ -183,7 +210,8 @@ class LengthGate:
         if not crossed:
             return None
         return (
-            f"response length {outside}: {now:.1f} tokens, mean of steps {step - RECENT + 1} to {step}, against "
+            f"response length {outside}: {now:.1f} tokens, mean of steps {step - RECENT + 1} to "
+            f"{step}, against "
             f"{before:.1f} in the first {FIRST}; {cut:.0%} cut off, against {cut_before:.0%}. "
             + (_ON_FALL if outside == "fell" else _ON_RISE)
             + (_PRUNED if row.get("prune/max_weight", 1.0) > 1.0 else "")

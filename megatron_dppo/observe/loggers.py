@@ -1,15 +1,16 @@
-"""Where the rows of ``metrics.jsonl`` go besides: TensorBoard, Weights & Biases, MLflow, Trackio (``run.loggers``).
+"""Where the rows of ``metrics.jsonl`` go besides: TensorBoard, Weights & Biases, MLflow, Trackio
+(``run.loggers``).
 
-Each library is imported where it is named alone. None needs a network: without a server or an account, which each finds
-in its own environment variables, a run's rows stay in ``run.dir``.
+Each library is imported where it is named alone. None needs a network: without a server or an
+account, which each finds in its own environment variables, a run's rows stay in ``run.dir``.
 
-TensorBoard hides what it was told of steps that are taken again after a resume. The others forget nothing, so
-``loggers.json`` has the run that they made and the last step that they were given::
+TensorBoard hides what it was told of steps that are taken again after a resume. The others forget
+nothing, so ``loggers.json`` has the run that they made and the last step that they were given::
 
     {"wandb": {"run": "6f1c0a4e", "step": 40}}
 
-A resumed run goes on in theirs, behind that step, and no step is there twice. What they lack, because they were named
-later or could not be reached, they are given from ``metrics.jsonl``.
+A resumed run goes on in theirs, behind that step, and no step is there twice. What they lack,
+because they were named later or could not be reached, they are given from ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def _open_tensorboard(folder: Path, resume_step: int) -> SummaryWriter:
     """Event files in ``tensorboard/``."""
     from torch.utils.tensorboard import SummaryWriter
 
-    # TensorBoard hides values of earlier event files from ``purge_step`` on: these steps are taken again.
+    # TensorBoard hides values of earlier event files from ``purge_step`` on: these steps are taken
+    # again.
     first = resume_step + 1 if resume_step > 0 else 0
     return SummaryWriter(str(folder / "tensorboard"), purge_step=first)
 
@@ -78,12 +80,15 @@ class _WeightsAndBiases:
         self._log.log(dict(row), step=step)
 
     def close(self, *, finished: bool) -> None:
-        with contextlib.redirect_stdout(io.StringIO()):  # where a log is shown is printed at the end of a run
+        with contextlib.redirect_stdout(
+            io.StringIO()
+        ):  # where a log is shown is printed at the end of a run
             self._log.finish(**({} if finished else self._failed))
 
 
 def _open_wandb(folder: Path, settings: Mapping[str, Any], run: str | None) -> Sink:
-    """``wandb/``; rows are uploaded if there are credentials and WANDB_MODE does not say otherwise."""
+    """``wandb/``; rows are uploaded if there are credentials and WANDB_MODE does not say
+    otherwise."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -97,7 +102,9 @@ def _open_wandb(folder: Path, settings: Mapping[str, Any], run: str | None) -> S
         mode=None if known else "offline",
         config=dict(settings),
         # The metadata are command lines and addresses, the console is what a rank prints.
-        settings=wandb.Settings(console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True),
+        settings=wandb.Settings(
+            console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True
+        ),
     )
     return _WeightsAndBiases(log.id, log, {"exit_code": 1})
 
@@ -110,7 +117,9 @@ def _open_trackio(folder: Path, settings: Mapping[str, Any], run: str | None) ->
     project = os.environ.get("TRACKIO_PROJECT", PROJECT)
     name = run or f"{folder.name}-{secrets.token_hex(3)}"  # Trackio finds a run by its name
     with contextlib.redirect_stdout(io.StringIO()):
-        log = trackio.init(project, name, config=dict(settings), resume="allow", embed=False, auto_log_cpu=False)
+        log = trackio.init(
+            project, name, config=dict(settings), resume="allow", embed=False, auto_log_cpu=False
+        )
     return _WeightsAndBiases(name, log, {})
 
 
@@ -123,7 +132,9 @@ class _MLflow:
             ("HTTP_REQUEST_MAX_RETRIES", "1"),
             ("HTTP_REQUEST_TIMEOUT", "20"),
         ):
-            os.environ.setdefault(f"MLFLOW_{name}", value)  # a step is not to wait for a server for minutes
+            os.environ.setdefault(
+                f"MLFLOW_{name}", value
+            )  # a step is not to wait for a server for minutes
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -146,8 +157,12 @@ class _MLflow:
 
     def write(self, step: int, row: Row) -> None:
         now = int(time.time() * 1000)
-        names = {key: re.sub(r"[^\w\-. /]", "_", key.replace("@", "_at_")) for key in row}  # which MLflow does not take
-        self._client.log_batch(self.run, [self._metric(names[key], value, now, step) for key, value in row.items()])
+        names = {
+            key: re.sub(r"[^\w\-. /]", "_", key.replace("@", "_at_")) for key in row
+        }  # which MLflow does not take
+        self._client.log_batch(
+            self.run, [self._metric(names[key], value, now, step) for key, value in row.items()]
+        )
 
     def close(self, *, finished: bool) -> None:
         self._client.set_terminated(self.run, "FINISHED" if finished else "KILLED")
@@ -169,7 +184,9 @@ def check_loggers(names: Sequence[str]) -> None:
     for name in names:
         if name in _OPEN and importlib.util.find_spec(name) is None:
             remedy = f"Install it: {install_command(name)}"
-            raise UserError("run.loggers", name, f"{name} is not installed in this environment", remedy)
+            raise UserError(
+                "run.loggers", name, f"{name} is not installed in this environment", remedy
+            )
 
 
 class Loggers:
@@ -206,20 +223,32 @@ class Loggers:
         self._sinks: dict[str, Sink] = {}
         self._owed: dict[str, list[Mapping[str, Any]]] = {}
         """Rows that a logger was not given yet, by its name."""
-        shown = {key: public(key, value) for key, value in settings.items() if not key.startswith(PRIVATE)}
+        shown = {
+            key: public(key, value)
+            for key, value in settings.items()
+            if not key.startswith(PRIVATE)
+        }
         for name in (name for name in names if name in _OPEN):
             known = self._state.get(name)
             try:
-                self._sinks[name] = sink = _OPEN[name](folder, shown, known["run"] if known else None)
+                self._sinks[name] = sink = _OPEN[name](
+                    folder, shown, known["run"] if known else None
+                )
             except Exception as error:  # each library has its own
-                problem = f"cannot be opened ({type(error).__name__}: {without_passwords(str(error))})"
-                remedy = "See to its server and its credentials, or leave it out: metrics.jsonl has every row"
+                problem = (
+                    f"cannot be opened ({type(error).__name__}: {without_passwords(str(error))})"
+                )
+                remedy = (
+                    "See to its server and its credentials, or leave it out: metrics.jsonl "
+                    "has every row"
+                )
                 raise UserError("run.loggers", name, problem, remedy) from error
             self._state[name] = {"run": sink.run, "step": known["step"] if known else -1}
             self._owed[name] = [row for row in past if row["step"] > self._state[name]["step"]]
 
     def write(self, step: int, row: Row) -> None:
-        """Give a row to all. A logger that fails is given it again with the next one, and it is said."""
+        """Give a row to all. A logger that fails is given it again with the next one, and it is
+        said."""
         if self._events:
             for key, value in row.items():
                 self._events.add_scalar(key, value, step)
@@ -235,7 +264,10 @@ class Loggers:
                     owed.pop(0)
             except Exception as error:
                 problem = without_passwords(f"{type(error).__name__}: {error}")
-                self._say(f"{name} did not take a row, and is given it again with the next one ({problem})")
+                self._say(
+                    f"{name} did not take a row, and is given it again with the next one "
+                    f"({problem})"
+                )
 
     def close(self, *, finished: bool) -> None:
         """Have all write down what they hold. Safe to call twice."""
@@ -247,7 +279,10 @@ class Loggers:
             try:
                 sink.close(finished=finished)
             except Exception as error:
-                self._say(f"{name} was not closed ({without_passwords(f'{type(error).__name__}: {error}')})")
+                self._say(
+                    f"{name} was not closed "
+                    f"({without_passwords(f'{type(error).__name__}: {error}')})"
+                )
 
     def _give(self, name: str, sink: Sink, row: Mapping[str, Any]) -> None:
         before = self._state[name]
@@ -265,9 +300,12 @@ class Loggers:
 
 
 def _read_state(file: Path) -> dict[str, dict[str, Any]]:
-    """Each logger's run and last step; empty if the file is absent or damaged: loggers then make new runs."""
+    """Each logger's run and last step; empty if the file is absent or damaged: loggers then make
+    new runs."""
     try:
         stored = json.loads(file.read_text())
-        return {name: {"run": str(of["run"]), "step": int(of["step"])} for name, of in stored.items()}
+        return {
+            name: {"run": str(of["run"]), "step": int(of["step"])} for name, of in stored.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

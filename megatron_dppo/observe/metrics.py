@@ -1,7 +1,9 @@
-"""The numbers of a run, step by step and at its end: ``metrics.jsonl``, ``run.loggers``, ``summary.json``.
+"""The numbers of a run, step by step and at its end: ``metrics.jsonl``, ``run.loggers``,
+``summary.json``.
 
-What depends on the machine or the clock stands under ``perf/``. All else in a row depends on the run's settings and its
-seed alone, so that the file of a resumed run equals that of a run that never stopped, bit for bit.
+What depends on the machine or the clock stands under ``perf/``. All else in a row depends on the
+run's settings and its seed alone, so that the file of a resumed run equals that of a run that never
+stopped, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ FILE, SUMMARY = "metrics.jsonl", "summary.json"
 REWARD = "reward/"
 COUNTED = {f"{REWARD}timeouts", f"{REWARD}errors"}
 MOST_NAMED = 50
-"""Maximum number of metrics that the reward functions of a run may name. One name for each completion would fill every
-logger."""
+"""Maximum number of metrics that the reward functions of a run may name. One name for each
+completion would fill every logger."""
 MOST_SHOWN = 5
 """Number of omitted names in the note."""
 
@@ -35,8 +37,8 @@ class StepLog:
 
     Args:
         file: its folder is made where there is none.
-        resume_step: finished steps of the checkpoint that the run goes on from. Rows past it are dropped, because these
-            steps are taken again; 0 or less drops every row.
+        resume_step: finished steps of the checkpoint that the run goes on from. Rows past it are
+            dropped, because these steps are taken again; 0 or less drops every row.
     """
 
     def __init__(self, file: Path, resume_step: int) -> None:
@@ -81,11 +83,16 @@ class MetricsLog:
         past = read_metrics(folder)
         self._named = {name for row in past for name in row if name.startswith(REWARD)} - COUNTED
         self._has_left_out = False
-        self._loggers = Loggers(loggers, folder, resume_step=resume_step, past=past, settings=settings or {}, say=say)
+        self._loggers = Loggers(
+            loggers, folder, resume_step=resume_step, past=past, settings=settings or {}, say=say
+        )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one row with sorted keys. Characters that are not UTF-8 are escaped, because loggers require UTF-8."""
-        named = {key.encode(errors="backslashreplace").decode(): value for key, value in metrics.items()}
+        """Add one row with sorted keys. Characters that are not UTF-8 are escaped, because loggers
+        require UTF-8."""
+        named = {
+            key.encode(errors="backslashreplace").decode(): value for key, value in metrics.items()
+        }
         row = {key: _plain(named[key]) for key in sorted(named)}
         self._leave_out(row)
         self._rows.write(step, row)
@@ -93,7 +100,9 @@ class MetricsLog:
 
     def _leave_out(self, row: dict[str, float]) -> None:
         """Remove the metrics of reward functions beyond ``MOST_NAMED`` names."""
-        new = [name for name in row if name.startswith(REWARD) and name not in COUNTED | self._named]
+        new = [
+            name for name in row if name.startswith(REWARD) and name not in COUNTED | self._named
+        ]
         room = max(MOST_NAMED - len(self._named), 0)
         self._named.update(new[:room])
         for name in (left_out := new[room:]):
@@ -102,7 +111,8 @@ class MetricsLog:
             self._has_left_out = True
             shown = ", ".join(f"{name:.60}" for name in left_out[:MOST_SHOWN])
             self._say(
-                f"reward functions name more than {MOST_NAMED} metrics: others are left out, first {shown}. Log one "
+                f"reward functions name more than {MOST_NAMED} metrics: others are left out, first "
+                f"{shown}. Log one "
                 "name for all completions: the metric is a mean over them"
             )
 
@@ -117,14 +127,17 @@ class MetricsLog:
 
 
 class RowFollower:
-    """Calls back with each new row of ``metrics.jsonl``; rows up to the last checkpoint are not new.
+    """Calls back with each new row of ``metrics.jsonl``; rows up to the last checkpoint are not
+    new.
 
     Args:
         run_dir: of the run.
         callback: called with each row; None: nobody is told.
     """
 
-    def __init__(self, run_dir: Path, callback: Callable[[dict[str, float]], object] | None) -> None:
+    def __init__(
+        self, run_dir: Path, callback: Callable[[dict[str, float]], object] | None
+    ) -> None:
         self._file, self._callback = run_dir / FILE, callback
         done = latest_step(run_dir / "checkpoints")
         self._last, self._size = -1 if done is None else done, 0
@@ -135,7 +148,9 @@ class RowFollower:
             return
         now = self._file.stat() if self._file.exists() else None
         if now is None or now.st_ino == self._before:
-            return  # the run has not replaced the file yet, by one without the rows of steps that it takes again
+            # The run has not replaced the file yet, by one without the rows of steps that it takes
+            # again.
+            return
         if now.st_size == self._size:
             return
         self._size = now.st_size
@@ -151,10 +166,12 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a ``StepLog``, in order; none if there is no such file. A line cut short by a kill is left out.
+    """The rows of a ``StepLog``, in order; none if there is no such file. A line cut short by a
+    kill is left out.
 
     Raises:
-        UserError: naming the file and the line, if another one is no row: rows are never left out in silence.
+        UserError: naming the file and the line, if another one is no row: rows are never left out
+            in silence.
     """
     return [row for _, row in _rows(file)]
 
@@ -167,9 +184,14 @@ def _rows(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
     for number, line in enumerate(lines, 1):
         if (row := _parse(line)) is not None:
             rows.append((line, row))
-        elif number < len(lines):  # after the last newline there is nothing, or what a kill has left of a row
+        elif number < len(
+            lines
+        ):  # after the last newline there is nothing, or what a kill has left of a row
             problem = f"line {number} is no row of a run: {line[:60].decode(errors='replace')!r}"
-            remedy = "Fetch the file again, take that line out, or move the file away; the run goes on without it"
+            remedy = (
+                "Fetch the file again, take that line out, or move the file away; the run "
+                "goes on without it"
+            )
             raise UserError("run.dir", file, problem, remedy)
     return rows
 
@@ -183,14 +205,18 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _drop_rows_past(file: Path, step: int) -> None:
-    """Replace the file in one piece by one without rows past ``step``. Kept lines keep their bytes."""
+    """Replace the file in one piece by one without rows past ``step``. Kept lines keep their
+    bytes."""
     rows = _rows(file)
     if not file.exists():
         return
     kept = [line for line, row in rows if row["step"] <= step] if step > 0 else []
     last = max((row["step"] for _, row in rows), default=0)
     if step > 0 and last < step:
-        text = f"note: {file} ends at step {last}, and the run goes on from step {step}: the rows between are lost"
+        text = (
+            f"note: {file} ends at step {last}, and the run goes on from step {step}: the rows "
+            "between are lost"
+        )
         tell(text)
     with replacing_file(file) as partial, partial.open("wb") as rewritten:
         rewritten.writelines(line + b"\n" for line in kept)
@@ -219,10 +245,10 @@ PLACES: Sequence[tuple[str, str]] = (
 def summarise(metrics: Rows) -> dict[str, Any]:
     """The figures of a run, from its rows of ``metrics.jsonl``. A figure that no row knows is None.
 
-    Fractions are means over the steps that have them. The mean of pack fill is over the steps that packed anything.
-    ``seconds`` adds up the timed steps and evaluations. In a resumed run these are the ones whose rows were kept, so
-    that nothing is counted twice. Estimates of the gradient's noise are None if any step lacks one, as under a biased
-    rule.
+    Fractions are means over the steps that have them. The mean of pack fill is over the steps that
+    packed anything. ``seconds`` adds up the timed steps and evaluations. In a resumed run these are
+    the ones whose rows were kept, so that nothing is counted twice. Estimates of the gradient's
+    noise are None if any step lacks one, as under a biased rule.
     """
     held_out = _values(metrics, "eval/accuracy")
     steps = [row for row in metrics if "perf/step_time" in row]
@@ -254,7 +280,9 @@ def summarise(metrics: Rows) -> dict[str, Any]:
         "steps": len(steps),
         "generated_tokens": _whole(metrics, "rollout/generated_tokens"),
         "trained_tokens": _whole(metrics, "train/tokens"),
-        "no_op_steps": sum("rollout/raw_reward" in row and "train/grad_norm" not in row for row in metrics),
+        "no_op_steps": sum(
+            "rollout/raw_reward" in row and "train/grad_norm" not in row for row in metrics
+        ),
         "reward_timeouts": _whole(metrics, "reward/timeouts"),
         "reward_errors": _whole(metrics, "reward/errors"),
         "phase_seconds": phases | {"evaluation": evaluation},
@@ -262,7 +290,8 @@ def summarise(metrics: Rows) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path | str) -> dict[str, Any]:
-    """Summarise the run in ``run_dir``, write ``summary.json`` there in one piece, and return it."""
+    """Summarise the run in ``run_dir``, write ``summary.json`` there in one piece, and return
+    it."""
     folder = Path(run_dir)
     summary = summarise(read_metrics(folder))
     replace_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
@@ -292,15 +321,18 @@ def _learned(summary: Mapping[str, Any]) -> Iterator[str]:
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if before is not None and after is not None:
         points = 100 * (after - before)
-        yield f"held-out accuracy {100 * before:.1f}% before, {100 * after:.1f}% after ({points:+.1f} points)"
+        yield (
+            f"held-out accuracy {100 * before:.1f}% before, {100 * after:.1f}% after "
+            f"({points:+.1f} points)"
+        )
     if summary["seconds_per_step"] is not None:
         pace, total = summary["seconds_per_step"], summary["seconds"]
         yield f"{_steps(summary['steps'])} of {duration(pace)}; {duration(total)} with evaluations"
 
 
 def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Savings by pruning, compared with a run whose rules are both ``none``. Such a run does not train on completions
-    with zero advantage either.
+    """Savings by pruning, compared with a run whose rules are both ``none``. Such a run does not
+    train on completions with zero advantage either.
 
     The tokens of prompts that were not rolled out are taken to be like those of the others.
     """
@@ -308,29 +340,52 @@ def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
     if prompts is not None and summary["kept_token_fraction"] is not None:
         unseen, pruned, trained, zero_advantage = (
             summary[name]
-            for name in ("saved_tokens_prompts", "saved_tokens_completions", "trained_tokens", "zero_advantage_tokens")
+            for name in (
+                "saved_tokens_prompts",
+                "saved_tokens_completions",
+                "trained_tokens",
+                "zero_advantage_tokens",
+            )
         )
         rolled_out = trained + pruned + zero_advantage
         seconds = {level: summary[f"saved_seconds_{level}"] for level in ("prompts", "completions")}
         yield f"{100 * prompts:.0f}% of the prompts were rolled out; of the tokens of all prompts:"
         for count, what in (
             (trained, "trained on"),
-            (unseen, f"not rolled out: about {unseen:,} tokens, which saved about {seconds['prompts']:.0f} s"),
-            (pruned, f"rolled out and pruned: {pruned:,} tokens, which saved about {seconds['completions']:.0f} s"),
+            (
+                unseen,
+                f"not rolled out: about {unseen:,} tokens, which saved about "
+                f"{seconds['prompts']:.0f} s",
+            ),
+            (
+                pruned,
+                f"rolled out and pruned: {pruned:,} tokens, which saved about "
+                f"{seconds['completions']:.0f} s",
+            ),
             (zero_advantage, "rolled out, with zero advantage: no run trains on those"),
         ):
             if count:
                 yield f"  {100 * count / (rolled_out + unseen):3.0f}% {what}"
         if unseen or pruned:
             generation = unseen / (rolled_out + unseen)
-            training = 1.0 - (1.0 - generation) * trained / (trained + pruned) if trained + pruned else generation
-            saved = f"{100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% of those to train on"
+            training = (
+                1.0 - (1.0 - generation) * trained / (trained + pruned)
+                if trained + pruned
+                else generation
+            )
+            saved = (
+                f"{100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% "
+                "of those to train on"
+            )
             yield f"pruning saved about {saved}"
             if efficiency := summary.get("pruning_efficiency"):
                 step = "that of a step without pruning, of whatever batch size"
                 yield f"estimated variance × seconds of a step: {1.0 / efficiency:.2f} times {step}"
         if summary["discarded_groups"]:
-            yield f"{summary['discarded_groups']:,} groups were rolled out and discarded, which saved nothing"
+            yield (
+                f"{summary['discarded_groups']:,} groups were rolled out and discarded, which "
+                "saved nothing"
+            )
         yield from _noise(summary)
     if summary["pack_fill"] is not None:
         yield f"packs were {100 * summary['pack_fill']:.1f}% full"
@@ -344,10 +399,19 @@ def _noise(summary: Mapping[str, Any]) -> Iterator[str]:
     if inflation is None:
         yield "no variance is estimated: what a biased rule drops, no weight makes up for"
         return
-    prompts, completions = 100 * summary["noise_share_prompts"], 100 * summary["noise_share_completions"]
+    prompts, completions = (
+        100 * summary["noise_share_prompts"],
+        100 * summary["noise_share_completions"],
+    )
     sampling = 100 - prompts - completions
-    yield f"the gradient's variance, estimated for independent draws: {inflation:.2f} times the full batch's"
-    yield f"  its noise: {sampling:.0f}% sampling, {prompts:.0f}% pruned prompts, {completions:.0f}% pruned completions"
+    yield (
+        f"the gradient's variance, estimated for independent draws: {inflation:.2f} times the "
+        "full batch's"
+    )
+    yield (
+        f"  its noise: {sampling:.0f}% sampling, {prompts:.0f}% pruned prompts, "
+        f"{completions:.0f}% pruned completions"
+    )
 
 
 def _faults(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -356,7 +420,10 @@ def _faults(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_steps(summary['no_op_steps'])} kept nothing to train on and changed no weight"
     if summary["reward_timeouts"] or summary["reward_errors"]:
         timeouts, errors = summary["reward_timeouts"], summary["reward_errors"]
-        yield f"scoring failed for some completions ({timeouts} timeouts, {errors} errors): their groups left"
+        yield (
+            f"scoring failed for some completions ({timeouts} timeouts, {errors} errors): their "
+            "groups left"
+        )
 
 
 def _steps(count: int) -> str:
@@ -378,4 +445,8 @@ def _whole(metrics: Rows, key: str) -> int:
 def _mean(metrics: Rows, key: str, *, of_all: bool = False) -> float | None:
     """None where no row has the number; with ``of_all`` also where one lacks it."""
     values = _values(metrics, key)
-    return sum(values) / len(values) if values and not (of_all and len(values) < len(metrics)) else None
+    return (
+        sum(values) / len(values)
+        if values and not (of_all and len(values) < len(metrics))
+        else None
+    )

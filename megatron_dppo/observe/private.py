@@ -13,10 +13,14 @@ LAUNCH, ENV = "rollout.launch.", "rollout.launch.env"
 MAPPINGS = ("data.verifiers.arguments", "data.chat_template_kwargs")
 """Settings that are mappings, with names from a user's code or template."""
 PRIVATE = (LAUNCH, "rollout.servers", "loss.distillation.teacher", *MAPPINGS)
-"""Prefixes of settings that may contain a key, a password or an address. Loggers do not receive these settings."""
-SECRET = re.compile(r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(['\"]?[=:\s]+|$)", re.IGNORECASE)
-"""A name that looks like a secret's, with the characters up to the secret, or up to the end of the word if the secret
-is the next word. ``--tokenizer`` and ``--max-total-tokens`` are no such names."""
+"""Prefixes of settings that may contain a key, a password or an address. Loggers do not receive
+these settings."""
+SECRET = re.compile(
+    r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(['\"]?[=:\s]+|$)", re.IGNORECASE
+)
+"""A name that looks like a secret's, with the characters up to the secret, or up to the end of the
+word if the secret is the next word. ``--tokenizer`` and ``--max-total-tokens`` are no such
+names."""
 
 
 def public(key: str, value: Any) -> Any:
@@ -46,12 +50,14 @@ def public_text(key: str, value: Any) -> str:
 
 
 def has_secrets(settings: Mapping[str, Any]) -> bool:
-    """Return whether settings, by their dotted keys, contain a secret that :func:`public` removes."""
+    """Return whether settings, by their dotted keys, contain a secret that :func:`public`
+    removes."""
     return any(public(key, value) != value for key, value in settings.items())
 
 
 def _masked(words: Sequence[Any]) -> Iterator[Any]:
-    """Yield words with masked secrets. A secret follows its name in the same word, or is the next word."""
+    """Yield words with masked secrets. A secret follows its name in the same word, or is the next
+    word."""
     named = False
     for word in words:
         found = SECRET.search(str(word))
@@ -67,7 +73,10 @@ def _masked(words: Sequence[Any]) -> Iterator[Any]:
 
 def _without_texts(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: "…" if SECRET.search(str(name)) else _without_texts(each) for name, each in value.items()}
+        return {
+            name: "…" if SECRET.search(str(name)) else _without_texts(each)
+            for name, each in value.items()
+        }
     return value if value is None or isinstance(value, int | float) else "…"
 
 

@@ -1,12 +1,15 @@
-"""Names the rank that others wait for, with the place in the code where it stands, and ends code that hangs.
+"""Names the rank that others wait for, with the place in the code where it stands, and ends code
+that hangs.
 
-If one rank never enters a collective, the others wait until a timeout that names no rank. Here a thread of each rank
-sends heartbeats, even while its main thread is blocked, and the leader compares them.
+If one rank never enters a collective, the others wait until a timeout that names no rank. Here a
+thread of each rank sends heartbeats, even while its main thread is blocked, and the leader compares
+them.
 
-Each rank also watches itself, also if it is the only one. Rollouts and evaluations run code of the user's, which may
-never return. A main thread that stands still there, and waits for no other rank, is named after ``run.late_s``. After
-``rollout.timeout_s`` the thread sends it a signal, whose handler raises ``StandstillError`` where the code stands. Code
-that catches even that, or hears no signal, stands still for as long once more; then the thread ends the process.
+Each rank also watches itself, also if it is the only one. Rollouts and evaluations run code of the
+user's, which may never return. A main thread that stands still there, and waits for no other rank,
+is named after ``run.late_s``. After ``rollout.timeout_s`` the thread sends it a signal, whose
+handler raises ``StandstillError`` where the code stands. Code that catches even that, or hears no
+signal, stands still for as long once more; then the thread ends the process.
 """
 
 from __future__ import annotations
@@ -37,12 +40,13 @@ from megatron_dppo.process.streams import tell
 FRAMES = 8
 """Innermost frames of a stack that the log shows."""
 UNLIMITED = ("", "rollout", "eval")
-"""Phases that may take long on all ranks: rollouts and evaluations, which report their own progress, and the time
-between phases, in which a run loads its weights and waits for servers."""
+"""Phases that may take long on all ranks: rollouts and evaluations, which report their own
+progress, and the time between phases, in which a run loads its weights and waits for servers."""
 WAKE = signal.SIGUSR2
 """Interrupts a main thread that hangs, also within a call such as ``time.sleep``."""
 OF_RANKS = "torch/distributed/"
-"""In the path of the code in which a rank waits for others. Such a wait has a time limit of its own."""
+"""In the path of the code in which a rank waits for others. Such a wait has a time limit of its
+own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +64,15 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Watches until it is closed. Made by all ranks together, each on its main thread. A single rank sends no
-    heartbeat.
+    """Watches until it is closed. Made by all ranks together, each on its main thread. A single
+    rank sends no heartbeat.
 
     Args:
-        world: the ranks, whose ``timeout_s`` limits how long one may stand still in rollouts and evaluations.
+        world: the ranks, whose ``timeout_s`` limits how long one may stand still in rollouts and
+            evaluations.
         timers: of this rank's phases.
-        late_s: seconds that ranks wait for another one before it is named, once for each phase; and seconds without
-            progress in rollouts and evaluations.
+        late_s: seconds that ranks wait for another one before it is named, once for each phase; and
+            seconds without progress in rollouts and evaluations.
         stuck_s: seconds after which all ranks are named, if they are equally far and none moves.
     """
 
@@ -80,7 +85,8 @@ class Watchdog:
         self._main = threading.main_thread().ident or 0
         self._hung: UserError | None = None
         self._interrupted_at = 0.0
-        """Time of the last signal to the main thread. A main thread that has not moved since then caught the error."""
+        """Time of the last signal to the main thread. A main thread that has not moved since then
+        caught the error."""
         self._spoken_of = 0.0
         """The moment since which this rank had stood still when it last named itself."""
         self._sent = self._answered = self._asked = 0
@@ -91,7 +97,9 @@ class Watchdog:
         if world.size > 1:
             self._store = _shared_store(world)
             self._send()
-            world.wait_for_all("first heartbeat")  # from here on every rank's heartbeat is there to be read
+            world.wait_for_all(
+                "first heartbeat"
+            )  # from here on every rank's heartbeat is there to be read
         streams.moved()
         self._before = signal.signal(WAKE, self._raise)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -119,7 +127,8 @@ class Watchdog:
             return  # the leader and its store are gone, which ends the run
 
     def _look_at_itself(self) -> None:
-        """Name this rank, or end what it does, if its main thread stands still and waits for no other rank."""
+        """Name this rank, or end what it does, if its main thread stands still and waits for no
+        other rank."""
         phase, since = self._timers.phase, max(self._timers.moved, streams.last_moved())
         if phase not in UNLIMITED and self._world.size > 1:
             return  # the leader compares all ranks there
@@ -135,7 +144,10 @@ class Watchdog:
             who = f"{rank} on {socket.gethostname()}"
             tell("\n".join(_paragraph(who, phase, still, "", stack)))
         if still >= self._end_s and phase in UNLIMITED:
-            problem = f"rank {rank} has stood still for so long in {phase or 'no phase'}, at:\n{stack.rstrip()}"
+            problem = (
+                f"rank {rank} has stood still for so long in {phase or 'no phase'}, "
+                f"at:\n{stack.rstrip()}"
+            )
             remedy = "Mend what hangs there, or raise rollout.timeout_s"
             hung = UserError("rollout.timeout_s", f"{self._world.timeout_s:g}", problem, remedy)
             if since == self._interrupted_at:
@@ -198,9 +210,12 @@ class Watchdog:
         return "".join(traceback.format_stack(frame)[-FRAMES:]) if frame else ""
 
 
-def late_ranks(heartbeats: Sequence[Heartbeat], silent: Sequence[float], late_s: float, stuck_s: float) -> list[int]:
-    """The ranks to name: those without a sign of life; else those that are behind, once others have waited for them;
-    else all, once none of them has moved for long, unless their phase is one of ``UNLIMITED``.
+def late_ranks(
+    heartbeats: Sequence[Heartbeat], silent: Sequence[float], late_s: float, stuck_s: float
+) -> list[int]:
+    """The ranks to name: those without a sign of life; else those that are behind, once others have
+    waited for them; else all, once none of them has moved for long, unless their phase is one of
+    ``UNLIMITED``.
 
     Args:
         heartbeats: the last heartbeat of each rank.
@@ -229,19 +244,23 @@ def _describe(late: Sequence[int], heartbeats: Sequence[Heartbeat], stacks: dict
     for (phase, stack), ranks in alike.items():
         who = ", ".join(f"{rank} on {heartbeats[rank].host}" for rank in ranks)
         seconds = max(heartbeats[rank].still_s for rank in ranks)
-        lines += _paragraph(who, phase, seconds, f"; {waiting} others wait" if waiting else "", stack)
+        lines += _paragraph(
+            who, phase, seconds, f"; {waiting} others wait" if waiting else "", stack
+        )
     return "\n".join(lines)
 
 
 def _paragraph(who: str, phase: str, seconds: float, others: str, stack: str) -> list[str]:
     return [
         f"late: rank {who}, in {phase or 'no phase'} for {seconds:.0f} s{others}. It stands at:",
-        stack.rstrip() or "  (no answer: its process is stopped or gone, or holds the interpreter's lock)",
+        stack.rstrip()
+        or "  (no answer: its process is stopped or gone, or holds the interpreter's lock)",
     ]
 
 
 def _shared_store(world: World) -> dist.TCPStore:
-    """A store for the heartbeats alone: a main thread that waits in the process group's store may lock that one."""
+    """A store for the heartbeats alone: a main thread that waits in the process group's store may
+    lock that one."""
     limit = timedelta(seconds=world.timeout_s)
     mine: list[dist.TCPStore] = []
 

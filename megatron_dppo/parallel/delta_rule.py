@@ -1,9 +1,11 @@
-"""Gated delta networks in torch, for packs: the functions of flash-linear-attention, which needs a GPU.
+"""Gated delta networks in torch, for packs: the functions of flash-linear-attention, which needs a
+GPU.
 
-A gated delta network keeps a matrix S for each head (arXiv:2412.06464). A token first lets S decay by exp(g). It then
-corrects the value under its key: S += β k (v − Sᵀ k)ᵀ. Last it reads by its query: o = Sᵀ q. The corrections of a chunk
-of tokens are the solution of one triangular system. Every segment begins with a chunk of its own. The n-th chunks of
-all segments are one batch, so that a pack takes as many steps as its longest segment has chunks.
+A gated delta network keeps a matrix S for each head (arXiv:2412.06464). A token first lets S decay
+by exp(g). It then corrects the value under its key: S += β k (v − Sᵀ k)ᵀ. Last it reads by its
+query: o = Sᵀ q. The corrections of a chunk of tokens are the solution of one triangular system.
+Every segment begins with a chunk of its own. The n-th chunks of all segments are one batch, so that
+a pack takes as many steps as its longest segment has chunks.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def causal_conv1d(
     place = torch.arange(x.shape[1]) - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
     out = x * weight[:, -1]
     for back in range(1, weight.shape[1]):
-        earlier = functional.pad(x[:, :-back], (0, 0, back, 0)).masked_fill((place < back)[:, None], 0.0)
+        earlier = functional.pad(x[:, :-back], (0, 0, back, 0)).masked_fill(
+            (place < back)[:, None], 0.0
+        )
         out = out + earlier * weight[:, -1 - back]
     return functional.silu(out), None
 
@@ -65,14 +69,16 @@ def chunk_gated_delta_rule(
     chunk: int = CHUNK,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of all tokens of a pack, and the states at the ends of its segments. Computes in fp32 at least.
+    """Outputs of all tokens of a pack, and the states at the ends of its segments. Computes in fp32
+    at least.
 
     Args:
         q, k: [1, T, heads, key size], of unit length.
         v: [1, T, heads, value size].
         g: [1, T, heads], logarithms of the decay, at most 0.
         beta: [1, T, heads].
-        initial_state: [S, heads, key size, value size], at the beginnings of the segments; None: zero.
+        initial_state: [S, heads, key size, value size], at the beginnings of the segments; None:
+            zero.
         cu_seqlens: [S + 1], where segments start.
         chunk: tokens of a chunk.
 
@@ -82,7 +88,9 @@ def chunk_gated_delta_rule(
     tokens, order, batches, place = _chunks(tuple(cu_seqlens.diff().tolist()), chunk, q.device)
     exact = torch.promote_types(q.dtype, torch.float32)
 
-    def in_chunks(x: torch.Tensor) -> torch.Tensor:  # [chunks, heads, chunk, …]; past the end of a segment, zeros
+    def in_chunks(
+        x: torch.Tensor,
+    ) -> torch.Tensor:  # [chunks, heads, chunk, …]; past the end of a segment, zeros
         padded = functional.pad(x[0].to(exact).flatten(1), (0, 0, 0, 1)).index_select(0, tokens)
         return padded.view(-1, chunk, *x.shape[2:]).transpose(1, 2)
 
@@ -116,7 +124,12 @@ def chunk_gated_delta_rule(
 
 
 def recurrent_gated_delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs and states of one further token for each row.
 
@@ -127,7 +140,8 @@ def recurrent_gated_delta_rule(
         state: [rows, heads, key size, value size].
     """
     queries, keys, values = (
-        (x.to(state.dtype) * scale).unsqueeze(-2) for x, scale in ((q, q.shape[-1] ** -0.5), (k, 1), (v, 1))
+        (x.to(state.dtype) * scale).unsqueeze(-2)
+        for x, scale in ((q, q.shape[-1] ** -0.5), (k, 1), (v, 1))
     )
     state = state * g.exp()[..., None, None].to(state.dtype)
     written = (values - keys @ state) * beta[..., None, None].to(state.dtype)
@@ -142,8 +156,8 @@ def _chunks(
     """Chunks of the segments of a pack of T tokens: all first ones, then all second ones.
 
     Returns:
-        The token in each place of the chunks, T where there is none; the segments, those with most chunks first; where
-        the first, second, … chunks start; and the place of each token.
+        The token in each place of the chunks, T where there is none; the segments, those with most
+        chunks first; where the first, second, … chunks start; and the place of each token.
     """
     counts = -(-np.array(lengths) // chunk)
     order = np.argsort(-counts, kind="stable")

@@ -32,7 +32,8 @@ def deliver(
         plan: the same on every rank.
         held: the groups that this rank generated, by their index in the step's metadata.
         routing: shape of the samples' routing; None: samples are sent without routing.
-        layers: by rank, the layers whose routing the rank gets, ascending: those of its pipeline stage.
+        layers: by rank, the layers whose routing the rank gets, ascending: those of its pipeline
+            stage.
 
     Returns:
         The samples of each pack that this rank trains on, in the plan's order.
@@ -47,7 +48,11 @@ def deliver(
 
 
 def _sample(
-    plan: MinibatchPlan, k: int, held: Mapping[int, Group], routing: RoutingShape | None, layers: Ints | None
+    plan: MinibatchPlan,
+    k: int,
+    held: Mapping[int, Group],
+    routing: RoutingShape | None,
+    layers: Ints | None,
 ) -> TrainingSample:
     """Return sample ``k`` with its tokens, and with its routing in ``layers``."""
     group = held[int(plan.group[k])]
@@ -56,14 +61,19 @@ def _sample(
     table: Routing | None = None
     if routing is not None:
         if completion.routing is None:
-            raise ValueError("a completion without routing is to be trained on with loss.replay_routing = rollout")
+            raise ValueError(
+                "a completion without routing is to be trained on with loss.replay_routing = "
+                "rollout"
+            )
         read = len(prompt) + len(completion.token_ids[of]) - 1  # no engine reads the last token
         table = completion.routing[:read, layers].astype(routing.dtype)
     return TrainingSample(
         prompt_ids=prompt,
         response_ids=completion.token_ids[of],
         engine_logprobs=completion.logprobs[of],
-        teacher_logprobs=None if completion.teacher_logprobs is None else completion.teacher_logprobs[of],
+        teacher_logprobs=None
+        if completion.teacher_logprobs is None
+        else completion.teacher_logprobs[of],
         loss_mask=completion.loss_mask[of],
         advantage=_select_advantages(plan.advantage[k], completion, of),
         scale=float(plan.scale[k]),
@@ -74,7 +84,8 @@ def _sample(
 
 
 def _select_advantages(advantage: Floats, completion: Completion, of: slice) -> Floats | float:
-    """Return the advantages of some of a completion's tokens: of their segments, or each its own, or one of all."""
+    """Return the advantages of some of a completion's tokens: of their segments, or each its own,
+    or one of all."""
     if completion.segments is not None:
         return advantage[completion.segments[of]]
     return advantage[of] if len(advantage) > 1 else float(advantage[0])

@@ -1,4 +1,5 @@
-"""A layout over the ranks that there are. Needs no torch, so that it can be asked before any rank starts."""
+"""A layout over the ranks that there are. Needs no torch, so that it can be asked before any rank
+starts."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ def capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bool) -> i
 
     Args:
         layout: of the run.
-        max_tokens: most tokens in a pack. If the kernels' divisor does not divide it, the layout's is used: the longest
-            sequence that is allowed would else not fit.
+        max_tokens: most tokens in a pack. If the kernels' divisor does not divide it, the layout's
+            is used: the longest sequence that is allowed would else not fit.
         cuda: whether the ranks have GPUs.
     """
     fast = math.lcm(layout.pack_multiple, FAST_MULTIPLE)
@@ -25,9 +26,11 @@ def capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bool) -> i
 
 
 def stage_layers(layers: int, stage: int, layout: LayoutConfig) -> list[range]:
-    """The layers of a pipeline stage, counted over the whole policy: one range for each of its virtual stages.
+    """The layers of a pipeline stage, counted over the whole policy: one range for each of its
+    virtual stages.
 
-    Virtual stage v of all pipeline stages comes before virtual stage v + 1 of any, as Megatron-Core interleaves them.
+    Virtual stage v of all pipeline stages comes before virtual stage v + 1 of any, as Megatron-Core
+    interleaves them.
 
     Raises:
         ValueError: if the layers cannot be cut so; ``check_layout`` refuses such a layout.
@@ -41,7 +44,8 @@ def stage_layers(layers: int, stage: int, layout: LayoutConfig) -> list[range]:
 
 
 def _stage_counts(layers: int, layout: LayoutConfig) -> list[int]:
-    """[pp], layers of each pipeline stage. Stages of no given number share what is left, equally but for a rest."""
+    """[pp], layers of each pipeline stage. Stages of no given number share what is left, equally
+    but for a rest."""
     given = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
     fixed = {stage: count for stage, count in given.items() if count is not None}
     each = (layers - sum(fixed.values())) // max(layout.pp - len(fixed), 1)
@@ -49,11 +53,15 @@ def _stage_counts(layers: int, layout: LayoutConfig) -> list[int]:
 
 
 def interleaved_packs(packs: int, stages: int) -> int:
-    """How many packs the interleaved schedule takes through one virtual stage before the next one's turn.
+    """How many packs the interleaved schedule takes through one virtual stage before the next one's
+    turn.
 
-    The fewest that leave no pack over, or as many as there are pipeline stages, which is what Megatron asks for.
+    The fewest that leave no pack over, or as many as there are pipeline stages, which is what
+    Megatron asks for.
     """
-    return next(size for size in range(stages, packs + 1) if packs % size == 0 or packs % size >= stages)
+    return next(
+        size for size in range(stages, packs + 1) if packs % size == 0 or packs % size >= stages
+    )
 
 
 def layout_text(layout: LayoutConfig) -> str:
@@ -74,7 +82,10 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
     dp = layout.dp or max(ranks // model, 1)
     if model * dp != ranks:
         problem = f"does not divide the {ranks} ranks that were started"
-        remedy = f"Start a multiple of {model} ranks, or set layout.tp, pp and dp so that their product is {ranks}"
+        remedy = (
+            f"Start a multiple of {model} ranks, or set layout.tp, pp and dp so that their "
+            f"product is {ranks}"
+        )
         sizes = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}"
         raise UserError("layout", sizes, problem, remedy)
     stage, of_experts = layout.tp * layout.cp * dp, layout.expert_tp * layout.ep
@@ -83,7 +94,8 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
         possible = [size for size in range(1, getattr(layout, name)) if stage % (size * other) == 0]
         lower = f", or layout.{name} to {' or '.join(map(str, possible))}" if possible else ""
         problem = (
-            f"needs a multiple of {of_experts} ranks in a pipeline stage (layout.ep x layout.etp), which has {stage}: "
+            f"needs a multiple of {of_experts} ranks in a pipeline stage (layout.ep x layout.etp), "
+            f"which has {stage}: "
             f"{layout_text(replace(layout, dp=dp))}"
         )
         remedy = f"Set layout.dp to a multiple of {layout.least_ranks // model}{lower}"

@@ -1,6 +1,8 @@
-"""How ranks find one another. A run on one machine listens on no address that another machine could reach.
+"""How ranks find one another. A run on one machine listens on no address that another machine could
+reach.
 
-A ``TCPStore`` listens on all addresses, unless it is given a socket that listens already. Ranks trust what is in it.
+A ``TCPStore`` listens on all addresses, unless it is given a socket that listens already. Ranks
+trust what is in it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 LISTENER = "MEGATRON_DPPO_LISTENER"
-"""Environment variable with the descriptor of the socket that the launcher has made for rank 0 to listen on: a port
-that is held from the start can be taken by nobody else."""
+"""Environment variable with the descriptor of the socket that the launcher has made for rank 0 to
+listen on: a port that is held from the start can be taken by nobody else."""
 LOST_CONTACT = "contact with another rank was lost"
 """How an error begins that is no time limit."""
 
@@ -25,7 +27,10 @@ LOST_CONTACT = "contact with another rank was lost"
 def on_one_machine(environ: Mapping[str, str]) -> bool:
     """Whether all ranks are, as our launcher, torchrun or srun has told this one."""
     world = environ.get("WORLD_SIZE", "1")
-    return world in ("1", environ.get("LOCAL_WORLD_SIZE")) or environ.get("SLURM_STEP_NUM_NODES") == "1"
+    return (
+        world in ("1", environ.get("LOCAL_WORLD_SIZE"))
+        or environ.get("SLURM_STEP_NUM_NODES") == "1"
+    )
 
 
 def is_loopback(address: str) -> bool:
@@ -43,7 +48,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def open_store(host: str, timeout: timedelta, size: int | None = None) -> dist.TCPStore:
-    """A store in this process for those who reach it at ``host``: on loopback for them alone, else on all addresses."""
+    """A store in this process for those who reach it at ``host``: on loopback for them alone, else
+    on all addresses."""
     import torch.distributed as dist
 
     if not is_loopback(host):
@@ -52,11 +58,15 @@ def open_store(host: str, timeout: timedelta, size: int | None = None) -> dist.T
 
 
 def rendezvous(environ: Mapping[str, str], timeout: timedelta) -> dict[str, object]:
-    """Arguments of ``init_process_group`` for the place where ranks meet; empty if torch finds it by itself: under
-    torchrun, and on several machines."""
+    """Arguments of ``init_process_group`` for the place where ranks meet; empty if torch finds it
+    by itself: under torchrun, and on several machines."""
     import torch.distributed as dist
 
-    if "RANK" not in environ or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not on_one_machine(environ):
+    if (
+        "RANK" not in environ
+        or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        or not on_one_machine(environ)
+    ):
         return {}
     rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if size == 1:
@@ -65,7 +75,9 @@ def rendezvous(environ: Mapping[str, str], timeout: timedelta) -> dict[str, obje
         store = dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout)
     else:
         given = environ.get(LISTENER)
-        store = _store_at(socket.socket(fileno=int(given)) if given else listen(LOOPBACK, port), timeout, size)
+        store = _store_at(
+            socket.socket(fileno=int(given)) if given else listen(LOOPBACK, port), timeout, size
+        )
     return {"store": store, "rank": rank, "world_size": size}
 
 
@@ -81,5 +93,11 @@ def _store_at(listener: socket.socket, timeout: timedelta, size: int | None) -> 
     host, port, *_ = listener.getsockname()
     os.set_inheritable(listener.fileno(), False)
     return dist.TCPStore(
-        host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        host,
+        port,
+        size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )

@@ -1,12 +1,13 @@
-"""All that Megatron-Core needs to run without CUDA: the one file that changes anything of Megatron's or torch's.
+"""All that Megatron-Core needs to run without CUDA: the one file that changes anything of
+Megatron's or torch's.
 
-Megatron-Core asks for CUDA by name in places that have nothing to do with kernels: the device of a scalar, a barrier,
-the state of a generator. Each function below answers one kind of such questions with the CPU's equivalent. On a machine
-with CUDA none of them is installed.
+Megatron-Core asks for CUDA by name in places that have nothing to do with kernels: the device of a
+scalar, a barrier, the state of a generator. Each function below answers one kind of such questions
+with the CPU's equivalent. On a machine with CUDA none of them is installed.
 
-Besides, Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex. Without CUDA, or where
-neither is installed, it has torch's, and does not restore that state correctly. Both are mended here. The router of
-experts wants Transformer Engine, too.
+Besides, Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex.
+Without CUDA, or where neither is installed, it has torch's, and does not restore that state
+correctly. Both are mended here. The router of experts wants Transformer Engine, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _installed = False
 
 
 def install() -> None:
-    """Adapt this process, once. Called before any model-parallel group or model is made; later calls do nothing."""
+    """Adapt this process, once. Called before any model-parallel group or model is made; later
+    calls do nothing."""
     global _installed
     if _installed:
         return
@@ -46,15 +48,18 @@ def install() -> None:
 
 
 def _answer_device_questions() -> None:
-    """``torch.empty(..., device=torch.cuda.current_device())`` and ``.cuda()`` are how Megatron says "here"."""
+    """``torch.empty(..., device=torch.cuda.current_device())`` and ``.cuda()`` are how Megatron
+    says "here"."""
     torch.cuda.current_device = lambda: CPU
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 
 def _place_literal_cuda_tensors() -> None:
-    """Schedules, optimizers, gradient clipping and experts make small tensors with a literal ``device="cuda"``."""
-    _device._device_constructors()  # torch's list of what ``with torch.device("meta")`` steers, made once: of its own
+    """Schedules, optimizers, gradient clipping and experts make small tensors with a literal
+    ``device="cuda"``."""
+    # Torch's list of what ``with torch.device("meta")`` steers, made once: of its own.
+    _device._device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "arange"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
@@ -71,7 +76,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _name_tensor_types() -> None:
-    """The optimizers sort parameters by ``param.type()`` and know only the names of CUDA tensors."""
+    """The optimizers sort parameters by ``param.type()`` and know only the names of CUDA
+    tensors."""
     type_of = torch.Tensor.type
 
     def cuda_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -83,18 +89,23 @@ def _name_tensor_types() -> None:
 
 
 def _share_the_generator() -> None:
-    """Megatron's tracker forks CUDA's random state (initialisation, dropout, recompute): here it is the CPU's.
+    """Megatron's tracker forks CUDA's random state (initialisation, dropout, recompute): here it is
+    the CPU's.
 
-    The tracker's own two functions reach past ``torch.cuda`` into its default generators, so they are replaced where
-    they are defined.
+    The tracker's own two functions reach past ``torch.cuda`` into its default generators, so they
+    are replaced where they are defined.
     """
     from megatron.core.tensor_parallel import random
 
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda new_state, device="cuda": torch.set_rng_state(new_state)
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(
+        new_state
+    )
 
 
 class _Program:
@@ -111,7 +122,8 @@ class _Program:
 
 
 def _order_streams() -> None:
-    """Tokens are counted for experts on a stream of their own, and from 0.17 on gradient buckets are reduced on one."""
+    """Tokens are counted for experts on a stream of their own, and from 0.17 on gradient buckets
+    are reduced on one."""
     program = _Program()
 
     @contextlib.contextmanager
@@ -125,15 +137,16 @@ def _order_streams() -> None:
 
 
 def _leave_functions_uncompiled() -> None:
-    """Megatron wraps small functions in ``torch.compile``; on a CPU the first call would look for a C++ compiler."""
+    """Megatron wraps small functions in ``torch.compile``; on a CPU the first call would look for a
+    C++ compiler."""
     import torch._dynamo
 
     torch._dynamo.config.disable = True
 
 
 def _count_tokens_on_the_host() -> None:
-    """Megatron turns counts of tokens into numpy's once they have left a GPU. On a CPU they would stay tensors, which
-    torch's exchanges do not take as sizes."""
+    """Megatron turns counts of tokens into numpy's once they have left a GPU. On a CPU they would
+    stay tensors, which torch's exchanges do not take as sizes."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -143,10 +156,13 @@ def _count_tokens_on_the_host() -> None:
 
 
 def _gather_unequal_parts() -> None:
-    """Gloo gathers equal parts only. Tensor-parallel experts gather as many tokens as each rank of them was sent."""
+    """Gloo gathers equal parts only. Tensor-parallel experts gather as many tokens as each rank of
+    them was sent."""
     gather = dist.all_gather
 
-    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(
+        parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         if len({part.shape for part in parts}) == 1:
             return gather(parts, mine, group=group, async_op=async_op)
         lengths = [len(part) for part in parts]
@@ -161,8 +177,8 @@ def _gather_unequal_parts() -> None:
 
 
 def _compute_delta_rules() -> None:
-    """Gated delta networks compute with flash-linear-attention's functions, which have no CPU. Megatron-Core has these
-    networks over packs from 0.19 on."""
+    """Gated delta networks compute with flash-linear-attention's functions, which have no CPU.
+    Megatron-Core has these networks over packs from 0.19 on."""
     try:
         from megatron.core.ssm.gated_delta_net import common, gdn
     except ImportError:
@@ -170,12 +186,15 @@ def _compute_delta_rules() -> None:
     from megatron_dppo.parallel import delta_rule
 
     common.HAVE_FLA, common.l2norm = True, delta_rule.l2norm
-    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = delta_rule.causal_conv1d, delta_rule.chunk_gated_delta_rule
+    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = (
+        delta_rule.causal_conv1d,
+        delta_rule.chunk_gated_delta_rule,
+    )
 
 
 def _optimize_with_torch() -> None:
-    """Use torch's Adam and norms. At import, Megatron-Core chooses those of Transformer Engine or Apex, if one is
-    installed, and both require CUDA."""
+    """Use torch's Adam and norms. At import, Megatron-Core chooses those of Transformer Engine or
+    Apex, if one is installed, and both require CUDA."""
     from megatron.core import optimizer as chosen
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
@@ -196,9 +215,9 @@ def _optimize_with_torch() -> None:
 def _mend_torch_adam() -> None:
     """Let the distributed optimizer restore the state of torch's Adam.
 
-    Two faults, neither of which shows in the first step after a resume: the fp32 shard of a parameter requires a
-    gradient, so that copying into it fails outside ``no_grad``; and all parameters are handed one ``step`` tensor,
-    which each of them then increments.
+    Two faults, neither of which shows in the first step after a resume: the fp32 shard of a
+    parameter requires a gradient, so that copying into it fails outside ``no_grad``; and all
+    parameters are handed one ``step`` tensor, which each of them then increments.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -213,7 +232,9 @@ def _mend_torch_adam() -> None:
         with torch.no_grad():
             shard.copy_(tensors["param"])
             for name, value in self.optimizer.state[shard].items():
-                if name != "step":  # the step travels with the parameter groups, in the common state
+                if (
+                    name != "step"
+                ):  # the step travels with the parameter groups, in the common state
                     value.copy_(tensors[name])
 
     def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
@@ -226,10 +247,12 @@ def _mend_torch_adam() -> None:
 
 
 def _mend_router() -> None:
-    """Give the router Transformer Engine's matrix product, and keep it from that where it has no GPU to run on.
+    """Give the router Transformer Engine's matrix product, and keep it from that where it has no
+    GPU to run on.
 
-    The router asks whether that function is None. Before Megatron-Core 0.17 there is no such name without Transformer
-    Engine, and it is None with versions of that which need no workspace from their caller.
+    The router asks whether that function is None. Before Megatron-Core 0.17 there is no such name
+    without Transformer Engine, and it is None with versions of that which need no workspace from
+    their caller.
     """
     from megatron.core.transformer.moe import moe_utils
 
@@ -238,4 +261,6 @@ def _mend_router() -> None:
     elif moe_utils.te_general_gemm is None:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-        moe_utils.te_general_gemm = lambda a, b, out_dtype, **how: general_gemm(a, b, out_dtype=out_dtype, **how)
+        moe_utils.te_general_gemm = lambda a, b, out_dtype, **how: general_gemm(
+            a, b, out_dtype=out_dtype, **how
+        )

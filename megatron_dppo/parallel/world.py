@@ -1,7 +1,7 @@
 """The coordinates of a rank, and the few exchanges of small objects that a step needs.
 
-Objects travel over gloo, in a group of their own that waits as long as a rollout may take. A slow generation is then
-not mistaken for a dead network, and NCCL never waits for one.
+Objects travel over gloo, in a group of their own that waits as long as a rollout may take. A slow
+generation is then not mistaken for a dead network, and NCCL never waits for one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ T = TypeVar("T")
 LEADER_SPEAKS_FIRST_S = 2.0
 """How long other ranks hold back their own error where the leader's says more."""
 WAITED = 0.9
-"""Share of a time limit after which a failed wait is one that took too long; before, another rank has ended."""
+"""Share of a time limit after which a failed wait is one that took too long; before, another rank
+has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
     """One rank's coordinates. Replica d holds the ranks that train on the same packs.
 
-    Dense parameters are cut over ``tp`` consecutive ranks of a pipeline stage, experts over ``etp · ep``. The larger of
-    these numbers is :attr:`copy_size`: so many consecutive ranks of each stage together have one copy of the policy.
+    Dense parameters are cut over ``tp`` consecutive ranks of a pipeline stage, experts over ``etp ·
+    ep``. The larger of these numbers is :attr:`copy_size`: so many consecutive ranks of each stage
+    together have one copy of the policy.
     """
 
     rank: int
@@ -90,7 +92,8 @@ class World:
         return self.pp_rank == self.layout.pp - 1
 
     def from_leader(self, make: Callable[[], T]) -> T:
-        """Run ``make`` on rank 0, and return its result on every rank. An exception there is raised on every rank."""
+        """Run ``make`` on rank 0, and return its result on every rank. An exception there is raised
+        on every rank."""
         moved()
         outcome: list[Any] = [None]
         if self.leads:
@@ -108,8 +111,8 @@ class World:
     def poll(self, look: Callable[[], T | None]) -> T:
         """Call ``look`` on rank 0 until it returns a value, and return the value on every rank.
 
-        ``look`` waits for at most a second: however long the value takes, ranks wait in short exchanges. Its exception
-        is raised on every rank. Collective.
+        ``look`` waits for at most a second: however long the value takes, ranks wait in short
+        exchanges. Its exception is raised on every rank. Collective.
         """
         while (found := self.from_leader(look)) is None:
             pass
@@ -119,15 +122,17 @@ class World:
         """Wait until every rank is here, for as long as ``rollout.timeout_s``. Collective.
 
         Raises:
-            UserError: on the leader, naming the ranks that did not come in time; the others fail with torch's own
-                error.
+            UserError: on the leader, naming the ranks that did not come in time; the others fail
+                with torch's own error.
             RuntimeError: at once, where another rank has ended.
         """
         if self.size == 1:
             return
         began = time.monotonic()
         try:
-            dist.monitored_barrier(self.control, timedelta(seconds=self.timeout_s), wait_all_ranks=True)
+            dist.monitored_barrier(
+                self.control, timedelta(seconds=self.timeout_s), wait_all_ranks=True
+            )
         except RuntimeError as error:
             if time.monotonic() - began < WAITED * self.timeout_s:
                 raise RuntimeError(f"{LOST_CONTACT} before its {what}: {error}") from error
@@ -156,8 +161,13 @@ class World:
             if in_time or "timed out" not in str(error).lower():
                 raise
             problem = f"another rank did not take part in {what} in time ({error})"
-            remedy = "Look for the rank that hangs or has died; if all are well and merely slow, raise layout.timeout_s"
-            raise UserError("layout.timeout_s", f"{self.layout.timeout_s:g}", problem, remedy) from error
+            remedy = (
+                "Look for the rank that hangs or has died; if all are well and merely slow, "
+                "raise layout.timeout_s"
+            )
+            raise UserError(
+                "layout.timeout_s", f"{self.layout.timeout_s:g}", problem, remedy
+            ) from error
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
@@ -169,7 +179,8 @@ class World:
         return values
 
     def exchange(self, values: Sequence[T]) -> list[T]:
-        """Send ``values[rank]`` to each rank, and return the values sent to this rank, by rank. Collective."""
+        """Send ``values[rank]`` to each rank, and return the values sent to this rank, by rank.
+        Collective."""
         moved()
         if self.size == 1:
             return [*values]
@@ -182,11 +193,12 @@ class World:
         return [pickle.loads(part.numpy()) for part in received.split(incoming)]
 
     def together(self, attempt: Callable[[], T], *, what: str = "part") -> T:
-        """Run ``attempt`` on every rank; if it fails on any, raise the lowest failing rank's error on all of them.
+        """Run ``attempt`` on every rank; if it fails on any, raise the lowest failing rank's error
+        on all of them.
 
-        For work that is local to a rank (reading files, scoring): ``attempt`` must not be collective, unless every rank
-        fails in it where one does. ``what`` names the work in the error about ranks that take longer than
-        ``rollout.timeout_s``.
+        For work that is local to a rank (reading files, scoring): ``attempt`` must not be
+        collective, unless every rank fails in it where one does. ``what`` names the work in the
+        error about ranks that take longer than ``rollout.timeout_s``.
         """
         value: Any = None
         failure: Any = None
@@ -198,12 +210,15 @@ class World:
         return value
 
     def gather_results(self, result: T | BaseException, *, what: str) -> list[T]:
-        """Return the results of all ranks, by rank. If any is an error, raise the lowest failing rank's on all ranks.
+        """Return the results of all ranks, by rank. If any is an error, raise the lowest failing
+        rank's on all ranks.
 
         Collective. ``what`` as for :meth:`together`.
         """
         self.wait_for_all(what)
-        results: list[Any] = self.gather(result.error if isinstance(result, StandstillError) else result)
+        results: list[Any] = self.gather(
+            result.error if isinstance(result, StandstillError) else result
+        )
         for each in results:
             if isinstance(each, BaseException):
                 raise each
@@ -211,20 +226,26 @@ class World:
 
 
 def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
-    """Join the process group (from torchrun's or srun's environment), lay the model-parallel groups over it.
+    """Join the process group (from torchrun's or srun's environment), lay the model-parallel groups
+    over it.
 
-    A process group that exists already is used, so that tests can lay several layouts over the same processes.
+    A process group that exists already is used, so that tests can lay several layouts over the same
+    processes.
     """
     without_cuda.install()
     cuda = torch.cuda.is_available()
     if cuda:
-        alone = torch.cuda.device_count() == 1  # as where Slurm shows each of its tasks no GPU but its own
+        alone = (
+            torch.cuda.device_count() == 1
+        )  # as where Slurm shows each of its tasks no GPU but its own
         torch.cuda.set_device(0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        # Without device_id: torch would split the group for weights, to which servers belong, off a default group that
-        # is bound to a device.
+        # Without device_id: torch would split the group for weights, to which servers belong, off a
+        # default group that is bound to a device.
         limit = timedelta(seconds=layout.timeout_s)
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=limit, **cast(Any, rendezvous(os.environ, limit)))
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", timeout=limit, **cast(Any, rendezvous(os.environ, limit))
+        )
     layout = resolve_layout(layout, dist.get_world_size())
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(

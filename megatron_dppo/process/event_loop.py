@@ -16,8 +16,8 @@ Ts = TypeVarTuple("Ts")
 class EventLoop(asyncio.SelectorEventLoop):
     """An event loop that runs in one process.
 
-    A process that a callback or the step of a task forks ends after that callback or step. The fork would continue
-    the whole run, and each of its conversations might fork, too.
+    A process that a callback or the step of a task forks ends after that callback or step. The fork
+    would continue the whole run, and each of its conversations might fork, too.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,11 @@ class EventLoop(asyncio.SelectorEventLoop):
         return super().call_soon(self._call, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """Schedule a callback for a time."""
         return super().call_at(when, self._call, callback, *args, context=context)

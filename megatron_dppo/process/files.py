@@ -1,11 +1,13 @@
-"""Files and directories that are there whole or not at all, and folders that one process at a time writes to.
+"""Files and directories that are there whole or not at all, and folders that one process at a time
+writes to.
 
-A file is written under another name, and renamed at the end. Two things say that a folder is taken. A POSIX lock on
-``.lock``, which the kernel takes back when its process ends, however that ends; children do not inherit it, as they do
-flock's: a writer of checkpoints that outlives its rank holds nothing. And ``lock.json``, which names the holder, and
-which the holder touches every few seconds: it counts where a file system has no locks, or other machines do not see
-them. A holder on another machine that has given no sign of life for ``LEASE_S`` is taken to be dead, by the clock of
-the file system, which all machines share. Whoever finds a younger sign waits for another one.
+A file is written under another name, and renamed at the end. Two things say that a folder is taken.
+A POSIX lock on ``.lock``, which the kernel takes back when its process ends, however that ends;
+children do not inherit it, as they do flock's: a writer of checkpoints that outlives its rank holds
+nothing. And ``lock.json``, which names the holder, and which the holder touches every few seconds:
+it counts where a file system has no locks, or other machines do not see them. A holder on another
+machine that has given no sign of life for ``LEASE_S`` is taken to be dead, by the clock of the file
+system, which all machines share. Whoever finds a younger sign waits for another one.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from megatron_dppo.errors import UserError
 
 
 def open_more_files() -> None:
-    """Let this process, and those that it starts, have as many files open as the system allows it."""
+    """Let this process, and those that it starts, have as many files open as the system allows
+    it."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):  # a limit of the system's own below it
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -44,12 +47,15 @@ def too_few_files(error: BaseException) -> UserError:
     """The error for a process that may not open another file."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     problem = f"allows a process too few open files ({error})"
-    return UserError("ulimit -n", limit, problem, "Raise it, for example to 4096, in the shell or for the user")
+    return UserError(
+        "ulimit -n", limit, problem, "Raise it, for example to 4096, in the shell or for the user"
+    )
 
 
 @contextmanager
 def replacing_file(file: Path) -> Iterator[Path]:
-    """A path beside ``file`` to write to, which takes the place of ``file`` at the end of the block.
+    """A path beside ``file`` to write to, which takes the place of ``file`` at the end of the
+    block.
 
     Until then ``file`` is as it was, and stays so if the block raises or the process is killed.
     """
@@ -59,7 +65,8 @@ def replacing_file(file: Path) -> Iterator[Path]:
 
 
 def replace_text(file: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file, or leave the old one as it is. A private one can be read by its owner alone."""
+    """Write a text file, or leave the old one as it is. A private one can be read by its owner
+    alone."""
     with replacing_file(file) as partial:
         partial.unlink(missing_ok=True)  # a killed process's, of another mode
         partial.touch(mode=0o600 if private else 0o666)
@@ -87,8 +94,9 @@ def _digest(file: Path, *state: int) -> str:
 def replacing_directory(out: Path) -> Iterator[Path]:
     """A new directory that takes the place of ``out`` at the end of the block.
 
-    Until then ``out`` is as it was, absent or the old one, and stays so if the block raises or the process is killed.
-    The next call removes what a killed process left behind. The disk's cache is not flushed.
+    Until then ``out`` is as it was, absent or the old one, and stays so if the block raises or the
+    process is killed. The next call removes what a killed process left behind. The disk's cache is
+    not flushed.
 
     Raises:
         OSError: if the disk is full, or another process is writing there.
@@ -102,7 +110,9 @@ def replacing_directory(out: Path) -> Iterator[Path]:
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
         try:
             yield draft
-            if out.exists():  # a directory with something in it cannot be renamed over: it steps aside first
+            if (
+                out.exists()
+            ):  # a directory with something in it cannot be renamed over: it steps aside first
                 out.rename(former)
             draft.rename(out)
         except BaseException:
@@ -115,7 +125,8 @@ def replacing_directory(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked_draft(draft: Path, out: Path) -> Iterator[None]:
-    """Make the draft, or take over the one that a killed process left, and keep other processes from doing the same."""
+    """Make the draft, or take over the one that a killed process left, and keep other processes
+    from doing the same."""
     draft.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(draft, os.O_RDONLY)
     try:
@@ -143,17 +154,24 @@ def check_folder(folder: Path, setting: str) -> None:
     """Check that a folder is there or can be made, without writing.
 
     Raises:
-        UserError: naming ``setting``, if a file or a link to nowhere is in the way, or no folder can have that name.
+        UserError: naming ``setting``, if a file or a link to nowhere is in the way, or no folder
+            can have that name.
     """
     try:
         folder.lstat()
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise UserError(setting, folder, f"cannot be made ({error.strerror})", "Name another directory") from error
-    place = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+        raise UserError(
+            setting, folder, f"cannot be made ({error.strerror})", "Name another directory"
+        ) from error
+    place = next(
+        place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place)
+    )
     if not place.is_dir():
-        problem = f"{place} is a file" if place.exists() else f"{place} is a link that leads nowhere"
+        problem = (
+            f"{place} is a file" if place.exists() else f"{place} is a link that leads nowhere"
+        )
         raise UserError(setting, folder, problem, "Name a directory, or remove what is in the way")
 
 
@@ -168,7 +186,9 @@ def make_folder(folder: Path, setting: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = f"cannot be made ({error.strerror})"
-        raise UserError(setting, folder, problem, "Name a directory that you may write to") from error
+        raise UserError(
+            setting, folder, problem, "Name a directory that you may write to"
+        ) from error
 
 
 class DirectoryKind(NamedTuple):
@@ -191,7 +211,8 @@ def check_replaceable(
     sources: Sequence[Path] = (),
     overwrite: bool = True,
 ) -> None:
-    """Check that a directory can be written at ``out``, and that what it replaces is a directory of the same kind.
+    """Check that a directory can be written at ``out``, and that what it replaces is a directory of
+    the same kind.
 
     Args:
         size: bytes to be written.
@@ -199,8 +220,8 @@ def check_replaceable(
         overwrite: whether one may be replaced.
 
     Raises:
-        UserError: naming ``setting``, if ``out`` is something else than such a directory, or its disk has too little
-            room.
+        UserError: naming ``setting``, if ``out`` is something else than such a directory, or its
+            disk has too little room.
     """
     check_folder(out, setting)
     place = out.resolve()
@@ -208,33 +229,60 @@ def check_replaceable(
         if place in (source.resolve(), *source.resolve().parents):
             raise UserError(setting, out, f"{source} is read from there", "Name another directory")
     if out.is_mount():
-        raise UserError(setting, out, "is a whole file system", "name a directory in it, which is made")
+        raise UserError(
+            setting, out, "is a whole file system", "name a directory in it, which is made"
+        )
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         if out.is_dir() and not overwrite:
-            raise UserError(setting, out, "is there already", "Name another directory, or give --overwrite")
+            raise UserError(
+                setting, out, "is there already", "Name another directory, or give --overwrite"
+            )
         if not (out / kind.mark).is_file():
-            raise UserError(setting, out, f"is there already and is no {kind.name}", "name another, or remove it")
-        foreign = [p.name for p in out.iterdir() if not any(fnmatch(p.name, allowed) for allowed in kind.files)]
+            raise UserError(
+                setting,
+                out,
+                f"is there already and is no {kind.name}",
+                "name another, or remove it",
+            )
+        foreign = [
+            p.name
+            for p in out.iterdir()
+            if not any(fnmatch(p.name, allowed) for allowed in kind.files)
+        ]
         if foreign:
-            problem = f"has {min(foreign)} in it, which is no part of a {kind.name} and would be lost"
+            problem = (
+                f"has {min(foreign)} in it, which is no part of a {kind.name} and would be lost"
+            )
             raise UserError(setting, out, problem, "name another directory, or move that elsewhere")
     parent = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(parent).free
     if size > free:
-        problem = f"{size / 2**30:.2f} GiB are to be written, and {parent} has {free / 2**30:.2f} GiB free"
-        raise UserError(setting, out, problem, "free some space, or name a directory on another disk")
+        problem = (
+            f"{size / 2**30:.2f} GiB are to be written, and {parent} has {free / 2**30:.2f} "
+            "GiB free"
+        )
+        raise UserError(
+            setting, out, problem, "free some space, or name a directory on another disk"
+        )
 
 
 @contextmanager
 def in_place(out: Path, setting: str) -> Iterator[Path]:
-    """As :func:`replacing_directory`; a failing file or disk becomes a UserError that names ``setting``."""
+    """As :func:`replacing_directory`; a failing file or disk becomes a UserError that names
+    ``setting``."""
     try:
         with replacing_directory(out) as draft:
             yield draft
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "Free some space, or name a directory on another disk" if full else "Mend that, and try again"
-        raise UserError(setting, out, f"was not written ({error}); nothing is left of this attempt", remedy) from error
+        remedy = (
+            "Free some space, or name a directory on another disk"
+            if full
+            else "Mend that, and try again"
+        )
+        raise UserError(
+            setting, out, f"was not written ({error}); nothing is left of this attempt", remedy
+        ) from error
 
 
 def write_json(file: Path, content: object) -> None:
@@ -279,7 +327,8 @@ class Holder:
 
 
 def refuse_if_held(folder: Path) -> None:
-    """For before anything is started: whether a process of this very machine holds ``run.dir``. Writes nothing.
+    """For before anything is started: whether a process of this very machine holds ``run.dir``.
+    Writes nothing.
 
     Raises:
         UserError: naming it.
@@ -301,7 +350,9 @@ class FolderLock:
         UserError: another process holds it, or it cannot be made.
     """
 
-    def __init__(self, folder: Path, setting: str, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, folder: Path, setting: str, say: Callable[[str], None] = lambda text: None
+    ) -> None:
         make_folder(folder, setting)
         self._folder, self._setting, self._say = folder.resolve(), setting, say
         if self._folder in _held:
@@ -321,7 +372,8 @@ class FolderLock:
     def check(self) -> None:
         """
         Raises:
-            UserError: another process has taken it, since this one gave no sign of life for too long.
+            UserError: another process has taken it, since this one gave no sign of life for too
+                long.
         """
         if self._lost is not None:
             raise _taken(self._folder, self._setting, self._lost)
@@ -366,7 +418,10 @@ class FolderLock:
         seen, said = _written(self._folder), False
         while seen is not None and (left := LEASE_S - (_now(self._folder) - seen)) > 0:
             if not said:
-                self._say(f"{_who(holder)} holds {self._folder}, or held it when it died: waiting for a sign of life")
+                self._say(
+                    f"{_who(holder)} holds {self._folder}, or held it when it died: waiting for a "
+                    "sign of life"
+                )
                 said = True
             time.sleep(min(left + 0.1, 1.0))
             now = _written(self._folder)
@@ -427,11 +482,14 @@ def _now(folder: Path) -> float:
 def _machine() -> tuple[str, str]:
     if sys.platform != "linux":
         return socket.gethostname(), ""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(Path("/proc/self/ns/pid").readlink())
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(
+        Path("/proc/self/ns/pid").readlink()
+    )
 
 
 def _started(pid: int) -> str:
-    """Empty of a process that has ended. Linux counts from its own start, which no change of the clock moves."""
+    """Empty of a process that has ended. Linux counts from its own start, which no change of the
+    clock moves."""
     if sys.platform != "linux":
         import psutil
 

@@ -1,8 +1,9 @@
-"""Run a command in a child process, and report a child that ends with exit code 0 before its command has ended.
+"""Run a command in a child process, and report a child that ends with exit code 0 before its
+command has ended.
 
-A user's conversation, or a C library, may call ``_exit(0)`` or replace the process by ``execv``. Python does not notice
-either, and a shell or a chain of jobs would continue as after a complete run. This module imports the standard library
-only, because the fork must come before large imports.
+A user's conversation, or a C library, may call ``_exit(0)`` or replace the process by ``execv``.
+Python does not notice either, and a shell or a chain of jobs would continue as after a complete
+run. This module imports the standard library only, because the fork must come before large imports.
 """
 
 from __future__ import annotations
@@ -12,20 +13,27 @@ import signal
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron_dppo.process.lifetime import ENDING, SIGNAL, adopt_orphans, die_with, end_children, exit_process
+from megatron_dppo.process.lifetime import (
+    ENDING,
+    SIGNAL,
+    adopt_orphans,
+    die_with,
+    end_children,
+    exit_process,
+)
 from megatron_dppo.process.streams import tell
 
 
 def run_guarded(command: Callable[[], int]) -> NoReturn:
     """Run a command in a child process, and end with the child's exit code or signal.
 
-    The exit code is 1 if the child ended with 0 before its command had ended. Signals that end a process, or request a
-    checkpoint and a stop, are forwarded to the child. The child has its own session, so that Ctrl-C reaches it once.
-    All descendants of the child end with this process.
+    The exit code is 1 if the child ended with 0 before its command had ended. Signals that end a
+    process, or request a checkpoint and a stop, are forwarded to the child. The child has its own
+    session, so that Ctrl-C reaches it once. All descendants of the child end with this process.
     """
-    heard = {number for number in (*ENDING, SIGNAL) if signal.getsignal(number) is not signal.SIG_IGN} | {
-        signal.SIGCHLD
-    }
+    heard = {
+        number for number in (*ENDING, SIGNAL) if signal.getsignal(number) is not signal.SIG_IGN
+    } | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     parent, (reader, writer) = os.getpid(), os.pipe()
     adopt_orphans()
@@ -65,7 +73,8 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
 def cut_short(process: str, work: str) -> str:
     """Return the error about a process that ended with exit code 0 before its work had ended."""
     return (
-        f"error: {process} ended with exit code 0 before {work} had ended. A conversation, a rule or a C library "
+        f"error: {process} ended with exit code 0 before {work} had ended. A conversation, a rule "
+        "or a C library "
         "called _exit, or replaced the process by another program"
     )
 

@@ -1,13 +1,13 @@
 """How processes end: with their parent, or on request. Needs the standard library only.
 
-A process does not outlive its parent: the kernel or the parent ends it. Only Linux has this (``prctl``). Elsewhere a
-process only sees whether its parent has ended already. The kernel takes the *thread* that started a process for its
-parent, so start processes on a thread that lives as long as they may. Children do not inherit the setting: each process
-makes it for itself.
+A process does not outlive its parent: the kernel or the parent ends it. Only Linux has this
+(``prctl``). Elsewhere a process only sees whether its parent has ended already. The kernel takes
+the *thread* that started a process for its parent, so start processes on a thread that lives as
+long as they may. Children do not inherit the setting: each process makes it for itself.
 
-After SIGUSR1, to any rank or to the launcher, a run saves at the end of the step and ends. Slurm sends such a signal
-before a job's time is up. SIGTERM is left as it is, an end at once: what Slurm ends by it, a cancelled job or one of
-which a rank has failed, is not to wait for a step.
+After SIGUSR1, to any rank or to the launcher, a run saves at the end of the step and ends. Slurm
+sends such a signal before a job's time is up. SIGTERM is left as it is, an end at once: what Slurm
+ends by it, a cancelled job or one of which a rank has failed, is not to wait for a step.
 
 Run as a file, ``python -IS lifetime.py TRAINER COMMAND…``, it is the supervisor of one server.
 """
@@ -29,7 +29,8 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
-# Looked up here, since a process that was just forked from one with threads is not to load anything.
+# Looked up here, since a process that was just forked from one with threads is not to load
+# anything.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 LOOK_S = 0.2
@@ -42,7 +43,8 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends; end at once if that has happened already.
+    """Have the kernel send this process a signal when its parent ends; end at once if that has
+    happened already.
 
     Args:
         parent: process id, as the parent knew it before it started this process.
@@ -55,14 +57,15 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def leave(code: int, text: str) -> NoReturn:
-    """Print a reason and end this process at once, from any thread. A rank replaces this function, because only the
-    first failing rank prints a reason."""
+    """Print a reason and end this process at once, from any thread. A rank replaces this function,
+    because only the first failing rank prints a reason."""
     print(text, file=sys.stderr, flush=True)
     os._exit(code)
 
 
 def end_fork(process: int) -> None:
-    """End this process if a user's code forked it from ``process``, because it would continue the work of that one."""
+    """End this process if a user's code forked it from ``process``, because it would continue the
+    work of that one."""
     if os.getpid() != process:
         os._exit(0)
 
@@ -75,14 +78,18 @@ def exit_process(code: int) -> NoReturn:
     """Exit, though a thread or a coroutine of a user's code may never end.
 
     - After a failure the process ends at once.
-    - After a success the interpreter waits for threads and calls exit handlers, for at most ``EXIT_S``.
+    - After a success the interpreter waits for threads and calls exit handlers, for at most
+      ``EXIT_S``.
     """
     if code:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # closed, perhaps by its reader
                 stream.flush()
         os._exit(code)
-    text = f"note: a user's thread or exit handler still ran {EXIT_S:g} s after the command had ended, and was ended"
+    text = (
+        f"note: a user's thread or exit handler still ran {EXIT_S:g} s after the command had "
+        "ended, and was ended"
+    )
     limit = threading.Timer(EXIT_S, leave, (code, text))
     limit.daemon = True
     limit.start()
@@ -90,13 +97,15 @@ def exit_process(code: int) -> NoReturn:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all orphans among this process's descendants, also of those in another session."""
+    """Become the parent of all orphans among this process's descendants, also of those in another
+    session."""
     if _prctl is not None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_children() -> None:
-    """Kill and reap children until there are none. After ``adopt_orphans`` these are all descendants."""
+    """Kill and reap children until there are none. After ``adopt_orphans`` these are all
+    descendants."""
     while True:
         for child in _children():
             with suppress(ProcessLookupError):
@@ -108,11 +117,13 @@ def end_children() -> None:
 
 
 def _children() -> list[int]:
-    """Ids of this process's children. All processes are looked at, because not every kernel lists children."""
+    """Ids of this process's children. All processes are looked at, because not every kernel lists
+    children."""
     found = []
     for place in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it ended meanwhile
-            # The name, in brackets, may hold brackets and spaces; behind it stand the state and the parent.
+            # The name, in brackets, may hold brackets and spaces; behind it stand the state and the
+            # parent.
             if int(place.read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 found.append(int(place.parent.name))
     return found
@@ -121,17 +132,19 @@ def _children() -> list[int]:
 def supervise(trainer: int, command: list[str]) -> int:
     """Run a server's command until it ends, the trainer does, or this process is told to end.
 
-    A server is several processes, and whoever dies first must leave none of the others: not the trainer, even by
-    SIGKILL, nor the server's main process, whose children need not notice. So this process stands between the two. It
-    adopts what its descendants leave behind, whatever session they have moved to, and ends only when it has no child
-    left. If it is killed itself, the kernel kills the server.
+    A server is several processes, and whoever dies first must leave none of the others: not the
+    trainer, even by SIGKILL, nor the server's main process, whose children need not notice. So this
+    process stands between the two. It adopts what its descendants leave behind, whatever session
+    they have moved to, and ends only when it has no child left. If it is killed itself, the kernel
+    kills the server.
 
     Returns:
         The command's exit code, negative for the signal that ended it.
     """
     adopt_orphans()
     awaited = {signal.SIGCHLD, *ENDING}
-    # Slurm's word that time is short comes to every process of a step, and is the trainer's to answer.
+    # Slurm's word that time is short comes to every process of a step, and is the trainer's to
+    # answer.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGUSR1})
 
     ours = os.getpid()
@@ -163,31 +176,37 @@ def _ask_to_end(server: subprocess.Popen[bytes], awaited: set[signal.Signals]) -
 
 
 MARKER = "MEGATRON_DPPO_FAILURE"
-"""Environment variable with the path of the failure marker, set by the launcher or the job script. The first failing
-rank writes its reason there. Each rank whose job reached its end creates a file beside the marker."""
+"""Environment variable with the path of the failure marker, set by the launcher or the job script.
+The first failing rank writes its reason there. Each rank whose job reached its end creates a file
+beside the marker."""
 
 SAVED = 75
-"""Exit code of a run that has saved its state and is to be started again (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run that has saved its state and is to be started again (EX_TEMPFAIL of
+sysexits.h)."""
 
 SIGNAL = signal.SIGUSR1
 
 _asked = False
 _handlers: dict[signal.Signals, object] = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
-"""Signal handlers before a user's code is imported, and the handler of SIGUSR1 from :func:`listen_for_stop`."""
+"""Signal handlers before a user's code is imported, and the handler of SIGUSR1 from
+:func:`listen_for_stop`."""
 
 
 class StoppedError(Exception):
     """A run has saved and ends before its last step, because it was asked to."""
 
     def __init__(self, step: int) -> None:
-        super().__init__(f"stopped on request after step {step}, and saved: run the same command again to go on")
+        super().__init__(
+            f"stopped on request after step {step}, and saved: run the same command again to go on"
+        )
 
 
 def listen_for_stop() -> None:
     """From now on, remember that a stop was asked for. Called on the main thread.
 
-    Slurm sends the signal to every process of a step. It is held back rather than handled, which children inherit: what
-    a rank has started, or is starting, does not die of it. The handler is for threads that were there before.
+    Slurm sends the signal to every process of a step. It is held back rather than handled, which
+    children inherit: what a rank has started, or is starting, does not die of it. The handler is
+    for threads that were there before.
     """
     _handle(_remember)
     _handlers[SIGNAL] = signal.getsignal(SIGNAL)
@@ -195,12 +214,17 @@ def listen_for_stop() -> None:
 
 
 def taken_signals() -> list[str]:
-    """Return a note for each signal whose handler a user's code has replaced. On the main thread, restore the handler
-    of SIGUSR1."""
-    taken = [number for number, handler in _handlers.items() if signal.getsignal(number) is not handler]
+    """Return a note for each signal whose handler a user's code has replaced. On the main thread,
+    restore the handler of SIGUSR1."""
+    taken = [
+        number for number, handler in _handlers.items() if signal.getsignal(number) is not handler
+    ]
     if SIGNAL in taken and threading.current_thread() is threading.main_thread():
         listen_for_stop()
-    effects = {SIGNAL: "a request to save and stop may have been lost", signal.SIGTERM: "it may not end this run"}
+    effects = {
+        SIGNAL: "a request to save and stop may have been lost",
+        signal.SIGTERM: "it may not end this run",
+    }
     return [f"code of the user handles {number.name}: {effects[number]}" for number in taken]
 
 
@@ -211,8 +235,8 @@ def stop_asked() -> bool:
 
 @contextmanager
 def stop_handed_on(children: Callable[[], list[int]]) -> Iterator[None]:
-    """Within it, a request to stop goes on to other processes; each may have ended by then. Outside of the main thread,
-    which alone gets signals, nothing goes on.
+    """Within it, a request to stop goes on to other processes; each may have ended by then. Outside
+    of the main thread, which alone gets signals, nothing goes on.
 
     Args:
         children: gives their ids at that moment.

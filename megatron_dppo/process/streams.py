@@ -1,7 +1,7 @@
 """Standard output and error, and how far something is, as a bar there or a line now and then.
 
-A run goes on when nobody reads them any more. Letters that a terminal lacks are escaped. Long work also says that it
-moves, :func:`moved`, so that a watchdog can tell slow work from work that hangs.
+A run goes on when nobody reads them any more. Letters that a terminal lacks are escaped. Long work
+also says that it moves, :func:`moved`, so that a watchdog can tell slow work from work that hangs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class _Stream(io.FileIO):
                     os.dup2(nowhere, self.fileno())
                     os.close(nowhere)
                 if self.fileno() == 1:
-                    words = f"note  standard output cannot be written to ({error.strerror}): the run goes on without it"
+                    words = (
+                        f"note  standard output cannot be written to ({error.strerror}): the "
+                        "run goes on without it"
+                    )
                     tell(words)
             return memoryview(data).nbytes  # type: ignore[arg-type]
 
@@ -59,12 +62,15 @@ def tell(text: str) -> None:
 
 
 def outlive_readers() -> None:
-    """From now on, if the reader of a standard stream has gone, its descriptor is closed or its disk is full, what is
-    printed there is lost and the process goes on. Called before any thread or child is started."""
+    """From now on, if the reader of a standard stream has gone, its descriptor is closed or its
+    disk is full, what is printed there is lost and the process goes on. Called before any thread or
+    child is started."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
-        except OSError:  # or the next file that is opened gets its number, and with it what is printed
+        except (
+            OSError
+        ):  # or the next file that is opened gets its number, and with it what is printed
             os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = _outliving(sys.stdout, 1), _outliving(sys.stderr, 2)
 
@@ -81,15 +87,20 @@ TO_DEVELOPERS = {
 def quieten() -> None:
     """Silence what upstream code says to its own developers on every rank, and nothing else.
 
-    Megatron-Core warns of every optional package that is absent (``doctor`` tells of those) and of its own deprecated
-    defaults and classes; torch of collectives' old names, which Megatron-Core still calls, and of checkpoints that are
-    read without a process group.
+    Megatron-Core warns of every optional package that is absent (``doctor`` tells of those) and of
+    its own deprecated defaults and classes; torch of collectives' old names, which Megatron-Core
+    still calls, and of checkpoints that are read without a process group.
     """
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
     warnings.filterwarnings("ignore", message=r".*ShardedTensor", category=FutureWarning)
-    for said in ("The argument order of load", r"torch\.distributed is disabled, unavailable or uninitialized"):
+    for said in (
+        "The argument order of load",
+        r"torch\.distributed is disabled, unavailable or uninitialized",
+    ):
         warnings.filterwarnings("ignore", message=said, category=UserWarning)
     for module, said in TO_DEVELOPERS.items():
         logger = logging.getLogger(f"megatron.core.{module}")
@@ -98,7 +109,8 @@ def quieten() -> None:
 
 
 def _outliving(stream: TextIO | None, descriptor: int) -> TextIO:
-    """Replacement of a stream of Python's. One that is not that descriptor's file, as in a test, is left as it is."""
+    """Replacement of a stream of Python's. One that is not that descriptor's file, as in a test, is
+    left as it is."""
     if stream is not None:
         try:
             ours = isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Stream)
@@ -134,13 +146,16 @@ def last_moved() -> float:
 
 
 class Advance(Protocol):
-    """So much more is done; words on how it goes; so much more than ``total`` is to be done, as is known now."""
+    """So much more is done; words on how it goes; so much more than ``total`` is to be done, as is
+    known now."""
 
     def __call__(self, count: float, said: str = "", *, to_do: float = 0) -> None: ...
 
 
 @contextmanager
-def progress(what: str, total: float, *, unit: Unit = "count", done: int = 0, shown: bool = True) -> Iterator[Advance]:
+def progress(
+    what: str, total: float, *, unit: Unit = "count", done: int = 0, shown: bool = True
+) -> Iterator[Advance]:
     """A bar, or where standard error is no terminal a line every ten seconds and one at the end.
 
     Args:
@@ -165,7 +180,9 @@ def progress(what: str, total: float, *, unit: Unit = "count", done: int = 0, sh
     spoke = began
     to_file = not sys.stdout.isatty()  # what is printed goes there, and not above the bar
     console, hidden = Console(stderr=True), not (drawn and shown)
-    with bars.Progress(*columns, console=console, redirect_stdout=not to_file, disable=hidden) as bar:
+    with bars.Progress(
+        *columns, console=console, redirect_stdout=not to_file, disable=hidden
+    ) as bar:
         task = bar.add_task(what, total=total, completed=done, said="")
 
         def advance(count: float, said: str = "", *, to_do: float = 0) -> None:
@@ -182,13 +199,20 @@ def progress(what: str, total: float, *, unit: Unit = "count", done: int = 0, sh
 
         yield advance
     if shown and not drawn:
-        amount = {"count": f"{total - done:,.0f}", "bytes": f"{(total - done) / GB:.2f} GB", "share": "done"}[unit]
+        amount = {
+            "count": f"{total - done:,.0f}",
+            "bytes": f"{(total - done) / GB:.2f} GB",
+            "share": "done",
+        }[unit]
         tell(f"{what}: {amount} in {time.monotonic() - began:.2f} s")
 
 
 @contextmanager
-def progress_bar(what: str, total: int, *, done: int = 0, shown: bool = True) -> Iterator[Advance | None]:
-    """The bar of :func:`progress` alone, for those who say elsewhere what they do: None where there is no terminal."""
+def progress_bar(
+    what: str, total: int, *, done: int = 0, shown: bool = True
+) -> Iterator[Advance | None]:
+    """The bar of :func:`progress` alone, for those who say elsewhere what they do: None where there
+    is no terminal."""
     if not (shown and sys.stderr.isatty()):
         yield None
         return

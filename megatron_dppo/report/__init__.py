@@ -1,1 +1,2 @@
-"""Charts of runs: one page that needs nothing but a browser, and two pictures. Nothing here imports torch."""
+"""Charts of runs: one page that needs nothing but a browser, and two pictures. Nothing here imports
+torch."""

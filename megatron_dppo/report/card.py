@@ -1,7 +1,9 @@
-"""A model card, made from what a run has written: what it began from, what it was trained on, and what it came to.
+"""A model card, made from what a run has written: what it began from, what it was trained on, and
+what it came to.
 
-A card is for the public. It has the names of files and never their places, and of the settings only those that say what
-the policy is a result of: no host, no account, no environment and no command line of a server.
+A card is for the public. It has the names of files and never their places, and of the settings only
+those that say what the policy is a result of: no host, no account, no environment and no command
+line of a server.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from megatron_dppo.report.run import Record, RunRecord, data_of, default_of
 from megatron_dppo.settings import settings, short
 from megatron_dppo.trainer.resume import PLACES
 
-SHOWN = ("run.seed", "run.steps", "model.", "layout.", "data.", "reward.function", "loss.", "pruning.", "pack.",
-         "optimizer.", "rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.temperature",
+SHOWN = ("run.seed", "run.steps", "model.", "layout.", "data.", "reward.function", "loss.",
+"pruning.", "pack.",
+         "optimizer.", "rollout.prompts_per_step", "rollout.samples_per_prompt",
+         "rollout.temperature",
          "rollout.max_response_tokens", "rollout.ahead")  # fmt: skip
 """Settings that a card may tell."""
 TAG = "megatron-dppo"
@@ -58,7 +62,10 @@ def model_card(run: RunRecord, *, step: int, name: str, adapters: bool = False) 
     head["tags"] = ["reinforcement-learning", "dynamic-pruning-policy-optimization", TAG]
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", f"# {_plain(name)}", ""]
     what = f"LoRA adapters of {_code(base)}" if adapters else _code(base)
-    what += f", trained for {step:,} steps of reinforcement learning on {_code(data)} with megatron_dppo."
+    what += (
+        f", trained for {step:,} steps of reinforcement learning on {_code(data)} with "
+        "megatron_dppo."
+    )
     lines += [f"{what} Objective: {_code(run.setting('loss.name'))}. {_pruning(run)}", ""]
     sections = {
         "Held-out accuracy": _accuracy(run, step),
@@ -82,7 +89,8 @@ def _code(text: object) -> str:
 
 
 def base_of(run: RunRecord) -> str:
-    """Base model of a run: an id of the hub, also that of a published Qwen3, or else the name of its folder."""
+    """Base model of a run: an id of the hub, also that of a published Qwen3, or else the name of
+    its folder."""
     place = str(run.setting("model.path") or "")
     name = _name(place)
     return place if is_id(place) else f"Qwen/{name}" if published(name) else name
@@ -110,7 +118,9 @@ def _accuracies(run: RunRecord, step: int) -> dict[str, list[tuple[float, float]
     """Accuracies up to the checkpoint's step: steps and accuracies, by the metric's name."""
     rows = _until(run, step)
     names = sorted({key for row in rows for key in row if key.startswith("eval/")})
-    names = [key for key in names if key == "eval/accuracy" or key.removeprefix("eval/") in run.problems]
+    names = [
+        key for key in names if key == "eval/accuracy" or key.removeprefix("eval/") in run.problems
+    ]
     return {key: [(row["step"], row[key]) for row in rows if key in row] for key in names}
 
 
@@ -119,7 +129,11 @@ def _results(run: RunRecord, step: int) -> Iterator[dict[str, Any]]:
     for key, values in _accuracies(run, step).items():
         of = " ".join(_held_out(run, key).split())
         metric = {"type": "accuracy", "name": "held-out accuracy", "value": round(values[-1][1], 6)}
-        yield {"task": {"type": "text-generation"}, "dataset": {"type": of, "name": of}, "metrics": [metric]}
+        yield {
+            "task": {"type": "text-generation"},
+            "dataset": {"type": of, "name": of},
+            "metrics": [metric],
+        }
 
 
 def _accuracy(run: RunRecord, step: int) -> Iterator[str]:
@@ -133,7 +147,10 @@ def _accuracy(run: RunRecord, step: int) -> Iterator[str]:
         count = run.held_out if key == "eval/accuracy" else run.problems[key.removeprefix("eval/")]
         what = _plain(_held_out(run, key))
         (_, before), (last, after) = values[0], values[-1]
-        yield f"| {what} | {count or ''} | {say(before, 'share')} | {_sure(after, count)} (step {last:,.0f}) |"
+        yield (
+            f"| {what} | {count or ''} | {say(before, 'share')} | {_sure(after, count)} (step "
+            f"{last:,.0f}) |"
+        )
     yield ""
     yield "In brackets Wilson's 95% interval over the problems, where their number is known."
 
@@ -158,13 +175,23 @@ def _training(run: RunRecord, step: int) -> Iterator[str]:
     found = summarise(_until(run, step))
     if not found["steps"]:
         return
-    yield f"- {found['generated_tokens']:,} tokens generated, {found['trained_tokens']:,} trained on, prompts included"
-    if (prompts := found["kept_prompt_fraction"]) is not None and (tokens := found["kept_token_fraction"]) is not None:
-        yield f"- {prompts:.0%} of the prompts were rolled out, and {tokens:.0%} of their tokens trained on"
+    yield (
+        f"- {found['generated_tokens']:,} tokens generated, {found['trained_tokens']:,} trained "
+        "on, prompts included"
+    )
+    if (prompts := found["kept_prompt_fraction"]) is not None and (
+        tokens := found["kept_token_fraction"]
+    ) is not None:
+        yield (
+            f"- {prompts:.0%} of the prompts were rolled out, and {tokens:.0%} of their tokens "
+            "trained on"
+        )
     ranks = run.mean("perf/ranks")
     on = f" on {ranks:.0f} ranks" if ranks else ""
     yield f"- {found['seconds']:,.0f} s in steps and evaluations{on}"
-    for changed in sorted({change.key for _, of in run.changes for change in of if change.key.startswith(SHOWN)}):
+    for changed in sorted(
+        {change.key for _, of in run.changes for change in of if change.key.startswith(SHOWN)}
+    ):
         yield f"- `{changed}` was changed on the way; what stands below is its last value"
 
 
@@ -179,7 +206,10 @@ def _settings(run: RunRecord) -> Iterator[str]:
     yield "| setting | value |"
     yield "|---|---|"
     for key, value in differ.items():
-        yield f"| {_code(key)} | {_code(short(map_texts(public(key, value), partial(_without_place, key))))} |"
+        yield (
+            f"| {_code(key)} | "
+            f"{_code(short(map_texts(public(key, value), partial(_without_place, key))))} |"
+        )
 
 
 def _without_place(key: str, value: str) -> str:
@@ -187,7 +217,11 @@ def _without_place(key: str, value: str) -> str:
     if is_server(value):
         return "a server"
     named = key.startswith(PLACES) or FUNCTION.search(value) or value.startswith(("/", "~", "."))
-    return _name(value) if named or ("/" in value and (" " not in value or Path(value).exists())) else value
+    return (
+        _name(value)
+        if named or ("/" in value and (" " not in value or Path(value).exists()))
+        else value
+    )
 
 
 def _versions() -> Iterator[str]:

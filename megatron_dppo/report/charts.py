@@ -1,4 +1,5 @@
-"""Charts of lines and of stacked layers, as functions that draw on matplotlib's axes. ``render.py`` calls them.
+"""Charts of lines and of stacked layers, as functions that draw on matplotlib's axes. ``render.py``
+calls them.
 
 This module does not import matplotlib, because ranks import it.
 """
@@ -110,7 +111,9 @@ def line_chart(
     def draw(axes: Axes) -> None:
         for line in lines:
             label = f"{line.name} {say(line.last, form)}"
-            _draw_line(axes, line, label if len(lines) > 1 else "", bold_only=len(lines) > MOST_LINES)
+            _draw_line(
+                axes, line, label if len(lines) > 1 else "", bold_only=len(lines) > MOST_LINES
+            )
         axes.set_xlabel(x_label)
         axes.set_ylim(low, high)
         _write_ticks(axes.xaxis, x_form)
@@ -119,9 +122,13 @@ def line_chart(
             colour = colour_of(lines[0].colour)
             end = float(lines[0].x[-1]), lines[0].last
             offset: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points"}
-            axes.annotate(say(end[1], form), end, **offset, color=colour, weight="bold", va="center")
+            axes.annotate(
+                say(end[1], form), end, **offset, color=colour, weight="bold", va="center"
+            )
 
-    courses = (f"{line.name} from {say(line.first, form)} to {say(line.last, form)}" for line in lines)
+    courses = (
+        f"{line.name} from {say(line.first, form)} to {say(line.last, form)}" for line in lines
+    )
     return Chart(about, draw, description="; ".join(courses))
 
 
@@ -148,30 +155,38 @@ def stack_chart(
         thinned = [thin(x, layer.values, MOST_POINTS) for layer in layers]
         end = usual_top(layers) if top is None else top
         steps = thinned[0][0]
-        edges = np.concatenate([steps, [2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1.0]])
+        edges = np.concatenate(
+            [steps, [2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1.0]]
+        )
         floor = np.zeros(len(edges))
         for layer, (_, means, _, _) in zip(layers, thinned, strict=True):
             ceiling = np.minimum(floor + np.append(means, means[-1]), end)
             label = f"{layer.name} {layer.label}".rstrip()
             colour = colour_of(layer.colour)
-            axes.fill_between(edges, floor, ceiling, step="post", color=colour, linewidth=0, label=label)
+            axes.fill_between(
+                edges, floor, ceiling, step="post", color=colour, linewidth=0, label=label
+            )
             floor = ceiling
         axes.set_xlabel("step")
         axes.set_ylim(0.0, end)
         _write_ticks(axes.xaxis, "count")
         _write_ticks(axes.yaxis, form)
 
-    return Chart(about, draw, description="; ".join(f"{layer.name} {layer.label}" for layer in layers))
+    return Chart(
+        about, draw, description="; ".join(f"{layer.name} {layer.label}" for layer in layers)
+    )
 
 
 def usual_top(layers: Sequence[Layer]) -> float:
-    """Top of a stack, with a little room, and without the few steps that are long: the first step often is."""
+    """Top of a stack, with a little room, and without the few steps that are long: the first step
+    often is."""
     ends = np.sum([thin(layer.values, layer.values, MOST_POINTS)[1] for layer in layers], axis=0)
     return 1.06 * float(np.quantile(ends, 0.98) if len(ends) > 20 else ends.max(initial=0.0)) or 1.0
 
 
 def titled(title: str) -> Callable[[Callable[P, Chart]], Callable[P, Chart]]:
-    """Decorate a function that makes a chart: the chart has this title, and if it fails, shows the reason."""
+    """Decorate a function that makes a chart: the chart has this title, and if it fails, shows the
+    reason."""
 
     def decorate(make: Callable[P, Chart]) -> Callable[P, Chart]:
         @wraps(make)
@@ -202,7 +217,12 @@ def _draw_line(axes: Axes, line: Line, label: str, *, bold_only: bool) -> None:
     x, y, least, greatest = thin(line.x, line.y, MOST_POINTS)
     band: dict[str, Any] = {"color": colour, "alpha": 0.14, "linewidth": 0}
     if not bold_only and line.low is not None and line.high is not None:
-        axes.fill_between(x, thin(line.x, line.low, MOST_POINTS)[1], thin(line.x, line.high, MOST_POINTS)[1], **band)
+        axes.fill_between(
+            x,
+            thin(line.x, line.low, MOST_POINTS)[1],
+            thin(line.x, line.high, MOST_POINTS)[1],
+            **band,
+        )
     if not bold_only and len(x) < len(line.x):
         axes.fill_between(x, least, greatest, **band)
     elif not bold_only and line.noisy:
@@ -244,7 +264,8 @@ def say(value: float | None, form: Form) -> str:
 
 
 def thin(x: Floats, y: Floats, most: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Mean x, and mean, least and greatest y of neighbours, so many that at most ``most`` points are left. [n] each."""
+    """Mean x, and mean, least and greatest y of neighbours, so many that at most ``most`` points
+    are left. [n] each."""
     if len(x) <= most:
         return x, y, y, y
     starts = np.arange(0, len(x), ceil(len(x) / most))

@@ -27,13 +27,22 @@ SIGNS: Sequence[tuple[str, str, Form]] = (
     ("Clipped: share of tokens whose ratio was clipped", "train/pg_clipfrac", "share"),
     ("Loss: of a step, as the optimizer sees it", "train/loss", "number"),
     ("Distance: from the initial policy, KL per token", "train/kl_loss", "number"),
-    ("No difference: share of groups whose rewards were all equal", "rollout/zero_std/ratio", "share"),
+    (
+        "No difference: share of groups whose rewards were all equal",
+        "rollout/zero_std/ratio",
+        "share",
+    ),
 )
 """The words of a table's row, its metric and form."""
 DIFFERENCES: Sequence[tuple[str, str, Form, Reduce]] = (
     ("pack fill, mean", "pack/fill", "share", np.mean),
     ("mean |Δ log p| of a step, mean of all", "train/rollout_logprob_abs_diff", "number", np.mean),
-    ("mean exp |Δ log p| − 1 of a step, largest", "train/token_mult_prob_error", "number", lambda of: of.max() - 1.0),
+    (
+        "mean exp |Δ log p| − 1 of a step, largest",
+        "train/token_mult_prob_error",
+        "number",
+        lambda of: of.max() - 1.0,
+    ),
     ("|Δ log p| after a sync, largest of a token", "rollout/agreement_max_diff", "number", np.max),
     ("tokens that older weights made", "rollout/stale_tokens", "share", np.mean),
     ("age of completions in updates, mean", "staleness/mean", "number", np.mean),
@@ -68,38 +77,57 @@ def learning(runs: Sequence[RunRecord]) -> Chapter:
         ("time", f"{unit} in training steps", lambda run: _sum(run, time) / size),
     )
     parts = [
-        Charts([reward_chart(runs, label, positions), accuracy_chart(runs, label, positions)], axis=name)
+        Charts(
+            [reward_chart(runs, label, positions), accuracy_chart(runs, label, positions)],
+            axis=name,
+        )
         for name, label, positions in axes
     ]
     lead = (
-        "Time counts training steps and leaves evaluations out. Bold lines are means over a tenth of a run; the band "
-        "around an accuracy is its 95% interval (Wilson's, over the held-out problems), where their number is known; "
+        "Time counts training steps and leaves evaluations out. Bold lines are means over a tenth "
+        "of a run; the band "
+        "around an accuracy is its 95% interval (Wilson's, over the held-out problems), where "
+        "their number is known; "
         "of more than three runs there are only lines."
     )
-    if len(runs) > 1 and any(run.setting("pruning.prompts.rule") not in (None, "none") for run in runs):
+    if len(runs) > 1 and any(
+        run.setting("pruning.prompts.rule") not in (None, "none") for run in runs
+    ):
         lead += (
-            " Rewards of these runs are not comparable: a run that prunes prompts chooses those whose rewards are "
+            " Rewards of these runs are not comparable: a run that prunes prompts chooses those "
+            "whose rewards are "
             "averaged. Held-out accuracies are: the same problems are asked, whatever is pruned."
         )
     return Chapter(lead, [*parts, *_by_file(runs)])
 
 
 def signs(runs: Sequence[RunRecord]) -> Chapter:
-    """First, mean and last value of metrics that show early that a run goes wrong; loggers draw them."""
-    rows = [[what, *(_figures(run, key, form, *FIRST_MEAN_LAST) for run in runs)] for what, key, form in SIGNS]
+    """First, mean and last value of metrics that show early that a run goes wrong; loggers draw
+    them."""
+    rows = [
+        [what, *(_figures(run, key, form, *FIRST_MEAN_LAST) for run in runs)]
+        for what, key, form in SIGNS
+    ]
     measured = [row for row in rows if set(row[1:]) != {"–"}]
     table = Table(["first → mean → last", *(run.name for run in runs)], measured)
-    lead = "These show early that a run goes wrong: lengths collapse, the entropy nears zero, or gradients jump."
+    lead = (
+        "These show early that a run goes wrong: lengths collapse, the entropy nears zero, or "
+        "gradients jump."
+    )
     return Chapter(lead, [table] if measured else [], "No step has been recorded yet.")
 
 
 def packs(runs: Sequence[RunRecord]) -> Chapter:
     """How full packs were, and how far trainer and engine were apart."""
     lead = (
-        "Empty slots of a pack cost time and train nothing. Trainer and engine score the same tokens with the same "
+        "Empty slots of a pack cost time and train nothing. Trainer and engine score the same "
+        "tokens with the same "
         "weights: they may differ by rounding only, and a run that passes the limit stops."
     )
-    rows = [[what, *(_figures(run, key, form, number) for run in runs)] for what, key, form, number in DIFFERENCES]
+    rows = [
+        [what, *(_figures(run, key, form, number) for run in runs)]
+        for what, key, form, number in DIFFERENCES
+    ]
     rows.append(["limit of mean |Δ log p|", *(say(_limit(run), "number") for run in runs)])
     measured = any(run.mean("pack/fill") is not None for run in runs)
     parts = [Table(["", *(run.name for run in runs)], rows)] if measured else []
@@ -111,25 +139,34 @@ def step_numbers(run: RunRecord) -> Floats:
 
 
 @titled("Reward")
-def reward_chart(runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers) -> Chart:
+def reward_chart(
+    runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers
+) -> Chart:
     key, about = "rollout/raw_reward", "mean over a step's completions"
     lines = [Line(run.name, run.colour, *_over(run, key, positions), noisy=True) for run in runs]
     return line_chart(about, lines, x_label=label, empty="no rollouts")
 
 
 @titled("Held-out accuracy")
-def accuracy_chart(runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers) -> Chart:
+def accuracy_chart(
+    runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers
+) -> Chart:
     lines = []
     for run in runs:
         x, y = _over(run, "eval/accuracy", positions)
-        bounds = np.array([wilson(share, run.held_out) for share in y]).T if run.held_out and len(y) else ()
+        bounds = (
+            np.array([wilson(share, run.held_out) for share in y]).T
+            if run.held_out and len(y)
+            else ()
+        )
         lines.append(Line(run.name, run.colour, x, y, *bounds))
     about = "share of the held-out problems that were answered correctly"
     return line_chart(about, lines, x_label=label, form="share", empty="no evaluation")
 
 
 def _over(run: RunRecord, key: str, positions: Positions) -> tuple[Floats, Floats]:
-    """The values of ``key``, and their positions on an axis; what was measured before the first step is at 0."""
+    """The values of ``key``, and their positions on an axis; what was measured before the first
+    step is at 0."""
     steps, values = run.series(key)
     ends = np.concatenate([[0.0], positions(run)])
     return ends[np.searchsorted(step_numbers(run), steps, side="right")], values
@@ -145,9 +182,20 @@ def _unit(longest: float) -> tuple[float, str]:
 
 
 def _by_file(runs: Sequence[RunRecord]) -> list[Table]:
-    """Where the run is held against several files or data sources: each one's accuracy, first and last."""
-    keys = {key.removeprefix("eval/") for run in runs for row in run.rows for key in row if key.startswith("eval/")}
-    names = sorted(name for name in keys if ("/" not in name and name not in TAKEN) or name.startswith(BY_SOURCE))
+    """Where the run is held against several files or data sources: each one's accuracy, first and
+    last."""
+    keys = {
+        key.removeprefix("eval/")
+        for run in runs
+        for row in run.rows
+        for key in row
+        if key.startswith("eval/")
+    }
+    names = sorted(
+        name
+        for name in keys
+        if ("/" not in name and name not in TAKEN) or name.startswith(BY_SOURCE)
+    )
     rows = [[name, *(_first_last(run, name) for run in runs)] for name in names]
     return [Table(["held out, first → last", *(run.name for run in runs)], rows)] if rows else []
 

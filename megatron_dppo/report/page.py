@@ -1,4 +1,5 @@
-"""The report: one HTML file with everything in it, which asks no network and runs no script but its own."""
+"""The report: one HTML file with everything in it, which asks no network and runs no script but its
+own."""
 
 from __future__ import annotations
 
@@ -37,8 +38,11 @@ Figure = tuple[str, str, str]
 """Title of a number in a headline, the number, and a remark."""
 
 
-def report(folders: Sequence[Path], out: Path, *, png: Path | None = None, price: float | None = None) -> None:
-    """``megatron-dppo report``: write the page, in one piece, and the pictures if a folder for them is given.
+def report(
+    folders: Sequence[Path], out: Path, *, png: Path | None = None, price: float | None = None
+) -> None:
+    """``megatron-dppo report``: write the page, in one piece, and the pictures if a folder for them
+    is given.
 
     Args:
         folders: of the runs.
@@ -47,7 +51,8 @@ def report(folders: Sequence[Path], out: Path, *, png: Path | None = None, price
         price: of one GPU for one hour; None: each run's ``cluster.price_per_gpu_hour``.
 
     Raises:
-        UserError: for a folder that is none of a run, and for a page that is a folder or cannot be written.
+        UserError: for a folder that is none of a run, and for a page that is a folder or cannot be
+            written.
     """
     if out.is_dir():
         raise UserError("--out", out, "is a folder", "Name a file in it, report.html perhaps")
@@ -97,14 +102,18 @@ def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     sections = [(name, title, or_why(partial(make, runs), empty)) for name, title, make in chapters]
     outcome = or_why(partial(race, runs), lambda why: None)
     folder = files(__package__)
-    text, style, script = ((folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js"))
+    text, style, script = (
+        (folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js")
+    )
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["drawn"] = _drawn
     return environment.from_string(text).render(
         runs=runs,
-        headlines=[(run, *or_why(partial(_headline, run), lambda why: (why, "", []))) for run in runs],
+        headlines=[
+            (run, *or_why(partial(_headline, run), lambda why: (why, "", []))) for run in runs
+        ],
         outcome=outcome,
         measured=list(_measured(outcome)) if outcome and len(outcome.arms) <= MOST_ARMS else [],
         sections=sections,
@@ -134,9 +143,14 @@ def _headline(run: RunRecord) -> tuple[str, str, list[Figure]]:
 
 
 def _css() -> str:
-    """Variables with all colours, and for each a class that makes it the element's own (``--c``)."""
-    variables = "".join(f"--{name}: light-dark({light}, {dark}); " for name, (light, dark) in PALETTE.items())
-    classes = "".join(f".{name} {{ --c: var(--{SAME.get(name, name)}); }}\n" for name in (*PALETTE, *SAME))
+    """Variables with all colours, and for each a class that makes it the element's own
+    (``--c``)."""
+    variables = "".join(
+        f"--{name}: light-dark({light}, {dark}); " for name, (light, dark) in PALETTE.items()
+    )
+    classes = "".join(
+        f".{name} {{ --c: var(--{SAME.get(name, name)}); }}\n" for name in (*PALETTE, *SAME)
+    )
     return f":root {{ color-scheme: light dark; {variables}}}\n{classes}"
 
 
@@ -145,12 +159,19 @@ def _what(run: RunRecord) -> str:
     if not run.config:
         return "no settings are recorded"
     model, data = PurePath(str(run.setting("model.path"))).name, data_of(run)
-    window = f"{run.setting('rollout.prompts_per_step')} prompts × {run.setting('rollout.samples_per_prompt')} samples"
-    return f"{model or 'a policy'} on {data} · {run.setting('loss.name')} · {window} · seed {run.setting('run.seed')}"
+    window = (
+        f"{run.setting('rollout.prompts_per_step')} prompts × "
+        f"{run.setting('rollout.samples_per_prompt')} samples"
+    )
+    return (
+        f"{model or 'a policy'} on {data} · {run.setting('loss.name')} · {window} · seed "
+        f"{run.setting('run.seed')}"
+    )
 
 
 def _state(run: RunRecord) -> str:
-    """Empty for a finished run. A run that goes on and one that was killed differ only in when they last wrote."""
+    """Empty for a finished run. A run that goes on and one that was killed differ only in when they
+    last wrote."""
     if not run.rows:
         return "no step is recorded yet"
     step, last = int(run.rows[-1]["step"]), int(run.setting("run.steps"))
@@ -188,7 +209,10 @@ def _figures(run: RunRecord) -> Iterator[Figure]:
         yield "reward", drawn, about
     if run.steps:
         found = summarise(run.rows)
-        pace, evaluations = duration(found["seconds_per_step"]), duration(found["phase_seconds"]["evaluation"])
+        pace, evaluations = (
+            duration(found["seconds_per_step"]),
+            duration(found["phase_seconds"]["evaluation"]),
+        )
         about = f"{found['steps']:,} steps of {pace}, {evaluations} of evaluations"
         yield "time", duration(found["seconds"]), about
         yield _pruning(run)
@@ -198,14 +222,21 @@ def _how_sure(run: RunRecord, accuracy: Floats) -> str:
     points = f"{100 * (accuracy[-1] - accuracy[0]):+.1f} points".replace("-", "−")
     if not run.held_out:
         return points
-    return f"{points}; {bounds(accuracy[-1], run.held_out)}% is the 95% interval of {run.held_out} problems"
+    return (
+        f"{points}; {bounds(accuracy[-1], run.held_out)}% is the 95% interval of "
+        f"{run.held_out} "
+        "problems"
+    )
 
 
 def _pruning(run: RunRecord) -> Figure:
     prompts, tokens = run.mean("prune/kept_prompt_fraction"), run.mean("prune/kept_token_fraction")
     if prompts is None or tokens is None:
         return "pruning", "–", "not recorded"
-    kept = f"{100 * prompts:.0f}% of the prompts rolled out, {100 * tokens:.0f}% of their tokens trained on"
+    kept = (
+        f"{100 * prompts:.0f}% of the prompts rolled out, {100 * tokens:.0f}% of their tokens "
+        "trained on"
+    )
     if not prunes(run):
         return "pruning", "off", kept
     return "saved by pruning, estimated", f"{100 * spent(run).share:.0f}% of the time", kept

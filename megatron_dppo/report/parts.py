@@ -1,4 +1,5 @@
-"""The parts that sections of the page are made of, as data: ``page.html`` draws each by its class."""
+"""The parts that sections of the page are made of, as data: ``page.html`` draws each by its
+class."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Charts:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells. The first cell of a row is its heading; the others are aligned on the right."""
+    """Rows of cells. The first cell of a row is its heading; the others are aligned on the
+    right."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]

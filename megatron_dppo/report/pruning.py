@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megatron_dppo.observe.console import colour_of
-from megatron_dppo.report.charts import Chart, Form, Layer, Line, line_chart, stack_chart, tick, titled
+from megatron_dppo.report.charts import (
+    Chart,
+    Form,
+    Layer,
+    Line,
+    line_chart,
+    stack_chart,
+    tick,
+    titled,
+)
 from megatron_dppo.report.parts import Chapter, Charts, Part
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
@@ -19,7 +28,10 @@ from megatron_dppo.rl.types import Floats
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RULES: Mapping[str, Mapping[str, Rule[Any]]] = {"prompts": PROMPT_RULES, "completions": COMPLETION_RULES}
+RULES: Mapping[str, Mapping[str, Rule[Any]]] = {
+    "prompts": PROMPT_RULES,
+    "completions": COMPLETION_RULES,
+}
 CHANCES = ("never", "25%", "50%", "75%", "always")
 FATES = ("trained on", "pruned", "zero advantage", "not rolled out")
 
@@ -27,8 +39,10 @@ FATES = ("trained on", "pruned", "zero advantage", "not rolled out")
 def pruning(runs: Sequence[RunRecord]) -> Chapter:
     """Which answers each run kept, and why, and the noise that it cost."""
     lead = (
-        "An answer has a gradient where its group's rewards differ. An unbiased rule keeps each of these answers with "
-        "a known probability, and weights those that it keeps so that the expected gradient stays the same."
+        "An answer has a gradient where its group's rewards differ. An unbiased rule keeps each of "
+        "these answers with "
+        "a known probability, and weights those that it keeps so that the expected gradient stays "
+        "the same."
     )
     parts: list[Part] = []
     measured = [run for run in runs if run.mean("prune/kept_token_fraction") is not None]
@@ -53,16 +67,24 @@ def answers_chart(run: RunRecord) -> Chart:
         return Chart(about, empty=nothing)
     words = ("right", "wrong") if binary else ("above the mean", "below the mean")
     sides = zip((1.0, -1.0), ("good", "bad"), words, strict=True)
-    lines = [Line(name, colour, *cells[cells[:, 1] == side][:, [0, 3]].T) for side, colour, name in sides]
-    x_label = "accuracy of the answer's group" if binary else "reward, in deviations from the group's mean"
+    lines = [
+        Line(name, colour, *cells[cells[:, 1] == side][:, [0, 3]].T) for side, colour, name in sides
+    ]
+    x_label = (
+        "accuracy of the answer's group"
+        if binary
+        else "reward, in deviations from the group's mean"
+    )
     x_form: Form = "share" if binary else "number"
-    return line_chart(about, lines, x_label=x_label, x_form=x_form, form="share", low=0.0, high=1.02)
+    return line_chart(
+        about, lines, x_label=x_label, x_form=x_form, form="share", low=0.0, high=1.02
+    )
 
 
 @titled("Length and score")
 def causes_chart(run: RunRecord) -> Chart:
-    """Who is trained on, by the answer's length and score: the colour tells the probability, the strength how many
-    answers are there."""
+    """Who is trained on, by the answer's length and score: the colour tells the probability, the
+    strength how many answers are there."""
     about = "score over the step's median, by length; stronger: more answers"
     cells = _cells(run, "by_cause")
     if nothing := _nothing_pruned(cells):
@@ -75,7 +97,10 @@ def causes_chart(run: RunRecord) -> Chart:
     def draw(axes: Axes) -> None:
         for i, word in enumerate(CHANCES):
             axes.plot([], [], "s", color=colour_of(f"chance{i}"), label=word)  # for the legend
-        fills = [(colour_of(f"chance{colour}"), strength) for colour, strength in zip(colours, strengths, strict=True)]
+        fills = [
+            (colour_of(f"chance{colour}"), strength)
+            for colour, strength in zip(colours, strengths, strict=True)
+        ]
         axes.bar(x, np.full(len(x), height), width, y - height / 2, color=fills, linewidth=0)
         axes.set_xlabel("tokens of the response")
         locator: Any = axes.xaxis.get_major_locator()
@@ -96,12 +121,20 @@ def noise_chart(run: RunRecord) -> Chart:
     rows = [[row[key] for key in keys] for row in run.rows if row.keys() >= set(keys)]
     steps, by_prompts, by_completions = np.array(rows, dtype=np.float64).reshape(-1, 3).T
     sampling = np.maximum(1.0 - by_prompts - by_completions, 1e-9)
-    sources = (("sampling", sampling), ("prompts pruned", by_prompts), ("completions pruned", by_completions))
+    sources = (
+        ("sampling", sampling),
+        ("prompts pruned", by_prompts),
+        ("completions pruned", by_completions),
+    )
     layers = [
-        Layer(name, f"noise{i}", share / sampling, f"{100 * share.mean():.0f}%" if len(share) else "")
+        Layer(
+            name, f"noise{i}", share / sampling, f"{100 * share.mean():.0f}%" if len(share) else ""
+        )
         for i, (name, share) in enumerate(sources)
     ]
-    return stack_chart(about, steps, layers, form="times", empty="not estimated: the rule is biased")
+    return stack_chart(
+        about, steps, layers, form="times", empty="not estimated: the rule is biased"
+    )
 
 
 @titled("Tokens of a step")
@@ -110,7 +143,8 @@ def tokens_chart(run: RunRecord) -> Chart:
     unseen = {row["step"]: row.get("prune/saved_tokens_prompts", 0.0) for row in run.rows}
     steps = np.array([row["step"] for row in run.census], dtype=np.float64)
     counts = [
-        [row["kept"][1], row["pruned"][1], row["idle"][1], unseen.get(row["step"], 0.0)] for row in run.census
+        [row["kept"][1], row["pruned"][1], row["idle"][1], unseen.get(row["step"], 0.0)]
+        for row in run.census
     ]  # pruning.jsonl calls zero advantage ``idle``
     counted = np.array(counts, dtype=np.float64).reshape(-1, 4)
     shares = counted.sum(axis=0) / max(counted.sum(), 1.0)
@@ -131,14 +165,19 @@ def _rules(run: RunRecord) -> str:
         why = known[rule].biased if rule in known else ""
         rule = run.setting(f"pruning.{level}.function") or rule
         biased = f", biased: {why}" if why else ""
-        words.append(f"{level} by {rule} (keep {keep}){biased}" if rule != "none" else f"{level} not pruned")
+        words.append(
+            f"{level} by {rule} (keep {keep}){biased}" if rule != "none" else f"{level} not pruned"
+        )
     text = "; ".join(words)
     return f"{text[0].upper()}{text[1:]}."
 
 
 def _cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_cause"]) -> Floats:
-    """[cells, 4]: two coordinates, answers of all steps, their mean probability of being kept; ascending."""
-    cells = np.array([cell[:4] for row in run.census for cell in row[table]], dtype=np.float64).reshape(-1, 4)
+    """[cells, 4]: two coordinates, answers of all steps, their mean probability of being kept;
+    ascending."""
+    cells = np.array(
+        [cell[:4] for row in run.census for cell in row[table]], dtype=np.float64
+    ).reshape(-1, 4)
     places, which = np.unique(cells[:, :2], axis=0, return_inverse=True)
     count, inclusion = (np.bincount(which.ravel(), column) for column in cells[:, 2:].T)
     return np.column_stack([places, count, inclusion / count])
@@ -148,4 +187,6 @@ def _nothing_pruned(cells: Floats) -> str:
     """Why there is no choice to show; empty where there is one."""
     if (cells[:, 3] < 1.0).any():
         return ""
-    return "every answer with a gradient was trained on" if len(cells) else "no answer had a gradient"
+    return (
+        "every answer with a gradient was trained on" if len(cells) else "no answer had a gradient"
+    )

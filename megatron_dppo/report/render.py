@@ -1,4 +1,5 @@
-"""Charts as SVG in the page, and as PNG files of four charts each. This module alone imports matplotlib."""
+"""Charts as SVG in the page, and as PNG files of four charts each. This module alone imports
+matplotlib."""
 
 from __future__ import annotations
 
@@ -56,9 +57,13 @@ def svg(chart: Chart) -> str:
     """
     assert chart.draw is not None
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": chart.title}), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # because a font lacks some letters; the page's font draws them
+        warnings.simplefilter(
+            "ignore"
+        )  # because a font lacks some letters; the page's font draws them
         figure = Figure(figsize=(5.6, 2.8))
-        axes = figure.subplots(gridspec_kw={"left": 0.11, "right": 0.9, "bottom": 0.18, "top": 0.84})
+        axes = figure.subplots(
+            gridspec_kw={"left": 0.11, "right": 0.9, "bottom": 0.18, "top": 0.84}
+        )
         _draw(axes, chart)
         data = io.StringIO()
         empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -72,8 +77,8 @@ def svg(chart: Chart) -> str:
 
 
 def draw_pictures(run: RunRecord, folder: Path, *, prefix: str = "", title: str = "") -> None:
-    """Write ``progress.png``, on what was learned and where the time went, and ``pruning.png``, on what was kept, why,
-    and what it cost.
+    """Write ``progress.png``, on what was learned and where the time went, and ``pruning.png``, on
+    what was kept, why, and what it cost.
 
     Args:
         run: as far as it has come.
@@ -109,8 +114,14 @@ def _write_picture(charts: Sequence[Chart], out: Path, title: str) -> None:
         sides = {"left": 0.07, "right": 0.94, "bottom": 0.08, "top": 0.83 if title else 0.88}
         panels = figure.subplots(2, 2, gridspec_kw=sides | {"wspace": 0.25, "hspace": 0.65})
         for axes, chart in zip(panels.flat, charts, strict=True):
-            axes.set_title(chart.title, loc="left", fontsize=12.5, fontweight="bold", pad=ABOVE + 16)
-            place: dict[str, Any] = {"xytext": (0, ABOVE), "xycoords": "axes fraction", "textcoords": "offset points"}
+            axes.set_title(
+                chart.title, loc="left", fontsize=12.5, fontweight="bold", pad=ABOVE + 16
+            )
+            place: dict[str, Any] = {
+                "xytext": (0, ABOVE),
+                "xycoords": "axes fraction",
+                "textcoords": "offset points",
+            }
             axes.annotate(chart.about, (0, 1), **place, color=SOFT)
             or_why(partial(_draw, axes, chart), partial(_write_empty, axes))
         with replacing_file(out) as draft:
@@ -131,7 +142,9 @@ def _draw(axes: Axes, chart: Chart) -> None:
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1),
-            ncols=max(80 // (max(map(len, names)) + 6), 2),  # a row has about 80 characters, 6 of them beside a name
+            ncols=max(
+                80 // (max(map(len, names)) + 6), 2
+            ),  # a row has about 80 characters, 6 of them beside a name
             frameon=False,
             fontsize=9,
             handlelength=0.9,
@@ -142,4 +155,13 @@ def _draw(axes: Axes, chart: Chart) -> None:
 
 def _write_empty(axes: Axes, text: str) -> None:
     axes.set_axis_off()
-    axes.text(0.5, 0.5, text, ha="center", va="center", color=SOFT, fontstyle="italic", transform=axes.transAxes)
+    axes.text(
+        0.5,
+        0.5,
+        text,
+        ha="center",
+        va="center",
+        color=SOFT,
+        fontstyle="italic",
+        transform=axes.transAxes,
+    )

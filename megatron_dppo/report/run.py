@@ -82,7 +82,8 @@ class RunRecord:
     written: datetime | None
     """When its last row of metrics was."""
     left_out: Sequence[str]
-    """Files with lines that cannot be read, and how many; the last line of a killed run is not one."""
+    """Files with lines that cannot be read, and how many; the last line of a killed run is not
+    one."""
     group: str = ""
     """Name that the user gave it, alone or with other runs; empty: none."""
 
@@ -123,7 +124,8 @@ class RunRecord:
 
     @property
     def held_out(self) -> int | None:
-        """The number of problems behind ``eval/accuracy``; None where it is a mean over several files or not known."""
+        """The number of problems behind ``eval/accuracy``; None where it is a mean over several
+        files or not known."""
         return next(iter(self.problems.values())) if len(self.problems) == 1 else None
 
     @property
@@ -131,11 +133,14 @@ class RunRecord:
         """How many are held out, by the name of their file; "" for the only one."""
         found = self.answers[-1].get("problems") if self.answers else None
         counts = found if isinstance(found, dict) else {}
-        return {name: count for name, count in counts.items() if isinstance(count, int) and count > 0}
+        return {
+            name: count for name, count in counts.items() if isinstance(count, int) and count > 0
+        }
 
 
 def default_of(key: str) -> Any:
-    """As YAML has it: a list where ``config/`` has a tuple; None for what is no setting of this version."""
+    """As YAML has it: a list where ``config/`` has a tuple; None for what is no setting of this
+    version."""
     default = settings()[key].default if key in settings() else None
     return list(default) if isinstance(default, tuple) else default
 
@@ -180,7 +185,9 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
     metrics, scores = folder / FILE, list(_scores(folder))
     if not metrics.is_file() and not scores:
         remedy = f"Give folders that hold a {FILE} (run.dir of a training) or a scores.json"
-        raise UserError("RUN", folder, "is no folder of a run" if folder.is_dir() else "is no folder", remedy)
+        raise UserError(
+            "RUN", folder, "is no folder of a run" if folder.is_dir() else "is no folder", remedy
+        )
     history = read_history(folder)
     rows, census, answers = (_rows(folder / file) for file in (FILE, CENSUS, ANSWERS))
     counted = _of_form(CensusRow, census)
@@ -189,7 +196,9 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
         name=name,
         folder=folder,
         number=number,
-        config={key: value for key, value in history[-1].settings.items() if _is_given(key, value)} if history else {},
+        config={key: value for key, value in history[-1].settings.items() if _is_given(key, value)}
+        if history
+        else {},
         changes=[
             (entry.step, found)
             for before, entry in pairwise(history)
@@ -201,7 +210,8 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
         scores=scores,
         written=datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.is_file() else None,
         left_out=[
-            f"{lines} of the lines of {file} cannot be read, and {'is' if lines == 1 else 'are'} left out"
+            f"{lines} of the lines of {file} cannot be read, and {'is' if lines == 1 else 'are'} "
+            "left out"
             for file, kept in read.items()
             if (lines := _text(folder / file).count("\n") - len(kept)) > 0
         ],

@@ -37,12 +37,18 @@ def sample_answers(runs: Sequence[RunRecord]) -> Chapter:
             for shown in row["answers"]:
                 prompt = without_chat_marks(shown["prompt"])
                 of_run = found.setdefault((prompt, shown["label"]), {}).setdefault(run.number, [])
-                of_run.append(SampleAnswer(int(row["step"]), _clipped(shown["answer"]), shown["correct"]))
+                of_run.append(
+                    SampleAnswer(int(row["step"]), _clipped(shown["answer"]), shown["correct"])
+                )
     problems = [
-        SampleProblem(prompt, label, [(runs[i].name, runs[i].colour, of_run) for i, of_run in by_run.items()])
+        SampleProblem(
+            prompt, label, [(runs[i].name, runs[i].colour, of_run) for i, of_run in by_run.items()]
+        )
         for (prompt, label), by_run in list(found.items())[:MOST_PROBLEMS]
     ]
-    steps = sorted({answer.step for problem in problems for _, _, of_run in problem.runs for answer in of_run})
+    steps = sorted(
+        {answer.step for problem in problems for _, _, of_run in problem.runs for answer in of_run}
+    )
     lead = "The first held-out problems, before training and at the step that is chosen below."
     nothing = "No answers were kept: a run shows eval.show of them at each evaluation."
     return Chapter(lead, [SampleAnswers(problems, steps)] if problems else [], nothing)
@@ -55,9 +61,23 @@ def benchmarks(runs: Sequence[RunRecord]) -> Chapter:
         for folder, found in run.scores:
             k = found.get("samples", "k")
             shares = f"avg@{k}", "pass", f"majority@{k}"
-            head = ("benchmark", "problems", *shares, "mean reward", "mean tokens", "cut off", "unscored")
-            rows = [_scores(name, of) for name, of in found["benchmarks"].items() if isinstance(of, dict)]
-            parts.append(Table(head, rows, f"{run.name}{f' · {folder}' * (folder != '.')}: {_how(found)}"))
+            head = (
+                "benchmark",
+                "problems",
+                *shares,
+                "mean reward",
+                "mean tokens",
+                "cut off",
+                "unscored",
+            )
+            rows = [
+                _scores(name, of)
+                for name, of in found["benchmarks"].items()
+                if isinstance(of, dict)
+            ]
+            parts.append(
+                Table(head, rows, f"{run.name}{f' · {folder}' * (folder != '.')}: {_how(found)}")
+            )
     lead = "In brackets 95% intervals, over the problems of a benchmark."
     nothing = "No scores.json lies in these folders: megatron-dppo eval writes one."
     return Chapter(lead, parts, nothing)
@@ -76,14 +96,22 @@ def _clipped(text: str) -> str:
 
 def _how(found: Record) -> str:
     step = f"step {found['step']}, " if found.get("step") is not None else ""
-    asked = (("samples", "{} samples a problem"), ("temperature", "temperature {}"), ("engine", "{}"))
+    asked = (
+        ("samples", "{} samples a problem"),
+        ("temperature", "temperature {}"),
+        ("engine", "{}"),
+    )
     words = [form.format(found[key]) for key, form in asked if found.get(key) is not None]
     return f"{found.get('model', 'a model')}, {step}{', '.join(words)}"
 
 
 def _scores(name: str, of: Record) -> list[str]:
     found = of.get("pass@k")
-    passes = {k: value for k, value in found.items() if str(k).isdigit()} if isinstance(found, dict) else {}
+    passes = (
+        {k: value for k, value in found.items() if str(k).isdigit()}
+        if isinstance(found, dict)
+        else {}
+    )
     most = max(passes, key=int, default=None)
     return [
         name,
@@ -100,7 +128,9 @@ def _scores(name: str, of: Record) -> list[str]:
 
 def _interval(found: Any, form: str = "{:.1%}") -> str:
     """A number, with its interval where the file holds one; a dash where it holds no number."""
-    value, low, high = map(found.get, ("value", "low", "high")) if isinstance(found, dict) else (found, None, None)
+    value, low, high = (
+        map(found.get, ("value", "low", "high")) if isinstance(found, dict) else (found, None, None)
+    )
     if not is_number(value):
         return "–"
     if not is_number(low) or not is_number(high):
@@ -109,18 +139,29 @@ def _interval(found: Any, form: str = "{:.1%}") -> str:
 
 
 def options(runs: Sequence[RunRecord]) -> Chapter:
-    """The settings that differ between several runs, or from the defaults in one run; then all settings of each run.
+    """The settings that differ between several runs, or from the defaults in one run; then all
+    settings of each run.
 
     Pages are passed on: secrets are left out.
     """
     told = [run for run in runs if run.config]
     parts: list[Part] = []
     if len(told) > 1:
-        keys = [key for key in dict.fromkeys(key for run in told for key in run.config) if key != "run.dir"]
+        keys = [
+            key
+            for key in dict.fromkeys(key for run in told for key in run.config)
+            if key != "run.dir"
+        ]
         values = [(key, [run.setting(key) for run in told]) for key in keys]
-        rows = [[key, *(public_text(key, value) for value in of)] for key, of in values if any(v != of[0] for v in of)]
+        rows = [
+            [key, *(public_text(key, value) for value in of)]
+            for key, of in values
+            if any(v != of[0] for v in of)
+        ]
         head = ["setting", *(run.name for run in told)]
-        parts.append(Table(head, rows, words=True) if rows else Note("No setting but the folder differs."))
+        parts.append(
+            Table(head, rows, words=True) if rows else Note("No setting but the folder differs.")
+        )
     elif told:
         run = told[0]
         rows = [
@@ -131,7 +172,12 @@ def options(runs: Sequence[RunRecord]) -> Chapter:
         parts.append(Table(["setting", "value", "default"], rows, words=True))
     for run in runs:
         rows = [
-            [f"{step:,}", change.key, public_text(change.key, change.before), public_text(change.key, change.now)]
+            [
+                f"{step:,}",
+                change.key,
+                public_text(change.key, change.before),
+                public_text(change.key, change.now),
+            ]
             for step, changes in run.changes
             for change in changes
         ]
@@ -141,5 +187,7 @@ def options(runs: Sequence[RunRecord]) -> Chapter:
     for run in told:
         text = "\n".join(f"{key} = {public_text(key, value)}" for key, value in run.config.items())
         parts.append(Folded(f"All settings of {run.name}", text))
-    lead = "Only what differs between the runs." if len(told) > 1 else "Only what is not the default."
+    lead = (
+        "Only what differs between the runs." if len(told) > 1 else "Only what is not the default."
+    )
     return Chapter(lead, parts)

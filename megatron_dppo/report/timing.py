@@ -1,6 +1,7 @@
 """Where the seconds of a step go, which of several runs is faster, and what runs cost.
 
-Runs that differ by their seed alone are one arm: how many times as long as another arm it takes, and how sure."""
+Runs that differ by their seed alone are one arm: how many times as long as another arm it takes,
+and how sure."""
 
 from __future__ import annotations
 
@@ -25,15 +26,19 @@ from megatron_dppo.trainer.resume import changes
 NAMES = (*PHASES.values(), "other")
 NARROWEST = 0.07
 """Share of the scale below which a part of a bar has no label within."""
-TEST = ("data.eval", "data.prompt_key", "data.label_key", "eval.benchmarks", "eval.folder", "eval.samples",
-        "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_response_tokens", "reward.function")  # fmt: skip
+TEST = ("data.eval", "data.prompt_key", "data.label_key", "eval.benchmarks", "eval.folder",
+"eval.samples",
+        "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_response_tokens",
+        "reward.function")  # fmt: skip
 """Settings that decide what an accuracy is measured on."""
 GENERATED = ("data.arithmetic.", "data.reasoning_gym.", "data.verifiers.")
 """Settings of generators decide it too, except ``TRAINING_ONLY``."""
 TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problems")
-"""``eval_problems`` says how many problems are held out, and the runs' own records say how many were asked."""
+"""``eval_problems`` says how many problems are held out, and the runs' own records say how many
+were asked."""
 CERTAINTY = (
-    "In brackets 95% intervals: geometric means, seed by seed (Student's t). Ratios without brackets have no interval "
+    "In brackets 95% intervals: geometric means, seed by seed (Student's t). Ratios without "
+    "brackets have no interval "
     "(fewer than two seeds in common), and another seed would give others."
 )
 COUNTS = ("eval.problems", *(f"{generator}eval_problems" for generator in GENERATED))
@@ -42,13 +47,24 @@ COUNTS = ("eval.problems", *(f"{generator}eval_problems" for generator in GENERA
 def timing(runs: Sequence[RunRecord]) -> Chapter:
     """Mean seconds by phase, in bars on one scale and in figures; then step by step."""
     layers = {run.name: _layers(run) for run in runs if run.steps}
-    lead = "Wall-clock seconds of a step, by phase, on the leading rank. Evaluations and checkpoints are not in them."
+    lead = (
+        "Wall-clock seconds of a step, by phase, on the leading rank. Evaluations and "
+        "checkpoints are not in them."
+    )
     if not layers:
         return Chapter(lead, [], "No step has been timed yet.")
-    means = {name: {layer.name: float(layer.values.mean()) for layer in of} for name, of in layers.items()}
-    phases = [phase for phase in NAMES if any(mean.get(phase, 0.0) > 0.0 for mean in means.values())]
+    means = {
+        name: {layer.name: float(layer.values.mean()) for layer in of}
+        for name, of in layers.items()
+    }
+    phases = [
+        phase for phase in NAMES if any(mean.get(phase, 0.0) > 0.0 for mean in means.values())
+    ]
     longest = max(sum(mean.values()) for mean in means.values()) or 1.0
-    bars = [(name, duration(sum(mean.values())), _segments(mean, phases, longest)) for name, mean in means.items()]
+    bars = [
+        (name, duration(sum(mean.values())), _segments(mean, phases, longest))
+        for name, mean in means.items()
+    ]
     key = [(f"phase-{phase}", phase) for phase in phases]
     top = max(usual_top(of) for of in layers.values())
     charts = [phase_chart(run, f"{run.name}, by phase", top) for run in runs if run.name in layers]
@@ -58,7 +74,9 @@ def timing(runs: Sequence[RunRecord]) -> Chapter:
 @titled("Seconds per step")
 def phase_chart(run: RunRecord, about: str, top: float | None = None) -> Chart:
     """Seconds of each step, by phase; ``top`` is where the axis of seconds ends."""
-    return stack_chart(about, step_numbers(run), _layers(run), form="number", top=top, empty="no timings")
+    return stack_chart(
+        about, step_numbers(run), _layers(run), form="number", top=top, empty="no timings"
+    )
 
 
 def _layers(run: RunRecord) -> list[Layer]:
@@ -67,12 +85,17 @@ def _layers(run: RunRecord) -> list[Layer]:
     names = [name for name in NAMES if any(name in row for row in found)]
     seconds = {name: np.array([row.get(name, 0.0) for row in found]) for name in names}
     total = sum(float(values.mean()) for values in seconds.values()) or 1.0
-    return [Layer(name, f"phase-{name}", of, _percent(float(of.mean()) / total)) for name, of in seconds.items()]
+    return [
+        Layer(name, f"phase-{name}", of, _percent(float(of.mean()) / total))
+        for name, of in seconds.items()
+    ]
 
 
 def _segments(mean: Mapping[str, float], phases: Sequence[str], longest: float) -> list[Segment]:
     return [
-        Segment(f"phase-{phase}", phase, 100 * share, duration(mean[phase]) if share > NARROWEST else "")
+        Segment(
+            f"phase-{phase}", phase, 100 * share, duration(mean[phase]) if share > NARROWEST else ""
+        )
         for phase in phases
         if (share := mean.get(phase, 0.0) / longest) > 0.0
     ]
@@ -84,7 +107,10 @@ def _table(means: Mapping[str, Mapping[str, float]], phases: Sequence[str]) -> T
     def cell(name: str, seconds: float) -> str:
         return f"{duration(seconds)} · {_percent(seconds / totals[name])}"
 
-    rows = [[phase, *(cell(name, mean.get(phase, 0.0)) for name, mean in means.items())] for phase in phases]
+    rows = [
+        [phase, *(cell(name, mean.get(phase, 0.0)) for name, mean in means.items())]
+        for phase in phases
+    ]
     rows.append(["a step", *map(duration, totals.values())])
     return Table(["phase", *means], rows, "Mean seconds of a step, and their share of it")
 
@@ -100,7 +126,8 @@ class Race:
     pace: Mapping[str, float]
     """Mean seconds of a step."""
     target: float | None
-    """The best accuracy that each run had at some evaluation; None where accuracies are not compared."""
+    """The best accuracy that each run had at some evaluation; None where accuracies are not
+    compared."""
     reached: Mapping[str, float]
     """Seconds of training steps until the first evaluation at the target or above."""
     arms: Sequence[Arm]
@@ -114,16 +141,23 @@ class Race:
         """The outcome in words, with its limits."""
         words = [f"Measured, a step: {self._against_first(self.pace)}."]
         if self.target is not None:
-            until = f"Training steps until the first evaluation at {say(self.target, 'share')} or more"
+            until = (
+                f"Training steps until the first evaluation at {say(self.target, 'share')} or more"
+            )
             words += [f"{until}, which every run reached: {self._against_first(self.reached)}."]
             words += ["Evaluations lie some steps apart."]
         words += [CERTAINTY]
         if self.changed:
             changed = "; ".join(self.changed)
-            words += [f"A setting that a run's result depends on was changed on its way: {changed}."]
+            words += [
+                f"A setting that a run's result depends on was changed on its way: {changed}."
+            ]
         if self.differs:
             tested = f"on different problems, or in different ways ({', '.join(self.differs)})"
-            words += [f"The runs were tested {tested}: the times that they took to an accuracy are not compared."]
+            words += [
+                f"The runs were tested {tested}: the times that they took to an accuracy are not "
+                "compared."
+            ]
         return " ".join(words)
 
     def _against_first(self, seconds: Mapping[str, float]) -> str:
@@ -139,7 +173,9 @@ def race(runs: Sequence[RunRecord]) -> Race | None:
     timed = [run for run in runs if run.steps]
     if len(timed) < 2:
         return None
-    pace = {run.name: sum(row["perf/step_time"] for row in run.steps) / len(run.steps) for run in timed}
+    pace = {
+        run.name: sum(row["perf/step_time"] for row in run.steps) / len(run.steps) for run in timed
+    }
     changed = [f"{run.name}, {words}" for run in timed for words in run.of_several_settings]
     target = min(max(run.series("eval/accuracy")[1], default=0.0) for run in timed)
     differs = _different_tests(timed) if target else []
@@ -154,7 +190,11 @@ def _different_tests(runs: Sequence[RunRecord]) -> list[str]:
     """The settings by which the runs were tested on different problems, or in different ways."""
     if not all(run.config for run in runs):
         return ["not every run's settings are recorded"]
-    own = [key for key in settings() if key.startswith(GENERATED) and key.rpartition(".")[2] not in TRAINING_ONLY]
+    own = [
+        key
+        for key in settings()
+        if key.startswith(GENERATED) and key.rpartition(".")[2] not in TRAINING_ONLY
+    ]
     keys = [*TEST, *own]
     if not any(run.setting("data.eval") or run.setting("eval.benchmarks") for run in runs):
         keys.append("data.train")  # a generator's own
@@ -164,7 +204,9 @@ def _different_tests(runs: Sequence[RunRecord]) -> list[str]:
         keys += COUNTS
     elif any(run.problems != runs[0].problems for run in runs):
         differs.append("how many they are")
-    return differs + [key for key in keys if any(run.setting(key) != runs[0].setting(key) for run in runs)]
+    return differs + [
+        key for key in keys if any(run.setting(key) != runs[0].setting(key) for run in runs)
+    ]
 
 
 def _seconds_until(run: RunRecord, accuracy: float) -> float:
@@ -202,7 +244,8 @@ class Ratio:
 
     value: float
     interval: tuple[float, float] | None
-    """95%, by Student's t over the logarithms of the ratios seed by seed; None of fewer than two seeds."""
+    """95%, by Student's t over the logarithms of the ratios seed by seed; None of fewer than two
+    seeds."""
     seeds: int
     """That both have."""
 
@@ -213,13 +256,16 @@ class Ratio:
 
 
 def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
-    """The runs by arm, in their order: those of one group, else those that differ by their seed alone; never two of the
-    same seed. If all runs would make one arm, each is an arm of its own, so that there is something to compare."""
+    """The runs by arm, in their order: those of one group, else those that differ by their seed
+    alone; never two of the same seed. If all runs would make one arm, each is an arm of its own, so
+    that there is something to compare."""
     found: list[tuple[RunRecord, dict[int, str]]] = []
     for run in runs:
         seed = int(run.setting(SEED))
         for other, of in found:
-            alike = run.config and {change.key for change in changes(run.config, other.config)} <= {SEED}
+            alike = run.config and {change.key for change in changes(run.config, other.config)} <= {
+                SEED
+            }
             if seed not in of and (run.group == other.group if run.group or other.group else alike):
                 of[seed] = run.name
                 break
@@ -230,8 +276,11 @@ def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
     return [Arm(run.group or run.name, of) for run, of in found]
 
 
-def ratios(arms: Sequence[Arm], seconds: Mapping[str, float]) -> Iterator[tuple[Arm, float, Ratio | None]]:
-    """Each arm, the mean of its runs' seconds, and how they compare with the first arm's; None of that one itself."""
+def ratios(
+    arms: Sequence[Arm], seconds: Mapping[str, float]
+) -> Iterator[tuple[Arm, float, Ratio | None]]:
+    """Each arm, the mean of its runs' seconds, and how they compare with the first arm's; None of
+    that one itself."""
     for arm in arms:
         yield arm, fmean(seconds[name] for name in arm.runs.values()), _ratio(arms[0], arm, seconds)
 
@@ -259,7 +308,8 @@ class Spent:
     """Estimated hours saved by pruning prompts, with the pruning of completions left as it is."""
     by_completions: float
     both: float
-    """Hours saved by both levels, which is more than the sum: what is not rolled out is not trained on either."""
+    """Hours saved by both levels, which is more than the sum: what is not rolled out is not trained
+    on either."""
     devices: str
     """``8 GPUs``, ``2 processes``; and whether servers are among them."""
 
@@ -292,9 +342,11 @@ def _ranks(run: RunRecord, row: Record) -> int:
 
 
 def _server_gpus(run: RunRecord) -> int | None:
-    """GPUs of servers besides the trainer's. None if the run did not start the servers itself: then neither their size
-    nor their number is known."""
-    if run.setting("rollout.engine") not in get_args(ServerKind) or run.setting("rollout.colocated"):
+    """GPUs of servers besides the trainer's. None if the run did not start the servers itself: then
+    neither their size nor their number is known."""
+    if run.setting("rollout.engine") not in get_args(ServerKind) or run.setting(
+        "rollout.colocated"
+    ):
         return 0
     tp, count = run.setting("rollout.launch.tp"), int(run.setting("rollout.launch.count"))
     if not count:
@@ -312,7 +364,8 @@ def _devices(run: RunRecord, servers: int | None) -> str:
 
 
 def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
-    """Hours and money: what was spent, what each run estimates that pruning saved, and how long the runs took.
+    """Hours and money: what was spent, what each run estimates that pruning saved, and how long the
+    runs took.
 
     ``price`` is of one GPU for one hour; None: each run's own.
     """
@@ -324,7 +377,10 @@ def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
         return [what, *(f"{say(getattr(of, field), 'number')} {of.unit}" for of, _ in found)]
 
     def money(what: str, field: str) -> list[str]:
-        return [what, *("–" if rate is None else _money(getattr(of, field) * rate) for of, rate in found)]
+        return [
+            what,
+            *("–" if rate is None else _money(getattr(of, field) * rate) for of, rate in found),
+        ]
 
     rows = [
         ["held", *(of.devices for of, _ in found)],
@@ -335,18 +391,25 @@ def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
         ["… of what the run would have taken", *(say(of.share, "share") for of, _ in found)],
     ]
     if priced:
-        rows.append(["price of an hour", *("–" if rate is None else f"{rate:g}" for rate in prices)])
+        rows.append(
+            ["price of an hour", *("–" if rate is None else f"{rate:g}" for rate in prices)]
+        )
         rows += [money("money spent", "hours"), money("money saved, estimated", "both")]
     lead = (
-        "Spent: seconds of all steps and evaluations, times the GPUs or processes held; not starts and checkpoints. "
-        "Saved: estimated from each run's own timers, as if every token of a step cost the same; either level with the "
-        "pruning of the other as it is, so that both together save more than their sum. Costs that do not "
-        "depend on the tokens are not saved: where a run without pruning is on this page, trust the times measured "
+        "Spent: seconds of all steps and evaluations, times the GPUs or processes held; not starts "
+        "and checkpoints. "
+        "Saved: estimated from each run's own timers, as if every token of a step cost the same; "
+        "either level with the "
+        "pruning of the other as it is, so that both together save more than their sum. Costs that "
+        "do not "
+        "depend on the tokens are not saved: where a run without pruning is on this page, trust "
+        "the times measured "
         "above."
     )
     if any(_server_gpus(run) is None for run in runs):
         lead += (
-            " Servers that a run was given are not counted, because the number of their GPUs is not known: its hours "
+            " Servers that a run was given are not counted, because the number of their GPUs is "
+            "not known: its hours "
             "and money are those of the trainer alone."
         )
     parts: list[Part] = [Table(["", *(run.name for run in runs)], rows)]
@@ -356,4 +419,10 @@ def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
 
 
 def _money(amount: float) -> str:
-    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.2f}" if amount >= 0.1 or not amount else f"{amount:.1g}"
+    return (
+        f"{amount:,.0f}"
+        if amount >= 100
+        else f"{amount:.2f}"
+        if amount >= 0.1 or not amount
+        else f"{amount:.1g}"
+    )

@@ -1,17 +1,21 @@
-"""Reward functions written for other trainers, called as those call them. The function's signature says whose it is.
+"""Reward functions written for other trainers, called as those call them. The function's signature
+says whose it is.
 
-========  ===================================================================  ==================================
-written   signature                                                            told by
-========  ===================================================================  ==================================
-verl      ``compute_score(data_source, solution_str, ground_truth, extra_info)``  anything else
-slime     ``async custom_rm(args, sample)``                                    ``args`` first, or ``sample`` second
-slime     ``async group_rm(args, samples)``                                    the same, and the second's name
-TRL       ``reward(completions, **columns)``                                   ``completions`` or ``prompts``
-========  ===================================================================  ==================================
+========  ===================================================================
+================================== written   signature
+told by ========  ===================================================================
+================================== verl      ``compute_score(data_source, solution_str,
+ground_truth, extra_info)``  anything else slime     ``async custom_rm(args, sample)``
+``args`` first, or ``sample`` second slime     ``async group_rm(args, samples)``
+the same, and the second's name TRL       ``reward(completions, **columns)``
+``completions`` or ``prompts`` ========
+===================================================================
+==================================
 
-verl calls by keyword, and so do we: parameters stand in any order, with or without defaults, behind a star, or in
-``**kwargs``. slime calls by position, TRL by keyword. Scoring processes call a :class:`Scorer`. slime's ``group_rm``,
-which is called with all completions of a prompt at once, becomes a :class:`GroupScorer`.
+verl calls by keyword, and so do we: parameters stand in any order, with or without defaults, behind
+a star, or in ``**kwargs``. slime calls by position, TRL by keyword. Scoring processes call a
+:class:`Scorer`. slime's ``group_rm``, which is called with all completions of a prompt at once,
+becomes a :class:`GroupScorer`.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT = "prompt"
 """The column that TRL hands over as ``prompts``, whatever a row calls it."""
 LABELS = ("label", "ground_truth", "answer", "solution")
-"""TRL users' names of the column of the reference answer: each is the label, unless the row has one of that name."""
+"""TRL users' names of the column of the reference answer: each is the label, unless the row has one
+of that name."""
 GROUPS = ("samples", "group", "batch")
 """slime's names for the samples of a group."""
 OF_TRAINERS = ("trainer_state", "environments")
@@ -86,8 +91,9 @@ class ScoreItem:
 RewardFunction = Callable[..., Any]
 """As somebody has written it."""
 Scorer = Callable[[ScoreItem], Any]
-"""Calls a reward function of any form with one completion, and returns the function's result. If the function is
-written ``async def``, so is its scorer: a process can await several completions at once."""
+"""Calls a reward function of any form with one completion, and returns the function's result. If
+the function is written ``async def``, so is its scorer: a process can await several completions at
+once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,9 @@ class GroupScoresError(ValueError):
     """A function of groups did not return one score for each completion."""
 
     def __init__(self, returned: str, wanted: int) -> None:
-        super().__init__(f"the reward function returned {returned} for a group of {wanted} completions")
+        super().__init__(
+            f"the reward function returned {returned} for a group of {wanted} completions"
+        )
 
 
 class Logged(NamedTuple):
@@ -137,20 +145,26 @@ def adapted(function: RewardFunction) -> Scorer | GroupScorer:
     """Scorer that calls ``function`` as the trainer that it was written for would.
 
     Raises:
-        UnfitFunctionError: for one of TRL's form that needs the trainer's state, and for one that none of the three
-            could call.
+        UnfitFunctionError: for one of TRL's form that needs the trainer's state, and for one that
+            none of the three could call.
     """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a callable without a signature, such as one written in C
         return _from_verl(function)
-    named = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    named = [
+        p.name
+        for p in signature.parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if "completions" in named or "prompts" in named:
         return _from_trl(function, signature.parameters)
     if len(named) > 1 and (named[0] == "args" or named[1] in ("sample", "samples")):
         if named[1].endswith(GROUPS):
             _check(signature, "(args, samples), as slime does", Arguments(), [Sample()])
-            return GroupScorer(lambda items: awaited(function(Arguments(), [_sample(item) for item in items])))
+            return GroupScorer(
+                lambda items: awaited(function(Arguments(), [_sample(item) for item in items]))
+            )
         _check(signature, "(args, sample), as slime does", Arguments(), Sample())
         return _scorer(function, lambda item: function(Arguments(), _sample(item)))
     _check(signature, f"({', '.join(VERL)}), each by its name, as verl does", **dict.fromkeys(VERL))
@@ -197,25 +211,40 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in OF_TRAINERS:
         if name in parameters and parameters[name].default is inspect.Parameter.empty:
-            raise UnfitFunctionError(f"needs {name!r}; completions are scored apart from the trainer")
+            raise UnfitFunctionError(
+                f"needs {name!r}; completions are scored apart from the trainer"
+            )
 
     def call(item: ScoreItem) -> Any:
-        row = dict.fromkeys(LABELS, item.label) | {"data_source": item.data_source} | dict(item.extra)
+        row = (
+            dict.fromkeys(LABELS, item.label) | {"data_source": item.data_source} | dict(item.extra)
+        )
         row.pop(PROMPT, None)
-        # As in TRL: a prompt of chat messages has completions of chat messages, a prompt of text has text.
+        # As in TRL: a prompt of chat messages has completions of chat messages, a prompt of text
+        # has text.
         chat = isinstance(item.asked, list)
         given: dict[str, Any] = {name: [value] for name, value in row.items()}
         given["prompts"] = [item.asked]
-        given["completions"] = [[{"role": "assistant", "content": item.solution}] if chat else item.solution]
+        given["completions"] = [
+            [{"role": "assistant", "content": item.solution}] if chat else item.solution
+        ]
         given["completion_ids"] = [list(item.token_ids)]
         logged: dict[str, list[float]] = {}
 
         def log_metric(name: str, value: Any) -> None:
-            logged.setdefault(str(name), []).append(math.nan if (number := as_number(value)) is None else number)
+            logged.setdefault(str(name), []).append(
+                math.nan if (number := as_number(value)) is None else number
+            )
 
         given |= {"log_extra": _not_logged, "log_metric": log_metric}
-        returned = function(**{name: value for name, value in given.items() if takes_all or name in parameters})
-        return _only_later(returned, logged) if inspect.isawaitable(returned) else _only(returned, logged)
+        returned = function(
+            **{name: value for name, value in given.items() if takes_all or name in parameters}
+        )
+        return (
+            _only_later(returned, logged)
+            if inspect.isawaitable(returned)
+            else _only(returned, logged)
+        )
 
     return _scorer(function, call)
 
@@ -224,7 +253,11 @@ def _only(returned: Any, logged: Mapping[str, Sequence[float]]) -> Any:
     (reward,) = returned
     if reward is None:
         raise NotScoredError("the reward function returned None: it does not score this completion")
-    return Logged(reward, {name: sum(values) / len(values) for name, values in logged.items()}) if logged else reward
+    return (
+        Logged(reward, {name: sum(values) / len(values) for name, values in logged.items()})
+        if logged
+        else reward
+    )
 
 
 async def _only_later(awaitable: Awaitable[Any], logged: Mapping[str, Sequence[float]]) -> Any:
@@ -232,16 +265,27 @@ async def _only_later(awaitable: Awaitable[Any], logged: Mapping[str, Sequence[f
 
 
 def columns_wanted(function: RewardFunction) -> list[str]:
-    """Columns that a function of TRL's form cannot do without, besides those that every completion has."""
+    """Columns that a function of TRL's form cannot do without, besides those that every completion
+    has."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return []
     if not {"completions", "prompts"} & parameters.keys():
         return []
-    known = {"prompts", "completions", "completion_ids", "log_extra", "log_metric", "data_source", *LABELS}
+    known = {
+        "prompts",
+        "completions",
+        "completion_ids",
+        "log_extra",
+        "log_metric",
+        "data_source",
+        *LABELS,
+    }
     needed = [
-        p for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        p
+        for p in parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     return [p.name for p in needed if p.name not in known]
 

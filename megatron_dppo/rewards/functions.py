@@ -1,4 +1,5 @@
-"""Reward functions: lookup by name, checks of the data, scores from results, and two small built-in verifiers.
+"""Reward functions: lookup by name, checks of the data, scores from results, and two small built-in
+verifiers.
 
 Scoring processes import this file, therefore without torch and NumPy.
 """
@@ -46,8 +47,8 @@ OF_TEXT = ("math", "exact")
 VERDICT = ("score", "acc", "pred", "by", "roles")
 """Keys of a returned mapping that have a meaning. The mapping's other numbers are metrics."""
 LARGEST = 1e9
-"""Largest absolute value of a reward. Squares of far larger rewards overflow in advantages and gradients, and a user
-would blame the learning rate."""
+"""Largest absolute value of a reward. Squares of far larger rewards overflow in advantages and
+gradients, and a user would blame the learning rate."""
 
 
 class InvalidScoreError(ValueError):
@@ -56,7 +57,8 @@ class InvalidScoreError(ValueError):
     def __init__(self, kind: str, value: object) -> None:
         """
         Args:
-            kind: description of the problem without the value, so that errors can be grouped by kind.
+            kind: description of the problem without the value, so that errors can be grouped by
+                kind.
             value: result of the reward function.
         """
         self.kind = kind
@@ -64,17 +66,19 @@ class InvalidScoreError(ValueError):
 
 
 def parts_of(spec: str) -> list[tuple[str, str, float]]:
-    """Return metric, name and weight of each function in ``RewardConfig.spec``; a single function's metric is empty."""
+    """Return metric, name and weight of each function in ``RewardConfig.spec``; a single function's
+    metric is empty."""
     return [(*each,) for each in json.loads(spec)] if spec.startswith('[["') else [("", spec, 1.0)]
 
 
 def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer | GroupScorer:
-    """Return the scorer for ``reward.function``: ``math``, ``exact``, ``module:function`` or ``file.py:function``.
+    """Return the scorer for ``reward.function``: ``math``, ``exact``, ``module:function`` or
+    ``file.py:function``.
 
     - Several functions give one scorer of the weighted sum.
     - Modules are also searched in the working directory. A file can import its neighbours.
-    - A scorer takes a :class:`~megatron_dppo.rewards.adapters.ScoreItem`, for functions written for any of the
-      supported trainers. A group scorer takes the items of all completions of a prompt.
+    - A scorer takes a :class:`~megatron_dppo.rewards.adapters.ScoreItem`, for functions written for
+      any of the supported trainers. A group scorer takes the items of all completions of a prompt.
 
     Args:
         spec: ``RewardConfig.spec`` of the run.
@@ -88,9 +92,13 @@ def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer |
     if spec not in BUILTIN and not all(spec.rpartition(":")):
         likely = get_close_matches(spec, BUILTIN, 1)
         if spec.endswith(".py"):
-            raise UserError(SETTING, spec, "names a file, and no function in it", f"Write {spec}:function")
+            raise UserError(
+                SETTING, spec, "names a file, and no function in it", f"Write {spec}:function"
+            )
         forms = f"{likely[0]!r} (perhaps meant)" if likely else ", ".join(BUILTIN)
-        raise UserError(SETTING, spec, "names no reward", f"Give {forms}, module:function or file.py:function")
+        raise UserError(
+            SETTING, spec, "names no reward", f"Give {forms}, module:function or file.py:function"
+        )
     function = load_function(SETTING, BUILTIN.get(spec, spec))
     if spec == "verifiers":
         return GroupScorer(function)
@@ -99,19 +107,24 @@ def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer |
     try:
         return adapted(function)
     except UnfitFunctionError as error:
-        remedy = "Give it verl's four parameters, or slime's (args, sample), or TRL's (completions, **columns)"
+        remedy = (
+            "Give it verl's four parameters, or slime's (args, sample), or TRL's "
+            "(completions, **columns)"
+        )
         raise UserError(SETTING, spec, str(error), remedy) from error
 
 
 def check_labels(spec: str, labels: Iterable[tuple[str, object]]) -> None:
-    """Check, before generation starts, that the built-in verifiers can compare answers with these labels.
+    """Check, before generation starts, that the built-in verifiers can compare answers with these
+    labels.
 
     Args:
         spec: ``RewardConfig.spec`` of the run.
         labels: pairs of place (file and row) and label.
 
     Raises:
-        UserError: if a label cannot be compared. The message names the first row with an unfit label.
+        UserError: if a label cannot be compared. The message names the first row with an unfit
+            label.
     """
     of_text = [function for _, function, _ in parts_of(spec) if function in OF_TEXT]
     for (place, label), spec in product(labels, of_text):
@@ -119,15 +132,20 @@ def check_labels(spec: str, labels: Iterable[tuple[str, object]]) -> None:
             text = label_text(label)
         except ValueError as error:
             problem = f"compares answers with text, and the label of {place} is {error}"
-            raise UserError(SETTING, spec, problem, "Write it as one text, or give a function that reads it") from error
+            raise UserError(
+                SETTING, spec, problem, "Write it as one text, or give a function that reads it"
+            ) from error
         marked = text.rpartition("#")[2] if spec == "exact" else stated_answer(text) or text
         if is_blank(marked):
             problem = f"compares answers with labels, and {place} has an empty one"
-            raise UserError(SETTING, spec, problem, "Remove the row, or set data.label_key to another column")
+            raise UserError(
+                SETTING, spec, problem, "Remove the row, or set data.label_key to another column"
+            )
 
 
 def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -> None:
-    """Check, before generation starts, that rows have the columns that functions of TRL's form require.
+    """Check, before generation starts, that rows have the columns that functions of TRL's form
+    require.
 
     Args:
         spec: ``RewardConfig.spec`` of the run.
@@ -147,7 +165,8 @@ def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -
 
 
 def label_text(label: object) -> str:
-    """Return a label as the text for the built-in verifiers. A list of one element is replaced by the element.
+    """Return a label as the text for the built-in verifiers. A list of one element is replaced by
+    the element.
 
     Raises:
         ValueError: if the label has no single text. The message describes the label.
@@ -162,13 +181,16 @@ def label_text(label: object) -> str:
 def _of_text(function: RewardFunction, tags: Sequence[str]) -> Scorer:
     def compare(item: ScoreItem) -> Any:
         label = label_text(item.label)
-        return function(item.data_source, item.solution, label, prompt=item.rendered, thinking_tags=tags)
+        return function(
+            item.data_source, item.solution, label, prompt=item.rendered, thinking_tags=tags
+        )
 
     return compare
 
 
 def read_score(returned: object) -> Score:
-    """Read a function's result. Metrics are the logged metrics and the further numbers of a returned mapping.
+    """Read a function's result. Metrics are the logged metrics and the further numbers of a
+    returned mapping.
 
     Metrics that are not finite are left out.
 
@@ -179,20 +201,32 @@ def read_score(returned: object) -> Score:
         return returned
     returned, logged = returned if isinstance(returned, Logged) else (returned, {})
     found = {**logged, **(returned if isinstance(returned, Mapping) else {})}
-    numbers = {str(name): as_number(value) for name, value in found.items() if name not in VERDICT or name in logged}
-    metrics = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
+    numbers = {
+        str(name): as_number(value)
+        for name, value in found.items()
+        if name not in VERDICT or name in logged
+    }
+    metrics = {
+        name: number
+        for name, number in numbers.items()
+        if number is not None and math.isfinite(number)
+    }
     return Score(*to_score(returned), *details(returned), role_rewards(returned), metrics)
 
 
-def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer | GroupScorer]) -> Scorer | GroupScorer:
-    """Return a scorer of the weighted sum of the scorers' rewards. As in TRL, the sum leaves out functions that return
-    None."""
+def _weighted(
+    parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer | GroupScorer]
+) -> Scorer | GroupScorer:
+    """Return a scorer of the weighted sum of the scorers' rewards. As in TRL, the sum leaves out
+    functions that return None."""
     of_one = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
     if len(of_one) < len(scorers):
 
         def of_group(items: Sequence[ScoreItem]) -> list[Score]:
             results = [
-                scorer(items) if isinstance(scorer, GroupScorer) else [_or_error(scorer, item) for item in items]
+                scorer(items)
+                if isinstance(scorer, GroupScorer)
+                else [_or_error(scorer, item) for item in items]
                 for scorer in scorers
             ]
             return [_sum(parts, each) for each in zip(*results, strict=True)]
@@ -202,7 +236,9 @@ def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer 
 
         async def sum_scorer(item: ScoreItem) -> Score:
             results: list[object] = []
-            for scorer in of_one:  # await in sequence: only steps of this task count as processor time
+            for (
+                scorer
+            ) in of_one:  # await in sequence: only steps of this task count as processor time
                 try:
                     returned = scorer(item)
                     results.append(await returned if inspect.isawaitable(returned) else returned)
@@ -222,7 +258,8 @@ def _or_error(scorer: Scorer, item: ScoreItem) -> object:
 
 
 def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> Score:
-    """Combine the results of all functions into one score. Results that are a NotScoredError are left out."""
+    """Combine the results of all functions into one score. Results that are a NotScoredError are
+    left out."""
     scored: list[tuple[str, float, Score]] = []
     for (metric, function, weight), result in zip(parts, results, strict=True):
         if not isinstance(result, NotScoredError):
@@ -231,9 +268,14 @@ def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> 
             except InvalidScoreError as error:
                 raise InvalidScoreError(f"{error.kind} ({function})", result) from error
     if not scored:
-        raise NotScoredError("every reward function returned None: none of them scores this completion")
+        raise NotScoredError(
+            "every reward function returned None: none of them scores this completion"
+        )
     named = {role: None for *_, each in scored for role in each.roles}
-    roles = {role: sum(weight * each.roles.get(role, each.reward) for _, weight, each in scored) for role in named}
+    roles = {
+        role: sum(weight * each.roles.get(role, each.reward) for _, weight, each in scored)
+        for role in named
+    }
     metrics = {name: value for *_, each in scored for name, value in each.metrics.items()}
     metrics |= {metric: each.reward for metric, _, each in scored}
     reward = _number(sum(weight * each.reward for _, weight, each in scored), metrics)
@@ -241,12 +283,12 @@ def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> 
 
 
 def to_score(returned: object) -> tuple[float, bool]:
-    """Return the reward, and whether the completion is correct: ``acc`` if present, else whether the reward is 1 or
-    more.
+    """Return the reward, and whether the completion is correct: ``acc`` if present, else whether
+    the reward is 1 or more.
 
     Raises:
-        InvalidScoreError: if the result is not a number within ±``LARGEST``, or a mapping with a number within this
-            range under ``score``; or if ``acc`` is not true, false, 1 or 0.
+        InvalidScoreError: if the result is not a number within ±``LARGEST``, or a mapping with a
+            number within this range under ``score``; or if ``acc`` is not true, false, 1 or 0.
     """
     score, accuracy = returned, None
     if isinstance(returned, Mapping):
@@ -262,10 +304,12 @@ def to_score(returned: object) -> tuple[float, bool]:
 
 
 def role_rewards(returned: object) -> dict[str, float]:
-    """Return the rewards of a conversation's roles: ``roles`` of a returned mapping, else no rewards.
+    """Return the rewards of a conversation's roles: ``roles`` of a returned mapping, else no
+    rewards.
 
     Raises:
-        InvalidScoreError: if ``roles`` is not a mapping, or a reward is not a number within ±``LARGEST``.
+        InvalidScoreError: if ``roles`` is not a mapping, or a reward is not a number within
+            ±``LARGEST``.
     """
     roles = returned.get("roles", {}) if isinstance(returned, Mapping) else {}
     if not isinstance(roles, Mapping):
@@ -284,15 +328,18 @@ def _number(score: object, returned: object) -> float:
 
 
 def details(returned: object) -> tuple[str | None, tuple[str, ...]]:
-    """Return the answer that a function took from the completion, and the equivalences that the function needed.
+    """Return the answer that a function took from the completion, and the equivalences that the
+    function needed.
 
-    The answer is ``pred`` (verl's name) of a returned mapping, else None. The equivalences are ``by`` of the mapping,
-    else empty.
+    The answer is ``pred`` (verl's name) of a returned mapping, else None. The equivalences are
+    ``by`` of the mapping, else empty.
     """
     if not isinstance(returned, Mapping):
         return None, ()
     answer, by = returned.get("pred"), returned.get("by")
-    return None if answer is None else str(answer), tuple(map(str, by)) if isinstance(by, tuple | list) else ()
+    return None if answer is None else str(answer), tuple(map(str, by)) if isinstance(
+        by, tuple | list
+    ) else ()
 
 
 def exact_score(
@@ -323,10 +370,12 @@ def _verifier(task: str, settings: str) -> Callable[[str, Mapping[str, Any]], fl
 def reasoning_gym_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
 ) -> dict[str, object]:
-    """Return the task verifier's score of the last ``<answer>…</answer>``; without this tag, of the whole text.
+    """Return the task verifier's score of the last ``<answer>…</answer>``; without this tag, of the
+    whole text.
 
-    Verifiers give a fraction of 1 for an answer that is close or has the wrong form. Only a score of 1 is correct. An
-    answer is wrong if the verifier raises an error because the verifier cannot read the answer.
+    Verifiers give a fraction of 1 for an answer that is close or has the wrong form. Only a score
+    of 1 is correct. An answer is wrong if the verifier raises an error because the verifier cannot
+    read the answer.
 
     Raises:
         KeyError: if the prompt is not from reasoning-gym.
@@ -339,6 +388,14 @@ def reasoning_gym_score(
     answer = solution_str.strip() if answer is None else answer
     try:
         score = float(verify(answer, entry))
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, SyntaxError, TypeError, ValueError):
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+    ):
         score = 0.0
     return {"score": score, "acc": is_right(score), "pred": answer}

@@ -1,13 +1,15 @@
 """A scoring process of ``RewardWorkers``: its arguments are those of ``main``, in their order.
 
-Two processes. The one that scores imports the reward function and what that needs, and nothing else: neither torch nor
-the trainer's main module. The keeper, which forks it and runs nothing of the user's, inherits whatever processes the
-function leaves behind, in whatever sessions, and ends them with the scoring: when that ends, when the trainer says so
-(SIGTERM), and when the trainer has died. It ends as the scoring ended.
+Two processes. The one that scores imports the reward function and what that needs, and nothing
+else: neither torch nor the trainer's main module. The keeper, which forks it and runs nothing of
+the user's, inherits whatever processes the function leaves behind, in whatever sessions, and ends
+them with the scoring: when that ends, when the trainer says so (SIGTERM), and when the trainer has
+died. It ends as the scoring ended.
 
-Messages out are ("ready", whether the function takes groups, whether completions are awaited together), ("refused",
-UserError) and (unit, [Score, …], kind), kind telling errors apart. A message in is a list of (unit, pickled items). A
-unit is the range of one completion's number, or of those of a group; an item is a :class:`ScoreItem`.
+Messages out are ("ready", whether the function takes groups, whether completions are awaited
+together), ("refused", UserError) and (unit, [Score, …], kind), kind telling errors apart. A message
+in is a list of (unit, pickled items). A unit is the range of one completion's number, or of those
+of a group; an item is a :class:`ScoreItem`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Limits:
     timeout_s: float
     """Processor time for a completion."""
     clock_s: float
-    """On the clock for a completion that is awaited beside others; the trainer looks after the rest."""
+    """On the clock for a completion that is awaited beside others; the trainer looks after the
+    rest."""
     concurrency: int
 
 
@@ -83,7 +86,8 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def _wait_for(scorer: int) -> int:
-    """The wait status of the scorer. What it has left behind so far and ends by itself is reaped on the way."""
+    """The wait status of the scorer. What it has left behind so far and ends by itself is reaped on
+    the way."""
     while True:
         pid, status = os.wait()
         if pid == scorer:
@@ -92,7 +96,9 @@ def _wait_for(scorer: int) -> int:
 
 def _end_all(scorer: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with contextlib.suppress(ProcessLookupError):  # where nothing is inherited: the scorer's own group at least
+    with contextlib.suppress(
+        ProcessLookupError
+    ):  # where nothing is inherited: the scorer's own group at least
         os.killpg(scorer, signal.SIGKILL)
     end_children()
 
@@ -100,14 +106,18 @@ def _end_all(scorer: int) -> None:
 def _end_as(status: int) -> NoReturn:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one memory image, the scorer's, is enough
+        resource.setrlimit(
+            resource.RLIMIT_CORE, (0, 0)
+        )  # one memory image, the scorer's, is enough
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _be_the_scorer(keeper: int, pipe: Connection, limits: Limits, spec: str, tags: Sequence[str]) -> NoReturn:
+def _be_the_scorer(
+    keeper: int, pipe: Connection, limits: Limits, spec: str, tags: Sequence[str]
+) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -143,12 +153,20 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
     while True:
         try:
             chunk = pipe.recv()
-        except (EOFError, ConnectionResetError):  # the trainer has ended, perhaps with answers that it had not read
+        except (
+            EOFError,
+            ConnectionResetError,
+        ):  # the trainer has ended, perhaps with answers that it had not read
             return
         for unit, items in chunk:
-            # Each is unpickled by itself: what a function does to a row's objects does not reach the next completion.
-            scores, kind = _score(function, [pickle.loads(item) for item in items], limits.timeout_s)
-            if os.getpid() != scorer:  # the function has forked, and this is the child, which came back, too
+            # Each is unpickled by itself: what a function does to a row's objects does not reach
+            # the next completion.
+            scores, kind = _score(
+                function, [pickle.loads(item) for item in items], limits.timeout_s
+            )
+            if (
+                os.getpid() != scorer
+            ):  # the function has forked, and this is the child, which came back, too
                 os._exit(0)
             pipe.send((unit, scores, kind))
 
@@ -163,18 +181,29 @@ def failed(items: Sequence[ScoreItem], error: BaseException) -> tuple[list[Score
 
 
 def _kind(error: BaseException) -> str:
-    """Where it was raised, and what: the same for two errors whose messages differ in the completion they quote."""
+    """Where it was raised, and what: the same for two errors whose messages differ in the
+    completion they quote."""
     frames = traceback.extract_tb(error.__traceback__)
-    return " ".join([type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames)])
+    return " ".join(
+        [type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames)]
+    )
 
 
-def _score(function: Scorer | GroupScorer, items: Sequence[ScoreItem], timeout_s: float) -> tuple[list[Score], str]:
+def _score(
+    function: Scorer | GroupScorer, items: Sequence[ScoreItem], timeout_s: float
+) -> tuple[list[Score], str]:
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         limit_s = timeout_s * len(items)
-        signal.setitimer(signal.ITIMER_PROF, limit_s)  # the kernel ends the process, also within a call of C
+        signal.setitimer(
+            signal.ITIMER_PROF, limit_s
+        )  # the kernel ends the process, also within a call of C
         try:
-            returned = function(items) if isinstance(function, GroupScorer) else [awaited(function(items[0]))]
+            returned = (
+                function(items)
+                if isinstance(function, GroupScorer)
+                else [awaited(function(items[0]))]
+            )
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
         return [read_score(each) for each in returned], ""
@@ -182,22 +211,32 @@ def _score(function: Scorer | GroupScorer, items: Sequence[ScoreItem], timeout_s
         return failed(items, error)
 
 
-def _score_together(function: Callable[..., Any], pipe: Connection, timeout_s: float, clock_s: float) -> None:
+def _score_together(
+    function: Callable[..., Any], pipe: Connection, timeout_s: float, clock_s: float
+) -> None:
     """Score what comes, each completion from the moment it comes, until the pipe closes.
 
-    The trainer decides how many are open (``reward.concurrency``); here each is a task of one event loop. The limits
-    hold for each completion: its steps' processor time ends the process, as with other functions, and its time on the
-    clock cancels its task. Processor time of tasks that the function starts by itself counts on the clock alone.
+    The trainer decides how many are open (``reward.concurrency``); here each is a task of one event
+    loop. The limits hold for each completion: its steps' processor time ends the process, as with
+    other functions, and its time on the clock cancels its task. Processor time of tasks that the
+    function starts by itself counts on the clock alone.
 
     Args:
         timeout_s: processor time for a completion, in seconds.
         clock_s: what it may take on the clock.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    asyncio.run(_serve(pipe, lambda unit, item: _score_awaited(function, pipe, unit, item, (timeout_s, clock_s))))
+    asyncio.run(
+        _serve(
+            pipe,
+            lambda unit, item: _score_awaited(function, pipe, unit, item, (timeout_s, clock_s)),
+        )
+    )
 
 
-async def _serve(pipe: Connection, score: Callable[[range, ScoreItem], Coroutine[Any, Any, None]]) -> None:
+async def _serve(
+    pipe: Connection, score: Callable[[range, ScoreItem], Coroutine[Any, Any, None]]
+) -> None:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -213,31 +252,39 @@ async def _serve(pipe: Connection, score: Callable[[range, ScoreItem], Coroutine
                 loop.call_soon_threadsafe(begin, pipe.recv())
         loop.call_soon_threadsafe(ended.set)
 
-    # On a thread of its own: the trainer sends while completions are open, and must not wait until a function that
-    # computes lets the loop read.
+    # On a thread of its own: the trainer sends while completions are open, and must not wait until
+    # a function that computes lets the loop read.
     threading.Thread(target=receive, daemon=True).start()
     await ended.wait()
 
 
 async def _score_awaited(
-    function: Callable[..., Any], pipe: Connection, unit: range, item: ScoreItem, limits: tuple[float, float]
+    function: Callable[..., Any],
+    pipe: Connection,
+    unit: range,
+    item: ScoreItem,
+    limits: tuple[float, float],
 ) -> None:
     scorer, (timeout_s, clock_s) = os.getpid(), limits
     try:
         async with asyncio.timeout(clock_s) as limit:
             returned = await _Metered(function(item), timeout_s)
         scores, kind = [read_score(returned)], ""
-    except BaseException as error:  # a function that calls sys.exit, or cancels itself, has failed like any other
+    except (
+        BaseException
+    ) as error:  # a function that calls sys.exit, or cancels itself, has failed like any other
         scores, kind = failed([item], error)
-    if os.getpid() != scorer:  # the function has forked, and this is the child, which came back, too
+    if (
+        os.getpid() != scorer
+    ):  # the function has forked, and this is the child, which came back, too
         os._exit(0)
     with contextlib.suppress(OSError):  # the trainer has ended
         pipe.send((unit, [Score.failed("timeout")] if limit.expired() else scores, kind))
 
 
 class _Metered:
-    """Awaits a coroutine whose own steps may take ``limit_s`` seconds of processor time in all; past them the kernel
-    ends the process."""
+    """Awaits a coroutine whose own steps may take ``limit_s`` seconds of processor time in all;
+    past them the kernel ends the process."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], limit_s: float) -> None:
         self._coroutine, self._left_s = coroutine, limit_s
@@ -260,15 +307,19 @@ class _Metered:
 
 
 def _limit_memory(most_mib: int) -> None:
-    """Let scoring take so much more than the imports did; past it an allocation fails, and a completion with it.
+    """Let scoring take so much more than the imports did; past it an allocation fails, and a
+    completion with it.
 
-    Address space, which the kernel counts at once; what is resident could pass the machine's before anyone looked.
+    Address space, which the kernel counts at once; what is resident could pass the machine's before
+    anyone looked.
     """
     if sys.platform == "linux":
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         most = taken + most_mib * MEBIBYTE
-        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+        )
 
 
 if __name__ == "__main__":

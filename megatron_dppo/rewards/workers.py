@@ -1,11 +1,14 @@
-"""Scoring in processes that can be killed: a verifier that hangs costs its completion, never the run.
+"""Scoring in processes that can be killed: a verifier that hangs costs its completion, never the
+run.
 
-Each worker is a fresh interpreter with one pipe: no fork of a process that holds threads, gloo or CUDA, and no second
-import of the trainer's main module, as multiprocessing and the pools built on it would do. Completions travel in
-chunks, answers come one by one, so that the time limits hold for each while the exchange costs microseconds.
+Each worker is a fresh interpreter with one pipe: no fork of a process that holds threads, gloo or
+CUDA, and no second import of the trainer's main module, as multiprocessing and the pools built on
+it would do. Completions travel in chunks, answers come one by one, so that the time limits hold for
+each while the exchange costs microseconds.
 
-A function has so many seconds of processor time, which the kernel counts (``worker.py``), and ten times as many on the
-clock, which are counted here: a machine that is busy with something else makes no answer a wrong one.
+A function has so many seconds of processor time, which the kernel counts (``worker.py``), and ten
+times as many on the clock, which are counted here: a machine that is busy with something else makes
+no answer a wrong one.
 
 Completions of a function written ``async def`` are awaited together: a worker has up to
 ``reward.concurrency`` of them and is given the next one as soon as one is answered.
@@ -34,10 +37,11 @@ from megatron_dppo.rewards.math.completion import THINKING_TAGS
 from megatron_dppo.rl.score import Score
 
 START_LIMIT_S = 300.0
-"""How long the import of a reward function may take. Does not count against the time limit of a completion."""
+"""How long the import of a reward function may take. Does not count against the time limit of a
+completion."""
 ON_THE_CLOCK = 10
-"""Times ``reward.timeout_s`` until a function that waits, or has others compute, is ended. 1.3 s of processor time have
-been seen to take 11.5 s on a machine that was busy otherwise."""
+"""Times ``reward.timeout_s`` until a function that waits, or has others compute, is ended. 1.3 s of
+processor time have been seen to take 11.5 s on a machine that was busy otherwise."""
 END_LIMIT_S = 5.0
 """How long a worker may take to end what its function has started, before it is killed itself."""
 CHUNK = 32
@@ -79,7 +83,8 @@ class _Worker:
 class RewardWorkers:
     """Processes that score completions with one reward function.
 
-    Make it on a thread that lives as long as the workers shall: on Linux they end with the thread that started them.
+    Make it on a thread that lives as long as the workers shall: on Linux they end with the thread
+    that started them.
     """
 
     def __init__(
@@ -97,10 +102,12 @@ class RewardWorkers:
         Args:
             spec: of the run's ``RewardConfig``.
             workers: processes.
-            timeout_s: processor time for one completion, in seconds; a tenth of what it may take on the clock. A
-                function of groups has as much for each completion of a group.
-            memory_mib: what scoring may take more than the function's imports did, in MiB; past it a completion fails.
-            concurrency: completions that a worker awaits at once, if the function is written ``async def``.
+            timeout_s: processor time for one completion, in seconds; a tenth of what it may take on
+                the clock. A function of groups has as much for each completion of a group.
+            memory_mib: what scoring may take more than the function's imports did, in MiB; past it
+                a completion fails.
+            concurrency: completions that a worker awaits at once, if the function is written
+                ``async def``.
             thinking_tags: ``reward.thinking_tags``.
         """
         self._spec, self._clock_s, self._concurrency = spec, ON_THE_CLOCK * timeout_s, concurrency
@@ -117,17 +124,22 @@ class RewardWorkers:
             UserError: if it cannot be found, imported or called, or its import does not end.
         """
         while starting := [w for w in self._workers if not w.ready]:
-            wait([w.pipe for w in starting], timeout=max(min(w.deadline for w in starting) - time.monotonic(), 0.0))
+            wait(
+                [w.pipe for w in starting],
+                timeout=max(min(w.deadline for w in starting) - time.monotonic(), 0.0),
+            )
             for worker in starting:
                 self._await_ready(worker)
 
     def score(self, items: Sequence[ScoreItem], *, most_failures: int | None = None) -> list[Score]:
-        """Score all items. A worker that hangs or dies is replaced, and what it had not begun goes to another.
+        """Score all items. A worker that hangs or dies is replaced, and what it had not begun goes
+        to another.
 
         Args:
             items: what to score; one group, where the function takes groups.
-            most_failures: past so many the rest is left unscored, for the run is about to stop; a function that always
-                hangs would else be waited for once per completion. None: all are scored.
+            most_failures: past so many the rest is left unscored, for the run is about to stop; a
+                function that always hangs would else be waited for once per completion. None: all
+                are scored.
 
         Raises:
             UserError: as ``wait_ready``.
@@ -137,7 +149,8 @@ class RewardWorkers:
         return scoring.finish()
 
     def begin(self, most_failures: int) -> Scoring:
-        """Score the completions of prompts as they come up; nothing else may be scored before its end.
+        """Score the completions of prompts as they come up; nothing else may be scored before its
+        end.
 
         Args:
             most_failures: as in ``score``.
@@ -173,10 +186,14 @@ class RewardWorkers:
             kind, *rest = worker.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
             code = _exit_code(worker)
-            if code is not None and code < 0 and not worker.again:  # as in scoring: one death may have another cause
+            if (
+                code is not None and code < 0 and not worker.again
+            ):  # as in scoring: one death may have another cause
                 self._replace(worker, again=True)
                 return
-            raise self._not_imported(f"its process {_how_it_ended(code)} while importing it") from error
+            raise self._not_imported(
+                f"its process {_how_it_ended(code)} while importing it"
+            ) from error
         if kind == "refused":
             raise rest[0]
         worker.ready, (worker.takes_groups, worker.awaits) = True, rest
@@ -190,7 +207,8 @@ class RewardWorkers:
 
 
 class Scoring:
-    """Items under way in a set of workers, in units: an item by itself, or a group where the function takes groups."""
+    """Items under way in a set of workers, in units: an item by itself, or a group where the
+    function takes groups."""
 
     def __init__(self, owner: RewardWorkers, most_failures: int) -> None:
         self._owner, self._most_failures = owner, most_failures
@@ -224,7 +242,10 @@ class Scoring:
             return False
         for worker in list(workers):
             if worker.ready:
-                self._send(worker, self._next_together(worker) if worker.awaits else self._next_chunk(worker))
+                self._send(
+                    worker,
+                    self._next_together(worker) if worker.awaits else self._next_chunk(worker),
+                )
         if not self._queue and not any(worker.pending for worker in workers):
             return False
         busy = [w for w in workers if w.pending or not w.ready]
@@ -264,8 +285,9 @@ class Scoring:
         return chunk
 
     def _next_together(self, worker: _Worker) -> list[range]:
-        """Units that bring a worker to its share of all that is open or waits. A completion that a process was lost
-        over is alone in the next one, so that it is known which completion it was."""
+        """Units that bring a worker to its share of all that is open or waits. A completion that a
+        process was lost over is alone in the next one, so that it is known which completion it
+        was."""
         ready = [w for w in self._owner._workers if w.ready]
         unanswered = sum(map(len, self._queue)) + sum(len(w.pending) for w in ready)
         share = min(self._owner._concurrency, math.ceil(unanswered / len(ready)))
@@ -289,14 +311,18 @@ class Scoring:
         worker.pending.extend(chunk)
         self._set_deadline(worker)
         try:
-            # The worker is idle, thus reading, or reads on a thread of its own: this cannot block on a full pipe.
-            worker.pipe.send([(unit, [pickle.dumps(self._items[i]) for i in unit]) for unit in chunk])
+            # The worker is idle, thus reading, or reads on a thread of its own: this cannot block
+            # on a full pipe.
+            worker.pipe.send(
+                [(unit, [pickle.dumps(self._items[i]) for i in unit]) for unit in chunk]
+            )
         except (BrokenPipeError, ConnectionResetError):
             if len(worker.pending) == len(chunk):
                 self._put_back(worker)  # it died while it had nothing to do
 
     def _set_deadline(self, worker: _Worker) -> None:
-        """By which it is to have answered once more. One that awaits several ends each by itself, unless it hangs."""
+        """By which it is to have answered once more. One that awaits several ends each by itself,
+        unless it hangs."""
         items = len(worker.pending[0]) if worker.pending else 1
         slack_s = END_LIMIT_S if worker.awaits else 0.0
         worker.deadline = time.monotonic() + items * self._owner._clock_s + slack_s
@@ -306,7 +332,8 @@ class Scoring:
             self._owner._await_ready(worker)
             return
         while worker.pending:
-            # What has arrived counts, however late this process comes to look; only then is a limit over.
+            # What has arrived counts, however late this process comes to look; only then is a limit
+            # over.
             if not worker.pipe.poll(0):
                 if time.monotonic() > worker.deadline:
                     self._time_out(worker)
@@ -352,7 +379,8 @@ class Scoring:
             solution = self._items[worker.pending.popleft().start].solution
             told = f"the scoring process {end}, scoring the completion {solution!r:.300}"
             self._note(unit, [Score.failed("error", told)] * len(unit), end)
-        # One death may have another cause, such as the kernel's need of memory; the second is the completion's own.
+        # One death may have another cause, such as the kernel's need of memory; the second is the
+        # completion's own.
         self._lost_once.add(unit.start)
         self._put_back(worker)
 
@@ -374,10 +402,18 @@ def _exit_code(worker: _Worker) -> int | None:
 def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "closed its pipe"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )
 
 
 def _environment() -> dict[str, str]:
     """This process's environment, one thread to a worker, and the same places to import from."""
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    return {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+    return {
+        **os.environ,
+        **threads,
+        "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+    }

@@ -1,1 +1,2 @@
-"""The algorithm, free of Megatron, servers and process groups: NumPy throughout, and torch in ``losses`` alone."""
+"""The algorithm, free of Megatron, servers and process groups: NumPy throughout, and torch in
+``losses`` alone."""

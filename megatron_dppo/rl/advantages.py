@@ -1,12 +1,15 @@
-"""Estimators of advantages. Advantages are computed from whole groups, before the draw of completions.
+"""Estimators of advantages. Advantages are computed from whole groups, before the draw of
+completions.
 
-An estimator is a function from rewards [Q, G] and columns to advantages [Q, G], or to Q lists of G arrays [L] with an
-advantage for each token of a response. The columns are
+An estimator is a function from rewards [Q, G] and columns to advantages [Q, G], or to Q lists of G
+arrays [L] with an advantage for each token of a response. The columns are
 
 - ``inclusion``: [Q], inclusion probability of each prompt.
-- ``present``: [Q, G] of bool, False for conversations in which a role does not speak. Such conversations do not count.
+- ``present``: [Q, G] of bool, False for conversations in which a role does not speak. Such
+  conversations do not count.
 - ``lengths``: [Q, G], L, tokens of each response.
-- ``reward/NAME``: [Q, G], the metric NAME of the reward function; NaN if the function returned no such metric.
+- ``reward/NAME``: [Q, G], the metric NAME of the reward function; NaN if the function returned no
+  such metric.
 
 ``trees.py`` computes the advantages of a tree's segments.
 """
@@ -48,19 +51,24 @@ class Estimator:
     zero_if_equal: bool = True
     """Whether completions of a group of equal rewards have the advantage 0."""
     batch_moments: bool = False
-    """Whether advantages depend on moments of the whole minibatch. Such moments are estimates if prompts are pruned."""
+    """Whether advantages depend on moments of the whole minibatch. Such moments are estimates if
+    prompts are pruned."""
 
 
-def group_advantages(rewards: Floats, *, normalise: bool, present: Bools | None = None, less: int = 0) -> Floats:
+def group_advantages(
+    rewards: Floats, *, normalise: bool, present: Bools | None = None, less: int = 0
+) -> Floats:
     """Return r − mean of the group, or (r − mean)/std of the group.
 
-    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Whether a group
-    is mixed is decided on the rewards: the mean of equal numbers need not equal them in floating point.
+    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO
+    (arXiv:2503.20783). Whether a group is mixed is decided on the rewards: the mean of equal
+    numbers need not equal them in floating point.
 
     Args:
         rewards: [Q, G], from ``without_rounding``.
         normalise: divide by the standard deviation of the group.
-        present: [Q, G], False for completions that do not count; None: all count. One in each group counts at least.
+        present: [Q, G], False for completions that do not count; None: all count. One in each group
+            counts at least.
         less: 1 for the sample's standard deviation, over G − 1; 0 for the population's, over G.
 
     Returns:
@@ -74,8 +82,12 @@ def group_advantages(rewards: Floats, *, normalise: bool, present: Bools | None 
     deviation = np.where(present & mixed, rewards - rewards.sum(axis=1, keepdims=True) / size, 0.0)
     if not normalise:
         return deviation
-    deviation /= np.where(mixed, np.abs(deviation).max(axis=1, keepdims=True), 1.0)  # squares of tiny ones would vanish
-    result = deviation / np.where(mixed, np.sqrt((deviation**2).sum(axis=1, keepdims=True) / size), 1.0)
+    deviation /= np.where(
+        mixed, np.abs(deviation).max(axis=1, keepdims=True), 1.0
+    )  # squares of tiny ones would vanish
+    result = deviation / np.where(
+        mixed, np.sqrt((deviation**2).sum(axis=1, keepdims=True) / size), 1.0
+    )
     return result * np.sqrt((size - 1) / size) if less else result
 
 
@@ -100,11 +112,14 @@ def batch_normalised(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Fl
     present = columns["present"]
     counted = rewards[present]
     mixed = np.ptp(counted) > REWARD_ROUNDING * np.abs(counted).max()
-    return whitened(np.where(present & mixed, rewards - (_weights(columns) * rewards).sum(), 0.0), columns)
+    return whitened(
+        np.where(present & mixed, rewards - (_weights(columns) * rewards).sum(), 0.0), columns
+    )
 
 
 def whitened(advantages: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Divide advantages by their root mean square over the minibatch (REINFORCE++ with a baseline)."""
+    """Divide advantages by their root mean square over the minibatch (REINFORCE++ with a
+    baseline)."""
     largest = np.abs(advantages).max()
     if largest == 0.0:
         return advantages
@@ -114,13 +129,17 @@ def whitened(advantages: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
 
 
 def _weights(columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Return the weights [Q, G] of completions in the minibatch's moments. A prompt has the weight 1/π in total.
+    """Return the weights [Q, G] of completions in the minibatch's moments. A prompt has the weight
+    1/π in total.
 
-    If prompts are pruned, the moments are estimates, and advantages are ratios with a bias of O(1/prompts). The draw of
-    completions does not change the moments.
+    If prompts are pruned, the moments are estimates, and advantages are ratios with a bias of
+    O(1/prompts). The draw of completions does not change the moments.
     """
     present = columns["present"]
-    each = np.where(present, 1.0 / present.sum(axis=1, keepdims=True), 0.0) / columns["inclusion"][:, None]
+    each = (
+        np.where(present, 1.0 / present.sum(axis=1, keepdims=True), 0.0)
+        / columns["inclusion"][:, None]
+    )
     weights: Floats = each / each.sum()
     return weights
 
@@ -131,15 +150,22 @@ ESTIMATORS: Mapping[str, Estimator] = {
     "dr_grpo": Estimator(centred),
     "rloo": Estimator(leave_one_out),
     "reinforce_pp": Estimator(batch_normalised, zero_if_equal=False, batch_moments=True),
-    "reinforce_pp_baseline": Estimator(lambda r, columns: whitened(centred(r, columns), columns), batch_moments=True),
+    "reinforce_pp_baseline": Estimator(
+        lambda r, columns: whitened(centred(r, columns), columns), batch_moments=True
+    ),
 }
 
 _OWN: dict[str, Estimator] = {}
 
 
 def adopt(name: str, function: Callable[[Floats, Mapping[str, NDArray[Any]]], Any]) -> None:
-    """Register a user's function as an estimator in this process. The function's attributes state the two facts."""
-    facts = {fact: getattr(function, fact) for fact in ("zero_if_equal", "batch_moments") if hasattr(function, fact)}
+    """Register a user's function as an estimator in this process. The function's attributes state
+    the two facts."""
+    facts = {
+        fact: getattr(function, fact)
+        for fact in ("zero_if_equal", "batch_moments")
+        if hasattr(function, fact)
+    }
     _OWN[name] = Estimator(function, **facts)
 
 
@@ -149,10 +175,12 @@ def find_estimator(name: str) -> Estimator:
 
 
 def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Return the advantages [Q, G, S] of an estimator. S is 1, or the length of the longest response.
+    """Return the advantages [Q, G, S] of an estimator. S is 1, or the length of the longest
+    response.
 
     Raises:
-        UserError: a user's function raised, or did not return an advantage for each completion or token.
+        UserError: a user's function raised, or did not return an advantage for each completion or
+            token.
     """
     if not len(rewards):
         return np.zeros((*rewards.shape, 1))
@@ -180,13 +208,18 @@ def _checked(returned: Any, lengths: NDArray[Any]) -> Floats:
     if not any(np.ndim(each) for group in returned for each in group):
         result = np.array(returned, np.float64)[..., None]
         if result.shape[:-1] != lengths.shape:
-            raise ValueError(f"advantages of shape {result.shape[:-1]} for rewards of {lengths.shape}")
+            raise ValueError(
+                f"advantages of shape {result.shape[:-1]} for rewards of {lengths.shape}"
+            )
     else:
         result = np.zeros((*lengths.shape, int(lengths.max())))
         for into, group, counts in zip(result, returned, lengths.tolist(), strict=True):
             for row, of_tokens, count in zip(into, group, counts, strict=True):
                 if np.shape(of_tokens) != (count,):
-                    raise ValueError(f"advantages of shape {np.shape(of_tokens)} for a response of {count} tokens")
+                    raise ValueError(
+                        f"advantages of shape {np.shape(of_tokens)} for a response of {count} "
+                        "tokens"
+                    )
                 row[:count] = of_tokens
     if not np.isfinite(result).all():
         raise ValueError("an advantage that is not finite")
@@ -196,7 +229,12 @@ def _checked(returned: Any, lengths: NDArray[Any]) -> Floats:
 def read_columns(part: StepMetadata) -> dict[str, NDArray[Any]]:
     """Return the columns of a minibatch. Every completion counts."""
     present = np.ones(part.rewards.shape, np.bool_)
-    return {"inclusion": part.prompt_inclusion, "present": present, "lengths": part.response_lengths, **part.parts}
+    return {
+        "inclusion": part.prompt_inclusion,
+        "present": present,
+        "lengths": part.response_lengths,
+        **part.parts,
+    }
 
 
 TRIED = np.array([[1.0, 0.0, 0.0, 0.5], [0.25, 0.25, 0.25, 0.25], [1.0, 1.0, 0.0, 1.0]])
@@ -213,7 +251,9 @@ def try_out(name: str) -> None:
     if _OWN[name].zero_if_equal and whole[1].any():
         raise _untrue(name, "zero_if_equal = False", "gives a group of equal rewards advantages")
     if not (_OWN[name].batch_moments or np.allclose(whole, apart)):
-        raise _untrue(name, "batch_moments = True", "gives a group other advantages beside other groups")
+        raise _untrue(
+            name, "batch_moments = True", "gives a group other advantages beside other groups"
+        )
 
 
 def _untrue(name: str, fact: str, problem: str) -> UserError:
@@ -221,7 +261,8 @@ def _untrue(name: str, fact: str, problem: str) -> UserError:
 
 
 def _tried(name: str, rewards: Floats, inclusion: Floats | None = None) -> Floats:
-    """Return advantages of made-up rewards. Every metric of the reward function equals the reward."""
+    """Return advantages of made-up rewards. Every metric of the reward function equals the
+    reward."""
     columns = _TryOut(
         reward=rewards,
         inclusion=np.ones(len(rewards)) if inclusion is None else inclusion,
@@ -245,7 +286,8 @@ def squares_by_right(name: str, likely: Floats) -> Floats:
 
     Args:
         name: name of the estimator.
-        likely: [G + 1], probability of k right answers, which weights the group in the minibatch's moments.
+        likely: [G + 1], probability of k right answers, which weights the group in the minibatch's
+            moments.
 
     Returns:
         [G + 1]
@@ -257,44 +299,50 @@ def squares_by_right(name: str, likely: Floats) -> Floats:
 
 
 def role_advantages(part: StepMetadata, name: str) -> Floats:
-    """[Q, G, R], the advantage of each role's tokens in a conversation in which the policy speaks in several roles.
+    """[Q, G, R], the advantage of each role's tokens in a conversation in which the policy speaks
+    in several roles.
 
     Token t, which role ρ has sampled in conversation i of a prompt, has the advantage
 
         A_ρi = r_ρi − mean of r_ρj over the conversations j of the prompt in which ρ speaks
 
-    (or what the run's estimator has in its place); 0 where the role does not speak. That number of conversations does
-    not depend on what conversation i says, where it is one in which ρ speaks, so that the mean of the others is a
-    baseline: with ``rloo`` the expected gradient is
+    (or what the run's estimator has in its place); 0 where the role does not speak. That number of
+    conversations does not depend on what conversation i says, where it is one in which ρ speaks, so
+    that the mean of the others is a baseline: with ``rloo`` the expected gradient is
 
         Σ_ρ E[r_ρ Σ_{t of ρ} ∇log π(y_t | y_<t)]
 
-    Each term is the gradient of a role's expected reward by what that role says, the other roles being a part of its
-    environment. They are the same policy and change with it, so that the sum is in general the gradient of no
-    objective. Roles that all have the same reward are the exception.
+    Each term is the gradient of a role's expected reward by what that role says, the other roles
+    being a part of its environment. They are the same policy and change with it, so that the sum is
+    in general the gradient of no objective. Roles that all have the same reward are the exception.
 
-    Two conversations of a solver and a critic, with the rewards 1 and 0 of the one and 0 and 2 of the other, have
-    [[[1, −1], [−1, 1]]] under GRPO.
+    Two conversations of a solver and a critic, with the rewards 1 and 0 of the one and 0 and 2 of
+    the other, have [[[1, −1], [−1, 1]]] under GRPO.
     """
     result, columns = np.zeros(part.segments.shape), read_columns(part)
     for role in range(part.segments.shape[2]):
         known = part.segments[..., role]
         speaks = known["tokens"] > 0
         rows = np.flatnonzero(speaks.any(axis=1))
-        of_rows = {each: column[rows] for each, column in columns.items()} | {"present": speaks[rows]}
+        of_rows = {each: column[rows] for each, column in columns.items()} | {
+            "present": speaks[rows]
+        }
         found = estimate_advantages(name, known["reward"][rows], of_rows)
         if found.shape[2] > 1:
-            problem = "returned an advantage for each token, and rollout.roles has one for each role"
+            problem = (
+                "returned an advantage for each token, and rollout.roles has one for each role"
+            )
             raise UserError(SETTING, name, problem, "Return [Q, G]")
         result[rows, :, role] = np.where(speaks[rows], found[..., 0], 0.0)
     return result
 
 
 def compute_advantages(part: StepMetadata, config: Config, name: str) -> Floats:
-    """Return the advantages [Q, G, S] of segments or tokens under the estimator ``name``. S = 1: one per completion.
+    """Return the advantages [Q, G, S] of segments or tokens under the estimator ``name``. S = 1:
+    one per completion.
 
-    Advantages are 0 without task rewards (``loss.distillation.use_task_rewards``), and in masked completions. Rewards
-    of masked completions count in the baselines.
+    Advantages are 0 without task rewards (``loss.distillation.use_task_rewards``), and in masked
+    completions. Rewards of masked completions count in the baselines.
     """
     if not config.loss.distillation.use_task_rewards:
         return np.zeros((*part.rewards.shape, part.segments.shape[-1] or 1))
@@ -308,15 +356,17 @@ def compute_advantages(part: StepMetadata, config: Config, name: str) -> Floats:
 
 
 def masked_completions(part: StepMetadata, config: Config) -> Bools:
-    """[Q, G], True for completions without any loss: truncated ones, with ``loss.mask_truncated``."""
+    """[Q, G], True for completions without any loss: truncated ones, with
+    ``loss.mask_truncated``."""
     return part.truncated & config.loss.mask_truncated
 
 
 def completion_advantages(part: StepMetadata, segments: Floats) -> Floats:
-    """[Q, G], the one advantage by which the rules of pruning know a completion whose segments have ``segments``.
+    """[Q, G], the one advantage by which the rules of pruning know a completion whose segments have
+    ``segments``.
 
-    A segment counts by its tokens as well, so little that it matters only where all norms are 0. Tokens with an
-    advantage each are taken to have scores of one norm.
+    A segment counts by its tokens as well, so little that it matters only where all norms are 0.
+    Tokens with an advantage each are taken to have scores of one norm.
     """
     if not part.segments.shape[-1]:
         if segments.shape[-1] == 1:
@@ -329,10 +379,10 @@ def completion_advantages(part: StepMetadata, segments: Floats) -> Floats:
 def whole_advantage(parts: Floats, squares: Floats) -> Floats:
     """One advantage for a completion whose parts have several.
 
-    Its size is such that |a|·s = √Σ_l A_l² s_l², with s_l the score norms of the parts and s² their sum of squares. A
-    completion of the one advantage a would have a gradient of the same norm, where the scores of its tokens are
-    orthogonal. So A² is a second moment over tokens, weighted by the squares of their scores. The sign is that of Σ_l
-    A_l s_l².
+    Its size is such that |a|·s = √Σ_l A_l² s_l², with s_l the score norms of the parts and s² their
+    sum of squares. A completion of the one advantage a would have a gradient of the same norm,
+    where the scores of its tokens are orthogonal. So A² is a second moment over tokens, weighted by
+    the squares of their scores. The sign is that of Σ_l A_l s_l².
 
     Args:
         parts: [Q, G, n], the advantages A_l.

@@ -6,16 +6,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Cell = tuple[float, float, int, float, int]
-"""Two coordinates, how many completions are there, the sum of their inclusion probabilities, how many were kept."""
+"""Two coordinates, how many completions are there, the sum of their inclusion probabilities, how
+many were kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class PruningStats:
-    """A step's completions, counted: a line of ``pruning.jsonl``. The tables hold those with an advantage only.
+    """A step's completions, counted: a line of ``pruning.jsonl``. The tables hold those with an
+    advantage only.
 
-        PruningStats(kept=(1, 5), pruned=(1, 4), by_group=((0.5, -1.0, 1, 1.0, 1), (0.5, 1.0, 1, 0.4, 0)), ...)
+        PruningStats(kept=(1, 5), pruned=(1, 4), by_group=((0.5, -1.0, 1, 1.0, 1), (0.5, 1.0, 1,
+        0.4, 0)), ...)
 
-    trains on one completion of 5 tokens. In groups that are half right it kept 1 of 1 wrong and 0 of 1 right answers.
+    trains on one completion of 5 tokens. In groups that are half right it kept 1 of 1 wrong and 0
+    of 1 right answers.
     """
 
     kept: tuple[int, int]
@@ -27,11 +31,13 @@ class PruningStats:
     binary: bool
     """Whether no group has more than two different rewards."""
     by_group: tuple[Cell, ...]
-    """By the share of the group's answers that are better than its mean, and by the answer's own side, 1 or −1."""
+    """By the share of the group's answers that are better than its mean, and by the answer's own
+    side, 1 or −1."""
     by_reward: tuple[Cell, ...]
     """By the reward's distance from the group's mean in its standard deviations, and by side."""
     by_cause: tuple[Cell, ...]
-    """By log2 of the response's tokens, and of its |A|·c·√Σ_t(1−p_t)²/π_prompt over the step's median."""
+    """By log2 of the response's tokens, and of its |A|·c·√Σ_t(1−p_t)²/π_prompt over the step's
+    median."""
 
     def as_row(self) -> dict[str, Any]:
         """For JSON. The file keeps an older name of ``zero_advantage``."""

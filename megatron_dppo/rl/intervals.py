@@ -24,14 +24,16 @@ class Estimate:
 
 
 def estimate(value: float, drawn: Floats) -> Estimate:
-    """``value`` with its percentile bootstrap interval, of the resampled figures ``drawn`` that are numbers."""
+    """``value`` with its percentile bootstrap interval, of the resampled figures ``drawn`` that are
+    numbers."""
     known, tail = drawn[~np.isnan(drawn)], (1.0 - CONFIDENCE) / 2
     low, high = np.quantile(known, [tail, 1.0 - tail]) if len(known) else (np.nan, np.nan)
     return Estimate(value if len(known) else np.nan, float(low), float(high))
 
 
 def student_t(freedom: int) -> float:
-    """Half of a mean's confidence interval, in standard errors: the 97.5% quantile of Student's t distribution.
+    """Half of a mean's confidence interval, in standard errors: the 97.5% quantile of Student's t
+    distribution.
 
     With t = √freedom · tan θ, the density of θ is proportional to cos^(freedom - 1) θ.
     """

@@ -1,7 +1,8 @@
-"""The loss of each token, in torch. The plan says how token losses are weighted, divided and summed.
+"""The loss of each token, in torch. The plan says how token losses are weighted, divided and
+summed.
 
-The pruning weight multiplies the finished loss of a token. Inside the minimum it would move the clip, and change the
-expectation of clipped completions.
+The pruning weight multiplies the finished loss of a token. Inside the minimum it would move the
+clip, and change the expectation of clipped completions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ FRESH_TOKENS = "fresh_tokens"
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Temperatures of SAPO's gate (arXiv:2511.20347) for positive and for other advantages."""
 LARGEST_LOG_RATIO = 20.0
-"""Log-ratio from which a ratio grows linearly, see ``ratio_of``. In a trust region larger ratios have no gradient."""
+"""Log-ratio from which a ratio grows linearly, see ``ratio_of``. In a trust region larger ratios
+have no gradient."""
 
 
 def token_losses(
@@ -38,38 +40,43 @@ def token_losses(
     samples: int | None = None,
     fresh: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """−ℓ of R response tokens: the objective's surrogate, corrected for the engine, less the KL to a reference.
+    """−ℓ of R response tokens: the objective's surrogate, corrected for the engine, less the KL to
+    a reference.
 
         ℓ = w · f(ρ, A) − β KL,    ρ = exp(log p − log p_old)
 
     f is a function of ``SURROGATES``. w and its masks do not apply to the KL.
 
-    Two tokens of probability 0.5, which was 0.4 before, with an advantage of 1 under GRPO have the losses [−1.2, −1.2]:
-    their ratios of 1.25 are clipped. The sum ``train/pg_clipfrac`` is 2.
+    Two tokens of probability 0.5, which was 0.4 before, with an advantage of 1 under GRPO have the
+    losses [−1.2, −1.2]: their ratios of 1.25 are clipped. The sum ``train/pg_clipfrac`` is 2.
 
     Args:
         objective: gives the surrogate f with its clips, and the level and the masks of w.
         logprobs: [R], of the policy, with gradient.
-        old_logprobs: [R], of the policy before the rollout's first update; None: of this policy, so that ρ is 1 with
-            the gradient of log p.
+        old_logprobs: [R], of the policy before the rollout's first update; None: of this policy, so
+            that ρ is 1 with the gradient of log p.
         engine_logprobs: [R], as reported by the engine that sampled the tokens.
-        reference_logprobs: [R], of the policy that KL is measured to; may be None if ``kl_coef`` is 0.
+        reference_logprobs: [R], of the policy that KL is measured to; may be None if ``kl_coef`` is
+            0.
         advantage: [R], of the token's completion.
         kl_coef: β.
-        tis_cap: cap of the importance weight w, see ``_engine_weight``; None: it is not truncated, and 1 where the
-            objective masks nothing either.
-        sample: [R], which of the pack's samples a token belongs to, from 0. Whatever is of a sequence needs it.
+        tis_cap: cap of the importance weight w, see ``_engine_weight``; None: it is not truncated,
+            and 1 where the objective masks nothing either.
+        sample: [R], which of the pack's samples a token belongs to, from 0. Whatever is of a
+            sequence needs it.
         samples: their number; None: it is worked out, for which the CPU waits for a GPU.
-        fresh: [R] of bool, the tokens that the engine made with the weights of ``old_logprobs``; None: all. The others
-            differ rightly, and are left out of the sums of ``MISMATCH``.
+        fresh: [R] of bool, the tokens that the engine made with the weights of ``old_logprobs``;
+            None: all. The others differ rightly, and are left out of the sums of ``MISMATCH``.
 
     Returns:
-        - [R], the losses. They are multiplied by ``scale`` of their samples and summed, and divided by nothing.
-        - Sums over the R tokens, without gradient, by metric. A metric is the sum divided by the number of tokens. The
-          sums of ``MISMATCH`` are divided by ``FRESH_TOKENS`` instead.
+        - [R], the losses. They are multiplied by ``scale`` of their samples and summed, and divided
+          by nothing.
+        - Sums over the R tokens, without gradient, by metric. A metric is the sum divided by the
+          number of tokens. The sums of ``MISMATCH`` are divided by ``FRESH_TOKENS`` instead.
 
     Raises:
-        ValueError: ``kl_coef`` is positive and there is no reference, or ``sample`` is needed and not given.
+        ValueError: ``kl_coef`` is positive and there is no reference, or ``sample`` is needed and
+            not given.
     """
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     sequences = Sequences(sample, samples)
@@ -85,8 +92,14 @@ def token_losses(
         policy_loss = policy_loss * weight
 
     if reference_logprobs is None and kl_coef > 0.0:
-        raise ValueError("kl_coef is positive, but no log-probabilities of the reference were given")
-    divergence = torch.zeros_like(logprobs) if reference_logprobs is None else k3(logprobs, reference_logprobs)
+        raise ValueError(
+            "kl_coef is positive, but no log-probabilities of the reference were given"
+        )
+    divergence = (
+        torch.zeros_like(logprobs)
+        if reference_logprobs is None
+        else k3(logprobs, reference_logprobs)
+    )
     loss = policy_loss + kl_coef * divergence if kl_coef > 0.0 else policy_loss
     with torch.no_grad():
         sums = {
@@ -106,7 +119,9 @@ def _mismatch_sums(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
     return {
         "train/rollout_logprob_abs_diff": torch.where(fresh, mismatch, 0.0).sum(),
         # e^50 is past every limit, and more would overflow.
-        "train/token_mult_prob_error": torch.where(fresh, mismatch.clamp(max=50.0).exp(), 0.0).sum(),
+        "train/token_mult_prob_error": torch.where(
+            fresh, mismatch.clamp(max=50.0).exp(), 0.0
+        ).sum(),
         FRESH_TOKENS: fresh.sum(),
     }
 
@@ -114,8 +129,10 @@ def _mismatch_sums(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
 def ratio_of(log_ratio: Tensor) -> Tensor:
     """e^x, continued by its tangent above ``LARGEST_LOG_RATIO``. [R] in, [R] out.
 
-    In single precision e^x is infinite from x = 89 on. A token that is clipped would have the gradient 0·∞ = NaN, not
-    0. The tangent keeps values and gradients finite, with their sign, and exceeds every clip and mask as e^x does.
+    In single precision e^x is infinite from x = 89 on. A token that is clipped would have the
+    gradient 0·∞ = NaN, not
+    0. The tangent keeps values and gradients finite, with their sign, and exceeds every clip and
+        mask as e^x does.
     """
     capped = log_ratio.clamp(max=LARGEST_LOG_RATIO)
     return torch.exp(capped) * (1.0 + (log_ratio - capped))
@@ -129,11 +146,18 @@ class Sequences:
     samples: int | None
 
     def sums(self, values: Tensor, *, mean: bool = False) -> Tensor:
-        """[R], for each token the sum, or the mean, of ``values`` [R] over its sequence, without a gradient."""
+        """[R], for each token the sum, or the mean, of ``values`` [R] over its sequence, without a
+        gradient."""
         if self.sample is None:
-            raise ValueError("a ratio or a weight per sequence needs to know which tokens make up a sequence")
+            raise ValueError(
+                "a ratio or a weight per sequence needs to know which tokens make up a sequence"
+            )
         values = values.detach()
-        samples = int(self.sample.max()) + 1 if self.samples is None and len(self.sample) else self.samples or 0
+        samples = (
+            int(self.sample.max()) + 1
+            if self.samples is None and len(self.sample)
+            else self.samples or 0
+        )
         none = values.new_zeros(samples)
         total = none.index_add(0, self.sample, values)
         if mean:
@@ -143,23 +167,26 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Inputs of a surrogate, and of ``loss.objective``. Tensors are [R]; ``logprobs`` has a gradient.
+    """Inputs of a surrogate, and of ``loss.objective``. Tensors are [R]; ``logprobs`` has a
+    gradient.
 
-    Two tokens of one sequence, which have become likelier, may have ``logprobs`` [−0.5, −1.0], ``old`` [−0.7, −1.0] and
-    ``advantage`` [1.0, 1.0]; their ``ratio`` is then [1.22, 1.0].
+    Two tokens of one sequence, which have become likelier, may have ``logprobs`` [−0.5, −1.0],
+    ``old`` [−0.7, −1.0] and ``advantage`` [1.0, 1.0]; their ``ratio`` is then [1.22, 1.0].
     """
 
     objective: Objective
     logprobs: Tensor
     """Policy's log-probabilities."""
     old: Tensor
-    """Policy's log-probabilities before the rollout's first update; for one update ``logprobs`` without gradient."""
+    """Policy's log-probabilities before the rollout's first update; for one update ``logprobs``
+    without gradient."""
     engine: Tensor
     """Log-probabilities of the sampling engine."""
     advantage: Tensor
     """Advantage of the token's completion."""
     sequences: Sequences
-    """``sequences.sums(values)`` and ``sums(values, mean=True)`` give each token its sequence's sum or mean."""
+    """``sequences.sums(values)`` and ``sums(values, mean=True)`` give each token its sequence's sum
+    or mean."""
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -170,13 +197,15 @@ class Tokens:
     def ratio(self) -> Tensor:
         """exp(log p − log p_old), or GSPO's in its form for tokens (arXiv:2507.18071, equation 14).
 
-        There each token has ρ = exp(mean over its sequence of log p − log p_old), with the gradient of the token's own
-        log p. Summed over a sequence that is the gradient of its ratio.
+        There each token has ρ = exp(mean over its sequence of log p − log p_old), with the gradient
+        of the token's own log p. Summed over a sequence that is the gradient of its ratio.
         """
         log_ratio = self.logprobs - self.old
         if self.objective.ratio == "token":
             return ratio_of(log_ratio)
-        return ratio_of(self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach())
+        return ratio_of(
+            self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach()
+        )
 
 
 def _clipped(tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -187,24 +216,30 @@ def _clipped(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _weighted(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """CISPO (arXiv:2506.13585, equations 4 and 5): clip(ρ, 1 − ε_low, 1 + ε_high) A log p, the clip a constant."""
+    """CISPO (arXiv:2506.13585, equations 4 and 5): clip(ρ, 1 − ε_low, 1 + ε_high) A log p, the clip
+    a constant."""
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(*tokens.limits)
     return weight * tokens.advantage * tokens.logprobs, weight != ratio
 
 
 def _gated(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """SAPO (arXiv:2511.20347): A · 4/τ · sigmoid(τ (ρ − 1)), whose gradient at ρ = 1 is A ∇ρ. Nothing is clipped."""
+    """SAPO (arXiv:2511.20347): A · 4/τ · sigmoid(τ (ρ − 1)), whose gradient at ρ = 1 is A ∇ρ.
+    Nothing is clipped."""
     positive, others = SAPO_TEMPERATURES
-    temperature = torch.full_like(tokens.advantage, others).masked_fill(tokens.advantage > 0.0, positive)
+    temperature = torch.full_like(tokens.advantage, others).masked_fill(
+        tokens.advantage > 0.0, positive
+    )
     gate = torch.sigmoid(temperature * (tokens.ratio - 1.0)) * 4.0 / temperature
     return gate * tokens.advantage, torch.zeros_like(gate, dtype=torch.bool)
 
 
 def _geometric(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """GMPO (arXiv:2507.20673): A times the geometric mean of a sequence's ratios, each clipped as PPO clips it.
+    """GMPO (arXiv:2507.20673): A times the geometric mean of a sequence's ratios, each clipped as
+    PPO clips it.
 
-    As with GSPO each token has the value of its sequence and a gradient of its own, which is 0 where it is clipped.
+    As with GSPO each token has the value of its sequence and a gradient of its own, which is 0
+    where it is clipped.
     """
     low, high = (math.log(limit) for limit in tokens.limits)
     log_ratio, positive = tokens.logprobs - tokens.old, tokens.advantage > 0.0
@@ -214,7 +249,8 @@ def _geometric(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _total_variation(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The trust region with D = |q − p|, p and q being policy's and engine's probability of the token (equation 13)."""
+    """The trust region with D = |q − p|, p and q being policy's and engine's probability of the
+    token (equation 13)."""
     p, q = tokens.logprobs.detach().exp(), tokens.engine.exp()
     return _in_trust_region(tokens, (q - p).abs())
 
@@ -227,14 +263,16 @@ def _binary_kl(tokens: Tokens) -> tuple[Tensor, Tensor]:
         return torch.xlogy(of_engine, of_engine / of_policy.clamp(min=least))
 
     log_p, log_q = tokens.logprobs.detach(), tokens.engine
-    return _in_trust_region(tokens, term(log_q.exp(), log_p.exp()) + term(-log_q.expm1(), -log_p.expm1()))
+    return _in_trust_region(
+        tokens, term(log_q.exp(), log_p.exp()) + term(-log_q.expm1(), -log_p.expm1())
+    )
 
 
 def _in_trust_region(tokens: Tokens, divergence: Tensor) -> tuple[Tensor, Tensor]:
     """Divergence PPO (arXiv:2602.04879, equation 12): M · p/q · A, with the engine's q.
 
-    M is 0 where D is above its bound and the update would move the token's probability further away: A > 0 and p > q,
-    or A < 0 and p < q.
+    M is 0 where D is above its bound and the update would move the token's probability further
+    away: A > 0 and p > q, or A < 0 and p < q.
     """
     away, advantage = tokens.logprobs.detach() - tokens.engine, tokens.advantage
     rises = (advantage > 0.0) & (away > 0.0) & (divergence > tokens.objective.clip_high)
@@ -257,11 +295,12 @@ SURROGATES: Mapping[Surrogate, Callable[[Tokens], tuple[Tensor, Tensor]]] = {
 def _engine_weight(
     objective: Objective, log_ratio: Tensor, cap: float | None, sequences: Sequences
 ) -> tuple[Tensor, Tensor]:
-    """w = min(p_old / p_engine, cap), or 0 outside of the objective's masks: a constant to the gradient.
+    """w = min(p_old / p_engine, cap), or 0 outside of the objective's masks: a constant to the
+    gradient.
 
-    It corrects for an engine that samples from a slightly different distribution, or with older weights. Truncated it
-    is TIS; with masks and no cap it is IcePop's (arXiv:2510.18855). At the level of a sequence p is the probability of
-    all of its tokens.
+    It corrects for an engine that samples from a slightly different distribution, or with older
+    weights. Truncated it is TIS; with masks and no cap it is IcePop's (arXiv:2510.18855). At the
+    level of a sequence p is the probability of all of its tokens.
 
     Args:
         objective: gives level and masks.
@@ -272,7 +311,9 @@ def _engine_weight(
     Returns:
         w [R], and which tokens [R] were truncated or masked.
     """
-    log_ratio = sequences.sums(log_ratio) if objective.tis_level == "sequence" else log_ratio.detach()
+    log_ratio = (
+        sequences.sums(log_ratio) if objective.tis_level == "sequence" else log_ratio.detach()
+    )
     ratio = ratio_of(log_ratio)
     masked = (ratio < objective.mask_below) | (ratio > objective.mask_above)
     weight = torch.where(masked, 0.0, ratio if cap is None else ratio.clamp(max=cap))
@@ -280,10 +321,11 @@ def _engine_weight(
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Schulman's estimate of KL(policy ‖ reference) from one sample: d = log p_ref − log p, and e^d − d − 1.
+    """Schulman's estimate of KL(policy ‖ reference) from one sample: d = log p_ref − log p, and e^d
+    − d − 1.
 
-    Never negative, zero where both agree, and differentiable through ``logprobs``: that is GRPO's KL term
-    (arXiv:2402.03300, equation 4). ``ratio_of`` keeps it finite. [R] in, [R] out.
+    Never negative, zero where both agree, and differentiable through ``logprobs``: that is GRPO's
+    KL term (arXiv:2402.03300, equation 4). ``ratio_of`` keeps it finite. [R] in, [R] out.
     """
     difference = reference_logprobs - logprobs
     return ratio_of(difference) - difference - 1.0

@@ -1,6 +1,8 @@
-"""Numbers from outside of the package, from reward functions, data files, servers and engines: checks and rounding.
+"""Numbers from outside of the package, from reward functions, data files, servers and engines:
+checks and rounding.
 
-The processes that score completions load this file. They do without NumPy, so that it is imported where arrays come.
+The processes that score completions load this file. They do without NumPy, so that it is imported
+where arrays come.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ if TYPE_CHECKING:
     from megatron_dppo.rl.types import Bools, Floats
 
 LOGPROB_ROUNDING = 1e-4
-"""A log-probability may be above 0 by so much: software that subtracts two numbers of single precision rounds them."""
+"""A log-probability may be above 0 by so much: software that subtracts two numbers of single
+precision rounds them."""
 
 
 def as_number(value: object) -> float | None:
-    """A number as a float, also a NumPy or torch scalar or array of no dimensions; None for anything else."""
+    """A number as a float, also a NumPy or torch scalar or array of no dimensions; None for
+    anything else."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real | Decimal):
@@ -35,7 +39,8 @@ def as_number(value: object) -> float | None:
 
 
 def as_truth(value: object) -> bool | None:
-    """True or 1 and False or 0 as a truth value; None for anything else: half is not true, and ``"false"`` is text."""
+    """True or 1 and False or 0 as a truth value; None for anything else: half is not true, and
+    ``"false"`` is text."""
     number = as_number(value)
     return bool(number) if number in (0.0, 1.0) else None
 
@@ -58,7 +63,8 @@ def as_logprobs(values: ArrayLike, mask: Bools | None = None) -> NDArray[np.floa
 
     Args:
         values: [T]; None, as JSON's null, is no number.
-        mask: [T], True for tokens whose value is read; None: all. The value of other tokens is as given.
+        mask: [T], True for tokens whose value is read; None: all. The value of other tokens is as
+            given.
 
     Raises:
         ValueError: a value that is read is not finite, or above 0.
@@ -76,25 +82,27 @@ def as_logprobs(values: ArrayLike, mask: Bools | None = None) -> NDArray[np.floa
 
 
 ROUNDING = 2.0**-21
-"""The largest difference between equal rewards, as a fraction of the largest |reward| of their group: 4.8e-7. The
-docstring of :func:`without_rounding` derives it."""
+"""The largest difference between equal rewards, as a fraction of the largest |reward| of their
+group: 4.8e-7. The docstring of :func:`without_rounding` derives it."""
 
 
 def without_rounding(rewards: Floats, present: Bools | None = None) -> Floats:
-    """Give rewards that differ by rounding alone one value, so that ``==`` compares them from here on.
+    """Give rewards that differ by rounding alone one value, so that ``==`` compares them from here
+    on.
 
-    Rewards are sums of fractions: 0.1 + 0.2, 0.3 and 0.15 + 0.15 are three different numbers. Divided by their standard
-    deviation, such differences would be advantages of size one.
+    Rewards are sums of fractions: 0.1 + 0.2, 0.3 and 0.15 + 0.15 are three different numbers.
+    Divided by their standard deviation, such differences would be advantages of size one.
 
-    The tolerance is a bound on the rounding of sums. A term that is rounded to u, relative to its size, and added up
-    with n − 1 others whose sums are rounded to u as well, contributes an error of at most n·u of its size. For terms
-    whose sizes add up to S, two sums of the same value differ by at most 2·n·u·S. Reward functions that use torch
-    compute in single precision, u = 2⁻²⁴. Four terms then differ by 8·u·S = 2⁻²¹·S, where S is the largest |reward| of
-    the group if no terms cancel. In double precision, u = 2⁻⁵³, the same tolerance allows S to be 10⁸ times the largest
+    The tolerance is a bound on the rounding of sums. A term that is rounded to u, relative to its
+    size, and added up with n − 1 others whose sums are rounded to u as well, contributes an error
+    of at most n·u of its size. For terms whose sizes add up to S, two sums of the same value differ
+    by at most 2·n·u·S. Reward functions that use torch compute in single precision, u = 2⁻²⁴. Four
+    terms then differ by 8·u·S = 2⁻²¹·S, where S is the largest |reward| of the group if no terms
+    cancel. In double precision, u = 2⁻⁵³, the same tolerance allows S to be 10⁸ times the largest
     |reward|. Smaller differences between rewards are not trained on.
 
-    Rewards are sorted, and equal to the next lower one if they exceed it by no more than the tolerance. The lowest of
-    several equal ones replaces them, or 0 or 1, if it is equal to that.
+    Rewards are sorted, and equal to the next lower one if they exceed it by no more than the
+    tolerance. The lowest of several equal ones replaces them, or 0 or 1, if it is equal to that.
 
     Args:
         rewards: [Q, G], of Q groups.
@@ -105,8 +113,12 @@ def without_rounding(rewards: Floats, present: Bools | None = None) -> Floats:
     """
     import numpy as np
 
-    known = np.where(np.ones_like(rewards, dtype=bool) if present is None else present, rewards, np.inf)
-    tolerance = ROUNDING * np.where(np.isinf(known), 0.0, np.abs(rewards)).max(axis=1, keepdims=True, initial=0.0)
+    known = np.where(
+        np.ones_like(rewards, dtype=bool) if present is None else present, rewards, np.inf
+    )
+    tolerance = ROUNDING * np.where(np.isinf(known), 0.0, np.abs(rewards)).max(
+        axis=1, keepdims=True, initial=0.0
+    )
     order = np.argsort(known, axis=1, kind="stable")
     ascending = np.take_along_axis(rewards, order, axis=1)
     higher = np.diff(ascending, axis=1, prepend=-np.inf) > tolerance

@@ -2,8 +2,9 @@
 
     J = (1/Z) Σ_q Σ_i c_qi Σ_t ℓ_qit
 
-c is the coefficient of a completion and Z the normaliser of a minibatch. Z is that of the full, unpruned minibatch, and
-depends on no draw of completions. Divided by what was kept instead, the weighted sum would be a ratio, which is biased.
+c is the coefficient of a completion and Z the normaliser of a minibatch. Z is that of the full,
+unpruned minibatch, and depends on no draw of completions. Divided by what was kept instead, the
+weighted sum would be a ratio, which is biased.
 """
 
 from __future__ import annotations
@@ -42,17 +43,22 @@ class Objective:
     name: str
     aggregation: Aggregation
     advantage: str = "grpo"
-    """How rewards become advantages: a name in ``ESTIMATORS`` of ``advantages.py``, or the user's."""
+    """How rewards become advantages: a name in ``ESTIMATORS`` of ``advantages.py``, or the
+    user's."""
     surrogate: Surrogate | Callable[..., tuple[Tensor, Tensor]] = "clipped"
     """Loss of a token from its ratio and advantage: a function in ``losses.py``, or the user's."""
     ratio: Literal["token", "sequence"] = "token"
-    """The ratio of each token's probabilities, or one for the sequence: the geometric mean of its tokens' ratios."""
+    """The ratio of each token's probabilities, or one for the sequence: the geometric mean of its
+    tokens' ratios."""
     clip_low: float = 0.2
-    """The ratio is clipped below 1 − clip_low. In a trust region: how far a token may diverge where A < 0."""
+    """The ratio is clipped below 1 − clip_low. In a trust region: how far a token may diverge where
+    A < 0."""
     clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high. In a trust region: how far a token may diverge where A > 0."""
+    """The ratio is clipped above 1 + clip_high. In a trust region: how far a token may diverge
+    where A > 0."""
     tis_level: Literal["token", "sequence"] = "token"
-    """Whether the weight of policy over engine is a token's own, or the product over its sequence."""
+    """Whether the weight of policy over engine is a token's own, or the product over its
+    sequence."""
     mask_below: float = 0.0
     """A weight of policy over engine below this counts as 0."""
     mask_above: float = math.inf
@@ -73,12 +79,18 @@ OBJECTIVES: dict[str, Objective] = {
         # GSPO, arXiv:2507.18071
         Objective("gspo", aggregation="seq_mean", ratio="sequence", clip_low=3e-4, clip_high=4e-4),
         # CISPO of MiniMax-M1, arXiv:2506.13585, which has no lower clip
-        Objective("cispo", aggregation="token_mean", surrogate="weighted", clip_low=1.0, clip_high=0.28),
+        Objective(
+            "cispo", aggregation="token_mean", surrogate="weighted", clip_low=1.0, clip_high=0.28
+        ),
         # RLOO, arXiv:2402.14740, which has no clip
-        Objective("rloo", aggregation="constant", advantage="rloo", clip_low=1.0, clip_high=math.inf),
+        Objective(
+            "rloo", aggregation="constant", advantage="rloo", clip_low=1.0, clip_high=math.inf
+        ),
         # REINFORCE++ and its variant with a baseline, arXiv:2501.03262
         Objective("reinforce_pp", aggregation="seq_mean", advantage="reinforce_pp"),
-        Objective("reinforce_pp_baseline", aggregation="seq_mean", advantage="reinforce_pp_baseline"),
+        Objective(
+            "reinforce_pp_baseline", aggregation="seq_mean", advantage="reinforce_pp_baseline"
+        ),
         # GMPO, arXiv:2507.20673: log-ratios are clipped to ±0.4
         Objective(
             "gmpo",
@@ -111,12 +123,14 @@ def objective_for(loss: LossConfig) -> Objective:
 
 
 def soft_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Floats:
-    """DAPO's soft penalty of overlong responses (arXiv:2503.14476, equation 13), to be added to the reward.
+    """DAPO's soft penalty of overlong responses (arXiv:2503.14476, equation 13), to be added to the
+    reward.
 
     Args:
         lengths: response lengths in tokens, of any shape.
         limit: longest response allowed, in tokens.
-        buffer: the penalty falls linearly from 0 to −1 over this many tokens below the limit; 0: no penalty.
+        buffer: the penalty falls linearly from 0 to −1 over this many tokens below the limit; 0: no
+            penalty.
 
     Returns:
         Values in [−1, 0], of the shape of ``lengths``.
@@ -138,8 +152,11 @@ def coefficient(aggregation: Aggregation, sampled_lengths: Ints) -> Floats:
     return 1.0 / np.maximum(lengths, 1.0) if aggregation == "seq_mean" else np.ones_like(lengths)
 
 
-def kept_share(aggregation: Aggregation, *, sampled_lengths: Ints, prompt_inclusion: Floats, kept: Bools) -> float:
-    """The share of Z that belongs to the kept completions [Q, G]: Z times it is what CPPO divides by."""
+def kept_share(
+    aggregation: Aggregation, *, sampled_lengths: Ints, prompt_inclusion: Floats, kept: Bools
+) -> float:
+    """The share of Z that belongs to the kept completions [Q, G]: Z times it is what CPPO divides
+    by."""
     size = sampled_lengths if aggregation == "token_mean" else np.ones_like(sampled_lengths)
     parts = size / prompt_inclusion[:, None]
     return float(parts[kept].sum() / parts.sum()) if kept.any() else 1.0
@@ -155,15 +172,16 @@ def normaliser(
 ) -> float:
     """Z of a minibatch, before any completion is pruned.
 
-    If prompts were pruned, the tokens that ``token_mean`` divides by are known of the rolled-out prompts only. Their
-    sum is then estimated with each prompt's tokens times 1/π. The objective becomes a ratio of two unbiased estimates,
-    whose bias vanishes as 1/(number of prompts).
+    If prompts were pruned, the tokens that ``token_mean`` divides by are known of the rolled-out
+    prompts only. Their sum is then estimated with each prompt's tokens times 1/π. The objective
+    becomes a ratio of two unbiased estimates, whose bias vanishes as 1/(number of prompts).
 
     Args:
         aggregation: the objective's.
         sampled_lengths: [Q, G] of the rolled-out groups, tokens that the policy sampled.
         prompt_inclusion: [Q], their inclusion probabilities.
-        prompts: number of candidate prompts that the minibatch stands for, the pruned ones included.
+        prompts: number of candidate prompts that the minibatch stands for, the pruned ones
+            included.
         max_response_tokens: L_max, the longest response allowed.
     """
     group_size = sampled_lengths.shape[1]

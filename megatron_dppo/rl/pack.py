@@ -1,8 +1,9 @@
 """From training samples to a pack: the arrays of one microbatch in THD form.
 
-Samples that begin with the same tokens, be it those of a system message, are a family, and a pack holds these tokens
-once. A family's samples stand one after the other. The number of tokens that a sample shares with the one before it is
-the place where it leaves their common path. All of these numbers together define the family's tree:
+Samples that begin with the same tokens, be it those of a system message, are a family, and a pack
+holds these tokens once. A family's samples stand one after the other. The number of tokens that a
+sample shares with the one before it is the place where it leaves their common path. All of these
+numbers together define the family's tree:
 
     p p p a a          lengths [5, 6, 5], shared [0, 5, 3]
     p p p a a b
@@ -24,7 +25,8 @@ from numpy.typing import NDArray
 from megatron_dppo.rl.types import Bools, Completion, Floats, Ints, Pack, Routing, unknown_expert
 
 LEAST_SHARED = 16
-"""Fewest tokens that are worth a segment of their own, at the beginning of prompts or of responses."""
+"""Fewest tokens that are worth a segment of their own, at the beginning of prompts or of
+responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class TrainingSample:
         TrainingSample(prompt_ids=[12, 4], response_ids=[6, 6, 2], engine_logprobs=[-0.7, 0, -0.1],
                        loss_mask=[True, False, True], ...)
 
-    is a response of three tokens to a prompt of two, and two of the three are trained on. The lists stand for arrays.
+    is a response of three tokens to a prompt of two, and two of the three are trained on. The lists
+    stand for arrays.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -51,7 +54,8 @@ class TrainingSample:
     version: int
     """The oldest weights that made any of the response."""
     shared: int = 0
-    """Tokens of prompt and response that it has in common with the sample before it, and that the pack holds once."""
+    """Tokens of prompt and response that it has in common with the sample before it, and that the
+    pack holds once."""
     routing: Routing | None = None
     """Experts of the first prompt and response tokens, in the layers of this rank's stage."""
     teacher_logprobs: NDArray[np.float32] | None = None
@@ -59,14 +63,17 @@ class TrainingSample:
 
 
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
-    """Lay samples back to back, each padded to a multiple of ``align``; what is left is one last segment of padding.
+    """Lay samples back to back, each padded to a multiple of ``align``; what is left is one last
+    segment of padding.
 
-    Samples that share tokens share one segment, from which the segments of their own parts go on; each segment is
-    padded. The padding at the end repeats the pack's tokens, or counts up to ``pad_id`` in a pack without any. In a
-    mixture equal tokens would all go to the same few experts, whose ranks might not have the memory for them.
+    Samples that share tokens share one segment, from which the segments of their own parts go on;
+    each segment is padded. The padding at the end repeats the pack's tokens, or counts up to
+    ``pad_id`` in a pack without any. In a mixture equal tokens would all go to the same few
+    experts, whose ranks might not have the memory for them.
 
-    The token before a response token predicts it, so that scoring needs no shifted labels. A token that the policy did
-    not sample is read, and has no predictor. A pack without samples is all padding.
+    The token before a response token predicts it, so that scoring needs no shifted labels. A token
+    that the policy did not sample is read, and has no predictor. A pack without samples is all
+    padding.
 
     Raises:
         ValueError: the samples need more than ``capacity`` tokens.
@@ -82,15 +89,23 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     places = _slots(shared, lengths, zip(first, begins, ends, starts[:-1].tolist(), strict=True))
     tokens = ends - begins
     if used < capacity:  # one more segment, of padding
-        starts, begins, parents = np.append(starts, capacity), np.append(begins, 0), np.append(parents, -1)
+        starts, begins, parents = (
+            np.append(starts, capacity),
+            np.append(begins, 0),
+            np.append(parents, -1),
+        )
         sizes, tokens = (np.append(some, capacity - used) for some in (sizes, tokens))
 
     token_ids = np.full(capacity, pad_id, dtype=np.int64)
     for sequence, slots in zip(sequences, places, strict=True):
         token_ids[slots] = sequence
-    token_ids[used:] = np.resize(token_ids[:used] if used else np.arange(pad_id + 1), capacity - used)
+    token_ids[used:] = np.resize(
+        token_ids[:used] if used else np.arange(pad_id + 1), capacity - used
+    )
     sampled = [np.flatnonzero(sample.loss_mask) for sample in samples]
-    responses = [len(sample.prompt_ids) + steps for sample, steps in zip(samples, sampled, strict=True)]
+    responses = [
+        len(sample.prompt_ids) + steps for sample, steps in zip(samples, sampled, strict=True)
+    ]
     owner = np.repeat(np.arange(len(samples)), [len(steps) for steps in sampled])
     advantages = [np.broadcast_to(sample.advantage, len(sample.response_ids)) for sample in samples]
     of_teachers = [sample.teacher_logprobs for sample in samples]
@@ -102,10 +117,14 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         predictors=_joined(slots[at - 1] for slots, at in zip(places, responses, strict=True)),
         targets=_joined(tokens[at] for tokens, at in zip(sequences, responses, strict=True)),
         sample=owner,
-        advantage=np.concatenate([np.zeros(0), *(a[at] for a, at in zip(advantages, sampled, strict=True))]),
+        advantage=np.concatenate(
+            [np.zeros(0), *(a[at] for a, at in zip(advantages, sampled, strict=True))]
+        ),
         scale=np.array([sample.scale for sample in samples], dtype=np.float64)[owner],
         engine_logprobs=_of_targets([sample.engine_logprobs for sample in samples], sampled),
-        teacher_logprobs=_of_targets(of_teachers, sampled) if any(of is not None for of in of_teachers) else None,
+        teacher_logprobs=_of_targets(of_teachers, sampled)
+        if any(of is not None for of in of_teachers)
+        else None,
         versions=np.array([sample.version for sample in samples], dtype=np.int64)[owner],
         parents=parents if (parents >= 0).any() else None,
         tokens=tokens if (parents >= 0).any() else None,
@@ -114,21 +133,29 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
 
 
 def path_to(pack: Pack, place: int) -> Ints:
-    """The places of the tokens that the one at ``place`` of a pack sees, in their order; itself is the last."""
+    """The places of the tokens that the one at ``place`` of a pack sees, in their order; itself is
+    the last."""
     segment = int(np.searchsorted(pack.cu_seqlens, place, side="right")) - 1
     stretches = [np.arange(pack.cu_seqlens[segment], place + 1)]
-    while pack.parents is not None and pack.tokens is not None and (segment := int(pack.parents[segment])) >= 0:
+    while (
+        pack.parents is not None
+        and pack.tokens is not None
+        and (segment := int(pack.parents[segment])) >= 0
+    ):
         stretches.insert(0, pack.cu_seqlens[segment] + np.arange(pack.tokens[segment]))
     return np.concatenate(stretches)
 
 
-def _slots(shared: Sequence[int], lengths: Sequence[int], segments: Iterable[tuple[int, int, int, int]]) -> list[Ints]:
+def _slots(
+    shared: Sequence[int], lengths: Sequence[int], segments: Iterable[tuple[int, int, int, int]]
+) -> list[Ints]:
     """For each sample the place of each of its tokens in the pack, [n].
 
     Args:
         shared: tokens that each sample has in common with the one before it.
         lengths: tokens of each sample.
-        segments: the first sample of each, its first and last token there, and its place in the pack.
+        segments: the first sample of each, its first and last token there, and its place in the
+            pack.
     """
     slots = [np.empty(length, np.int64) for length in lengths]
     for sample, begin, end, start in segments:
@@ -138,9 +165,11 @@ def _slots(shared: Sequence[int], lengths: Sequence[int], segments: Iterable[tup
     return slots
 
 
-def _of_targets(of_samples: Sequence[NDArray[np.float32] | None], sampled: Sequence[Ints]) -> NDArray[np.float32]:
-    """[R], from one value for each token of a sample's response, and the places of those that are trained on. NaN for a
-    sample without values."""
+def _of_targets(
+    of_samples: Sequence[NDArray[np.float32] | None], sampled: Sequence[Ints]
+) -> NDArray[np.float32]:
+    """[R], from one value for each token of a sample's response, and the places of those that are
+    trained on. NaN for a sample without values."""
     parts = [np.zeros(0, np.float32)]
     for values, at in zip(of_samples, sampled, strict=True):
         parts.append(np.full(len(at), np.nan, np.float32) if values is None else values[at])
@@ -151,9 +180,16 @@ def _joined(parts: Iterable[NDArray[Any]]) -> Ints:
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
-def _routing(of_samples: Sequence[Routing | None], slots: Sequence[Ints], capacity: int) -> Routing | None:
-    """[T, layers, k], from that of each sample, the first one's where they share; None where no sample has any."""
-    known = [(table, places) for table, places in zip(of_samples, slots, strict=True) if table is not None]
+def _routing(
+    of_samples: Sequence[Routing | None], slots: Sequence[Ints], capacity: int
+) -> Routing | None:
+    """[T, layers, k], from that of each sample, the first one's where they share; None where no
+    sample has any."""
+    known = [
+        (table, places)
+        for table, places in zip(of_samples, slots, strict=True)
+        if table is not None
+    ]
     if not known:
         return None
     like = known[0][0]
@@ -164,7 +200,8 @@ def _routing(of_samples: Sequence[Routing | None], slots: Sequence[Ints], capaci
 
 
 def shared_lengths(prompt: int, completions: Sequence[Completion]) -> list[int]:
-    """Tokens that each completion, its prompt of so many tokens included, has in common with the one before it.
+    """Tokens that each completion, its prompt of so many tokens included, has in common with the
+    one before it.
 
     The first one's is 0. Common beginnings of responses count from ``LEAST_SHARED`` tokens on.
     """
@@ -175,16 +212,19 @@ def shared_lengths(prompt: int, completions: Sequence[Completion]) -> list[int]:
 
 
 def prompts_shared(prompt_lengths: Ints, samples: int) -> Ints:
-    """[Q, samples], what groups share of which nothing but the prompts is known. ``prompt_lengths`` are [Q]."""
+    """[Q, samples], what groups share of which nothing but the prompts is known. ``prompt_lengths``
+    are [Q]."""
     shared = np.repeat(prompt_lengths[:, None], samples, axis=1)
     shared[:, :1] = 0
     return shared
 
 
 def shared_of_kept(shared: Ints, group: Ints, completion: Ints) -> Ints:
-    """[K], what each of K kept completions has in common with the kept one before it; 0 begins a group.
+    """[K], what each of K kept completions has in common with the kept one before it; 0 begins a
+    group.
 
-    Where others stood between the two, it is the least that any of them shared with its predecessor.
+    Where others stood between the two, it is the least that any of them shared with its
+    predecessor.
 
     Args:
         shared: [Q, G], of all completions.
@@ -204,7 +244,8 @@ def _first(completion: Completion) -> NDArray[np.int32]:
 
 
 def common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens two sequences begin with alike; 0 where these are fewer than ``LEAST_SHARED``."""
+    """How many tokens two sequences begin with alike; 0 where these are fewer than
+    ``LEAST_SHARED``."""
     shorter = min(len(one), len(other))
     differs = np.flatnonzero(one[:shorter] != other[:shorter])
     common = int(differs[0]) if len(differs) else shorter
@@ -213,7 +254,8 @@ def common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """Families cut into pieces that go into packs whole; the samples of a piece stand one after the other."""
+    """Families cut into pieces that go into packs whole; the samples of a piece stand one after the
+    other."""
 
     starts: Ints
     """[p + 1], the first sample of each piece, and at the end the number of samples."""
@@ -224,7 +266,9 @@ class PrefixGroups:
 
     def of(self, pieces: Sequence[int]) -> tuple[int, ...]:
         """The samples of some pieces, ascending."""
-        return tuple(k for piece in sorted(pieces) for k in range(self.starts[piece], self.starts[piece + 1]))
+        return tuple(
+            k for piece in sorted(pieces) for k in range(self.starts[piece], self.starts[piece + 1])
+        )
 
     def sums(self, of_samples: NDArray[np.float64]) -> NDArray[np.float64]:
         """[n], of samples, to [p], of pieces."""
@@ -233,14 +277,16 @@ class PrefixGroups:
 
 def single(lengths: Ints, align: int) -> PrefixGroups:
     """Every sample by itself."""
-    return PrefixGroups(np.arange(len(lengths) + 1), -(-lengths // align) * align, np.zeros(len(lengths), np.int64))
+    return PrefixGroups(
+        np.arange(len(lengths) + 1), -(-lengths // align) * align, np.zeros(len(lengths), np.int64)
+    )
 
 
 def cut(lengths: Ints, shared: Ints, *, most: int, align: int) -> PrefixGroups:
     """Families in pieces of at most ``most`` slots, unless a single sample takes more.
 
-    A sample also begins a new piece where sharing would take more slots than it saves, which the padding of short
-    segments can do.
+    A sample also begins a new piece where sharing would take more slots than it saves, which the
+    padding of short segments can do.
 
     Args:
         lengths: [n], tokens of each sample.
@@ -262,7 +308,9 @@ def cut(lengths: Ints, shared: Ints, *, most: int, align: int) -> PrefixGroups:
             path = ends[:stay] + ([common] if common > left else [])
             more = padded(length - common)
             if common > left:  # the segment that it leaves in the middle becomes two
-                more += padded(common - left) + padded(ends[stay] - common) - padded(ends[stay] - left)
+                more += (
+                    padded(common - left) + padded(ends[stay] - common) - padded(ends[stay] - left)
+                )
             if more <= padded(length) and slots[-1] + more <= most:
                 slots[-1] += more
                 joined.append(common)
@@ -272,19 +320,22 @@ def cut(lengths: Ints, shared: Ints, *, most: int, align: int) -> PrefixGroups:
         slots.append(padded(length))
         joined.append(0)
         ends = [length]
-    return PrefixGroups(np.array([*starts, len(lengths)]), np.array(slots, np.int64), np.array(joined, np.int64))
+    return PrefixGroups(
+        np.array([*starts, len(lengths)]), np.array(slots, np.int64), np.array(joined, np.int64)
+    )
 
 
 def prefix_tree(lengths: Sequence[int], shared: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """The segments of some samples, each before those that go on from it, and all of its descendants right after it.
+    """The segments of some samples, each before those that go on from it, and all of its
+    descendants right after it.
 
     Args:
         lengths: [n], tokens of each sample.
         shared: [n], those that it has in common with the one before it.
 
     Returns:
-        For each segment its parent (−1: none), the first sample that it belongs to, and the first and the last token of
-        it, counted along that sample, the last one exclusive.
+        For each segment its parent (−1: none), the first sample that it belongs to, and the first
+        and the last token of it, counted along that sample, the last one exclusive.
     """
     segments: list[tuple[int, int, int, int]] = []
 

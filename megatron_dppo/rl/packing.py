@@ -1,13 +1,15 @@
-"""Dense packing: whole sequences into packs of one capacity, with as many packs and as much work for every rank.
+"""Dense packing: whole sequences into packs of one capacity, with as many packs and as much work
+for every rank.
 
 The invariants, each with a test:
 
-- each sequence is in exactly one pack, whole; no pack exceeds the capacity, nor the capacity ``max_tokens``;
+- each sequence is in exactly one pack, whole; no pack exceeds the capacity, nor the capacity
+  ``max_tokens``;
 - every rank has the same number of packs, of which some may be empty (all padding);
 - the same lengths give the same packs.
 
-The capacity is chosen for the step: the tokens over the number of packs, and as little more as whole sequences need. So
-the last packs are not half empty.
+The capacity is chosen for the step: the tokens over the number of packs, and as little more as
+whole sequences need. So the last packs are not half empty.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from megatron_dppo.rl.pack import PrefixGroups, cut, single
 from megatron_dppo.rl.types import Floats, Ints
 
 GOOD_FILL, GOOD_IMBALANCE = 0.97, 1.05
-"""The search stops at this share of slots with real tokens, and at this cost of the costliest rank over the mean."""
+"""The search stops at this share of slots with real tokens, and at this cost of the costliest rank
+over the mean."""
 MORE_PACKS = 2
 """The search goes up to this many times the fewest packs, and always up to four per rank."""
 SAME_FILL = 0.995
-"""A fill of at least this share of the best one counts as equal to it, so that the better balanced packing is taken."""
+"""A fill of at least this share of the best one counts as equal to it, so that the better balanced
+packing is taken."""
 PIECES = (0.75, 0.6, 0.5, 0.4, 0.25)
 """Sizes of pieces that are tried, as shares of the largest one that fits."""
 
@@ -43,8 +47,8 @@ HIDDEN = 2560
 def sequence_costs(lengths: Ints, hidden: float = HIDDEN, shared: Ints | int = 0) -> Floats:
     """Return FLOPs of sequences, up to a factor.
 
-    A transformer layer of width h does about 24h² FLOPs per token in its matrices, and 2h per token and key in causal
-    attention. A sequence of n tokens costs n + n²/(12h).
+    A transformer layer of width h does about 24h² FLOPs per token in its matrices, and 2h per token
+    and key in causal attention. A sequence of n tokens costs n + n²/(12h).
 
     Args:
         lengths: [n], tokens of each sequence.
@@ -79,8 +83,8 @@ class Packing:
     cost: float = 0.0
     """Cost of the costliest rank, padding included."""
     shared: tuple[int, ...] = ()
-    """Tokens that each sequence shares with the sequence before it in the same pack, stored once; 0 for the first of a
-    pack."""
+    """Tokens that each sequence shares with the sequence before it in the same pack, stored once; 0
+    for the first of a pack."""
     saved: int = 0
     """Tokens that need no slot, because other sequences share them."""
 
@@ -91,7 +95,8 @@ class Packing:
 
 
 def packs_wanted(setting: int, pipeline: int) -> int:
-    """``pack.min_per_rank``; for its 0 twice the pipeline stages, for a small bubble, and 1 without a pipeline."""
+    """``pack.min_per_rank``; for its 0 twice the pipeline stages, for a small bubble, and 1 without
+    a pipeline."""
     return setting or (2 * pipeline if pipeline > 1 else 1)
 
 
@@ -112,13 +117,14 @@ def pack_sequences(
 ) -> Packing:
     """Pack sequences for data-parallel ranks.
 
-    The number of packs is the least that ``max_tokens`` and ``min_per_rank`` allow. Up to twice as many are taken, if
-    that fills them better, as for three sequences of which no two fit together, or balances the ranks better: with
-    one pack each, the rank of the longest sequences would have the most attention to compute.
+    The number of packs is the least that ``max_tokens`` and ``min_per_rank`` allow. Up to twice as
+    many are taken, if that fills them better, as for three sequences of which no two fit together,
+    or balances the ranks better: with one pack each, the rank of the longest sequences would have
+    the most attention to compute.
 
-    Families are cut into pieces, which share what they can; each piece begins with the whole path to its first
-    sequence. Large pieces repeat little, and fill and balance packs badly. So several sizes are tried, and the packing
-    is taken whose costliest rank has the least to compute.
+    Families are cut into pieces, which share what they can; each piece begins with the whole path
+    to its first sequence. Large pieces repeat little, and fill and balance packs badly. So several
+    sizes are tried, and the packing is taken whose costliest rank has the least to compute.
 
     Args:
         lengths: [n], tokens of each sequence, all positive.
@@ -131,7 +137,8 @@ def pack_sequences(
         capacity_multiple: the capacity is a multiple of this, and of ``align``.
         window: how many of the longest unpacked sequences are looked at.
         min_per_rank: fewest packs per rank, as long as there are sequences for them.
-        least_per_rank: fewest packs per rank in any case. Where sequences are too few, the rest are empty.
+        least_per_rank: fewest packs per rank in any case. Where sequences are too few, the rest are
+            empty.
         hidden: hidden size of the policy, for :func:`sequence_costs`, which balance the ranks.
 
     Raises:
@@ -144,12 +151,24 @@ def pack_sequences(
     slots, most = -(-lengths // align) * align, max_tokens // unit * unit
     if slots.max() > most:
         units = f" (packs are multiples of {unit} tokens in this layout)" if unit > 1 else ""
-        problem = f"a sequence of {lengths[slots.argmax()]} tokens does not fit into a pack of {most}{units}"
+        problem = (
+            f"a sequence of {lengths[slots.argmax()]} tokens does not fit into a pack of "
+            f"{most}{units}"
+        )
         least = -(-int(slots.max()) // unit) * unit
         remedy = f"Set pack.max_tokens to {least} or more, or shorten prompts or responses"
         raise UserError("pack.max_tokens", max_tokens, problem, remedy)
     wanted = max(min(min_per_rank, len(lengths) // ranks), least_per_rank)
-    pack = partial(_pack, lengths, ranks=ranks, most=most, unit=unit, window=window, wanted=wanted, hidden=hidden)
+    pack = partial(
+        _pack,
+        lengths,
+        ranks=ranks,
+        most=most,
+        unit=unit,
+        window=window,
+        wanted=wanted,
+        hidden=hidden,
+    )
     ways: list[PrefixGroups] = []
     if shared is not None and share != "off":
         ways += _ways_to_share(lengths, np.asarray(shared), most, align)
@@ -161,7 +180,8 @@ def pack_sequences(
 
 
 def _ways_to_share(lengths: Ints, shared: Ints, most: int, align: int) -> list[PrefixGroups]:
-    """Families whole where they fit, and cut to pieces that leave the packer more and more freedom."""
+    """Families whole where they fit, and cut to pieces that leave the packer more and more
+    freedom."""
     if not shared.any():
         return []
     ways = [cut(lengths, shared, most=most, align=align)]
@@ -174,7 +194,15 @@ def _ways_to_share(lengths: Ints, shared: Ints, most: int, align: int) -> list[P
 
 
 def _pack(
-    lengths: Ints, pieces: PrefixGroups, *, ranks: int, most: int, unit: int, window: int, wanted: int, hidden: float
+    lengths: Ints,
+    pieces: PrefixGroups,
+    *,
+    ranks: int,
+    most: int,
+    unit: int,
+    window: int,
+    wanted: int,
+    hidden: float,
 ) -> Packing:
     """The best packing of these pieces."""
     fewest = max(-(-int(pieces.slots.sum()) // (ranks * most)), wanted)
@@ -184,13 +212,22 @@ def _pack(
         found += [_dealt(*packs, lengths, pieces, hidden, ranks)] if packs else []
         if found and (found[-1].good or ranks * per_rank >= len(pieces.slots)):
             break
-    # Something was found: any two packs of a greedy packing exceed one pack together, so twice the fewest suffice.
+    # Something was found: any two packs of a greedy packing exceed one pack together, so twice the
+    # fewest suffice.
     fullest = max(packing.fill for packing in found)
-    return min((packing for packing in found if packing.fill >= SAME_FILL * fullest), key=lambda p: p.imbalance)
+    return min(
+        (packing for packing in found if packing.fill >= SAME_FILL * fullest),
+        key=lambda p: p.imbalance,
+    )
 
 
 def _dealt(
-    capacity: int, packs: list[list[int]], lengths: Ints, pieces: PrefixGroups, hidden: float, ranks: int
+    capacity: int,
+    packs: list[list[int]],
+    lengths: Ints,
+    pieces: PrefixGroups,
+    hidden: float,
+    ranks: int,
 ) -> Packing:
     """A packing from packs of one capacity, shared out to the ranks."""
     work = pieces.sums(sequence_costs(lengths, hidden, pieces.shared))
@@ -210,7 +247,8 @@ def _dealt(
 
 
 def pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
-    """``pack/…`` of a step with one packing per minibatch; counts are over all ranks, ``capacity`` is the largest."""
+    """``pack/…`` of a step with one packing per minibatch; counts are over all ranks, ``capacity``
+    is the largest."""
     counts = [sum(map(len, packing.packs)) for packing in packings]
     slots = [count * packing.capacity for count, packing in zip(counts, packings, strict=True)]
     filled = sum(packing.fill * size for packing, size in zip(packings, slots, strict=True))
@@ -218,7 +256,9 @@ def pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
     return {
         "pack/fill": filled / sum(slots) if sum(slots) else 0.0,
         "pack/count": float(sum(counts)),
-        "pack/empty": float(sum(not pack for packing in packings for of_rank in packing.packs for pack in of_rank)),
+        "pack/empty": float(
+            sum(not pack for packing in packings for of_rank in packing.packs for pack in of_rank)
+        ),
         "pack/capacity": float(max(packing.capacity for packing in packings)),
         "pack/shared": saved / max(saved + filled, 1.0),
         "pack/imbalance": max(packing.imbalance for packing in packings),
@@ -226,7 +266,8 @@ def pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
 
 
 def _capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[int]:
-    """Capacities to try for a number of packs: upwards by quarters of a percent, then by growing steps."""
+    """Capacities to try for a number of packs: upwards by quarters of a percent, then by growing
+    steps."""
     least = max(int(slots.max()), -(-int(slots.sum()) // packs))
     slack, step, last = 0.0, 0.0025, 0
     while last < most:
@@ -238,8 +279,11 @@ def _capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[int]:
         step *= 1.0 if slack < 0.04 else 1.5
 
 
-def _tightest(slots: Ints, packs: int, window: int, unit: int, most: int) -> tuple[int, list[list[int]]] | None:
-    """The packs at the first capacity at which ``packs`` of them suffice, with the fullest one's size; None if none."""
+def _tightest(
+    slots: Ints, packs: int, window: int, unit: int, most: int
+) -> tuple[int, list[list[int]]] | None:
+    """The packs at the first capacity at which ``packs`` of them suffice, with the fullest one's
+    size; None if none."""
     longest_first = np.argsort(-slots, kind="stable")
     descending, order = slots[longest_first].tolist(), longest_first.tolist()
     for capacity in _capacities(slots, packs, unit, most):
@@ -251,22 +295,31 @@ def _tightest(slots: Ints, packs: int, window: int, unit: int, most: int) -> tup
     return None
 
 
-def _greedy(descending: list[int], capacity: int, window: int, most_packs: int) -> list[list[int]] | None:
+def _greedy(
+    descending: list[int], capacity: int, window: int, most_packs: int
+) -> list[list[int]] | None:
     """Window-based greedy packing.
 
-    Among the ``window`` longest unpacked sequences, the longest that fits anywhere goes into the fullest pack that it
-    fits; if none fits, the longest opens a pack. Then the window slides. This leaves the small sequences for the gaps.
+    Among the ``window`` longest unpacked sequences, the longest that fits anywhere goes into the
+    fullest pack that it fits; if none fits, the longest opens a pack. Then the window slides. This
+    leaves the small sequences for the gaps.
 
     Args:
         descending: [n], slots that each sequence takes up, none above the capacity.
 
     Returns:
-        Packs of positions in ``descending``, or None where more than ``most_packs`` would be needed.
+        Packs of positions in ``descending``, or None where more than ``most_packs`` would be
+        needed.
     """
     packs: list[list[int]] = []
-    waiting = [-length for length in descending[:window]]  # ascending, so that bisect finds the longest that fits
+    waiting = [
+        -length for length in descending[:window]
+    ]  # ascending, so that bisect finds the longest that fits
     positions = list(range(len(waiting)))
-    room: list[int] = []  # ascending: tokens left · most_packs + index, for packs that anything could still go into
+    room: list[
+        int
+        # Ascending: tokens left · most_packs + index, for packs that anything could still go into.
+    ] = []
     smallest = descending[-1]
     coming = len(waiting)
     while waiting:
@@ -277,7 +330,9 @@ def _greedy(descending: list[int], capacity: int, window: int, most_packs: int) 
             first, index, left = 0, len(packs), capacity
             packs.append([])
         else:
-            left, index = divmod(room.pop(bisect_left(room, -waiting[first] * most_packs)), most_packs)
+            left, index = divmod(
+                room.pop(bisect_left(room, -waiting[first] * most_packs)), most_packs
+            )
         left += waiting.pop(first)
         packs[index].append(positions.pop(first))
         if left >= smallest:
@@ -290,7 +345,8 @@ def _greedy(descending: list[int], capacity: int, window: int, most_packs: int) 
 
 
 def _share_out(costs: Floats, ranks: int) -> list[list[int]]:
-    """Packs to ranks, equally many each: the costliest first, each to the rank with the least work so far."""
+    """Packs to ranks, equally many each: the costliest first, each to the rank with the least work
+    so far."""
     per_rank = len(costs) // ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     queue = [(0.0, rank) for rank in range(ranks)]

@@ -1,7 +1,7 @@
 """The plan of a step: what is trained on, with which weight, in which pack.
 
-It is a pure function of metadata, configuration and step. One rank computes it and all ranks follow it, so that no
-decision depends on how the tokens are spread over the ranks.
+It is a pure function of metadata, configuration and step. One rank computes it and all ranks follow
+it, so that no decision depends on how the tokens are spread over the ranks.
 """
 
 from __future__ import annotations
@@ -20,21 +20,35 @@ from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pack import common_length, prompts_shared, shared_of_kept
 from megatron_dppo.rl.packing import HIDDEN, Packing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.completion_rules import rule_named
-from megatron_dppo.rl.pruning.draw import PruningDraw, census, left_out, prune_metrics, prune_minibatch
+from megatron_dppo.rl.pruning.draw import (
+    PruningDraw,
+    census,
+    left_out,
+    prune_metrics,
+    prune_minibatch,
+)
 from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.sequences import alike, no_further, spread
 from megatron_dppo.rl.trees import find_biased_settings
-from megatron_dppo.rl.types import Ints, MinibatchPlan, Selection, StepMetadata, StepPlan, no_segments
+from megatron_dppo.rl.types import (
+    Ints,
+    MinibatchPlan,
+    Selection,
+    StepMetadata,
+    StepPlan,
+    no_segments,
+)
 
 ARRAYS = [field.name for field in fields(StepMetadata) if field.name not in ("window", "parts")]
 """The fields of StepMetadata that have a value for each group."""
 
 
 def plain_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
-    """Default StepMetadata fields for groups of ``samples`` completions of one sequence each, which share their prompt,
-    without trees, roles, teachers and truncated ones. ``prompt_lengths`` are [Q]."""
+    """Default StepMetadata fields for groups of ``samples`` completions of one sequence each, which
+    share their prompt, without trees, roles, teachers and truncated ones. ``prompt_lengths`` are
+    [Q]."""
     prompts, shape = len(prompt_lengths), (len(prompt_lengths), samples)
     return {
         "shared_lengths": prompts_shared(prompt_lengths, samples),
@@ -69,8 +83,8 @@ def plan_step(
         step: counted from 0; it and ``run.seed`` give the seed of every draw.
         pipeline: number of pipeline stages; several want several packs.
         hidden: hidden size of the policy, by which the work of replicas is balanced.
-        prompts: the tokens of each group's prompt, for packs to hold once what prompts begin with, such as a system
-            message; empty: they are taken to have nothing in common.
+        prompts: the tokens of each group's prompt, for packs to hold once what prompts begin with,
+            such as a system message; empty: they are taken to have nothing in common.
 
     Raises:
         UserError: a kept sequence is longer than ``pack.max_tokens``.
@@ -94,11 +108,15 @@ def plan_step(
     minibatches: list[MinibatchPlan] = []
     for groups, part, pruned in draw_minibatches(metadata, usable, config, objective, step):
         drawn = kept_samples(part, groups, pruned)
-        packing = pack(drawn.lengths, shared=drawn.shared_length, between=between_groups(drawn, prompts))
+        packing = pack(
+            drawn.lengths, shared=drawn.shared_length, between=between_groups(drawn, prompts)
+        )
         shared = np.array(packing.shared, np.int64)
         parts.append((part, pruned))
         packings.append(packing)
-        minibatches.append(replace(drawn, shared_length=shared, capacity=packing.capacity, packs=packing.packs))
+        minibatches.append(
+            replace(drawn, shared_length=shared, capacity=packing.capacity, packs=packing.packs)
+        )
     discarded = np.setdiff1d(np.arange(len(metadata.prompt_ids)), usable)
     if len(discarded):
         rest = take_groups(metadata, discarded)
@@ -117,7 +135,8 @@ def plan_step(
 def draw_minibatches(
     metadata: StepMetadata, usable: Ints, config: Config, objective: Objective, step: int
 ) -> Iterator[tuple[Ints, StepMetadata, PruningDraw]]:
-    """The minibatches of a step: the indices of each one's groups in ``metadata``, their metadata, and the draw.
+    """The minibatches of a step: the indices of each one's groups in ``metadata``, their metadata,
+    and the draw.
 
     Args:
         usable: indices of the groups that may be trained on.
@@ -126,7 +145,9 @@ def draw_minibatches(
     keep = scheduled_keep(pruning.share, pruning.schedule, step, config.run.steps)
     draws = generator(config.run.seed, step, Purpose.COMPLETIONS)
     split = generator(config.run.seed, step, Purpose.MINIBATCHES)
-    for groups in split_groups(usable, max(1, min(config.loss.updates_per_rollout, len(usable))), split):
+    for groups in split_groups(
+        usable, max(1, min(config.loss.updates_per_rollout, len(usable))), split
+    ):
         part = take_groups(metadata, groups)
         yield groups, part, prune_minibatch(part, config, objective, keep=keep, rng=draws)
 
@@ -141,17 +162,21 @@ def split_groups(groups: Ints, minibatches: int, rng: np.random.Generator) -> li
 def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
     """The metadata of some groups, with the part of the window that they stand for.
 
-    That part is proportional to the number of rolled-out groups. The expectation of each minibatch over the permutation
-    is then what the whole window estimates, also if minibatches are unequal.
+    That part is proportional to the number of rolled-out groups. The expectation of each minibatch
+    over the permutation is then what the whole window estimates, also if minibatches are unequal.
     """
     arrays = {name: getattr(metadata, name)[groups] for name in ARRAYS}
     parts = {name: values[groups] for name, values in metadata.parts.items()}
-    return StepMetadata(**arrays, window=metadata.window * len(groups) / max(1, len(metadata.prompt_ids)), parts=parts)
+    return StepMetadata(
+        **arrays,
+        window=metadata.window * len(groups) / max(1, len(metadata.prompt_ids)),
+        parts=parts,
+    )
 
 
 def kept_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> MinibatchPlan:
-    """The completions that a minibatch keeps, or their sequences, each with the one factor of its token losses; not yet
-    packed.
+    """The completions that a minibatch keeps, or their sequences, each with the one factor of its
+    token losses; not yet packed.
 
     Args:
         part: the minibatch.
@@ -159,7 +184,10 @@ def kept_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> Minib
         pruned: its draw.
     """
     group, completion = np.nonzero(pruned.kept)
-    further, shared = part.further_lengths[group, completion], shared_of_kept(part.shared_lengths, group, completion)
+    further, shared = (
+        part.further_lengths[group, completion],
+        shared_of_kept(part.shared_lengths, group, completion),
+    )
     of, sequence = spread(further, group, completion)
     group, completion, later = group[of], completion[of], sequence > 0
     weight, response = pruned.weight[group, completion], part.response_lengths[group, completion]
@@ -183,7 +211,8 @@ def kept_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> Minib
 
 
 def between_groups(samples: MinibatchPlan, prompts: Sequence[NDArray[np.int32]]) -> Ints:
-    """[K], for the first sample of a group how many tokens its prompt has in common with the prompt before it."""
+    """[K], for the first sample of a group how many tokens its prompt has in common with the prompt
+    before it."""
     between = np.zeros(len(samples.group), np.int64)
     first_sequences = (samples.sequence[1:] == 0) & (samples.sequence[:-1] == 0)
     starts = np.flatnonzero((samples.group[1:] != samples.group[:-1]) & first_sequences) + 1
@@ -201,7 +230,8 @@ def notes(
     usable: int,
     step: int,
 ) -> Iterator[str]:
-    """The sentences that the log has beside its numbers. ``usable`` groups of the step could be trained on."""
+    """The sentences that the log has beside its numbers. ``usable`` groups of the step could be
+    trained on."""
     pruning = config.pruning
     for level, rule, biased in (
         ("prompts", pruning.prompts.rule, prompt_rule(pruning.prompts.named).biased),
@@ -213,21 +243,31 @@ def notes(
         yield f"{setting} is biased: {why}"
     if config.rollout.roles:
         yield (
-            "rollout.roles: each role has the gradient of its own reward by its own tokens, the others being a part of "
-            "its environment that changes with the policy: their sum is the gradient of no one objective"
+            "rollout.roles: each role has the gradient of its own reward by its own tokens, the "
+            "others being a part of "
+            "its environment that changes with the policy: their sum is the gradient of no one "
+            "objective"
         )
     if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
         yield (
-            f"loss.name = {objective.name} divides by the tokens of all prompts, which are estimated where prompts are "
+            f"loss.name = {objective.name} divides by the tokens of all prompts, which are "
+            "estimated where prompts are "
             "pruned: the gradient has a bias of O(1/prompts), which grpo and dr_grpo do not have"
         )
-    if find_estimator(objective.advantage).batch_moments and (metadata.prompt_inclusion < 1.0).any():
+    if (
+        find_estimator(objective.advantage).batch_moments
+        and (metadata.prompt_inclusion < 1.0).any()
+    ):
         yield (
-            f"{objective.name} with pruned prompts: the minibatch's moments, by which rewards become advantages, are "
+            f"{objective.name} with pruned prompts: the minibatch's moments, by which rewards "
+            "become advantages, are "
             "estimated, the gradient a ratio (bias O(1/prompts))"
         )
     heaviest = max(minibatch.weight.max(initial=0.0) for minibatch in minibatches)
-    if heaviest > pruning.max_weight * (1.0 + 1e-9) and not rule_named(pruning.completions.named).biased:
+    if (
+        heaviest > pruning.max_weight * (1.0 + 1e-9)
+        and not rule_named(pruning.completions.named).biased
+    ):
         yield (
             f"a weight of {heaviest:.2f} exceeds pruning.max_weight = {pruning.max_weight:g}: "
             "its prompt was kept with a probability below 1/max_weight"
@@ -238,7 +278,8 @@ def notes(
             yield f"nothing{which} was kept: no optimizer step"
     if in_rounds(pruning) and usable < window_size(config):
         yield (
-            "a step trains on fewer groups than its window has prompts: no more of mixed reward were found in "
+            "a step trains on fewer groups than its window has prompts: no more of mixed reward "
+            "were found in "
             f"pruning.max_rounds = {pruning.max_rounds} rounds, or in the whole pool"
         )
 
@@ -246,8 +287,9 @@ def notes(
 def remaining_window(selection: Selection, parts: Sequence[StepMetadata]) -> float:
     """Return N of a selection without the prompts whose scoring failed.
 
-    N is multiplied by the kept prompts' fraction of Σ 1/π. The difference of N and the failed prompts' Σ 1/π is no
-    alternative: the kept prompts' Σ 1/π equals N in expectation only, so the difference could reach zero.
+    N is multiplied by the kept prompts' fraction of Σ 1/π. The difference of N and the failed
+    prompts' Σ 1/π is no alternative: the kept prompts' Σ 1/π equals N in expectation only, so the
+    difference could reach zero.
 
     Args:
         selection: all prompts that were requested.
@@ -260,7 +302,8 @@ def remaining_window(selection: Selection, parts: Sequence[StepMetadata]) -> flo
 
 
 def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMetadata:
-    """The metadata of all ranks as one, sorted by prompt id, so that it does not depend on which rank holds what.
+    """The metadata of all ranks as one, sorted by prompt id, so that it does not depend on which
+    rank holds what.
 
     Args:
         parts: one per rank, in the order of the ranks; some may hold no group.
@@ -271,7 +314,9 @@ def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMeta
     columns = {name: [getattr(part, name) for part in parts] for name in ARRAYS}
     columns["further_lengths"] = alike(columns["further_lengths"])
     names = sorted({name for part in parts for name in part.parts})
-    known = {n: [part.parts.get(n, np.full(part.rewards.shape, np.nan)) for part in parts] for n in names}
+    known = {
+        n: [part.parts.get(n, np.full(part.rewards.shape, np.nan)) for part in parts] for n in names
+    }
     return StepMetadata(
         **{name: np.concatenate(each)[order] for name, each in columns.items()},
         window=window,

@@ -26,7 +26,8 @@ class Score:
     roles: Mapping[str, float] = field(default_factory=dict)
     """Rewards of the roles of a conversation; a role that is not here has ``reward``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log: the rewards of several functions, and those that a function returns or logs besides."""
+    """Numbers to log: the rewards of several functions, and those that a function returns or logs
+    besides."""
     failure: Literal["timeout", "error", "unscored"] | None = None
     """Reason for a missing reward.
 
@@ -45,7 +46,9 @@ class Score:
 
 def count_failures(scores: Sequence[Score]) -> tuple[int, int]:
     """Return the number of timeouts, and the number of errors."""
-    timeouts, errors = (sum(score.failure == how for score in scores) for how in ("timeout", "error"))
+    timeouts, errors = (
+        sum(score.failure == how for score in scores) for how in ("timeout", "error")
+    )
     return timeouts, errors
 
 

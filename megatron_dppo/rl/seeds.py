@@ -1,4 +1,5 @@
-"""Random generators: one for every step and purpose, so that a plan is a pure function of its seed."""
+"""Random generators: one for every step and purpose, so that a plan is a pure function of its
+seed."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import numpy as np
 
 
 class Purpose(IntEnum):
-    """Random draws. Runs are reproducible by these numbers, so that a new one is added at the end."""
+    """Random draws. Runs are reproducible by these numbers, so that a new one is added at the
+    end."""
 
     PROMPTS = 0
     """Which prompts of the window are rolled out."""
@@ -23,13 +25,15 @@ class Purpose(IntEnum):
     AGREEMENT = 5
     """The same, for comparing servers with the actor."""
     EVALUATION = 6
-    """The same, for answering held-out problems; ``step`` is 0, so that all policies are given the same seeds."""
+    """The same, for answering held-out problems; ``step`` is 0, so that all policies are given the
+    same seeds."""
     ADAPTERS = 7
     """Initial weights of adapters; ``step`` is a number of the adapter's name."""
 
 
 def generator(seed: int, step: int, purpose: Purpose, again: int = 0) -> np.random.Generator:
-    """The generator of one purpose at one step of a run with ``run.seed = seed``: same arguments, same draws."""
+    """The generator of one purpose at one step of a run with ``run.seed = seed``: same arguments,
+    same draws."""
     return np.random.default_rng(_sequence(seed, step, purpose, again))
 
 
@@ -43,5 +47,8 @@ def engine_seed(seed: int, step: int, purpose: Purpose, again: int = 0) -> int:
 
 
 def _sequence(seed: int, step: int, purpose: Purpose, again: int) -> np.random.SeedSequence:
-    """Purpose and step are a spawn key. As entropy they could collide, since entropy is padded with zeros."""
-    return np.random.SeedSequence(entropy=seed, spawn_key=(int(purpose), step, *([again] if again else [])))
+    """Purpose and step are a spawn key. As entropy they could collide, since entropy is padded with
+    zeros."""
+    return np.random.SeedSequence(
+        entropy=seed, spawn_key=(int(purpose), step, *([again] if again else []))
+    )

@@ -1,18 +1,22 @@
-"""Completions of several sequences: of an agent that compacts its context, or of agents with contexts of their own.
+"""Completions of several sequences: of an agent that compacts its context, or of agents with
+contexts of their own.
 
-A completion has one reward, one advantage for all of its tokens (or one for each role) and one draw: its sequences are
-trained on together, or not at all. Its arrays hold them one after the other, and ``starts`` says where those after the
-first begin. Each of these begins with its whole context, which the policy was given, and sees nothing before it:
+A completion has one reward, one advantage for all of its tokens (or one for each role) and one
+draw: its sequences are trained on together, or not at all. Its arrays hold them one after the
+other, and ``starts`` says where those after the first begin. Each of these begins with its whole
+context, which the policy was given, and sees nothing before it:
 
-    p p a a           a prompt of two tokens, and a completion  a a | c c c b  with ``starts`` (2,). The policy
-    c c c b           has sampled three of its six tokens, and L = 3.
+    p p a a           a prompt of two tokens, and a completion  a a | c c c b  with ``starts`` (2,).
+    The policy c c c b           has sampled three of its six tokens, and L = 3.
 
-The loss is that of a completion of one sequence, over all sampled tokens: c and Z take L for the whole completion. So a
-completion that is cut where its context goes on, such that the second sequence repeats the first as its context, has
-the same gradient as before. Its cost, by which pruning knows it, is more: the tokens of all of its sequences.
+The loss is that of a completion of one sequence, over all sampled tokens: c and Z take L for the
+whole completion. So a completion that is cut where its context goes on, such that the second
+sequence repeats the first as its context, has the same gradient as before. Its cost, by which
+pruning knows it, is more: the tokens of all of its sequences.
 
-In a plan every sequence is a training sample, which goes into whichever pack it fits. The first token of a further
-sequence stands in the place of a prompt, and the rest of its context in the response.
+In a plan every sequence is a training sample, which goes into whichever pack it fits. The first
+token of a further sequence stands in the place of a prompt, and the rest of its context in the
+response.
 """
 
 from __future__ import annotations
@@ -31,7 +35,9 @@ from megatron_dppo.rl.types import Completion, Ints, Prompt
 
 def sequences(completion: Completion) -> list[slice]:
     """The tokens of each sequence, of the first those after the prompt."""
-    return list(map(slice, (0, *completion.starts), (*completion.starts, len(completion.token_ids))))
+    return list(
+        map(slice, (0, *completion.starts), (*completion.starts, len(completion.token_ids)))
+    )
 
 
 def prompt_and_response(
@@ -45,20 +51,27 @@ def prompt_and_response(
 
 
 def spoken(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """All tokens but the contexts with which further sequences begin, which is what a verifier is shown, and their part
-    of the loss mask."""
+    """All tokens but the contexts with which further sequences begin, which is what a verifier is
+    shown, and their part of the loss mask."""
     first, *further = sequences(completion)
-    shown = [first, *(slice(of.start + int(np.argmax(completion.loss_mask[of])), of.stop) for of in further)]
+    shown = [
+        first,
+        *(slice(of.start + int(np.argmax(completion.loss_mask[of])), of.stop) for of in further),
+    ]
     token_ids, loss_mask = (
-        np.concatenate([of[s] for s in shown]) for of in (completion.token_ids, completion.loss_mask)
+        np.concatenate([of[s] for s in shown])
+        for of in (completion.token_ids, completion.loss_mask)
     )
     return token_ids, loss_mask
 
 
 def longest_response(prompt: int, completion: Completion) -> int:
-    """Length of the longest sequence beyond a prompt of ``prompt`` tokens, which a response's limit bounds."""
+    """Length of the longest sequence beyond a prompt of ``prompt`` tokens, which a response's limit
+    bounds."""
     first, *further = sequences(completion)
-    return max(first.stop, *(of.stop - of.start - prompt for of in further)) if further else first.stop
+    return (
+        max(first.stop, *(of.stop - of.start - prompt for of in further)) if further else first.stop
+    )
 
 
 def no_further(completions: tuple[int, ...]) -> Ints:
@@ -83,8 +96,8 @@ def alike(parts: Sequence[Ints]) -> list[Ints]:
 
 
 def spread(further: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
-    """Sort the sequences of K completions by (group, sequence, completion). Returns completion index and sequence
-    index.
+    """Sort the sequences of K completions by (group, sequence, completion). Returns completion
+    index and sequence index.
 
     The first ones of a group stand together, so that they can share their prompt.
 
@@ -98,7 +111,8 @@ def spread(further: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
 
 
 def malformed(prompt: int, completion: Completion, limit: int) -> str | None:
-    """Describe an error in a completion of several sequences after ``prompt`` tokens; None if valid."""
+    """Describe an error in a completion of several sequences after ``prompt`` tokens; None if
+    valid."""
     if not completion.starts:
         return None
     bounds = (0, *completion.starts, len(completion.token_ids))
@@ -111,23 +125,34 @@ def malformed(prompt: int, completion: Completion, limit: int) -> str | None:
         if number and sampled[0]:
             return f"returned a sequence {number} that does not begin with token ids, its context"
     if (longest := longest_response(prompt, completion)) > limit:
-        return f"returned a sequence of {longest} tokens more than the prompt's, and {limit} may be more"
+        return (
+            f"returned a sequence of {longest} tokens more than the prompt's, and {limit} may "
+            "be more"
+        )
     return None
 
 
-def check_sequences(config: Config, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> None:
+def check_sequences(
+    config: Config, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
+) -> None:
     """
     Raises:
-        UserError: some are of several sequences, which are not what they have to be; or the run has a setting that
-            knows one sequence.
+        UserError: some are of several sequences, which are not what they have to be; or the run has
+            a setting that knows one sequence.
     """
     several = 1
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
-            if problem := malformed(len(prompt.token_ids), completion, config.rollout.max_response_tokens):
+            if problem := malformed(
+                len(prompt.token_ids), completion, config.rollout.max_response_tokens
+            ):
                 made = config.rollout.engine_function  # conversations have been looked at
-                remedy = "Mend the engine: megatron_dppo/rl/sequences.py says what such completions are"
-                raise UserError("rollout.engine_function", made, f"for prompt {prompt.id} it {problem}", remedy)
+                remedy = (
+                    "Mend the engine: megatron_dppo/rl/sequences.py says what such completions are"
+                )
+                raise UserError(
+                    "rollout.engine_function", made, f"for prompt {prompt.id} it {problem}", remedy
+                )
             several = max(several, len(sequences(completion)))
     if several > 1:
         check_settings(config, several)
@@ -142,10 +167,14 @@ def check_settings(config: Config, several: int) -> None:
     problem = f"and a conversation came in {several} sequences"
     if objective.ratio == "sequence" or objective.surrogate == "geometric":
         remedy = "Set a loss of tokens, such as grpo, or have the conversation return one sequence"
-        raise UserError("loss.name", loss.name, f"takes a ratio over a whole sequence, {problem}", remedy)
+        raise UserError(
+            "loss.name", loss.name, f"takes a ratio over a whole sequence, {problem}", remedy
+        )
     if objective.tis_level == "sequence":
         problem = f"weighs a whole sequence by its probability, {problem}"
         raise UserError("loss.tis_level", "sequence", problem, "Set loss.tis_level=token")
     if loss.replay_routing == "rollout":
-        problem = f"wants to know which experts made every token, {problem}, of which that is not kept"
+        problem = (
+            f"wants to know which experts made every token, {problem}, of which that is not kept"
+        )
         raise UserError("loss.replay_routing", "rollout", problem, "Set loss.replay_routing=none")

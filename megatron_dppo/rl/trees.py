@@ -1,25 +1,29 @@
 """Advantages of the segments of a tree of completions.
 
-A prompt's tree has K roots. A branch after l − 1 forks has M_l children at its next fork, for l = 1 … B. The
-G = K·M₁·…·M_B leaves are the completions of a group, in order: the leaves below a node are consecutive *slots* of the
-group. A completion is a path of B + 1 segments: from the start to the first fork, between forks, and from the last fork
-to the end. With u over all nodes and s_u the segment that ends at u,
+A prompt's tree has K roots. A branch after l − 1 forks has M_l children at its next fork, for l = 1
+… B. The G = K·M₁·…·M_B leaves are the completions of a group, in order: the leaves below a node are
+consecutive *slots* of the group. A completion is a path of B + 1 segments: from the start to the
+first fork, between forks, and from the last fork to the end. With u over all nodes and s_u the
+segment that ends at u,
 
     ĝ = Σ_u ω_u (V(u) − b(u)) ∇log π(s_u | path),    ω_u = (1/K) Π 1/M over u's path
 
-is an unbiased estimate of the gradient of the expected reward, for each baseline b(u) that does not depend on s_u given
-u's parent. V of a leaf is the reward of the leaf. V of any other node is the mean of its children's V. Each slot has
-the weight 1/G, and the slots below a node have the weight ω in total. The aggregation ``constant`` therefore needs no
-weights: tokens of segment l of completion g have the advantage ``tree_advantages(…)[q, g, l]``, and the loss is divided
-by N·G·L_max, as for groups without a tree.
+is an unbiased estimate of the gradient of the expected reward, for each baseline b(u) that does not
+depend on s_u given u's parent. V of a leaf is the reward of the leaf. V of any other node is the
+mean of its children's V. Each slot has the weight 1/G, and the slots below a node have the weight ω
+in total. The aggregation ``constant`` therefore needs no weights: tokens of segment l of completion
+g have the advantage ``tree_advantages(…)[q, g, l]``, and the loss is divided by N·G·L_max, as for
+groups without a tree.
 
-- A path that ends before a fork is the completion of each slot below its last node. Its ω is unchanged.
-- A path in several slots is trained on once: its first slot has the sum of the slots' advantages. The other slots have
-  zeros, and each rule of pruning drops a completion that has only zeros.
-- The position of a fork depends on the tokens before the fork alone. Forks that depend on later tokens are biased.
+- A path that ends before a fork is the completion of each slot below its last node. Its ω is
+  unchanged.
+- A path in several slots is trained on once: its first slot has the sum of the slots' advantages.
+  The other slots have zeros, and each rule of pruning drops a completion that has only zeros.
+- The position of a fork depends on the tokens before the fork alone. Forks that depend on later
+  tokens are biased.
 
-By enumeration, the weight 1/(number of different leaves) for each leaf is biased if a path ended early. The mean of all
-leaves as the baseline leaves half of a root segment's gradient at K = 2.
+By enumeration, the weight 1/(number of different leaves) for each leaf is biased if a path ended
+early. The mean of all leaves as the baseline leaves half of a root segment's gradient at K = 2.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ if TYPE_CHECKING:
     from megatron_dppo.config import TreeConfig
 
 ROUNDING = 1e-12
-"""An advantage of at most this fraction of the range of a group's rewards is a rounding error, and set to zero."""
+"""An advantage of at most this fraction of the range of a group's rewards is a rounding error, and
+set to zero."""
 DEVIATION_FLOOR, CLIP = 1e-8, 5.0
 """BranchGRPO's normalisation: least deviation, bound on |A|."""
 
@@ -43,10 +48,16 @@ DEVIATION_FLOOR, CLIP = 1e-8, 5.0
 def find_biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
     """Yield each setting that biases the gradient, with the reason, for the log."""
     if tree.branches and tree.baseline == "depth":
-        why = "a segment's own reward is in its depth's mean, and each depth is divided by a deviation of its own"
+        why = (
+            "a segment's own reward is in its depth's mean, and each depth is divided by a "
+            "deviation of its own"
+        )
         yield "rollout.tree.baseline = depth", why
     if tree.branches and tree.depths:
-        yield "rollout.tree.depths", "segments of other depths have a gradient, which nothing makes up for"
+        yield (
+            "rollout.tree.depths",
+            "segments of other depths have a gradient, which nothing makes up for",
+        )
     if tree.branches and tree.fusion == "probability":
         yield (
             "rollout.tree.fusion = probability",
@@ -62,8 +73,8 @@ def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Fl
         rewards [[1, 0, 0, 0]]    V of the roots [[0.5, 0]]
         → [[[0.5, 1], [0.5, −0.5], [−0.5, −0.25], [−0.5, −0.25]]]
 
-    If the second root ends after its first token, its path is the third and the fourth completion. The third then has
-    the advantage −0.5 twice: [[[0.5, 1], [0.5, −0.5], [−1, 0], [0, 0]]].
+    If the second root ends after its first token, its path is the third and the fourth completion.
+    The third then has the advantage −0.5 twice: [[[0.5, 1], [0.5, −0.5], [−1, 0], [0, 0]]].
 
     Args:
         rewards: [Q, G].
@@ -71,18 +82,22 @@ def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Fl
         tree: K, M, the baseline and the depths.
 
     Returns:
-        [Q, G, B + 1]. Exactly 0 for a segment without tokens or of another depth, and where V(u) and b(u) differ by
-        rounding only.
+        [Q, G, B + 1]. Exactly 0 for a segment without tokens or of another depth, and where V(u)
+        and b(u) differ by rounding only.
     """
     spread = np.ptp(rewards, axis=1, keepdims=True)[..., None]
     tokens, samples = segments["tokens"], rewards.shape[1]
     values = compute_node_values(rewards - rewards[:, :1], segments, tree)
     if tree.baseline == "depth":
         nodes = [
-            normalise_depth(value, tokens[:, :: samples // value.shape[1], level]) for level, value in enumerate(values)
+            normalise_depth(value, tokens[:, :: samples // value.shape[1], level])
+            for level, value in enumerate(values)
         ]
     else:
-        nodes = [value - baseline for value, baseline in zip(values, _compute_baselines(values, tree), strict=True)]
+        nodes = [
+            value - baseline
+            for value, baseline in zip(values, _compute_baselines(values, tree), strict=True)
+        ]
     slots = np.stack([np.repeat(node, samples // node.shape[1], axis=1) for node in nodes], axis=-1)
     slots[(tokens == 0) | (np.abs(slots) <= ROUNDING * spread)] = 0.0
     if tree.depths:
@@ -95,8 +110,8 @@ def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Fl
 def compute_node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -> list[Floats]:
     """Return V of each node by level: [Q, K], [Q, K·M₁], …, [Q, G].
 
-    With ``tree.fusion`` = ``probability`` the weights of the children are BranchGRPO's (arXiv:2509.06040): the softmax
-    of the log-probabilities of their segments.
+    With ``tree.fusion`` = ``probability`` the weights of the children are BranchGRPO's
+    (arXiv:2509.06040): the softmax of the log-probabilities of their segments.
     """
     values = [rewards]
     for level in range(len(tree.branches), 0, -1):
@@ -115,8 +130,8 @@ def compute_node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -
 def _compute_baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Floats]:
     """Return the baseline ``mixed`` of each node, in the shapes of ``values``.
 
-    The baseline of a root is the mean of the other roots. The baseline of any other node is the mean of its siblings'
-    V and, as one more, the baseline of its root.
+    The baseline of a root is the mean of the other roots. The baseline of any other node is the
+    mean of its siblings' V and, as one more, the baseline of its root.
     """
     queries, roots = values[0].shape
     other_roots = (values[0].sum(axis=1, keepdims=True) - values[0]) / (roots - 1)
@@ -125,25 +140,32 @@ def _compute_baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Float
         nodes = value.shape[1]
         children = value.reshape(queries, nodes // branch.children, branch.children)
         siblings = (children.sum(axis=-1, keepdims=True) - children).reshape(value.shape)
-        baselines.append((siblings + np.repeat(other_roots, nodes // roots, axis=1)) / branch.children)
+        baselines.append(
+            (siblings + np.repeat(other_roots, nodes // roots, axis=1)) / branch.children
+        )
     return baselines
 
 
 def normalise_depth(values: Floats, tokens: Ints) -> Floats:
-    """Return BranchGRPO's advantage (arXiv:2509.06040) of nodes of one depth: (V − mean)/(std + 1e-8), within ±5.
+    """Return BranchGRPO's advantage (arXiv:2509.06040) of nodes of one depth: (V − mean)/(std +
+    1e-8), within ±5.
 
-    The advantage is biased: a node's own reward is in the mean, and each depth has a different divisor.
+    The advantage is biased: a node's own reward is in the mean, and each depth has a different
+        divisor.
 
     Args:
         values: [Q, n].
-        tokens: [Q, n], tokens of the nodes' segments; 0: no node, because the path ended at a lower depth.
+        tokens: [Q, n], tokens of the nodes' segments; 0: no node, because the path ended at a lower
+            depth.
 
     Returns:
         [Q, n]; 0 for a node alone at its depth.
     """
     there = tokens > 0
     count = np.maximum(there.sum(axis=1, keepdims=True), 1)
-    centred = np.where(there, values - np.where(there, values, 0.0).sum(axis=1, keepdims=True) / count, 0.0)
+    centred = np.where(
+        there, values - np.where(there, values, 0.0).sum(axis=1, keepdims=True) / count, 0.0
+    )
     deviation = np.sqrt((centred**2).sum(axis=1, keepdims=True) / count)
     return np.clip(np.where(count > 1, centred, 0.0) / (deviation + DEVIATION_FLOOR), -CLIP, CLIP)
 

@@ -1,7 +1,7 @@
 """Types of a training step, in plain NumPy.
 
-The examples follow one step with a window of N = 2 candidate prompts. Q = 1 prompt is rolled out with G = 2
-completions. L is the number of tokens of a response.
+The examples follow one step with a window of N = 2 candidate prompts. Q = 1 prompt is rolled out
+with G = 2 completions. L is the number of tokens of a response.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ Routing = NDArray[np.unsignedinteger[Any]]
 Segments = NDArray[np.void]
 """[…, S], of dtype :data:`SEGMENT`: parts of a completion, with an advantage each."""
 SEGMENT = np.dtype([("tokens", "i8"), ("square", "f8"), ("reward", "f8"), ("logprob", "f8")])
-"""``tokens``: number of tokens. ``square``: squared norm of the tokens' score. ``reward``: reward of the segment,
-penalties included. ``logprob``: log-probability of the tokens."""
+"""``tokens``: number of tokens. ``square``: squared norm of the tokens' score. ``reward``: reward
+of the segment, penalties included. ``logprob``: log-probability of the tokens."""
 Label = str | dict[str, Any] | list[Any]
-"""Reference answer: a text, or an object of the data set, such as the tests that a program has to pass."""
+"""Reference answer: a text, or an object of the data set, such as the tests that a program has to
+pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,17 @@ class Prompt:
     @property
     def label_text(self) -> str:
         """Label as text, for people and logs."""
-        return self.label if isinstance(self.label, str) else json.dumps(self.label, ensure_ascii=False, default=str)
+        return (
+            self.label
+            if isinstance(self.label, str)
+            else json.dumps(self.label, ensure_ascii=False, default=str)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingShape:
-    """Format of a policy's chosen experts, in the smallest integer type with a spare number for "not known".
+    """Format of a policy's chosen experts, in the smallest integer type with a spare number for
+    "not known".
 
         RoutingShape(layers=48, per_token=8, experts=128)
 
@@ -91,32 +97,35 @@ class Completion:
         Completion(token_ids=[5, 9, 2], logprobs=[-0.7, 0, -0.3], loss_mask=[True, False, True],
                    versions=[3, 3, 3], finish_reason="stop")
 
-    is three tokens. The weights of version 3 sampled 5 and 2, and a tool returned 9. The fields are arrays, not lists.
+    is three tokens. The weights of version 3 sampled 5 and 2, and a tool returned 9. The fields are
+    arrays, not lists.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    """[L], the engine's log-probability of each token under the temperature-scaled distribution; not read if
-    ``loss_mask`` is False."""
+    """[L], the engine's log-probability of each token under the temperature-scaled distribution;
+    not read if ``loss_mask`` is False."""
     loss_mask: Bools
-    """[L], True for tokens that the policy sampled, which are trained on; False for all other tokens, such as a
-    tool's."""
+    """[L], True for tokens that the policy sampled, which are trained on; False for all other
+    tokens, such as a tool's."""
     versions: NDArray[np.int32]
-    """[L], version of the weights that sampled each token. Tokens that the policy did not sample have the version of
-    the policy's next turn."""
+    """[L], version of the weights that sampled each token. Tokens that the policy did not sample
+    have the version of the policy's next turn."""
     finish_reason: Literal["stop", "length"]
     routing: Routing | None = None
-    """Experts of the first P + L − 1 tokens of prompt and response, in all layers, because no engine reads the last
-    token; fewer tokens if the policy read fewer. None if not requested."""
+    """Experts of the first P + L − 1 tokens of prompt and response, in all layers, because no
+    engine reads the last token; fewer tokens if the policy read fewer. None if not requested."""
     teacher_logprobs: NDArray[np.float32] | None = None
-    """[L], log-probability of each token from the server that is this prompt's teacher, at temperature 1; None without
-    a teacher server."""
+    """[L], log-probability of each token from the server that is this prompt's teacher, at
+    temperature 1; None without a teacher server."""
     segments: NDArray[np.int8] | None = None
-    """[L], segment of each token, from 0; −1 if ``loss_mask`` is False. In a conversation of several roles, the segment
-    is the index in ``rollout.roles`` of the role that sampled the token. In a tree, the segment is the number of forks
-    before the token. None: all tokens have one advantage."""
+    """[L], segment of each token, from 0; −1 if ``loss_mask`` is False. In a conversation of
+    several roles, the segment is the index in ``rollout.roles`` of the role that sampled the token.
+    In a tree, the segment is the number of forks before the token. None: all tokens have one
+    advantage."""
     starts: tuple[int, ...] = ()
-    """Starts of the sequences after the first, in a conversation of several sequences; see ``rl/sequences.py``."""
+    """Starts of the sequences after the first, in a conversation of several sequences; see
+    ``rl/sequences.py``."""
 
     @property
     def oldest_version(self) -> int:
@@ -126,7 +135,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Prompt with G completions and their rewards. Advantages are always computed on the whole group.
+    """Prompt with G completions and their rewards. Advantages are always computed on the whole
+    group.
 
         Group(prompt, (right, wrong), rewards=np.array([1.0, 0.0]))
 
@@ -165,8 +175,8 @@ class StepMetadata:
     """Complete input of the planner for one step, without tokens. Groups are sorted by prompt id.
 
     The example's group has ``prompt_ids`` [7], ``prompt_inclusion`` [0.5], ``prompt_lengths`` [2],
-    ``response_lengths`` and ``sampled_lengths`` [[2, 3]], ``shared_lengths`` [[0, 2]], ``rewards`` [[1, 0]], ``owners``
-    [0] if rank 0 generated it, and ``window`` 2.
+    ``response_lengths`` and ``sampled_lengths`` [[2, 3]], ``shared_lengths`` [[0, 2]], ``rewards``
+    [[1, 0]], ``owners`` [0] if rank 0 generated it, and ``window`` 2.
     """
 
     prompt_ids: Ints
@@ -178,22 +188,25 @@ class StepMetadata:
     response_lengths: Ints
     """[Q, G], all tokens of a response."""
     shared_lengths: Ints
-    """[Q, G], tokens of prompt and response that a completion shares with the previous completion; 0 for the first."""
+    """[Q, G], tokens of prompt and response that a completion shares with the previous completion;
+    0 for the first."""
     sampled_lengths: Ints
     """[Q, G], tokens of a response that the policy sampled: L of the loss."""
     further_lengths: Ints
-    """[Q, G, S], all tokens of each sequence after a completion's first; 0 for missing sequences. See
-    ``rl/sequences.py``."""
+    """[Q, G, S], all tokens of each sequence after a completion's first; 0 for missing sequences.
+    See ``rl/sequences.py``."""
     rewards: Floats
     """[Q, G], from ``without_rounding``: ``==`` compares the rewards of a group."""
     score_norms: Floats
-    """[Q, G], proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², with the engine's p_t; ones without p_t."""
+    """[Q, G], proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², with the engine's p_t; ones
+    without p_t."""
     log_ratios: Floats
-    """[Q, G, 2], mean and deviation of log q/p over a completion's tokens, weighted by (1 − p_t)². q and p are the
-    teacher's and the engine's probability of a token. (0, 1) for a teacher whose full distribution is compared, because
-    the ratio is not known yet; (0, 0) without a teacher."""
+    """[Q, G, 2], mean and deviation of log q/p over a completion's tokens, weighted by (1 − p_t)².
+    q and p are the teacher's and the engine's probability of a token. (0, 1) for a teacher whose
+    full distribution is compared, because the ratio is not known yet; (0, 0) without a teacher."""
     teacher: Ints
-    """[Q], index in ``loss.distillation.models`` of the teacher whose full distribution is compared; −1: no teacher."""
+    """[Q], index in ``loss.distillation.models`` of the teacher whose full distribution is
+    compared; −1: no teacher."""
     segments: Segments
     """[Q, G, S]; S = 0 if a completion has one advantage."""
     versions: Ints
@@ -205,12 +218,13 @@ class StepMetadata:
     window: float
     """N, less the part of the window for groups that were dropped because scoring failed."""
     parts: Mapping[str, Floats] = field(default_factory=dict)
-    """[Q, G] by name of the metric. ``reward/NAME``: metrics of the reward function, NaN if missing. ``rollout/…``:
-    see ``rollout/collect.py``."""
+    """[Q, G] by name of the metric. ``reward/NAME``: metrics of the reward function, NaN if
+    missing. ``rollout/…``: see ``rollout/collect.py``."""
 
     @property
     def tokens(self) -> Ints:
-        """[Q, G], tokens of prompt and response: the size of a completion in a pack without shared prefixes."""
+        """[Q, G], tokens of prompt and response: the size of a completion in a pack without shared
+        prefixes."""
         return self.prompt_lengths[:, None] + self.response_lengths
 
 
@@ -223,10 +237,11 @@ def no_segments(completions: tuple[int, ...]) -> Segments:
 class MinibatchPlan:
     """Optimizer step: training samples, with factors and replicas.
 
-    The samples are the K kept completions, or their sequences, sorted by (group, sequence, completion). If the example
-    keeps its second completion with probability 1, then K = 1, ``group`` is [0], ``completion`` [1], ``advantage``
-    [[−1]] and ``weight`` [1 / 0.5] = [2]. With c = 1/3 and Z = N·G = 4 ``scale`` is [2 · 1/3 / 4] = [1/6]. With the
-    ``packs`` (((0,),),) the sample is in the only pack of the only replica.
+    The samples are the K kept completions, or their sequences, sorted by (group, sequence,
+    completion). If the example keeps its second completion with probability 1, then K = 1,
+    ``group`` is [0], ``completion`` [1], ``advantage`` [[−1]] and ``weight`` [1 / 0.5] = [2]. With
+    c = 1/3 and Z = N·G = 4 ``scale`` is [2 · 1/3 / 4] = [1/6]. With the ``packs`` (((0,),),) the
+    sample is in the only pack of the only replica.
     """
 
     group: Ints
@@ -242,7 +257,8 @@ class MinibatchPlan:
     prompt_length: Ints
     response_length: Ints
     shared_length: Ints
-    """[K], tokens that the pack already holds with the previous sample; 0 if the pack holds all tokens again."""
+    """[K], tokens that the pack already holds with the previous sample; 0 if the pack holds all
+    tokens again."""
     advantage: Floats
     """[K, S], advantage of each segment or token; S = 1 if a completion has one advantage."""
     teacher: Ints
@@ -256,7 +272,8 @@ class MinibatchPlan:
     capacity: int = 0
     """Tokens per pack, the same for all packs; 0 if no completion was kept."""
     packs: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """``packs[d][k]``: samples in pack k of data-parallel replica d, in order. Every d has the same number of packs."""
+    """``packs[d][k]``: samples in pack k of data-parallel replica d, in order. Every d has the same
+    number of packs."""
 
     @property
     def lengths(self) -> Ints:
@@ -277,7 +294,8 @@ class StepPlan:
     metrics: Mapping[str, float]
     """``prune/…`` and ``pack/…``, computed by the planner."""
     notes: tuple[str, ...] = ()
-    """Messages for the log: a biased rule, an estimated normaliser, a step without kept completions."""
+    """Messages for the log: a biased rule, an estimated normaliser, a step without kept
+    completions."""
     census: PruningStats | None = None
 
     @property
@@ -288,16 +306,17 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Microbatch in THD form: T tokens of S segments back to back, with R response tokens to be scored.
+    """Microbatch in THD form: T tokens of S segments back to back, with R response tokens to be
+    scored.
 
-    If the pack is not full, the last segment is padding, without targets. A prompt of 2 tokens p, a response of 3
-    tokens r and a capacity of 8 give
+    If the pack is not full, the last segment is padding, without targets. A prompt of 2 tokens p, a
+    response of 3 tokens r and a capacity of 8 give
 
-        token_ids     p p r r r . . .
-        position_ids  0 1 2 3 4 0 1 2      cu_seqlens [0, 5, 8], predictors [1, 2, 3], sample [0, 0, 0]
+        token_ids     p p r r r . . . position_ids  0 1 2 3 4 0 1 2      cu_seqlens [0, 5, 8],
+        predictors [1, 2, 3], sample [0, 0, 0]
 
-    With another response s of 2 tokens to the same prompt, the pack is a tree: the prompt's last token predicts two
-    tokens.
+    With another response s of 2 tokens to the same prompt, the pack is a tree: the prompt's last
+    token predicts two tokens.
 
         token_ids     p p r r r s s .
         position_ids  0 1 2 3 4 2 3 0      cu_seqlens [0, 2, 5, 7, 8], predictors [1, 2, 3, 1, 5]
@@ -311,8 +330,9 @@ class Pack:
     cu_seqlens: NDArray[np.int32]
     """[S + 1], starts of the segments; ends with T."""
     max_seqlen: int
-    """Length of the longest segment, in a tree of the longest path. Without a tree, ``max_seqlen`` equals T only for a
-    single segment, because Megatron's rotary positions do not restart in each segment if ``max_seqlen`` is T."""
+    """Length of the longest segment, in a tree of the longest path. Without a tree, ``max_seqlen``
+    equals T only for a single segment, because Megatron's rotary positions do not restart in each
+    segment if ``max_seqlen`` is T."""
     predictors: Ints
     """[R], positions in the pack whose *next* token is a response token."""
     targets: Ints
@@ -320,7 +340,8 @@ class Pack:
     sample: Ints
     """[R], training sample of each target: index in the pack, from 0."""
     advantage: Floats
-    """[R], advantage of the target's segment. ``scale`` and ``versions`` are values of the target's sample."""
+    """[R], advantage of the target's segment. ``scale`` and ``versions`` are values of the target's
+    sample."""
     scale: Floats
     """[R]"""
     engine_logprobs: NDArray[np.float32]
@@ -328,19 +349,22 @@ class Pack:
     versions: Ints
     """[R]"""
     teacher_logprobs: NDArray[np.float32] | None = None
-    """[R], as in Completion; NaN for completions without a teacher server. None if no completion has a teacher
-    server."""
+    """[R], as in Completion; NaN for completions without a teacher server. None if no completion
+    has a teacher server."""
     old_logprobs: NDArray[np.float32] | None = None
-    """[R], log-probabilities under the policy before the rollout's first update; None: not needed, or on another stage
-    than the last."""
+    """[R], log-probabilities under the policy before the rollout's first update; None: not needed,
+    or on another stage than the last."""
     reference_logprobs: NDArray[np.float32] | None = None
     """[R], log-probabilities under the reference policy of the KL; None as for ``old_logprobs``."""
     teachers: tuple[Any, ...] = ()
     """``TeacherHead`` objects (``models/teacher_head.py``), each for a part of the targets."""
     parents: Ints | None = None
-    """[S], parent of each segment, −1 for segments without a parent; None if no segment has a parent. A segment attends
-    to its ancestors and to itself. A segment's descendants come directly after the segment."""
+    """[S], parent of each segment, −1 for segments without a parent; None if no segment has a
+    parent. A segment attends to its ancestors and to itself. A segment's descendants come directly
+    after the segment."""
     tokens: Ints | None = None
-    """[S], tokens of each segment without padding. Descendants do not attend to padding. None as ``parents``."""
+    """[S], tokens of each segment without padding. Descendants do not attend to padding. None as
+    ``parents``."""
     routing: Routing | None = None
-    """[T, layers of this rank's stage, k]; ``unknown_expert`` for unknown routing and for padding."""
+    """[T, layers of this rank's stage, k]; ``unknown_expert`` for unknown routing and for
+    padding."""

@@ -1,7 +1,8 @@
-"""From selected prompts to scored groups: each rank generates and scores its own share, and holds on to those tokens.
+"""From selected prompts to scored groups: each rank generates and scores its own share, and holds
+on to those tokens.
 
-Metadata for the planner, lengths and rewards and no tokens, is gathered on every rank. Requesting and waiting are two
-calls, so that servers can work while the trainer does.
+Metadata for the planner, lengths and rewards and no tokens, is gathered on every rank. Requesting
+and waiting are two calls, so that servers can work while the trainer does.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.score import Score, count_failures, tracebacks
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.sequences import check_sequences, longest_response
-from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Selection, StepMetadata
+from megatron_dppo.rl.types import (
+    Completion,
+    Floats,
+    Group,
+    Ints,
+    Prompt,
+    RoutingShape,
+    Selection,
+    StepMetadata,
+)
 from megatron_dppo.rollout.engine import RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
 from megatron_dppo.rollout.scoring import GroupScoring, check_failures, failed_scores, scored_group
@@ -53,16 +63,21 @@ class Collector:
         offline: Mapping[int, OfflineGroup] | None = None,
         teachers: TeacherServers | None = None,
     ) -> None:
-        """``routing`` is that of the rollouts which are to be trained on, see :class:`Sampling`; ``offline`` has the
-        groups that this rank holds, by their prompts' ids, which are trained on in the place of the engine's;
-        ``teachers`` read all."""
+        """``routing`` is that of the rollouts which are to be trained on, see :class:`Sampling`;
+        ``offline`` has the groups that this rank holds, by their prompts' ids, which are trained on
+        in the place of the engine's; ``teachers`` read all."""
         self._config, self._world = config, world
         self._engine, self.workers, self._tokenizer = engine, workers, tokenizer
-        self.stop_token_ids, self._routing, self._offline, self._teachers = stop_token_ids, routing, offline, teachers
+        self.stop_token_ids, self._routing, self._offline, self._teachers = (
+            stop_token_ids,
+            routing,
+            offline,
+            teachers,
+        )
 
     def request(self, pool: PromptPool, rollouts: StepRollouts, again: int = 0) -> StepRollouts:
-        """Ask the engine for this rank's share of a step's rollouts, or for what is missing of it. ``again`` counts the
-        earlier selections of the step."""
+        """Ask the engine for this rank's share of a step's rollouts, or for what is missing of it.
+        ``again`` counts the earlier selections of the step."""
         selection, rollout = rollouts.selection, self._config.rollout
         rows = self._mine(selection)
         prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[rows]]
@@ -86,9 +101,12 @@ class Collector:
         return rollouts
 
     def break_off(self, under_way: Sequence[StepRollouts]) -> bool:
-        """Break off rollouts, which then know how far they are. False: the engine is to finish them. Collective."""
+        """Break off rollouts, which then know how far they are. False: the engine is to finish
+        them. Collective."""
         of_engine = under_way if self._offline is None else ()
-        progress = self._engine.break_off([each.pending for each in of_engine]) if of_engine else None
+        progress = (
+            self._engine.break_off([each.pending for each in of_engine]) if of_engine else None
+        )
         for rollouts, so_far in zip(under_way, progress or (), strict=progress is not None):
             rollouts.restart()
             rollouts.partial = so_far
@@ -98,7 +116,8 @@ class Collector:
         """Wait for what was requested, and score it. Collective.
 
         Raises:
-            UserError: on every rank, if more than ``reward.max_failures`` of the completions could not be scored.
+            UserError: on every rank, if more than ``reward.max_failures`` of the completions could
+                not be scored.
         """
         selection, prompts, inclusion = rollouts.selection, rollouts.prompts, rollouts.inclusion
         assert prompts is not None and inclusion is not None, "they are requested first"
@@ -117,19 +136,29 @@ class Collector:
         dropped = len(selection.prompt_ids) - len(metadata.prompt_ids)
         timeouts, errors = map(float, count_failures(failed))
         counts = dict(zip(COUNTS, (float(dropped), timeouts, errors), strict=True))
-        notes = ("groups whose scoring failed left their step; the rest stands for the window",) if dropped else ()
+        notes = (
+            ("groups whose scoring failed left their step; the rest stands for the window",)
+            if dropped
+            else ()
+        )
         metrics = self._metrics(metadata) | counts
-        return CompleteRollouts(_by_row(metadata, groups), metadata, metrics, tracebacks(failed) + notes)
+        return CompleteRollouts(
+            _by_row(metadata, groups), metadata, metrics, tracebacks(failed) + notes
+        )
 
     def collected(self, rounds: Sequence[CompleteRollouts]) -> CompleteRollouts:
         """All that a step has rolled out, in one round or several. Not collective."""
         if len(rounds) == 1:
             return rounds[0]
-        metadata = gather_metadata([r.metadata for r in rounds], window=sum(r.metadata.window for r in rounds))
+        metadata = gather_metadata(
+            [r.metadata for r in rounds], window=sum(r.metadata.window for r in rounds)
+        )
         groups = [group for each in rounds for group in each.held.values()]
         counts = {name: sum(each.metrics[name] for each in rounds) for name in COUNTS}
         notes = dict.fromkeys(note for each in rounds for note in each.notes)
-        return CompleteRollouts(_by_row(metadata, groups), metadata, self._metrics(metadata) | counts, tuple(notes))
+        return CompleteRollouts(
+            _by_row(metadata, groups), metadata, self._metrics(metadata) | counts, tuple(notes)
+        )
 
     def close(self) -> None:
         """Let go of the servers that teach. Not collective."""
@@ -148,14 +177,19 @@ class Collector:
         return self._engine.begin(prompts, sampling)
 
     def answers(self, prompts: Sequence[Prompt], pending: Any, *, of_all: int) -> list[Group]:
-        """Wait for the completions of this rank's prompts, and have them scored, and read, as they come. Collective.
+        """Wait for the completions of this rank's prompts, and have them scored, and read, as they
+        come. Collective.
 
-        Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
-        left unscored: :func:`check_failures` is then about to stop the run.
+        Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of
+        all ranks, the rest is left unscored: :func:`check_failures` is then about to stop the run.
         """
-        return self._world.together(self._wait_for_rollouts(prompts, pending, of_all=of_all), what="scores")
+        return self._world.together(
+            self._wait_for_rollouts(prompts, pending, of_all=of_all), what="scores"
+        )
 
-    def _wait_for_rollouts(self, prompts: Sequence[Prompt], pending: Any, *, of_all: int) -> Callable[[], list[Group]]:
+    def _wait_for_rollouts(
+        self, prompts: Sequence[Prompt], pending: Any, *, of_all: int
+    ) -> Callable[[], list[Group]]:
         """Wait for completions and teachers, while completions are scored. Collective.
 
         Returns:
@@ -188,7 +222,10 @@ class Collector:
     def _check(self, answers: Sequence[Group]) -> None:
         rollout = self._config.rollout
         if rollout.conversation or rollout.engine_function:  # others make one sequence
-            prompts, completions = [group.prompt for group in answers], [group.completions for group in answers]
+            prompts, completions = (
+                [group.prompt for group in answers],
+                [group.completions for group in answers],
+            )
             check_sequences(self._config, prompts, completions)
         if self._routing is not None:
             self._check_routing(answers)
@@ -202,30 +239,57 @@ class Collector:
         if any(completion.routing is None for group in answers for completion in group.completions):
             rollout = self._config.rollout
             problem = "wants to know which experts made every token, and a completion came without"
-            remedy = f"Have {rollout.conversation or rollout.engine} return its turns as client.generate returned them"
-            raise UserError("loss.replay_routing", self._config.loss.replay_routing, problem, remedy)
+            remedy = (
+                f"Have {rollout.conversation or rollout.engine} return its turns as "
+                "client.generate returned them"
+            )
+            raise UserError(
+                "loss.replay_routing", self._config.loss.replay_routing, problem, remedy
+            )
 
     def _check_forks(self, answers: Sequence[Group]) -> None:
         """Only an engine that does not know of trees leaves them out."""
         rollout = self._config.rollout
-        if any(completion.segments is None for group in answers for completion in group.completions):
+        if any(
+            completion.segments is None for group in answers for completion in group.completions
+        ):
             levels = len(rollout.tree.branches)
-            problem = f"has {levels} levels, and completions came from the engine {rollout.engine} that did not fork"
-            remedy = "Have it grow what Sampling.branches asks for (rollout/tree.py), or set rollout.tree.branches=[]"
+            problem = (
+                f"has {levels} levels, and completions came from the engine "
+                f"{rollout.engine} "
+                "that did not fork"
+            )
+            remedy = (
+                "Have it grow what Sampling.branches asks for (rollout/tree.py), or set "
+                "rollout.tree.branches=[]"
+            )
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
     def _check_roles(self, answers: Sequence[Group]) -> None:
         roles, function = self._config.rollout.roles, self._config.reward.spec
-        if any(completion.segments is None for group in answers for completion in group.completions):
+        if any(
+            completion.segments is None for group in answers for completion in group.completions
+        ):
             problem = "want to know who said what, and a completion came without"
-            raise UserError("rollout.roles", list(roles), problem, "Have the engine's conversations say it")
+            raise UserError(
+                "rollout.roles", list(roles), problem, "Have the engine's conversations say it"
+            )
         scores = (score for group in answers for score in group.scores)
-        if unknown := next((role for score in scores for role in score.roles if role not in roles), None):
-            problem = f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
-            raise UserError("reward.function", function, problem, "Call roles as they are called there")
+        if unknown := next(
+            (role for score in scores for role in score.roles if role not in roles), None
+        ):
+            problem = (
+                f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
+            )
+            raise UserError(
+                "reward.function", function, problem, "Call roles as they are called there"
+            )
 
-    def _share(self, answers: Sequence[Group], inclusions: Floats) -> tuple[StepMetadata, list[Group], list[Score]]:
-        """Return the metadata of this rank's groups, the groups with penalties, and the failed scores of other groups.
+    def _share(
+        self, answers: Sequence[Group], inclusions: Floats
+    ) -> tuple[StepMetadata, list[Group], list[Score]]:
+        """Return the metadata of this rank's groups, the groups with penalties, and the failed
+        scores of other groups.
 
         Raises:
             UserError: a completion is not what the settings ask for.
@@ -239,11 +303,19 @@ class Collector:
                 continue
             penalty = self._penalty(group.prompt, group.completions)
             unique = count_unique_tokens(group.completions, rollout.tree.branches)
-            numbers.append([_numbers(*each) for each in zip(group.completions, group.scores, unique, strict=True)])
+            numbers.append(
+                [
+                    _numbers(*each)
+                    for each in zip(group.completions, group.scores, unique, strict=True)
+                ]
+            )
             groups.append(replace(group, rewards=group.rewards + penalty))
             inclusion.append(pi)
             if rollout.roles:
-                by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in group.scores]
+                by_role = [
+                    [score.roles.get(role, score.reward) for role in rollout.roles]
+                    for score in group.scores
+                ]
                 of_roles.append(np.array(by_role) + penalty[:, None])
         shape = rollout.samples_per_prompt, rollout.segments, self._world.rank
         distillation = self._config.loss.distillation
@@ -251,10 +323,15 @@ class Collector:
         return part, groups, failed_scores(answers)
 
     def _penalty(self, prompt: Prompt, completions: Sequence[Completion]) -> np.ndarray:
-        limit, buffer = self._config.rollout.max_response_tokens, self._config.reward.overlong_buffer
+        limit, buffer = (
+            self._config.rollout.max_response_tokens,
+            self._config.reward.overlong_buffer,
+        )
         if buffer is None:
             buffer = round(objective_for(self._config.loss).overlong_share * limit)
-        lengths = [longest_response(len(prompt.token_ids), completion) for completion in completions]
+        lengths = [
+            longest_response(len(prompt.token_ids), completion) for completion in completions
+        ]
         return soft_overlong_penalty(lengths, limit=limit, buffer=buffer)
 
     def _metrics(self, metadata: StepMetadata) -> dict[str, float]:
@@ -262,7 +339,10 @@ class Collector:
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
         sums = {name: float(np.nansum(values)) for name, values in metadata.parts.items()}
-        means = {name: total / max(int((~np.isnan(metadata.parts[name])).sum()), 1) for name, total in sums.items()}
+        means = {
+            name: total / max(int((~np.isnan(metadata.parts[name])).sum()), 1)
+            for name, total in sums.items()
+        }
         return {
             **dict.fromkeys(("rollout/raw_reward", "rollout/accuracy"), 0.0),
             **means,
@@ -281,7 +361,8 @@ class Collector:
 def _numbers(completion: Completion, score: Score, unique: int) -> dict[str, float]:
     """The ``parts`` of a completion's metadata.
 
-    ``rollout/entropy`` is −Σ log p over the sampled tokens, which estimates their entropy without bias.
+    ``rollout/entropy`` is −Σ log p over the sampled tokens, which estimates their entropy without
+    bias.
     """
     return {
         **{f"reward/{name}": value for name, value in score.metrics.items()},

@@ -1,7 +1,7 @@
 """Conversations: completions in several turns, with tools or an environment between the turns.
 
-``rollout.conversation`` names a coroutine function (or is ``verifiers``: see ``conversation_functions.py``). It is
-called once for each completion:
+``rollout.conversation`` names a coroutine function (or is ``verifiers``: see
+``conversation_functions.py``). It is called once for each completion:
 
     async def rollout(client: Client, prompt: Prompt) -> list[Turn]:
         tokens = prompt.token_ids.tolist()
@@ -10,15 +10,16 @@ called once for each completion:
         answer = await client.generate([*tokens, *question.token_ids, *told])
         return [question, told, answer]
 
-The completion is the three turns in a row. Its loss mask is True on the question and the answer, which the policy
-sampled, and False on what it was told.
+The completion is the three turns in a row. Its loss mask is True on the question and the answer,
+which the policy sampled, and False on what it was told.
 
-A conversation of several sequences, as of an agent that compacts its context, is a list of such lists. All turns of the
-first come after the prompt. A further one begins with the token ids of its own context: ``[[question, told, answer],
-[summary, next_answer]]``. See ``rl/sequences.py``.
+A conversation of several sequences, as of an agent that compacts its context, is a list of such
+lists. All turns of the first come after the prompt. A further one begins with the token ids of its
+own context: ``[[question, told, answer], [summary, next_answer]]``. See ``rl/sequences.py``.
 
-With ``rollout.roles`` the policy speaks in several roles, each with a reward of its own, and every turn of its says in
-which: ``[("solver", attempt), told, ("critic", review)]``. See ``rl/objectives.py``.
+With ``rollout.roles`` the policy speaks in several roles, each with a reward of its own, and every
+turn of its says in which: ``[("solver", attempt), told, ("critic", review)]``. See
+``rl/objectives.py``.
 """
 
 from __future__ import annotations
@@ -39,30 +40,38 @@ from megatron_dppo.plugins import FAILURES
 from megatron_dppo.rl.numbers import as_mask
 from megatron_dppo.rl.sequences import malformed
 from megatron_dppo.rl.types import Completion, Prompt, Routing
-from megatron_dppo.rollout.conversation_checks import UnusableError, check_completion, check_ids, check_roles
+from megatron_dppo.rollout.conversation_checks import (
+    UnusableError,
+    check_completion,
+    check_ids,
+    check_roles,
+)
 
 if TYPE_CHECKING:  # torch
     from megatron_dppo.rollout.engine import Sampling
 
 Part = Completion | Sequence[int] | NDArray[np.integer]
-"""The policy's turn, as :meth:`Client.generate` returned it; or token ids that it was given to read."""
+"""The policy's turn, as :meth:`Client.generate` returned it; or token ids that it was given to
+read."""
 Turn = Part | tuple[str, Completion]
 """With ``rollout.roles`` what the policy said stands behind its role."""
 
 
 Returned = Completion | Sequence[Turn] | Sequence[Sequence[Turn]]
-"""By a function of the user's: the turns in their order, those of each sequence in a list of their own where there are
-several, or a completion that it has put together itself."""
+"""By a function of the user's: the turns in their order, those of each sequence in a list of their
+own where there are several, or a completion that it has put together itself."""
 
 
 TurnFunction: TypeAlias = "Callable[[Client, list[int], Sampling], Awaitable[Completion]]"
 """An engine's continuation of a client's context."""
 AGAIN_S = 0.3
-"""Seconds until a conversation that was given up, or a turn that a paused server aborted, is requested again."""
+"""Seconds until a conversation that was given up, or a turn that a paused server aborted, is
+requested again."""
 
 
 class TryAgainError(Exception):
-    """Raised by a conversation that came to nothing, for example because a tool is down: its prompt is asked again."""
+    """Raised by a conversation that came to nothing, for example because a tool is down: its prompt
+    is asked again."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -89,11 +98,16 @@ class Client:
 
     @property
     def max_tokens(self) -> int:
-        """Limit of the response, with all its turns. A longer response is cut off, and counts as truncated."""
+        """Limit of the response, with all its turns. A longer response is cut off, and counts as
+        truncated."""
         return self.sampling.max_tokens
 
     async def generate(
-        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
     ) -> Completion:
         """Have the policy go on from ``token_ids``, at the run's temperature.
 
@@ -103,9 +117,12 @@ class Client:
             stop_token_ids: tokens that end this turn, besides those that end a response.
 
         Returns:
-            The turn, with the token that ended it. It has no tokens where none are left of the response.
+            The turn, with the token that ended it. It has no tokens where none are left of the
+            response.
         """
-        context: list[int] = check_ids(token_ids, self.function.vocabulary, "went on from a context").tolist()
+        context: list[int] = check_ids(
+            token_ids, self.function.vocabulary, "went on from a context"
+        ).tolist()
         if not context:
             raise ValueError("There is no token to go on from.")
         left = len(self.prompt.token_ids) + self.max_tokens - len(context)
@@ -135,7 +152,8 @@ class ConversationFunction:
     """The policy's tokenizer."""
 
     async def have(self, client: Client) -> Completion:
-        """Have one conversation. The function may write on the prompt's label and extra columns: they are copies.
+        """Have one conversation. The function may write on the prompt's label and extra columns:
+        they are copies.
 
         Raises:
             TryAgainError: the function gave it up.
@@ -143,14 +161,18 @@ class ConversationFunction:
             Exception: ``client.failure``.
         """
         prompt = client.prompt
-        own = replace(prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra)))
+        own = replace(
+            prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra))
+        )
         try:
             returned = await self.function(client, own)
             return completed(returned, client)
         except (TryAgainError, UserError, client.failure):
             raise
         except UnusableError as error:
-            raise UserError(self.setting, self.spec, f"for prompt {prompt.id} it {error}", self.remedy) from None
+            raise UserError(
+                self.setting, self.spec, f"for prompt {prompt.id} it {error}", self.remedy
+            ) from None
         except (*FAILURES, asyncio.CancelledError) as error:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -159,9 +181,17 @@ class ConversationFunction:
             raise UserError(self.setting, self.spec, problem, "Mend it") from error
 
     def interference(self) -> UserError:
-        """Return the error for a function that cancelled others' tasks, or stopped the event loop."""
-        problem = "cancelled tasks of the run, or stopped the event loop that all conversations share"
-        return UserError(self.setting, self.spec, problem, "Cancel the tasks that it has made itself, and no others")
+        """Return the error for a function that cancelled others' tasks, or stopped the event
+        loop."""
+        problem = (
+            "cancelled tasks of the run, or stopped the event loop that all conversations share"
+        )
+        return UserError(
+            self.setting,
+            self.spec,
+            problem,
+            "Cancel the tasks that it has made itself, and no others",
+        )
 
 
 GIVEN = np.iinfo(np.int32).min
@@ -171,8 +201,8 @@ GIVEN = np.iinfo(np.int32).min
 def joined(turns: Iterable[Part]) -> Completion:
     """One completion of several turns. It ends as the last of the policy's turns did.
 
-    Tokens that the policy was given count as the version of the turn after them, or of the last turn. A token's
-    routing is that of the first turn that has read it.
+    Tokens that the policy was given count as the version of the turn after them, or of the last
+    turn. A token's routing is that of the first turn that has read it.
     """
     parts: list[Completion] = []
     finish_reason: Literal["stop", "length"] = "length"
@@ -187,11 +217,15 @@ def joined(turns: Iterable[Part]) -> Completion:
         token_ids=np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
         logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
         loss_mask=np.concatenate([np.empty(0, bool), *(part.loss_mask for part in parts)]),
-        versions=_versions(np.concatenate([np.empty(0, np.int32), *(part.versions for part in parts)])),
+        versions=_versions(
+            np.concatenate([np.empty(0, np.int32), *(part.versions for part in parts)])
+        ),
         finish_reason=finish_reason,
         routing=_routing([part.routing for part in parts if part.routing is not None]),
         segments=_segments(parts) if any(part.segments is not None for part in parts) else None,
-        starts=tuple(at + start for at, part in zip(befores, parts, strict=False) for start in part.starts),
+        starts=tuple(
+            at + start for at, part in zip(befores, parts, strict=False) for start in part.starts
+        ),
     )
 
 
@@ -205,11 +239,17 @@ def _versions(of_tokens: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _segments(parts: Sequence[Completion]) -> NDArray[np.int8]:
-    return np.concatenate([np.full(len(p.token_ids), -1, np.int8) if p.segments is None else p.segments for p in parts])
+    return np.concatenate(
+        [
+            np.full(len(p.token_ids), -1, np.int8) if p.segments is None else p.segments
+            for p in parts
+        ]
+    )
 
 
 def _routing(of_turns: Sequence[Routing]) -> Routing | None:
-    """Each turn's begins with the first token of the prompt; what earlier turns have read is left out of later ones."""
+    """Each turn's begins with the first token of the prompt; what earlier turns have read is left
+    out of later ones."""
     if not of_turns:
         return None
     read = np.maximum.accumulate([0, *map(len, of_turns)]).tolist()
@@ -248,7 +288,9 @@ def completed(returned: Returned, client: Client) -> Completion:
         check_ids(returned.token_ids, client.function.vocabulary, "returned a completion")
         return _well_formed(_cut_off(returned, len(start), limit, roles), client)
     if not isinstance(returned, Sequence):
-        raise UnusableError(f"returned a {type(returned).__name__}, neither a list of turns nor a completion")
+        raise UnusableError(
+            f"returned a {type(returned).__name__}, neither a list of turns nor a completion"
+        )
     cut: list[Completion] = []
     truncated = False
     for number, turns in enumerate(_sequences(returned)):
@@ -285,10 +327,14 @@ def _sequences(returned: Sequence[Any]) -> list[Sequence[Turn]]:
     return list(returned) if any(several) else [returned]
 
 
-def _sequence(client: Client, turns: Sequence[Turn], before: Sequence[int], longest: int) -> Completion:
-    """One sequence, without most of what the policy was given past ``longest`` tokens, which is cut off.
+def _sequence(
+    client: Client, turns: Sequence[Turn], before: Sequence[int], longest: int
+) -> Completion:
+    """One sequence, without most of what the policy was given past ``longest`` tokens, which is cut
+    off.
 
-    The log-probabilities of a turn hold after the tokens that it was generated from, and after no others.
+    The log-probabilities of a turn hold after the tokens that it was generated from, and after no
+    others.
 
     Args:
         before: tokens before its turns.
@@ -308,12 +354,20 @@ def _sequence(client: Client, turns: Sequence[Turn], before: Sequence[int], long
                 said_as = f"the role {role!r}" if role else "no role"
                 raise UnusableError(f"returned a turn {number} of {said_as}, {known}")
             if id(turn) not in contexts:
-                raise UnusableError(f"returned as turn {number} a completion that this conversation has not generated")
+                raise UnusableError(
+                    f"returned as turn {number} a completion that this conversation has not "
+                    "generated"
+                )
             if not past and contexts[id(turn)] != context:
-                problem = f"returned a turn {number} that was generated after other tokens than stand before it"
+                problem = (
+                    f"returned a turn {number} that was generated after other tokens than "
+                    "stand before it"
+                )
                 raise UnusableError(problem)
         elif role is not None:
-            raise UnusableError(f"returned a turn {number} of the role {role!r} that the policy has not said")
+            raise UnusableError(
+                f"returned a turn {number} of the role {role!r} that the policy has not said"
+            )
         elif past:
             continue
         else:
@@ -328,7 +382,8 @@ def _sequence(client: Client, turns: Sequence[Turn], before: Sequence[int], long
 
 
 def _cut_off(returned: Completion, before: int, limit: int, roles: Sequence[str]) -> Completion:
-    """A sequence that comes after so many tokens, checked; one put together by the function may be several."""
+    """A sequence that comes after so many tokens, checked; one put together by the function may be
+    several."""
     try:
         mask = as_mask(returned.loss_mask)
     except ValueError as error:
@@ -351,4 +406,6 @@ def _given(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:
     """Tokens that the policy reads, as a part of a completion."""
     length = len(token_ids)
     tokens, versions = np.array(token_ids, np.int32), np.full(length, GIVEN, np.int32)
-    return Completion(tokens, np.zeros(length, np.float32), np.zeros(length, bool), versions, "length")
+    return Completion(
+        tokens, np.zeros(length, np.float32), np.zeros(length, bool), versions, "length"
+    )

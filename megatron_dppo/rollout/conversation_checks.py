@@ -17,7 +17,9 @@ class UnusableError(ValueError):
     """A conversation returned what cannot be trained on. The text is to stand after "it"."""
 
 
-def check_ids(token_ids: Sequence[int] | NDArray[Any], vocabulary: int, what: str) -> NDArray[np.int32]:
+def check_ids(
+    token_ids: Sequence[int] | NDArray[Any], vocabulary: int, what: str
+) -> NDArray[np.int32]:
     """Token ids as an array.
 
     Args:
@@ -33,7 +35,9 @@ def check_ids(token_ids: Sequence[int] | NDArray[Any], vocabulary: int, what: st
     except TypeError:
         raise UnusableError(f"{what} that is no list of token ids") from None
     if wrong := next((token for token in whole if not 0 <= token < vocabulary), None):
-        raise UnusableError(f"{what} with the token id {wrong}; the policy's vocabulary has {vocabulary} tokens")
+        raise UnusableError(
+            f"{what} with the token id {wrong}; the policy's vocabulary has {vocabulary} tokens"
+        )
     return np.array(whole, np.int32)
 
 
@@ -41,7 +45,9 @@ def check_completion(completion: Completion, limit: int) -> None:
     length = len(completion.token_ids)
     for name in ("logprobs", "loss_mask"):
         if len(values := getattr(completion, name)) != length:
-            raise UnusableError(f"returned {len(values)} of {name} for a response of {length} tokens")
+            raise UnusableError(
+                f"returned {len(values)} of {name} for a response of {length} tokens"
+            )
     if not completion.loss_mask[:limit].any():
         raise UnusableError("returned a response none of whose tokens the policy sampled")
     try:
@@ -56,10 +62,16 @@ def check_roles(completion: Completion, roles: Sequence[str]) -> None:
     said_by = completion.segments
     if (said_by is not None) != bool(roles):
         there = "without the role of each token" if roles else "with roles"
-        raise UnusableError(f"returned a response {there}, and rollout.roles has {', '.join(roles) or 'none'}")
+        raise UnusableError(
+            f"returned a response {there}, and rollout.roles has {', '.join(roles) or 'none'}"
+        )
     if said_by is None:
         return
     if len(said_by) != len(completion.token_ids) or ((said_by >= 0) != completion.loss_mask).any():
-        raise UnusableError("returned a response whose roles are not those of its sampled tokens, and -1 elsewhere")
+        raise UnusableError(
+            "returned a response whose roles are not those of its sampled tokens, and -1 elsewhere"
+        )
     if said_by.max() >= len(roles):
-        raise UnusableError(f"returned a response of a role {said_by.max()}, and rollout.roles has {len(roles)}")
+        raise UnusableError(
+            f"returned a response of a role {said_by.max()}, and rollout.roles has {len(roles)}"
+        )

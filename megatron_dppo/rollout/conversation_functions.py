@@ -1,9 +1,10 @@
-"""Functions that have a run's conversations with the policy: the user's own, and environments of *verifiers*.
+"""Functions that have a run's conversations with the policy: the user's own, and environments of
+*verifiers*.
 
 ``rollout.conversation=FILE.py:NAME`` names a function of the user's own (``conversation.py``).
 
-With ``rollout.conversation=verifiers`` the environment runs its own loop, and calls the policy as its server. Prompts
-of other sources, such as a benchmark's, are answered in one turn.
+With ``rollout.conversation=verifiers`` the environment runs its own loop, and calls the policy as
+its server. Prompts of other sources, such as a benchmark's, are answered in one turn.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from megatron_dppo.rollout.conversation import Client, ConversationFunction, Par
 from megatron_dppo.rollout.conversation_checks import UnusableError
 
 SETTING = "rollout.conversation"
-REMEDY = "Write the turns as a function of your own (rollout.conversation=FILE.py:NAME), and the reward, too"
+REMEDY = (
+    "Write the turns as a function of your own (rollout.conversation=FILE.py:NAME), and the "
+    "reward, too"
+)
 
 
 def conversation_of(config: Config) -> ConversationFunction | None:
-    """The function of a run's conversations; None if a completion is one request. In the main thread.
+    """The function of a run's conversations; None if a completion is one request. In the main
+    thread.
 
     Raises:
-        UserError: it cannot be found or imported, or cannot be called as it would be; or the environment cannot be
-            loaded.
+        UserError: it cannot be found or imported, or cannot be called as it would be; or the
+            environment cannot be loaded.
     """
     spec, roles = config.rollout.conversation, config.rollout.roles
     function: Callable[..., Any]
@@ -43,11 +48,20 @@ def conversation_of(config: Config) -> ConversationFunction | None:
         function, remedy = _Environment(config.data.verifiers), REMEDY
     else:
         turns = f'("{roles[0]}", turn) for each turn' if roles else "the turns"
-        remedy = f"Have it return {turns} as client.generate returned them, with lists of token ids between them"
+        remedy = (
+            f"Have it return {turns} as client.generate returned them, with lists of token "
+            "ids between them"
+        )
         function = _load_coroutine(spec)
     folder = config.model.folder
     return ConversationFunction(
-        SETTING, spec, function, remedy, roles, read_shape(folder).vocab_size, load_tokenizer(folder)
+        SETTING,
+        spec,
+        function,
+        remedy,
+        roles,
+        read_shape(folder).vocab_size,
+        load_tokenizer(folder),
     )
 
 
@@ -57,13 +71,17 @@ def _load_coroutine(spec: str) -> Callable[..., Any]:
         inspect.signature(function).bind("client", "prompt")
     except TypeError as error:
         problem = f"cannot be called with 2 arguments ({error})"
-        raise UserError(SETTING, spec, problem, "Give it the parameters (client, prompt)") from error
+        raise UserError(
+            SETTING, spec, problem, "Give it the parameters (client, prompt)"
+        ) from error
     if not inspect.iscoroutinefunction(function):
         raise UserError(SETTING, spec, "is no coroutine", "Define it with async def")
     return function
 
 
-def check_turns(config: Config, data: DataConfig, problems: Callable[[], Iterable[Mapping[str, object]]]) -> None:
+def check_turns(
+    config: Config, data: DataConfig, problems: Callable[[], Iterable[Mapping[str, object]]]
+) -> None:
     """
     Args:
         config: of the run.
@@ -73,10 +91,15 @@ def check_turns(config: Config, data: DataConfig, problems: Callable[[], Iterabl
     Raises:
         UserError: some are of an environment of several turns, and nothing has a conversation.
     """
-    if config.rollout.conversation or VERIFIERS not in {source.name for source in sources_of(data, "train")}:
+    if config.rollout.conversation or VERIFIERS not in {
+        source.name for source in sources_of(data, "train")
+    }:
         return
     if any(SEVERAL_TURNS in each for each in problems()):
-        problem = f"and the environment {data.verifiers.environment} speaks with the policy in several turns"
+        problem = (
+            f"and the environment {data.verifiers.environment} speaks with the policy in "
+            "several turns"
+        )
         raise UserError(SETTING, "null", problem, f"Set {SETTING}={VERIFIERS}")
 
 
@@ -92,7 +115,9 @@ class _Environment:
         except FAILURES as error:
             problem = f"cannot be loaded ({type(error).__name__}: {error})"
             remedy = "Install it, or mend data.verifiers.arguments"
-            raise UserError("data.verifiers.environment", config.environment, problem, remedy) from error
+            raise UserError(
+                "data.verifiers.environment", config.environment, problem, remedy
+            ) from error
         self._load, self._play, self._down = load_environment, play, DOWN
 
     async def __call__(self, client: Client, prompt: Prompt) -> list[Part]:
@@ -122,7 +147,9 @@ class _Environment:
         tools = extra.get(TOOLS, ())
         template = chat_template_for(client.tokenizer, tools) if tools else ""
         if tools and (CALL not in template or OTHER_CALL in template):
-            problem = f"has tools, and the chat template has them called otherwise than by JSON in {CALL}"
+            problem = (
+                f"has tools, and the chat template has them called otherwise than by JSON in {CALL}"
+            )
             raise UnusableError(f"{problem}, the only form that is read here")
         environment = self._load(extra["environment"], extra["arguments"])
         messages = Turns(client.tokenizer, extra["input"]["prompt"], generate, tools)

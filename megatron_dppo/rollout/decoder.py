@@ -1,11 +1,13 @@
-"""Compute the forward pass of Hugging Face's modules in few operations, for rows of a key-value cache.
+"""Compute the forward pass of Hugging Face's modules in few operations, for rows of a key-value
+cache.
 
-The local engine uses this forward pass because a policy of a million parameters spends half of a decoding step between
-matrix products. The projections to queries, keys and values are one product. The projections to gate and up are another
-product. Hugging Face's modules hold the weights and run the experts. The routers of the experts are recorded if a batch
-requests its routing.
+The local engine uses this forward pass because a policy of a million parameters spends half of a
+decoding step between matrix products. The projections to queries, keys and values are one product.
+The projections to gate and up are another product. Hugging Face's modules hold the weights and run
+the experts. The routers of the experts are recorded if a batch requests its routing.
 
-The cache is allocated once. Rows are added and removed, and the keys of a prompt are copied for each sample.
+The cache is allocated once. Rows are added and removed, and the keys of a prompt are copied for
+each sample.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from megatron_dppo.rollout.decoder_layers import AttentionLayer, DeltaLayer, Nor
 def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model with undefined weights.
 
-    The model is first created on the meta device. No time is spent on random weights, and torch's random state, which
-    belongs to the trainer, does not change.
+    The model is first created on the meta device. No time is spent on random weights, and torch's
+    random state, which belongs to the trainer, does not change.
 
     Raises:
         UserError: if :func:`read_shape` raises, or if transformers rejects config.json.
@@ -63,12 +65,19 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         body, config = model.model, model.config
-        zero_centred = bool(FAMILIES[type(model).__name__].megatron.get("layernorm_zero_centered_gamma"))
+        zero_centred = bool(
+            FAMILIES[type(model).__name__].megatron.get("layernorm_zero_centered_gamma")
+        )
         self._embedding, self._rotary = body.embed_tokens, body.rotary_emb
         self._norm, self._eps = Norm(body.norm, zero_centred), config.rms_norm_eps
         self._head = model.lm_head
-        kinds = [DeltaLayer if hasattr(layer, "linear_attn") else AttentionLayer for layer in body.layers]
-        self._layers = [kind(layer, config, zero_centred) for kind, layer in zip(kinds, body.layers, strict=True)]
+        kinds = [
+            DeltaLayer if hasattr(layer, "linear_attn") else AttentionLayer for layer in body.layers
+        ]
+        self._layers = [
+            kind(layer, config, zero_centred)
+            for kind, layer in zip(kinds, body.layers, strict=True)
+        ]
         self._cos = self._sin = self._embedding.weight.new_empty(0, 1, 0)
 
     @property
@@ -76,7 +85,8 @@ class Decoder:
         return self._embedding.weight.device
 
     def weights_changed(self) -> None:
-        """Update all tensors derived from weights. Required after every change of the weights of the model."""
+        """Update all tensors derived from weights. Required after every change of the weights of
+        the model."""
         self._norm.weights_changed()
         for layer in self._layers:
             layer.weights_changed()
@@ -86,10 +96,15 @@ class Decoder:
         weight = self._embedding.weight
         attention = [layer for layer in self._layers if isinstance(layer, AttentionLayer)]
         deltas = [layer for layer in self._layers if isinstance(layer, DeltaLayer)]
-        states = [torch.stack(each) for each in zip(*(layer.states(rows) for layer in deltas), strict=True)]
+        states = [
+            torch.stack(each)
+            for each in zip(*(layer.states(rows) for layer in deltas), strict=True)
+        ]
         if len(self._cos) < capacity:
             positions = torch.arange(capacity, device=weight.device)
-            self._cos, self._sin = (table.transpose(0, 1) for table in self._rotary(weight, positions[None]))
+            self._cos, self._sin = (
+                table.transpose(0, 1) for table in self._rotary(weight, positions[None])
+            )
         sizes = len(attention), rows, attention[0].kv_heads, capacity, attention[0].size
         return RolloutCache(*sizes, like=weight, states=states)
 
@@ -103,10 +118,11 @@ class Decoder:
         width: int,
         real: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Read tokens into rows of a cache. Each token attends to itself and to all earlier tokens of the row.
+        """Read tokens into rows of a cache. Each token attends to itself and to all earlier tokens
+        of the row.
 
-        Padding follows the last real token of a row, and is written past the end of the row. The next real tokens
-        overwrite the padding.
+        Padding follows the last real token of a row, and is written past the end of the row. The
+        next real tokens overwrite the padding.
 
         Args:
             cache: cache from :meth:`new_cache`.
@@ -114,8 +130,8 @@ class Decoder:
             positions: [rows, n], positions of the tokens in the rows.
             first: index of the first row in the cache.
             width: exclusive upper bound of all positions.
-            real: [rows], number of tokens without padding, for rows that begin; None for rows that continue, without
-                padding.
+            real: [rows], number of tokens without padding, for rows that begin; None for rows that
+                continue, without padding.
 
         Returns:
             [rows, n, hidden], hidden states for :meth:`logits`.
@@ -125,14 +141,18 @@ class Decoder:
         here = positions.reshape(-1)
         rotary = self._cos[here], self._sin[here]
         later = torch.arange(width, device=tokens.device) > positions.unsqueeze(-1)
-        mask = torch.zeros(later.shape, dtype=hidden.dtype, device=hidden.device).masked_fill_(later, float("-inf"))
+        mask = torch.zeros(later.shape, dtype=hidden.dtype, device=hidden.device).masked_fill_(
+            later, float("-inf")
+        )
         mask = mask.unsqueeze(1)
         row = torch.arange(rows, device=tokens.device).unsqueeze(-1)
         attentions, deltas = itertools.count(), itertools.count()
         for layer in self._layers:
             if isinstance(layer, DeltaLayer):
                 state, tail = cache.states_of(next(deltas), first, rows, begin=real is not None)
-                hidden = layer.finish(hidden, layer.mix(hidden.view(rows, count, -1), state, tail, real))
+                hidden = layer.finish(
+                    hidden, layer.mix(hidden.view(rows, count, -1), state, tail, real)
+                )
                 continue
             number = next(attentions)
             keys, values = cache.layer(number, first, rows)
@@ -146,13 +166,15 @@ class Decoder:
         return hidden.view(rows, count, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next tokens, [rows, vocabulary], for hidden states, [rows, hidden]."""
+        """Return the logits of the next tokens, [rows, vocabulary], for hidden states, [rows,
+        hidden]."""
         logits: torch.Tensor = self._head(rms(hidden, self._norm.weight, self._eps))
         return logits
 
 
 def without_waiting(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device. On CUDA the host does not wait, because the copy is from pinned memory."""
+    """Copy an array to the device. On CUDA the host does not wait, because the copy is from pinned
+    memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -161,7 +183,8 @@ def without_waiting(array: np.ndarray, device: torch.device) -> torch.Tensor:
 class RowCompaction:
     """Removal of rows from a batch: remaining rows of the tail fill the vacant places.
 
-    At most one row is copied per removed row. Therefore compaction pays off immediately, even for a single row.
+    At most one row is copied per removed row. Therefore compaction pays off immediately, even for a
+    single row.
     """
 
     vacant: torch.Tensor
@@ -179,7 +202,9 @@ class RowCompaction:
             device: device of the rows.
         """
         remaining = len(leaves) - int(leaves.sum())
-        moves = np.stack([np.flatnonzero(leaves[:remaining]), np.flatnonzero(~leaves[remaining:]) + remaining])
+        moves = np.stack(
+            [np.flatnonzero(leaves[:remaining]), np.flatnonzero(~leaves[remaining:]) + remaining]
+        )
         vacant, movers = without_waiting(moves, device)
         return cls(vacant, movers, remaining)
 
@@ -218,12 +243,14 @@ class RolloutCache:
         self._stored = like.new_zeros(layers, 2, rows, heads, capacity, size)
 
     def layer(self, index: int, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the keys and values of a layer, [rows, heads, capacity, size], for rows from ``first`` on."""
+        """Return views of the keys and values of a layer, [rows, heads, capacity, size], for rows
+        from ``first`` on."""
         keys, values = self._stored[index, :, first : first + rows]
         return keys, values
 
     def states_of(self, index: int, first: int, rows: int, *, begin: bool) -> list[torch.Tensor]:
-        """Return views of the states of a layer for rows from ``first`` on, set to zero if the rows ``begin``."""
+        """Return views of the states of a layer for rows from ``first`` on, set to zero if the rows
+        ``begin``."""
         views = [each[index, first : first + rows] for each in self._states]
         if begin:
             for view in views:
@@ -231,7 +258,8 @@ class RolloutCache:
         return views
 
     def copy(self, sources: torch.Tensor, first: int, width: int) -> None:
-        """Copy the rows ``sources`` ([rows]) to rows from ``first`` on: states and the first ``width`` positions."""
+        """Copy the rows ``sources`` ([rows]) to rows from ``first`` on: states and the first
+        ``width`` positions."""
         span = slice(first, first + len(sources))
         self._stored[:, :, span, :, :width] = self._stored[:, :, sources, :, :width]
         for each in self._states:
@@ -240,13 +268,16 @@ class RolloutCache:
     def depart(self, departure: RowCompaction, width: int) -> None:
         """Remove rows from the cache, given that all rows have read at most ``width`` positions."""
         if len(departure.vacant):
-            self._stored[:, :, departure.vacant, :, :width] = self._stored[:, :, departure.movers, :, :width]
+            self._stored[:, :, departure.vacant, :, :width] = self._stored[
+                :, :, departure.movers, :, :width
+            ]
             for each in self._states:
                 each[:, departure.vacant] = each[:, departure.movers]
 
 
 class Routers:
-    """Recorder for the routers of a model, in the order of layers, active only if routing is requested."""
+    """Recorder for the routers of a model, in the order of layers, active only if routing is
+    requested."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._heard: list[torch.Tensor] | None = None
@@ -254,12 +285,15 @@ class Routers:
             if hasattr(layer.mlp, "gate"):
                 layer.mlp.gate.register_forward_hook(self._hear)
 
-    def _hear(self, router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]) -> None:
+    def _hear(
+        self, router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]
+    ) -> None:
         if self._heard is not None:
             self._heard.append(output[2])
 
     def listen(self, shape: RoutingShape | None, count: int, width: int) -> RoutingRecord | None:
-        """Start a record of the next decoding; return None, and record no routing, if ``shape`` is None.
+        """Start a record of the next decoding; return None, and record no routing, if ``shape`` is
+        None.
 
         Args:
             shape: shape of the requested routing; None if routing is not requested.
@@ -278,16 +312,20 @@ class Routers:
 
 
 class RoutingRecord:
-    """Routing of decoded continuations, [continuations, tokens], and of the prefixes of the continuations."""
+    """Routing of decoded continuations, [continuations, tokens], and of the prefixes of the
+    continuations."""
 
     def __init__(self, routers: Routers, shape: RoutingShape, count: int, width: int) -> None:
         self._routers, self._shape = routers, shape
-        self._prefixes: list[np.ndarray] = [np.zeros((0, shape.layers, shape.per_token), np.int16)] * count
+        self._prefixes: list[np.ndarray] = [
+            np.zeros((0, shape.layers, shape.per_token), np.int16)
+        ] * count
         self._read: torch.Tensor | None = None
         self._size = count, width
 
     def prefilled(self, lengths: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
-        """Record the routing of prefixes, after the model has read the prefixes padded to the longest.
+        """Record the routing of prefixes, after the model has read the prefixes padded to the
+        longest.
 
         Args:
             lengths: tokens of each prefix.
@@ -314,7 +352,8 @@ class RoutingRecord:
     def of_rows(self, lengths: Sequence[int]) -> list[Routing]:
         """Return the routing of each prefix and continuation.
 
-        The last token of a continuation has no routing, because the model never reads the last token.
+        The last token of a continuation has no routing, because the model never reads the last
+        token.
 
         Args:
             lengths: tokens of each continuation.

@@ -7,11 +7,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_dppo.parallel.delta_rule import chunk_gated_delta_rule, l2norm, recurrent_gated_delta_rule
+from megatron_dppo.parallel.delta_rule import (
+    chunk_gated_delta_rule,
+    l2norm,
+    recurrent_gated_delta_rule,
+)
 
 
 class Norm:
-    """The weight of a norm; of a family with zero-centred norms the files have its distance from one."""
+    """The weight of a norm; of a family with zero-centred norms the files have its distance from
+    one."""
 
     def __init__(self, norm: Any, zero_centred: bool) -> None:
         self._norm, self._zero_centred, self.weight = norm, zero_centred, norm.weight
@@ -29,11 +34,17 @@ class Layer:
 
     def __init__(self, layer: Any, config: Any, zero_centred: bool) -> None:
         self._eps = config.rms_norm_eps
-        self._norms = [Norm(norm, zero_centred) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        self._norms = [
+            Norm(norm, zero_centred)
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm)
+        ]
         self._before, self._before_mlp = self._norms
         self._experts = None if hasattr(layer.mlp, "gate_proj") else layer.mlp
         if self._experts is None:
-            self._gate_up, self._down = fused(layer.mlp.gate_proj, layer.mlp.up_proj), layer.mlp.down_proj
+            self._gate_up, self._down = (
+                fused(layer.mlp.gate_proj, layer.mlp.up_proj),
+                layer.mlp.down_proj,
+            )
 
     def weights_changed(self) -> None:
         """Renew what is derived from weights."""
@@ -41,7 +52,8 @@ class Layer:
             norm.weights_changed()
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden], of the layer's input and what its heads have attended to, [tokens, heads · size]."""
+        """[tokens, hidden], of the layer's input and what its heads have attended to, [tokens,
+        heads · size]."""
         hidden = self._out(attended).add_(hidden)
         normed = rms(hidden, self._before_mlp.weight, self._eps)
         if self._experts is not None:
@@ -67,14 +79,17 @@ class AttentionLayer(Layer):
     def weights_changed(self) -> None:
         super().weights_changed()
         counts = (self._heads, self.kv_heads)
-        parts = [norm.weight.expand(count, -1) for norm, count in zip(self._head_norms, counts, strict=False)]
+        parts = [
+            norm.weight.expand(count, -1)
+            for norm, count in zip(self._head_norms, counts, strict=False)
+        ]
         self._head_weights = torch.cat(parts) if parts else torch.empty(0)
 
     def project(
         self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Queries [tokens, heads, size], keys and values [tokens, kv_heads, size] of ``hidden`` [tokens, hidden], and
-        what the outputs are multiplied by, [tokens, heads · size]."""
+        """Queries [tokens, heads, size], keys and values [tokens, kv_heads, size] of ``hidden``
+        [tokens, hidden], and what the outputs are multiplied by, [tokens, heads · size]."""
         projected, gate = F.linear(rms(hidden, self._before.weight, self._eps), *self._qkv), None
         heads = projected.view(len(hidden), -1, self.size)
         if self._gated:  # a head's gate is behind its query
@@ -98,36 +113,48 @@ class DeltaLayer(Layer):
         self._out = net.out_proj
 
     def states(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """At the beginning of so many rows: the matrix of each head, and what the convolution still sees."""
+        """At the beginning of so many rows: the matrix of each head, and what the convolution still
+        sees."""
         net, weight = self._net, self._net.conv1d.weight
         exact = torch.promote_types(weight.dtype, torch.float32)
-        matrices = weight.new_zeros(rows, net.num_v_heads, net.head_k_dim, net.head_v_dim, dtype=exact)
+        matrices = weight.new_zeros(
+            rows, net.num_v_heads, net.head_k_dim, net.head_v_dim, dtype=exact
+        )
         return matrices, weight.new_zeros(rows, weight.shape[-1] - 1, len(weight))
 
     def mix(
-        self, hidden: torch.Tensor, state: torch.Tensor, tail: torch.Tensor, real: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        state: torch.Tensor,
+        tail: torch.Tensor,
+        real: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[rows · n, value heads · size] of ``hidden`` [rows, n, hidden]. The states, as of :meth:`states`, are
-        overwritten.
+        """[rows · n, value heads · size] of ``hidden`` [rows, n, hidden]. The states, as of
+        :meth:`states`, are overwritten.
 
         Args:
             real: [rows], as of :meth:`Decoder.read`.
         """
         net, (rows, count, _) = self._net, hidden.shape
-        mixed, z, beta, alpha = F.linear(rms(hidden, self._before.weight, self._eps), *self._projections).split(
-            [net.conv_dim, net.value_dim, net.num_v_heads, net.num_v_heads], dim=-1
-        )
+        mixed, z, beta, alpha = F.linear(
+            rms(hidden, self._before.weight, self._eps), *self._projections
+        ).split([net.conv_dim, net.value_dim, net.num_v_heads, net.num_v_heads], dim=-1)
         seen, kept = torch.cat([tail, mixed], dim=1), tail.shape[1]
         mixed = F.silu((seen.unfold(1, kept + 1, 1) * net.conv1d.weight[:, 0]).sum(-1))
         ends = real if real is not None else torch.full((rows,), count, device=hidden.device)
         places = ends[:, None] + torch.arange(kept, device=hidden.device)
         tail.copy_(seen.gather(1, places.unsqueeze(-1).expand_as(tail)))
         sizes = [net.key_dim, net.key_dim, net.value_dim]
-        queries, keys, values = (part.unflatten(-1, (-1, net.head_k_dim)) for part in mixed.split(sizes, dim=-1))
+        queries, keys, values = (
+            part.unflatten(-1, (-1, net.head_k_dim)) for part in mixed.split(sizes, dim=-1)
+        )
         values = values.reshape(rows, count, -1, net.head_v_dim)
         each = net.num_v_heads // net.num_k_heads
         queries, keys = (l2norm(part).repeat_interleave(each, dim=2) for part in (queries, keys))
-        decay, rate = -net.A_log.float().exp() * F.softplus(alpha.float() + net.dt_bias), beta.sigmoid()
+        decay, rate = (
+            -net.A_log.float().exp() * F.softplus(alpha.float() + net.dt_bias),
+            beta.sigmoid(),
+        )
         if real is not None:  # padding leaves the state as it is
             padding = (torch.arange(count, device=hidden.device) >= real[:, None]).unsqueeze(-1)
             decay, rate = decay.masked_fill(padding, 0.0), rate.masked_fill(padding, 0.0)
@@ -139,19 +166,24 @@ class DeltaLayer(Layer):
             starts = torch.arange(0, rows * count + 1, count)
             out, after = chunk_gated_delta_rule(*packed, initial_state=state, cu_seqlens=starts)
         state.copy_(after)
-        normed = rms(out.reshape(rows * count, -1, net.head_v_dim).float(), net.norm.weight, self._eps)
+        normed = rms(
+            out.reshape(rows * count, -1, net.head_v_dim).float(), net.norm.weight, self._eps
+        )
         gated = normed * F.silu(z.reshape(normed.shape).float())
         return gated.to(hidden.dtype).flatten(1)
 
 
 def fused(*projections: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of several projections of the same input as one, of which theirs become parts."""
+    """Weight and bias of several projections of the same input as one, of which theirs become
+    parts."""
     parts = {}
     for name in ("weight", "bias"):
         own = [getattr(projection, name) for projection in projections]
         whole = None if own[0] is None else torch.cat([parameter.data for parameter in own])
         if whole is not None:
-            for parameter, part in zip(own, whole.split([len(parameter) for parameter in own]), strict=True):
+            for parameter, part in zip(
+                own, whole.split([len(parameter) for parameter in own]), strict=True
+            ):
                 parameter.data = part
         parts[name] = whole
     assert parts["weight"] is not None
@@ -159,21 +191,29 @@ def fused(*projections: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def rms(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension, in fp32 but for the product with its weight, which is of that one's type.
+    """RMSNorm over the last dimension, in fp32 but for the product with its weight, which is of
+    that one's type.
 
     On a CPU torch's own takes twice as long for a step's few rows.
     """
     size, exact = hidden.shape[-1], hidden.float()
     squares = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_()
-    return exact.mul(squares.div_(size).add_(eps).rsqrt_()).to(weight.dtype).mul_(weight).to(hidden.dtype)
+    return (
+        exact.mul(squares.div_(size).add_(eps).rsqrt_())
+        .to(weight.dtype)
+        .mul_(weight)
+        .to(hidden.dtype)
+    )
 
 
 def rotate(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions: of [tokens, heads, size] the first half of what is turned and its second half make the pairs.
+    """Rotary positions: of [tokens, heads, size] the first half of what is turned and its second
+    half make the pairs.
 
     Args:
         vectors: to be rotated.
-        cos, sin: [tokens, 1, turned], of which both halves are the same; what is behind ``turned`` stays.
+        cos, sin: [tokens, 1, turned], of which both halves are the same; what is behind ``turned``
+            stays.
     """
     turned = cos.shape[-1]
     vectors, rest = vectors.tensor_split([turned], dim=-1)
@@ -184,7 +224,9 @@ def rotate(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
-def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     """Attention of grouped queries.
 
     Args:
@@ -195,11 +237,13 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask
     Returns:
         [rows, n, heads, size], contiguous.
     """
-    # On a CPU heads that share keys can be queries of one head, which reads the keys once for all of them. Where they
-    # have several queries each, the mask would have to be repeated.
+    # On a CPU heads that share keys can be queries of one head, which reads the keys once for all
+    # of them. Where they have several queries each, the mask would have to be repeated.
     rows, count, heads, size = queries.shape
     kv_heads, grouped = keys.shape[1], count == 1 and keys.device.type == "cpu"
     of_heads = queries.view(rows, kv_heads, -1, size) if grouped else queries.transpose(1, 2)
     mask = mask.expand(-1, -1, of_heads.shape[2], -1)
     attended = F.scaled_dot_product_attention(of_heads, keys, values, mask, enable_gqa=not grouped)
-    return attended.reshape(rows, 1, heads, size) if grouped else attended.transpose(1, 2).contiguous()
+    return (
+        attended.reshape(rows, 1, heads, size) if grouped else attended.transpose(1, 2).contiguous()
+    )

@@ -1,8 +1,9 @@
-"""Continuous decoding: prefixes wait for room in a batch, and continuations leave the batch as they end.
+"""Continuous decoding: prefixes wait for room in a batch, and continuations leave the batch as they
+end.
 
-Tokens are drawn and written on the device. The host looks at them when it wants to know who has ended: at every token
-on a CPU, where that costs nothing, and every few tokens on a GPU, which it would keep waiting. Tokens that a row has
-generated past its end by then are cut off.
+Tokens are drawn and written on the device. The host looks at them when it wants to know who has
+ended: at every token on a CPU, where that costs nothing, and every few tokens on a GPU, which it
+would keep waiting. Tokens that a row has generated past its end by then are cut off.
 
 Which token a completion takes at a position depends on one uniform number, its own.
 """
@@ -28,12 +29,14 @@ from megatron_dppo.rollout.tree import TreePath
 PREFILL_TOKENS = 16384
 """Most tokens of prefixes that are read at once, padding included."""
 BLOCK = 128
-"""Tokens of the vocabulary whose probabilities are summed up before the others; it divides many vocabularies."""
+"""Tokens of the vocabulary whose probabilities are summed up before the others; it divides many
+vocabularies."""
 ROUND = {"cpu": 1, "cuda": 16}
 """Tokens between two looks at who has ended."""
 COMPLETION, TOKEN, POSITION, MADE, LIMIT, ENDED, FIELDS = range(7)
-"""Columns of the rows' state: which completion a row makes; its last token, which it has not read yet, and where that
-stands; how many tokens of the completion there are, and may be; whether it has ended."""
+"""Columns of the rows' state: which completion a row makes; its last token, which it has not read
+yet, and where that stands; how many tokens of the completion there are, and may be; whether it has
+ended."""
 
 
 class Decoding:
@@ -63,7 +66,9 @@ class Decoding:
         device, count = decoder.device, int(self._ends[-1])
         self._round = ROUND[device.type]  # a row may go so far past its end
         width, rows = max(limits) + self._round, min(count, most_rows)
-        longest = max(len(prefix.token_ids) + limit for prefix, limit in zip(prefixes, limits, strict=True))
+        longest = max(
+            len(prefix.token_ids) + limit for prefix, limit in zip(prefixes, limits, strict=True)
+        )
         self._uniforms = without_waiting(draw_uniforms(prefixes, sampling, width), device)
         self._tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(count, width, dtype=torch.float32, device=device)
@@ -74,7 +79,8 @@ class Decoding:
         self._rows = torch.zeros(rows, FIELDS, dtype=torch.int64, device=device)
         self._waiting = deque(range(len(prefixes)))
         self._active, self._reach = 0, 0
-        """How many rows there are, and a bound on the positions of their last tokens, which is above them."""
+        """How many rows there are, and a bound on the positions of their last tokens, which is
+        above them."""
 
     def run(self) -> None:
         """Until every continuation has ended."""
@@ -88,7 +94,8 @@ class Decoding:
             self._retire()
 
     def _next(self) -> list[int]:
-        """Return the prefixes to admit now: none until a quarter of the rows is free, because reading many pays."""
+        """Return the prefixes to admit now: none until a quarter of the rows is free, because
+        reading many pays."""
         lump: list[int] = []
         room, longest = len(self._rows) - self._active, 0
         if self._active and room < len(self._rows) // 4:
@@ -102,7 +109,8 @@ class Decoding:
         return lump
 
     def _admit(self, lump: Sequence[int]) -> None:
-        """Read prefixes, padded on the right, and draw the first token of each of their continuations."""
+        """Read prefixes, padded on the right, and draw the first token of each of their
+        continuations."""
         prefixes, first = [self._prefixes[index] for index in lump], self._active
         lengths = np.array([len(prefix.token_ids) for prefix in prefixes])
         ids = np.zeros((len(prefixes), int(lengths.max())), np.int64)
@@ -111,9 +119,13 @@ class Decoding:
         tokens = self._to_device(ids)
         positions = torch.arange(ids.shape[1], device=tokens.device).expand(tokens.shape)
         real = self._to_device(lengths)
-        hidden = self._decoder.read(self._cache, tokens, positions, first=first, width=ids.shape[1], real=real)
+        hidden = self._decoder.read(
+            self._cache, tokens, positions, first=first, width=ids.shape[1], real=real
+        )
         ends = self._ends[lump].tolist()
-        continuations = [range(end - len(prefix.slots), end) for prefix, end in zip(prefixes, ends, strict=True)]
+        continuations = [
+            range(end - len(prefix.slots), end) for prefix, end in zip(prefixes, ends, strict=True)
+        ]
         if self._record is not None:
             self._record.prefilled(lengths.tolist(), continuations)
         source = np.repeat(np.arange(len(prefixes)), [len(each) for each in continuations])
@@ -138,7 +150,8 @@ class Decoding:
         self._draw(0, self._decoder.logits(hidden[:, 0]))
 
     def _draw(self, first: int, logits: torch.Tensor) -> None:
-        """Draw the next token of each row from ``first`` on, whose ``logits`` are [rows, vocabulary]."""
+        """Draw the next token of each row from ``first`` on, whose ``logits`` are [rows,
+        vocabulary]."""
         rows, sampling = self._rows[first : first + len(logits)], self._sampling
         place, temperature = (rows[:, COMPLETION], rows[:, MADE]), sampling.temperature
         drawn, self._logprobs[place] = draw_tokens(
@@ -180,7 +193,9 @@ class Decoding:
         lengths = np.minimum(first_stop + 1, limits)
         tokens, logprobs = self._tokens.to(torch.int32).cpu().numpy(), self._logprobs.cpu().numpy()
         if not np.isfinite(logprobs).all():
-            raise FloatingPointError(f"the weights of version {version} give log-probabilities that are not finite")
+            raise FloatingPointError(
+                f"the weights of version {version} give log-probabilities that are not finite"
+            )
         entropies = None if self._entropies is None else self._entropies.cpu().numpy()
         routing: Sequence[Routing | None] = [None] * len(limits)
         if self._record is not None:
@@ -200,16 +215,22 @@ class Decoding:
             return prefix.extend(slot, [part], own)
 
         rows = iter(range(len(limits)))
-        return [[path(prefix, slot, next(rows)) for slot in prefix.slots] for prefix in self._prefixes]
+        return [
+            [path(prefix, slot, next(rows)) for slot in prefix.slots] for prefix in self._prefixes
+        ]
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return without_waiting(array, self._rows.device)
 
 
-def draw_uniforms(prefixes: Sequence[TreePath], sampling: Sampling, width: int) -> NDArray[np.float64]:
-    """Return uniforms [rows, width] of the continuations of each prefix in turn; 0 past their ends, or if greedy.
+def draw_uniforms(
+    prefixes: Sequence[TreePath], sampling: Sampling, width: int
+) -> NDArray[np.float64]:
+    """Return uniforms [rows, width] of the continuations of each prefix in turn; 0 past their ends,
+    or if greedy.
 
-    The uniform of a token depends on the slot and on the position in the response, not on the fork before the token.
+    The uniform of a token depends on the slot and on the position in the response, not on the fork
+    before the token.
     """
     uniforms = np.zeros((sum(len(prefix.slots) for prefix in prefixes), width))
     if sampling.temperature == 0:
@@ -217,7 +238,9 @@ def draw_uniforms(prefixes: Sequence[TreePath], sampling: Sampling, width: int) 
     each = [(prefix, slot) for prefix in prefixes for slot in prefix.slots]
     for row, (prefix, slot) in zip(uniforms, each, strict=True):
         count = prefix.max_new_tokens(sampling.max_tokens)
-        of_response = completion_uniforms(sampling.seed, prefix.prompt.id, slot, prefix.length + count)
+        of_response = completion_uniforms(
+            sampling.seed, prefix.prompt.id, slot, prefix.length + count
+        )
         row[:count] = of_response[prefix.length :]
     return uniforms
 
@@ -225,8 +248,9 @@ def draw_uniforms(prefixes: Sequence[TreePath], sampling: Sampling, width: int) 
 def completion_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> NDArray[np.float64]:
     """Uniforms in [0, 1) for the first ``count`` positions of one completion.
 
-    They are Philox's stream under a key hashed from the three numbers, so that a completion's luck depends neither on
-    the batch it is decoded in nor on what was generated before. A longer row begins with the shorter one.
+    They are Philox's stream under a key hashed from the three numbers, so that a completion's luck
+    depends neither on the batch it is decoded in nor on what was generated before. A longer row
+    begins with the shorter one.
 
     Returns:
         [count]
@@ -248,11 +272,12 @@ def draw_tokens(
         logits: [rows, vocabulary]
         uniforms: [rows], fp64 in [0, 1); not read at temperature 0.
         temperature: 0 takes the likeliest token, and then gives log-probabilities at temperature 1.
-        top_p, top_k: tokens that are sampled from, as in :class:`Sampling`; ``top_k`` is applied first.
+        top_p, top_k: tokens that are sampled from, as in :class:`Sampling`; ``top_k`` is applied
+            first.
 
     Returns:
-        [rows] int64 tokens, and [rows] fp32 log-probabilities of them under the temperature-scaled distribution of all
-        tokens.
+        [rows] int64 tokens, and [rows] fp32 log-probabilities of them under the temperature-scaled
+        distribution of all tokens.
     """
     scaled = logits.float() / temperature if temperature not in (0, 1) else logits.float()
     largest = scaled.amax(dim=-1, keepdim=True)
@@ -274,10 +299,11 @@ def draw_tokens(
 
 
 def tokens_at(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """[rows, 1], the first token of each row up to which its weights sum to more than a share of all of them.
+    """[rows, 1], the first token of each row up to which its weights sum to more than a share of
+    all of them.
 
-    Sums over blocks of tokens say in which block it is. They are added up in fp64: fp32 would lose the far tokens of a
-    vocabulary of 150,000 in the rounding.
+    Sums over blocks of tokens say in which block it is. They are added up in fp64: fp32 would lose
+    the far tokens of a vocabulary of 150,000 in the rounding.
 
     Args:
         weights: [rows, vocabulary], fp32.
@@ -287,9 +313,12 @@ def tokens_at(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     blocks = (F.pad(weights, (0, lacking)) if lacking else weights).unflatten(-1, (-1, BLOCK))
     ends = blocks.sum(dim=-1).double().cumsum(dim=-1)
     wanted = uniforms[:, None] * ends[:, -1:]
-    # Out of range only where logits are not numbers, which the caller reports once the batch has ended.
+    # Out of range only where logits are not numbers, which the caller reports once the batch has
+    # ended.
     block = torch.searchsorted(ends, wanted, right=True).clamp_(max=blocks.shape[1] - 1)
-    own = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].double().cumsum(dim=-1)
+    own = (
+        blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].double().cumsum(dim=-1)
+    )
     before = F.pad(ends, (1, 0)).gather(-1, block)
     below = own[:, -1:].nextafter(own.new_zeros(()))  # its fp32 sum may be a little larger
     place = torch.searchsorted(own, torch.minimum(wanted - before, below), right=True)
@@ -297,6 +326,9 @@ def tokens_at(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def entropies_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[rows] fp32, nats, of the distributions that :func:`draw_tokens` draws from; logits are [rows, vocabulary]."""
+    """[rows] fp32, nats, of the distributions that :func:`draw_tokens` draws from; logits are
+    [rows, vocabulary]."""
     logits = logits.float()
-    return torch.special.entr(torch.softmax(logits / temperature if temperature > 0 else logits, dim=-1)).sum(dim=-1)
+    return torch.special.entr(
+        torch.softmax(logits / temperature if temperature > 0 else logits, dim=-1)
+    ).sum(dim=-1)

@@ -22,7 +22,8 @@ Completions = list[tuple[Completion, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PartialRollout:
-    """A completion that was there, if only in part, as its prompt was broken off. One without a token is left out."""
+    """A completion that was there, if only in part, as its prompt was broken off. One without a
+    token is left out."""
 
     prompt: int
     """Its prompt's id."""
@@ -34,8 +35,8 @@ class PartialRollout:
 
 
 GroupCallback = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]
-"""Takes groups that are complete while others are waited for, each with the place of its prompt, and says whether it is
-still at work on them."""
+"""Takes groups that are complete while others are waited for, each with the place of its prompt,
+and says whether it is still at work on them."""
 
 Pending = TypeVar("Pending")
 
@@ -44,9 +45,10 @@ Pending = TypeVar("Pending")
 class Sampling:
     """Sampling settings of a request, to the local engine or a server.
 
-    ``Sampling(samples=8, max_tokens=64, temperature=1.0, stop_token_ids=(0,), seed=7)`` requests eight completions of
-    each prompt, each of at most 64 tokens. Log-probabilities are those of the temperature-scaled distribution, unless
-    ``top_p`` or ``top_k`` is set: no caller then reads them.
+    ``Sampling(samples=8, max_tokens=64, temperature=1.0, stop_token_ids=(0,), seed=7)`` requests
+    eight completions of each prompt, each of at most 64 tokens. Log-probabilities are those of the
+    temperature-scaled distribution, unless ``top_p`` or ``top_k`` is set: no caller then reads
+    them.
     """
 
     samples: int
@@ -56,16 +58,18 @@ class Sampling:
     """0 is greedy; log-probabilities are then those at temperature 1."""
     stop_token_ids: tuple[int, ...]
     seed: int
-    """Sampling of a completion is a function of (seed, prompt id, sample), where the engine can be seeded."""
+    """Sampling of a completion is a function of (seed, prompt id, sample), where the engine can be
+    seeded."""
     top_p: float | None = None
-    """Least probability of the likeliest tokens that are sampled from; None: all are, as in training."""
+    """Least probability of the likeliest tokens that are sampled from; None: all are, as in
+    training."""
     top_k: int | None = None
     """Number of the likeliest tokens that are sampled from; None: all are, as in training."""
     routing: RoutingShape | None = None
     """Shape of the routing that the engine reports; None: no routing."""
     branches: tuple[BranchConfig, ...] = ()
-    """Where completions fork, level by level: the ``samples`` are then the leaves of a tree (see ``rollout/tree.py``).
-    Empty: each is sampled by itself."""
+    """Where completions fork, level by level: the ``samples`` are then the leaves of a tree (see
+    ``rollout/tree.py``). Empty: each is sampled by itself."""
 
     @property
     def entropies(self) -> bool:
@@ -74,18 +78,20 @@ class Sampling:
 
     @property
     def truncation(self) -> dict[str, float]:
-        """Truncation of the distribution, as SGLang and vLLM read it. Without it, a server's own defaults apply."""
+        """Truncation of the distribution, as SGLang and vLLM read it. Without it, a server's own
+        defaults apply."""
         return {"top_p": self.top_p or 1.0, "top_k": self.top_k or -1, "min_p": 0.0}
 
     def seed_at(self, *place: int) -> int:
-        """A seed of 31 bits for one place of what is sampled: a prompt's id, a number of a completion, and so on."""
+        """A seed of 31 bits for one place of what is sampled: a prompt's id, a number of a
+        completion, and so on."""
         text = "/".join(map(str, (self.seed, *place)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
 
 class WeightSource(Protocol):
-    """The actor's weights, as often as they are asked for: ``weight_stream`` with the actor bound to it, or
-    ``adapter_stream`` for servers that are sent no more.
+    """The actor's weights, as often as they are asked for: ``weight_stream`` with the actor bound
+    to it, or ``adapter_stream`` for servers that are sent no more.
 
     Calling it and taking every bucket to the end is collective over the ranks of a replica.
     """
@@ -96,13 +102,16 @@ class WeightSource(Protocol):
 class RolloutEngine(Protocol[Pending]):
     """Token ids in, token ids out; text is never tokenised again.
 
-    Every rank has an engine, and all ranks call the same methods in the same order. Any method may be collective.
+    Every rank has an engine, and all ranks call the same methods in the same order. Any method may
+    be collective.
     """
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:
-        """Ask for ``sampling.samples`` completions of each of this rank's prompts (there may be none).
+        """Ask for ``sampling.samples`` completions of each of this rank's prompts (there may be
+        none).
 
-        Where servers generate it returns at once, and they go on while the trainer does something else.
+        Where servers generate it returns at once, and they go on while the trainer does something
+        else.
         """
         ...
 
@@ -111,24 +120,28 @@ class RolloutEngine(Protocol[Pending]):
 
         Args:
             pending: what ``begin`` returned.
-            look: called in between, on this thread, by an engine that completes groups one by one. No group comes
-                twice, and some may not come at all. It may not raise, and meets no other rank.
+            look: called in between, on this thread, by an engine that completes groups one by one.
+                No group comes twice, and some may not come at all. It may not raise, and meets no
+                other rank.
         """
         ...
 
     def break_off(self, pending: Sequence[Pending]) -> list[list[PartialRollout]] | None:
-        """Break off all that was begun and is not finished, and say how far it is: what a checkpoint is to hold of it.
-        None: it cannot be broken off, and is to be finished. Collective."""
+        """Break off all that was begun and is not finished, and say how far it is: what a
+        checkpoint is to hold of it. None: it cannot be broken off, and is to be finished.
+        Collective."""
         return None
 
-    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Sequence[PartialRollout]) -> Pending:
-        """Resume partial rollouts of this or another engine, as ``begin``. Restarting all of them is right, too; never
-        restart only the unfinished ones."""
+    def go_on(
+        self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Sequence[PartialRollout]
+    ) -> Pending:
+        """Resume partial rollouts of this or another engine, as ``begin``. Restarting all of them
+        is right, too; never restart only the unfinished ones."""
         return self.begin(prompts, sampling)
 
     def pause(self) -> None:
-        """Stop generating and release what stands in the way of an update of the weights, or of training on the same
-        GPUs. Nothing happens the second time. Collective."""
+        """Stop generating and release what stands in the way of an update of the weights, or of
+        training on the same GPUs. Nothing happens the second time. Collective."""
         ...
 
     def resume(self) -> None:
@@ -138,7 +151,8 @@ class RolloutEngine(Protocol[Pending]):
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Take the actor's weights; tokens generated afterwards carry ``version``. Collective.
 
-        ``source`` may be kept, to bring a server that comes back up to the same weights, until the next update.
+        ``source`` may be kept, to bring a server that comes back up to the same weights, until the
+        next update.
         """
         ...
 
@@ -147,15 +161,16 @@ class RolloutEngine(Protocol[Pending]):
         ...
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
-        """Completions of the leader's prompts from every server there is, by its name; the same on every rank.
+        """Completions of the leader's prompts from every server there is, by its name; the same on
+        every rank.
 
         For comparing each with the actor. Collective.
         """
         ...
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Events since the last call: ``rollout/…`` and ``perf/…`` metrics, the same on every rank, and messages for
-        the log. Collective."""
+        """Events since the last call: ``rollout/…`` and ``perf/…`` metrics, the same on every rank,
+        and messages for the log. Collective."""
         ...
 
     def close(self) -> None:

@@ -20,20 +20,29 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.decoder import Decoder, Routers, empty_model
 from megatron_dppo.rollout.decoding import Decoding
-from megatron_dppo.rollout.engine import Completions, GroupCallback, RolloutEngine, Sampling, WeightSource
+from megatron_dppo.rollout.engine import (
+    Completions,
+    GroupCallback,
+    RolloutEngine,
+    Sampling,
+    WeightSource,
+)
 from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.tree import TreePath, list_leaves, make_root
 
 
 class LocalEngine(RolloutEngine[Completions]):
-    """A rollout engine on one device of this process. It generates when it is asked, before ``begin`` returns.
+    """A rollout engine on one device of this process. It generates when it is asked, before
+    ``begin`` returns.
 
     Args:
         path: Hugging Face directory; only config.json is read.
         device: where the weights, the cache and the forward are.
         dtype: of weights and cache; log-probabilities are fp32.
-        max_batch: completions decoded at once. Those of a prompt begin together, so it must hold one prompt's.
-        world: the ranks that have an engine each and meet where the protocol says so; None: this process is alone.
+        max_batch: completions decoded at once. Those of a prompt begin together, so it must hold
+            one prompt's.
+        world: the ranks that have an engine each and meet where the protocol says so; None: this
+            process is alone.
         conversations: has conversations in place of single continuations.
 
     Raises:
@@ -62,7 +71,11 @@ class LocalEngine(RolloutEngine[Completions]):
     def health(self) -> str | None:
         if self._paused:
             return "the engine is paused"
-        return "no weights have arrived, or their last update failed" if self._version is None else None
+        return (
+            "no weights have arrived, or their last update failed"
+            if self._version is None
+            else None
+        )
 
     def pause(self) -> None:
         self._paused = True
@@ -82,8 +95,8 @@ class LocalEngine(RolloutEngine[Completions]):
         """Copy the weights into the model, in place.
 
         Raises:
-            ValueError: a tensor is missing, unknown, repeated or of the wrong shape. It is raised after the end of the
-                stream, and nothing can be generated until an update succeeds.
+            ValueError: a tensor is missing, unknown, repeated or of the wrong shape. It is raised
+                after the end of the stream, and nothing can be generated until an update succeeds.
         """
         self._version = None
         shapes, repeated = _shapes_of(self._weights), []
@@ -95,7 +108,10 @@ class LocalEngine(RolloutEngine[Completions]):
                 if found[name] == shapes.get(name):
                     self._weights[name].copy_(tensor)
         if problems := [*filter(None, [describe_mismatch(self._shape, shapes, found)]), *repeated]:
-            raise ValueError(f"The weights of version {version} do not fit the rollout model: {'; '.join(problems)}.")
+            raise ValueError(
+                f"The weights of version {version} do not fit the rollout model: "
+                f"{'; '.join(problems)}."
+            )
         self._decoder.weights_changed()
         self._version = version
 
@@ -103,8 +119,8 @@ class LocalEngine(RolloutEngine[Completions]):
         """Generate all completions. The same call gives the same bits. Collective.
 
         Raises, on every rank:
-            UserError: ``max_batch`` does not hold one prompt's samples; a log-probability is not finite; or as
-                :meth:`LocalConversations.complete`.
+            UserError: ``max_batch`` does not hold one prompt's samples; a log-probability is not
+                finite; or as :meth:`LocalConversations.complete`.
             ValueError: a prompt has no tokens.
             RuntimeError: the engine is paused or has no weights.
         """
@@ -122,28 +138,44 @@ class LocalEngine(RolloutEngine[Completions]):
         return {f"local, rank {rank}": each for rank, each in enumerate(self._world.gather(groups))}
 
     def _on_all_ranks(
-        self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        conversations: LocalConversations | None,
     ) -> Completions:
         generate = partial(self._generate, prompts, sampling, conversations)
-        return generate() if self._world is None else self._world.together(generate, what="rollouts")
+        return (
+            generate() if self._world is None else self._world.together(generate, what="rollouts")
+        )
 
     def _generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        conversations: LocalConversations | None,
     ) -> Completions:
         version, problem = self._version, self.health()
         if version is None or problem is not None:
             raise RuntimeError(f"The local engine cannot generate: {problem}.")
         if sampling.samples > self._max_batch:
             problem = f"one prompt has {sampling.samples} completions, which are decoded together"
-            raise UserError("rollout.max_batch", self._max_batch, problem, f"Set it to {sampling.samples} or more")
+            raise UserError(
+                "rollout.max_batch",
+                self._max_batch,
+                problem,
+                f"Set it to {sampling.samples} or more",
+            )
         if empty := [prompt.id for prompt in prompts if not len(prompt.token_ids)]:
             raise ValueError(f"Prompts without a token cannot be continued: {empty}.")
         if conversations is not None:
-            return conversations.complete(prompts, sampling, partial(self._continue, version=version))
+            return conversations.complete(
+                prompts, sampling, partial(self._continue, version=version)
+            )
         return self._grow(prompts, sampling, version)
 
     def _grow(self, prompts: Sequence[Prompt], sampling: Sampling, version: int) -> Completions:
-        """The groups: what begins at the prompts, then what continues after its forks, and after theirs."""
+        """The groups: what begins at the prompts, then what continues after its forks, and after
+        theirs."""
         branches = sampling.branches
         trees: list[list[TreePath]] = [[] for _ in prompts]
         roots = [make_root(prompt, sampling.samples, branches) for prompt in prompts]
@@ -157,14 +189,21 @@ class LocalEngine(RolloutEngine[Completions]):
         return [list_leaves(tree, branches) for tree in trees]
 
     @torch.inference_mode()
-    def _continue(self, prefixes: Sequence[TreePath], sampling: Sampling, version: int) -> list[list[TreePath]]:
+    def _continue(
+        self, prefixes: Sequence[TreePath], sampling: Sampling, version: int
+    ) -> list[list[TreePath]]:
         """Return the path of each continuation, by prefix."""
-        decoding = Decoding(self._decoder, self._routers, prefixes, sampling, most_rows=self._max_batch)
+        decoding = Decoding(
+            self._decoder, self._routers, prefixes, sampling, most_rows=self._max_batch
+        )
         decoding.run()
         try:
             return decoding.paths(version)
         except FloatingPointError as error:
-            remedy = "Look in model.path for weights that are not finite or too large; if earlier steps went well, "
+            remedy = (
+                "Look in model.path for weights that are not finite or too large; if earlier "
+                "steps went well, "
+            )
             remedy += "lower optimizer.lr and resume from the last checkpoint"
             raise UserError("model.path", self._path, str(error), remedy) from error
 
@@ -176,8 +215,9 @@ def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]
 def _weights_by_name(model: PreTrainedModel, body: str) -> dict[str, torch.Tensor]:
     """Parameters to fill, under the stream's names.
 
-    Tied embeddings are one parameter here, under the name of the embedding. The experts of a layer are two parameters,
-    of which each expert's tensors are views. A text model lacks the ``body`` that names in the whole model have.
+    Tied embeddings are one parameter here, under the name of the embedding. The experts of a layer
+    are two parameters, of which each expert's tensors are views. A text model lacks the ``body``
+    that names in the whole model have.
     """
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -186,9 +226,15 @@ def _weights_by_name(model: PreTrainedModel, body: str) -> dict[str, torch.Tenso
         if kind == "gate_up_proj":
             for expert, fused in enumerate(parameter):
                 gate, up = fused.chunk(2)
-                weights |= {f"{experts}.{expert}.gate_proj.weight": gate, f"{experts}.{expert}.up_proj.weight": up}
+                weights |= {
+                    f"{experts}.{expert}.gate_proj.weight": gate,
+                    f"{experts}.{expert}.up_proj.weight": up,
+                }
         elif kind == "down_proj":
-            weights |= {f"{experts}.{expert}.down_proj.weight": down for expert, down in enumerate(parameter)}
+            weights |= {
+                f"{experts}.{expert}.down_proj.weight": down
+                for expert, down in enumerate(parameter)
+            }
         else:
             weights[name] = parameter
     return weights

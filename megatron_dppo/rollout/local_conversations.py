@@ -1,8 +1,9 @@
-"""Hold conversations with the local engine: all conversations of a rank advance together, turn by turn.
+"""Hold conversations with the local engine: all conversations of a rank advance together, turn by
+turn.
 
-The engine generates a batch of turns as soon as every conversation has requested its next turn or has ended. Therefore
-a batch depends on the content of the conversations, not on the duration of tool calls, and the same call gives the same
-bits.
+The engine generates a batch of turns as soon as every conversation has requested its next turn or
+has ended. Therefore a batch depends on the content of the conversations, not on the duration of
+tool calls, and the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Continue = Callable[[Sequence[TreePath], Sampling], list[list[TreePath]]]
 Place = tuple[int, int]
 """Indices of a conversation: prompt in the call, then completion for the prompt."""
 TURN = 1 << 60
-"""Exclusive upper bound of prompt ids. Request n of a conversation is sampled as a prompt with the id + n · TURN.
+"""Exclusive upper bound of prompt ids. Request n of a conversation is sampled as a prompt with the
+id + n · TURN.
 
 - Request 0 is sampled like a completion without a conversation.
 - Every request has a separate random seed, even if two requests have the same context.
@@ -79,12 +81,14 @@ class LocalConversations:
         with suppress(SystemExit):  # a user's callback may raise SystemExit
             self._runner.close()
 
-    def complete(self, prompts: Sequence[Prompt], sampling: Sampling, go_on: Continue) -> Completions:
+    def complete(
+        self, prompts: Sequence[Prompt], sampling: Sampling, go_on: Continue
+    ) -> Completions:
         """Return ``sampling.samples`` completions of each prompt.
 
         Raises:
-            UserError: if the function raises, gives up a conversation too often, takes too long, cancels tasks of the
-                run, or returns a completion that is unusable for training.
+            UserError: if the function raises, gives up a conversation too often, takes too long,
+                cancels tasks of the run, or returns a completion that is unusable for training.
         """
         try:
             return self._runner.run(_Conversations(self, sampling, go_on).complete(prompts))
@@ -92,7 +96,9 @@ class LocalConversations:
             raise self.function.interference() from None
         except SystemExit as error:
             problem = f"raised in a callback or a task:\n{traceback.format_exc(limit=-4)}"
-            raise UserError(self.function.setting, self.function.spec, problem, "Mend it") from error
+            raise UserError(
+                self.function.setting, self.function.spec, problem, "Mend it"
+            ) from error
         except RuntimeError as error:
             if not str(error).startswith("Event loop stopped"):
                 raise
@@ -100,7 +106,8 @@ class LocalConversations:
 
 
 class _Conversations:
-    """Conversations of one call of the engine. Leftover tasks of a function cannot affect a later call."""
+    """Conversations of one call of the engine. Leftover tasks of a function cannot affect a later
+    call."""
 
     def __init__(self, of: LocalConversations, sampling: Sampling, go_on: Continue) -> None:
         self._of, self._sampling, self._continue = of, sampling, go_on
@@ -123,7 +130,9 @@ class _Conversations:
         try:
             while under_way := [place for place, task in tasks.items() if not _is_over(task)]:
                 busy = [place for place in under_way if place not in self._requests]
-                first = (busy or under_way)[0]  # report a busy conversation, for which waiting conversations may wait
+                first = (busy or under_way)[
+                    0
+                ]  # report a busy conversation, for which waiting conversations may wait
                 self._check(len(busy), len(under_way), prompts[first[0]].id)
                 if busy:
                     await self._wait()
@@ -139,7 +148,8 @@ class _Conversations:
         self._last_end, self._named = time.monotonic(), False
 
     def _check(self, busy: int, under_way: int, first: int) -> None:
-        """Check the time since a conversation last requested a turn or ended. Report late conversations.
+        """Check the time since a conversation last requested a turn or ended. Report late
+        conversations.
 
         Args:
             busy: number of conversations without a requested turn.
@@ -157,7 +167,8 @@ class _Conversations:
         if busy and now - self._last_move >= of.timeout_s:
             problem = f"passed in which {who} neither asked for a turn nor ended, {where}"
             remedy = (
-                "Look for what it waits for (another conversation's turn comes only once it asks, too), or raise it"
+                "Look for what it waits for (another conversation's turn comes only once it "
+                "asks, too), or raise it"
             )
             raise UserError("rollout.request_timeout_s", f"{of.timeout_s:g}", problem, remedy)
         still = now - self._last_end
@@ -183,7 +194,13 @@ class _Conversations:
         function, attempts = self._of.function, self._of.attempts
         for attempt in range(attempts):
             turn = partial(self._turn, place, itertools.count())
-            client = Client(function=function, prompt=prompt, sampling=self._sampling, number=place[1], turn=turn)
+            client = Client(
+                function=function,
+                prompt=prompt,
+                sampling=self._sampling,
+                number=place[1],
+                turn=turn,
+            )
             try:
                 return await function.have(client)
             except TryAgainError as error:
@@ -191,16 +208,32 @@ class _Conversations:
                 self._requests.pop(place, None)
                 if attempt + 1 < attempts:
                     await asyncio.sleep(AGAIN_S)
-        problem = f"gave up prompt {prompt.id} {attempts} times (rollout.attempts), the last time: {last}"
-        raise UserError(function.setting, function.spec, problem, "Look after its tools, or raise rollout.attempts")
+        problem = (
+            f"gave up prompt {prompt.id} {attempts} times (rollout.attempts), the last time: {last}"
+        )
+        raise UserError(
+            function.setting,
+            function.spec,
+            problem,
+            "Look after its tools, or raise rollout.attempts",
+        )
 
     async def _turn(
-        self, place: Place, numbers: Iterator[int], client: Client, context: list[int], sampling: Sampling
+        self,
+        place: Place,
+        numbers: Iterator[int],
+        client: Client,
+        context: list[int],
+        sampling: Sampling,
     ) -> Completion:
         prompt = client.prompt
-        own = replace(prompt, id=prompt.id + next(numbers) * TURN, token_ids=np.array(context, np.int32))
+        own = replace(
+            prompt, id=prompt.id + next(numbers) * TURN, token_ids=np.array(context, np.int32)
+        )
         prefix = TreePath(own, (client.number,), limit=min(sampling.max_tokens, client.max_tokens))
-        request = _Request(prefix, sampling.stop_token_ids, asyncio.get_running_loop().create_future())
+        request = _Request(
+            prefix, sampling.stop_token_ids, asyncio.get_running_loop().create_future()
+        )
         self._requests.setdefault(place, []).append(request)
         self._moved.set()
         return await request.turn
@@ -208,8 +241,8 @@ class _Conversations:
     def _answer(self) -> None:
         """Generate all requested turns.
 
-        Turns with the same stop tokens are decoded together. A context shared by several samples of a prompt is read
-        once.
+        Turns with the same stop tokens are decoded together. A context shared by several samples of
+        a prompt is read once.
         """
         waiting, self._requests = self._requests, {}
         by_stops: dict[tuple[int, ...], dict[Any, list[_Request]]] = {}
@@ -219,7 +252,10 @@ class _Conversations:
             by_stops.setdefault(request.stops, {}).setdefault(alike, []).append(request)
         for stops, every in by_stops.items():
             prefixes = [
-                replace(requests[0].prefix, slots=tuple(slot for each in requests for slot in each.prefix.slots))
+                replace(
+                    requests[0].prefix,
+                    slots=tuple(slot for each in requests for slot in each.prefix.slots),
+                )
                 for requests in every.values()
             ]
             turns = self._continue(prefixes, replace(self._sampling, stop_token_ids=stops))

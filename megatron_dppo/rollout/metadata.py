@@ -36,17 +36,22 @@ def metadata_of(
         segments: S, those of each completion; 0 where it has one advantage.
         owner: the rank.
         distillation: says who teaches which of them.
-        role_rewards: Q of [G, S], the rewards of the roles in each conversation; empty: there are no roles.
+        role_rewards: Q of [G, S], the rewards of the roles in each conversation; empty: there are
+            no roles.
         numbers: Q of G, the ``parts`` of each completion; empty: there are none.
     """
     shape = (len(groups), samples)
 
-    def table(row: Callable[[Group], Sequence[float] | Floats], dtype: type = np.int64) -> NDArray[Any]:
+    def table(
+        row: Callable[[Group], Sequence[float] | Floats], dtype: type = np.int64
+    ) -> NDArray[Any]:
         return np.array([row(group) for group in groups], dtype).reshape(shape)
 
     parts = np.zeros((*shape, segments), SEGMENT)
     if segments:
-        parts.ravel()[:] = [row for group in groups for c in group.completions for row in _segments(c, segments)]
+        parts.ravel()[:] = [
+            row for group in groups for c in group.completions for row in _segments(c, segments)
+        ]
     for into, rewards in zip(parts, role_rewards, strict=False):
         into["reward"] = without_rounding(rewards.T).T
     sources = [group.prompt.data_source for group in groups]
@@ -75,14 +80,17 @@ def metadata_of(
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
         parts={
-            name: np.array([[of.get(name, np.nan) for of in group] for group in numbers], np.float64)
+            name: np.array(
+                [[of.get(name, np.nan) for of in group] for group in numbers], np.float64
+            )
             for name in sorted({name for group in numbers for of in group for name in of})
         },
     )
 
 
 def _score_norm(completion: Completion, tokens: slice | Bools = slice(None)) -> float:
-    """√Σ_t (1 − p_t)² over some of the tokens, a proxy for the norm of their score that costs nothing."""
+    """√Σ_t (1 − p_t)² over some of the tokens, a proxy for the norm of their score that costs
+    nothing."""
     sampled = completion.logprobs[tokens][completion.loss_mask[tokens]]
     return float(np.linalg.norm(-np.expm1(sampled.astype(np.float64))))
 
@@ -90,11 +98,14 @@ def _score_norm(completion: Completion, tokens: slice | Bools = slice(None)) -> 
 def _log_ratios(completion: Completion) -> tuple[float, float]:
     """A row of ``StepMetadata.log_ratios``, of a completion that a server has read.
 
-    A token counts a little more than its weight, so little that it matters only where the policy was sure of all.
+    A token counts a little more than its weight, so little that it matters only where the policy
+    was sure of all.
     """
     mask = completion.loss_mask
     if completion.teacher_logprobs is None:
-        raise ValueError(f"a completion of {len(mask)} tokens came without its teacher's log-probabilities")
+        raise ValueError(
+            f"a completion of {len(mask)} tokens came without its teacher's log-probabilities"
+        )
     if not mask.any():
         return 0.0, 0.0
     logprobs = completion.logprobs[mask].astype(np.float64)
@@ -114,13 +125,16 @@ def _segments(completion: Completion, count: int) -> list[tuple[int, float, floa
 
 
 def mean_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[str, float]:
-    """``rollout/role_reward/…``, the mean reward of each role, over the conversations in which it speaks."""
+    """``rollout/role_reward/…``, the mean reward of each role, over the conversations in which it
+    speaks."""
     if not roles:
         return {}
     reward, speaks = metadata.segments["reward"], metadata.segments["tokens"] > 0
     count = np.maximum(speaks.sum(axis=(0, 1)), 1)
     means = np.where(speaks, reward, 0.0).sum(axis=(0, 1)) / count
-    return {f"rollout/role_reward/{role}": float(mean) for role, mean in zip(roles, means, strict=True)}
+    return {
+        f"rollout/role_reward/{role}": float(mean) for role, mean in zip(roles, means, strict=True)
+    }
 
 
 def staleness(metadata: StepMetadata, version: int, *, bound: int) -> dict[str, float]:
@@ -132,9 +146,10 @@ def staleness(metadata: StepMetadata, version: int, *, bound: int) -> dict[str, 
         bound: versions that a completion may be older, ``rollout.ahead``.
 
     Returns:
-        ``rollout/stale_tokens``, the share of tokens in completions that older weights have made, if only in part;
-        ``staleness/max`` and ``staleness/mean``, over completions, how many versions older the oldest of these weights
-        are, where offline rollouts count as none; and ``staleness/bound``.
+        ``rollout/stale_tokens``, the share of tokens in completions that older weights have made,
+        if only in part; ``staleness/max`` and ``staleness/mean``, over completions, how many
+        versions older the oldest of these weights are, where offline rollouts count as none; and
+        ``staleness/bound``.
 
     Raises:
         UserError: if a completion is older than that. It is not dropped: what is late is long.
@@ -143,11 +158,18 @@ def staleness(metadata: StepMetadata, version: int, *, bound: int) -> dict[str, 
     lag = np.where(versions == OFFLINE, 0, version - versions)
     oldest = int(lag.max(initial=0))
     if oldest > bound:
-        problem = f"a completion that a step is to train on has tokens of weights that are {oldest} updates old"
-        remedy = "Look for what generates with weights of its own (rollout.conversation, a server), or raise it"
+        problem = (
+            "a completion that a step is to train on has tokens of weights that are "
+            f"{oldest} updates old"
+        )
+        remedy = (
+            "Look for what generates with weights of its own (rollout.conversation, a "
+            "server), or raise it"
+        )
         raise UserError("rollout.ahead", bound, problem, remedy)
     return {
-        "rollout/stale_tokens": float(lengths[versions != version].sum()) / max(float(lengths.sum()), 1.0),
+        "rollout/stale_tokens": float(lengths[versions != version].sum())
+        / max(float(lengths.sum()), 1.0),
         "staleness/max": float(oldest),
         "staleness/mean": float(lag.sum()) / max(np.size(lag), 1),
         "staleness/bound": float(bound),

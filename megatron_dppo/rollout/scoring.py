@@ -1,4 +1,5 @@
-"""Scoring of groups as they are completed: a verifier does not wait for the longest completion of a step."""
+"""Scoring of groups as they are completed: a verifier does not wait for the longest completion of a
+step."""
 
 from __future__ import annotations
 
@@ -29,9 +30,17 @@ class GroupScoring:
     """
 
     def __init__(
-        self, workers: RewardWorkers, tokenizer: Tokenizer, prompts: Sequence[Prompt], most_failures: int
+        self,
+        workers: RewardWorkers,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        most_failures: int,
     ) -> None:
-        self._scoring, self._tokenizer, self._prompts = workers.begin(most_failures), tokenizer, prompts
+        self._scoring, self._tokenizer, self._prompts = (
+            workers.begin(most_failures),
+            tokenizer,
+            prompts,
+        )
         self._tags = frozenset(workers.thinking_tags)
         self._texts: dict[int, list[str]] = {}
         """By the place of the prompt, in the order in which they are scored."""
@@ -82,7 +91,11 @@ class GroupScoring:
 
     def _decoded(self, token_ids: Sequence[NDArray[np.int32]]) -> list[str]:
         """Texts without special tokens, except the tags of thoughts."""
-        special = {token.content: id_ for id_, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        special = {
+            token.content: id_
+            for id_, token in self._tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
         if not special.keys() & self._tags:
             return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         left_out = [special[content] for content in special.keys() - self._tags]
@@ -100,10 +113,15 @@ class GroupScoring:
 
 
 def scored_group(
-    prompt: Prompt, completions: tuple[Completion, ...], scores: tuple[Score, ...], texts: Sequence[str] = ()
+    prompt: Prompt,
+    completions: tuple[Completion, ...],
+    scores: tuple[Score, ...],
+    texts: Sequence[str] = (),
 ) -> Group:
     """A group whose rewards are the verifier's."""
-    return Group(prompt, completions, np.array([score.reward for score in scores]), scores, tuple(texts))
+    return Group(
+        prompt, completions, np.array([score.reward for score in scores]), scores, tuple(texts)
+    )
 
 
 def failed_scores(groups: Iterable[Group]) -> list[Score]:
@@ -112,18 +130,24 @@ def failed_scores(groups: Iterable[Group]) -> list[Score]:
 
 
 def check_failures(reward: RewardConfig, failed: Sequence[Score], total: int) -> None:
-    """Stop the run if more of ``total`` completions could not be scored than ``reward.max_failures`` allows.
+    """Stop the run if more of ``total`` completions could not be scored than
+    ``reward.max_failures`` allows.
 
     Raises:
-        UserError: with the first traceback, where every rank passes the same ``failed``, on every rank.
+        UserError: with the first traceback, where every rank passes the same ``failed``, on every
+            rank.
     """
     timeouts, errors = count_failures(failed)
     if timeouts + errors <= reward.max_failures * total:
         return
     first = next(iter(tracebacks(failed)), "")
-    limits = f"{reward.timeout_s:g} s of processor time or {ON_THE_CLOCK * reward.timeout_s:g} s on the clock"
+    limits = (
+        f"{reward.timeout_s:g} s of processor time or {ON_THE_CLOCK * reward.timeout_s:g} s "
+        "on the clock"
+    )
     problem = (
-        f"{timeouts + errors} of {total} completions could not be scored ({timeouts} took more than "
+        f"{timeouts + errors} of {total} completions could not be scored ({timeouts} took more "
+        "than "
         f"{limits}, {errors} failed), more than reward.max_failures = {reward.max_failures:g} "
         "allows" + (f"; the first failure:\n{first}" if first else "")
     )

@@ -1,10 +1,11 @@
-"""The rollouts of one step, from the prompts that were drawn to the groups that are trained on, and in a checkpoint.
+"""The rollouts of one step, from the prompts that were drawn to the groups that are trained on, and
+in a checkpoint.
 
-A run that rolls out ahead keeps what it has not trained on yet: ``rollouts/`` in a checkpoint's folder is the next
-step's, ``rollouts_2/`` that of the one after it, and so on. Each holds ``step.npz``, with what every rank knows, and
-the tokens of each rank's groups in a file of its own. Groups that servers were at work on are there as far as they
-were. A step whose prompts are drawn and not rolled out has the first file alone. A run goes on from them with any
-number of ranks.
+A run that rolls out ahead keeps what it has not trained on yet: ``rollouts/`` in a checkpoint's
+folder is the next step's, ``rollouts_2/`` that of the one after it, and so on. Each holds
+``step.npz``, with what every rank knows, and the tokens of each rank's groups in a file of its own.
+Groups that servers were at work on are there as far as they were. A step whose prompts are drawn
+and not rolled out has the first file alone. A run goes on from them with any number of ranks.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class StepRollouts:
 
         StepRollouts(Selection(...), step=4)
 
-    is *selected*: its prompts are drawn, and nothing is asked for. With ``partial`` it was broken off, with
-    ``prompts`` the engine is at work on it, and with ``complete`` it is ready to be trained on.
+    is *selected*: its prompts are drawn, and nothing is asked for. With ``partial`` it was broken
+    off, with ``prompts`` the engine is at work on it, and with ``complete`` it is ready to be
+    trained on.
     """
 
     selection: Selection
@@ -89,7 +91,8 @@ class StepRollouts:
         """Whether a run with these settings may go on with this rank's share.
 
         Args:
-            config: of the run. It may ask for other groups, roles, trees or teachers than the one that wrote them.
+            config: of the run. It may ask for other groups, roles, trees or teachers than the one
+                that wrote them.
             oldest: version before which no token may have been made.
             routed: whether the routing of tokens is asked for.
 
@@ -102,12 +105,15 @@ class StepRollouts:
         return all(
             len(one.completion.token_ids) < limit + one.ended
             and one.completion.oldest_version >= oldest
-            and (one.completion.routing is not None or not one.ended) >= routed  # the rest's tells of all before it
+            and (one.completion.routing is not None or not one.ended)
+            >= routed  # the rest's tells of all before it
             for one in self.partial or ()
         )
 
     @staticmethod
-    def _complete_fits(rollouts: CompleteRollouts, config: Config, oldest: int, routed: bool) -> bool:
+    def _complete_fits(
+        rollouts: CompleteRollouts, config: Config, oldest: int, routed: bool
+    ) -> bool:
         known, rollout, teaching = rollouts.metadata, config.rollout, config.loss.distillation
         if (several := known.further_lengths.shape[2]) > 0:
             check_settings(config, 1 + several)
@@ -128,14 +134,16 @@ class StepRollouts:
 
 
 def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) -> None:
-    """Write into a checkpoint's folder what the next steps have, in their order: this rank's groups, and on the leader
-    what goes for all. Not collective."""
+    """Write into a checkpoint's folder what the next steps have, in their order: this rank's
+    groups, and on the leader what goes for all. Not collective."""
     for number, batch in enumerate(steps):
         folder = _folder(place, number)
         folder.mkdir(exist_ok=True)
         known: dict[str, Any] = {}
         if (rollouts := batch.complete) is not None:
-            words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
+            words = json.dumps(
+                {"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size}
+            )
             known = {"words": np.array(words), **asdict(rollouts.metadata)}
             known |= {_PART + name: values for name, values in known.pop("parts").items()}
             _save(_file(folder, world.rank), _tokens(rollouts.held))
@@ -143,10 +151,15 @@ def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) ->
             known = {_RANKS: np.array(world.size)}
             _save(_file(folder, world.rank), _parts(batch.partial))
         if world.leads:
-            _save(folder / _STEP, known | {_CHOSEN + name: value for name, value in asdict(batch.selection).items()})
+            _save(
+                folder / _STEP,
+                known | {_CHOSEN + name: value for name, value in asdict(batch.selection).items()},
+            )
 
 
-def read_in_flight(place: Path, pool: Sequence[Prompt], world: World, step: int) -> list[StepRollouts]:
+def read_in_flight(
+    place: Path, pool: Sequence[Prompt], world: World, step: int
+) -> list[StepRollouts]:
     """Read a checkpoint's rollouts of the next steps, in their order. Collective.
 
     If the number of ranks is unchanged, ranks keep their groups; else every rank takes each n-th.
@@ -161,20 +174,35 @@ def read_in_flight(place: Path, pool: Sequence[Prompt], world: World, step: int)
     """
     folders = (_folder(place, number) for number in count())
     stored = world.from_leader(
-        lambda: [_arrays(folder / _STEP) for folder in takewhile(lambda folder: (folder / _STEP).exists(), folders)]
+        lambda: [
+            _arrays(folder / _STEP)
+            for folder in takewhile(lambda folder: (folder / _STEP).exists(), folders)
+        ]
     )
-    return [_read(_folder(place, k), arrays, pool, world, step + k) for k, arrays in enumerate(stored)]
+    return [
+        _read(_folder(place, k), arrays, pool, world, step + k) for k, arrays in enumerate(stored)
+    ]
 
 
-def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: World, step: int) -> StepRollouts:
+def _read(
+    folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: World, step: int
+) -> StepRollouts:
     place = folder.parent
-    chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
+    chosen = {
+        name.removeprefix(_CHOSEN): value
+        for name, value in stored.items()
+        if name.startswith(_CHOSEN)
+    }
     selection = Selection(**chosen | {"window": int(chosen["window"])})
     rollouts = StepRollouts(selection, step)
     if _RANKS in stored:
-        share = set(selection.prompt_ids[world.rank :: world.size].tolist())  # as the collector asks for them
+        share = set(
+            selection.prompt_ids[world.rank :: world.size].tolist()
+        )  # as the collector asks for them
         files = [_file(folder, writer) for writer in range(int(stored[_RANKS]))]
-        found = world.together(lambda: [_so_far(_arrays(file), share) for file in files], what="rollouts broken off")
+        found = world.together(
+            lambda: [_so_far(_arrays(file), share) for file in files], what="rollouts broken off"
+        )
         rollouts.partial = [one for each in found for one in each]
         return rollouts
     if "words" not in stored:
@@ -182,11 +210,21 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
     words = json.loads(str(stored["words"]))
     columns = [field.name for field in fields(StepMetadata) if field.name != "parts"]
     if missing := [name for name in columns if name not in stored]:
-        problem = f"its rollouts were written by another version of this package, without {', '.join(missing)}"
-        remedy = f"Go on with that version, or begin another run.dir with its weights alone: model.checkpoint={place}"
+        problem = (
+            "its rollouts were written by another version of this package, without "
+            f"{', '.join(missing)}"
+        )
+        remedy = (
+            "Go on with that version, or begin another run.dir with its weights alone: "
+            f"model.checkpoint={place}"
+        )
         raise UserError("run.dir", place.parent.parent, problem, remedy)
     known = {name: stored[name] for name in columns}
-    parts = {name.removeprefix(_PART): values for name, values in stored.items() if name.startswith(_PART)}
+    parts = {
+        name.removeprefix(_PART): values
+        for name, values in stored.items()
+        if name.startswith(_PART)
+    }
     metadata = StepMetadata(**known | {"window": float(known["window"]), "parts": parts})
     written_by = metadata.owners
     if words["ranks"] != world.size:
@@ -227,7 +265,8 @@ def _save(file: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
-    """Groups by row of the metadata, which has their prompts, lengths and rewards; one after the other."""
+    """Groups by row of the metadata, which has their prompts, lengths and rewards; one after the
+    other."""
     completions = [completion for group in held.values() for completion in group.completions]
     return {"rows": np.array(list(held), np.int64), **_packed(completions)}
 
@@ -235,7 +274,10 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
 def _parts(so_far: Sequence[PartialRollout]) -> dict[str, np.ndarray]:
     """Completions so far, each with its prompt, its slot, and whether it has ended."""
     places = [(one.prompt, one.slot, one.ended) for one in so_far]
-    return {"places": np.array(places, np.int64).reshape(-1, 3), **_packed([one.completion for one in so_far])}
+    return {
+        "places": np.array(places, np.int64).reshape(-1, 3),
+        **_packed([one.completion for one in so_far]),
+    }
 
 
 def _so_far(stored: dict[str, Any], share: set[int]) -> list[PartialRollout]:
@@ -243,23 +285,41 @@ def _so_far(stored: dict[str, Any], share: set[int]) -> list[PartialRollout]:
     completions = _completions(stored)
     return [
         PartialRollout(prompt, slot, completion, bool(ended))
-        for (prompt, slot, ended), completion in zip(stored["places"].tolist(), completions, strict=True)
+        for (prompt, slot, ended), completion in zip(
+            stored["places"].tolist(), completions, strict=True
+        )
         if prompt in share
     ]
 
 
-_COLUMNS = ("token_ids", "logprobs", "loss_mask", "versions", "routing", "teacher_logprobs", "segments", "starts")
+_COLUMNS = (
+    "token_ids",
+    "logprobs",
+    "loss_mask",
+    "versions",
+    "routing",
+    "teacher_logprobs",
+    "segments",
+    "starts",
+)
 """The fields of a completion that have a length of their own, or are None."""
 
 
 def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
-    """Each column of all completions, one after the other, and its lengths: −1 where a completion has None."""
-    packed = {"stopped": np.array([completion.finish_reason == "stop" for completion in completions], bool)}
+    """Each column of all completions, one after the other, and its lengths: −1 where a completion
+    has None."""
+    packed = {
+        "stopped": np.array(
+            [completion.finish_reason == "stop" for completion in completions], bool
+        )
+    }
     for name in _COLUMNS:
         values = [getattr(completion, name) for completion in completions]
         known = [np.asarray(value) for value in values if value is not None]
         packed[name] = np.concatenate(known) if known else np.zeros(0)
-        packed[name + _LENGTHS] = np.array([-1 if value is None else len(value) for value in values], np.int64)
+        packed[name + _LENGTHS] = np.array(
+            [-1 if value is None else len(value) for value in values], np.int64
+        )
     return packed
 
 
@@ -268,19 +328,27 @@ def _completions(stored: dict[str, Any]) -> Iterator[Completion]:
     for name in _COLUMNS:
         lengths = stored[name + _LENGTHS]
         parts = np.split(stored[name], np.cumsum(np.maximum(lengths, 0))[:-1])
-        columns[name] = [None if length < 0 else part for length, part in zip(lengths, parts, strict=False)]
+        columns[name] = [
+            None if length < 0 else part for length, part in zip(lengths, parts, strict=False)
+        ]
     for number, stopped in enumerate(stored["stopped"].tolist()):
         found: dict[str, Any] = {name: column[number] for name, column in columns.items()}
         found["starts"] = tuple(map(int, found["starts"]))
         yield Completion(**found, finish_reason="stop" if stopped else "length")
 
 
-def _groups(stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, Prompt]) -> dict[int, Group]:
+def _groups(
+    stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, Prompt]
+) -> dict[int, Group]:
     """The stored groups of these prompts, by row of the metadata."""
     rows = stored["rows"]
     completions = _completions(stored)
     groups = [(row, tuple(islice(completions, metadata.rewards.shape[1]))) for row in rows.tolist()]
-    return {row: Group(prompts[row], own, metadata.rewards[row]) for row, own in groups if row in prompts}
+    return {
+        row: Group(prompts[row], own, metadata.rewards[row])
+        for row, own in groups
+        if row in prompts
+    }
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:
@@ -288,6 +356,11 @@ def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: in
     if prompt >= len(pool) or len(pool[prompt].token_ids) != tokens:
         asked = f"completions of prompt {prompt}, which has {tokens} tokens"
         problem = f"its checkpoint holds {asked}, and no such prompt is in the pool"
-        data, alone = "Resume with the data that the run began with", "begin another run.dir with its weights alone"
-        raise UserError("run.dir", place.parent.parent, problem, f"{data}, or {alone}: model.checkpoint={place}")
+        data, alone = (
+            "Resume with the data that the run began with",
+            "begin another run.dir with its weights alone",
+        )
+        raise UserError(
+            "run.dir", place.parent.parent, problem, f"{data}, or {alone}: model.checkpoint={place}"
+        )
     return pool[prompt]

@@ -1,8 +1,9 @@
 """Query teacher servers for the log-probabilities of completions, as soon as a group is complete.
 
-A stock SGLang or vLLM server returns the log-probability of each token of a prompt, at temperature 1. The server
-receives token ids, not text, and returns the id with every log-probability. The vocabularies are compared once, before
-the first step: both tokenizers must decode the whole vocabulary to the same text.
+A stock SGLang or vLLM server returns the log-probability of each token of a prompt, at temperature
+1. The server receives token ids, not text, and returns the id with every log-probability. The
+vocabularies are compared once, before the first step: both tokenizers must decode the whole
+vocabulary to the same text.
 """
 
 from __future__ import annotations
@@ -51,18 +52,29 @@ class TeacherServer:
     tokens: int
     """Size of the vocabulary shared with the policy."""
 
-    def question(self, prompt: NDArray[np.int32], response: NDArray[np.int32]) -> tuple[str, dict[str, Any]]:
+    def question(
+        self, prompt: NDArray[np.int32], response: NDArray[np.int32]
+    ) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of a query for the tokens of a response."""
         tokens = [*prompt.tolist(), *response.tolist()]
         if self.sglang:
             sampling = {"max_new_tokens": 0, "temperature": 1.0}
             asked = {"return_logprob": True, "logprob_start_len": len(prompt) - 1}
             return "/generate", {"input_ids": tokens, "sampling_params": sampling, **asked}
-        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {
+            "model": self.model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
         return "/v1/completions", body
 
-    def logprobs(self, answer: Mapping[str, Any], response: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return the log-probabilities of the tokens of a response, [L], from the answer of the server.
+    def logprobs(
+        self, answer: Mapping[str, Any], response: NDArray[np.int32]
+    ) -> NDArray[np.float32]:
+        """Return the log-probabilities of the tokens of a response, [L], from the answer of the
+        server.
 
         Raises:
             ServerError: if the answer is about different tokens.
@@ -70,16 +82,29 @@ class TeacherServer:
         """
         asked = response.tolist()
         if self.sglang:
-            told = [(token, logprob) for logprob, token, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
-            # SGLang returns the id 0 for the last token of a vocabulary, with the log-probability of the last token.
+            told = [
+                (token, logprob)
+                for logprob, token, *_ in answer["meta_info"]["input_token_logprobs"][1:]
+            ]
+            # SGLang returns the id 0 for the last token of a vocabulary, with the log-probability
+            # of the last token.
             asked = [
-                0 if named == 0 and t >= self.tokens - 1 else t for (named, _), t in zip(told, asked, strict=False)
+                0 if named == 0 and t >= self.tokens - 1 else t
+                for (named, _), t in zip(told, asked, strict=False)
             ]
         else:
             entries = answer["choices"][0]["prompt_logprobs"][-len(asked) :]
-            told = [(t, entry[str(t)]["logprob"]) for t, entry in zip(asked, entries, strict=True) if str(t) in entry]
+            told = [
+                (t, entry[str(t)]["logprob"])
+                for t, entry in zip(asked, entries, strict=True)
+                if str(t) in entry
+            ]
         if len(told) != len(response) or [token for token, _ in told] != asked:
-            raise ServerError(self.url, f"spoke of other tokens than the {len(response)} that it was asked", alive=True)
+            raise ServerError(
+                self.url,
+                f"spoke of other tokens than the {len(response)} that it was asked",
+                alive=True,
+            )
         return as_logprobs([logprob for _, logprob in told])
 
 
@@ -92,7 +117,8 @@ class TeacherServers:
         tokenizer: tokenizer of the policy.
 
     Raises:
-        UserError: on every rank, if a server does not respond, accepts too few tokens, or has a different vocabulary.
+        UserError: on every rank, if a server does not respond, accepts too few tokens, or has a
+            different vocabulary.
     """
 
     def __init__(self, config: Config, world: World, tokenizer: Tokenizer) -> None:
@@ -103,7 +129,10 @@ class TeacherServers:
 
         def contact() -> dict[str, TeacherServer]:
             urls = self.distillation.servers
-            asked = [self._http.start(readable(url, self._contact(url, tokenizer, longest))) for url in urls]
+            asked = [
+                self._http.start(readable(url, self._contact(url, tokenizer, longest)))
+                for url in urls
+            ]
             return {url: self.answer(url, future) for url, future in zip(urls, asked, strict=True)}
 
         try:
@@ -113,7 +142,8 @@ class TeacherServers:
             raise
 
     def ask(self, prompt: Prompt, completion: Completion) -> Future[NDArray[np.float32]]:
-        """Start a query for a completion in the background. The teacher of the prompt must be a server."""
+        """Start a query for a completion in the background. The teacher of the prompt must be a
+        server."""
         server = self._servers[str(self.distillation.teacher_of(prompt.data_source))]
         return self._http.start(readable(server.url, self._read_all(server, prompt, completion)))
 
@@ -126,8 +156,13 @@ class TeacherServers:
         try:
             return asked.result()
         except ServerError as error:
-            remedy = "Start SGLang or vLLM there, with the policy's vocabulary and its tokenizer, and resume"
-            raise UserError(self.distillation.setting_of(url), url, f"the server {error.problem}", remedy) from error
+            remedy = (
+                "Start SGLang or vLLM there, with the policy's vocabulary and its tokenizer, "
+                "and resume"
+            )
+            raise UserError(
+                self.distillation.setting_of(url), url, f"the server {error.problem}", remedy
+            ) from error
 
     def close(self) -> None:
         """Drop all connections. Not collective."""
@@ -137,28 +172,47 @@ class TeacherServers:
         url = url.rstrip("/")
         get = partial(self._http.call, "GET", url, secret=self._secret, timeout_s=CONTROL_S)
         routes, models = (await get("/openapi.json"))["paths"], (await get("/v1/models"))["data"]
-        server = TeacherServer(url, models[0]["id"], sglang="/generate" in routes, tokens=len(tokenizer))
+        server = TeacherServer(
+            url, models[0]["id"], sglang="/generate" in routes, tokens=len(tokenizer)
+        )
         if models[0]["max_model_len"] <= longest:  # vLLM also generates a token
-            problem = f"takes {models[0]['max_model_len']} tokens, and the longest sequence has {longest}, and one more"
+            problem = (
+                f"takes {models[0]['max_model_len']} tokens, and the longest sequence has "
+                f"{longest}, and one more"
+            )
             raise ServerError(url, problem, alive=True)
         vocabulary = list(range(len(tokenizer)))
-        body = {"model": server.model, "tokens": vocabulary} | ({"skip_special_tokens": False} if server.sglang else {})
-        answer = await self._http.call("POST", url, "/detokenize", body=body, secret=self._secret, timeout_s=CONTROL_S)
+        body = {"model": server.model, "tokens": vocabulary} | (
+            {"skip_special_tokens": False} if server.sglang else {}
+        )
+        answer = await self._http.call(
+            "POST", url, "/detokenize", body=body, secret=self._secret, timeout_s=CONTROL_S
+        )
         ours, theirs = tokenizer.decode(vocabulary), answer["text" if server.sglang else "prompt"]
         if ours != theirs:
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
-            parts = f"{theirs[at : at + SHOWN]!r}, where the policy's goes on with {ours[at : at + SHOWN]!r}"
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)
+            )
+            parts = (
+                f"{theirs[at : at + SHOWN]!r}, where the policy's goes on with "
+                f"{ours[at : at + SHOWN]!r}"
+            )
             raise ServerError(url, f"has another vocabulary: it goes on with {parts}", alive=True)
         return server
 
-    async def _read_all(self, server: TeacherServer, prompt: Prompt, completion: Completion) -> NDArray[np.float32]:
+    async def _read_all(
+        self, server: TeacherServer, prompt: Prompt, completion: Completion
+    ) -> NDArray[np.float32]:
         """Return the log-probabilities of all sequences of a completion, [L].
 
-        The first token of each sequence after the first was not sampled. The log-probability of that token is unknown
-        and unused, and stays 0.
+        The first token of each sequence after the first was not sampled. The log-probability of
+        that token is unknown and unused, and stays 0.
         """
         said = np.zeros(len(completion.token_ids), np.float32)
-        asked = [prompt_and_response(prompt.token_ids, completion, k) for k in range(len(sequences(completion)))]
+        asked = [
+            prompt_and_response(prompt.token_ids, completion, k)
+            for k in range(len(sequences(completion)))
+        ]
         reading = (self._read(server, before, completion.token_ids[of]) for before, of in asked)
         for (_, of), logprobs in zip(asked, await asyncio.gather(*reading), strict=True):
             said[of] = logprobs
@@ -169,8 +223,8 @@ class TeacherServers:
     ) -> NDArray[np.float32]:
         """Return the log-probabilities of one response, [L].
 
-        A query to a dead server is repeated within ``rollout.timeout_s``, because the server may restart. A refusal is
-        final.
+        A query to a dead server is repeated within ``rollout.timeout_s``, because the server may
+        restart. A refusal is final.
         """
         path, body = server.question(prompt, response)
         async with self._room:
@@ -199,7 +253,8 @@ class TeacherQuery:
     def __init__(self, servers: TeacherServers | None, prompts: Sequence[Prompt]) -> None:
         self._servers, self._prompts = servers, prompts
         self._asked: dict[int, list[Future[NDArray[np.float32]]]] = {}
-        """Started queries by index of the prompt. Prompts without a teacher server have no entry."""
+        """Started queries by index of the prompt. Prompts without a teacher server have no
+        entry."""
 
     def look(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> None:
         """Start the queries for complete groups, without waiting for answers."""
@@ -212,17 +267,21 @@ class TeacherQuery:
     def wait(self, completions: Completions, world: World) -> None:
         """Wait until the queries of all ranks have ended. Collective.
 
-        While queries are pending, ranks meet in a short collective every ``EXCHANGE_S``, as for rollouts.
+        While queries are pending, ranks meet in a short collective every ``EXCHANGE_S``, as for
+        rollouts.
         """
         if self._servers is None:
             return
-        self.look((place, group) for place, group in enumerate(completions) if place not in self._asked)
+        self.look(
+            (place, group) for place, group in enumerate(completions) if place not in self._asked
+        )
         asked = [future for each in self._asked.values() for future in each]
         while any(world.gather(bool(wait(asked, EXCHANGE_S).not_done))):
             pass
 
     def answers(self, completions: Completions) -> Completions:
-        """Return the completions with the log-probabilities of the teacher servers added. Not collective.
+        """Return the completions with the log-probabilities of the teacher servers added. Not
+        collective.
 
         Raises:
             UserError: if a server failed to return log-probabilities.
@@ -240,4 +299,6 @@ class TeacherQuery:
             return group
         url = str(self._servers.distillation.teacher_of(self._prompts[place].data_source))
         said = (self._servers.answer(url, asked) for asked in self._asked[place])
-        return tuple(replace(c, teacher_logprobs=logprobs) for c, logprobs in zip(group, said, strict=True))
+        return tuple(
+            replace(c, teacher_logprobs=logprobs) for c, logprobs in zip(group, said, strict=True)
+        )

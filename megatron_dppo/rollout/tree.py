@@ -1,11 +1,14 @@
-"""Trees of completions while an engine generates them: prefixes to continue, forks of paths, leaves of a group.
+"""Trees of completions while an engine generates them: prefixes to continue, forks of paths, leaves
+of a group.
 
-A path is generated to its end, and its forks are found afterwards. The path continues as the first child of each fork.
-The other children are continuations of the prefix before the fork. Whether a path forks depends on the tokens before
-the fork alone, so that each leaf has the distribution of a completion without a tree.
+A path is generated to its end, and its forks are found afterwards. The path continues as the first
+child of each fork. The other children are continuations of the prefix before the fork. Whether a
+path forks depends on the tokens before the fork alone, so that each leaf has the distribution of a
+completion without a tree.
 
-Leaves are numbered in order: the leaves below a branch are consecutive. The *slot* of a path is the number of its first
-leaf. All engines generate trees with these functions. A flat group is a tree without branches.
+Leaves are numbered in order: the leaves below a branch are consecutive. The *slot* of a path is the
+number of its first leaf. All engines generate trees with these functions. A flat group is a tree
+without branches.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ class TreePath:
 
         TreePath(prompt, slots=(2, 4), completion=…, forks=(20,))
 
-    is a prefix of 20 tokens. If forks have 3 and then 2 children, the path of the leaves 0 and 1 has ended, and the
-    continuations of the prefix are the paths of the leaves 2 and 3, and of the leaves 4 and 5.
+    is a prefix of 20 tokens. If forks have 3 and then 2 children, the path of the leaves 0 and 1
+    has ended, and the continuations of the prefix are the paths of the leaves 2 and 3, and of the
+    leaves 4 and 5.
     """
 
     prompt: Prompt
@@ -45,7 +49,8 @@ class TreePath:
     entropies: Entropies | None = None
     """Entropies of the completion; None if no fork needs entropies."""
     forks: tuple[int, ...] = ()
-    """Position of each fork before the last continuation: tokens of the response before the fork."""
+    """Position of each fork before the last continuation: tokens of the response before the
+    fork."""
     limit: int | None = None
     """Most tokens of a continuation; None: the rest of a response."""
 
@@ -64,7 +69,9 @@ class TreePath:
         left = max_tokens - self.length
         return left if self.limit is None else min(left, self.limit)
 
-    def extend(self, slot: int, parts: Iterable[Completion], entropies: Entropies | None) -> TreePath:
+    def extend(
+        self, slot: int, parts: Iterable[Completion], entropies: Entropies | None
+    ) -> TreePath:
         """Return the path of a continuation that has ended.
 
         Args:
@@ -74,24 +81,30 @@ class TreePath:
         """
         if entropies is not None and self.entropies is not None:
             entropies = np.concatenate([self.entropies, entropies])
-        return replace(self, slots=(slot,), completion=joined([self.completion, *parts]), entropies=entropies)
+        return replace(
+            self, slots=(slot,), completion=joined([self.completion, *parts]), entropies=entropies
+        )
 
     def find_forks(self, branches: Branches) -> tuple[int, ...]:
-        """Return the position of the fork at each level; ``length`` at levels that the path does not reach."""
+        """Return the position of the fork at each level; ``length`` at levels that the path does
+        not reach."""
         forks = list(self.forks)
         for branch in branches[len(forks) :]:
             first = forks[-1] + 1 if forks else 1  # a branch has one token at least
             if branch.at is not None:
                 position = max(branch.at, first)
             else:
-                assert branch.entropy is not None and self.entropies is not None, "a branch names either way to fork"
+                assert branch.entropy is not None and self.entropies is not None, (
+                    "a branch names either way to fork"
+                )
                 above = np.flatnonzero(self.entropies[first:] > branch.entropy)
                 position = first + int(above[0]) if len(above) else self.length
             forks.append(min(position, self.length))
         return tuple(forks)
 
     def fork(self, branches: Branches) -> list[TreePath]:
-        """Return the prefix at each new fork of an ended path, with the slots of the fork's other children."""
+        """Return the prefix at each new fork of an ended path, with the slots of the fork's other
+        children."""
         prefixes = []
         forks = self.find_forks(branches)
         for level in range(len(self.forks), len(branches)):
@@ -101,9 +114,14 @@ class TreePath:
             width = count_leaves(branches, level + 1)
             prefix = replace(
                 self,
-                slots=tuple(self.slots[0] + child * width for child in range(1, branches[level].children)),
-                # All tokens of the prefix have been read, because the path has tokens after the fork.
-                completion=beginning(self.completion, position, len(self.prompt.token_ids) + position),
+                slots=tuple(
+                    self.slots[0] + child * width for child in range(1, branches[level].children)
+                ),
+                # All tokens of the prefix have been read, because the path has tokens after the
+                # fork.
+                completion=beginning(
+                    self.completion, position, len(self.prompt.token_ids) + position
+                ),
                 entropies=None if self.entropies is None else self.entropies[:position],
                 forks=forks[: level + 1],
             )
@@ -122,7 +140,8 @@ def count_leaves(branches: Branches, level: int) -> int:
 
 
 def list_leaves(paths: Iterable[TreePath], branches: Branches) -> tuple[Completion, ...]:
-    """Return the leaves of a tree in order, from its ended paths. A path that ends before a fork is several leaves."""
+    """Return the leaves of a tree in order, from its ended paths. A path that ends before a fork is
+    several leaves."""
     leaves: dict[int, Completion] = {}
     # A path replaces leaves of the path with fewer forks.
     for path in sorted(paths, key=lambda path: len(path.forks)):
@@ -131,15 +150,20 @@ def list_leaves(paths: Iterable[TreePath], branches: Branches) -> tuple[Completi
             ends = (*path.find_forks(branches), path.length)
             segments = np.repeat(np.arange(len(ends), dtype=np.int8), np.diff(ends, prepend=0))
             completion = replace(completion, segments=segments)
-        leaves |= dict.fromkeys(range(slot, slot + count_leaves(branches, len(path.forks))), completion)
+        leaves |= dict.fromkeys(
+            range(slot, slot + count_leaves(branches, len(path.forks))), completion
+        )
     return tuple(leaves[slot] for slot in sorted(leaves))
 
 
 def count_unique_tokens(group: Sequence[Completion], branches: Branches) -> list[int]:
-    """Return the sampled tokens of each completion of a group, without tokens of completions before it."""
+    """Return the sampled tokens of each completion of a group, without tokens of completions before
+    it."""
     counts = []
     for slot, leaf in enumerate(group):
-        level = next(level for level in range(len(branches) + 1) if slot % count_leaves(branches, level) == 0)
+        level = next(
+            level for level in range(len(branches) + 1) if slot % count_leaves(branches, level) == 0
+        )
         # The leaf before has the segments before this level, too.
         own = np.asarray(leaf.segments) >= level if level else leaf.loss_mask
         counts.append(int(np.count_nonzero(own)))

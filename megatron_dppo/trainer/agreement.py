@@ -1,7 +1,8 @@
-"""Law 5: after a sync, the log-probabilities of what generates are the actor's, and its tokens say so by their version.
+"""Law 5: after a sync, the log-probabilities of what generates are the actor's, and its tokens say
+so by their version.
 
-The engine is compared with the trainer here: how far the two may be apart, and what is kept as evidence if they are
-further. Needs no torch to be imported: a report reads the limits.
+The engine is compared with the trainer here: how far the two may be apart, and what is kept as
+evidence if they are further. Needs no torch to be imported: a report reads the limits.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ if TYPE_CHECKING:
     from megatron_dppo.trainer.assemble import PolicyParts
 
 MAX_LOGPROB_DIFF = {"fp32": 1e-4, "bf16": 0.1}
-"""Mean |log p(trainer) − log p(engine)| per token past which something other than rounding is at work."""
+"""Mean |log p(trainer) − log p(engine)| per token past which something other than rounding is at
+work."""
 MAX_PROB_ERROR = {"fp32": 1.001, "bf16": 1.2}
-"""Mean exp |log p(trainer) − log p(engine)| per token, which a few tokens that are far off move more."""
+"""Mean exp |log p(trainer) − log p(engine)| per token, which a few tokens that are far off move
+more."""
 MOST_COMPLETIONS = 8
 """How many completions, the worst ones, are kept as evidence."""
 PROMPTS, SAMPLES, MAX_TOKENS = 4, 2, 32
-"""Request to every server: number of prompts, completions of each prompt, tokens of each completion."""
+"""Request to every server: number of prompts, completions of each prompt, tokens of each
+completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,11 @@ class ComparedCompletion:
         }
 
 
-def compared_rows(pack: Pack, trainer: NDArray[np.float32], version: int) -> Iterator[ComparedCompletion]:
-    """The completions of a pack that ``version`` has made, as the trainer ([R]) and the engine have scored them."""
+def compared_rows(
+    pack: Pack, trainer: NDArray[np.float32], version: int
+) -> Iterator[ComparedCompletion]:
+    """The completions of a pack that ``version`` has made, as the trainer ([R]) and the engine have
+    scored them."""
     for row in np.unique(pack.sample[pack.versions == version]):
         (targets,) = np.nonzero(pack.sample == row)
         yield ComparedCompletion(
@@ -116,14 +123,19 @@ def check_disagreement(
         when: for the message: "in step 3".
         difference: mean |Δ log p|, the same on every rank.
         error: mean exp |Δ log p|, the same on every rank.
-        compared: returns the completions that this rank has. The rank with the worst one writes the evidence.
+        compared: returns the completions that this rank has. The rank with the worst one writes the
+            evidence.
         name: of the file of evidence in ``RUN/disagreement``, without its ending.
 
     Raises:
         UserError: on every rank, past a limit. Numbers that are not finite are past every limit.
     """
     rollout = config.rollout
-    error_limit = MAX_PROB_ERROR[config.model.dtype] if rollout.max_prob_error is None else rollout.max_prob_error
+    error_limit = (
+        MAX_PROB_ERROR[config.model.dtype]
+        if rollout.max_prob_error is None
+        else rollout.max_prob_error
+    )
     for setting, measured, limit, what in (
         ("rollout.max_logprob_diff", difference, logprob_limit(config), "|log p difference|"),
         ("rollout.max_prob_error", error, error_limit, "exp |log p difference|"),
@@ -131,25 +143,36 @@ def check_disagreement(
         if measured <= limit:
             continue
         facts = {"who": who, "when": when, "mean_abs_diff": difference, "mean_prob_error": error}
-        file = _keep(world, Path(config.run.dir) / "disagreement" / f"{name}.json", facts, compared())
+        file = _keep(
+            world, Path(config.run.dir) / "disagreement" / f"{name}.json", facts, compared()
+        )
         problem = (
-            f"trainer and {who} disagree on the log-probabilities of the same tokens {when}: the mean {what} is "
-            f"{measured:.4g}. {who[0].upper()}{who[1:]} may hold other weights (another model, an update that did not "
-            "arrive whole), score at another temperature or with top-p, top-k or a penalty, or compute in another "
+            f"trainer and {who} disagree on the log-probabilities of the same tokens {when}: the "
+            f"mean {what} is "
+            f"{measured:.4g}. {who[0].upper()}{who[1:]} may hold other weights (another model, an "
+            "update that did not "
+            "arrive whole), score at another temperature or with top-p, top-k or a penalty, or "
+            "compute in another "
             f"precision (a quantised model or cache). The worst completions are in {file}"
         )
         remedy = f"Find the cause; raise {setting} only for a difference that precision explains"
         raise UserError(setting, f"{limit:g}", problem, remedy)
 
 
-def _keep(world: World, file: Path, facts: dict[str, Any], compared: Sequence[ComparedCompletion]) -> Path:
+def _keep(
+    world: World, file: Path, facts: dict[str, Any], compared: Sequence[ComparedCompletion]
+) -> Path:
     """Have the rank with the worst completion write its worst ones."""
-    worst = sorted(compared, key=lambda each: np.nan_to_num(each.mean, nan=np.inf), reverse=True)[:MOST_COMPLETIONS]
+    worst = sorted(compared, key=lambda each: np.nan_to_num(each.mean, nan=np.inf), reverse=True)[
+        :MOST_COMPLETIONS
+    ]
     heights = world.gather(float(np.nan_to_num(worst[0].mean, nan=np.inf)) if worst else -1.0)
 
     def write() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(facts | {"completions": [each.as_json() for each in worst]}, indent=1))
+        file.write_text(
+            json.dumps(facts | {"completions": [each.as_json() for each in worst]}, indent=1)
+        )
 
     holder = max(range(world.size), key=heights.__getitem__)
     world.together(lambda: write() if world.rank == holder else None, what="evidence")
@@ -159,7 +182,8 @@ def _keep(world: World, file: Path, facts: dict[str, Any], compared: Sequence[Co
 def check_agreement(
     policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], *, version: int
 ) -> dict[str, float]:
-    """Hold completions of every server against the actor. Collective; nothing that training depends on changes.
+    """Hold completions of every server against the actor. Collective; nothing that training depends
+    on changes.
 
     Args:
         policy: whose weights the engine was given last.
@@ -168,11 +192,12 @@ def check_agreement(
         version: of that sync.
 
     Returns:
-        ``rollout/agreement_max_diff`` and ``rollout/agreement_mean_diff``, of the server that is furthest off.
+        ``rollout/agreement_max_diff`` and ``rollout/agreement_mean_diff``, of the server that is
+        furthest off.
 
     Raises:
-        UserError: on every rank, if a server is further from the actor than precision explains, or generates with
-            other weights by its own account. The message names it.
+        UserError: on every rank, if a server is further from the actor than precision explains, or
+            generates with other weights by its own account. The message names it.
     """
     config, world = policy.config, policy.world
     answers = _answers(policy, engine, pool, version)
@@ -180,10 +205,16 @@ def check_agreement(
     by_server = defaultdict[str, list[ComparedCompletion]](list)
     for each in _scored(policy, answers):
         by_server[each.source].append(each)
-    parts = [stats for stats in world.gather({name: _stats(some) for name, some in by_server.items()}) if stats]
+    parts = [
+        stats
+        for stats in world.gather({name: _stats(some) for name, some in by_server.items()})
+        if stats
+    ]
     if not parts:
         return {}
-    worst = {server: np.max([stats[server] for stats in parts], axis=0).tolist() for server in parts[0]}
+    worst = {
+        server: np.max([stats[server] for stats in parts], axis=0).tolist() for server in parts[0]
+    }
     for server, (mean, _, error) in worst.items():
         check_disagreement(
             config,
@@ -236,15 +267,22 @@ def _check_versions(answers: Sequence[ComparedCompletion], version: int, engine:
     for each in answers:
         if set(each.versions) != {version}:
             problem = (
-                f"the server {each.source} was given weights of version {version}, and says that version "
+                f"the server {each.source} was given weights of version {version}, and says that "
+                "version "
                 f"{', '.join(map(str, each.versions))} made its tokens"
             )
-            remedy = "See whether somebody else sends it weights; another value of rollout.sync.transport may reach it"
+            remedy = (
+                "See whether somebody else sends it weights; another value of "
+                "rollout.sync.transport may reach it"
+            )
             raise UserError("rollout.engine", engine, problem, remedy)
 
 
-def _scored(policy: PolicyParts[Any], answers: Sequence[ComparedCompletion]) -> list[ComparedCompletion]:
-    """The answers with the actor's log-probabilities. Only one rank of each replica has them, the others have none."""
+def _scored(
+    policy: PolicyParts[Any], answers: Sequence[ComparedCompletion]
+) -> list[ComparedCompletion]:
+    """The answers with the actor's log-probabilities. Only one rank of each replica has them, the
+    others have none."""
     if not answers:
         return []
     layers = policy.actor.routing.layers if policy.actor.routing else None

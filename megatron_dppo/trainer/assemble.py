@@ -11,7 +11,12 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from megatron_dppo.bridge.export import check_adapter_destination, check_destination, export_adapter, export_hf
+from megatron_dppo.bridge.export import (
+    check_adapter_destination,
+    check_destination,
+    export_adapter,
+    export_hf,
+)
 from megatron_dppo.bridge.hf_directory import plan_adapter_file, plan_files
 from megatron_dppo.bridge.load import draw_adapters, load_checkpoint, load_policy
 from megatron_dppo.bridge.stream import adapter_stream, weight_stream
@@ -19,7 +24,13 @@ from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.date import with_date
 from megatron_dppo.data.offline import OfflineGroup, load_offline
 from megatron_dppo.data.prompts import PromptPool, load_prompts
-from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_note, stop_token_ids
+from megatron_dppo.data.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+    pad_token_id,
+    stop_note,
+    stop_token_ids,
+)
 from megatron_dppo.evaluation.evaluator import EvalProblem, held_out
 from megatron_dppo.models.actor import Actor, Policy
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
@@ -91,8 +102,12 @@ class PolicyParts(Generic[P_co]):
             return engine
         make = self.world.together(lambda: engine_maker(self.config), what="import of an engine")
         if make is not None:
-            return make(model.folder, device=self.world.device, dtype=model.torch_dtype, world=self.world)
-        function = self.world.together(lambda: conversation_of(self.config), what="import of a conversation")
+            return make(
+                model.folder, device=self.world.device, dtype=model.torch_dtype, world=self.world
+            )
+        function = self.world.together(
+            lambda: conversation_of(self.config), what="import of a conversation"
+        )
         conversations = None
         if function is not None:
             limits = {"timeout_s": rollout.request_timeout_s, "end_s": rollout.timeout_s}
@@ -112,18 +127,30 @@ class PolicyParts(Generic[P_co]):
             self.actor.release_memory()
 
     def collector(
-        self, engine: RolloutEngine[Any], workers: RewardWorkers, offline: Mapping[int, OfflineGroup] | None = None
+        self,
+        engine: RolloutEngine[Any],
+        workers: RewardWorkers,
+        offline: Mapping[int, OfflineGroup] | None = None,
     ) -> Collector:
         """Collector of rollouts to train on: servers that teach read them. Collective."""
         config, world = self.config, self.world
-        teachers = TeacherServers(config, world, self.tokenizer) if config.loss.distillation.servers else None
+        teachers = (
+            TeacherServers(config, world, self.tokenizer)
+            if config.loss.distillation.servers
+            else None
+        )
         parts = self.tokenizer, self.stop_ids, self.routing, offline, teachers
         return Collector(config, world, engine, workers, *parts)
 
-    def collectors(self, engine: RolloutEngine[Any], workers: Mapping[str, RewardWorkers]) -> dict[str, Collector]:
+    def collectors(
+        self, engine: RolloutEngine[Any], workers: Mapping[str, RewardWorkers]
+    ) -> dict[str, Collector]:
         """One for each verifier's workers, for evaluations."""
         parts = self.tokenizer, self.stop_ids
-        return {v: Collector(self.config, self.world, engine, each, *parts) for v, each in workers.items()}
+        return {
+            v: Collector(self.config, self.world, engine, each, *parts)
+            for v, each in workers.items()
+        }
 
     def reference(self) -> Reference | BasePolicy:
         """The initial policy, frozen, for the loss's KL term. Collective.
@@ -175,19 +202,38 @@ class PolicyParts(Generic[P_co]):
             least_per_rank=layout.least_packs,
         )
         return [
-            (rows, build_pack([samples[i] for i in rows], packing.capacity, self.pad_id, align=layout.row_multiple))
+            (
+                rows,
+                build_pack(
+                    [samples[i] for i in rows],
+                    packing.capacity,
+                    self.pad_id,
+                    align=layout.row_multiple,
+                ),
+            )
             for rows in packing.packs[self.world.dp_rank % replicas]
         ]
 
     def check_export(self, out: Path, *, setting: str) -> None:
-        """Find out now, rather than after the last step, whether ``export`` may write there. Collective."""
+        """Find out now, rather than after the last step, whether ``export`` may write there.
+        Collective."""
         size = plan_files(self.shape, self.config.model.torch_dtype).total_bytes
-        self.world.from_leader(lambda: check_destination(self.config.model.folder, out, size, setting))
+        self.world.from_leader(
+            lambda: check_destination(self.config.model.folder, out, size, setting)
+        )
 
     def export(self, out: Path, *, setting: str) -> None:
-        """Write the actor as a Hugging Face directory; ``setting`` is what an error names. Collective."""
+        """Write the actor as a Hugging Face directory; ``setting`` is what an error names.
+        Collective."""
         model, chunks = self.config.model, self.actor.chunks
-        export_hf(chunks, self.world, source=model.folder, out=out, dtype=model.torch_dtype, setting=setting)
+        export_hf(
+            chunks,
+            self.world,
+            source=model.folder,
+            out=out,
+            dtype=model.torch_dtype,
+            setting=setting,
+        )
 
     def check_export_run(self) -> None:
         """:meth:`check_export` for all that :meth:`export_run` writes."""
@@ -198,12 +244,15 @@ class PolicyParts(Generic[P_co]):
             self.world.from_leader(lambda: check_adapter_destination(folder / "adapter", plan))
 
     def export_run(self) -> None:
-        """Write what the run has come to into its folder: the policy, and its adapters alone, if it has any."""
+        """Write what the run has come to into its folder: the policy, and its adapters alone, if it
+        has any."""
         folder, model = Path(self.config.run.dir), self.config.model
         self.export(folder / "hf", setting="run.dir")
         if model.lora.rank:
             base, out = model.checkpoint or model.path, folder / "adapter"
-            export_adapter(self.actor.chunks, self.world, base=base, out=out, dtype=model.torch_dtype)
+            export_adapter(
+                self.actor.chunks, self.world, base=base, out=out, dtype=model.torch_dtype
+            )
 
 
 def assemble_policy(config: Config, world: World, *, temperature: float) -> PolicyParts[Actor]:
@@ -212,7 +261,9 @@ def assemble_policy(config: Config, world: World, *, temperature: float) -> Poli
     def actor(shape: PolicyShape) -> Actor:
         layout = resolve_layout(config.layout, world.size)
         load = partial(_load, config=config, shape=shape, world=world)
-        return Actor(shape, config.model, layout, config.optimizer, world, temperature=temperature, load=load)
+        return Actor(
+            shape, config.model, layout, config.optimizer, world, temperature=temperature, load=load
+        )
 
     return _assemble(config, world, actor)
 
@@ -222,22 +273,40 @@ def assemble_frozen(config: Config, world: World, *, temperature: float) -> Poli
     return _assemble(config, world, partial(_frozen, Policy, config, world, temperature))
 
 
-def _assemble(config: Config, world: World, make: Callable[[PolicyShape], P_co]) -> PolicyParts[P_co]:
+def _assemble(
+    config: Config, world: World, make: Callable[[PolicyShape], P_co]
+) -> PolicyParts[P_co]:
     folder, run_dir = config.model.folder, Path(config.run.dir)
-    config = replace(config, data=world.from_leader(lambda: with_date(config.data, folder, run_dir)))
+    config = replace(
+        config, data=world.from_leader(lambda: with_date(config.data, folder, run_dir))
+    )
     shape = world.together(lambda: read_shape(folder))
     tokenizer = world.together(lambda: load_tokenizer(folder))
     stops = config.rollout.stop_token_ids or stop_token_ids(folder, tokenizer)
-    if world.leads and config.rollout.stop_token_ids is None and (note := stop_note(folder, tokenizer)):
+    if (
+        world.leads
+        and config.rollout.stop_token_ids is None
+        and (note := stop_note(folder, tokenizer))
+    ):
         tell(note)
     policy = make(shape)
     if config.loss.replay_routing != "none":
         policy.replay_routing()
-    return PolicyParts(config, world, shape, policy, tokenizer, pad_token_id(tokenizer), tuple(stops))
+    return PolicyParts(
+        config, world, shape, policy, tokenizer, pad_token_id(tokenizer), tuple(stops)
+    )
 
 
-def _frozen(kind: type[FrozenT], config: Config, world: World, temperature: float, shape: PolicyShape) -> FrozenT:
-    policy = kind(shape, config.model, resolve_layout(config.layout, world.size), world, temperature=temperature)
+def _frozen(
+    kind: type[FrozenT], config: Config, world: World, temperature: float, shape: PolicyShape
+) -> FrozenT:
+    policy = kind(
+        shape,
+        config.model,
+        resolve_layout(config.layout, world.size),
+        world,
+        temperature=temperature,
+    )
     _load(policy.chunks, config, shape, world)
     return policy
 
@@ -250,9 +319,11 @@ def teacher_config(config: Config, path: str) -> Config:
     return replace(config, model=replace(config.model, **model))
 
 
-def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[EvalProblem], dict[int, OfflineGroup] | None]:
-    """The training pool; the held-out problems that evaluations answer; and this rank's share of ``data.rollouts``, or
-    None where the policy rolls out. Collective."""
+def load_pools(
+    parts: PolicyParts[Any],
+) -> tuple[PromptPool, list[EvalProblem], dict[int, OfflineGroup] | None]:
+    """The training pool; the held-out problems that evaluations answer; and this rank's share of
+    ``data.rollouts``, or None where the policy rolls out. Collective."""
     config, world, shape, tokenizer = parts.config, parts.world, parts.shape, parts.tokenizer
     offline: dict[int, OfflineGroup] | None = None
     if config.data.rollouts is None:
@@ -262,17 +333,29 @@ def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[EvalProblem], 
         load = partial(load_offline, config, tokenizer, shape.vocab_size, parts.stop_ids, **share)
         train, offline = world.together(load)
         world.together(lambda: config.loss.distillation.check_sources(train.data_sources))
-    problems = world.together(lambda: held_out(config, tokenizer, max_positions=shape.max_positions))
+    problems = world.together(
+        lambda: held_out(config, tokenizer, max_positions=shape.max_positions)
+    )
     if world.leads and (repeated := train.repeats([problem.prompt for problem in problems]))[0]:
         count, where = repeated
-        of = f"{count} of {len(problems)} held-out problems stand in the training data as well: {where}"
-        Console(config.run.steps).note(f"{of}; their accuracy says nothing of problems that were never seen")
+        of = (
+            f"{count} of {len(problems)} held-out problems stand in the training data as well: "
+            f"{where}"
+        )
+        Console(config.run.steps).note(
+            f"{of}; their accuracy says nothing of problems that were never seen"
+        )
     return train, problems, offline
 
 
 def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
-    """The prompts that training draws from, each with a label that the reward can read. Collective."""
-    data, check, taught = parts.config.data, label_check(parts.config), parts.config.loss.distillation
+    """The prompts that training draws from, each with a label that the reward can read.
+    Collective."""
+    data, check, taught = (
+        parts.config.data,
+        label_check(parts.config),
+        parts.config.loss.distillation,
+    )
 
     def load() -> PromptPool:
         pool = load_prompts(data, parts.tokenizer, split="train", check=check)
@@ -307,4 +390,6 @@ def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], 
         with_date(config.data, config.model.folder, folder, keep=True)
         return check
 
-    return world.together(lambda: take() if world.leads else lambda: None, what="look at the lock of run.dir")
+    return world.together(
+        lambda: take() if world.leads else lambda: None, what="look at the lock of run.dir"
+    )

@@ -1,11 +1,12 @@
 """Checkpoints in Megatron's layout, written so that a kill at any instant leaves the last good one.
 
 ``RUN/checkpoints/iter_0000100/`` holds Megatron's distributed format and the trainer's own state;
-``latest_checkpointed_iteration.txt`` names the one to resume from. A checkpoint is written beside its place, renamed
-into it, and only then named: whatever the file does not name, or is hidden, was never finished or is being removed.
-Each has the checksums of its files, which are looked at before anything of it is read. Other files in the folder are
-somebody else's, and stay.
-``RUN/checkpoints/hf/`` has the policy's configuration and tokenizer, so that the weights can be converted on their own.
+``latest_checkpointed_iteration.txt`` names the one to resume from. A checkpoint is written beside
+its place, renamed into it, and only then named: whatever the file does not name, or is hidden, was
+never finished or is being removed. Each has the checksums of its files, which are looked at before
+anything of it is read. Other files in the folder are somebody else's, and stay.
+``RUN/checkpoints/hf/`` has the policy's configuration and tokenizer, so that the weights can be
+converted on their own.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ class Checkpoints:
 
     def __init__(self, config: Config, world: World) -> None:
         self._folder = Path(config.run.dir) / "checkpoints"
-        self._source, self._keep, self._world = config.model.folder, config.run.keep_checkpoints, world
+        self._source, self._keep, self._world = (
+            config.model.folder,
+            config.run.keep_checkpoints,
+            world,
+        )
         self._background = config.run.checkpoint_in_background
         self._dtype = config.model.torch_dtype
         self._writer = world.from_leader(lambda: Writer.of(config))
@@ -101,11 +106,13 @@ class Checkpoints:
             actor: whose weights and optimizer state are written, each rank its shards.
             step: finished steps.
             trainer_state: the leader's, JSON-able: data order, pruning history.
-            write_more: writes this rank's own files into the folder that it is given. Not collective.
+            write_more: writes this rank's own files into the folder that it is given. Not
+                collective.
             also_keep: a step whose checkpoint stays, besides the latest ``run.keep_checkpoints``.
 
         Raises:
-            UserError: on every rank, if it does not fit on the disk; the last good checkpoint stays.
+            UserError: on every rank, if it does not fit on the disk; the last good checkpoint
+                stays.
         """
         self.finish()
         partial = self._folder / f".{iteration_name(step)}.partial"
@@ -114,7 +121,9 @@ class Checkpoints:
         with self._disk_errors(needed):
             state = _sharded_state(actor, self._writer, loading=False)
             limit_s = 0.9 * self._world.layout.timeout_s
-            shards = ShardSave(state, partial, self._world, background=self._background, limit_s=limit_s)
+            shards = ShardSave(
+                state, partial, self._world, background=self._background, limit_s=limit_s
+            )
             if write_more is not None:
                 self._world.together(lambda: write_more(partial), what="part of the checkpoint")
         self._unfinished = _Unfinished(shards, step, trainer_state, needed, also_keep)
@@ -126,7 +135,8 @@ class Checkpoints:
         return self._unfinished is None or self._unfinished.shards.is_written()
 
     def finish(self) -> None:
-        """Finish the checkpoint that is being written, if there is one, and let it count. Collective.
+        """Finish the checkpoint that is being written, if there is one, and let it count.
+        Collective.
 
         Raises:
             UserError: as :meth:`save`.
@@ -136,7 +146,11 @@ class Checkpoints:
         unfinished, self._unfinished = self._unfinished, None
         with self._disk_errors(unfinished.needed):
             checksums = unfinished.shards.finish()
-        of_all = {name: checksum for rank in self._world.gather(checksums) for name, checksum in rank.items()}
+        of_all = {
+            name: checksum
+            for rank in self._world.gather(checksums)
+            for name, checksum in rank.items()
+        }
         self._world.from_leader(lambda: self._put_in_place(unfinished, of_all))
 
     def load(self, actor: Actor) -> tuple[int, dict[str, Any]] | None:
@@ -148,13 +162,16 @@ class Checkpoints:
             Its step and the trainer's state; None if there is no checkpoint.
 
         Raises:
-            UserError: on every rank, if this run cannot go on from it, or a file is damaged; nothing is restored then.
+            UserError: on every rank, if this run cannot go on from it, or a file is damaged;
+                nothing is restored then.
         """
         place = self._world.from_leader(self._latest)
         if place is None:
             return None
         stored = self._world.from_leader(lambda: check_resumable(place, self._writer))
-        self._world.from_leader(lambda: check_policy(place, actor.shape, "run.dir", _adapters(actor)))
+        self._world.from_leader(
+            lambda: check_policy(place, actor.shape, "run.dir", _adapters(actor))
+        )
         self._world.together(lambda: self._check(place), what="check of a checkpoint")
         state = _sharded_state(actor, self._writer, loading=True)
         state = read_sharded(state, place, "run.dir", self._world)
@@ -166,14 +183,18 @@ class Checkpoints:
             load_model_state(actor.chunks, state)
         settings = [{**group} for group in actor.optimizer.param_groups]
         for inner in _inner_optimizers(state["optimizer"]):
-            for group in inner["param_groups"]:  # which Megatron, from 0.19 on, finds by these rates, too
+            for group in inner[
+                "param_groups"
+            ]:  # which Megatron, from 0.19 on, finds by these rates, too
                 group |= {name: settings[0][name] for name in ("max_lr", "min_lr") if name in group}
         actor.optimizer.load_state_dict(state["optimizer"])
         actor.offload()  # moments that were loaded into tensors of their own
         for group, ours in zip(actor.optimizer.param_groups, settings, strict=True):
             group |= {name: value for name, value in ours.items() if name not in ("params", "step")}
             if "step" in group:
-                group["step"] = int(group["step"])  # torch's Adam wrote a float, Transformer Engine's takes no such
+                group["step"] = int(
+                    group["step"]
+                )  # torch's Adam wrote a float, Transformer Engine's takes no such
         step = step_of(place)
         assert step is not None
         return step, stored.trainer
@@ -182,7 +203,11 @@ class Checkpoints:
         """The checkpoint to go on from, on the leader."""
         place = latest_checkpoint(self._folder)
         if place is not None and not (self._folder / TRACKER).exists():
-            text = f"note: {self._folder} has no {TRACKER}: the run goes on from {place.name}, the newest that is whole"
+            text = (
+                f"note: {self._folder} has no {TRACKER}: the run goes on from {place.name}, "
+                "the "
+                "newest that is whole"
+            )
             tell(text)
         return place
 
@@ -212,11 +237,15 @@ class Checkpoints:
 
     def _make_room(self, partial: Path, place: Path, needed: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for stale in [path for path in self._folder.iterdir() if _UNFINISHED.fullmatch(path.name)] + [place]:
+        for stale in [
+            path for path in self._folder.iterdir() if _UNFINISHED.fullmatch(path.name)
+        ] + [place]:
             _remove(stale)
         free = shutil.disk_usage(self._folder).free
         if free < needed:
-            raise _disk_error(self._folder, f"{free / 2**20:.1f} MiB free, {needed / 2**20:.1f} MiB needed")
+            raise _disk_error(
+                self._folder, f"{free / 2**20:.1f} MiB free, {needed / 2**20:.1f} MiB needed"
+            )
         partial.mkdir()
 
     def _put_in_place(self, written: _Unfinished, checksums: Mapping[str, FileChecksum]) -> None:
@@ -238,7 +267,9 @@ class Checkpoints:
             _flush(self._folder)
         except OSError as error:
             raise _disk_error(self._folder, error) from error
-        for number in [number for number in steps_in(self._folder) if number <= step][: -self._keep]:
+        for number in [number for number in steps_in(self._folder) if number <= step][
+            : -self._keep
+        ]:
             if number != written.also_keep:
                 old = self.path(number)  # never half a checkpoint under a good name
                 _remove(old.rename(self._folder / f".{old.name}.old"))
@@ -259,7 +290,8 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _keep_common_state(folder: Path) -> None:
-    """Write ``common.pt`` where Megatron did not: from 0.19 on it is among the shards, where older ones never look."""
+    """Write ``common.pt`` where Megatron did not: from 0.19 on it is among the shards, where older
+    ones never look."""
     if not (common := folder / "common.pt").exists():
         data = io.BytesIO()
         torch.save(dist_checkpointing.load_common_state_dict(str(folder)), data)
@@ -271,14 +303,21 @@ def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, 
         **sharding(),
         # Without the prefix the names do not depend on how many optimizers Megatron made of ours.
         "chained_optim_avoid_prefix": True,
-        # One replica gathers the others' state, in host memory; else each would, and by way of its GPU.
+        # One replica gathers the others' state, in host memory; else each would, and by way of its
+        # GPU.
         "distrib_optim_fully_reshardable_mem_efficient": True,
     }
     if writer.optimizer != "plain":
         metadata["distrib_optim_sharding_type"] = writer.optimizer
     adapted = _adapters(actor) is not None
-    model = adapter_state(actor.chunks, actor.world) if adapted else model_state(actor.chunks, metadata)
-    return model | {"optimizer": actor.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
+    model = (
+        adapter_state(actor.chunks, actor.world) if adapted else model_state(actor.chunks, metadata)
+    )
+    return model | {
+        "optimizer": actor.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=metadata
+        )
+    }
 
 
 def _adapters(actor: Actor) -> LoraConfig | None:
@@ -290,7 +329,8 @@ def _adapters(actor: Actor) -> LoraConfig | None:
 def _restore_steps(optimizer: dict[Any, Any]) -> None:
     """Put a plain optimizer's count where it is looked for.
 
-    Megatron leaves a count of 0 out, and Transformer Engine's Adam keeps it with its groups of parameters.
+    Megatron leaves a count of 0 out, and Transformer Engine's Adam keeps it with its groups of
+    parameters.
 
     Args:
         optimizer: state of one, or of one for each kind of parameters, by number.
@@ -301,13 +341,17 @@ def _restore_steps(optimizer: dict[Any, Any]) -> None:
 
 
 def _inner_optimizers(optimizer: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """The states of torch's optimizers in the state of Megatron's, which has one for each kind of parameters."""
+    """The states of torch's optimizers in the state of Megatron's, which has one for each kind of
+    parameters."""
     parts = list(optimizer.values()) if 0 in optimizer else [optimizer]
-    return [part.get("optimizer", part) for part in parts]  # bf16 and shards keep it beside the master weights
+    return [
+        part.get("optimizer", part) for part in parts
+    ]  # bf16 and shards keep it beside the master weights
 
 
 def _bytes(actor: Actor) -> int:
-    """An upper estimate of a checkpoint: what is trained, with fp32 master weights and two moments."""
+    """An upper estimate of a checkpoint: what is trained, with fp32 master weights and two
+    moments."""
     lora = actor.chunks[0].lora
     weight = next(actor.parameters()).element_size()
     trained = parameters(actor.shape, lora if lora.rank else None) * (weight + 12)
@@ -316,12 +360,16 @@ def _bytes(actor: Actor) -> int:
 
 def _disk_error(folder: Path, error: object) -> UserError:
     problem = f"a checkpoint could not be written ({error}); the last good one is untouched"
-    remedy = "Free some room or point run.dir at another disk, and run the same command again: it resumes"
+    remedy = (
+        "Free some room or point run.dir at another disk, and run the same command again: it "
+        "resumes"
+    )
     return UserError("run.dir", folder.parent, problem, remedy)
 
 
 def _remove(path: Path) -> None:
-    """A folder, or what somebody has put in its place. The next writer finds whatever could not be removed."""
+    """A folder, or what somebody has put in its place. The next writer finds whatever could not be
+    removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,8 +1,8 @@
 """A run whose policy has collapsed is stopped, and the checkpoint of its best step stays.
 
-A learning rate that is too high can take a policy to where no answer is right any more. Then every group has equal
-rewards, nothing has a gradient, and no later step brings the policy back; but checkpoints go on to be written, and the
-good ones leave to make room.
+A learning rate that is too high can take a policy to where no answer is right any more. Then every
+group has equal rewards, nothing has a gradient, and no later step brings the policy back; but
+checkpoints go on to be written, and the good ones leave to make room.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Best:
 
 
 class CollapseGuard:
-    """Counts steps in a row without a gradient, and knows the best checkpoint. The same on every rank."""
+    """Counts steps in a row without a gradient, and knows the best checkpoint. The same on every
+    rank."""
 
     def __init__(self, config: RunConfig) -> None:
         self._most, self._keeps = config.max_idle_steps, config.keep_best
@@ -46,8 +47,13 @@ class CollapseGuard:
         self._accuracy = accuracy
 
     def saving(self, step: int) -> int | None:
-        """The step whose checkpoint must stay when that of ``step`` is written; None if there is no such."""
-        if self._keeps and self._accuracy is not None and (self.best is None or self._accuracy > self.best.accuracy):
+        """The step whose checkpoint must stay when that of ``step`` is written; None if there is no
+        such."""
+        if (
+            self._keeps
+            and self._accuracy is not None
+            and (self.best is None or self._accuracy > self.best.accuracy)
+        ):
             self.best = Best(self._accuracy, step)
         return self.best.step if self.best else None
 
@@ -59,9 +65,12 @@ class CollapseGuard:
     def error(self) -> UserError:
         """Error that ends the run, once it is saved."""
         problem = (
-            f"no completion of the last {self._idle} steps had a gradient: the rewards of each group were equal, its "
-            "completions masked (loss.mask_truncated), or all its tokens clipped. The mean reward was "
-            f"{self._reward:.3g} at last. The policy has collapsed, or nothing is left to learn. The run is saved"
+            f"no completion of the last {self._idle} steps had a gradient: the rewards of each "
+            "group were equal, its "
+            "completions masked (loss.mask_truncated), or all its tokens clipped. The mean reward "
+            "was "
+            f"{self._reward:.3g} at last. The policy has collapsed, or nothing is left to learn. "
+            "The run is saved"
         )
         remedy = "Start another run with a lower optimizer.lr or with other prompts; 0 goes on"
         if self.best:

@@ -1,21 +1,24 @@
-"""Fingerprints of the files that a run reads: a resume compares them with those in the checkpoint. Needs no torch.
+"""Fingerprints of the files that a run reads: a resume compares them with those in the checkpoint.
+Needs no torch.
 
 A checkpoint keeps one dictionary from ``SETTING: FILE`` to a digest::
 
     {"data.train: train.jsonl": "5c1f09d2e0a7b3c4…", "model.path: model.safetensors": "91f0…", …}
 
-Files are read whole, but for files of weights, which are sampled: see :func:`weight_digests`. A function given from
-Python is compared by its text::
+Files are read whole, but for files of weights, which are sampled: see :func:`weight_digests`. A
+function given from Python is compared by its text::
 
     {"reward.function: from Python": "my_reward 8d2f…"}
 
 Not covered:
 
 - modules that a function's file imports, and files that it opens;
-- names that a function given from Python refers to, and functions of which Python does not have the text;
-- the problems of reasoning-gym and of a verifiers environment, of which only versions are compared. An environment may
-  draw other problems each time that it is loaded;
-- teachers behind a URL, whose servers change their addresses. A server names no digest of its weights.
+- names that a function given from Python refers to, and functions of which Python does not have the
+  text;
+- the problems of reasoning-gym and of a verifiers environment, of which only versions are compared.
+  An environment may draw other problems each time that it is loaded;
+- teachers behind a URL, whose servers change their addresses. A server names no digest of its
+  weights.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ FUNCTIONS = (
 HELD_OUT = ("data.eval", "eval.benchmarks")
 """Settings that name held-out problems."""
 FROM_PYTHON, PICKLED, TEXT = "from Python", ".pkl", ".source"
-"""The name of a function that was given from Python, and the endings of its two files in ``run.dir``."""
+"""The name of a function that was given from Python, and the endings of its two files in
+``run.dir``."""
 RELEASES = {REASONING_GYM: "reasoning-gym", VERIFIERS: "verifiers"}
 """Generators whose problems depend on a package, and the package."""
 
@@ -63,35 +67,51 @@ def fingerprints(config: Config, given: Mapping[str, str | None] | None = None) 
 
     Args:
         config: of the run.
-        given: texts of functions from Python, by their settings, which are to replace those that ``run.dir`` holds.
+        given: texts of functions from Python, by their settings, which are to replace those that
+            ``run.dir`` holds.
 
     Raises:
         UserError: a file is absent or cannot be read.
     """
     try:
-        found = {name: digest for setting, source in _data(config) for name, digest in _of_source(setting, source)}
+        found = {
+            name: digest
+            for setting, source in _data(config)
+            for name, digest in _of_source(setting, source)
+        }
         if any(name.endswith(VERIFIERS) for name in found):
             name = config.data.verifiers.environment
             found[f"data.verifiers.environment: {name}"] = _environment(name)
         for setting, folder, checkpoint in _models(config):
-            found |= {f"{setting}: {name}": digest for name, digest in _policy(folder, checkpoint).items()}
+            found |= {
+                f"{setting}: {name}": digest for name, digest in _policy(folder, checkpoint).items()
+            }
         for setting, spec in _functions(config):
             if given and setting in given:
-                found |= {f"{setting}: {name}": digest for name, digest in _given(spec, given[setting])}
+                found |= {
+                    f"{setting}: {name}": digest for name, digest in _given(spec, given[setting])
+                }
             elif (file := file_of(spec)) is not None:
                 found |= {f"{setting}: {name}": digest for name, digest in _function(spec, file)}
     except (OSError, ValueError) as error:
-        problem = f"the files of its settings cannot be compared with those of its checkpoint ({error})"
+        problem = (
+            f"the files of its settings cannot be compared with those of its checkpoint ({error})"
+        )
         raise UserError("run.dir", config.run.dir, problem, "Make that file readable") from error
     return found
 
 
 def functions_without_text(config: Config) -> list[str]:
-    """Functions that were given from Python, which does not have their text, as ``SETTING: FUNCTION``."""
+    """Functions that were given from Python, which does not have their text, as ``SETTING:
+    FUNCTION``."""
     found = []
     for setting, spec in _functions(config):
         file = file_of(spec)
-        if file is not None and file.with_suffix(PICKLED).is_file() and not file.with_suffix(TEXT).is_file():
+        if (
+            file is not None
+            and file.with_suffix(PICKLED).is_file()
+            and not file.with_suffix(TEXT).is_file()
+        ):
             found.append(f"{setting}: {spec.rpartition(':')[2]}")
     return found
 
@@ -111,7 +131,9 @@ def _functions(config: Config) -> Iterator[tuple[str, str]]:
         if isinstance(named := attrgetter(setting)(config), str):
             yield setting, named
         elif named is not None:
-            yield from ((f"{setting}[{number}]", each.function) for number, each in enumerate(named))
+            yield from (
+                (f"{setting}[{number}]", each.function) for number, each in enumerate(named)
+            )
 
 
 def _data(config: Config) -> Iterator[tuple[str, Source]]:
@@ -119,11 +141,15 @@ def _data(config: Config) -> Iterator[tuple[str, Source]]:
     for number, source in enumerate(training):
         yield source.setting if len(training) == 1 else f"{source.setting}[{number}]", source
     for held_out in sources(config) if config.eval.problems != 0 else ():
-        yield f"{held_out.setting}.{held_out.name}".rstrip("."), Source(held_out.file, held_out.setting)
+        yield (
+            f"{held_out.setting}.{held_out.name}".rstrip("."),
+            Source(held_out.file, held_out.setting),
+        )
 
 
 def _environment(name: str) -> str:
-    """The version of a package of verifiers' environments, or the digest of a module that is no package."""
+    """The version of a package of verifiers' environments, or the digest of a module that is no
+    package."""
     try:
         return version(name)
     except (PackageNotFoundError, ValueError):
@@ -143,7 +169,10 @@ def _function(spec: str, file: Path) -> Iterator[tuple[str, str]]:
 def _given(spec: str, text: str | None) -> Iterator[tuple[str, str]]:
     """Name of a function given from Python and the digest of its text, if that is known."""
     if text is not None:
-        yield FROM_PYTHON, f"{spec.rpartition(':')[2]} {blake2b(text.encode(), digest_size=16).hexdigest()}"
+        yield (
+            FROM_PYTHON,
+            f"{spec.rpartition(':')[2]} {blake2b(text.encode(), digest_size=16).hexdigest()}",
+        )
 
 
 def _of_source(setting: str, source: Source) -> Iterator[tuple[str, str]]:
@@ -167,13 +196,21 @@ def _models(config: Config) -> Iterator[tuple[str, Path, str | None]]:
 
 
 def _policy(folder: Path, checkpoint: str | None) -> dict[str, str]:
-    settings = [file for name in ("config.json", "generation_config.json") if (file := folder / name).is_file()]
-    digests = {str(file.relative_to(folder)): file_digest(file) for file in (*settings, *tokenizer_files(folder))}
+    settings = [
+        file
+        for name in ("config.json", "generation_config.json")
+        if (file := folder / name).is_file()
+    ]
+    digests = {
+        str(file.relative_to(folder)): file_digest(file)
+        for file in (*settings, *tokenizer_files(folder))
+    }
     return digests | weight_digests(folder, Path(checkpoint) if checkpoint else None)
 
 
 SAMPLES, SAMPLE_BYTES = 64, 2**14
-"""Evenly spaced stretches of a file that are read, and their length: 1 MiB in all, or the whole of a smaller file."""
+"""Evenly spaced stretches of a file that are read, and their length: 1 MiB in all, or the whole of
+a smaller file."""
 
 
 def fingerprint(path: Path, checkpoint: Path | None) -> str:
@@ -182,11 +219,13 @@ def fingerprint(path: Path, checkpoint: Path | None) -> str:
 
 
 def weight_digests(path: Path, checkpoint: Path | None) -> dict[str, str]:
-    """A digest of each file of the weights that ``model.path`` and ``model.checkpoint`` name, by the file's name.
+    """A digest of each file of the weights that ``model.path`` and ``model.checkpoint`` name, by
+    the file's name.
 
-    A safetensors file's digest covers its size, its header, and a sample of its bytes: training changes nearly all
-    weights, so that 1 MiB of any file tells. A few changed weights of a larger file may be missed. A checkpoint's
-    digest is that of its checksums. The same weights in other files, or in another type, have other digests.
+    A safetensors file's digest covers its size, its header, and a sample of its bytes: training
+    changes nearly all weights, so that 1 MiB of any file tells. A few changed weights of a larger
+    file may be missed. A checkpoint's digest is that of its checksums. The same weights in other
+    files, or in another type, have other digests.
 
     Raises:
         UserError: if there are no weights.

@@ -1,15 +1,17 @@
 """The user's own functions in a step: an objective (``loss.objective``), an estimator of advantages
 (``loss.advantage``, see ``rl/advantages.py``), and rules by which prompts and completions are kept.
 
-An objective is given :class:`~megatron_dppo.rl.losses.Tokens` of a pack, R tokens of several completions, and returns
-what is to be maximised for each, [R]; or that, and which tokens it has clipped or masked, [R] of bool. It is tried out
-before a run begins, since pruning and packing rely on two things that no later number would show:
+An objective is given :class:`~megatron_dppo.rl.losses.Tokens` of a pack, R tokens of several
+completions, and returns what is to be maximised for each, [R]; or that, and which tokens it has
+clipped or masked, [R] of bool. It is tried out before a run begins, since pruning and packing rely
+on two things that no later number would show:
 
-- What it makes of a completion depends on that completion alone. Which others are in its pack is chance.
+- What it makes of a completion depends on that completion alone. Which others are in its pack is
+  chance.
 - Where the advantage is 0 its gradient is 0. Such completions are left out.
 
-A rule may do what it likes: its probabilities have a floor, and completions weigh by them. Whether they are
-probabilities, one for each candidate, is tried out before a run begins.
+A rule may do what it likes: its probabilities have a floor, and completions weigh by them. Whether
+they are probabilities, one for each candidate, is tried out before a run begins.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ COMPLETIONS = completion_rules.CompletionCandidates(
 
 
 def adopt_functions(config: Config) -> None:
-    """Have this process know the rules and the estimator of advantages of the run that are the user's.
+    """Have this process know the rules and the estimator of advantages of the run that are the
+    user's.
 
     Raises:
         UserError: one cannot be imported, or does not return what it has to.
@@ -77,7 +80,9 @@ def adopt_functions(config: Config) -> None:
         prompt_rules.prompt_rule(own).inclusion(PROMPTS, pruning.prompts.keep)
     if (own := pruning.completions.function) is not None:
         completion_rules.adopt(own, in_this_process(load_function(completion_rules.FUNCTION, own)))
-        completion_rules.rule_named(own).inclusion(COMPLETIONS, cast("float", pruning.completions.share))
+        completion_rules.rule_named(own).inclusion(
+            COMPLETIONS, cast("float", pruning.completions.share)
+        )
 
 
 def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
@@ -93,7 +98,9 @@ def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
     try:
         inspect.signature(make).bind("path", device=None, dtype=None, world=None)
     except TypeError as error:
-        raise UserError(ENGINE, own, f"cannot be called with {form} ({error})", f"Give it {form}") from error
+        raise UserError(
+            ENGINE, own, f"cannot be called with {form} ({error})", f"Give it {form}"
+        ) from error
 
     def made(*arguments: Any, **named: Any) -> RolloutEngine[Any]:
         try:
@@ -101,11 +108,22 @@ def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
         except UserError:
             raise
         except FAILURES as error:
-            raise UserError(ENGINE, own, f"raised:\n{traceback.format_exc(limit=-4)}", "Mend it") from error
+            raise UserError(
+                ENGINE, own, f"raised:\n{traceback.format_exc(limit=-4)}", "Mend it"
+            ) from error
         of = type(engine)
-        if missing := [name for name in METHODS if getattr(of, name, None) in (None, getattr(RolloutEngine, name))]:
+        if missing := [
+            name
+            for name in METHODS
+            if getattr(of, name, None) in (None, getattr(RolloutEngine, name))
+        ]:
             problem = f"made a {of.__name__}, which lacks {', '.join(missing)}"
-            raise UserError(ENGINE, own, problem, "Derive it from RolloutEngine of megatron_dppo/rollout/engine.py")
+            raise UserError(
+                ENGINE,
+                own,
+                problem,
+                "Derive it from RolloutEngine of megatron_dppo/rollout/engine.py",
+            )
         return engine
 
     return made
@@ -115,7 +133,8 @@ def objective_of(loss: LossConfig) -> Objective:
     """The objective of a run.
 
     Raises:
-        UserError: a function of the user's cannot be imported or called, or does not hold to what it has to.
+        UserError: a function of the user's cannot be imported or called, or does not hold to what
+            it has to.
     """
     objective = objective_for(loss)
     if loss.objective is None:
@@ -126,7 +145,9 @@ def objective_of(loss: LossConfig) -> Objective:
     return replace(own, surrogate=partial(_or_named, loss.objective, function))
 
 
-def _or_named(name: str, function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _or_named(
+    name: str, function: Callable[[Tokens], Any], tokens: Tokens
+) -> tuple[Tensor, Tensor]:
     """
     Raises:
         UserError: the function raised.
@@ -141,10 +162,14 @@ def _or_named(name: str, function: Callable[[Tokens], Any], tokens: Tokens) -> t
 def _both(function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
     """Surrogate of a function, and the tokens that it has clipped: none, if it returns none."""
     returned = function(tokens)
-    surrogate, clipped = returned if isinstance(returned, tuple) else (returned, torch.zeros_like(tokens.advantage))
+    surrogate, clipped = (
+        returned if isinstance(returned, tuple) else (returned, torch.zeros_like(tokens.advantage))
+    )
     if not isinstance(surrogate, Tensor) or surrogate.shape != tokens.advantage.shape:
         shape = list(surrogate.shape) if isinstance(surrogate, Tensor) else type(surrogate).__name__
-        raise ValueError(f"it returned {shape} for {len(tokens.advantage)} tokens, and not a value for each")
+        raise ValueError(
+            f"it returned {shape} for {len(tokens.advantage)} tokens, and not a value for each"
+        )
     return surrogate, clipped
 
 
@@ -162,22 +187,41 @@ def _try_out(own: Objective) -> None:
         apart = torch.cat([_gradient(own, sample, advantage, half) for half in halves])
         without = _gradient(own, sample, torch.where(sample == 0, 0.0, -0.5))
     except FAILURES as error:
-        remedy = "Mend it; it is given Tokens of megatron_dppo.rl.losses, and returns a tensor with a value for each"
-        raise UserError(SETTING, own.name, f"cannot be used ({type(error).__name__}: {error})", remedy) from error
+        remedy = (
+            "Mend it; it is given Tokens of megatron_dppo.rl.losses, and returns a tensor "
+            "with a value for each"
+        )
+        raise UserError(
+            SETTING, own.name, f"cannot be used ({type(error).__name__}: {error})", remedy
+        ) from error
     if not torch.isfinite(whole).all():
-        problem = f"has a gradient that is no number, where ratios lie between {RATIOS[0]:g} and {RATIOS[1]:g}"
+        problem = (
+            f"has a gradient that is no number, where ratios lie between {RATIOS[0]:g} and "
+            f"{RATIOS[1]:g}"
+        )
         raise UserError(SETTING, own.name, problem, "Mend it")
     if not torch.allclose(whole, apart, rtol=1e-4, atol=1e-6):
-        problem = "makes something else of a completion where another one is in the same pack, which is chance"
-        remedy = "Take means and sums over a completion, tokens.sequences.sums(…), and not over all tokens"
+        problem = (
+            "makes something else of a completion where another one is in the same pack, "
+            "which is chance"
+        )
+        remedy = (
+            "Take means and sums over a completion, tokens.sequences.sums(…), and not over "
+            "all tokens"
+        )
         raise UserError(SETTING, own.name, problem, remedy)
     if without[:first].any():
-        problem = "has a gradient where the advantage is 0, and completions with that are left out: it would be biased"
+        problem = (
+            "has a gradient where the advantage is 0, and completions with that are left "
+            "out: it would be biased"
+        )
         remedy = "Multiply every term by tokens.advantage; for a KL term there is loss.kl_coef"
         raise UserError(SETTING, own.name, problem, remedy)
 
 
-def _gradient(own: Objective, sample: Tensor, advantage: Tensor, part: slice = slice(None)) -> Tensor:
+def _gradient(
+    own: Objective, sample: Tensor, advantage: Tensor, part: slice = slice(None)
+) -> Tensor:
     """Gradient of the loss by the log-probabilities of some tokens, [R]."""
     ratio = torch.linspace(*RATIOS, len(sample)).roll(3)  # high and low ones in both completions
     old = torch.linspace(-3.0, -1.0, len(sample))

@@ -1,4 +1,5 @@
-"""From a step's plan and the groups that ranks hold to updated weights: deliver, pack, score, update."""
+"""From a step's plan and the groups that ranks hold to updated weights: deliver, pack, score,
+update."""
 
 from __future__ import annotations
 
@@ -20,13 +21,19 @@ from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
 from megatron_dppo.rl.objectives import Objective
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepPlan
-from megatron_dppo.trainer.agreement import ComparedCompletion, check_disagreement, compared_rows, logprob_limit
+from megatron_dppo.trainer.agreement import (
+    ComparedCompletion,
+    check_disagreement,
+    compared_rows,
+    logprob_limit,
+)
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.functions import objective_of
 
 DIVERGENCE = "train/distillation_kl"
 TIS_CAP = 2.0
-"""Cap of the truncated importance weights where rollouts are ahead, or another policy's, and no cap is set."""
+"""Cap of the truncated importance weights where rollouts are ahead, or another policy's, and no cap
+is set."""
 
 
 def importance_cap(config: Config) -> float | None:
@@ -42,17 +49,22 @@ def bound_of_weights(config: Config) -> str:
     if cap := importance_cap(config):
         return f"{cap:g} at most"
     loss = config.loss
-    return f"0 above {loss.mask_above:g}" if loss.mask_above else f"within loss.trust_region = {loss.trust_region}"
+    return (
+        f"0 above {loss.mask_above:g}"
+        if loss.mask_above
+        else f"within loss.trust_region = {loss.trust_region}"
+    )
 
 
 class PolicyLoss:
     """The loss of a step's packs under one objective: Σ scale · token loss, nothing divided.
 
     Args:
-        version: of the weights that the step starts from: what they have generated, the trainer has to agree with.
-        distillation_coef: weight of a token's divergence from its teacher. If the teacher is a server,
-            distillation_coef · log q/p of the sampled token is added to its advantage: q is the teacher's probability,
-            p the current policy's, a constant to the gradient.
+        version: of the weights that the step starts from: what they have generated, the trainer has
+            to agree with.
+        distillation_coef: weight of a token's divergence from its teacher. If the teacher is a
+            server, distillation_coef · log q/p of the sampled token is added to its advantage: q is
+            the teacher's probability, p the current policy's, a constant to the gradient.
     """
 
     def __init__(
@@ -64,12 +76,18 @@ class PolicyLoss:
         version: int,
         distillation_coef: float = 0.0,
     ) -> None:
-        self._objective, self._kl_coef, self._tis_cap, self._version = objective, kl_coef, tis_cap, version
+        self._objective, self._kl_coef, self._tis_cap, self._version = (
+            objective,
+            kl_coef,
+            tis_cap,
+            version,
+        )
         self._distillation_coef = distillation_coef
         self._scored: list[tuple[Pack, torch.Tensor]] | None = []
 
     def take_scored(self) -> list[tuple[Pack, torch.Tensor]]:
-        """The packs so far with the log-probabilities, [R], that they had as the step began. No more are kept."""
+        """The packs so far with the log-probabilities, [R], that they had as the step began. No
+        more are kept."""
         scored, self._scored = self._scored or [], None
         return scored
 
@@ -109,36 +127,46 @@ class PolicyLoss:
 
 
 class Learner:
-    """The actor, the frozen models that its loss asks for, and the step between a plan and new weights."""
+    """The actor, the frozen models that its loss asks for, and the step between a plan and new
+    weights."""
 
     def __init__(self, parts: PolicyParts[Actor], timers: PhaseTimers) -> None:
-        """Load the reference and the teachers where the loss asks for them; all choose experts by themselves.
-        Collective."""
+        """Load the reference and the teachers where the loss asks for them; all choose experts by
+        themselves. Collective."""
         self._config, self._world, self._actor = parts.config, parts.world, parts.actor
-        self.reference: Reference | BasePolicy | None = parts.reference() if parts.config.loss.kl_coef > 0 else None
+        self.reference: Reference | BasePolicy | None = (
+            parts.reference() if parts.config.loss.kl_coef > 0 else None
+        )
         self.teachers: list[Teacher] = parts.teachers()
         self._pad_id, self._timers = parts.pad_id, timers
-        self._objective = self._world.together(lambda: objective_of(parts.config.loss), what="import of an objective")
+        self._objective = self._world.together(
+            lambda: objective_of(parts.config.loss), what="import of an objective"
+        )
         routed = self._actor.routing if parts.routing else None
-        self._routing, self._layers = parts.routing, self._world.gather(routed.layers) if routed else []
+        self._routing, self._layers = (
+            parts.routing,
+            self._world.gather(routed.layers) if routed else [],
+        )
 
     @with_gradients
-    def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> dict[str, float]:
+    def learn(
+        self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int
+    ) -> dict[str, float]:
         """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
 
         Args:
             plan: the same on every rank.
             held: the groups that this rank has, by row of the step's metadata.
             step: counted from 0.
-            version: of the actor's weights. Trainer and engine are compared on what these very weights have generated;
-                what older ones have differs rightly.
+            version: of the actor's weights. Trainer and engine are compared on what these very
+                weights have generated; what older ones have differs rightly.
 
         Returns:
             ``train/…``, the same on every rank.
 
         Raises:
-            UserError: on every rank, if trainer and engine disagree on the rollouts' log-probabilities, or a loss or a
-                gradient is not finite.
+            UserError: on every rank, if trainer and engine disagree on the rollouts'
+                log-probabilities, or a loss or a gradient is not finite.
         """
         with self._timers("deliver"):
             packs = {i: self._packs(m, held) for i, m in enumerate(plan.minibatches) if m.capacity}
@@ -151,7 +179,9 @@ class Learner:
         for i, batch in scored.items():
             with self._timers("actor_train"):
                 updates = self._config.loss.updates_per_rollout
-                lr = learning_rate(self._config.optimizer, step * updates + i, self._config.run.steps * updates)
+                lr = learning_rate(
+                    self._config.optimizer, step * updates + i, self._config.run.steps * updates
+                )
                 result = self._actor.update(batch, loss, lr=lr)
             if not norms:
                 self._check_start(result.sums, step, version, loss.take_scored())
@@ -161,18 +191,29 @@ class Learner:
                 totals[name] = totals.get(name, 0.0) + value
         metrics = {"train/no_op_updates": float(len(plan.minibatches) - len(packs))}
         if norms:
-            tokens, fresh, total = (totals.pop(name) for name in ("tokens", FRESH_TOKENS, "train/loss"))
+            tokens, fresh, total = (
+                totals.pop(name) for name in ("tokens", FRESH_TOKENS, "train/loss")
+            )
             mismatch = {name: totals.pop(name) for name in MISMATCH}
             metrics |= {name: value / tokens for name, value in totals.items()}
             metrics |= {name: value / fresh for name, value in mismatch.items() if fresh}
-            metrics |= {"train/loss": total / len(norms), "train/grad_norm": sum(norms) / len(norms), "train/lr": lr}
-            metrics["train/tokens"] = float(sum(minibatch.lengths.sum() for minibatch in plan.minibatches))
+            metrics |= {
+                "train/loss": total / len(norms),
+                "train/grad_norm": sum(norms) / len(norms),
+                "train/lr": lr,
+            }
+            metrics["train/tokens"] = float(
+                sum(minibatch.lengths.sum() for minibatch in plan.minibatches)
+            )
             metrics |= {name: sum(load[name] for load in loads) / len(loads) for name in loads[0]}
         return metrics
 
     @with_gradients
-    def gradient_norm(self, minibatch: MinibatchPlan, held: Mapping[int, Group], *, version: int) -> float:
-        """The norm of a minibatch's gradient, before any clipping; 0 if it kept nothing. No weight changes. Collective.
+    def gradient_norm(
+        self, minibatch: MinibatchPlan, held: Mapping[int, Group], *, version: int
+    ) -> float:
+        """The norm of a minibatch's gradient, before any clipping; 0 if it kept nothing. No weight
+        changes. Collective.
 
         Args:
             minibatch: the same on every rank.
@@ -200,15 +241,21 @@ class Learner:
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
         return [
-            build_pack(samples, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple)
+            build_pack(
+                samples, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple
+            )
             for samples in deliver(self._world, minibatch, held, self._routing, self._layers)
         ]
 
     def _scored(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[Pack]:
-        """Packs with what earlier passes give their targets. With one update per rollout the ratio is 1 against the
-        policy itself, and no pass for old values is made."""
+        """Packs with what earlier passes give their targets. With one update per rollout the ratio
+        is 1 against the policy itself, and no pass for old values is made."""
         nothing = [None] * len(packs)
-        old = self._actor.log_probabilities(packs) if self._config.loss.updates_per_rollout > 1 else nothing
+        old = (
+            self._actor.log_probabilities(packs)
+            if self._config.loss.updates_per_rollout > 1
+            else nothing
+        )
         reference = self.reference.log_probabilities(packs) if self.reference else nothing
         taught = self._heads(minibatch, packs)
         return [
@@ -217,31 +264,49 @@ class Learner:
         ]
 
     def _heads(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[tuple[TeacherHead, ...]]:
-        """Teachers' heads for each pack. One after the other reads the packs in which any of its sequences are, on this
-        replica or on another, with which it may share experts."""
+        """Teachers' heads for each pack. One after the other reads the packs in which any of its
+        sequences are, on this replica or on another, with which it may share experts."""
         found: list[tuple[TeacherHead, ...]] = [() for _ in packs]
         teacher_of = minibatch.teacher
-        of_replicas = [[teacher_of[np.array(rows, np.int64)] for rows in replica] for replica in minibatch.packs]
+        of_replicas = [
+            [teacher_of[np.array(rows, np.int64)] for rows in replica]
+            for replica in minibatch.packs
+        ]
         mine = of_replicas[self._world.dp_rank]
         for number, teacher in enumerate(self.teachers):
-            read = [k for k in range(len(packs)) if any((replica[k] == number).any() for replica in of_replicas)]
+            read = [
+                k
+                for k in range(len(packs))
+                if any((replica[k] == number).any() for replica in of_replicas)
+            ]
             if read and self._config.layout.vpp > 1:  # whose stages want so many packs
                 read = list(range(len(packs)))
             if not read:
                 continue
             taught = [(mine[k] == number)[packs[k].sample] for k in read]
-            heads = teacher.heads([packs[k] for k in read], taught, self._config.loss.distillation.direction)
+            heads = teacher.heads(
+                [packs[k] for k in read], taught, self._config.loss.distillation.direction
+            )
             for k, head in zip(read, heads, strict=True):
                 found[k] += (head,) if head else ()
         return found
 
     def _check_start(
-        self, sums: Mapping[str, float], step: int, version: int, scored: Sequence[tuple[Pack, torch.Tensor]]
+        self,
+        sums: Mapping[str, float],
+        step: int,
+        version: int,
+        scored: Sequence[tuple[Pack, torch.Tensor]],
     ) -> None:
-        """Before the first update of a step trainer, engine and, at step 0, reference are one and the same policy."""
+        """Before the first update of a step trainer, engine and, at step 0, reference are one and
+        the same policy."""
 
         def compared() -> list[ComparedCompletion]:
-            return [row for pack, mine in scored for row in compared_rows(pack, mine.float().cpu().numpy(), version)]
+            return [
+                row
+                for pack, mine in scored
+                for row in compared_rows(pack, mine.float().cpu().numpy(), version)
+            ]
 
         if fresh := sums[FRESH_TOKENS]:
             difference, error = (sums[name] / fresh for name in MISMATCH)
@@ -256,8 +321,12 @@ class Learner:
                 name=f"step_{step + 1:07d}",
             )
         kl = sums.get("train/kl_loss", 0.0) / max(sums["tokens"], 1.0)
-        same_experts = self._config.loss.replay_routing != "rollout"  # the reference chooses its own
+        same_experts = (
+            self._config.loss.replay_routing != "rollout"
+        )  # the reference chooses its own
         if step == 0 and same_experts and kl > logprob_limit(self._config):
             problem = f"policy and reference differ before the first update (KL {kl:.3g} per token)"
-            remedy = "check that model.path is complete and that nothing writes to it during the run"
+            remedy = (
+                "check that model.path is complete and that nothing writes to it during the run"
+            )
             raise UserError("loss.kl_coef", self._config.loss.kl_coef, problem, remedy)

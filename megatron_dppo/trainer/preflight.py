@@ -1,8 +1,9 @@
-"""Checks before any rank starts. They need no torch. Reading files of prompts takes a second for each 20,000 rows or
-so, and all else a fraction of one.
+"""Checks before any rank starts. They need no torch. Reading files of prompts takes a second for
+each 20,000 rows or so, and all else a fraction of one.
 
-``check_config`` checks settings against each other, by the table of exclusions in ``config/``; ``preflight`` also
-against the machine: files, the policy, the disk, whose space ``disk_needed`` estimates.
+``check_config`` checks settings against each other, by the table of exclusions in ``config/``;
+``preflight`` also against the machine: files, the policy, the disk, whose space ``disk_needed``
+estimates.
 """
 
 from __future__ import annotations
@@ -63,15 +64,20 @@ def preflight(config: Config, command: Command) -> None:
     prepare_data(config, command)
 
 
-def mistakes(config: Config, command: Command, environ: Mapping[str, str] = os.environ) -> Iterator[UserError]:
-    """Everything that is wrong with a run, but for the rows of large files: see :func:`prepare_data`."""
+def mistakes(
+    config: Config, command: Command, environ: Mapping[str, str] = os.environ
+) -> Iterator[UserError]:
+    """Everything that is wrong with a run, but for the rows of large files: see
+    :func:`prepare_data`."""
     found = False
     for mistake in found_by(_checks(config, command, environ)):
         found = True
         yield mistake
     # The resume is checked last: a mistyped file name must not be reported as a changed setting.
     if command in TRAINING and not found:
-        yield from found_by([partial(check_resume if command == "train" else check_warm_up, config)])
+        yield from found_by(
+            [partial(check_resume if command == "train" else check_warm_up, config)]
+        )
 
 
 def found_by(checks: Iterable[Check], *, after: Sequence[UserError] = ()) -> Iterator[UserError]:
@@ -130,14 +136,18 @@ def _policy_checks(config: Config, shape: PolicyShape, command: Command) -> Iter
         yield partial(check_template, config.model.folder)
     if command in ("train", "probe-batch"):
         for teacher in config.loss.distillation.models:
-            yield partial(_check_teacher, config, shape, teacher, config.loss.distillation.setting_of(teacher))
+            yield partial(
+                _check_teacher, config, shape, teacher, config.loss.distillation.setting_of(teacher)
+            )
     if command != "sft":
         yield partial(check_split, config, shape)
     if command in TRAINING:
         yield partial(_check_room, config, shape, command)
 
 
-def _environment_checks(config: Config, command: Command, environ: Mapping[str, str]) -> Iterator[Check]:
+def _environment_checks(
+    config: Config, command: Command, environ: Mapping[str, str]
+) -> Iterator[Check]:
     if command != "sft":
         yield from server_checks(config, environ)
     yield from _data_checks(config, command)
@@ -149,9 +159,11 @@ def _environment_checks(config: Config, command: Command, environ: Mapping[str, 
 
 
 def checks_of_functions(config: Config, command: Command) -> Iterator[Check]:
-    """Import the user's functions, and see whether they can be called as a run calls them; ranks do it by themselves.
+    """Import the user's functions, and see whether they can be called as a run calls them; ranks do
+    it by themselves.
 
-    The checks raise UserError for functions that cannot be imported or called, or want columns that the data lacks.
+    The checks raise UserError for functions that cannot be imported or called, or want columns that
+    the data lacks.
     """
     if command != "train":
         return
@@ -160,8 +172,14 @@ def checks_of_functions(config: Config, command: Command) -> Iterator[Check]:
     if config.rollout.conversation is not None:
         yield partial(conversation_of, config)
     rules = config.pruning.prompts.function, config.pruning.completions.function
-    if {config.loss.advantage, config.loss.objective, config.rollout.engine_function, *rules} != {None}:
-        from megatron_dppo.trainer.functions import adopt_functions, engine_maker, objective_of  # torch
+    if {config.loss.advantage, config.loss.objective, config.rollout.engine_function, *rules} != {
+        None
+    }:
+        from megatron_dppo.trainer.functions import (
+            adopt_functions,
+            engine_maker,
+            objective_of,
+        )  # torch
 
         yield partial(engine_maker, config)
         yield partial(adopt_functions, config)
@@ -170,10 +188,14 @@ def checks_of_functions(config: Config, command: Command) -> Iterator[Check]:
 
 def _check_columns(config: Config) -> None:
     resolve(config.reward.spec)
-    for source in sources_of(config.data, "train") if {*config.reward.functions} - {*BUILTIN} else ():
+    for source in (
+        sources_of(config.data, "train") if {*config.reward.functions} - {*BUILTIN} else ()
+    ):
         if source.setting == "data.train" and not are_stored(source):
             examples = read_examples(source, config.data, "train")
-            check_columns(config.reward.spec, [(example.row.place, example.extra) for example in examples])
+            check_columns(
+                config.reward.spec, [(example.row.place, example.extra) for example in examples]
+            )
 
 
 def _environments_problems(data: DataConfig) -> Iterator[Mapping[str, object]]:
@@ -200,7 +222,8 @@ def _check_tokens(config: Config) -> None:
 
 
 def _check_teacher(config: Config, shape: PolicyShape, named: str, setting: str) -> None:
-    """Look at a teacher's files, and hold its vocabulary, its positions and the layout against its shape.
+    """Look at a teacher's files, and hold its vocabulary, its positions and the layout against its
+    shape.
 
     Args:
         config: of the run.
@@ -211,7 +234,11 @@ def _check_teacher(config: Config, shape: PolicyShape, named: str, setting: str)
     Raises:
         UserError: for the first thing that is wrong.
     """
-    stored = config.loss.distillation.teacher_checkpoint if setting == "loss.distillation.teacher" else None
+    stored = (
+        config.loss.distillation.teacher_checkpoint
+        if setting == "loss.distillation.teacher"
+        else None
+    )
     teacher = policy_folder(named, setting, weights=stored is None)
     try:
         theirs = read_shape(teacher)
@@ -219,29 +246,54 @@ def _check_teacher(config: Config, shape: PolicyShape, named: str, setting: str)
         if stored is None:
             check_weights(teacher, theirs)
         else:
-            _check_own(find_checkpoint(Path(stored)), f"{setting}_checkpoint", Path(stored), Path(config.run.dir))
+            _check_own(
+                find_checkpoint(Path(stored)),
+                f"{setting}_checkpoint",
+                Path(stored),
+                Path(config.run.dir),
+            )
     except UserError as error:  # which speaks of the policy
         called = {"model.path": setting, "model.checkpoint": f"{setting}_checkpoint"}
-        problem = error.problem if error.setting in called else f"{error.problem}, of the teacher in {teacher}"
-        raise UserError(called.get(error.setting, error.setting), error.value, problem, error.remedy) from error
+        problem = (
+            error.problem
+            if error.setting in called
+            else f"{error.problem}, of the teacher in {teacher}"
+        )
+        raise UserError(
+            called.get(error.setting, error.setting), error.value, problem, error.remedy
+        ) from error
     if theirs.vocab_size != shape.vocab_size:
-        problem = f"has {theirs.vocab_size} tokens, and the policy in {config.model.path} has {shape.vocab_size}"
+        problem = (
+            f"has {theirs.vocab_size} tokens, and the policy in {config.model.path} has "
+            f"{shape.vocab_size}"
+        )
         raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
     ours, others = _tokens(config.model.folder), _tokens(teacher)
-    different = [token for token in sorted(ours.keys() & others.keys()) if ours[token] != others[token]]
+    different = [
+        token for token in sorted(ours.keys() & others.keys()) if ours[token] != others[token]
+    ]
     if different:
         first = different[0]
-        problem = f"its token {first} is {others[first]!r:.40}, and that of the policy is {ours[first]!r:.40}"
+        problem = (
+            f"its token {first} is {others[first]!r:.40}, and that of the policy is "
+            f"{ours[first]!r:.40}"
+        )
         raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
     longest = config.longest
     if longest > theirs.max_positions:
-        problem = f"was made for {theirs.max_positions} positions, and the longest sequence has {longest} tokens"
-        remedy = "Lower data.max_prompt_tokens or rollout.max_response_tokens, or give another teacher"
+        problem = (
+            f"was made for {theirs.max_positions} positions, and the longest sequence has "
+            f"{longest} tokens"
+        )
+        remedy = (
+            "Lower data.max_prompt_tokens or rollout.max_response_tokens, or give another teacher"
+        )
         raise UserError(setting, teacher, problem, remedy)
 
 
 def _tokens(folder: Path) -> dict[int, str]:
-    """The tokens of ``tokenizer.json`` by id; none where the file is not there, or is none that lists them by name."""
+    """The tokens of ``tokenizer.json`` by id; none where the file is not there, or is none that
+    lists them by name."""
     try:
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         listed = dict(content["model"]["vocab"])
@@ -267,7 +319,12 @@ def _held_out(config: Config, command: Command) -> list[HeldOut]:
     found = sources(config)
     if command == "eval" and not found:
         remedy = f"Name some with --benchmarks: {', '.join(KNOWN)}, or NAME=FILE"
-        raise UserError("eval.benchmarks", "[]", "names nothing to evaluate on, and data.eval does not either", remedy)
+        raise UserError(
+            "eval.benchmarks",
+            "[]",
+            "names nothing to evaluate on, and data.eval does not either",
+            remedy,
+        )
     return found
 
 
@@ -276,7 +333,10 @@ def _check_held_out(source: HeldOut, config: Config, command: Command) -> None:
     known = place.is_file() or (may_be_several and (place.is_dir() or is_id(source.file)))
     if source.name and source.file not in GENERATORS and not known:
         columns = f"the columns {config.data.prompt_key} and {config.data.label_key}"
-        remedy = f"Put its problems there, one JSON object a line with {columns}, or leave {source.name} out"
+        remedy = (
+            f"Put its problems there, one JSON object a line with {columns}, or leave "
+            f"{source.name} out"
+        )
         raise UserError(source.setting, source.file, "is no file", remedy)
     if source.setting == SETTING and source.file not in GENERATORS:
         rows, data = rows_of(source, config.data)
@@ -287,7 +347,8 @@ def _check_held_out(source: HeldOut, config: Config, command: Command) -> None:
 
 
 def _check_file(source: Source, config: Config, command: Command) -> None:
-    """Check each row of a file without a tokenizer: see :func:`tokenise_data` for templates and lengths."""
+    """Check each row of a file without a tokenizer: see :func:`tokenise_data` for templates and
+    lengths."""
     if source.setting == "data.train" and are_stored(source):
         return
     if source.name in GENERATORS:
@@ -302,7 +363,8 @@ def _check_file(source: Source, config: Config, command: Command) -> None:
 
 
 def prepare_data(config: Config, command: Command) -> None:
-    """Check, tokenise and store the rows of large files, which may take minutes: once, and before any rank starts.
+    """Check, tokenise and store the rows of large files, which may take minutes: once, and before
+    any rank starts.
 
     Raises:
         UserError: for the first row that is wrong.
@@ -361,8 +423,14 @@ def _check_reward(function: str) -> None:
 def _check_own(place: Path, setting: str, folder: Path, run_dir: Path) -> None:
     place, own = place.resolve(), (run_dir / "checkpoints").resolve()
     if own in (place, *place.parents):
-        problem = "is a checkpoint of this very run, which would take what it has learned for the policy it began with"
-        remedy = "Leave it as it was when the run began (the run resumes by itself), or name another run.dir"
+        problem = (
+            "is a checkpoint of this very run, which would take what it has learned for the "
+            "policy it began with"
+        )
+        remedy = (
+            "Leave it as it was when the run began (the run resumes by itself), or name "
+            "another run.dir"
+        )
         raise UserError(setting, folder, problem, remedy)
 
 
@@ -370,22 +438,44 @@ def check_run_dir(folder: Path) -> None:
     check_folder(folder, "run.dir")
     place = _existing(folder)
     if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError("run.dir", folder, f"{place} cannot be written to", "Name a directory that you may write to")
+        raise UserError(
+            "run.dir",
+            folder,
+            f"{place} cannot be written to",
+            "Name a directory that you may write to",
+        )
 
 
 def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
     folder = Path(config.run.dir)
-    taken = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
-    needed, free = disk_needed(config, shape, command).total - taken, shutil.disk_usage(_existing(folder)).free
+    taken = sum(
+        file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file()
+    )
+    needed, free = (
+        disk_needed(config, shape, command).total - taken,
+        shutil.disk_usage(_existing(folder)).free,
+    )
     if free < needed:
-        fewer = "lower run.keep_checkpoints, " if command == "train" and config.run.keep_checkpoints > 1 else ""
-        problem = f"what the run writes will take about {size_text(needed)}, and {size_text(free)} are free there"
-        raise UserError("run.dir", folder, problem, f"Free some room, {fewer}or point run.dir at another disk")
+        fewer = (
+            "lower run.keep_checkpoints, "
+            if command == "train" and config.run.keep_checkpoints > 1
+            else ""
+        )
+        problem = (
+            f"what the run writes will take about {size_text(needed)}, and "
+            f"{size_text(free)} "
+            "are free there"
+        )
+        raise UserError(
+            "run.dir", folder, problem, f"Free some room, {fewer}or point run.dir at another disk"
+        )
 
 
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest thing above it that exists."""
-    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    return next(
+        place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
+    )
 
 
 MASTER_AND_MOMENTS = 12
@@ -401,11 +491,13 @@ class Disk:
     checkpoint: int
     """One: the weights that are trained, and the optimizer's state."""
     checkpoints: int
-    """How many: those that are kept, the best one, and one more while the newest is being written."""
+    """How many: those that are kept, the best one, and one more while the newest is being
+    written."""
     export: int
     """The policy for Hugging Face, and its adapters, if it has any."""
     sync: int = 0
-    """Weights that servers read back at a sync; 0 if ``rollout.sync.folder`` names another place."""
+    """Weights that servers read back at a sync; 0 if ``rollout.sync.folder`` names another
+    place."""
 
     @property
     def total(self) -> int:
@@ -414,14 +506,23 @@ class Disk:
 
 def disk_needed(config: Config, shape: PolicyShape, command: Command = "train") -> Disk:
     """Disk space of a training command for a policy of this shape."""
-    weights, dtype, run, lora = parameters(shape), WEIGHT_BYTES[config.model.dtype], config.run, config.model.lora
+    weights, dtype, run, lora = (
+        parameters(shape),
+        WEIGHT_BYTES[config.model.dtype],
+        config.run,
+        config.model.lora,
+    )
     if command == "sft":
         return Disk(0, 0, weights * dtype)
     written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
     trained = parameters(shape, lora) if lora.rank else weights
     exported = weights + (trained if lora.rank else 0) if run.export else 0
     sync = config.rollout.sync
-    synced = (trained if sync.adapter else weights) if syncs_by_files(config.rollout) and sync.folder is None else 0
+    synced = (
+        (trained if sync.adapter else weights)
+        if syncs_by_files(config.rollout) and sync.folder is None
+        else 0
+    )
     return Disk(
         checkpoint=trained * (dtype + MASTER_AND_MOMENTS),
         checkpoints=min(written, run.keep_checkpoints + run.keep_best + 1),

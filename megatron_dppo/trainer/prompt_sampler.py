@@ -1,4 +1,5 @@
-"""Select the prompts of each step, in a reproducible order, and keep the reward history of the prompts.
+"""Select the prompts of each step, in a reproducible order, and keep the reward history of the
+prompts.
 
 Only rank 0 has the sampler. The state of the sampler is part of every checkpoint.
 """
@@ -20,7 +21,13 @@ from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.draw import completion_terms
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import select
-from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
+from megatron_dppo.rl.pruning.schedule import (
+    in_rounds,
+    mixed,
+    next_round,
+    scheduled_keep,
+    window_size,
+)
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Ints, Selection, StepMetadata
 
@@ -31,7 +38,8 @@ INFLATION_KEPT = 0.9
 class SourceOrder:
     """Prompts of one source, epoch after epoch.
 
-    The permutation of an epoch is a function of the seed, the epoch and the number of the source alone.
+    The permutation of an epoch is a function of the seed, the epoch and the number of the source
+    alone.
     """
 
     def __init__(self, number: int, first: int, size: int, seed: int) -> None:
@@ -65,11 +73,12 @@ class SourceOrder:
 
 
 class PromptOrder:
-    """Windows of distinct prompt ids, epoch after epoch. The state is two numbers per source and a short list.
+    """Windows of distinct prompt ids, epoch after epoch. The state is two numbers per source and a
+    short list.
 
     - The next prompt is from the source that lags most behind its fraction of all drawn prompts.
-    - A window may cross the end of an epoch. An id that is already in the window is then deferred to the start of the
-      next window.
+    - A window may cross the end of an epoch. An id that is already in the window is then deferred
+      to the start of the next window.
     - No window contains a prompt twice, and every epoch contains every prompt exactly once.
     """
 
@@ -83,7 +92,9 @@ class PromptOrder:
         self._size = sum(sizes)
         self._shares = [weight / sum(weights) for weight in weights]
         firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        self._sources = [SourceOrder(number, firsts[number], size, seed) for number, size in enumerate(sizes)]
+        self._sources = [
+            SourceOrder(number, firsts[number], size, seed) for number, size in enumerate(sizes)
+        ]
         self._deferred: list[int] = []
 
     def next_window(self, n: int, besides: Ints | None = None) -> Ints:
@@ -91,13 +102,17 @@ class PromptOrder:
 
         Args:
             n: number of prompts.
-            besides: ids that are already in the step, and are not repeated; at most the size of the pool minus n.
+            besides: ids that are already in the step, and are not repeated; at most the size of the
+                pool minus n.
 
         Raises:
             UserError: if the pool has fewer than n prompts.
         """
         if n > self._size:
-            problem = f"is more than the {self._size} prompts of the pool, and a window holds no prompt twice"
+            problem = (
+                f"is more than the {self._size} prompts of the pool, and a window holds no "
+                "prompt twice"
+            )
             remedy = f"Lower it to {self._size} or less, or give more prompts"
             raise UserError("rollout.prompts_per_step", n, problem, remedy)
         seen = set() if besides is None else set(besides.tolist())
@@ -115,19 +130,34 @@ class PromptOrder:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the order, JSON-able."""
         first, *others = [(source.epoch, source.position) for source in self._sources]
-        where = {"epoch": first[0], "position": first[1], "others": others, "deferred": list(self._deferred)}
+        where = {
+            "epoch": first[0],
+            "position": first[1],
+            "others": others,
+            "deferred": list(self._deferred),
+        }
         return {"size": self._size, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``.
 
         Raises:
-            UserError: if the number of prompts has changed. Settings and files have been compared before, see
-                ``resume.py``.
+            UserError: if the number of prompts has changed. Settings and files have been compared
+                before, see ``resume.py``.
         """
-        if (before := state["size"]) != self._size:  # generators may give a different number with the same settings
-            problem, remedy = f"the checkpoint was written with {before} prompts", "Resume with the same data"
-            raise UserError("data.train", f"{self._size} prompts", problem, f"{remedy}, or start another run.dir")
+        if (
+            before := state["size"]
+        ) != self._size:  # generators may give a different number with the same settings
+            problem, remedy = (
+                f"the checkpoint was written with {before} prompts",
+                "Resume with the same data",
+            )
+            raise UserError(
+                "data.train",
+                f"{self._size} prompts",
+                problem,
+                f"{remedy}, or start another run.dir",
+            )
         places = [(state["epoch"], state["position"]), *state.get("others", ())]
         for source, place in zip(self._sources, places, strict=True):
             source.go_to(*place)
@@ -135,13 +165,18 @@ class PromptOrder:
 
     def _next(self) -> int:
         drawn = sum(source.drawn for source in self._sources)
-        lags = [share * (drawn + 1) - source.drawn for share, source in zip(self._shares, self._sources, strict=True)]
+        lags = [
+            share * (drawn + 1) - source.drawn
+            for share, source in zip(self._shares, self._sources, strict=True)
+        ]
         return self._sources[lags.index(max(lags))].next()
 
 
 def order_of(pool: Pool[Any], seed: int) -> PromptOrder:
     """Return the prompt order of a pool."""
-    return PromptOrder([len(s.items) for s in pool.sources], seed, [source.weight for source in pool.sources])
+    return PromptOrder(
+        [len(s.items) for s in pool.sources], seed, [source.weight for source in pool.sources]
+    )
 
 
 def check_shares(pool: Pool[Any], window: int, setting: str = "rollout.prompts_per_step") -> None:
@@ -159,19 +194,23 @@ def check_shares(pool: Pool[Any], window: int, setting: str = "rollout.prompts_p
     for number, source in enumerate(pool.sources):
         wanted = math.ceil(window * source.weight / total)
         if wanted > len(source.items):
-            problem = f"takes {wanted} prompts of {window} from a source that has {len(source.items)}"
+            problem = (
+                f"takes {wanted} prompts of {window} from a source that has {len(source.items)}"
+            )
             remedy = f"Lower its weight or {setting}, or give it more prompts"
             raise UserError(f"data.train[{number}].weight", f"{source.weight:g}", problem, remedy)
 
 
 def widest_window(pool: Pool[Any]) -> int:
-    """Return the size of the largest window for which every source of the pool has enough prompts."""
+    """Return the size of the largest window for which every source of the pool has enough
+    prompts."""
     total = sum(source.weight for source in pool.sources)
     return min(int(len(source.items) * total / source.weight) for source in pool.sources)
 
 
 class PromptSampler:
-    """Data order and reward history of the prompts. The history is updated with a step after the plan of the step."""
+    """Data order and reward history of the prompts. The history is updated with a step after the
+    plan of the step."""
 
     def __init__(self, config: Config, pool: PromptPool) -> None:
         """
@@ -184,16 +223,27 @@ class PromptSampler:
         """
         pool_size = len(pool)
         if (widest := window_size(config)) > pool_size:
-            grown = f"makes windows of {widest} with pruning.noise, which " if config.pruning.noise else ""
-            problem = f"{grown}is more than the {pool_size} prompts of the pool, and a window holds no prompt twice"
+            grown = (
+                f"makes windows of {widest} with pruning.noise, which "
+                if config.pruning.noise
+                else ""
+            )
+            problem = (
+                f"{grown}is more than the {pool_size} prompts of the pool, and a window "
+                "holds no prompt twice"
+            )
             remedy = "Lower it, or give more prompts"
-            raise UserError("rollout.prompts_per_step", config.rollout.prompts_per_step, problem, remedy)
+            raise UserError(
+                "rollout.prompts_per_step", config.rollout.prompts_per_step, problem, remedy
+            )
         check_shares(pool, widest)
         self._config, self._pool_size, self._widest = config, pool_size, widest_window(pool)
         self._objective = objective_for(config.loss)
         self._order = order_of(pool, config.run.seed)
         taught = config.loss.distillation_coef > 0.0
-        self.history = PromptForecast(PromptFeatures(pool), self._objective.advantage, taught=taught)
+        self.history = PromptForecast(
+            PromptFeatures(pool), self._objective.advantage, taught=taught
+        )
         self._inflation = 1.0
 
     def select(self, step: int) -> Selection:
@@ -201,11 +251,13 @@ class PromptSampler:
         return self._draw(step, self._order.next_window(self._window()))
 
     def _window(self) -> int:
-        """Return N of the next step. With ``pruning.noise`` N may grow up to the widest window of the pool."""
+        """Return N of the next step. With ``pruning.noise`` N may grow up to the widest window of
+        the pool."""
         return min(window_size(self._config, self._inflation), self._widest)
 
     def select_more(self, step: int, so_far: StepMetadata, rounds: int) -> Selection | None:
-        """Draw further prompts for a step that needs one group of non-zero reward variance per prompt of the window.
+        """Draw further prompts for a step that needs one group of non-zero reward variance per
+        prompt of the window.
 
         Args:
             step: index of the step, from 0.
@@ -213,8 +265,8 @@ class PromptSampler:
             rounds: number of earlier rounds.
 
         Returns:
-            None if the step has enough such groups, if the pool or ``pruning.max_rounds`` is exhausted, or if the
-            pruning rule has no rounds.
+            None if the step has enough such groups, if the pool or ``pruning.max_rounds`` is
+            exhausted, or if the pruning rule has no rounds.
         """
         pruning, known = self._config.pruning, so_far.prompt_ids
         if not in_rounds(pruning) or rounds >= pruning.max_rounds:
@@ -262,7 +314,11 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able; floats are restored exactly."""
-        return {"order": self._order.state_dict(), "history": self.history.state_dict(), "inflation": self._inflation}
+        return {
+            "order": self._order.state_dict(),
+            "history": self.history.state_dict(),
+            "inflation": self._inflation,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order.load_state_dict(state["order"])

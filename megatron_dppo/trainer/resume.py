@@ -2,15 +2,16 @@
 
 Needs no torch, so that it can be asked before any rank starts.
 
-``config.yaml`` has the settings that are in force, ``config_history.jsonl`` a line for each time that they changed::
+``config.yaml`` has the settings that are in force, ``config_history.jsonl`` a line for each time
+that they changed::
 
     {"step": 0, "version": "0.1", "settings": {"loss.name": "grpo", "run.seed": 1, …}}
     {"step": 40, "version": "0.1", "settings": {"loss.name": "grpo", …, "optimizer.lr": 1e-06}}
 
-says that steps 1 to 40 were taken by the first, and those from 41 on by the second. The policy, the data, the reward,
-the loss, the pruning and the seed decide what a result is a result of. They do not change on the way unless
-``run.resume`` says so, since the old result would bear a new name. Neither do the files that these settings name, of
-which each checkpoint has the fingerprints.
+says that steps 1 to 40 were taken by the first, and those from 41 on by the second. The policy, the
+data, the reward, the loss, the pruning and the seed decide what a result is a result of. They do
+not change on the way unless ``run.resume`` says so, since the old result would bear a new name.
+Neither do the files that these settings name, of which each checkpoint has the fingerprints.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.observe.private import has_secrets, public, public_text
 from megatron_dppo.process.files import replace_text
 from megatron_dppo.settings import as_yaml, flattened, settings
-from megatron_dppo.trainer.fingerprints import FUNCTIONS, HELD_OUT, PICKLED, difference, fingerprints
+from megatron_dppo.trainer.fingerprints import (
+    FUNCTIONS,
+    HELD_OUT,
+    PICKLED,
+    difference,
+    fingerprints,
+)
 from megatron_dppo.trainer.writer import Writer, check_resumable, read_state
 
 HISTORY, IN_FORCE = "config_history.jsonl", "config.yaml"
@@ -74,17 +81,29 @@ RULES: Mapping[str, Rule] = {
     "sft.": "free",
     "cluster.": "free",
 }
-"""Rules for changes at a resume, by the beginnings of settings' names, of which the longest decides.
+"""Rules for changes at a resume, by the beginnings of settings' names, of which the longest
+decides.
 
 - ``kept``: decides what a result is a result of, and changes with ``run.resume=anyway`` alone.
 - ``free``: how long, how fast and where.
-- ``by the checkpoint``: :func:`~megatron_dppo.trainer.writer.check_resumable` refuses a value that the weights or the
-  optimizer's state do not fit."""
-PROMPTS = ("data.", "run.seed", *(f"model.path: {pattern.rstrip('*')}" for pattern in TOKENIZER_FILES))
+- ``by the checkpoint``: :func:`~megatron_dppo.trainer.writer.check_resumable` refuses a value that
+  the weights or the optimizer's state do not fit."""
+PROMPTS = (
+    "data.",
+    "run.seed",
+    *(f"model.path: {pattern.rstrip('*')}" for pattern in TOKENIZER_FILES),
+)
 """Settings and files that decide the order of the prompts and each prompt's history."""
 SEGMENTS = ("rollout.roles", "rollout.tree.")
 """Settings that decide the segments of a completion, and the completions that share them."""
-PLACES = ("model.path", "model.checkpoint", "loss.distillation.teacher", "data.train", "data.rollouts", "data.eval")
+PLACES = (
+    "model.path",
+    "model.checkpoint",
+    "loss.distillation.teacher",
+    "data.train",
+    "data.rollouts",
+    "data.eval",
+)
 """Beginnings of settings that name files and folders, which have several names."""
 OF_THE_START = ("run.dir", "run.resume")
 """Settings that say nothing of a step."""
@@ -114,7 +133,10 @@ class Change:
     def __str__(self) -> str:
         if ": " in self.key:
             return difference(self.key, self.before, self.now)
-        return f"{self.key} = {public_text(self.key, self.now)} (was {public_text(self.key, self.before)})"
+        return (
+            f"{self.key} = {public_text(self.key, self.now)} (was "
+            f"{public_text(self.key, self.before)})"
+        )
 
 
 def rule_of(key: str) -> Rule:
@@ -132,7 +154,8 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def read_history(folder: Path) -> list[SettingsRecord]:
-    """Return the settings of a run's steps, oldest first. Without a history, the settings in force are all."""
+    """Return the settings of a run's steps, oldest first. Without a history, the settings in force
+    are all."""
     try:
         lines = (folder / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -141,20 +164,26 @@ def read_history(folder: Path) -> list[SettingsRecord]:
         return entries
     try:
         text = (folder / IN_FORCE).read_text(encoding="utf-8", errors="replace")
-        tree = yaml.load(text, Loader=Loader)  # a file of somebody else may nest, and repeat, without end
+        tree = yaml.load(
+            text, Loader=Loader
+        )  # a file of somebody else may nest, and repeat, without end
     except (OSError, ValueError, yaml.YAMLError):
         return []
     return [SettingsRecord(0, dict(flattened(tree)))] if isinstance(tree, dict) else []
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
-    """Settings that differ. One that an older version did not know had its default. One that this version does not know
-    is left out."""
+    """Settings that differ. One that an older version did not know had its default. One that this
+    version does not know is left out."""
     found = []
     for key, setting in settings().items():
         default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
         was, is_now = before.get(key, default), now.get(key, default)
-        same = was == is_now or (key.startswith(PLACES) and _same_place(was, is_now)) or _same_copy(was, is_now)
+        same = (
+            was == is_now
+            or (key.startswith(PLACES) and _same_place(was, is_now))
+            or _same_copy(was, is_now)
+        )
         if key not in OF_THE_START and not same:
             found.append(Change(key, was, is_now))
     return found
@@ -163,27 +192,32 @@ def changes(before: Settings, now: Settings) -> list[Change]:
 def changed_since(
     folder: Path, step: int, config: Config, given: Mapping[str, str | None] | None = None
 ) -> list[Change]:
-    """Settings that differ from those by which the folder's run has taken its steps up to ``step``, and files that
-    differ from those that it has read. See :func:`fingerprints` for ``given``."""
+    """Settings that differ from those by which the folder's run has taken its steps up to ``step``,
+    and files that differ from those that it has read. See :func:`fingerprints` for ``given``."""
     entries = [entry for entry in read_history(folder) if entry.step < step]
     found = changes(entries[-1].settings, flat(config)) if entries else []
     stored = read_state(folder / "checkpoints" / iteration_name(step))
     before = stored.files if stored else {}
     now = fingerprints(config, given) if before else {}
-    files = [Change(name, before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())]
+    files = [
+        Change(name, before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())
+    ]
     settings_of = tuple(change.key for change in found)  # which name other files now
-    return found + [file for file in files if _differs(file) and not file.key.startswith(settings_of)]
+    return found + [
+        file for file in files if _differs(file) and not file.key.startswith(settings_of)
+    ]
 
 
 def _differs(file: Change) -> bool:
-    """Whether two digests are known and differ. Held-out problems may be read or not, as ``eval.problems`` says; of
-    some functions given from Python there is no text."""
+    """Whether two digests are known and differ. Held-out problems may be read or not, as
+    ``eval.problems`` says; of some functions given from Python there is no text."""
     unknown = file.key.startswith((*HELD_OUT, *FUNCTIONS)) and None in (file.before, file.now)
     return bool(file.before != file.now) and not unknown
 
 
 def is_unchanged(folder: Path, step: int, config: Config, keys: tuple[str, ...]) -> bool:
-    """Return whether the settings and files with these beginnings are those of the run's steps up to ``step``."""
+    """Return whether the settings and files with these beginnings are those of the run's steps up
+    to ``step``."""
     return not any(change.key.startswith(keys) for change in changed_since(folder, step, config))
 
 
@@ -191,8 +225,8 @@ def check_resume(config: Config, given: Mapping[str, str | None] | None = None) 
     """See :func:`fingerprints` for ``given``.
 
     Raises:
-        UserError: the run cannot go on from its last checkpoint; or it could, and its results would be those of other
-            settings, which ``run.resume`` does not allow.
+        UserError: the run cannot go on from its last checkpoint; or it could, and its results would
+            be those of other settings, which ``run.resume`` does not allow.
     """
     folder = Path(config.run.dir)
     place = latest_checkpoint(folder / "checkpoints")
@@ -201,24 +235,33 @@ def check_resume(config: Config, given: Mapping[str, str | None] | None = None) 
     check_resumable(place, Writer.of(config))
     other = [change for change in changed_since(folder, step, config, given) if change.of_results]
     if other and config.run.resume != "anyway":
-        problem = "\n".join([f"holds {step} steps that were taken with other settings or files:", *map(str, other)])
+        problem = "\n".join(
+            [f"holds {step} steps that were taken with other settings or files:", *map(str, other)]
+        )
         remedy = (
-            "Name another run.dir; or give those settings and files as they were; or set run.resume=anyway to resume "
+            "Name another run.dir; or give those settings and files as they were; or set "
+            "run.resume=anyway to resume "
             "with the new ones, which the log then names"
         )
         raise UserError("run.dir", folder, problem, remedy)
 
 
 def record(folder: Path, step: int, config: Config) -> None:
-    """Write down that the steps after ``step`` are taken by these settings. Settings of steps that are taken
-    again are forgotten."""
+    """Write down that the steps after ``step`` are taken by these settings. Settings of steps that
+    are taken again are forgotten."""
     entries = [entry for entry in read_history(folder) if entry.step < step]
     now = flat(config)
     if not entries or changes(entries[-1].settings, now):
         entries.append(SettingsRecord(step if entries else 0, now))
-    lines = [{"step": entry.step, "version": __version__, "settings": dict(entry.settings)} for entry in entries]
+    lines = [
+        {"step": entry.step, "version": __version__, "settings": dict(entry.settings)}
+        for entry in entries
+    ]
     private = any(map(has_secrets, (now, *(entry.settings for entry in entries))))
-    for name, text in (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)), (IN_FORCE, as_yaml(config)):
+    for name, text in (
+        (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)),
+        (IN_FORCE, as_yaml(config)),
+    ):
         replace_text(folder / name, text, private=private)
 
 
@@ -235,12 +278,16 @@ def check_warm_up(config: Config) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         source = "THE_INITIAL_POLICY"
     problem = f"is a policy that sft has warmed up already, from {source}"
-    remedy = f"Set model.path={source} to warm that one up again, or run.resume=anyway to go on with this one"
+    remedy = (
+        f"Set model.path={source} to warm that one up again, or run.resume=anyway to go on "
+        "with this one"
+    )
     raise UserError("model.path", config.model.path, problem, remedy)
 
 
 def record_warm_up(out: Path, config: Config) -> None:
-    """Write the settings of a warm-up beside its policy, without secrets, because policies are published."""
+    """Write the settings of a warm-up beside its policy, without secrets, because policies are
+    published."""
     shown = {key: public(key, value) for key, value in flat(config).items()}
     replace_text(out / WARM_UP, json.dumps(shown, indent=2) + "\n")
 
@@ -255,15 +302,21 @@ def _entry(line: str) -> SettingsRecord | None:
 
 
 def _same_copy(one: Any, other: Any) -> bool:
-    """Whether both name what the run was given from Python, which has one file whatever it was called."""
+    """Whether both name what the run was given from Python, which has one file whatever it was
+    called."""
     if not (isinstance(one, str) and isinstance(other, str)):
         return False
     files = {value.rpartition(":")[0] for value in (one, other)}
-    return len(files) == 1 and (file := files.pop()).endswith(".py") and Path(file).with_suffix(PICKLED).is_file()
+    return (
+        len(files) == 1
+        and (file := files.pop()).endswith(".py")
+        and Path(file).with_suffix(PICKLED).is_file()
+    )
 
 
 def _same_place(one: Any, other: Any) -> bool:
-    """Whether two names, if they are such, are of one file or folder, or both of servers, whose addresses change."""
+    """Whether two names, if they are such, are of one file or folder, or both of servers, whose
+    addresses change."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return all(one[name] == other[name] or _same_place(one[name], other[name]) for name in one)
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):

@@ -1,4 +1,5 @@
-"""Output of rank 0: console, metrics, answers, summary, pictures. Other ranks print and write nothing.
+"""Output of rank 0: console, metrics, answers, summary, pictures. Other ranks print and write
+nothing.
 
 At the start it names changed settings that have no effect.
 """
@@ -21,7 +22,14 @@ from megatron_dppo.data.tokenizer import without_chat_marks
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluator import HeldOutScores, ShownAnswer
 from megatron_dppo.observe.console import Console, LengthGate
-from megatron_dppo.observe.metrics import MetricsLog, StepLog, print_summary, read_metrics, read_summary, write_summary
+from megatron_dppo.observe.metrics import (
+    MetricsLog,
+    StepLog,
+    print_summary,
+    read_metrics,
+    read_summary,
+    write_summary,
+)
 from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replace_text
@@ -42,17 +50,22 @@ CENSUS = "pruning.jsonl"
 """Counts of what was kept at each step and why. They depend on the settings and the seed alone."""
 
 NO_GRADIENT = (
-    "the gradient of a step is exactly 0 although its plan kept completions: either all their tokens are clipped or "
+    "the gradient of a step is exactly 0 although its plan kept completions: either all their "
+    "tokens are clipped or "
     "masked (train/pg_clipfrac, train/tis_clipfrac), or the loss has no gradient"
 )
 
 
 class RunLogger:
-    """Gathers one row of metrics from the phases of each step, and writes it when the step is over."""
+    """Gathers one row of metrics from the phases of each step, and writes it when the step is
+    over."""
 
     def __init__(self, config: Config, world: World, *, step: int, dropped_prompts: int) -> None:
         self._folder = Path(config.run.dir)
-        self._held = {"perf/ranks": world.size, "perf/gpus": world.size if world.device.type == "cuda" else 0}
+        self._held = {
+            "perf/ranks": world.size,
+            "perf/gpus": world.size if world.device.type == "cuda" else 0,
+        }
         self._row: dict[str, float] = {}
         self._census: PruningStats | None = None
         self._log: MetricsLog | None = None
@@ -63,21 +76,33 @@ class RunLogger:
         for change in changed_since(self._folder, step, config):
             self._console.note(f"changed since step {step}: {change}")
         if step >= config.run.steps:
-            done = f"{step} steps are done, and run.steps = {config.run.steps}: nothing is left to train"
+            done = (
+                f"{step} steps are done, and run.steps = {config.run.steps}: nothing is left "
+                "to "
+                "train"
+            )
             self._console.note(f"{done}; with more run.steps the run goes on")
             return
         if step and not read_history(self._folder):
-            self._console.note(f"{HISTORY} cannot be read: changes of settings since step {step} are unknown")
+            self._console.note(
+                f"{HISTORY} cannot be read: changes of settings since step {step} are unknown"
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         record(self._folder, step, config)
         self._log = MetricsLog(
-            self._folder, resume_step=step, loggers=config.run.loggers, settings=flat(config), say=self._console.note
+            self._folder,
+            resume_step=step,
+            loggers=config.run.loggers,
+            settings=flat(config),
+            say=self._console.note,
         )
         self._pruning = StepLog(self._folder / CENSUS, resume_step=step)
         self._gate = LengthGate(config.run.length_gate)
         for row in read_metrics(self._folder):
             self._gate.look(row["step"], row)
-        read_answers(self._folder)  # what cannot be read is said now, and not at the next evaluation
+        read_answers(
+            self._folder
+        )  # what cannot be read is said now, and not at the next evaluation
         if step:
             self._console.note(f"resuming after step {step}")
         for note in _bias_of_others(config):
@@ -85,16 +110,25 @@ class RunLogger:
         if idle := idle_settings(config):
             self._console.note(f"without effect in this run: {', '.join(idle)}")
         if unknown := functions_without_text(config):
-            self._console.note(f"a resume does not notice changes of functions without source: {', '.join(unknown)}")
+            self._console.note(
+                "a resume does not notice changes of functions without source: "
+                f"{', '.join(unknown)}"
+            )
         if dropped_prompts:
-            self._console.note(f"left out, being longer than data.max_prompt_tokens: {dropped_prompts} prompts")
+            self._console.note(
+                f"left out, being longer than data.max_prompt_tokens: {dropped_prompts} prompts"
+            )
 
     def add(self, metrics: dict[str, float]) -> None:
         """Add what was measured outside of a step."""
         self._row |= metrics
 
     def record(
-        self, rollouts: CompleteRollouts, plan: StepPlan, metrics: dict[str, float], notes: Sequence[str] = ()
+        self,
+        rollouts: CompleteRollouts,
+        plan: StepPlan,
+        metrics: dict[str, float],
+        notes: Sequence[str] = (),
     ) -> None:
         """Add what a step's phases measured, and print their notes, each once in a run."""
         self._row |= rollouts.metrics | dict(plan.metrics) | metrics
@@ -128,37 +162,48 @@ class RunLogger:
         self._row, self._census = {}, None
 
     def close(self) -> None:
-        """Where a run ends before its last step, loggers that send rows later are to send them now."""
+        """Where a run ends before its last step, loggers that send rows later are to send them
+        now."""
         if self._log:
             self._log.close(finished=False)
             self._pruning.close()
 
     def finish(self, best: Best | None = None) -> None:
-        """Draw the pictures, write and print the summary, and name the best checkpoint if the last one is worse. Where
-        no step was taken, the summary that is there already is printed."""
+        """Draw the pictures, write and print the summary, and name the best checkpoint if the last
+        one is worse. Where no step was taken, the summary that is there already is printed."""
         if not self._leads:
             return
         if self._log:
             self._log.close()
             self._pruning.close()
         elif (summary := read_summary(self._folder)) is not None:
-            self._attempt("the summary", lambda: print_summary(self._folder, summary, self._console))
+            self._attempt(
+                "the summary", lambda: print_summary(self._folder, summary, self._console)
+            )
             return
         self._attempt("the pictures", self._draw)
         self._attempt("the sample answers", self._show_answers)
-        self._attempt("the summary", lambda: print_summary(self._folder, write_summary(self._folder), self._console))
+        self._attempt(
+            "the summary",
+            lambda: print_summary(self._folder, write_summary(self._folder), self._console),
+        )
         if best:
             self._attempt("the best checkpoint", partial(self._name_best, best))
 
     def _attempt(self, what: str, report: Callable[[], object]) -> None:
-        """Report on a run whose steps are done. A report that fails, on a damaged file perhaps, is a note."""
+        """Report on a run whose steps are done. A report that fails, on a damaged file perhaps, is
+        a note."""
         try:
             report()
         except Exception as error:
-            self._console.note(f"{what} could not be made ({type(error).__name__}: {error}); the run is complete")
+            self._console.note(
+                f"{what} could not be made ({type(error).__name__}: {error}); the run is complete"
+            )
 
     def _draw(self) -> None:
-        from megatron_dppo.report.render import draw_pictures  # matplotlib is slow to import, and one rank draws
+        from megatron_dppo.report.render import (
+            draw_pictures,
+        )  # matplotlib is slow to import, and one rank draws
         from megatron_dppo.report.run import read_run
 
         draw_pictures(run := read_run(self._folder, self._folder.name), self._folder)
@@ -182,13 +227,16 @@ def _bias_of_others(config: Config) -> Iterator[str]:
     weight = f"its {which}'s probability now over that when it was made, {bound}"
     if ahead := config.rollout.ahead:
         yield (
-            f"rollout.ahead = {ahead}: tokens may be so many updates old. Each counts by {weight}. That is biased: "
+            f"rollout.ahead = {ahead}: tokens may be so many updates old. Each counts by {weight}. "
+            "That is biased: "
             f"what has become likelier by more counts too little{before}"
         )
     if config.data.rollouts:
         yield (
-            f"data.rollouts: tokens are another policy's. Each counts by {weight}. That is biased: by the bound, by "
-            "beginnings that this policy would not have written, and by advantages within others' groups"
+            f"data.rollouts: tokens are another policy's. Each counts by {weight}. That is biased: "
+            "by the bound, by "
+            "beginnings that this policy would not have written, and by advantages within others' "
+            "groups"
         )
 
 
@@ -209,7 +257,8 @@ def _one_line(text: str) -> str:
 
 
 def idle_settings(config: Config) -> list[str]:
-    """Return the dotted keys of changed settings that no part of ``train`` reads, given the other settings."""
+    """Return the dotted keys of changed settings that no part of ``train`` reads, given the other
+    settings."""
     values, idle = dict(config.leaves()), idle_keys(config)
     changed = [key for key, setting in settings().items() if values[key] != setting.default]
     found = [key for key in changed if key.startswith(idle) and not key.endswith(".rule")]
@@ -219,7 +268,8 @@ def idle_settings(config: Config) -> list[str]:
 
 
 def _best_is_never_saved(config: Config) -> bool:
-    """Whether checkpoints are saved before the last step, evaluations are made there, and never at the same step."""
+    """Whether checkpoints are saved before the last step, evaluations are made there, and never at
+    the same step."""
     run, every = config.run, config.eval.every
     if not run.keep_best or not 0 < run.checkpoint_every < run.steps or not 0 < every < run.steps:
         return False
@@ -227,7 +277,8 @@ def _best_is_never_saved(config: Config) -> bool:
 
 
 def record_answers(run_dir: Path, step: int, evaluation: HeldOutScores) -> None:
-    """Append the shown answers to ``answers.jsonl``, in place of earlier ones of the same or a later step."""
+    """Append the shown answers to ``answers.jsonl``, in place of earlier ones of the same or a
+    later step."""
     file = run_dir / "answers.jsonl"
     rows = [row for row in read_answers(run_dir) if row["step"] < step]
     answers = [asdict(shown) for shown in evaluation.shown]
@@ -249,11 +300,16 @@ def read_answers(run_dir: Path) -> list[dict]:
         try:
             row = json.loads(line)
             shown = [ShownAnswer(**answer) for answer in row["answers"]]
-            if not all(isinstance(text, str) for of in shown for text in (of.prompt, of.answer, of.label)):
+            if not all(
+                isinstance(text, str) for of in shown for text in (of.prompt, of.answer, of.label)
+            ):
                 raise TypeError("an answer is no text")
             rows.append({**row, "step": int(row["step"])})
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             problem = f"line {number} holds no answers of a run ({type(error).__name__}: {error})"
-            remedy = "Fetch the file again, take that line out, or move the file away; the run goes on without them"
+            remedy = (
+                "Fetch the file again, take that line out, or move the file away; the run "
+                "goes on without them"
+            )
             raise UserError("run.dir", file, problem, remedy) from error
     return rows

@@ -1,4 +1,5 @@
-"""Save a checkpoint's shards by Megatron, each rank its own files: at once, or in a process beside training."""
+"""Save a checkpoint's shards by Megatron, each rank its own files: at once, or in a process beside
+training."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ os.register_at_fork(after_in_child=_end_with_parent)
 
 @contextmanager
 def _writers_end_with_rank() -> Iterator[None]:
-    """Make the processes that are forked in the block end with this one. Megatron's own outlive a killed rank."""
+    """Make the processes that are forked in the block end with this one. Megatron's own outlive a
+    killed rank."""
     global _parent
     _parent = os.getpid()
     try:
@@ -53,21 +55,25 @@ class ShardSave:
         state: sharded, each rank its own part.
         folder: exists, and is empty.
         background: whether to return before the files are written.
-        limit_s: how long the files may take in the background once :meth:`finish` waits for them. It is less than other
-            ranks wait in a collective, so that the late rank reports first.
+        limit_s: how long the files may take in the background once :meth:`finish` waits for them.
+            It is less than other ranks wait in a collective, so that the late rank reports first.
 
     Raises:
         OSError, RuntimeError, CheckpointException: on every rank, if one could not write.
     """
 
-    def __init__(self, state: dict[str, Any], folder: Path, world: World, *, background: bool, limit_s: float) -> None:
+    def __init__(
+        self, state: dict[str, Any], folder: Path, world: World, *, background: bool, limit_s: float
+    ) -> None:
         self.folder = folder
         self._limit_s, self._calls = limit_s, AsyncCallsQueue()
         self._results = _Results(folder, world.rank)
         # Because Megatron's own queue is a process that outlives a rank which is killed.
         filesystem_async._results_queue = self._results
         parameters = inspect.signature(dist_checkpointing.save).parameters
-        strategy = {"async_strategy": "mcore"} if "async_strategy" in parameters else {}  # from 0.19 on
+        strategy = (
+            {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
+        )  # from 0.19 on
         request = dist_checkpointing.save(
             state, str(folder), validate_access_integrity=False, async_sharded_save=True, **strategy
         )
@@ -80,7 +86,10 @@ class ShardSave:
     def is_written(self) -> bool:
         """Whether this rank's files are written, so that :meth:`finish` does not wait for them."""
         calls = self._calls.async_calls
-        return all(call.async_caller.is_current_async_call_done(blocking=False, no_dist=True) for call in calls)
+        return all(
+            call.async_caller.is_current_async_call_done(blocking=False, no_dist=True)
+            for call in calls
+        )
 
     def finish(self) -> Mapping[str, FileChecksum]:
         """Wait for the files, and write the index of all shards. Collective.
@@ -95,14 +104,17 @@ class ShardSave:
         while not self.is_written() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if not self.is_written():
-            self._results.failure = RuntimeError(f"a rank's shards were not written within {self._limit_s} s")
+            self._results.failure = RuntimeError(
+                f"a rank's shards were not written within {self._limit_s} s"
+            )
             for call in self._calls.async_calls:
                 call.async_caller.close(abort=True)
         self._raise_own(lambda: self._calls.maybe_finalize_async_calls(blocking=True, no_dist=True))
         return self._results.checksums
 
     def _raise_own(self, write: Callable[[], object]) -> None:
-        """Raise this rank's failure in place of Megatron's, which names the failures on one rank only."""
+        """Raise this rank's failure in place of Megatron's, which names the failures on one rank
+        only."""
         try:
             write()
         except CheckpointException as error:
@@ -110,7 +122,8 @@ class ShardSave:
 
 
 class _Results:
-    """What a rank wrote, in a file: Megatron's writer puts its results there, and the rank takes them."""
+    """What a rank wrote, in a file: Megatron's writer puts its results there, and the rank takes
+    them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
@@ -119,17 +132,23 @@ class _Results:
         self.failure: Exception | None = None
 
     def put(self, results: Any) -> None:
-        """Store Megatron's results, after the last file is written. Adds the checksums of the rank's files."""
+        """Store Megatron's results, after the last file is written. Adds the checksums of the
+        rank's files."""
         files = sorted(self._folder.glob(f"__{self._rank}_*"))
-        self._file.write_bytes(pickle.dumps((results, {file.name: FileChecksum.of(file) for file in files})))
+        self._file.write_bytes(
+            pickle.dumps((results, {file.name: FileChecksum.of(file) for file in files}))
+        )
 
     def get_nowait(self) -> Any:
-        """Take Megatron's results, or the exception that ended the writing: Megatron then raises on every rank."""
+        """Take Megatron's results, or the exception that ended the writing: Megatron then raises on
+        every rank."""
         if self._file.exists():
             results, self.checksums = pickle.loads(self._file.read_bytes())
             self._file.unlink()
         else:
-            results = self.failure or RuntimeError("the process that wrote a rank's shards was ended")
+            results = self.failure or RuntimeError(
+                "the process that wrote a rank's shards was ended"
+            )
         if isinstance(results, Exception):
             self.failure = results
         return results

@@ -1,4 +1,5 @@
-"""Who wrote a checkpoint: what its weights are, and in which form its optimizer's state is. Needs no torch.
+"""Who wrote a checkpoint: what its weights are, and in which form its optimizer's state is. Needs
+no torch.
 
 Weights and optimizer state fit every layout: both are written parameter by parameter.
 """
@@ -11,7 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, Checksums, DamagedError, refusing_damage
+from megatron_dppo.bridge.checkpoint_folder import (
+    CHECKSUMS,
+    Checksums,
+    DamagedError,
+    refusing_damage,
+)
 from megatron_dppo.config import Config, LoraConfig, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.fingerprints import fingerprint
@@ -40,14 +46,18 @@ class Adapters:
     @property
     def settings(self) -> LoraConfig:
         """``model.lora``, as it was."""
-        return LoraConfig.model_validate({"rank": self.rank, "alpha": self.alpha, "targets": self.targets})
+        return LoraConfig.model_validate(
+            {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
+        )
 
     @classmethod
     def of(cls, model: ModelConfig) -> Adapters | None:
         if not (lora := model.lora).rank:
             return None
         mark = fingerprint(model.folder, Path(model.checkpoint) if model.checkpoint else None)
-        setting, base = ("checkpoint", model.checkpoint) if model.checkpoint else ("path", model.path)
+        setting, base = (
+            ("checkpoint", model.checkpoint) if model.checkpoint else ("path", model.path)
+        )
         return cls(lora.rank, lora.alpha, sorted(lora.targets), base, mark, setting)
 
 
@@ -63,7 +73,9 @@ class Writer:
 
     @classmethod
     def of(cls, config: Config) -> Writer:
-        kind: Literal["plain", "fully_reshardable"] = "fully_reshardable" if config.optimizer.distributed else "plain"
+        kind: Literal["plain", "fully_reshardable"] = (
+            "fully_reshardable" if config.optimizer.distributed else "plain"
+        )
         return cls(config.model.dtype, kind, Adapters.of(config.model))
 
     @property
@@ -80,7 +92,8 @@ class Writer:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Writer:
-        """Return the writer from what :func:`write_state` wrote. Earlier versions also wrote the layout.
+        """Return the writer from what :func:`write_state` wrote. Earlier versions also wrote the
+        layout.
 
         Raises:
             TypeError: ``values`` are something else.
@@ -137,7 +150,10 @@ def check_resumable(place: Path, now: Writer) -> StoredState:
     """
     if (state := read_state(place)) is None:
         problem = f"{place} has no {STATE}: it is no checkpoint of a run"
-        remedy = f"Name another run.dir; its weights alone are started from with model.checkpoint={place}"
+        remedy = (
+            "Name another run.dir; its weights alone are started from with "
+            f"model.checkpoint={place}"
+        )
         raise UserError("run.dir", place.parent.parent, problem, remedy)
     written = state.writer
 
@@ -148,16 +164,26 @@ def check_resumable(place: Path, now: Writer) -> StoredState:
         return UserError(setting, value, f"{place} {problem}", f"{remedy}, {instead}")
 
     if not state.is_checked:
-        problem = "is of an earlier version, whose checkpoints this version exports and does not resume"
+        problem = (
+            "is of an earlier version, whose checkpoints this version exports and does not resume"
+        )
         raise refused("run.dir", place.parent.parent, problem, "Finish that run with that version")
     for setting, was in written.settings.items():
         if (is_now := now.settings.get(setting, was)) != was:
-            raise refused(setting, is_now, f"was written with {setting} = {was}", f"Resume with {setting}={was}")
+            raise refused(
+                setting,
+                is_now,
+                f"was written with {setting} = {was}",
+                f"Resume with {setting}={was}",
+            )
     before, after = written.adapters, now.adapters
     if before and after and before.fingerprint != after.fingerprint:
         base = f"model.{before.setting} = {before.base}"
         problem = f"holds adapters of {base}, which had other weights than {after.base} has"
         raise refused(
-            f"model.{before.setting}", after.base, problem, f"Resume with model.{before.setting}={before.base}"
+            f"model.{before.setting}",
+            after.base,
+            problem,
+            f"Resume with model.{before.setting}={before.base}",
         )
     return state

@@ -32,14 +32,22 @@ def printed_error(capsys: pytest.CaptureFixture[str]) -> str:
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a Hugging Face directory, read with safetensors alone."""
-    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(path.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def policy_tensors(path: Path, shape: PolicyShape | None = None) -> dict[str, torch.Tensor]:
-    """Return the policy's tensors in the form of streams: each expert apart, in whatever form the files have them."""
+    """Return the policy's tensors in the form of streams: each expert apart, in whatever form the
+    files have them."""
     found = check_weights(path, shape or read_shape(path))
     values = {name: torch.from_numpy(tensor.values().copy()) for name, tensor in found.items()}
-    return {name: each.view(torch.bfloat16) if found[name].dtype == "BF16" else each for name, each in values.items()}
+    return {
+        name: each.view(torch.bfloat16) if found[name].dtype == "BF16" else each
+        for name, each in values.items()
+    }
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -53,4 +61,8 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Return every file below a folder."""
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }

@@ -1,4 +1,5 @@
-"""Small directories of every family, written and read by transformers, with a tokenizer and a chat template."""
+"""Small directories of every family, written and read by transformers, with a tokenizer and a chat
+template."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -37,7 +38,8 @@ class Sizes:
     tie_word_embeddings: bool = False
 
 
-SMOLLM2 = Sizes(hidden_size=36, num_attention_heads=9, num_key_value_heads=3, head_dim=4, intermediate_size=48,
+SMOLLM2 = Sizes(hidden_size=36, num_attention_heads=9, num_key_value_heads=3, head_dim=4,
+intermediate_size=48,
                 tie_word_embeddings=True)  # fmt: skip
 """The heads of SmolLM2-135M, which three ranks divide, and two do not."""
 
@@ -52,9 +54,14 @@ COMMON: dict[str, Any] = {
 
 
 def write_directory(
-    config: PreTrainedConfig, path: Path, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB"
+    config: PreTrainedConfig,
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str = "1GB",
 ) -> PolicyShape:
-    """Write random weights, also for norms and biases (ones and zeros would hide an error), and a tokenizer."""
+    """Write random weights, also for norms and biases (ones and zeros would hide an error), and a
+    tokenizer."""
     generator = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -64,7 +71,9 @@ def write_directory(
     model.generation_config = GenerationConfig(do_sample=True, top_k=7, eos_token_id=[2])
     model.to(dtype).save_pretrained(path, max_shard_size=shard_size)
     # The last row is left to the token that transformers adds to tokenizers of some families.
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size - 1)}, unk_token="w0"))
+    words = Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(config.vocab_size - 1)}, unk_token="w0")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} w3 {% endfor %}"
@@ -72,7 +81,9 @@ def write_directory(
     return read_shape(path)
 
 
-def _write_dense(kind: type[PreTrainedConfig], path: Path, sizes: Sizes, **options: Any) -> PolicyShape:
+def _write_dense(
+    kind: type[PreTrainedConfig], path: Path, sizes: Sizes, **options: Any
+) -> PolicyShape:
     return write_directory(kind(**asdict(sizes), **COMMON), path, **options)
 
 
@@ -92,7 +103,11 @@ def write_qwen3_moe(
 ) -> PolicyShape:
     """Write a policy with experts, each of the feed-forward layer's size."""
     fields = {**asdict(sizes), "moe_intermediate_size": sizes.intermediate_size}
-    routing = {"num_experts": experts, "num_experts_per_tok": experts_per_token, "norm_topk_prob": renormalises}
+    routing = {
+        "num_experts": experts,
+        "num_experts_per_tok": experts_per_token,
+        "norm_topk_prob": renormalises,
+    }
     return write_directory(Qwen3MoeConfig(**fields, **routing, **COMMON), path, **options)
 
 
@@ -105,7 +120,8 @@ FAMILIES: dict[str, Callable[..., PolicyShape]] = {
 
 
 def logits(path: Path) -> torch.Tensor:
-    """Return logits of the model that transformers loads from a directory, in the type of its config.json."""
+    """Return logits of the model that transformers loads from a directory, in the type of its
+    config.json."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     with torch.no_grad():
         return model(torch.arange(24)[None]).logits
@@ -117,5 +133,8 @@ def assert_same_for_transformers(written: Path, source: Path) -> None:
     ours, theirs = (GenerationConfig.from_pretrained(path).to_dict() for path in (written, source))
     assert ours == theirs
     message = [{"role": "user", "content": "w7 w8"}]
-    ours, theirs = (AutoTokenizer.from_pretrained(path).apply_chat_template(message) for path in (written, source))
+    ours, theirs = (
+        AutoTokenizer.from_pretrained(path).apply_chat_template(message)
+        for path in (written, source)
+    )
     assert ours == theirs

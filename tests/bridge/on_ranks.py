@@ -24,7 +24,8 @@ def size_of(layout: LayoutConfig) -> int:
 def loaded_policy(
     path: Path, layout: LayoutConfig, dtype: str = "fp32"
 ) -> tuple[list[PolicyModel], PolicyShape, World]:
-    """Build this rank's shard of the policy at ``path``, with NaN wherever loading leaves anything out."""
+    """Build this rank's shard of the policy at ``path``, with NaN wherever loading leaves anything
+    out."""
     world = initialize(layout, seed=1, timeout_s=60.0)
     shape = read_shape(path)
     chunks = build_policy(shape, ModelConfig(path=str(path), dtype=dtype), layout, temperature=1.0)
@@ -36,7 +37,9 @@ def loaded_policy(
     return chunks, shape, world
 
 
-def stream_back(rank: int, size: int, path: Path, layout: LayoutConfig, dtype: str = "fp32") -> dict[Consumers, Names]:
+def stream_back(
+    rank: int, size: int, path: Path, layout: LayoutConfig, dtype: str = "fp32"
+) -> dict[Consumers, Names]:
     """Stream to each kind of consumers, and compare every tensor with the directory's."""
     model, _, world = loaded_policy(path, layout, dtype)
     stored = load_file(path / "model.safetensors")
@@ -54,8 +57,11 @@ def stream_back(rank: int, size: int, path: Path, layout: LayoutConfig, dtype: s
     return streams
 
 
-def assert_complete(ranks: list[dict[Consumers, Names]], layout: LayoutConfig, shape: PolicyShape) -> None:
-    """Each consumer of each copy has every tensor once, and ranks that only send have as many buckets."""
+def assert_complete(
+    ranks: list[dict[Consumers, Names]], layout: LayoutConfig, shape: PolicyShape
+) -> None:
+    """Each consumer of each copy has every tensor once, and ranks that only send have as many
+    buckets."""
     expected = sorted(expected_tensors(shape))
 
     def names(*streams: Names) -> list[str]:
@@ -70,4 +76,6 @@ def assert_complete(ranks: list[dict[Consumers, Names]], layout: LayoutConfig, s
         assert streams[Consumers.LEADER] == (everyone[0] if leads else [[]] * len(everyone[0]))
     of_stages = [streams[Consumers.STAGE_LEADERS] for streams in ranks]
     assert names(*of_stages) == sorted(expected * (stage // copy))
-    assert all(len(stream) == len(of_stages[rank // copy * copy]) for rank, stream in enumerate(of_stages))
+    assert all(
+        len(stream) == len(of_stages[rank // copy * copy]) for rank, stream in enumerate(of_stages)
+    )

@@ -1,4 +1,5 @@
-"""Recorder of the names of Transformer Engine's layers, if it is installed: ``python -m tests.bridge.record_te``.
+"""Recorder of the names of Transformer Engine's layers, if it is installed: ``python -m
+tests.bridge.record_te``.
 
 No GPU is needed: the layers are made, and written to a checkpoint, but never run.
 """
@@ -38,7 +39,8 @@ POLICIES: dict[str, Callable[[Path], PolicyShape]] = {
     "qwen2.5": partial(write_qwen2, sizes=_SIZES),
     "qwen3 moe": partial(write_qwen3_moe, sizes=_SIZES, experts=3),
 }
-"""Writers of directories. No two dimensions of these policies have one size, so that none can be taken for another."""
+"""Writers of directories. No two dimensions of these policies have one size, so that none can be
+taken for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class Names:
     parameters: Shapes
     """Of this rank, as the model has them."""
     checkpoint: Shapes
-    """Of the whole policy and of its optimizer's state, as they are read back from the checkpoint's own index."""
+    """Of the whole policy and of its optimizer's state, as they are read back from the checkpoint's
+    own index."""
 
 
 def making(spec: Spec) -> AbstractContextManager[object]:
@@ -56,13 +59,18 @@ def making(spec: Spec) -> AbstractContextManager[object]:
     return patch.object(torch.cuda, "is_available", lambda: True) if spec == "te" else nullcontext()
 
 
-def names(rank: int, size: int, path: Path, layout: LayoutConfig, spec: Spec, folder: Path) -> Names:
-    """Return the names of the policy at ``path``. The trainer's own code writes its checkpoint into ``folder``."""
+def names(
+    rank: int, size: int, path: Path, layout: LayoutConfig, spec: Spec, folder: Path
+) -> Names:
+    """Return the names of the policy at ``path``. The trainer's own code writes its checkpoint into
+    ``folder``."""
     world, shape = initialize(layout, seed=1, timeout_s=60.0), read_shape(path)
     model, run = ModelConfig(path=str(path), spec=spec), RunConfig(dir=str(folder))
     config = Config(model=model, layout=layout, run=run)
     with making(spec), patch("megatron_dppo.models.actor.check_attention"):  # which asks the GPU
-        actor = Actor(shape, model, layout, config.optimizer, world, temperature=1.0, load=lambda model: None)
+        actor = Actor(
+            shape, model, layout, config.optimizer, world, temperature=1.0, load=lambda model: None
+        )
         Checkpoints(config, world).save(actor, 1, {})
     world.wait_for_all("checkpoint")
     stored = dist_checkpointing.load_tensors_metadata(str(folder / "checkpoints" / "iter_0000001"))
@@ -73,19 +81,28 @@ def names(rank: int, size: int, path: Path, layout: LayoutConfig, spec: Spec, fo
 
 
 def layout_of(tp: int, pp: int = 1) -> LayoutConfig:
-    return LayoutConfig(tp=tp, pp=pp, sequence_parallel=True)  # without which experts are not trained at tp 2
+    return LayoutConfig(
+        tp=tp, pp=pp, sequence_parallel=True
+    )  # without which experts are not trained at tp 2
 
 
 def record(ranks: RankPool, write: Callable[[Path], PolicyShape]) -> dict[str, dict[str, list]]:
-    """Return ``parameters``, with their shapes at each of :data:`TPS`, and ``checkpoint``, the same at all."""
+    """Return ``parameters``, with their shapes at each of :data:`TPS`, and ``checkpoint``, the same
+    at all."""
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder, "policy"))
-        runs = {tp: (Path(folder, "policy"), layout_of(tp), "te", Path(folder, f"tp{tp}")) for tp in TPS}
+        runs = {
+            tp: (Path(folder, "policy"), layout_of(tp), "te", Path(folder, f"tp{tp}")) for tp in TPS
+        }
         by_tp = [ranks.run(tp, names, *arguments)[0] for tp, arguments in runs.items()]
     first, *others = by_tp
-    assert all(other.checkpoint == first.checkpoint for other in others), "the checkpoint depends on tp"
+    assert all(other.checkpoint == first.checkpoint for other in others), (
+        "the checkpoint depends on tp"
+    )
     return {
-        "parameters": {name: [list(found.parameters[name]) for found in by_tp] for name in first.parameters},
+        "parameters": {
+            name: [list(found.parameters[name]) for found in by_tp] for name in first.parameters
+        },
         "checkpoint": {key: list(size) for key, size in sorted(first.checkpoint.items())},
     }
 

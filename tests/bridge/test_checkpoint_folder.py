@@ -50,7 +50,9 @@ def test_other_folders_are_refused_with_a_hint(checkpoints: Path) -> None:
         assert caught.value.setting == "CKPT"
         return str(caught.value)
 
-    assert "has iter_0000004, iter_0000012, release" in refuse(checkpoints / "iter_0000005" / "deeper")
+    assert "has iter_0000004, iter_0000012, release" in refuse(
+        checkpoints / "iter_0000005" / "deeper"
+    )
     (checkpoints / TRACKER).write_text("5")
     assert "names iter_0000005" in refuse(checkpoints)
     (checkpoints / TRACKER).unlink()

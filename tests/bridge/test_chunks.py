@@ -1,4 +1,5 @@
-"""Matrices from rectangles in files: equal wherever they are cut, with one buffer of rows in memory at a time."""
+"""Matrices from rectangles in files: equal wherever they are cut, with one buffer of rows in memory
+at a time."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -54,14 +55,22 @@ def test_parameters_cut_anyhow_equal_the_tensors(data: st.DataObject) -> None:
     (part,) = entry.stored
     stored, cast = data.draw(DTYPES), data.draw(DTYPES)
     tensors = {name: torch.randn(size).to(stored) for name, size in entry.tensors.items()}
-    with TemporaryDirectory() as folder, patch.object(module, "BUFFER_BYTES", data.draw(st.integers(1, 999))):
+    with (
+        TemporaryDirectory() as folder,
+        patch.object(module, "BUFFER_BYTES", data.draw(st.integers(1, 999))),
+    ):
         whole = {name: store(Path(folder, "hf"), tensor) for name, tensor in tensors.items()}
         parameter = read(entry.shard_shape(1), parameter_chunks(part, whole), stored)
         matrix = parameter.view(parameter.shape[0], -1)
         if entry.mapping.split is Split.VOCABULARY:
             assert not matrix[QWEN3.vocab_size :].any()
         chunks = [
-            store(Path(folder, data.draw(st.sampled_from("xy"))), matrix[top:bottom, left:right], top, left)
+            store(
+                Path(folder, data.draw(st.sampled_from("xy"))),
+                matrix[top:bottom, left:right],
+                top,
+                left,
+            )
             for top, bottom in cuts(data, matrix.shape[0])
             for left, right in cuts(data, matrix.shape[1])
         ]
@@ -75,5 +84,7 @@ def test_a_buffer_is_in_memory_at_a_time(tmp_path: Path, columns: int, dtype: to
     matrix = torch.randn(1_500_000 // columns, columns)
     seen = list(read_rows(matrix.shape, [store(tmp_path / "file", matrix)], dtype))
     assert len({id(buffer.obj) for buffer in seen}) == 1
-    assert max(buffer.nbytes for buffer in seen) <= max(module.BUFFER_BYTES, columns * dtype.itemsize)
+    assert max(buffer.nbytes for buffer in seen) <= max(
+        module.BUFFER_BYTES, columns * dtype.itemsize
+    )
     assert sum(buffer.nbytes for buffer in seen) == matrix.numel() * dtype.itemsize

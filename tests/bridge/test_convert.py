@@ -1,4 +1,5 @@
-"""Weights between both forms: casts, and ``--verify``, which finds changed bits and models of other logits."""
+"""Weights between both forms: casts, and ``--verify``, which finds changed bits and models of other
+logits."""
 
 import json
 from collections.abc import Callable
@@ -24,9 +25,17 @@ from tests.damage import flip
 
 def test_weights_may_be_cast_on_either_way(tmp_path: Path) -> None:
     write_qwen3(tmp_path / "source", Sizes())
-    assert to_megatron(tmp_path / "source", tmp_path / "megatron", "--dtype", "bf16", "--verify", "tensors") == 0
+    assert (
+        to_megatron(
+            tmp_path / "source", tmp_path / "megatron", "--dtype", "bf16", "--verify", "tensors"
+        )
+        == 0
+    )
     assert to_hf(tmp_path / "megatron", tmp_path / "bf16") == 0
-    assert to_hf(tmp_path / "megatron", tmp_path / "fp32", "--dtype", "fp32", "--verify", "tensors") == 0
+    assert (
+        to_hf(tmp_path / "megatron", tmp_path / "fp32", "--dtype", "fp32", "--verify", "tensors")
+        == 0
+    )
     cast = {name: tensor.bfloat16() for name, tensor in weights(tmp_path / "source").items()}
     assert same(weights(tmp_path / "bf16"), cast)
     assert same(weights(tmp_path / "fp32"), {name: tensor.float() for name, tensor in cast.items()})
@@ -42,7 +51,9 @@ def test_mixed_types_become_the_common_type(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     assert to_megatron(tmp_path / "source", tmp_path / "megatron", "--verify", "tensors") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back", "--verify", "tensors") == 0
-    assert same(weights(tmp_path / "back"), {name: tensor.float() for name, tensor in tensors.items()})
+    assert same(
+        weights(tmp_path / "back"), {name: tensor.float() for name, tensor in tensors.items()}
+    )
 
 
 def test_transformers_loads_a_checkpoint_named_by_itself(tmp_path: Path) -> None:
@@ -50,10 +61,14 @@ def test_transformers_loads_a_checkpoint_named_by_itself(tmp_path: Path) -> None
     write_qwen3(source, Sizes())
     for name, workers in {"megatron": "1", "again": "4"}.items():
         assert to_megatron(source, tmp_path / name, "--workers", workers) == 0
-    assert contents(tmp_path / "megatron") == contents(tmp_path / "again"), "the same files from any workers"
+    assert contents(tmp_path / "megatron") == contents(tmp_path / "again"), (
+        "the same files from any workers"
+    )
     assert (tmp_path / "megatron" / TRACKER).read_text() == "release\n"
     (tmp_path / "megatron" / "release").rename(tmp_path / "alone")
-    assert to_hf(tmp_path / "alone", tmp_path / "back", "--hf", str(source), "--shard-gb", "4e-5") == 0
+    assert (
+        to_hf(tmp_path / "alone", tmp_path / "back", "--hf", str(source), "--shard-gb", "4e-5") == 0
+    )
     assert_same_for_transformers(tmp_path / "back", source)
 
 
@@ -77,7 +92,11 @@ def flipping(write: Callable[..., None]) -> Callable[..., None]:
     ],
 )
 def test_wrongly_written_weights_are_never_put_in_place(
-    tmp_path: Path, convert: Callable[..., int], write: str, problem: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    convert: Callable[..., int],
+    write: str,
+    problem: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     source, checkpoint, out = tmp_path / "source", tmp_path / "checkpoint", tmp_path / "out"
     write_qwen3(source, Sizes())
@@ -105,4 +124,6 @@ def test_models_of_other_logits_are_told_apart(tmp_path: Path) -> None:
     source, log = tmp_path / "source", tmp_path / "log"
     write_qwen3(source, Sizes())
     assert to_megatron(source, tmp_path / "megatron") == 0
-    run_script(tell_models_apart, source, tmp_path / "megatron/release", log=log)  # a process group of its own
+    run_script(
+        tell_models_apart, source, tmp_path / "megatron/release", log=log
+    )  # a process group of its own

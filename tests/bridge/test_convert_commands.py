@@ -1,4 +1,5 @@
-"""The conversion commands: refusals with one clear error, and conversions that end in the middle change nothing."""
+"""The conversion commands: refusals with one clear error, and conversions that end in the middle
+change nothing."""
 
 import json
 import multiprocessing
@@ -48,9 +49,17 @@ def set_config(folder: Path, **changes: object) -> None:
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 BAD_ORIGINS: list[tuple[Convert, Callable[[Path], object], str]] = [
     (to_megatron, shutil.rmtree, "is not a directory"),
-    (to_hf, lambda at: (at / "release/metadata.json").unlink(), "no checkpoint in Megatron's distributed"),
+    (
+        to_hf,
+        lambda at: (at / "release/metadata.json").unlink(),
+        "no checkpoint in Megatron's distributed",
+    ),
     (to_hf, lambda at: shutil.rmtree(at / "hf"), "there is no hf/ with the model's config.json"),
-    (to_hf, lambda at: set_config(at / "hf", **QWEN2), "decoder.layers.self_attention.linear_qkv.bias is missing"),
+    (
+        to_hf,
+        lambda at: set_config(at / "hf", **QWEN2),
+        "decoder.layers.self_attention.linear_qkv.bias is missing",
+    ),
 ]
 
 
@@ -116,11 +125,22 @@ def test_only_conversions_are_replaced_and_only_when_asked(
         Path("/proc"): "is a whole file system",
     }
     refusals = [
-        (convert, out, ["--overwrite"], text) for convert in (to_megatron, to_hf) for out, text in of_either.items()
+        (convert, out, ["--overwrite"], text)
+        for convert in (to_megatron, to_hf)
+        for out, text in of_either.items()
     ]
-    refusals += [(to_megatron, out, ["--overwrite"], "is read from") for out in (source, tmp_path, tmp_path / "link")]
-    refusals += [(to_hf, checkpoint / name, ["--overwrite"], "is read from there") for name in ("release", "hf", ".")]
-    refusals += [(to_megatron, checkpoint, [], "is there already"), (to_hf, source, [], "is there already")]
+    refusals += [
+        (to_megatron, out, ["--overwrite"], "is read from")
+        for out in (source, tmp_path, tmp_path / "link")
+    ]
+    refusals += [
+        (to_hf, checkpoint / name, ["--overwrite"], "is read from there")
+        for name in ("release", "hf", ".")
+    ]
+    refusals += [
+        (to_megatron, checkpoint, [], "is there already"),
+        (to_hf, source, [], "is there already"),
+    ]
     for convert, out, options, text in refusals:
         assert convert(source if convert is to_megatron else checkpoint, out, *options) == 2
         error = printed_error(capsys)
@@ -128,7 +148,9 @@ def test_only_conversions_are_replaced_and_only_when_asked(
     assert contents(tmp_path) == before
 
 
-def test_a_directory_behind_a_link_is_replaced(source: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_directory_behind_a_link_is_replaced(
+    source: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     (tmp_path / "disk/megatron").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk/megatron")
     for options in ([], ["--overwrite"]):
@@ -141,7 +163,10 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     source: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(tmp_path)
-    for convert, origin, file in ((to_megatron, source, SHARDS), (to_hf, checkpoint, "model.safetensors")):
+    for convert, origin, file in (
+        (to_megatron, source, SHARDS),
+        (to_hf, checkpoint, "model.safetensors"),
+    ):
         assert convert(origin, tmp_path / "out", "--dry-run") == 0
         assert file in capsys.readouterr().out
     assert contents(tmp_path) == before
@@ -157,14 +182,16 @@ def test_a_conversion_imports_neither_megatron_nor_transformers(source: Path) ->
         f"folder = Path({str(source.parent)!r})\n"
         "assert to_megatron(folder / 'source', folder / 'megatron', '--verify', 'tensors') == 0\n"
         "assert to_hf(folder / 'megatron', folder / 'back', '--verify', 'tensors') == 0\n"
-        "assert not {'megatron', 'transformers'} & {module.partition('.')[0] for module in sys.modules}\n"
+        "assert not {'megatron', 'transformers'} & {module.partition('.')[0] for module in "
+        "sys.modules}\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> dict[Convert, Path]:
-    """Origins of both conversions, with twice 3 MB of embeddings: two thirds of a small disk of 9 MiB."""
+    """Origins of both conversions, with twice 3 MB of embeddings: two thirds of a small disk of 9
+    MiB."""
     folder = tmp_path_factory.mktemp("large")
     write_qwen3(folder / "source", Sizes(vocab_size=12_000, hidden_size=64))
     assert to_megatron(folder / "source", folder / "checkpoint") == 0
@@ -184,8 +211,12 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
     room = shutil.disk_usage(small_disk)._replace(free=10**12)
     page = os.sysconf("SC_PAGE_SIZE")
     with (small_disk / "ballast").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, (shutil.disk_usage(small_disk).free - free_kb * 1000) // page * page)
-    with patch.object(files.shutil, "disk_usage", return_value=room):  # as free as when the disk was checked
+        os.posix_fallocate(
+            file.fileno(), 0, (shutil.disk_usage(small_disk).free - free_kb * 1000) // page * page
+        )
+    with patch.object(
+        files.shutil, "disk_usage", return_value=room
+    ):  # as free as when the disk was checked
         assert convert(small_disk / "out") == 2
     text = printed_error(capsys)
     assert f"error: OUT = {small_disk}/out problem was not written" in text
@@ -225,7 +256,9 @@ def test_an_end_in_the_middle_loses_nothing(
     expected = contents(out)
     if not old:
         shutil.rmtree(out)
-    process = multiprocessing.get_context("fork").Process(target=end_in_mid_write, args=(number, convert, out))
+    process = multiprocessing.get_context("fork").Process(
+        target=end_in_mid_write, args=(number, convert, out)
+    )
     process.start()
     process.join(60)
     assert process.exitcode == code

@@ -26,7 +26,13 @@ SHARD_BYTES, LARGE = 40_000, 10**9
 
 
 def export(
-    rank: int, size: int, source: Path, out: Path, layout: LayoutConfig, shard_bytes: int, dtype: torch.dtype
+    rank: int,
+    size: int,
+    source: Path,
+    out: Path,
+    layout: LayoutConfig,
+    shard_bytes: int,
+    dtype: torch.dtype,
 ) -> None:
     model, _, world = loaded_policy(source, layout)
     export_hf(model, world, source=source, out=out, max_shard_bytes=shard_bytes, dtype=dtype)
@@ -54,7 +60,10 @@ def test_an_export_lists_the_tokenizers_end_of_turn(tmp_path: Path) -> None:
     source = write_run(tmp_path / "run") / "hf"
     (source / NAMED_TEMPLATES).mkdir()
     (source / NAMED_TEMPLATES / "tool_use.jinja").write_text("{{ tools }}")
-    config, end = json.loads((source / "config.json").read_text()), load_tokenizer(source).eos_token_id
+    config, end = (
+        json.loads((source / "config.json").read_text()),
+        load_tokenizer(source).eos_token_id,
+    )
     tokenizer = (source / "tokenizer.json").read_bytes()
     for number, (stops, settings, readable, listed) in enumerate(
         (
@@ -80,7 +89,9 @@ def test_an_export_lists_the_tokenizers_end_of_turn(tmp_path: Path) -> None:
     check_destination(source, out, 0)
 
 
-def export_in_little_room(rank: int, size: int, source: Path, out: Path, layout: LayoutConfig) -> str:
+def export_in_little_room(
+    rank: int, size: int, source: Path, out: Path, layout: LayoutConfig
+) -> str:
     """Export where rank 0 may write no file beyond 20 kB, as on a full disk. Returns the error."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 0:
@@ -93,12 +104,16 @@ def export_in_little_room(rank: int, size: int, source: Path, out: Path, layout:
     return str(caught.value)
 
 
-def test_a_failure_is_raised_on_every_rank_and_changes_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failure_is_raised_on_every_rank_and_changes_nothing(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     write_qwen3(source, Sizes())
     ranks.run(1, export, source, out, LayoutConfig(), LARGE, torch.float32)
     before = contents(tmp_path)
-    errors = ranks.run(4, export_in_little_room, source, out, LayoutConfig(tp=2, dp=2), timeout=60.0)
+    errors = ranks.run(
+        4, export_in_little_room, source, out, LayoutConfig(tp=2, dp=2), timeout=60.0
+    )
     assert len({*errors}) == 1
     assert errors[0].startswith(f"run.dir = {out}: was not written ([Errno 27] File too large)")
     assert contents(tmp_path) == before
@@ -126,5 +141,7 @@ def test_a_failing_writer_takes_the_stream_to_its_end(tmp_path: Path) -> None:
     buckets = iter([{}, {}, {}])
     plan = plan_files(shape, torch.float32)
     with pytest.raises(UserError, match="Not a directory"):
-        write_stream(buckets, world_of(1, 0), plan, tmp_path / "file" / "hf", lambda draft: None, "run.dir")
+        write_stream(
+            buckets, world_of(1, 0), plan, tmp_path / "file" / "hf", lambda draft: None, "run.dir"
+        )
     assert not [*buckets]

@@ -34,7 +34,11 @@ MORE = {
 def of_family(shape: PolicyShape, architecture: str) -> PolicyShape:
     """Return the same sizes in another family, with the sizes that only this family has."""
     more = [sizes for key, sizes in MORE.items() if key in FAMILIES[architecture].keys]
-    return replace(shape, architecture=architecture, **{name: size for sizes in more for name, size in sizes.items()})
+    return replace(
+        shape,
+        architecture=architecture,
+        **{name: size for sizes in more for name, size in sizes.items()},
+    )
 
 
 SMALL = replace(SHAPE, num_layers=2, heads=4, kv_heads=2, head_dim=1, ffn=4)
@@ -86,10 +90,22 @@ def test_shards_and_back_is_the_identity(tp: int, data: st.DataObject) -> None:
 
 
 SLICES: list[tuple[PolicyShape, str, list[str]]] = [
-    (SMALL, "word_embeddings.weight", ["embed_tokens 0:128", "embed_tokens 128:131, zeros 131:256"]),
-    (SMALL, "linear_qkv.weight", ["q_proj 0:2, k_proj 0:1, v_proj 0:1", "q_proj 2:4, k_proj 1:2, v_proj 1:2"]),
+    (
+        SMALL,
+        "word_embeddings.weight",
+        ["embed_tokens 0:128", "embed_tokens 128:131, zeros 131:256"],
+    ),
+    (
+        SMALL,
+        "linear_qkv.weight",
+        ["q_proj 0:2, k_proj 0:1, v_proj 0:1", "q_proj 2:4, k_proj 1:2, v_proj 1:2"],
+    ),
     # The groups of a rank follow each other.
-    (SMALL, "linear_qkv.weight", ["q_proj 0:2, k_proj 0:1, v_proj 0:1, q_proj 2:4, k_proj 1:2, v_proj 1:2"]),
+    (
+        SMALL,
+        "linear_qkv.weight",
+        ["q_proj 0:2, k_proj 0:1, v_proj 0:1, q_proj 2:4, k_proj 1:2, v_proj 1:2"],
+    ),
     # A head of q_proj has its query, then its gate. A group has all queries, then all gates.
     (
         HYBRID,
@@ -101,22 +117,37 @@ SLICES: list[tuple[PolicyShape, str, list[str]]] = [
     ),
     (HYBRID, "linear_proj.weight", ["o_proj 0:2", "o_proj 2:4"]),
     (HYBRID, "q_layernorm.weight", ["q_norm 0:1", "q_norm 0:1"]),
-    (HYBRID, "conv1d.weight", ["conv1d 0:2, conv1d 4:6, conv1d 8:12", "conv1d 2:4, conv1d 6:8, conv1d 12:16"]),
-    (HYBRID, "experts.linear_fc1.weight3", ["gate_proj 0:2, up_proj 0:2", "gate_proj 2:4, up_proj 2:4"]),
+    (
+        HYBRID,
+        "conv1d.weight",
+        ["conv1d 0:2, conv1d 4:6, conv1d 8:12", "conv1d 2:4, conv1d 6:8, conv1d 12:16"],
+    ),
+    (
+        HYBRID,
+        "experts.linear_fc1.weight3",
+        ["gate_proj 0:2, up_proj 0:2", "gate_proj 2:4, up_proj 2:4"],
+    ),
 ]
 """A parameter of a policy, and the slices of each rank in Megatron's order."""
 
 
 @pytest.mark.parametrize(("shape", "name", "by_rank"), SLICES)
-def test_slices_of_a_rank_are_in_megatrons_order(shape: PolicyShape, name: str, by_rank: list[str]) -> None:
+def test_slices_of_a_rank_are_in_megatrons_order(
+    shape: PolicyShape, name: str, by_rank: list[str]
+) -> None:
     entry = next(entry for entry in entries(shape) if entry.megatron[0].endswith(name))
     for rank, expected in enumerate(by_rank):
         slices = entry.slices(rank, len(by_rank))
         modules = [part.name.split(".")[-2] if part.name else "zeros" for part in slices]
-        found = [f"{module} {part.start}:{part.stop}" for module, part in zip(modules, slices, strict=True)]
+        found = [
+            f"{module} {part.start}:{part.stop}"
+            for module, part in zip(modules, slices, strict=True)
+        ]
         assert ", ".join(found) == expected
 
 
 def test_expert_parallel_ranks_hold_consecutive_experts() -> None:
-    ranks = {entry.expert: entry.expert_rank(2) for entry in entries(HYBRID) if entry.expert is not None}
+    ranks = {
+        entry.expert: entry.expert_rank(2) for entry in entries(HYBRID) if entry.expert is not None
+    }
     assert ranks == {0: 0, 1: 0, 2: 1, 3: 1}

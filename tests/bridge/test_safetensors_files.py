@@ -1,4 +1,5 @@
-"""Directories that differ from their config.json: refused in one sentence, before any rank starts."""
+"""Directories that differ from their config.json: refused in one sentence, before any rank
+starts."""
 
 import random
 from collections.abc import Callable
@@ -51,7 +52,9 @@ def refuse(path: Path, shape: PolicyShape) -> str:
 def test_a_tied_output_layer_has_to_be_the_embedding(tmp_path: Path) -> None:
     shape = replace(write_qwen3(tmp_path, Sizes()), tied=True)
     assert "lm_head.weight differs from model.embed_tokens.weight" in refuse(tmp_path, shape)
-    rewrite(lambda of: of.update({"lm_head.weight": of["model.embed_tokens.weight"].double()}))(tmp_path)
+    rewrite(lambda of: of.update({"lm_head.weight": of["model.embed_tokens.weight"].double()}))(
+        tmp_path
+    )
     assert expected_tensors(shape).keys() == check_weights(tmp_path, shape).keys()
 
 
@@ -60,11 +63,20 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     (
         WHOLE,
         overwrite(SINGLE, b"version https://git-lfs.github.com/spec/v1"),
-        f"{SINGLE} is no whole safetensors file (Error while deserializing header: header too large)",
+        f"{SINGLE} is no whole safetensors file (Error while deserializing header: header too "
+        "large)",
     ),
     (SHARDED, overwrite(INDEX, b"{}"), f"{INDEX} is no index"),
-    (SHARDED, misname_in_index, f"{INDEX} says that {UPP} is in {LAST}, where it is not (nearest name: {UP})"),
-    (WHOLE, rewrite(lambda of: of.update({UPP: of.pop(UP)})), f"{UP} is missing (nearest name: {UPP})"),
+    (
+        SHARDED,
+        misname_in_index,
+        f"{INDEX} says that {UPP} is in {LAST}, where it is not (nearest name: {UP})",
+    ),
+    (
+        WHOLE,
+        rewrite(lambda of: of.update({UPP: of.pop(UP)})),
+        f"{UP} is missing (nearest name: {UPP})",
+    ),
     (
         WHOLE,
         rewrite(lambda of: of.update({UP + "_scale": torch.zeros(1)})),
@@ -75,7 +87,11 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
         rewrite(lambda of: of.update({UP: of[UP].T.contiguous()})),
         f"{UP} has shape [24, 40], but config.json makes it [40, 24]",
     ),
-    (WHOLE, rewrite(lambda of: of.update({UP: of[UP].to(torch.float8_e4m3fn)})), f"{UP} is stored as F8_E4M3"),
+    (
+        WHOLE,
+        rewrite(lambda of: of.update({UP: of[UP].to(torch.float8_e4m3fn)})),
+        f"{UP} is stored as F8_E4M3",
+    ),
 ]
 """Size of shards, damage, and the fact that the refusal names."""
 

@@ -1,4 +1,5 @@
-"""The weight stream's promises: bounded buckets, overlap, memory, and only those exchanges that a consumer needs."""
+"""The weight stream's promises: bounded buckets, overlap, memory, and only those exchanges that a
+consumer needs."""
 
 import weakref
 from dataclasses import replace
@@ -28,7 +29,9 @@ from tests.ranks import RankPool
 
 TP2_PP2 = LayoutConfig(tp=2, pp=2, sequence_parallel=True)
 MIB = 2**20
-SEVERAL_BUCKETS = Sizes(vocab_size=1500, hidden_size=192, intermediate_size=512, num_hidden_layers=4)
+SEVERAL_BUCKETS = Sizes(
+    vocab_size=1500, hidden_size=192, intermediate_size=512, num_hidden_layers=4
+)
 """Sizes with several buckets of 1 MiB. Embedding and output layer are larger than a bucket."""
 TIED = replace(SEVERAL_BUCKETS, tie_word_embeddings=True)
 
@@ -50,7 +53,11 @@ def use_groups_between_buckets(rank: int, size: int, path: Path, to: Consumers) 
     stored = load_file(path / "model.safetensors")
     groups = [parallel_state.get_tensor_model_parallel_group()]
     if to is not Consumers.STAGE_LEADERS:
-        groups += [parallel_state.get_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group(), None]
+        groups += [
+            parallel_state.get_model_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+            None,
+        ]
     equal = []
     for number, bucket in enumerate(weight_stream(model, world, to=to, bucket_mib=1)):
         for group in groups:
@@ -68,7 +75,8 @@ def test_consumers_may_communicate(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def count_elements_sent(rank: int, size: int, path: Path) -> tuple[int, dict[Consumers, int]]:
-    """Return the number of elements of this rank's parameters, and the number that each stream sends."""
+    """Return the number of elements of this rank's parameters, and the number that each stream
+    sends."""
     model, _, world = loaded_policy(path, TP2_PP2)
     sent = dict.fromkeys(Consumers, 0)
     gathers: list[Consumers] = []
@@ -76,7 +84,9 @@ def count_elements_sent(rank: int, size: int, path: Path) -> tuple[int, dict[Con
 
     def count(operations: list[dist.P2POp]) -> list[dist.Work]:
         gathers.append(to)
-        sent[to] += sum(operation.tensor.numel() for operation in operations if operation.op is dist.isend)
+        sent[to] += sum(
+            operation.tensor.numel() for operation in operations if operation.op is dist.isend
+        )
         return send(operations)
 
     with patch.object(dist, "batch_isend_irecv", count):
@@ -85,7 +95,8 @@ def count_elements_sent(rank: int, size: int, path: Path) -> tuple[int, dict[Con
                 gathers.count(to) - number
                 for number, _ in enumerate(weight_stream(model, world, to=to, bucket_mib=1), 1)
             ]
-            # The next gather begins before a bucket is handed out. Here, all ranks take part in all gathers.
+            # The next gather begins before a bucket is handed out. Here, all ranks take part in all
+            # gathers.
             assert to is not Consumers.EVERYONE or ahead == [*[1] * (len(ahead) - 1), 0]
             assert len(ahead) > 3
     return sum(parameter.numel() for chunk in model for parameter in chunk.parameters()), sent
@@ -98,7 +109,9 @@ def test_consumers_are_sent_missing_tensors_only_and_once(ranks: RankPool, tmp_p
     total = {to: sum(by_rank[to] for by_rank in sent) for to in Consumers}
     assert total[Consumers.LEADER] == policy - held[0]
     assert total[Consumers.STAGE_LEADERS] == policy - held[0] - held[2]
-    assert total[Consumers.EVERYONE] == 3 * policy  # norms of a rank's own stage included: hardly any bytes
+    assert (
+        total[Consumers.EVERYONE] == 3 * policy
+    )  # norms of a rank's own stage included: hardly any bytes
 
 
 class HeldMemory(TorchDispatchMode):
@@ -107,7 +120,9 @@ class HeldMemory(TorchDispatchMode):
     def __init__(self, model: list[PolicyModel]) -> None:
         super().__init__()
         self.most = 0
-        self._known = {parameter.untyped_storage() for chunk in model for parameter in chunk.parameters()}
+        self._known = {
+            parameter.untyped_storage() for chunk in model for parameter in chunk.parameters()
+        }
         self._held = weakref.WeakSet[torch.UntypedStorage]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,4 +164,7 @@ def test_tensors_kept_in_fp32_share_no_bucket_with_bf16(tmp_path: Path) -> None:
     write_family(tmp_path, "Qwen3_5ForCausalLM")
     shape = read_shape(tmp_path)
     buckets = plan_buckets(shape, [0], LayoutConfig(), most_bytes=1 << 40, dtype=torch.bfloat16)
-    assert [{item.entry.mapping.exact for item in bucket} for bucket in buckets] == [{False}, {True}]
+    assert [{item.entry.mapping.exact for item in bucket} for bucket in buckets] == [
+        {False},
+        {True},
+    ]

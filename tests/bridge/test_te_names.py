@@ -21,20 +21,33 @@ RECORDED: dict[str, Any] = json.loads(RECORDING.read_text())
 @pytest.mark.parametrize("tp", TPS)
 @pytest.mark.parametrize("family", POLICIES)
 def test_every_parameter_of_te_is_a_row_of_the_table(tmp_path: Path, family: str, tp: int) -> None:
-    recorded = {name: tuple(by_tp[TPS.index(tp)]) for name, by_tp in RECORDED[family]["parameters"].items()}
+    recorded = {
+        name: tuple(by_tp[TPS.index(tp)]) for name, by_tp in RECORDED[family]["parameters"].items()
+    }
     mapped = list(entries(POLICIES[family](tmp_path)))
-    rows = {name: [entry.shard_shape(tp) for entry in mapped if name in entry.megatron] for name in recorded}
+    rows = {
+        name: [entry.shard_shape(tp) for entry in mapped if name in entry.megatron]
+        for name in recorded
+    }
     assert rows == {name: [size] for name, size in recorded.items()}
-    assert [entry.megatron for entry in mapped if len(recorded.keys() & set(entry.megatron)) != 1] == []
+    assert [
+        entry.megatron for entry in mapped if len(recorded.keys() & set(entry.megatron)) != 1
+    ] == []
 
 
 @pytest.mark.parametrize("family", POLICIES)
-def test_a_checkpoint_of_torch_layers_has_te_keys_and_shapes(ranks: RankPool, tmp_path: Path, family: str) -> None:
+def test_a_checkpoint_of_torch_layers_has_te_keys_and_shapes(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
     recorded = {key: tuple(size) for key, size in RECORDED[family]["checkpoint"].items()}
     POLICIES[family](tmp_path / "policy")
     layouts = layout_of(tp=2), layout_of(tp=1, pp=2)
-    calls = [(names, tmp_path / "policy", each, "torch", tmp_path / f"tp{each.tp}") for each in layouts]
-    assert [found.checkpoint for found in chain.from_iterable(ranks.in_turn(2, *calls))] == [recorded] * 4
+    calls = [
+        (names, tmp_path / "policy", each, "torch", tmp_path / f"tp{each.tp}") for each in layouts
+    ]
+    assert [found.checkpoint for found in chain.from_iterable(ranks.in_turn(2, *calls))] == [
+        recorded
+    ] * 4
 
 
 @pytest.mark.skipif(not transformer_engine_installed(), reason="needs Transformer Engine")

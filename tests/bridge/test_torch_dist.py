@@ -1,4 +1,5 @@
-"""A converted checkpoint is torch's own distributed checkpoint, under the keys and shapes of the mapping."""
+"""A converted checkpoint is torch's own distributed checkpoint, under the keys and shapes of the
+mapping."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,9 @@ from tests.bridge.directories import Sizes, write_qwen2, write_qwen3, write_qwen
 
 
 def convert(
-    folder: Path, write: Callable[..., PolicyShape] = write_qwen3, dtype: torch.dtype = torch.float32
+    folder: Path,
+    write: Callable[..., PolicyShape] = write_qwen3,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[PolicyShape, Path]:
     """Convert a random policy. Returns its shape and the checkpoint."""
     shape = write(folder / "source", Sizes(), dtype=dtype)
@@ -26,7 +29,9 @@ def convert(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("write", [write_qwen2, write_qwen3_moe], ids=["Qwen2.5", "Qwen3-MoE"])
-def test_torch_reads_every_key_of_the_mapping(tmp_path: Path, write: Callable[..., PolicyShape]) -> None:
+def test_torch_reads_every_key_of_the_mapping(
+    tmp_path: Path, write: Callable[..., PolicyShape]
+) -> None:
     shape, release = convert(tmp_path, write, torch.bfloat16)
     stored = [part for entry in entries(shape) for part in entry.stored]
     state = {part.key: torch.full(part.stored_shape, torch.nan).bfloat16() for part in stored}
@@ -50,5 +55,7 @@ def test_a_parameter_in_part_is_refused(tmp_path: Path) -> None:
     del plan.places[part]
     (release / METADATA).unlink()
     write_metadata(release, plan, {})
-    with pytest.raises(Exception, match=r"linear_qkv.layer_norm_weight of layer 1 is there in part only"):
+    with pytest.raises(
+        Exception, match=r"linear_qkv.layer_norm_weight of layer 1 is there in part only"
+    ):
         StoredPolicy(release, shape, "CKPT")

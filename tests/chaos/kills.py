@@ -1,7 +1,7 @@
 """Random kills of ranks, launchers and checkpoint writers.
 
-Every second kill comes while a checkpoint is written, the others at any time from the first step on. A finished run is
-compared with an undisturbed run.
+Every second kill comes while a checkpoint is written, the others at any time from the first step
+on. A finished run is compared with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ async def talk(client, prompt):
 MARK = "MEGATRON_DPPO_CHAOS"
 """Environment variable of all processes of a run, whatever their parent is by now."""
 MAY_STAY = re.compile(r"megatron-dppo-.*|torchinductor_.*|tmp\w+wandb-(artifacts|media)")
-"""Names that may stay in the temporary folder: of a launcher after SIGKILL, torch's cache, and W&B's at its import."""
+"""Names that may stay in the temporary folder: of a launcher after SIGKILL, torch's cache, and
+W&B's at its import."""
 GONE_S = 10.0
 """Limit of the processes of a run after the launcher's end."""
 WAIT_S = 300.0
@@ -79,7 +80,11 @@ class Run:
     def start(self) -> subprocess.Popen[bytes]:
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
         settings = [word.format(folder=self.folder.parent) for word in self.of.settings]
-        environment = {MARK: str(self.folder), "TMPDIR": str(self.folder / "tmp"), "OMP_NUM_THREADS": "1"}
+        environment = {
+            MARK: str(self.folder),
+            "TMPDIR": str(self.folder / "tmp"),
+            "OMP_NUM_THREADS": "1",
+        }
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", *self.command, *settings],
@@ -92,8 +97,14 @@ class Run:
     def find_processes(self) -> list[psutil.Process]:
         """Return all live processes of the run; ``info`` has their attributes."""
         found = psutil.process_iter(["pid", "ppid", "cmdline", "environ", "status"], ad_value=None)
-        mine = [each for each in found if (each.info["environ"] or {}).get(MARK) == str(self.folder)]
-        return [each for each in mine if each.info["status"] != psutil.STATUS_ZOMBIE and each.info["cmdline"]]
+        mine = [
+            each for each in found if (each.info["environ"] or {}).get(MARK) == str(self.folder)
+        ]
+        return [
+            each
+            for each in mine
+            if each.info["status"] != psutil.STATUS_ZOMBIE and each.info["cmdline"]
+        ]
 
     def find_victims(self, kind: str, launcher: int) -> list[psutil.Process]:
         """Return processes of a kind; a writer of a checkpoint is forked by a rank."""
@@ -101,19 +112,36 @@ class Run:
         if kind == "launcher":
             return [each for each in processes if each.pid == launcher]
         if kind == "worker":
-            return [each for each in processes if "megatron_dppo.rewards.worker" in each.info["cmdline"]]
-        of_ranks = [each for each in processes if each.info["cmdline"][1:3] == ["-m", "megatron_dppo.launch.rank"]]
+            return [
+                each for each in processes if "megatron_dppo.rewards.worker" in each.info["cmdline"]
+            ]
+        of_ranks = [
+            each
+            for each in processes
+            if each.info["cmdline"][1:3] == ["-m", "megatron_dppo.launch.rank"]
+        ]
         ranks = [each for each in of_ranks if each.info["ppid"] == launcher]
         if not ranks:  # a single rank is the launcher
             ranks = [each for each in processes if each.pid == launcher]
-            of_ranks = [each for each in processes if ranks and each.info["cmdline"] == ranks[0].info["cmdline"]]
+            of_ranks = [
+                each
+                for each in processes
+                if ranks and each.info["cmdline"] == ranks[0].info["cmdline"]
+            ]
         return ranks if kind == "rank" else [each for each in of_ranks if each not in ranks]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the metrics without times."""
         file = self.folder / "run" / "metrics.jsonl"
-        read = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
-        return [{name: value for name, value in row.items() if not name.startswith("perf/")} for row in read]
+        read = (
+            [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
+            if file.exists()
+            else []
+        )
+        return [
+            {name: value for name, value in row.items() if not name.startswith("perf/")}
+            for row in read
+        ]
 
     def is_saving(self) -> bool:
         return any((self.folder / "run" / "checkpoints").glob(".iter_*.partial"))
@@ -123,16 +151,22 @@ class Run:
         _, left = psutil.wait_procs(self.find_processes(), timeout=GONE_S)
         for process in left:
             process.kill()
-        return [f"{self.of.name}: outlived by {' '.join(process.info['cmdline'])[:200]}" for process in left]
+        return [
+            f"{self.of.name}: outlived by {' '.join(process.info['cmdline'])[:200]}"
+            for process in left
+        ]
 
     def outcome(self) -> dict[str, Any]:
-        """Return everything that must not depend on kills: metrics without times, exported weights, and file names."""
+        """Return everything that must not depend on kills: metrics without times, exported weights,
+        and file names."""
         run = self.folder / "run"
         names = {str(path.relative_to(run)) for path in run.rglob("*")}
         return {
             "rows": self.rows(),
             "weights": hashlib.sha256((run / "hf" / "model.safetensors").read_bytes()).hexdigest(),
-            "files": {name for name in names if not name.startswith("tensorboard/")},  # one for each start
+            "files": {
+                name for name in names if not name.startswith("tensorboard/")
+            },  # one for each start
         }
 
 
@@ -157,7 +191,9 @@ def wait_for(process: subprocess.Popen[bytes], moment: Callable[[], Any]) -> Any
     return None
 
 
-def disturb(run: Run, kind: str, *, saving: bool, seconds: float, chance: random.Random) -> int | None:
+def disturb(
+    run: Run, kind: str, *, saving: bool, seconds: float, chance: random.Random
+) -> int | None:
     """Start a run, and kill one of its processes.
 
     Returns:
@@ -190,7 +226,9 @@ def finish(run: Run, reference: dict[str, Any], tally: Tally) -> None:
     outcome = run.outcome()
     different = [name for name in ("rows", "weights") if outcome[name] != reference[name]]
     left = sorted(outcome["files"] - reference["files"])
-    left += [path.name for path in (run.folder / "tmp").iterdir() if not MAY_STAY.fullmatch(path.name)]
+    left += [
+        path.name for path in (run.folder / "tmp").iterdir() if not MAY_STAY.fullmatch(path.name)
+    ]
     tally.wrong += [f"{run.of.name}: other {name}, see {run.folder}" for name in different]
     tally.wrong += [f"{run.of.name}: left {name}" for name in left]
     tally.runs += 1
@@ -228,7 +266,11 @@ def chaos(folder: Path, kills: int, seed: int) -> Tally:
         tally.wrong += run.end_processes()
         if code is not None:
             tally.kills[f"{kind}: code {code}"] += 1
-            print(f"{tally.kills.total():4} of {kills}: {kind}, saving: {saving}, {of.name}: code {code}", flush=True)
+            print(
+                f"{tally.kills.total():4} of {kills}: {kind}, saving: {saving}, {of.name}: code "
+                f"{code}",
+                flush=True,
+            )
         if len(run.rows()) > STEPS and code in (0, None):
             finish(runs.pop(of.name), references[of.name][0], tally)
     for name, run in runs.items():

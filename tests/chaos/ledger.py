@@ -1,8 +1,10 @@
-"""Ledger of a run over its lives: requests, rollouts in flight, and the completions that steps were trained on.
+"""Ledger of a run over its lives: requests, rollouts in flight, and the completions that steps were
+trained on.
 
     python -m tests.chaos.ledger a.b=c …
 
-trains like ``megatron-dppo train``, and writes ``ledger.jsonl`` in ``run.dir``: an event a line, durable before a kill.
+trains like ``megatron-dppo train``, and writes ``ledger.jsonl`` in ``run.dir``: an event a line,
+durable before a kill.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Recorded(Trainer):
 
         def note_request(pool: Any, rollouts: StepRollouts, again: int = 0) -> StepRollouts:
             if rollouts.partial is None:  # else partial rollouts resume
-                self.note("asked", step=rollouts.step, prompts=rollouts.selection.prompt_ids.tolist())
+                self.note(
+                    "asked", step=rollouts.step, prompts=rollouts.selection.prompt_ids.tolist()
+                )
             return request(pool, rollouts, again)
 
         self.collector.request = note_request  # type: ignore[method-assign]
@@ -66,18 +70,28 @@ class Recorded(Trainer):
 
     def _in_flight(self) -> dict[str, Groups]:
         """Return complete rollouts of the next steps, by step. Collective."""
-        return {str(each.step): self._groups(each.complete) for each in self.queue if each.complete is not None}
+        return {
+            str(each.step): self._groups(each.complete)
+            for each in self.queue
+            if each.complete is not None
+        }
 
     def _groups(self, rollouts: CompleteRollouts) -> Groups:
         """Return the groups of all ranks. Collective."""
-        mine = {str(g.prompt.id): [_describe(c) for c in g.completions] for g in rollouts.held.values()}
+        mine = {
+            str(g.prompt.id): [_describe(c) for c in g.completions] for g in rollouts.held.values()
+        }
         return dict(chain.from_iterable(part.items() for part in self.world.gather(mine)))
 
 
 def _describe(completion: Completion) -> dict[str, Any]:
     content = completion.token_ids.tobytes() + completion.logprobs.tobytes()
     versions = np.unique(completion.versions).tolist()
-    return {"id": hashlib.sha256(content).hexdigest()[:16], "length": len(completion.token_ids), "versions": versions}
+    return {
+        "id": hashlib.sha256(content).hexdigest()[:16],
+        "length": len(completion.token_ids),
+        "versions": versions,
+    }
 
 
 def job(config: Config) -> None:
@@ -94,8 +108,8 @@ def events(run: Path) -> list[Event]:
 
 
 def trained(ledger: Sequence[Event]) -> dict[int, Groups]:
-    """Return the steps of the last life's weights with their completions, in their order: without the steps after the
-    checkpoint that a life began with."""
+    """Return the steps of the last life's weights with their completions, in their order: without
+    the steps after the checkpoint that a life began with."""
     steps: dict[int, Groups] = {}
     for event in ledger:
         if event["event"] == "began":
@@ -106,7 +120,9 @@ def trained(ledger: Sequence[Event]) -> dict[int, Groups]:
     return steps
 
 
-def find_faults(ledger: Sequence[Event], order: Sequence[Sequence[int]], samples: int) -> Iterator[str]:
+def find_faults(
+    ledger: Sequence[Event], order: Sequence[Sequence[int]], samples: int
+) -> Iterator[str]:
     """Describe the faults of a finished run.
 
     Args:
@@ -119,16 +135,28 @@ def find_faults(ledger: Sequence[Event], order: Sequence[Sequence[int]], samples
         yield f"trained steps {list(steps)}"
     for step, groups in steps.items():
         if sorted(map(int, groups)) != sorted(order[step]):
-            yield f"step {step} has the prompts {sorted(map(int, groups))}, and not {sorted(order[step])}"
+            yield (
+                f"step {step} has the prompts {sorted(map(int, groups))}, and not "
+                f"{sorted(order[step])}"
+            )
         if any(len(group) != samples for group in groups.values()):
             yield f"step {step} has groups of {[len(group) for group in groups.values()]}"
-    times = Counter(c["id"] for g in steps.values() for group in g.values() for c in group if c["length"] >= DISTINCT)
-    yield from (f"completion {name} was trained {count} times" for name, count in times.items() if count > 1)
+    times = Counter(
+        c["id"]
+        for g in steps.values()
+        for group in g.values()
+        for c in group
+        if c["length"] >= DISTINCT
+    )
+    yield from (
+        f"completion {name} was trained {count} times" for name, count in times.items() if count > 1
+    )
     yield from _find_lost_rollouts(ledger, steps)
 
 
 def _find_lost_rollouts(ledger: Sequence[Event], steps: dict[int, Groups]) -> Iterator[str]:
-    """Find steps that were requested again though their rollouts were kept, or trained on other rollouts."""
+    """Find steps that were requested again though their rollouts were kept, or trained on other
+    rollouts."""
     saved: dict[int, dict[str, Groups]] = {}
     kept: dict[int, Groups] = {}
     requests: Counter[int] = Counter()
@@ -146,8 +174,14 @@ def _find_lost_rollouts(ledger: Sequence[Event], steps: dict[int, Groups]) -> It
                 del requests[lost]
             kept = {number: groups for number, groups in kept.items() if number < step}
             kept |= {int(number): groups for number, groups in has.items()}
-    yield from (f"step {step} was requested {count} times" for step, count in requests.items() if count > 1)
-    yield from (f"step {step} has other rollouts than were kept" for step, g in kept.items() if steps.get(step) != g)
+    yield from (
+        f"step {step} was requested {count} times" for step, count in requests.items() if count > 1
+    )
+    yield from (
+        f"step {step} has other rollouts than were kept"
+        for step, g in kept.items()
+        if steps.get(step) != g
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Random kills of servers, judges and trainers of runs two steps ahead of two real SGLang servers: nothing is lost,
-nothing is trained twice.
+"""Random kills of servers, judges and trainers of runs two steps ahead of two real SGLang servers:
+nothing is lost, nothing is trained twice.
 
-Servers and the judge, the HTTP server of the rewards, are restarted soon after a kill; a trainer at once. In
-every second run a user's conversation makes the completions. The ledger of a run is compared with the prompts of an
-undisturbed run.
+Servers and the judge, the HTTP server of the rewards, are restarted soon after a kill; a trainer at
+once. In every second run a user's conversation makes the completions. The ledger of a run is
+compared with the prompts of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ STEPS, PROMPTS, SAMPLES, PROBLEMS = 24, 8, 4, 96
 DATA = (
     f"run.steps={STEPS}", "run.checkpoint_every=2", "run.export=false", "data.train=arithmetic",
     "data.chat_template=false", "data.max_prompt_tokens=24", f"data.arithmetic.problems={PROBLEMS}",
-    f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}", "rollout.max_response_tokens=24",
-    "pruning.prompts.rule=none", "pack.max_tokens=256", "optimizer.lr=1e-4", "eval.every=0", "eval.problems=0",
+    f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
+    "rollout.max_response_tokens=24",
+    "pruning.prompts.rule=none", "pack.max_tokens=256", "optimizer.lr=1e-4", "eval.every=0",
+    "eval.problems=0",
 )  # fmt: skip
 AHEAD = (
     "layout.tp=2", "rollout.engine=sglang", "rollout.ahead=2", "rollout.health_timeout_s=5",
     "rollout.sync.timeout_s=20", "rollout.timeout_s=900", "reward.workers=2",
 )  # fmt: skip
 TALKING = (
-    "rollout.conversation={folder}/talk.py:talk", "rollout.request_timeout_s=60", "rollout.attempts=8",
+    "rollout.conversation={folder}/talk.py:talk", "rollout.request_timeout_s=60",
+    "rollout.attempts=8",
     "run.late_s=5",
 )  # fmt: skip
 JUDGE = """
@@ -121,16 +124,25 @@ class Chaos:
         (folder / "talk.py").write_text(TALK)
         (folder / "reward.py").write_text(REWARD.format(port=judge_port))
         self.judge = Judge(folder, judge_port)
-        launch = [*launch_settings("sglang", (1, 1), first_port=FIRST_PORT), "rollout.launch.ports=2"]
+        launch = [
+            *launch_settings("sglang", (1, 1), first_port=FIRST_PORT),
+            "rollout.launch.ports=2",
+        ]
         serving = load_config(None, [f"run.dir={folder}", f"model.path={policy}", *launch])
-        self.servers = [ServerProcess(serving, i, host="127.0.0.1", secret=self.secret) for i in range(2)]
+        self.servers = [
+            ServerProcess(serving, i, host="127.0.0.1", secret=self.secret) for i in range(2)
+        ]
         for server in self.servers:
             server.start()
         order = PromptOrder([PROBLEMS], seed=RunConfig().seed)
         self.order = [order.next_window(PROMPTS).tolist() for _ in range(STEPS)]
         """The prompts of each step of an undisturbed run."""
         for server in self.servers:
-            self.http.run(wait_ready(server, lambda url: SglangClient(url, self.http, secret=self.secret), PATIENCE_S))
+            self.http.run(
+                wait_ready(
+                    server, lambda url: SglangClient(url, self.http, secret=self.secret), PATIENCE_S
+                )
+            )
         served = (*AHEAD, f"rollout.servers=[{','.join(server.url for server in self.servers)}]")
         self.configurations = (
             Configuration("a conversation, two given servers", (*served, *TALKING)),
@@ -144,8 +156,15 @@ class Chaos:
         while turns:
             folder = self.folder / f"run-{self.tally.runs}"
             own = [f"run.dir={folder / 'run'}", f"model.path={self.folder / 'policy'}"]
-            command = ["tests.chaos.ledger", *own, f"reward.function={self.folder / 'reward.py'}:compute_score", *DATA]
-            run = Run(self.configurations[self.tally.runs % 2], folder, command, {SECRET: self.secret})
+            command = [
+                "tests.chaos.ledger",
+                *own,
+                f"reward.function={self.folder / 'reward.py'}:compute_score",
+                *DATA,
+            ]
+            run = Run(
+                self.configurations[self.tally.runs % 2], folder, command, {SECRET: self.secret}
+            )
             while self._live(run, turns) != 0:
                 pass
             self._compare(run)
@@ -154,11 +173,17 @@ class Chaos:
     def _live(self, run: Run, turns: list[str]) -> int:
         """Start a run, kill in their order until its end, and return the exit code."""
         process, before = run.start(), len(events(run.folder / "run"))
-        self._wait_until(lambda: process.poll() is not None or len(events(run.folder / "run")) > before)
+        self._wait_until(
+            lambda: process.poll() is not None or len(events(run.folder / "run")) > before
+        )
         killed = False
         while not killed and process.poll() is None:
-            until = time.monotonic() + (self.chance.uniform(0.0, BETWEEN_S) if turns else PATIENCE_S)
-            self._wait_until(lambda until=until: process.poll() is not None or time.monotonic() > until)
+            until = time.monotonic() + (
+                self.chance.uniform(0.0, BETWEEN_S) if turns else PATIENCE_S
+            )
+            self._wait_until(
+                lambda until=until: process.poll() is not None or time.monotonic() > until
+            )
             assert turns or process.poll() is not None, f"a run does not end: {run.folder}"
             if process.poll() is None and self._kill(turns[0], run, process):
                 killed = turns[0] in ("rank", "launcher")
@@ -178,7 +203,9 @@ class Chaos:
     def _kill(self, kind: str, run: Run, process: subprocess.Popen[bytes]) -> bool:
         """Kill a process of the kind; return False without a victim."""
         away = [what for _, what in self.due]
-        well: list[Judge | ServerProcess] = [each for each in self.servers if each.listens() and each not in away]
+        well: list[Judge | ServerProcess] = [
+            each for each in self.servers if each.listens() and each not in away
+        ]
         if kind in ("judge", "server"):
             well = well if kind == "server" else [self.judge][: self.judge not in away]
             if not well:
@@ -213,8 +240,14 @@ class Chaos:
             wrong.append(f"metrics.jsonl has the steps {steps}")
         for name in ("rollout/dropped_groups", "reward/errors", "reward/timeouts"):
             wrong += [f"{name} is {row[name]} in step {row['step']}" for row in rows if row[name]]
-        wrong += [f"step {row['step']} is too old" for row in rows if row["staleness/max"] > row["staleness/bound"]]
-        self.tally.completions += sum(len(g) for groups in trained(ledger).values() for g in groups.values())
+        wrong += [
+            f"step {row['step']} is too old"
+            for row in rows
+            if row["staleness/max"] > row["staleness/bound"]
+        ]
+        self.tally.completions += sum(
+            len(g) for groups in trained(ledger).values() for g in groups.values()
+        )
         self.tally.wrong += [f"{run.folder.name}: {fault}" for fault in wrong]
         if not wrong:
             shutil.rmtree(run.folder)

@@ -41,7 +41,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers() -> list[WorkedAnswer]:
     rng = np.random.default_rng(3)
     lengths = [(3, 9), (7, 2), (5, 5), (2, 11)]
-    return [WorkedAnswer(*(rng.integers(3, 131, n).astype(np.int32) for n in pair)) for pair in lengths]
+    return [
+        WorkedAnswer(*(rng.integers(3, 131, n).astype(np.int32) for n in pair)) for pair in lengths
+    ]
 
 
 @pytest.fixture(scope="session")

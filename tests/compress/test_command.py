@@ -1,4 +1,5 @@
-"""The written policy is loaded by stock transformers, and computes the larger policy's outputs without some parts."""
+"""The written policy is loaded by stock transformers, and computes the larger policy's outputs
+without some parts."""
 
 from __future__ import annotations
 
@@ -27,12 +28,16 @@ WIDTH = ("--method", "width", "--keep", "0.7", "--multiple", "8")
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("calibration") / "sums.jsonl"
-    file.write_text("".join(json.dumps({"prompt": prompt, "response": text}) + "\n" for prompt, text in TEXTS))
+    file.write_text(
+        "".join(json.dumps({"prompt": prompt, "response": text}) + "\n" for prompt, text in TEXTS)
+    )
     return file
 
 
 def load(folder: Path) -> Any:
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
 
@@ -43,7 +48,16 @@ def compute_logits(model: Any) -> torch.Tensor:
 
 
 def words(source: Path, out: Path, calibration: Path, *more: str) -> list[str]:
-    return ["compress", str(source), str(out), "--calibrate", str(calibration), "--sequences", "2", *more]
+    return [
+        "compress",
+        str(source),
+        str(out),
+        "--calibrate",
+        str(calibration),
+        "--sequences",
+        "2",
+        *more,
+    ]
 
 
 def compress(source: Path, out: Path, calibration: Path, *more: str) -> dict[str, Any]:
@@ -53,18 +67,24 @@ def compress(source: Path, out: Path, calibration: Path, *more: str) -> dict[str
 
 
 @pytest.mark.quick
-def test_depth_removes_the_layers_that_the_record_leaves_out(policy: Path, calibration: Path, tmp_path: Path) -> None:
+def test_depth_removes_the_layers_that_the_record_leaves_out(
+    policy: Path, calibration: Path, tmp_path: Path
+) -> None:
     record = compress(policy, tmp_path / "out", calibration, "--method", "depth", "--keep", "0.75")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["num_hidden_layers"] == len(config["layer_types"]) == len(record["layers"]) == 3
     assert record["loss_after"] != record["loss_before"]
     larger = load(policy)
-    larger.model.layers = torch.nn.ModuleList(larger.model.layers[layer] for layer in record["layers"])
+    larger.model.layers = torch.nn.ModuleList(
+        larger.model.layers[layer] for layer in record["layers"]
+    )
     larger.config.num_hidden_layers = 3
     torch.testing.assert_close(compute_logits(load(tmp_path / "out")), compute_logits(larger))
 
 
-@pytest.mark.parametrize("more", [WIDTH, ("--method", "2ssp", "--keep", "0.6", "--multiple", "8", "--zero-attention")])
+@pytest.mark.parametrize(
+    "more", [WIDTH, ("--method", "2ssp", "--keep", "0.6", "--multiple", "8", "--zero-attention")]
+)
 def test_kept_units_are_the_larger_policys(
     policy: Path, calibration: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
@@ -73,7 +93,10 @@ def test_kept_units_are_the_larger_policys(
     smaller, larger = load(tmp_path / "out").model.layers, load(policy).model.layers
     assert smaller[0].mlp.gate_proj.out_features < 80
     for number, (ours, theirs) in enumerate(zip(smaller, larger, strict=True)):
-        rows = [theirs.mlp.gate_proj.weight.tolist().index(row) for row in ours.mlp.gate_proj.weight.tolist()]
+        rows = [
+            theirs.mlp.gate_proj.weight.tolist().index(row)
+            for row in ours.mlp.gate_proj.weight.tolist()
+        ]
         assert rows == sorted(rows)
         assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight[rows])
         assert torch.equal(ours.mlp.down_proj.weight, theirs.mlp.down_proj.weight[:, rows])
@@ -82,11 +105,17 @@ def test_kept_units_are_the_larger_policys(
 
 
 @pytest.mark.parametrize("part", ["block", "attention", "feed-forward"])
-def test_a_mixture_of_experts_loses_parts(mixture: Path, calibration: Path, tmp_path: Path, part: str) -> None:
+def test_a_mixture_of_experts_loses_parts(
+    mixture: Path, calibration: Path, tmp_path: Path, part: str
+) -> None:
     keep = {"block": "0.5", "attention": "0.9", "feed-forward": "0.6"}[part]
     more = ("--method", "depth", "--keep", keep, "--part", part, "--score", "influence")
     record = compress(mixture, tmp_path / "out", calibration, *more)
-    removed = 2 - len(record["layers"]), len(record["zero_attention"]), len(record["zero_feed_forward"])
+    removed = (
+        2 - len(record["layers"]),
+        len(record["zero_attention"]),
+        len(record["zero_feed_forward"]),
+    )
     assert removed == tuple(int(part == each) for each in ("block", "attention", "feed-forward"))
     load(tmp_path / "out")
 
@@ -100,7 +129,11 @@ def test_another_family_keeps_its_type(calibration: Path, tmp_path: Path) -> Non
 
 
 def test_verify_finds_a_difference(
-    policy: Path, calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    policy: Path,
+    calibration: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(command, "apply_cut", lambda model, cut: nullcontext())
     assert main(words(policy, tmp_path / "out", calibration, "--verify", *WIDTH)) == 2
@@ -137,7 +170,10 @@ def test_answers_of_an_evaluation_are_read_unchanged(policy: Path, tmp_path: Pat
         read_sequences(tmp_path, tokenizer, **keys)
     (tmp_path / "evaluation.json").write_text("{}")
     answers = read_sequences(tmp_path, tokenizer, **keys)
-    texts = [(tokenizer.decode(answer.prompt_ids), tokenizer.decode(answer.response_ids)) for answer in answers]
+    texts = [
+        (tokenizer.decode(answer.prompt_ids), tokenizer.decode(answer.response_ids))
+        for answer in answers
+    ]
     assert texts == [("1+2=", "3#3<|im_end|>"), ("9+8=", "17")]
 
 
@@ -149,8 +185,12 @@ def test_a_dry_run_and_a_refusal_write_nothing(
     assert "nothing has been written" in capsys.readouterr().out
     refusals = {
         "--calibrate = (not given)": ["compress", str(policy), str(out), *WIDTH],
-        "--method = 2ssp": words(policy, out, calibration, "--method", "2ssp", "--keep", "0.6", "--multiple", "8"),
-        "Set --prompt-key to the right column": words(policy, out, calibration, *WIDTH, "--prompt-key", "question"),
+        "--method = 2ssp": words(
+            policy, out, calibration, "--method", "2ssp", "--keep", "0.6", "--multiple", "8"
+        ),
+        "Set --prompt-key to the right column": words(
+            policy, out, calibration, *WIDTH, "--prompt-key", "question"
+        ),
         "--max-tokens = 2": words(policy, out, calibration, *WIDTH, "--max-tokens", "2"),
     }
     for text, typed in refusals.items():

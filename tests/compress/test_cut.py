@@ -34,7 +34,8 @@ def layer_weights(shape: PolicyShape) -> int:
 
 
 def kept_fraction(recipe: Recipe, shape: PolicyShape) -> float:
-    """Return the fraction of the layers' weights that a cut keeps. Zeroed parts count as removed."""
+    """Return the fraction of the layers' weights that a cut keeps. Zeroed parts count as
+    removed."""
     recipe.check(shape)
     cut = recipe.plan_cut(shape)
     zeros = len(cut.zero_attention) * count_attention_weights(shape)
@@ -44,15 +45,21 @@ def kept_fraction(recipe: Recipe, shape: PolicyShape) -> float:
 
 @pytest.mark.parametrize("name", PUBLISHED_ATTENTIONS)
 def test_2ssp_removes_the_published_number_of_attentions(name: str) -> None:
-    found = tuple(count_removed_attentions(PUBLISHED[name], sparsity) for sparsity in (0.25, 0.375, 0.5))
+    found = tuple(
+        count_removed_attentions(PUBLISHED[name], sparsity) for sparsity in (0.25, 0.375, 0.5)
+    )
     assert found == PUBLISHED_ATTENTIONS[name]
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-4b", "qwen3-32b"])
 def test_kept_fraction_is_the_requested_one(name: str) -> None:
     shape = PUBLISHED[name]
-    assert kept_fraction(Recipe("width", "random", 0.75, multiple=16), shape) == pytest.approx(0.75, abs=0.001)
-    assert kept_fraction(Recipe("2ssp", "random", 0.75, zero_attention=True), shape) == pytest.approx(0.75, abs=0.01)
+    assert kept_fraction(Recipe("width", "random", 0.75, multiple=16), shape) == pytest.approx(
+        0.75, abs=0.001
+    )
+    assert kept_fraction(
+        Recipe("2ssp", "random", 0.75, zero_attention=True), shape
+    ) == pytest.approx(0.75, abs=0.01)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -64,7 +71,10 @@ def test_depth_keeps_the_requested_fraction(part: Part, shape: PolicyShape) -> N
 
 
 def test_kept_units_are_a_multiple() -> None:
-    cuts = [Recipe("width", "random", keep, multiple=512).plan_cut(PUBLISHED["qwen3-8b"]) for keep in (0.5, 0.6, 0.7)]
+    cuts = [
+        Recipe("width", "random", keep, multiple=512).plan_cut(PUBLISHED["qwen3-8b"])
+        for keep in (0.5, 0.6, 0.7)
+    ]
     assert [cut.shrink(PUBLISHED["qwen3-8b"]).ffn % 512 for cut in cuts] == [0, 0, 0]
 
 
@@ -95,7 +105,10 @@ def test_fraction_named_by_a_refusal_is_possible() -> None:
     with pytest.raises(UserError) as error:
         Recipe("depth", "greedy", 0.5, "attention").plan_cut(SMALL)
     least = float(error.value.remedy.split()[4])
-    assert len(Recipe("depth", "greedy", least + 0.001, "attention").plan_cut(SMALL).zero_attention) == 27
+    assert (
+        len(Recipe("depth", "greedy", least + 0.001, "attention").plan_cut(SMALL).zero_attention)
+        == 27
+    )
 
 
 def test_highest_scores_are_kept_in_order_and_the_first_of_equals() -> None:

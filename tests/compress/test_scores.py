@@ -56,11 +56,17 @@ def test_activations_and_influence_equal_loops_over_tokens(
     seen: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
 
     def watch(module: Any, key: tuple[str, int]) -> Any:
-        return module.register_forward_hook(lambda _, inputs, output: seen[key].append((inputs, output)))
+        return module.register_forward_hook(
+            lambda _, inputs, output: seen[key].append((inputs, output))
+        )
 
     hooks = [watch(model.model.embed_tokens, ("embedding", 0))]
     for number, layer in enumerate(model.model.layers):
-        modules = {"attention": layer.self_attn, "feed-forward": layer.mlp, "down": layer.mlp.down_proj}
+        modules = {
+            "attention": layer.self_attn,
+            "feed-forward": layer.mlp,
+            "down": layer.mlp.down_proj,
+        }
         hooks += [watch(module, (name, number)) for name, module in modules.items()]
     for answer in answers:
         model(token_ids(answer))
@@ -74,7 +80,9 @@ def test_activations_and_influence_equal_loops_over_tokens(
         torch.testing.assert_close(activations[number], torch.stack(norms).mean(0), **CLOSE)
         attention = torch.cat([output[0][0] for _, output in seen["attention", number]])
         streams.append(streams[-1] + attention)
-        streams.append(streams[-1] + torch.cat([output[0] for _, output in seen["feed-forward", number]]))
+        streams.append(
+            streams[-1] + torch.cat([output[0] for _, output in seen["feed-forward", number]])
+        )
     for part, first, last in (("block", 0, 2), ("attention", 0, 1), ("feed-forward", 1, 2)):
         pairs = [(streams[2 * layer + first], streams[2 * layer + last]) for layer in range(4)]
         expected = [1 - torch.cosine_similarity(*pair).mean() for pair in pairs]
@@ -118,13 +126,19 @@ def test_each_pair_of_halves_lacks_every_layer_once(layers: int) -> None:
 
 
 def test_greedy_removal_takes_the_least_loss_each_time(
-    model: Any, answers: list[WorkedAnswer], batches: list[Batch], capsys: pytest.CaptureFixture[str]
+    model: Any,
+    answers: list[WorkedAnswer],
+    batches: list[Batch],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     cut = Scorer(model, batches).remove_greedily(WHOLE, "attention", 3)
     removed: list[int] = []
     for _ in range(3):
         candidates = {*range(4)} - {*removed}
-        losses = {layer: mean_loss(ablated(model, "attention", [*removed, layer]), answers) for layer in candidates}
+        losses = {
+            layer: mean_loss(ablated(model, "attention", [*removed, layer]), answers)
+            for layer in candidates
+        }
         removed.append(min(losses, key=losses.__getitem__))
     assert cut == Cut(WHOLE.layers, zero_attention=tuple(sorted(removed)))
     assert f"3 of 3: loss {losses[removed[-1]]:.4f}" in capsys.readouterr().err
@@ -132,40 +146,64 @@ def test_greedy_removal_takes_the_least_loss_each_time(
 
 @pytest.mark.parametrize("score", ["activation", "magnitude"])
 @torch.no_grad()
-def test_a_useless_unit_is_found(model: Any, policy: Path, batches: list[Batch], score: str) -> None:
+def test_a_useless_unit_is_found(
+    model: Any, policy: Path, batches: list[Batch], score: str
+) -> None:
     for layer in model.model.layers:
-        for rows in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, layer.mlp.down_proj.weight.T):
+        for rows in (
+            layer.mlp.gate_proj.weight,
+            layer.mlp.up_proj.weight,
+            layer.mlp.down_proj.weight.T,
+        ):
             rows[17] = 1e-6
-    cut = choose_cut(Scorer(model, batches), read_shape(policy), Recipe("width", score, 0.99, multiple=1))
+    cut = choose_cut(
+        Scorer(model, batches), read_shape(policy), Recipe("width", score, 0.99, multiple=1)
+    )
     assert cut.units is not None
     assert all(17 not in kept for kept in cut.units)
 
 
 @pytest.mark.parametrize(
     ("score", "part"),
-    [("shapley-loss", "block"), ("shapley-loss", "attention"), ("greedy", "block"), *(("influence", p) for p in PARTS)],
+    [
+        ("shapley-loss", "block"),
+        ("shapley-loss", "attention"),
+        ("greedy", "block"),
+        *(("influence", p) for p in PARTS),
+    ],
 )
 @torch.no_grad()
-def test_a_useless_part_is_found(model: Any, policy: Path, batches: list[Batch], score: str, part: Part) -> None:
-    for weight in (model.model.layers[1].self_attn.o_proj.weight, model.model.layers[1].mlp.down_proj.weight):
+def test_a_useless_part_is_found(
+    model: Any, policy: Path, batches: list[Batch], score: str, part: Part
+) -> None:
+    for weight in (
+        model.model.layers[1].self_attn.o_proj.weight,
+        model.model.layers[1].mlp.down_proj.weight,
+    ):
         weight *= 1e-6
     shape = read_shape(policy)
     keep = {"block": 0.75, "attention": 0.88, "feed-forward": 0.87}[part]
-    assert choose_cut(Scorer(model, batches), shape, Recipe("depth", score, keep, part)) == WHOLE.remove(part, [1])
+    assert choose_cut(
+        Scorer(model, batches), shape, Recipe("depth", score, keep, part)
+    ) == WHOLE.remove(part, [1])
 
 
 def test_random_2ssp_removes_units_and_attention(policy: Path) -> None:
     shape, scorer = read_shape(policy), Scorer(None, [])
     recipes = [Recipe("2ssp", "random", 0.6, multiple=8, seed=seed) for seed in range(8)]
     cuts = [choose_cut(scorer, shape, recipe) for recipe in recipes]
-    assert {len(cut.zero_attention) for cut in cuts} == {len(recipes[0].plan_cut(shape).zero_attention)}
+    assert {len(cut.zero_attention) for cut in cuts} == {
+        len(recipes[0].plan_cut(shape).zero_attention)
+    }
     assert len({cut.zero_attention for cut in cuts}) > 2
     assert len({cut.units for cut in cuts}) == len(cuts)
 
 
 def test_progress_counts_every_read(model: Any, policy: Path, batches: list[Batch]) -> None:
     shape = read_shape(policy)
-    recipes = [Recipe(method, score, 0.5, multiple=8) for method in SCORES for score in SCORES[method]]
+    recipes = [
+        Recipe(method, score, 0.5, multiple=8) for method in SCORES for score in SCORES[method]
+    ]
     for recipe in (*recipes, Recipe("depth", "shapley-loss", 0.5, subnetworks=3)):
         read: list[int] = []
         choose_cut(Scorer(model, batches, read.append), shape, recipe)

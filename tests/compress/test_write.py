@@ -15,7 +15,9 @@ from megatron_dppo.compress.write import read_cut_tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cut_tensor_is_an_index_into_the_larger_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_cut_tensor_is_an_index_into_the_larger_tensor(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(5)
     sizes = {
         "model.embed_tokens.weight": (131, 512),
@@ -25,7 +27,9 @@ def test_a_cut_tensor_is_an_index_into_the_larger_tensor(tmp_path: Path, dtype: 
         "model.layers.1.mlp.up_proj.weight": (1000, 512),
         "model.layers.1.mlp.down_proj.weight": (512, 1000),
     }
-    larger = {name: torch.randn(size, generator=generator).to(dtype) for name, size in sizes.items()}
+    larger = {
+        name: torch.randn(size, generator=generator).to(dtype) for name, size in sizes.items()
+    }
     save_file(larger, tmp_path / "model.safetensors")
     assert larger["model.layers.1.mlp.gate_proj.weight"].nbytes > 3 * BUFFER_BYTES
     tensors = read_header(tmp_path / "model.safetensors")

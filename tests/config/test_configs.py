@@ -1,4 +1,5 @@
-"""Every file in configs/ is a configuration; files of published models fit the machines that they name."""
+"""Every file in configs/ is a configuration; files of published models fit the machines that they
+name."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Each row of the table of exclusions refuses the smallest configuration that meets its terms, and nothing smaller."""
+"""Each row of the table of exclusions refuses the smallest configuration that meets its terms, and
+nothing smaller."""
 
 import re
 from dataclasses import replace
@@ -8,7 +9,15 @@ from typing import get_args
 import pytest
 
 from megatron_dppo.config import Config, ModelConfig
-from megatron_dppo.config.exclusions import Exclusion, Term, checks, exclusions, idle_rows, text_of, value_of
+from megatron_dppo.config.exclusions import (
+    Exclusion,
+    Term,
+    checks,
+    exclusions,
+    idle_rows,
+    text_of,
+    value_of,
+)
 from megatron_dppo.config.types import Command
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
@@ -19,9 +28,12 @@ DENSE = PolicyShape(2, 64, 8, 4, 32, 128, 64, True, 1e6, 1e-6, 1536)
 POLICY = {
     "policy.experts": replace(DENSE, experts=4, experts_per_token=2),
     "policy.shared_ffn": replace(DENSE, experts=4, experts_per_token=2, shared_ffn=64),
-    "policy.hybrid": replace(DENSE, architecture="Qwen3_5ForCausalLM", attention_interval=2, delta_keys=8),
+    "policy.hybrid": replace(
+        DENSE, architecture="Qwen3_5ForCausalLM", attention_interval=2, delta_keys=8
+    ),
 }
-"""Policies by the condition that they meet. ``DENSE`` has as many positions as the default settings take."""
+"""Policies by the condition that they meet. ``DENSE`` has as many positions as the default settings
+take."""
 NAMES = {
     "data.chat_template_kwargs": "{enable_thinking: false}",
     "data.date": "2026-01-31",
@@ -57,7 +69,10 @@ MEET = {
     "rollout.launch.sizes!=rollout.launch.count": ["rollout.launch.count=3"],
     "rollout.launch.last_port>65535": ["rollout.launch.first_port=65000"],
     "rollout.timeout_s<rollout.sync.patience_s": ["rollout.timeout_s=239"],
-    "rollout.launch.ports<rollout.launch.count": ["rollout.launch.ports=1", "rollout.launch.count=2"],
+    "rollout.launch.ports<rollout.launch.count": [
+        "rollout.launch.ports=1",
+        "rollout.launch.count=2",
+    ],
     "rollout.max_batch<eval.samples": ["rollout.max_batch=1", "eval.samples=2"],
     "data.max_prompt_tokens>policy.max_positions": ["data.max_prompt_tokens=1537"],
     "longest>policy.max_positions": ["rollout.max_response_tokens=1025"],
@@ -72,7 +87,8 @@ def term_text(term: Term) -> str:
 
 
 def meeting_overrides(terms: tuple[Term, ...]) -> list[str]:
-    """The fewest overrides that meet conditions, as the head of ``exclusions.yaml`` explains them."""
+    """The fewest overrides that meet conditions, as the head of ``exclusions.yaml`` explains
+    them."""
     found: dict[str, str] = {}
     for term in terms:
         if term_text(term) in MEET:
@@ -99,13 +115,20 @@ def value_for(term: Term) -> str:
         case "!=" if setting.choices:
             return next(choice for choice in setting.choices if choice not in term.words)
     kinds = {bool: "true", int: "2", float: "2"}
-    numbers = [kinds[kind] for kind in kinds if kind is setting.type or kind in get_args(setting.type)]
-    return NAMES.get(term.key) or (numbers or ["2" if "Annotated" in str(setting.type) else "own.py:name"])[0]
+    numbers = [
+        kinds[kind] for kind in kinds if kind is setting.type or kind in get_args(setting.type)
+    ]
+    return (
+        NAMES.get(term.key)
+        or (numbers or ["2" if "Annotated" in str(setting.type) else "own.py:name"])[0]
+    )
 
 
 def find_refusal(row: Exclusion, words: list[str]) -> UserError | None:
     """Return a row's own refusal by the last of its commands."""
-    policy = next((POLICY[term_text(term)] for term in row.terms if term_text(term) in POLICY), DENSE)
+    policy = next(
+        (POLICY[term_text(term)] for term in row.terms if term_text(term) in POLICY), DENSE
+    )
     config = load_config(None, words)
     own = [str(error) for error in found_by([partial(row.check, config, policy)])]
     found = found_by(checks(config, row.commands[-1], policy if row.of_policy else None))
@@ -131,7 +154,9 @@ def test_a_row_refuses_the_smallest_configuration(row: Exclusion) -> None:
 
 def test_refused_mappings_are_shown_by_their_names() -> None:
     """Their values may be keys."""
-    config = load_config(None, ["data.chat_template=false", "data.chat_template_kwargs={my_key: s3cret, b: 1}"])
+    config = load_config(
+        None, ["data.chat_template=false", "data.chat_template_kwargs={my_key: s3cret, b: 1}"]
+    )
     [error] = found_by(checks(config, "train"))
     assert error.value == "{my_key: …, b: …}"
 
@@ -149,21 +174,32 @@ def test_every_command_takes_the_defaults() -> None:
         ("rollout.ahead>1", "rollout.ahead=2", "rollout.ahead=1"),
         ("loss.clip_low>=1", "loss.clip_low=1", "loss.clip_low=0.99"),
         ("optimizer.min_lr>optimizer.lr", "optimizer.min_lr=1.0000001e-6", "optimizer.min_lr=1e-6"),
-        ("loss.distillation.teacher=http://*", "loss.distillation.teacher=http://a:1", "run.seed=2"),
-        ("model.lora.targets=q_proj|k_proj", "model.lora.targets=[v_proj,k_proj]", "model.lora.targets=[v_proj]"),
-        ("model.lora.targets!=q_proj|k_proj", "model.lora.targets=[v_proj]", "model.lora.targets=[v_proj,k_proj]"),
-        ("data.names!=[verifiers]", "data.train=[{path: verifiers},{path: a.jsonl}]", "data.train=verifiers"),
-        ("reward.functions=math", "reward.function=[{function: math},{function: a.py:f}]", "reward.function=a.py:math"),
+        ("loss.distillation.teacher=http://*", "loss.distillation.teacher=http://a:1",
+        "run.seed=2"),
+        ("model.lora.targets=q_proj|k_proj", "model.lora.targets=[v_proj,k_proj]",
+        "model.lora.targets=[v_proj]"),
+        ("model.lora.targets!=q_proj|k_proj", "model.lora.targets=[v_proj]",
+        "model.lora.targets=[v_proj,k_proj]"),
+        ("data.names!=[verifiers]", "data.train=[{path: verifiers},{path: a.jsonl}]",
+        "data.train=verifiers"),
+        ("reward.functions=math", "reward.function=[{function: math},{function: a.py:f}]",
+        "reward.function=a.py:math"),
     ],
 )  # fmt: skip
 def test_a_condition_is_met_as_the_table_explains(term: str, meet: str, fail: str) -> None:
-    assert [Term.read(term).holds(load_config(None, [word]), None) for word in (meet, fail)] == [True, False]
+    assert [Term.read(term).holds(load_config(None, [word]), None) for word in (meet, fail)] == [
+        True,
+        False,
+    ]
 
 
 def test_a_star_in_a_user_s_value_is_no_pattern() -> None:
     """A star of the table stands for any text, one of a user's only for itself."""
     term = Term.read("model.path=model.checkpoint")
-    same, other = (Config(model=ModelConfig(path=path, checkpoint="runs/*/hf")) for path in ("runs/*/hf", "runs/a/hf"))
+    same, other = (
+        Config(model=ModelConfig(path=path, checkpoint="runs/*/hf"))
+        for path in ("runs/*/hf", "runs/a/hf")
+    )
     assert term.holds(same, None) and not term.holds(other, None)
 
 

@@ -27,9 +27,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a byte-level BPE tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     corpus = folder / "corpus.jsonl"
-    corpus.write_text(json.dumps({"text": "How many clips did they sell? She sold 48 of them. user assistant system"}))
+    corpus.write_text(
+        json.dumps(
+            {"text": "How many clips did they sell? She sold 48 of them. user assistant system"}
+        )
+    )
     out = folder / "policy"
-    write_model(out, hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=16, tokenizer="bpe", corpus=corpus)
+    write_model(
+        out,
+        hidden=16,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        ffn=16,
+        tokenizer="bpe",
+        corpus=corpus,
+    )
     return out
 
 
@@ -51,7 +65,8 @@ TOOLS_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-"""As Qwen3's: tools in a message of the system, and all their consecutive answers in a message of the user."""
+"""As Qwen3's: tools in a message of the system, and all their consecutive answers in a message of
+the user."""
 
 
 @pytest.fixture
@@ -70,7 +85,9 @@ def framed(model: Path, tmp_path: Path) -> Tokenizer:
     file = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     marks = [(mark, file.token_to_id(mark)) for mark in ("<|endoftext|>", "<|im_end|>")]
     frame = "<|endoftext|> $A <|im_end|>"
-    file.post_processor = tokenizers.processors.TemplateProcessing(single=frame, special_tokens=marks)
+    file.post_processor = tokenizers.processors.TemplateProcessing(
+        single=frame, special_tokens=marks
+    )
     file.save(str(folder / "tokenizer.json"))
     return load_tokenizer(folder)
 
@@ -81,7 +98,9 @@ def write(tmp_path: Path) -> Write:
 
     def write_rows(rows: Sequence[Mapping[str, Any] | str]) -> str:
         file = tmp_path / "rows.jsonl"
-        lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+        lines = [
+            row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows
+        ]
         file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         return str(file)
 

@@ -44,7 +44,9 @@ def test_the_date_is_kept_in_the_folder(
     assert with_date(data, dated, folder).date == today and not folder.exists()
     assert with_date(data, model, folder, keep=True) == data and not folder.exists()
     assert with_date(data, dated, folder, keep=True).date == today
-    assert (folder / DATE).read_text().strip() == today and f"always {today}" in capsys.readouterr().err
+    assert (
+        folder / DATE
+    ).read_text().strip() == today and f"always {today}" in capsys.readouterr().err
     (folder / DATE).write_text("2026-01-31\n")
     assert with_date(data, dated, folder, keep=True).date == "2026-01-31"
     assert with_date(DataConfig(date="2025-12-01"), dated, folder).date == "2025-12-01"
@@ -58,16 +60,25 @@ def test_prompts_have_the_date_that_is_set(dated: Path, load: Load) -> None:
     assert prompt.text == "Today Date: 31 Jan 2026\nHi"
 
 
-@pytest.mark.parametrize("format", ["%d %b %Y", "%Y-%m-%d", "%A, %-d %B %y at %H:%M (%%, %j)", "Today"])
+@pytest.mark.parametrize(
+    "format", ["%d %b %Y", "%Y-%m-%d", "%A, %-d %B %y at %H:%M (%%, %j)", "Today"]
+)
 def test_a_stopped_clock_changes_nothing_but_the_date(tokenizer: Tokenizer, format: str) -> None:
     day, chat = datetime.now().replace(hour=0, minute=0), [{"role": "user", "content": "Hi"}]
     template = f"\n{{{{ strftime_now('{format}') }}}} {{{{ messages[0].content }}}}\n"
 
     def render(template: str) -> object:
-        return tokenizer.apply_chat_template(chat, chat_template=template, add_generation_prompt=True, tokenize=False)
+        return tokenizer.apply_chat_template(
+            chat, chat_template=template, add_generation_prompt=True, tokenize=False
+        )
 
-    assert render(stop_clock(template, f"{day:%Y-%m-%d}")) == f"\n{day.strftime(format)} Hi\n".removesuffix("\n")
-    assert render(stop_clock(template, "2024-02-29")) == f"\n{datetime(2024, 2, 29).strftime(format)} Hi"
+    assert render(
+        stop_clock(template, f"{day:%Y-%m-%d}")
+    ) == f"\n{day.strftime(format)} Hi\n".removesuffix("\n")
+    assert (
+        render(stop_clock(template, "2024-02-29"))
+        == f"\n{datetime(2024, 2, 29).strftime(format)} Hi"
+    )
 
 
 def test_the_date_is_found_in_named_templates(model: Path, tmp_path: Path) -> None:

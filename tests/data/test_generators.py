@@ -1,13 +1,19 @@
-"""Generated problems: distinct, held out, functions of their settings, and scored by their own verifiers."""
+"""Generated problems: distinct, held out, functions of their settings, and scored by their own
+verifiers."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_dppo.config import ArithmeticConfig, DataConfig, ReasoningGymConfig, VerifiersConfig, replace
+from megatron_dppo.config import (
+    ArithmeticConfig,
+    DataConfig,
+    ReasoningGymConfig,
+    VerifiersConfig,
+    replace,
+)
 from megatron_dppo.data import generators
 from megatron_dppo.data.generators import Sum, check_tasks, make_problems, make_sums
 from megatron_dppo.data.prompts import load_prompts
@@ -45,7 +51,9 @@ def test_a_worked_answer_forgets_a_carry_only_when_told() -> None:
     assert forgetful.worked_answer == "5+8=3\n3+6=9\n#9"
     assert forgetful.label == "19"
     assert dataclasses.replace(forgetful, short=True).worked_answer == "#19"
-    assert all(problem.worked_answer.endswith(f"#{problem.label}") for problem in make_sums(CONFIG)[0])
+    assert all(
+        problem.worked_answer.endswith(f"#{problem.label}") for problem in make_sums(CONFIG)[0]
+    )
 
 
 def test_all_distinct_sums_can_be_used_up_but_no_more() -> None:
@@ -68,7 +76,10 @@ GYM = ReasoningGymConfig(tasks=TASKS, problems=60, eval_problems=15, seed=7)
 def gym(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw problems of reasoning-gym in this process, which has imported the package."""
     pytest.importorskip("reasoning_gym")
-    draw: Callable[..., object] = lambda module, config, split: generators._draw_problems(config, split)  # noqa: E731
+
+    def draw(module: object, config: Any, split: Any) -> object:
+        return generators._draw_problems(config, split)
+
     monkeypatch.setattr(generators, "_rows_of_process", draw)
 
 
@@ -89,7 +100,9 @@ def test_pools_share_no_question_and_grow_without_change() -> None:
 def test_pools_do_not_depend_on_the_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some families walk through sets."""
     pytest.importorskip("reasoning_gym")
-    config = ReasoningGymConfig(tasks={"isomorphic_strings": {}, "ransom_note": {}}, problems=6, eval_problems=2)
+    config = ReasoningGymConfig(
+        tasks={"isomorphic_strings": {}, "ransom_note": {}}, problems=6, eval_problems=2
+    )
     made = []
     for seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
@@ -100,17 +113,35 @@ def test_pools_do_not_depend_on_the_hash_seed(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("gym")
 def test_settings_of_a_task_decide_right_answers() -> None:
     tasks = {"decimal_arithmetic": {"min_num_decimal_places": 8, "max_num_decimal_places": 10}}
-    (row,) = make_problems(ReasoningGymConfig(tasks=tasks, problems=1, eval_problems=1, seed=3), "train")
+    (row,) = make_problems(
+        ReasoningGymConfig(tasks=tasks, problems=1, eval_problems=1, seed=3), "train"
+    )
     for answer, right in ((row["label"], True), (f"{float(row['label']):.3f}", False)):
-        assert reasoning_gym_score(row["data_source"], answer, row["label"], row["extra_info"])["acc"] is right
+        assert (
+            reasoning_gym_score(row["data_source"], answer, row["label"], row["extra_info"])["acc"]
+            is right
+        )
 
 
 @pytest.mark.usefixtures("gym")
 def test_each_tasks_verifier_scores_answers(tokenizer: Any, request: pytest.FixtureRequest) -> None:
-    data = DataConfig(train="reasoning_gym", chat_template=False, max_prompt_tokens=4096, reasoning_gym=GYM)
-    prompts = [*load_prompts(data, tokenizer, split="train")[:9], *load_prompts(data, tokenizer, split="eval")[:3]]
-    answers = ["I think <answer>1</answer>, no, <answer>{}</answer>", "{}", "<answer>nonsense</answer>"]
-    items = [ScoreItem(p.data_source, text.format(p.label), p.label, p.extra) for p in prompts for text in answers]
+    data = DataConfig(
+        train="reasoning_gym", chat_template=False, max_prompt_tokens=4096, reasoning_gym=GYM
+    )
+    prompts = [
+        *load_prompts(data, tokenizer, split="train")[:9],
+        *load_prompts(data, tokenizer, split="eval")[:3],
+    ]
+    answers = [
+        "I think <answer>1</answer>, no, <answer>{}</answer>",
+        "{}",
+        "<answer>nonsense</answer>",
+    ]
+    items = [
+        ScoreItem(p.data_source, text.format(p.label), p.label, p.extra)
+        for p in prompts
+        for text in answers
+    ]
     scored = request.getfixturevalue("workers").score(items, most_failures=0)
     assert count_failures(scored) == (0, 0)
     assert [score.correct for score in scored] == [True, True, False] * 12

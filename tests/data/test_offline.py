@@ -1,4 +1,5 @@
-"""Files of another policy's rollouts: groups by rank, texts and tokens, and rows that cannot be trained on."""
+"""Files of another policy's rollouts: groups by rank, texts and tokens, and rows that cannot be
+trained on."""
 
 import json
 import math
@@ -18,7 +19,10 @@ from tests.data.conftest import write_parquet
 ROWS = [
     {
         "prompt": f"{number}+1=",
-        "completions": [{"token_ids": [5, 6 + i], "logprobs": [-0.5, -1.5], "reward": float(i)} for i in range(3)],
+        "completions": [
+            {"token_ids": [5, 6 + i], "logprobs": [-0.5, -1.5], "reward": float(i)}
+            for i in range(3)
+        ],
     }
     for number in range(7)
 ]
@@ -30,12 +34,20 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def settings_of(file: Path) -> list[str]:
-    limits = ["data.max_prompt_tokens=24", "rollout.max_response_tokens=9", "rollout.samples_per_prompt=3"]
+    limits = [
+        "data.max_prompt_tokens=24",
+        "rollout.max_response_tokens=9",
+        "rollout.samples_per_prompt=3",
+    ]
     return [f"data.rollouts={file}", "data.chat_template=false", *limits]
 
 
-def load(file: Path, tokenizer: Tokenizer, *, rank: int = 0, ranks: int = 1) -> tuple[PromptPool, Any]:
-    return load_offline(load_config(None, settings_of(file)), tokenizer, 131, (1,), rank=rank, ranks=ranks)
+def load(
+    file: Path, tokenizer: Tokenizer, *, rank: int = 0, ranks: int = 1
+) -> tuple[PromptPool, Any]:
+    return load_offline(
+        load_config(None, settings_of(file)), tokenizer, 131, (1,), rank=rank, ranks=ranks
+    )
 
 
 BAD: dict[str, tuple[dict[str, Any], ...]] = {
@@ -56,7 +68,9 @@ BAD: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 @pytest.mark.parametrize("problem", BAD)
-def test_bad_completion_is_named_with_line(problem: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_bad_completion_is_named_with_line(
+    problem: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     for change in BAD[problem]:
         rows = json.loads(json.dumps(ROWS))
         rows[2]["completions"][1] |= change
@@ -78,11 +92,21 @@ def test_groups_are_divided_among_ranks(tokenizer: Tokenizer, tmp_path: Path) ->
         assert all(group.scores == whole[prompt].scores for prompt, group in groups.items())
 
 
-def test_texts_are_tokenised_and_a_stop_token_ends_them(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_texts_are_tokenised_and_a_stop_token_ends_them(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     text = {"text": "#5", "reward": 1.0, "logprobs": [-1.0, -2.0]}
-    ids = {"token_ids": [5, 1], "reward": 0.0, "correct": True, "loss_mask": [0, 1], "logprobs": [-1.0, -2.0]}
+    ids = {
+        "token_ids": [5, 1],
+        "reward": 0.0,
+        "correct": True,
+        "loss_mask": [0, 1],
+        "logprobs": [-1.0, -2.0],
+    }
     # Parquet has null for the fields of other completions.
-    file = write_parquet(tmp_path / "texts.parquet", prompt=["2+3="], completions=[[text, ids, ids]])
+    file = write_parquet(
+        tmp_path / "texts.parquet", prompt=["2+3="], completions=[[text, ids, ids]]
+    )
     (group,) = load(file, tokenizer)[1].values()
     first, second, _ = group.completions
     assert tokenizer.decode(first.token_ids) == "#5"
@@ -93,7 +117,12 @@ def test_texts_are_tokenised_and_a_stop_token_ends_them(tokenizer: Tokenizer, tm
 
 def test_rollouts_need_no_label_and_are_read_by_preflight(policy: Path, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rollouts.jsonl", ROWS)
-    common = [f"model.path={policy}", f"run.dir={tmp_path}/run", "rollout.prompts_per_step=4", "pack.max_tokens=64"]
+    common = [
+        f"model.path={policy}",
+        f"run.dir={tmp_path}/run",
+        "rollout.prompts_per_step=4",
+        "pack.max_tokens=64",
+    ]
     config = load_config(None, [*common, *settings_of(file)])
     preflight(config, "train")
     write_rows(file, [{"prompt": " ", "completions": []}])

@@ -38,35 +38,64 @@ PLAIN = {"chat_template": False}
         ({"prompt": "a\ud83d"}, ["half a character (\\ud83d", "'prompt'"]),
         ({"data_source": "\ud800"}, ["half a character", "'data_source'"]),
         ({"prompt": [USER, ANSWER]}, ["ends with an answer"]),
-        ({"prompt": [{"role": "system", "content": "Be brief."}]}, ["without a message of the user"]),
+        (
+            {"prompt": [{"role": "system", "content": "Be brief."}]},
+            ["without a message of the user"],
+        ),
         ({"prompt": [{"role": "human", "content": "Hi"}]}, ["role 'human'", "user"]),
         ({"prompt": [USER | {"content": " "}]}, ["an empty message of the user"]),
         ({"prompt": [USER | {"content": [{"image": "cat.png"}]}]}, ["an image or a video"]),
-        ({"prompt": [USER, {"role": "assistant", "content": None}, USER]}, ["the assistant that has no content"]),
+        (
+            {"prompt": [USER, {"role": "assistant", "content": None}, USER]},
+            ["the assistant that has no content"],
+        ),
         ({"prompt": '[{"role": "user", "content": "Hi"'}, ["text that is no plain JSON list"]),
     ],
 )
 def test_a_bad_row_is_named(refuse: Refuse, row: dict[str, Any], words: list[str]) -> None:
-    refuse([json.dumps(GOOD), "", json.dumps(GOOD | row)], "data.train = ", "rows.jsonl, line 3", *words)
+    refuse(
+        [json.dumps(GOOD), "", json.dumps(GOOD | row)],
+        "data.train = ",
+        "rows.jsonl, line 3",
+        *words,
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "data", "words"),
     [
         ('{"prompt": \n', {}, ["line 1", "is not JSON"]),
-        ('{"question": "a", "label": "1"}', {}, ["line 1", "'prompt'", "question, label", "perhaps 'question'"]),
-        ('{"prompt": "a", "reward_model": {"ground_truth": "1"}}', {}, ["label_key", "'reward_model.ground_truth'"]),
-        (json.dumps(GOOD | {"prompt": json.dumps([USER])}), PLAIN, ["has a list as prompt", "chat_template=true"]),
+        (
+            '{"question": "a", "label": "1"}',
+            {},
+            ["line 1", "'prompt'", "question, label", "perhaps 'question'"],
+        ),
+        (
+            '{"prompt": "a", "reward_model": {"ground_truth": "1"}}',
+            {},
+            ["label_key", "'reward_model.ground_truth'"],
+        ),
+        (
+            json.dumps(GOOD | {"prompt": json.dumps([USER])}),
+            PLAIN,
+            ["has a list as prompt", "chat_template=true"],
+        ),
         (json.dumps(GOOD), PLAIN | {"system": "s"}, ["data.system"]),
         ("", {}, ["holds no rows"]),
     ],
 )
-def test_a_bad_line_or_setting_is_named(refuse: Refuse, line: str, data: dict[str, Any], words: list[str]) -> None:
+def test_a_bad_line_or_setting_is_named(
+    refuse: Refuse, line: str, data: dict[str, Any], words: list[str]
+) -> None:
     refuse([line], *words, **data)
 
 
-@pytest.mark.parametrize(("name", "word"), [("x.csv", "no known kind"), ("x.parquet", "parquet"), ("x.json", "list")])
-def test_a_source_of_the_wrong_kind_is_refused(refuse: Refuse, tmp_path: Path, name: str, word: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "word"), [("x.csv", "no known kind"), ("x.parquet", "parquet"), ("x.json", "list")]
+)
+def test_a_source_of_the_wrong_kind_is_refused(
+    refuse: Refuse, tmp_path: Path, name: str, word: str
+) -> None:
     refuse(tmp_path / name, "no file")
     refuse(tmp_path, "is a folder without files of data", split="eval")
     (tmp_path / name).write_text("{}")
@@ -92,10 +121,16 @@ def test_deep_nesting_is_refused_in_any_column(refuse: Refuse, tmp_path: Path, d
 def test_labels_are_the_numbers_of_parquet(load: Load, tmp_path: Path) -> None:
     def labels(column: pyarrow.Array) -> list[object]:
         return [
-            p.label for p in load(write_parquet(tmp_path / "rows.parquet", prompt=["Hi"] * len(column), label=column))
+            p.label
+            for p in load(
+                write_parquet(tmp_path / "rows.parquet", prompt=["Hi"] * len(column), label=column)
+            )
         ]
 
-    decimals = [decimal.Decimal(text) for text in ("72.00", "-0.50", "12345678901234567890123456789.25", "0.10")]
+    decimals = [
+        decimal.Decimal(text)
+        for text in ("72.00", "-0.50", "12345678901234567890123456789.25", "0.10")
+    ]
     exact = ["72", "-0.5", "12345678901234567890123456789.25", "0.1"]
     assert labels(pyarrow.array(decimals, pyarrow.decimal128(38, 2))) == exact
     assert labels(pyarrow.array([72.0, 0.5])) == ["72", "0.5"]
@@ -106,12 +141,17 @@ def test_labels_are_the_numbers_of_parquet(load: Load, tmp_path: Path) -> None:
     assert labels(pyarrow.array([label])) == [label]
 
 
-CHARACTERS = st.characters(categories=None) | st.sampled_from("\ud800\udfff\u2028\u200b\x00 {}[]<|>")
-TEXT = st.text(CHARACTERS, max_size=12) | st.sampled_from(["<|im_end|>", "[{'role': 1}]", json.dumps([USER])])
+CHARACTERS = st.characters(categories=None) | st.sampled_from(
+    "\ud800\udfff\u2028\u200b\x00 {}[]<|>"
+)
+TEXT = st.text(CHARACTERS, max_size=12) | st.sampled_from(
+    ["<|im_end|>", "[{'role': 1}]", json.dumps([USER])]
+)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | TEXT
 ROLE = st.sampled_from(["system", "user", "assistant", "tool", "human", "", None])
 MESSAGE = st.fixed_dictionaries(
-    {"role": ROLE | SCALARS, "content": SCALARS}, optional={"tool_calls": SCALARS | st.lists(SCALARS, max_size=2)}
+    {"role": ROLE | SCALARS, "content": SCALARS},
+    optional={"tool_calls": SCALARS | st.lists(SCALARS, max_size=2)},
 )
 VALUES = st.recursive(
     SCALARS | st.lists(MESSAGE, max_size=3) | st.lists(MESSAGE, max_size=3).map(json.dumps),
@@ -120,7 +160,9 @@ VALUES = st.recursive(
 )
 
 
-def assert_renders_or_names_the_row(load: Load, file: str | Path, label: object, **data: Any) -> None:
+def assert_renders_or_names_the_row(
+    load: Load, file: str | Path, label: object, **data: Any
+) -> None:
     try:
         (prompt,) = load(file, overlong_prompts="drop", max_prompt_tokens=1000, **data)
     except UserError as error:
@@ -131,7 +173,9 @@ def assert_renders_or_names_the_row(load: Load, file: str | Path, label: object,
     if isinstance(label, int | float) and not isinstance(label, bool):
         assert type(label)(prompt.label) == label
     else:
-        assert isinstance(label, bool | str | list | dict) and isinstance(prompt.label, str | list | dict)
+        assert isinstance(label, bool | str | list | dict) and isinstance(
+            prompt.label, str | list | dict
+        )
         assert prompt.label == label or not isinstance(label, str)
     asked = [USER | {"content": prompt.asked}] if isinstance(prompt.asked, str) else prompt.asked
     assert asked[-1]["role"] != "assistant"
@@ -143,7 +187,11 @@ SLOW = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 @settings(max_examples=150, suppress_health_check=SLOW)
-@given(prompt=VALUES, label=VALUES, rest=st.dictionaries(st.sampled_from(["extra_info", "data_source"]), VALUES))
+@given(
+    prompt=VALUES,
+    label=VALUES,
+    rest=st.dictionaries(st.sampled_from(["extra_info", "data_source"]), VALUES),
+)
 def test_any_json_renders_or_names_the_row(
     load: Load, write: Write, prompt: object, label: object, rest: dict[str, object]
 ) -> None:
@@ -153,15 +201,27 @@ def test_any_json_renders_or_names_the_row(
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-FIND = {"type": "function", "function": {"name": "find", "arguments": {"q": {"deep": [{"x": "y"}, {"z": "w"}]}}}}
+FIND = {
+    "type": "function",
+    "function": {"name": "find", "arguments": {"q": {"deep": [{"x": "y"}, {"z": "w"}]}}},
+}
 DIFFERENT: list[dict[str, Any]] = [
     {"prompt": [USER], "label": {"answer": "1"}, "extra_info": {"index": 1}},
     {
-        "prompt": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL, FIND]}, {**USER, "name": "Ann"}],
+        "prompt": [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [CALL, FIND]},
+            {**USER, "name": "Ann"},
+        ],
         "label": {"unit": "m", "parts": [{"a": "1"}, {"b": "2"}]},
         "extra_info": {"more": {"b": 2}},
     },
-    {"prompt": [{**USER, "tool_calls": None}], "label": {"answer": "3"}, "tools": [CALL], "hint": "none"},
+    {
+        "prompt": [{**USER, "tool_calls": None}],
+        "label": {"answer": "3"},
+        "tools": [CALL],
+        "hint": "none",
+    },
 ]
 
 
@@ -169,7 +229,8 @@ DIFFERENT: list[dict[str, Any]] = [
 def test_parquet_has_the_prompts_labels_and_columns_of_jsonl(
     size: int, model: Path, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parquet has null for every field that only other objects of a column have, and this template prints null."""
+    """Parquet has null for every field that only other objects of a column have, and this template
+    prints null."""
     monkeypatch.setattr(stored, "LARGE", size)
     monkeypatch.setenv(stored.CACHE, str(tmp_path / "cache"))
     shutil.copytree(model, tmp_path / "policy")
@@ -177,7 +238,9 @@ def test_parquet_has_the_prompts_labels_and_columns_of_jsonl(
     (tmp_path / "policy" / "chat_template.jinja").write_text(template)
     tokenizer = load_tokenizer(tmp_path / "policy")
     names = ("prompt", "label", "extra_info", "tools", "hint")
-    file = write_parquet(tmp_path / "rows.parquet", **{name: [row.get(name) for row in DIFFERENT] for name in names})
+    file = write_parquet(
+        tmp_path / "rows.parquet", **{name: [row.get(name) for row in DIFFERENT] for name in names}
+    )
     plain, pool = load(DIFFERENT, tokenizer), load(file, tokenizer)
     assert "null" not in "".join(prompt.text for prompt in pool)
     for ours, theirs in zip(plain, pool, strict=True):

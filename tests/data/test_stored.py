@@ -27,7 +27,13 @@ ROWS: list[dict[str, Any]] = [
     {"prompt": "She?", "label": ["4", "8"], "metadata": {"a": [1, {"b": None}]}},
 ]
 TYPED = [
-    {"prompt": "a", "label": Decimal("4.50"), "day": datetime.date(2026, 11, 24), "kind": "x", "raw": b"\xff"},
+    {
+        "prompt": "a",
+        "label": Decimal("4.50"),
+        "day": datetime.date(2026, 11, 24),
+        "kind": "x",
+        "raw": b"\xff",
+    },
     {"prompt": "b", "label": Decimal("5.00"), "day": None, "kind": "y", "raw": b""},
     {"prompt": "c", "label": Decimal("6.00"), "day": None, "kind": "x", "raw": None},
 ]
@@ -60,10 +66,14 @@ def write(file: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     if file.suffix == ".parquet":
         table = pyarrow.Table.from_pylist(list(rows))
         kinds = table["kind"].dictionary_encode()
-        pyarrow.parquet.write_table(table.set_column(table.column_names.index("kind"), "kind", kinds), file)
+        pyarrow.parquet.write_table(
+            table.set_column(table.column_names.index("kind"), "kind", kinds), file
+        )
     else:
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        file.write_text("\n".join(["", *lines]) + "\n", encoding="utf-8")  # the blank line counts in places
+        file.write_text(
+            "\n".join(["", *lines]) + "\n", encoding="utf-8"
+        )  # the blank line counts in places
     return str(file)
 
 
@@ -73,7 +83,10 @@ def entries(cache: Path) -> list[Path]:
 
 def fields(pool: PromptPool) -> list[tuple[object, ...]]:
     names = ("id", "text", "label", "data_source", "extra", "asked", "place")
-    rows = [(*(getattr(p, name) for name in names), p.token_ids.dtype, p.token_ids.tolist()) for p in pool]
+    rows = [
+        (*(getattr(p, name) for name in names), p.token_ids.dtype, p.token_ids.tolist())
+        for p in pool
+    ]
     return [*rows, (pool.dropped, [(len(source.items), source.weight) for source in pool.sources])]
 
 
@@ -84,10 +97,20 @@ def test_stored_prompts_equal_those_in_memory(
     (folder := tmp_path / "rows").mkdir()
     for name, rows in (("b.parquet", TYPED), ("a.parquet", TYPED[:1])):
         write(folder / name, rows)
-    files = [write(tmp_path / f"{name}.jsonl", [{"q": f"{name}{i}", "label": "1"} for i in range(3)]) for name in "ab"]
-    sources = (SourceConfig(path=files[0], prompt_key="q"), SourceConfig(path=files[1], weight=2, prompt_key="q"))
+    files = [
+        write(tmp_path / f"{name}.jsonl", [{"q": f"{name}{i}", "label": "1"} for i in range(3)])
+        for name in "ab"
+    ]
+    sources = (
+        SourceConfig(path=files[0], prompt_key="q"),
+        SourceConfig(path=files[1], weight=2, prompt_key="q"),
+    )
     cases = [
-        DataConfig(train=write(tmp_path / "rows.jsonl", ROWS), max_prompt_tokens=64, overlong_prompts="drop"),
+        DataConfig(
+            train=write(tmp_path / "rows.jsonl", ROWS),
+            max_prompt_tokens=64,
+            overlong_prompts="drop",
+        ),
         DataConfig(train=write(tmp_path / "rows.parquet", TYPED), system="Hi"),
         DataConfig(train=str(folder)),
         DataConfig(train=sources, chat_template=False),
@@ -108,7 +131,10 @@ def test_stored_prompts_equal_those_in_memory(
 def test_stored_worked_answers_equal_those_in_memory(
     tokenizer: Tokenizer, tmp_path: Path, be_large: Callable[[], None]
 ) -> None:
-    rows = [{"prompt": "a", "label": "48"}, {"prompt": "How many?", "label": "She sold 48 of them."}]
+    rows = [
+        {"prompt": "a", "label": "48"},
+        {"prompt": "How many?", "label": "She sold 48 of them."},
+    ]
     data = DataConfig(train=write(tmp_path / "rows.jsonl", rows))
     in_memory = load_worked_answers(data, tokenizer)
     be_large()
@@ -169,7 +195,11 @@ def test_a_damaged_entry_is_made_again(load: Load, tmp_path: Path, cache: Path) 
 
 @pytest.mark.usefixtures("large")
 def test_an_entry_waits_for_its_writer_and_replaces_a_killed_ones_draft(
-    load: Load, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    load: Load,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The lock of a draft in the making is held, that of a killed process is free."""
     file = write(tmp_path / "rows.jsonl", ROWS[:2])
@@ -187,7 +217,9 @@ def test_an_entry_waits_for_its_writer_and_replaces_a_killed_ones_draft(
 
 
 @pytest.mark.usefixtures("large")
-def test_an_unusable_cache_is_named(refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_cache_is_named(
+    refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write(tmp_path / "rows.jsonl", ROWS[:1])
     monkeypatch.setenv(stored.CACHE, file)
     assert refuse(file, "cannot keep what is made of").setting == stored.CACHE
@@ -200,8 +232,12 @@ def test_held_out_problems_in_the_training_data_are_counted(
     monkeypatch.setattr(stored, "LARGE", size)
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How  many?\n"}]
     train, other, held_out = (
-        write(tmp_path / f"{number}.jsonl", [{"prompt": prompt, "label": "1"} for prompt in prompts])
-        for number, prompts in enumerate((["a", "b", "c d"], [chat], ["c", " How many? ", "c\n d", "A"]))
+        write(
+            tmp_path / f"{number}.jsonl", [{"prompt": prompt, "label": "1"} for prompt in prompts]
+        )
+        for number, prompts in enumerate(
+            (["a", "b", "c d"], [chat], ["c", " How many? ", "c\n d", "A"])
+        )
     )
     data = DataConfig(train=(SourceConfig(path=train), SourceConfig(path=other)), eval=held_out)
     pool, eval_pool = (load_prompts(data, tokenizer, split=split) for split in ("train", "eval"))

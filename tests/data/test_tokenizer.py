@@ -19,7 +19,9 @@ from megatron_dppo.data.tokenizer import (
 from megatron_dppo.errors import UserError
 
 
-def test_stops_are_those_of_the_files_and_the_end_of_turn(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_stops_are_those_of_the_files_and_the_end_of_turn(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     end = tokenizer.eos_token_id
     assert stop_token_ids(tmp_path, tokenizer) == (end,)
     for file, content, stops in (
@@ -31,14 +33,19 @@ def test_stops_are_those_of_the_files_and_the_end_of_turn(tmp_path: Path, tokeni
         assert stop_token_ids(tmp_path, tokenizer) == stops
         own, theirs = tokenizer.decode([end]), tokenizer.decode([stops[0]])
         note = stop_note(tmp_path, tokenizer)
-        assert f"at {own} (the tokenizer's eos_token) and at {theirs}" in note and note.count(".json") == 1
+        assert (
+            f"at {own} (the tokenizer's eos_token) and at {theirs}" in note
+            and note.count(".json") == 1
+        )
     (tmp_path / file).write_text(json.dumps({"eos_token_id": [8, end]}))
     assert stop_token_ids(tmp_path, tokenizer) == (8, end)
     assert stop_note(tmp_path, tokenizer) == ""
 
 
 @pytest.mark.parametrize("content", ["[]", "[" * 100_000, '{"eos_token_id": [null]}'])
-def test_a_malformed_stop_names_the_file(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
+def test_a_malformed_stop_names_the_file(
+    tmp_path: Path, tokenizer: Tokenizer, content: str
+) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(UserError, match=r"generation_config\.json"):
         stop_token_ids(tmp_path, tokenizer)
@@ -47,14 +54,19 @@ def test_a_malformed_stop_names_the_file(tmp_path: Path, tokenizer: Tokenizer, c
 @pytest.mark.parametrize(
     ("file", "settings", "problem"),
     [
-        ("config.json", {"vocab_size": 100}, "its tokenizer has the token id 100, and the embedding has 100 rows"),
+        (
+            "config.json",
+            {"vocab_size": 100},
+            "its tokenizer has the token id 100, and the embedding has 100 rows",
+        ),
         ("tokenizer_config.json", {"pad_token": "<pad>"}, "its tokenizer has the token id "),
     ],
 )
 def test_a_token_without_a_row_in_the_embedding_is_refused(
     tmp_path: Path, model: Path, file: str, settings: dict[str, object], problem: str
 ) -> None:
-    """The tokenizer has as many tokens as there are rows. Transformers adds a padding token that it does not know."""
+    """The tokenizer has as many tokens as there are rows. Transformers adds a padding token that it
+    does not know."""
     folder = shutil.copytree(model, tmp_path / "policy")
     (folder / "generation_config.json").unlink(missing_ok=True)
     vocabulary = {"vocab_size": len(load_tokenizer(folder))}
@@ -74,7 +86,10 @@ def test_padding_stops_no_fresh_policy_and_text_survives(model: Path, tokenizer:
 
 
 def test_an_unreadable_tokenizer_is_named(tmp_path: Path) -> None:
-    for folder, words in ((tmp_path / "nowhere", r"nowhere: is no directory"), (tmp_path, "holds no tokenizer")):
+    for folder, words in (
+        (tmp_path / "nowhere", r"nowhere: is no directory"),
+        (tmp_path, "holds no tokenizer"),
+    ):
         with pytest.raises(UserError, match=rf"model\.path = .*{words}"):
             load_tokenizer(folder)
     (tmp_path / "tokenizer.json").write_text("{")
@@ -89,7 +104,10 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
     ("template", "problem"),
     [
         (LOOPS, "does not end within 1 s"),
-        ("{% for i in range(99999) %}{{ 'a' * 99 }}{% endfor %}", "makes more than 1,000,000 characters"),
+        (
+            "{% for i in range(99999) %}{{ 'a' * 99 }}{% endfor %}",
+            "makes more than 1,000,000 characters",
+        ),
         ("{{ 'a' * 10**10 }}", "takes more than 1024 MiB"),
     ],
 )
@@ -100,8 +118,12 @@ def test_a_template_without_measure_is_refused(template: str, problem: str, tmp_
     assert caught.value.setting == "model.path" and problem in caught.value.problem
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0]['content'] }}", "{% generation %}", "{{ 1/0 }}"])
-def test_other_faults_of_a_template_are_left_to_the_tokenizer(template: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0]['content'] }}", "{% generation %}", "{{ 1/0 }}"]
+)
+def test_other_faults_of_a_template_are_left_to_the_tokenizer(
+    template: str, tmp_path: Path
+) -> None:
     for content in (template, [{"name": "default", "template": template}]):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": content}))
         check_template(tmp_path)

@@ -1,4 +1,5 @@
-"""An environment's messages become the token ids of the chat template, and tool calls are read out of turns.
+"""An environment's messages become the token ids of the chat template, and tool calls are read out
+of turns.
 
 No token of the policy changes.
 """
@@ -11,7 +12,15 @@ from typing import Any
 import pytest
 
 from megatron_dppo.data.tokenizer import Tokenizer
-from megatron_dppo.data.turns import Again, NothingLeftError, OtherAnswerError, ToolCall, Turns, TurnsError, read_calls
+from megatron_dppo.data.turns import (
+    Again,
+    NothingLeftError,
+    OtherAnswerError,
+    ToolCall,
+    Turns,
+    TurnsError,
+    read_calls,
+)
 from megatron_dppo.init import CHAT_TEMPLATE
 from tests.data.conftest import Load, Refuse
 
@@ -19,7 +28,8 @@ ASKED = [{"role": "system", "content": "a game"}, {"role": "user", "content": "g
 MORE = {"role": "user", "content": "more"}
 WITHOUT_THOUGHTS = CHAT_TEMPLATE.replace(
     "message['content']",
-    "(message['content'] if message['role'] != 'assistant' or loop.last else message['content'].split('=')[-1])",
+    "(message['content'] if message['role'] != 'assistant' or loop.last else "
+    "message['content'].split('=')[-1])",
 )
 """As Qwen3's: without the text before the answer in earlier turns of the policy."""
 OF_LAST = CHAT_TEMPLATE.replace(
@@ -59,12 +69,16 @@ def converse(
     return heard
 
 
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, WITHOUT_THOUGHTS], ids=["ChatML", "without thoughts"])
+@pytest.mark.parametrize(
+    "template", [CHAT_TEMPLATE, WITHOUT_THOUGHTS], ids=["ChatML", "without thoughts"]
+)
 def test_the_policy_reads_the_templates_text_after_a_turn(changed: Any, template: str) -> None:
     changed.chat_template = template
     said = [*changed.encode("1+1=2"), changed.eos_token_id]
     second = [*ASKED, assistant("1+1=2"), MORE]
-    first, then, last = converse(changed, said, ASKED, second, [*second, assistant("1+1=2"), MORE, MORE])
+    first, then, last = converse(
+        changed, said, ASKED, second, [*second, assistant("1+1=2"), MORE, MORE]
+    )
     assert first == []
     assert changed.decode(then) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     assert changed.decode(last).count("more") == 2, "and nothing of the turns before"
@@ -82,11 +96,31 @@ def test_an_open_turn_of_the_policy_is_closed(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "words"),
     [
-        (OF_LAST, [*ASKED, assistant("7"), MORE], r"\(user\) for which the chat template changes what stands"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", [*ASKED, assistant("7"), MORE], "the chat template"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", [*ASKED, assistant("7")], "with nothing between"),
-        (CHAT_TEMPLATE, [*ASKED, assistant("8"), MORE], "about other messages than the conversation has"),
-        (CHAT_TEMPLATE, [*ASKED, assistant("7"), {"role": "user", "content": [MORE]}], "with more than text"),
+        (
+            OF_LAST,
+            [*ASKED, assistant("7"), MORE],
+            r"\(user\) for which the chat template changes what stands",
+        ),
+        (
+            "{% for m in messages %}{{ m.role }}{% endfor %}",
+            [*ASKED, assistant("7"), MORE],
+            "the chat template",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            [*ASKED, assistant("7")],
+            "with nothing between",
+        ),
+        (
+            CHAT_TEMPLATE,
+            [*ASKED, assistant("8"), MORE],
+            "about other messages than the conversation has",
+        ),
+        (
+            CHAT_TEMPLATE,
+            [*ASKED, assistant("7"), {"role": "user", "content": [MORE]}],
+            "with more than text",
+        ),
     ],
 )
 def test_messages_without_place_behind_the_turn_are_refused(
@@ -125,16 +159,27 @@ def test_a_replay_finds_an_environment_of_other_answers() -> None:
 
 
 NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}}
-ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": NUMBER}}
-FIND = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": NUMBER},
+}
+FIND = {
+    "type": "function",
+    "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}},
+}
 
 
 def test_each_prompt_is_rendered_with_the_rows_tools(load: Load, calling: Tokenizer) -> None:
     given: list[Any] = [[FIND, ADD], json.dumps([FIND]), None, []]
     tools = [[FIND, ADD], [FIND], None, None]
     pool = load([{"prompt": "Hi", "label": "1", "tools": each} for each in given], calling)
-    hi, options = [{"role": "user", "content": "Hi"}], {"add_generation_prompt": True, "tokenize": False}
-    assert [prompt.text for prompt in pool] == [calling.apply_chat_template(hi, tools=t, **options) for t in tools]
+    hi, options = (
+        [{"role": "user", "content": "Hi"}],
+        {"add_generation_prompt": True, "tokenize": False},
+    )
+    assert [prompt.text for prompt in pool] == [
+        calling.apply_chat_template(hi, tools=t, **options) for t in tools
+    ]
 
 
 def test_turns_with_tools_are_rendered_by_their_template(changed: Any, calling: Tokenizer) -> None:
@@ -170,7 +215,11 @@ THOUGHT = f"<think>\nI say <tool_call> or\n{call('find')}</think>\n\nNow:"
     [
         ("It is 3.", "It is 3.", []),
         (f"Let me see.\n{call('add', a=1)}", "Let me see.", [ADDED]),
-        (call("add", a=1) + "\n" + call("find", q="ä"), "", [ADDED, ToolCall("find", '{"q": "ä"}')]),
+        (
+            call("add", a=1) + "\n" + call("find", q="ä"),
+            "",
+            [ADDED, ToolCall("find", '{"q": "ä"}')],
+        ),
         (call("now").removesuffix("</tool_call>"), "", [ToolCall("now", "{}")]),
         (f"{THOUGHT} {call('add', a=1)}", THOUGHT, [ADDED]),
         (f"<think>{call('add', a=1)}</think> 3", f"<think>{call('add', a=1)}</think> 3", []),

@@ -1,4 +1,5 @@
-"""Environments of verifiers: their problems, conversations with the policy, and scores by their rubrics."""
+"""Environments of verifiers: their problems, conversations with the policy, and scores by their
+rubrics."""
 
 import asyncio
 import dataclasses
@@ -117,7 +118,10 @@ def problems_of(config: VerifiersConfig, split: str = "train") -> list[Any]:
 
 
 def game(*words: str) -> Config:
-    common = "model.path=. data.train=verifiers data.verifiers.environment=guess_game data.verifiers.eval_problems=1"
+    common = (
+        "model.path=. data.train=verifiers data.verifiers.environment=guess_game "
+        "data.verifiers.eval_problems=1"
+    )
     return load_config(None, [*common.split(), "rollout.conversation=verifiers", *words])
 
 
@@ -125,11 +129,16 @@ def prompts_for(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     return prompts_of(problems_of(config.data.verifiers), config.data, tokenizer)
 
 
-def test_problems_and_scores_are_the_environments(workers: RewardWorkers, tokenizer: Tokenizer) -> None:
-    """A right answer is worth the problem's level, and the shortest answer of a group half a point."""
+def test_problems_and_scores_are_the_environments(
+    workers: RewardWorkers, tokenizer: Tokenizer
+) -> None:
+    """A right answer is worth the problem's level, and the shortest answer of a group half a
+    point."""
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     prompts = load_prompts(DataConfig(train="verifiers", verifiers=TOY), tokenizer, split="train")
-    assert len(prompts) == 6 and {prompt.data_source for prompt in prompts} == {"verifiers/toy-sums"}
+    assert len(prompts) == 6 and {prompt.data_source for prompt in prompts} == {
+        "verifiers/toy-sums"
+    }
     first, second = prompts[0], prompts[-1]
     number = int(str(first.label)) // 2
     assert first.text == f"Add. {number}+{number}= " and second.label != first.label
@@ -143,13 +152,18 @@ def test_problems_and_scores_are_the_environments(workers: RewardWorkers, tokeni
     right = [1.0 + number, 0.0, 0.0]
     assert rewards[:3] == [a + 0.5 * b for a, b in zip(right, shortest, strict=True)]
     assert rewards[3:] == [None, None, 1.0 + int(str(second.label)) // 2 + 0.5]
-    assert count_failures(found) == (0, 2) and "ArithmeticError: no such answer" in tracebacks(found)[0]
+    assert (
+        count_failures(found) == (0, 2)
+        and "ArithmeticError: no such answer" in tracebacks(found)[0]
+    )
 
 
 def test_held_out_problems_are_given_or_drawn_once() -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     train, held_out = (problems_of(TOY, split) for split in ("train", "eval"))
-    assert sorted(row["label"] for row in (*train, *held_out)) == sorted(str(2 * i) for i in range(9))
+    assert sorted(row["label"] for row in (*train, *held_out)) == sorted(
+        str(2 * i) for i in range(9)
+    )
     assert len(held_out) == 3 and held_out == problems_of(TOY, "eval")
     own = replace(TOY, arguments={"held_out": 2})
     assert [row["label"] for row in problems_of(own, "eval")] == ["18", "20"]
@@ -172,7 +186,9 @@ def test_an_unusable_environment_is_refused(changes: dict[str, Any], words: str)
     assert words in str(error)
 
 
-async def say(texts: list[str], client: Client, context: list[int], sampling: Sampling) -> Completion:
+async def say(
+    texts: list[str], client: Client, context: list[int], sampling: Sampling
+) -> Completion:
     """Say the next text, within the room that is left, and end the turn."""
     ids = [*client.tokenizer.encode(texts.pop(0)), client.tokenizer.eos_token_id]
     said = np.array(ids[: sampling.max_tokens], np.int32)
@@ -181,7 +197,9 @@ async def say(texts: list[str], client: Client, context: list[int], sampling: Sa
     return Completion(said, *parts, "stop" if count == len(ids) else "length")
 
 
-def converse(config: Config, tokenizer: Any, prompt: Prompt, *texts: str, limit: int = 200) -> Completion:
+def converse(
+    config: Config, tokenizer: Any, prompt: Prompt, *texts: str, limit: int = 200
+) -> Completion:
     function = conversation_of(config)
     assert function is not None
     function = dataclasses.replace(function, tokenizer=tokenizer, vocabulary=len(tokenizer))
@@ -191,7 +209,9 @@ def converse(config: Config, tokenizer: Any, prompt: Prompt, *texts: str, limit:
     return asyncio.run(function.have(client))
 
 
-def test_conversations_have_the_tokens_and_rewards_of_rollouts(workers: RewardWorkers, tokenizer: Tokenizer) -> None:
+def test_conversations_have_the_tokens_and_rewards_of_rollouts(
+    workers: RewardWorkers, tokenizer: Tokenizer
+) -> None:
     """Also if cut off: in a turn of the policy, behind a turn, and in the environment's answer."""
     config = game()
     prompt = next(prompt for prompt in prompts_for(config, tokenizer) if prompt.label == "5")
@@ -200,9 +220,13 @@ def test_conversations_have_the_tokens_and_rewards_of_rollouts(workers: RewardWo
         (("3", "7", "5"), 200), (("1", "x", "1", "1"), 200), (("12",), 1), (("1",), 2), (("1",), 9),
         (("1", "2"), answered + 4),
     ]  # fmt: skip
-    completions = [converse(config, tokenizer, prompt, *texts, limit=limit) for texts, limit in group]
+    completions = [
+        converse(config, tokenizer, prompt, *texts, limit=limit) for texts, limit in group
+    ]
     assert sum(each.finish_reason == "length" for each in completions) == 4
-    found = GroupScoring(workers, tokenizer, [prompt], most_failures=99).finish([tuple(completions)])
+    found = GroupScoring(workers, tokenizer, [prompt], most_failures=99).finish(
+        [tuple(completions)]
+    )
     # For the last guess, each guess, a conversation that is cut off, and the shortest of the group.
     assert found[0].rewards.tolist() == [0.625, -0.5, 0.375, 0.375, 0.375, -0.75]
     first = completions[0]

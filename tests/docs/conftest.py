@@ -1,4 +1,5 @@
-"""A run of the quickstart that is made once, and small, for pages that begin where the quickstart ends."""
+"""A run of the quickstart that is made once, and small, for pages that begin where the quickstart
+ends."""
 
 from pathlib import Path
 

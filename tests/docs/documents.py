@@ -10,9 +10,13 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md")
 HEADERS = ("configs/*.yaml", "scripts/slurm/*.sh")
 """Files whose header comments show commands, indented."""
-DOCUMENTS = tuple(str(f.relative_to(ROOT)) for glob in (*PAGES, *HEADERS) for f in sorted(ROOT.glob(glob)))
+DOCUMENTS = tuple(
+    str(f.relative_to(ROOT)) for glob in (*PAGES, *HEADERS) for f in sorted(ROOT.glob(glob))
+)
 
-_FENCE = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", re.MULTILINE | re.DOTALL
+)
 _PROGRAMS = "bash|python|megatron-dppo|torchrun|srun|sbatch|ruff|mypy|mkdocs|pip|jq"
 _SPAN = re.compile(rf"(?!megatron-dppo \S+$)(?:{_PROGRAMS}) .+")
 _IN_HEADER = re.compile(rf"^#   ((?:{_PROGRAMS}) (?:.*\\\n# +)*.*)$", re.MULTILINE)
@@ -46,13 +50,17 @@ def text_of(document: str) -> str:
 
 
 def sections(document: str) -> list[str]:
-    """The parts of a page between its headings, each a document for the other functions: ``docs/trees.md#0``."""
+    """The parts of a page between its headings, each a document for the other functions:
+    ``docs/trees.md#0``."""
     return [f"{document}#{number}" for number in range(text_of(document).count("\n## ") + 1)]
 
 
 def blocks(document: str) -> list[Block]:
     """The fenced blocks of a page, in their order."""
-    return [Block(language, title, text) for _, language, title, text in _FENCE.findall(text_of(document))]
+    return [
+        Block(language, title, text)
+        for _, language, title, text in _FENCE.findall(text_of(document))
+    ]
 
 
 def prose(document: str) -> str:
@@ -62,18 +70,29 @@ def prose(document: str) -> str:
 
 def spans(document: str) -> list[str]:
     """Inline code of a page's prose; in tables a bar is escaped."""
-    return [span.replace("\\|", "|").replace("\n", " ") for span in re.findall(r"`([^`]+)`", prose(document))]
+    return [
+        span.replace("\\|", "|").replace("\n", " ")
+        for span in re.findall(r"`([^`]+)`", prose(document))
+    ]
 
 
 def commands(document: str) -> list[Command]:
     """All commands that a document shows, in their order; those of the prose come last.
 
-    What has an ellipsis in it shows a part of a command, and ``megatron-dppo train`` alone is a name.
+    What has an ellipsis in it shows a part of a command, and ``megatron-dppo train`` alone is a
+    name.
     """
     if ".md" not in document:
         found = _IN_HEADER.findall(text_of(document))
-        return [Command(line, document) for text in found for line in _lines(text.replace("\n#", "\n"))]
-    typed = [line for block in blocks(document) if block.language == "bash" for line in _lines(block.text)]
+        return [
+            Command(line, document) for text in found for line in _lines(text.replace("\n#", "\n"))
+        ]
+    typed = [
+        line
+        for block in blocks(document)
+        if block.language == "bash"
+        for line in _lines(block.text)
+    ]
     mentioned = [span for span in spans(document) if _SPAN.fullmatch(span) and "…" not in span]
     return [Command(text, document) for text in (*typed, *mentioned)]
 

@@ -1,4 +1,5 @@
-"""A folder that looks like the checkout of somebody who follows a page, with the files that the page has them write."""
+"""A folder that looks like the checkout of somebody who follows a page, with the files that the
+page has them write."""
 
 import hashlib
 import json
@@ -17,17 +18,31 @@ from tests.commands import Command
 from tests.docs.documents import ROOT, blocks
 from tests.docs.ways import SMALL
 
-LINKED = ("benchmarks", "docs", "mkdocs.yml", "pyproject.toml", "README.md", "scripts", "setup.py", "tools")
+LINKED = (
+    "benchmarks",
+    "docs",
+    "mkdocs.yml",
+    "pyproject.toml",
+    "README.md",
+    "scripts",
+    "setup.py",
+    "tools",
+)
 """What no command writes to."""
 SUMS = [{"question": f"{i}+{i}=", "answer": str(2 * i)} for i in range(1, 7)]
-GSM8K = [{"question": f"What is {i} and {i}?", "answer": f"{i} and {i} is {2 * i}.\n#### {2 * i}"} for i in range(1, 7)]
+GSM8K = [
+    {"question": f"What is {i} and {i}?", "answer": f"{i} and {i} is {2 * i}.\n#### {2 * i}"}
+    for i in range(1, 7)
+]
 LIMIT_S = 240
 FORKED = re.compile(
-    r"((?:[A-Z_]+=\w+ )*)((?:megatron-dppo (?:train|sft|eval|init|compress|export|probe-batch|report|plan) "
+    r"((?:[A-Z_]+=\w+ )*)((?:megatron-dppo "
+    r"(?:train|sft|eval|init|compress|export|probe-batch|report|plan) "
     r"(?!--out|.*--print-config)"
     r"|python (?:-m pytest|tools/\S+|\w+\.py))[^$;|&<>*]*)"
 )
-"""What takes torch, with what it sets in its environment, and has nothing in it that only bash knows."""
+"""What takes torch, with what it sets in its environment, and has nothing in it that only bash
+knows."""
 
 
 class Sandbox:
@@ -35,8 +50,8 @@ class Sandbox:
 
     Args:
         folder: to make it in.
-        document: a page or a section of one. Its files with a title are written, its changes applied to a copy of the
-            package and its tests.
+        document: a page or a section of one. Its files with a title are written, its changes
+            applied to a copy of the package and its tests.
         quickstart: what has become of ``runs/quickstart``; None: nothing.
     """
 
@@ -60,12 +75,15 @@ class Sandbox:
         for block in shown:
             if block.title:
                 (folder / block.title).write_text(block.text)
-        for change in changes:  # found by the lines that it replaces or follows, wherever they have moved to
+        for (
+            change
+        ) in changes:  # found by the lines that it replaces or follows, wherever they have moved to
             command = ["git", "apply", "--unidiff-zero", "-C1"]
             subprocess.run(command, cwd=folder, input=change, text=True, check=True)
 
     def type(self, command: str, environ: Mapping[str, str] | None = None) -> str:
-        """Run a command in bash, as a user with the project's environment does; one that takes torch in a fork.
+        """Run a command in bash, as a user with the project's environment does; one that takes
+        torch in a fork.
 
         Returns:
             What it said.
@@ -84,7 +102,9 @@ class Sandbox:
             self._said.unlink(missing_ok=True)
             ours |= dict(word.split("=") for word in forked[1].split())
             package = self.folder if self._is_changed else None
-            code = Command(shlex.split(forked[2]), self._said, self.folder, ours, package).exit_code()
+            code = Command(
+                shlex.split(forked[2]), self._said, self.folder, ours, package
+            ).exit_code()
             said = self._said.read_text()
         else:
             done = subprocess.run(
@@ -107,16 +127,23 @@ class Sandbox:
         for entry in Path(sys.prefix).iterdir():
             (venv / entry.name).symlink_to(entry)
         files = (self.folder / "pyproject.toml", self.folder / "setup.py")
-        listed = "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
+        listed = "".join(
+            f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files
+        )
         (venv / f"installed-{extras}-{hashlib.sha256(listed.encode()).hexdigest()[:16]}").touch()
 
     def _write_data(self) -> None:
         _write_rows(self.folder / "gsm8k_train.jsonl", GSM8K)
         _write_rows(self.folder / "held_out.jsonl", SUMS)
-        for benchmark in BENCHMARKS.values():  # made up, but as many and with the columns that the declaration names
+        for benchmark in (
+            BENCHMARKS.values()
+        ):  # made up, but as many and with the columns that the declaration names
             worked = "#### 5" if benchmark.worked else "5"
             row = {"problem": "2+3=", **{benchmark.label: worked}}
-            _write_rows(self.folder / "data/eval" / f"{benchmark.files[0]}.jsonl", [row] * benchmark.problems)
+            _write_rows(
+                self.folder / "data/eval" / f"{benchmark.files[0]}.jsonl",
+                [row] * benchmark.problems,
+            )
 
 
 def write_quickstart(folder: Path, *, trained: bool) -> Path:

@@ -1,4 +1,5 @@
-"""Every command that the documentation shows is run, one page after the other, as its readers would."""
+"""Every command that the documentation shows is run, one page after the other, as its readers
+would."""
 
 import re
 import subprocess
@@ -12,30 +13,46 @@ from tests.docs.ways import NOT_RUN, WAYS, is_run_elsewhere, typed_in, way_of
 
 MAIN = typed_in("main")
 RECIPES = [
-    f"docs/recipes/{name}.md" for name in ("advantage", "engine", "model_family", "objective", "pruning_rule", "reward")
+    f"docs/recipes/{name}.md"
+    for name in ("advantage", "engine", "model_family", "objective", "pruning_rule", "reward")
 ]
-"""Pages whose sections are followed one by one, each in an empty folder: a section says how many files it takes."""
+"""Pages whose sections are followed one by one, each in an empty folder: a section says how many
+files it takes."""
 FOLLOWED = [section for page in RECIPES for section in sections(page) if blocks(section)]
 TAKES = re.compile(r"\*\*(no|one|two|three) new files?, (no|one|two|three) edited files?\*\*")
 
 
 @pytest.mark.parametrize("document", [document for document in MAIN if document not in RECIPES])
-def test_commands_of_a_page_work_in_their_order(document: str, quickstart: Path, tmp_path: Path) -> None:
+def test_commands_of_a_page_work_in_their_order(
+    document: str, quickstart: Path, tmp_path: Path
+) -> None:
     sandbox = Sandbox(tmp_path, document, quickstart)
     for command in MAIN[document]:
         sandbox.type(command)
 
 
 @pytest.mark.parametrize("section", FOLLOWED)
-def test_recipe_takes_as_many_files_as_announced(section: str, quickstart: Path, tmp_path: Path) -> None:
+def test_recipe_takes_as_many_files_as_announced(
+    section: str, quickstart: Path, tmp_path: Path
+) -> None:
     sandbox = Sandbox(tmp_path, section, quickstart)
     for command in commands(section):
         if (way := way_of(command)) and way.suite == "main":
             sandbox.type(way.typed(command))
-    found = [file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.suffix in (".py", ".txt", ".yaml")]
-    written = [file for file in found if file.parts[0] != "runs" and file.name != "my_run.yaml"]  # the sandbox's own
+    found = [
+        file.relative_to(tmp_path)
+        for file in tmp_path.rglob("*")
+        if file.suffix in (".py", ".txt", ".yaml")
+    ]
+    written = [
+        file for file in found if file.parts[0] != "runs" and file.name != "my_run.yaml"
+    ]  # the sandbox's own
     new = [file for file in written if not (ROOT / file).exists()]
-    edited = [f for f in written if f not in new and (tmp_path / f).read_bytes() != (ROOT / f).read_bytes()]
+    edited = [
+        f
+        for f in written
+        if f not in new and (tmp_path / f).read_bytes() != (ROOT / f).read_bytes()
+    ]
     numbers = ("no", "one", "two", "three")
     first_lines = next(part for part in text_of(section).split("\n\n") if not part.startswith("#"))
     assert TAKES.findall(first_lines) == [(numbers[len(new)], numbers[len(edited)])], (new, edited)
@@ -43,7 +60,11 @@ def test_recipe_takes_as_many_files_as_announced(section: str, quickstart: Path,
 
 def test_every_extension_has_a_recipe() -> None:
     page = text_of("docs/architecture.md")
-    assert [recipe for recipe in RECIPES if f"| [a recipe]({recipe.removeprefix('docs/')}) |" not in page] == []
+    assert [
+        recipe
+        for recipe in RECIPES
+        if f"| [a recipe]({recipe.removeprefix('docs/')}) |" not in page
+    ] == []
 
 
 def test_every_command_is_run_somewhere() -> None:
@@ -56,7 +77,9 @@ def test_every_row_of_the_table_is_used() -> None:
 
 
 def test_commands_run_elsewhere_are_run_there() -> None:
-    assert [way.commands for way in WAYS if way.suite == "elsewhere" and not is_run_elsewhere(way)] == []
+    assert [
+        way.commands for way in WAYS if way.suite == "elsewhere" and not is_run_elsewhere(way)
+    ] == []
 
 
 def test_commands_run_nowhere_are_marked_on_their_line() -> None:

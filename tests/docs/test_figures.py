@@ -1,4 +1,5 @@
-"""Figures on pages are those of the stored measurements and of the planner, and each stored figure has its origin."""
+"""Figures on pages are those of the stored measurements and of the planner, and each stored figure
+has its origin."""
 
 import json
 import re
@@ -16,7 +17,12 @@ from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, text_of
 
 FIGURES = runpy.run_path(str(ROOT / "tools/site/figures.py"))
-MEASURED, ADVICE, RUNS, README = "docs/pruning_measured.md", "docs/pruning.md", "docs/runs.md", "README.md"
+MEASURED, ADVICE, RUNS, README = (
+    "docs/pruning_measured.md",
+    "docs/pruning.md",
+    "docs/runs.md",
+    "README.md",
+)
 TRUST, TRL = "docs/trust.md", "docs/recipes/other_trainers.md"
 
 
@@ -48,14 +54,24 @@ def describe_efficiency() -> list[tuple[str, str]]:
 
 def describe_picture() -> tuple[str, str]:
     """The text beside ``real_curves.png``, which ``benchmarks/real_curves.py`` draws."""
-    points = {arm: [run["points"] for run in CURVES if run["arm"] == arm] for arm in {run["arm"] for run in CURVES}}
+    points = {
+        arm: [run["points"] for run in CURVES if run["arm"] == arm]
+        for arm in {run["arm"] for run in CURVES}
+    }
     ours = [points["unpruned, 16 prompts"], points["pruned, mild"]]
     first = fmean(100 * seed[0][1] for seed in ours[0])
     low, high = sorted(fmean(100 * seed[-1][1] for seed in arm) for arm in ours)
     minutes = max(fmean(seed[-1][0] / 60 for seed in arm) for arm in ours)
     ((_, (soon, early), *_, (late, last)),) = points["TRL, 16 prompts"]
-    trl = f"TRL is at {100 * early:.0f}% after {soon / 60:.0f} minutes and {100 * last:.0f}% after {late / 60:.0f}"
-    return README, f"from {first:.0f}% to {low:.0f}–{high:.0f}% within {minutes:.0f} minutes. {trl}, one seed"
+    trl = (
+        f"TRL is at {100 * early:.0f}% after {soon / 60:.0f} minutes and {100 * last:.0f}% "
+        "after "
+        f"{late / 60:.0f}"
+    )
+    return (
+        README,
+        f"from {first:.0f}% to {low:.0f}–{high:.0f}% within {minutes:.0f} minutes. {trl}, one seed",
+    )
 
 
 def describe_time_beside_trl() -> tuple[str, str]:
@@ -63,12 +79,18 @@ def describe_time_beside_trl() -> tuple[str, str]:
     assert max(accuracy for _, accuracy in trl) < 0.5
     (start, low), (end, high) = next(pair for pair in pairwise(ours) if pair[1][1] >= 0.5)
     reached = start + (end - start) * (0.5 - low) / (high - low)
-    return RUNS, f"reached 50% after {reached:.0f} s: at least {trl[-1][0] / reached:.1f} times faster"
+    return (
+        RUNS,
+        f"reached 50% after {reached:.0f} s: at least {trl[-1][0] / reached:.1f} times faster",
+    )
 
 
 def describe_equal_noise() -> tuple[str, str]:
     ends = {(run["arm"], run["seed"]): run["points"][-1] for run in EQUAL_NOISE}
-    ratios = [ends["unpruned, 16 prompts", seed][0] / ends["equal noise, 16 prompts", seed][0] for seed in (2, 3)]
+    ratios = [
+        ends["unpruned, 16 prompts", seed][0] / ends["equal noise, 16 prompts", seed][0]
+        for seed in (2, 3)
+    ]
     return RUNS, "{:.2f} and {:.2f} times faster on seeds 2 and 3".format(*ratios)
 
 
@@ -79,9 +101,16 @@ def describe_whole_runs() -> tuple[str, str]:
 
 def describe_verdicts() -> list[tuple[str, str]]:
     (figures,) = read_figures("verdicts")
-    judges = {"published labels changed to another value": "ours", "the same with plain math-verify": "math_verify"}
+    judges = {
+        "published labels changed to another value": "ours",
+        "the same with plain math-verify": "math_verify",
+    }
     return [
-        (TRUST, f"| {name}, accepted | {figures['wrong_answers']:,} | {figures[judge]['false_positives']:,} |")
+        (
+            TRUST,
+            f"| {name}, accepted | {figures['wrong_answers']:,} | "
+            f"{figures[judge]['false_positives']:,} |",
+        )
         for name, judge in judges.items()
     ]
 
@@ -135,7 +164,9 @@ def test_pooled_ratio_equals_the_stored_runs(prompts: int, monkeypatch: pytest.M
         for name in (f"unpruned, {prompts} prompts", "default, 32 prompts")
     ]
     ratio = paired_ratio(*seconds)
-    claim = "{:.2f} [{:.2f}, {:.2f}] times faster than {}".format(ratio["ratio"], *ratio["interval"], prompts)
+    claim = "{:.2f} [{:.2f}, {:.2f}] times faster than {}".format(
+        ratio["ratio"], *ratio["interval"], prompts
+    )
     assert claim in " ".join(text_of(MEASURED).split())
 
 
@@ -143,14 +174,20 @@ def test_pooled_ratio_equals_the_stored_runs(prompts: int, monkeypatch: pytest.M
 def test_every_run_of_a_seed_is_stored(task: str) -> None:
     lines = (FIGURES["RESULTS"] / f"time_to_accuracy_{task}.jsonl").read_text().splitlines()
     seeds = {(run["arm"], run["lr"], run["seed"]) for run in map(json.loads, lines)}
-    assert {(name, arm["lr"], seed) for name, arm in TIMES[task]["arms"].items() for seed in range(1, 6)} <= seeds
+    assert {
+        (name, arm["lr"], seed) for name, arm in TIMES[task]["arms"].items() for seed in range(1, 6)
+    } <= seeds
 
 
 def test_planned_figures_equal_the_planner() -> None:
-    rows = dict(re.findall(r"^\[[\w.-]+\]\(configs/(\S+)\) \| (.*) \| \S+$", text_of(README), re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\[[\w.-]+\]\(configs/(\S+)\) \| (.*) \| \S+$", text_of(README), re.MULTILINE)
+    )
     row = r"^\| `(qwen3_\S+)` \| ([\d+]+ \| (?:all|adapters) .*) \|$"
     others = dict(re.findall(row, text_of("docs/scaling.md"), re.MULTILINE))
-    assert rows.keys() | others.keys() == {file.name for file in (ROOT / "configs").glob("qwen3_*.yaml")}
+    assert rows.keys() | others.keys() == {
+        file.name for file in (ROOT / "configs").glob("qwen3_*.yaml")
+    }
     for name, shown in (rows | others).items():
         plan = make_plan(load_config(str(ROOT / "configs" / name), []), read_assumptions([]))
         trained = "adapters" if plan.config.model.lora.rank else "all"
@@ -171,7 +208,9 @@ def test_plans_of_published_runs_are_stored(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_each_result_of_the_readme_stands_on_its_page() -> None:
-    rows = re.findall(r"^\[[^\]]+\]\((docs/[\w.]+\.md)[^)]*\)[^|\n]*\| (.+)$", text_of(README), re.MULTILINE)
+    rows = re.findall(
+        r"^\[[^\]]+\]\((docs/[\w.]+\.md)[^)]*\)[^|\n]*\| (.+)$", text_of(README), re.MULTILINE
+    )
     assert 4 <= len(rows) <= 8
     assert [(page, figure) for page, figure in rows if figure not in text_of(page)] == []
 
@@ -183,11 +222,17 @@ def test_tables_of_a_page_equal_the_stored_figures(file: Path) -> None:
 
 
 def test_every_table_is_shown() -> None:
-    shown = [found["name"] for text in FIGURES["pages"]().values() for found in FIGURES["TABLE"].finditer(text)]
+    shown = [
+        found["name"]
+        for text in FIGURES["pages"]().values()
+        for found in FIGURES["TABLE"].finditer(text)
+    ]
     assert sorted(shown) == sorted(FIGURES["TABLES"])
 
 
-@pytest.mark.parametrize("file", [pytest.param(file, id=file.name) for file in FIGURES["RESULTS"].glob("*.json")])
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, id=file.name) for file in FIGURES["RESULTS"].glob("*.json")]
+)
 def test_every_stored_figure_has_its_origin(file: Path) -> None:
     for command, stored in json.loads(file.read_text()).items():
         assert stored.keys() == {"commit", "date", "processor", "figures"}, command

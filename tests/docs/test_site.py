@@ -1,4 +1,5 @@
-"""Pages and site: links, names of files, settings and metrics exist, and the site builds without a warning."""
+"""Pages and site: links, names of files, settings and metrics exist, and the site builds without a
+warning."""
 
 import ast
 import re
@@ -44,11 +45,15 @@ def test_site_builds_and_shows_every_setting(site: Path) -> None:
 def test_reference_page_equals_the_code(name: str) -> None:
     run = runpy.run_path(str(ROOT / f"tools/site/{name}_page.py"))
     current = run["PAGE"].read_text() == run[f"{name}_page"]()
-    assert current, f"the code has changed since python tools/site/{name}_page.py wrote {run['PAGE'].name}"
+    assert current, (
+        f"the code has changed since python tools/site/{name}_page.py wrote {run['PAGE'].name}"
+    )
 
 
 def test_pages_request_nothing_from_other_hosts(site: Path) -> None:
-    asked = re.compile(r"<(?:script|img|iframe|source)[^>]+src=\"?(?:https?:)?//|<link[^>]+href=\"?(?:https?:)?//")
+    asked = re.compile(
+        r"<(?:script|img|iframe|source)[^>]+src=\"?(?:https?:)?//|<link[^>]+href=\"?(?:https?:)?//"
+    )
     assert {page.name for page in site.rglob("*.html") if asked.search(page.read_text())} == set()
 
 
@@ -57,17 +62,26 @@ def test_links_of_a_page_at_the_root_work(document: str, site: Path) -> None:
     for place, anchor in LINK.findall(prose(document)):
         assert (ROOT / place).exists(), f"{document} links to {place}"
         if anchor and place.startswith("docs/"):
-            assert anchor in _anchors(site, place.removeprefix("docs/")), f"{document} links to {place}#{anchor}"
+            assert anchor in _anchors(site, place.removeprefix("docs/")), (
+                f"{document} links to {place}#{anchor}"
+            )
 
 
 @pytest.mark.parametrize("document", PAGES)
 def test_settings_named_by_a_page_exist(document: str) -> None:
-    """Those of its commands and of its prose, with their values; a page that changes the settings has its own."""
-    changes_them = any(block.language == "diff" and "config/" in block.text for block in blocks(document))
+    """Those of its commands and of its prose, with their values; a page that changes the settings
+    has its own."""
+    changes_them = any(
+        block.language == "diff" and "config/" in block.text for block in blocks(document)
+    )
     for text in (*(command.text for command in commands(document)), *spans(document)):
         for word in text.split():
             named = OVERRIDE.fullmatch(word)
-            if named is None or named[1].split(".")[0] not in sections() or Path(named[1]).suffix in FILES:
+            if (
+                named is None
+                or named[1].split(".")[0] not in sections()
+                or Path(named[1]).suffix in FILES
+            ):
                 continue
             assert named[1] in settings() or named[1] in sections(), f"{document} names {word}"
             if named[2] and not changes_them and not re.search(r"…|\b[A-Z]{3,}\b", word):
@@ -90,15 +104,30 @@ def test_citation_names_this_version() -> None:
 
 def test_files_named_by_pages_exist() -> None:
     place = re.compile(r"(?:benchmarks|configs|megatron_dppo|scripts|tests|tools)/[\w/.]*")
-    named = {(document, span) for document in DOCUMENTS for span in spans(document) if place.fullmatch(span)}
+    named = {
+        (document, span)
+        for document in DOCUMENTS
+        for span in spans(document)
+        if place.fullmatch(span)
+    }
     assert {(document, span) for document, span in named if not (ROOT / span).exists()} == set()
 
 
 def test_exactly_the_metrics_of_the_code_are_described() -> None:
     metric = re.compile(r"(?:rollout|reward|prune|pack|train|perf|eval)/[a-z_\d]*[a-z](?:/[a-z]+)?")
-    nodes = [node for file in (ROOT / "megatron_dppo").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    written = {text for text in texts if metric.fullmatch(text)} | {f"perf/{phase}_time" for phase in PHASES}
+    nodes = [
+        node
+        for file in (ROOT / "megatron_dppo").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+    ]
+    texts = {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    written = {text for text in texts if metric.fullmatch(text)} | {
+        f"perf/{phase}_time" for phase in PHASES
+    }
     described = {span for span in spans("docs/metrics.md") if metric.fullmatch(span)}
     assert written - described <= {"perf/reward_time"}  # summed into the time of rollouts
     assert described - written <= {"perf/save_time"}  # the checkpoint writer's own timer

@@ -1,7 +1,8 @@
 """How each command of the documentation is run by a test: the one table, in which each has to be.
 
-A command is typed as it stands, in a folder that looks like the checkout. What takes a cluster, GPUs or an hour is
-made smaller by settings at its end; words that name what only a reader has, a server's address perhaps, are replaced.
+A command is typed as it stands, in a folder that looks like the checkout. What takes a cluster,
+GPUs or an hour is made smaller by settings at its end; words that name what only a reader has, a
+server's address perhaps, are replaced.
 """
 
 import re
@@ -11,20 +12,31 @@ from typing import Literal
 
 from tests.docs.documents import ROOT, Command, all_commands
 
-LAYOUT = "layout.tp=1 layout.pp=1 layout.cp=1 layout.dp=1 layout.first_stage_layers=null layout.last_stage_layers=null"
+LAYOUT = (
+    "layout.tp=1 layout.pp=1 layout.cp=1 layout.dp=1 layout.first_stage_layers=null "
+    "layout.last_stage_layers=null"
+)
 SMALL = (
-    f"{LAYOUT} run.steps=1 rollout.prompts_per_step=4 rollout.samples_per_prompt=2 rollout.max_response_tokens=8 "
+    f"{LAYOUT} run.steps=1 rollout.prompts_per_step=4 rollout.samples_per_prompt=2 "
+    "rollout.max_response_tokens=8 "
     "eval.problems=2"
 )
-HERE = "rollout.engine=local rollout.colocated=false rollout.launch.count=0 rollout.ahead=0 model.dtype=fp32"
+HERE = (
+    "rollout.engine=local rollout.colocated=false rollout.launch.count=0 rollout.ahead=0 "
+    "model.dtype=fp32"
+)
 CHECKED = (
-    f"{SMALL} {HERE} model.path=runs/quickstart/warm data.train=gsm8k_train.jsonl data.prompt_key=question "
+    f"{SMALL} {HERE} model.path=runs/quickstart/warm data.train=gsm8k_train.jsonl "
+    "data.prompt_key=question "
     "data.label_key=answer eval.problems=0 --check"
 )
-"""For configurations of policies that take GPUs: what can be known to be wrong, by the same command."""
+"""For configurations of policies that take GPUs: what can be known to be wrong, by the same
+command."""
 
 
-STEPS_SMALL = "layout.dp=1 model.dtype=fp32 data.train=arithmetic data.eval=null data.response_key=null"
+STEPS_SMALL = (
+    "layout.dp=1 model.dtype=fp32 data.train=arithmetic data.eval=null data.response_key=null"
+)
 """For the small policy of sums, which cannot read words."""
 
 
@@ -35,8 +47,8 @@ class Way:
     commands: str
     """A regular expression of the whole command."""
     suite: Literal["main", "servers", "slurm", "elsewhere", "nowhere"] = "main"
-    """``servers`` and ``slurm`` are marked so, and live beside the tests of these; ``elsewhere`` see ``by``; what runs
-    ``nowhere`` is said to, on its line, by :data:`NOT_RUN`."""
+    """``servers`` and ``slurm`` are marked so, and live beside the tests of these; ``elsewhere``
+    see ``by``; what runs ``nowhere`` is said to, on its line, by :data:`NOT_RUN`."""
     append: str = ""
     replace: Mapping[str, str] = field(default_factory=dict)
     by: tuple[str, str] = ("", "")
@@ -57,7 +69,10 @@ PLACEHOLDERS = {"CONFIG": "configs/quickstart.yaml"}
 EVALUATED = f"{LAYOUT} rollout.max_response_tokens=8 eval.max_response_tokens=8 --problems 2"
 TEST_ONLY = {"sbatch ": "sbatch --test-only "}
 ELSEWHERE = {
-    r"bash scripts/quickstart\.sh --policy smollm2": (NIGHTLY, "bash scripts/quickstart.sh --policy smollm2 run"),
+    r"bash scripts/quickstart\.sh --policy smollm2": (
+        NIGHTLY,
+        "bash scripts/quickstart.sh --policy smollm2 run",
+    ),
     r"bash scripts/quickstart\.sh --policy smollm2 --servers vllm": (
         NIGHTLY,
         "bash scripts/quickstart.sh --policy smollm2 --servers vllm",
@@ -69,12 +84,18 @@ ELSEWHERE = {
     r"bash scripts/test\.sh --servers": (CI, "bash scripts/test.sh --servers"),
     r"bash scripts/test\.sh --slurm": (CI, "bash scripts/test.sh --slurm"),
     r"bash scripts/test\.sh --newest": (CI, "bash scripts/test.sh --newest"),
-    r"bash scripts/test\.sh --(browser|trl|verl)": (NIGHTLY, "browser | trl | verl) bash scripts/test.sh"),
+    r"bash scripts/test\.sh --(browser|trl|verl)": (
+        NIGHTLY,
+        "browser | trl | verl) bash scripts/test.sh",
+    ),
     r"bash scripts/(nightly|lint)\.sh": ("scripts/lint.sh", "scripts/{lint,nightly,test"),
     r"bash scripts/test\.sh --measure": ("scripts/test.sh", "(--measure)"),
     r"python -m pytest tests/rehearsal": ("scripts/test.sh", "tests/rehearsal\n"),
     r"bash scripts/docs\.sh": ("tests/docs/test_site.py", "bash scripts/docs.sh"),
-    r"python tools/site/settings_page\.py": ("tests/docs/test_site.py", "tools/site/{name}_page.py"),
+    r"python tools/site/settings_page\.py": (
+        "tests/docs/test_site.py",
+        "tools/site/{name}_page.py",
+    ),
     r"ruff check \. && ruff format --check \.": ("scripts/lint.sh", "ruff format --check ."),
     r"pip install \"\.\[wandb,mlflow,trackio\]\"": (
         CI,
@@ -106,7 +127,8 @@ NOWHERE = (
     r"python -m sglang\.launch_server .*",
     r"bash scripts/figures\.sh .*",
     r"VERL_USE_EXTERNAL_MODULES=\S+ python -m verl\..*",
-    r"pip install (torch==|build|--no-build-isolation \"transformer-engine).*|(headers|export CPATH)=.*",
+    r"pip install (torch==|build|--no-build-isolation \"transformer-engine).*|(headers|export "
+    r"CPATH)=.*",
     r"SOURCE_DATE_EPOCH=.* python -m build|twine check .*",
     r"megatron-dppo (sft|train) configs/quickstart\.yaml model\.path=runs/qwen3_5/.*",
     r"megatron-dppo export .* --push .*",
@@ -122,8 +144,15 @@ WAYS = (
     Way(r"megatron-dppo plan CONFIG", replace=PLACEHOLDERS),
     Way(r"megatron-dppo plan configs/\S+ --search( --gpus \d+)?"),
     Way(r"megatron-dppo plan configs/\S+( .*cluster.*)?"),
-    Way(r"megatron-dppo train configs/quickstart\.yaml --(check|print-config)", append="rollout.prompts_per_step=4"),
-    Way(r"megatron-dppo train CONFIG", replace=PLACEHOLDERS, append="rollout.prompts_per_step=4 --check"),
+    Way(
+        r"megatron-dppo train configs/quickstart\.yaml --(check|print-config)",
+        append="rollout.prompts_per_step=4",
+    ),
+    Way(
+        r"megatron-dppo train CONFIG",
+        replace=PLACEHOLDERS,
+        append="rollout.prompts_per_step=4 --check",
+    ),
     Way(
         r"megatron-dppo train CONFIG --check RANKS",
         replace={**PLACEHOLDERS, "RANKS": "2"},
@@ -136,7 +165,8 @@ WAYS = (
     Way(r"python -m pytest tests/laws/test_parity\.py -k SeedOss"),
     # The suite runs them anyway.
     Way(r"python -m pytest tests/laws(/test_unbiasedness\.py)? -k \w+", append="--collect-only -q"),
-    # For a GPU: its tests skip themselves elsewhere, its benchmark is tiny, its extra is looked for and not installed.
+    # For a GPU: its tests skip themselves elsewhere, its benchmark is tiny, its extra is looked for
+    # and not installed.
     Way(r"NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 python -m pytest -s -m gpu tests/gpu"),
     Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
     Way(r"pip install (\.|\"\.\[cpu\]\")", append="--no-deps --no-build-isolation --dry-run"),
@@ -150,7 +180,10 @@ WAYS = (
     Way(r"megatron-dppo init \S+ --family \w+"),
     Way(r"megatron-dppo init \S+ --tokenizer (arithmetic|bpe .*)"),
     Way(r"megatron-dppo init runs/moe/policy .*"),
-    Way(r"megatron-dppo sft configs/quickstart\.yaml model\.path=runs/moe/policy .*", append="sft.steps=1 sft.batch=2"),
+    Way(
+        r"megatron-dppo sft configs/quickstart\.yaml model\.path=runs/moe/policy .*",
+        append="sft.steps=1 sft.batch=2",
+    ),
     Way(
         r"megatron-dppo train configs/quickstart\.yaml model\.path=runs/moe/warm .*",
         append=SMALL.removeprefix(LAYOUT),
@@ -160,8 +193,14 @@ WAYS = (
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/run .*",
         append=f"{SMALL} --check",
     ),
-    Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/distilled .*", append=SMALL),
-    Way(r"megatron-dppo sft configs/quickstart\.yaml run\.dir=runs/compressed/warm .*", append=f"{LAYOUT} sft.steps=1"),
+    Way(
+        r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/distilled .*",
+        append=SMALL,
+    ),
+    Way(
+        r"megatron-dppo sft configs/quickstart\.yaml run\.dir=runs/compressed/warm .*",
+        append=f"{LAYOUT} sft.steps=1",
+    ),
     Way(r"python tools/smollm2/problems\.py .*"),
     Way(
         r"megatron-dppo sft configs/smollm2_steps\.yaml .*",
@@ -179,18 +218,27 @@ WAYS = (
         append=f"{SMALL} --check",
     ),
     Way(
-        r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+( (reward|rollout|loss|pruning\.\w+)\.\S+)+",
+        r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+( "
+        r"(reward|rollout|loss|pruning\.\w+)\.\S+)+",
         append=SMALL,
     ),
-    Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ model\.lora\.\S+ optimizer\.lr=\S+", append=SMALL),
-    Way(r"megatron-dppo train configs/gsm8k\.yaml data\.train=gsm8k_train\.jsonl", append=f"{SMALL} --check"),
+    Way(
+        r"megatron-dppo train configs/quickstart\.yaml run\.dir=\S+ model\.lora\.\S+ "
+        r"optimizer\.lr=\S+",
+        append=SMALL,
+    ),
+    Way(
+        r"megatron-dppo train configs/gsm8k\.yaml data\.train=gsm8k_train\.jsonl",
+        append=f"{SMALL} --check",
+    ),
     Way(r"megatron-dppo train \w+\.yaml", append=SMALL),
     # What they came to.
     Way(r"megatron-dppo eval configs/quickstart\.yaml --model .*", append=EVALUATED),
     Way(r"megatron-dppo eval --out \S+ --against \S+"),
     Way(
         r"megatron-dppo probe-batch configs/quickstart\.yaml .*",
-        append=f"{LAYOUT} rollout.prompts_per_step=8 rollout.max_response_tokens=32 reward.overlong_buffer=31 "
+        append=f"{LAYOUT} rollout.prompts_per_step=8 rollout.max_response_tokens=32 "
+        "reward.overlong_buffer=31 "
         "--steps 6",
     ),
     Way(
@@ -203,7 +251,10 @@ WAYS = (
         replace={"--model runs/gsm8k/warm": "--model runs/quickstart/warm"},
         append=f"{EVALUATED} data.chat_template=false",
     ),
-    Way(r"megatron-dppo report runs/quickstart runs/second .*", replace={"runs/second": "runs/unpruned"}),
+    Way(
+        r"megatron-dppo report runs/quickstart runs/second .*",
+        replace={"runs/second": "runs/unpruned"},
+    ),
     Way(r"megatron-dppo report .*"),
     Way(r"tail -n 1 \S+"),
     # Checkpoints.
@@ -212,7 +263,9 @@ WAYS = (
     Way(r"python (trained_and_asked|functions)\.py 20", replace={" 20": " 1"}),
     Way(r"python \w+\.py"),
     Way(r"python -c '.*'"),
-    Way(r"python tools/convert_ckpt/(hf_to_megatron|megatron_to_hf)\.py \S+ \S+ --(verify|dry-run)"),
+    Way(
+        r"python tools/convert_ckpt/(hf_to_megatron|megatron_to_hf)\.py \S+ \S+ --(verify|dry-run)"
+    ),
     Way(r"megatron-dppo convert (to|from)-hf \S+ \S+ --(verify|dry-run)"),
     # With real servers.
     Way(r"bash scripts/quickstart\.sh --servers sglang", "servers", append=SMALL),
@@ -221,7 +274,8 @@ WAYS = (
         "servers",
         replace={
             "/opt/sglang/bin/python,-m,sglang.launch_server": "$SGLANG_PYTHON,tests/servers/sglang_cpu/server.py",
-            "rollout.launch.count=2 rollout.launch.tp=4": "rollout.launch.count=1 rollout.launch.tp=1",
+            "rollout.launch.count=2 rollout.launch.tp=4": "rollout.launch.count=1 "
+            "rollout.launch.tp=1",
         },
         append=SMALL,
     ),
@@ -244,7 +298,9 @@ WAYS = (
     Way(
         r"torchrun --nproc-per-node 8 .* layout\.tp=8 layout\.pp=2",
         "slurm",
-        replace={"--nproc-per-node 8 --nnodes 4 --rdzv-backend c10d --rdzv-endpoint node1:29500": "--nproc-per-node 2"},
+        replace={
+            "--nproc-per-node 8 --nnodes 4 --rdzv-backend c10d --rdzv-endpoint node1:29500": "--nproc-per-node 2"
+        },
         append=f"{SMALL} layout.tp=2",
     ),
     Way(r"megatron-dppo launch \S+ --executor slurm --dry-run( > job\.sh)?", "slurm"),
@@ -258,7 +314,8 @@ def way_of(command: Command) -> Way | None:
 
 
 def typed_in(suite: str) -> dict[str, list[str]]:
-    """What a suite types, by document and in its order; what several documents show is typed for the first of them."""
+    """What a suite types, by document and in its order; what several documents show is typed for
+    the first of them."""
     typed: dict[str, list[str]] = {}
     for command in all_commands():
         way = way_of(command)

@@ -20,8 +20,10 @@ PLAIN = {
     SMALL: ("model.recompute=full", "rollout.launch.count=6", "rollout.launch.tp=1"),
     MIXTURE: ("layout.pp=1", "layout.ep=8", *WHOLE, "cluster.nodes=2", "cluster.server_nodes=2"),
     EXPERTS: (
-        "layout.tp=2", "layout.cp=2", "layout.ep=16", "pack.max_tokens=16384", "layout.first_stage_layers=11",
-        "layout.last_stage_layers=11", "layout.vpp=1", "cluster.nodes=16", "cluster.server_nodes=16",
+        "layout.tp=2", "layout.cp=2", "layout.ep=16", "pack.max_tokens=16384",
+        "layout.first_stage_layers=11",
+        "layout.last_stage_layers=11", "layout.vpp=1", "cluster.nodes=16",
+        "cluster.server_nodes=16",
     ),
 }  # fmt: skip
 """The layouts that these tests count by hand; those of the files are the fastest."""

@@ -1,4 +1,5 @@
-"""The memory model counts what real ranks hold: to the byte where it is exact, but for padding; else within a tenth."""
+"""The memory model counts what real ranks hold: to the byte where it is exact, but for padding;
+else within a tenth."""
 
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,18 @@ LAYOUTS = {
     **MIXTURES,
 }
 EAGER = Saved(norms=6, queries=6, keys=4, feed_forward=5, copies=2)
-"""Torch's own operators, counted on a CPU. A norm keeps its input, the normed and the scaled values."""
+"""Torch's own operators, counted on a CPU. A norm keeps its input, the normed and the scaled
+values."""
 PADDING = 4 * 128 * 8
-"""Bytes by which a buffer may differ from its parameters: buckets end on a multiple, and are cut there for shards."""
+"""Bytes by which a buffer may differ from its parameters: buckets end on a multiple, and are cut
+there for shards."""
 
 
 def storage_bytes(tensors: list[torch.Tensor]) -> int:
     """Of distinct storages."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 def held(rank: int, size: int, config: Config) -> dict[str, Any]:
@@ -71,7 +76,11 @@ def held(rank: int, size: int, config: Config) -> dict[str, Any]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         actor.accumulate([pack] * config.layout.least_packs, loss)
-    buffers = [buffer for module in actor.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
+    buffers = [
+        buffer
+        for module in actor.modules
+        for buffer in (*module.buffers, *module.expert_parallel_buffers)
+    ]
     inner = [part.optimizer for part in optimizer_parts(actor.optimizer)]
     state = [
         value
@@ -88,7 +97,9 @@ def held(rank: int, size: int, config: Config) -> dict[str, Any]:
     ]
     return {
         "weights": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        "gradients": sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers),
+        "gradients": sum(
+            buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in buffers
+        ),
         "optimizer": storage_bytes([*state, *masters]),
         "activations": storage_bytes(at_loss),
         "tokens": len(pack.token_ids),
@@ -115,9 +126,20 @@ def configured(policy: Path, layout: LayoutConfig, **model: Any) -> Config:
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("policies")
-    sizes = {"hidden": 48, "layers": 4, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 64, "vocab_size": 131}
+    sizes = {
+        "hidden": 48,
+        "layers": 4,
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "ffn": 64,
+        "vocab_size": 131,
+    }
     write_model(folder / "experts", experts=8, experts_per_token=2, tie=False, **sizes)
-    return {"dense": write_policy(folder / "dense", layers=4, heads=6, ffn=192), "experts": folder / "experts"}
+    return {
+        "dense": write_policy(folder / "dense", layers=4, heads=6, ffn=192),
+        "experts": folder / "experts",
+    }
 
 
 STATES: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -161,12 +183,15 @@ def test_planned_state_equals_real_ranks(
 def test_activations_are_within_a_tenth(
     kind: str, name: str, recompute: str, ranks: RankPool, policies: dict[str, Path]
 ) -> None:
-    """A fresh router is uneven by chance; together the ranks have every token once for each of its experts."""
+    """A fresh router is uneven by chance; together the ranks have every token once for each of its
+    experts."""
     layout = LAYOUTS[name]
     config = configured(policies[kind], layout, recompute=recompute)
     found = ranks.run(layout.tp * (layout.dp or 1), held, config)
     for group in [found] if kind == "experts" else [[rank] for rank in found]:
-        wanted = sum(expected(config, layout.tp, rank["tokens"], 0)["activations"] for rank in group)
+        wanted = sum(
+            expected(config, layout.tp, rank["tokens"], 0)["activations"] for rank in group
+        )
         assert sum(rank["activations"] for rank in group) == pytest.approx(wanted, rel=0.1)
 
 
@@ -185,6 +210,7 @@ def test_activations_are_within_a_tenth(
 def test_passes_in_flight_equal_megatron_s_schedules(
     stages: int, virtual: int, packs: int, measured: list[int]
 ) -> None:
-    """The first five were counted on real ranks: forward passes of a virtual stage without their backward pass."""
+    """The first five were counted on real ranks: forward passes of a virtual stage without their
+    backward pass."""
     layout = LayoutConfig(pp=stages, vpp=virtual)
     assert [chunks_in_flight(stage, layout, packs) for stage in range(stages)] == measured

@@ -20,7 +20,9 @@ from tests.estimate.planned import EXPERTS, LARGE, ROOT, SMALL, of, plan, setup,
 
 def test_one_of_several_teachers_is_in_memory() -> None:
     def held(named: str) -> dict[str, float]:
-        return trainer_parts(of(f"loss.distillation.teachers={{{named}}}", "layout.tp=1", "layout.pp=1", file=SMALL))
+        return trainer_parts(
+            of(f"loss.distillation.teachers={{{named}}}", "layout.tp=1", "layout.pp=1", file=SMALL)
+        )
 
     one, several = held("a: qwen3-8b"), held("a: qwen3-8b, b: qwen3-4b, c: http://t:1, d: null")
     head = 2 * PUBLISHED["qwen3-4b"].vocab_size * PUBLISHED["qwen3-4b"].hidden
@@ -36,16 +38,23 @@ def test_parameters_equal_the_mapping(name: str) -> None:
 
 
 def test_active_parameters_equal_the_model_cards() -> None:
-    for name, billions in (("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22.2), ("qwen3.5-35b-a3b", 3.5)):
+    for name, billions in (
+        ("qwen3-30b-a3b", 3.3),
+        ("qwen3-235b-a22b", 22.2),
+        ("qwen3.5-35b-a3b", 3.5),
+    ):
         assert parameters_of(PUBLISHED[name]).active / 1e9 == pytest.approx(billions, abs=0.1)
 
 
 @pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"])
 def test_shards_add_up_to_the_policy(name: str) -> None:
-    """Stages and slices add up, but for what every rank has: norms, routers, and a tied output layer's copy."""
+    """Stages and slices add up, but for what every rank has: norms, routers, and a tied output
+    layer's copy."""
     shape, together = PUBLISHED[name], parameters_of(PUBLISHED[name]).total
     tp = min(4, shape.kv_heads)
-    held = sum(rank_elements(shape, stage, LayoutConfig(tp=tp, pp=4)).total for stage in range(4)) * tp
+    held = (
+        sum(rank_elements(shape, stage, LayoutConfig(tp=tp, pp=4)).total for stage in range(4)) * tp
+    )
     copied = shape.vocab_size * shape.hidden if shape.tied else 0
     assert 0 <= held - together - copied < 0.003 * together
 
@@ -73,7 +82,10 @@ def test_head_memory_is_one_chunk() -> None:
     """And no more than a pack's logits and their gradient."""
     unset, small, large, all_of_it, more = (
         trainer_parts(of("layout.pp=1", *settings))["head"]
-        for settings in ((), *((f"model.head_chunk_mib={size}",) for size in (1024, 1536, 99999, 999999)))
+        for settings in (
+            (),
+            *((f"model.head_chunk_mib={size}",) for size in (1024, 1536, 99999, 999999)),
+        )
     )
     assert unset == small == large - 512 * 2**20
     assert large < all_of_it == more
@@ -81,17 +93,32 @@ def test_head_memory_is_one_chunk() -> None:
 
 def test_offloaded_state_uses_the_room_of_activations() -> None:
     plain = trainer_parts(of("loss.kl_coef=0.01"))
-    moved = trainer_parts(of("loss.kl_coef=0.01", "optimizer.offload=true", "model.reference_on_host=true"))
+    moved = trainer_parts(
+        of("loss.kl_coef=0.01", "optimizer.offload=true", "model.reference_on_host=true")
+    )
     passes = plain["activations"] + plain["head"]
     assert plain["optimizer"] < passes and (moved["optimizer"], moved["reference"]) == (0.0, 0.0)
-    large = ("cluster.nodes=2", "layout.tp=4", "layout.pp=4", "pack.max_tokens=9216", "model.recompute=full")
+    large = (
+        "cluster.nodes=2",
+        "layout.tp=4",
+        "layout.pp=4",
+        "pack.max_tokens=9216",
+        "model.recompute=full",
+    )
     plain, moved = trainer_parts(of(*large)), trainer_parts(of(*large, "optimizer.offload=true"))
     assert moved["optimizer"] == plain["optimizer"] - plain["activations"] - plain["head"] > 0.0
 
 
 def test_colocated_servers_get_the_memory_left_by_the_trainer() -> None:
-    servers = ("cluster.server_nodes=0", "rollout.servers=[]", "rollout.launch.count=1", "rollout.ahead=0")
-    shared = plan(*servers, "rollout.colocated=true", "rollout.sync.transport=disk", "model.recompute=full")
+    servers = (
+        "cluster.server_nodes=0",
+        "rollout.servers=[]",
+        "rollout.launch.count=1",
+        "rollout.ahead=0",
+    )
+    shared = plan(
+        *servers, "rollout.colocated=true", "rollout.sync.transport=disk", "model.recompute=full"
+    )
     held = sum(shared.actor.parts[name] for name in ("weights", "optimizer", "reserved"))
     assert shared.server.memory.room == pytest.approx(GPUS["h100"].memory_gib * 2**30 - held)
     assert shared.actor.parts["gradients"] > 0 and shared.actor.parts["asleep"] > 0
@@ -99,9 +126,21 @@ def test_colocated_servers_get_the_memory_left_by_the_trainer() -> None:
 
 
 def test_offloaded_state_is_not_resident_while_generating() -> None:
-    large = ("cluster.nodes=2", "layout.tp=4", "layout.pp=4", "pack.max_tokens=9216", "model.recompute=full")
+    large = (
+        "cluster.nodes=2",
+        "layout.tp=4",
+        "layout.pp=4",
+        "pack.max_tokens=9216",
+        "model.recompute=full",
+    )
     for where, kept in (("rollout.colocated=false", ["gradients"]), ("rollout.colocated=true", [])):
-        made = plan(*large, "optimizer.offload=true", "rollout.ahead=0", "rollout.sync.transport=disk", where)
+        made = plan(
+            *large,
+            "optimizer.offload=true",
+            "rollout.ahead=0",
+            "rollout.sync.transport=disk",
+            where,
+        )
         parts = made.actor.parts
         assert parts["optimizer"] > 0.0, "once the passes are over"
         expected = sum(parts[name] for name in ("weights", "reserved", *kept))
@@ -129,15 +168,30 @@ def test_settings_shown_for_an_unfitting_run_fit(overrides: tuple[str, ...]) -> 
 def test_nearest_miss_is_shown_if_no_setting_fits(offload: str) -> None:
     one = ("cluster.nodes=1", "cluster.server_nodes=1", "layout.ep=1", "layout.cp=1", "layout.tp=1")
     offloaded = f"optimizer.offload={offload}"
-    made = plan(*one, "layout.sequence_parallel=false", "cluster.gpu=a100-40", offloaded, file=EXPERTS)
+    made = plan(
+        *one, "layout.sequence_parallel=false", "cluster.gpu=a100-40", offloaded, file=EXPERTS
+    )
     text = "\n".join(as_text(made))
-    assert "the nearest miss, on 16 GPUs, lacks" in text and "more GPUs with --search --gpus N" in text
+    assert (
+        "the nearest miss, on 16 GPUs, lacks" in text and "more GPUs with --search --gpus N" in text
+    )
     assert ("Or set optimizer.offload=true." in text) == (offload == "false")
 
 
 def test_unfitting_run_has_no_times() -> None:
-    servers = ("cluster.server_nodes=0", "rollout.servers=[]", "rollout.launch.count=4", "rollout.ahead=0")
-    shared = ("rollout.colocated=true", "rollout.sync.transport=disk", "cluster.nodes=1", "layout.pp=1", "layout.tp=1")
+    servers = (
+        "cluster.server_nodes=0",
+        "rollout.servers=[]",
+        "rollout.launch.count=4",
+        "rollout.ahead=0",
+    )
+    shared = (
+        "rollout.colocated=true",
+        "rollout.sync.transport=disk",
+        "cluster.nodes=1",
+        "layout.pp=1",
+        "layout.tp=1",
+    )
     made = plan(*servers, *shared, "layout.sequence_parallel=false", "rollout.launch.tp=2")
     text, found = "\n".join(as_text(made)), json.loads(json.dumps(as_json(made)))
     assert not made.server.fits and "GiB, and the trainer leaves no room on its GPU" in text
@@ -152,7 +206,10 @@ def test_unfitting_run_has_no_times() -> None:
         (["cluster.nodes=1", "layout.tp=8", "layout.pp=2"], "layout"),
         (["rollout.launch.tp=16"], "rollout.launch.tp"),
         (["cluster.server_nodes=0"], "cluster.server_nodes"),
-        (["rollout.servers=[]", "rollout.launch.count=32", "rollout.launch.tp=1"], "rollout.launch.count"),
+        (
+            ["rollout.servers=[]", "rollout.launch.count=32", "rollout.launch.tp=1"],
+            "rollout.launch.count",
+        ),
         (["model.path=models/Qwen7-900B"], "model.path"),
     ],
 )
@@ -162,36 +219,49 @@ def test_impossible_placements_are_refused_by_name(overrides: list[str], setting
     assert caught.value.setting == setting
 
 
-@pytest.mark.parametrize(("prompts", "completions"), [(1.0, 1.0), (0.7, 0.5), (1.0, 0.2), (0.4, 1.0)])
+@pytest.mark.parametrize(
+    ("prompts", "completions"), [(1.0, 1.0), (0.7, 0.5), (1.0, 0.2), (0.4, 1.0)]
+)
 def test_pruned_plan_is_never_slower(prompts: float, completions: float) -> None:
     for file in (LARGE, SMALL):
         keep = (f"pruning.prompts.keep={prompts}", f"pruning.completions.keep={completions}")
         for ahead in (0, 1):
             made = plan(*keep, f"rollout.ahead={ahead}", file=file)
             assert made.pruned.seconds <= made.unpruned.seconds * (1 + 1e-9)
-            mixed = 0.6  # of the completions that were rolled out, unpruned runs train on no others either
+            # Of the completions that were rolled out, unpruned runs train on no others either.
+            mixed = 0.6
             share = prompts * min(completions, mixed) / mixed
             assert made.pruned.work.trained == pytest.approx(made.unpruned.work.trained * share)
             assert made.cost.gpu_hours <= made.cost_unpruned.gpu_hours * (1 + 1e-9)
 
 
 def test_shared_prompts_are_trained_on_once_per_pack() -> None:
-    settings = ["pruning.prompts.rule=none", "pruning.completions.rule=none", "data.max_prompt_tokens=2048"]
+    settings = [
+        "pruning.prompts.rule=none",
+        "pruning.completions.rule=none",
+        "data.max_prompt_tokens=2048",
+    ]
 
     def work(*more: str) -> tuple[Setup, Work]:
         made = setup(of(*settings, *more), prompt_tokens=2000.0, mixed_share=1.0)
         return made, made.work
 
-    (apart, alone), (_, together) = work(), work("pack.share_prefixes=on", "pack.max_tokens=1000000")
+    (apart, alone), (_, together) = (
+        work(),
+        work("pack.share_prefixes=on", "pack.max_tokens=1000000"),
+    )
     samples = apart.config.rollout.samples_per_prompt
-    assert alone.trained - together.trained == pytest.approx(alone.prompts * (samples - 1) * apart.prompt)
+    assert alone.trained - together.trained == pytest.approx(
+        alone.prompts * (samples - 1) * apart.prompt
+    )
     assert together.context > alone.context == pytest.approx(apart.prompt + apart.lengths.typical)
     _, cut = work("pack.share_prefixes=on")
     assert together.trained < cut.trained <= alone.trained
 
 
 def test_schedules_count_by_their_mean() -> None:
-    config = of("pruning.prompts.rule=none", "pruning.completions.schedule.shape=linear", "run.steps=1000",
+    config = of("pruning.prompts.rule=none", "pruning.completions.schedule.shape=linear",
+    "run.steps=1000",
                 "pruning.completions.keep=0.5", "pruning.completions.schedule.ramp=0.5")  # fmt: skip
     work = setup(config, mixed_share=1.0).work
     assert work.kept / work.completions == pytest.approx(0.5 * 0.75 + 0.5 * 0.5, abs=1e-3)
@@ -236,8 +306,19 @@ def test_cost_is_seconds_times_gpus_times_price() -> None:
 
 
 def test_local_engine_has_a_copy_of_the_weights() -> None:
-    local = ("rollout.engine=local", "rollout.servers=[]", "rollout.ahead=0", "cluster.server_nodes=0")
-    made = plan(*local, "model.path=models/Qwen3-1.7B", "layout.pp=1", "rollout.max_batch=64", "model.recompute=full")
+    local = (
+        "rollout.engine=local",
+        "rollout.servers=[]",
+        "rollout.ahead=0",
+        "cluster.server_nodes=0",
+    )
+    made = plan(
+        *local,
+        "model.path=models/Qwen3-1.7B",
+        "layout.pp=1",
+        "rollout.max_batch=64",
+        "model.recompute=full",
+    )
     assert made.placement.servers == (1,) * made.placement.ranks == (1,) * 32
     assert made.server.concurrency == 64
     assert made.server.memory.parts["weights"] == 2 * parameters_of(PUBLISHED["qwen3-1.7b"]).total
@@ -265,7 +346,9 @@ def test_assumptions_are_set_shown_and_checked() -> None:
         ("qwen3_5_4b_math", [], False),
     ],
 )
-def test_plan_names_flash_attn_where_it_is_needed(name: str, words: list[str], needed: bool) -> None:
+def test_plan_names_flash_attn_where_it_is_needed(
+    name: str, words: list[str], needed: bool
+) -> None:
     made = make_plan(load_config(str(ROOT / "configs" / f"{name}.yaml"), words), Assumptions())
     assert made.needs_flash_attn == needed == ("flash-attn" in "\n".join(as_text(made)))
 
@@ -281,7 +364,9 @@ def test_text_and_json_agree() -> None:
     # Weights in bf16, and twelve bytes of an optimizer.
     assert disk["checkpoint"] == 14 * weights
     assert disk["export"] == disk["sync"] == 2 * weights
-    assert set(found["assumptions"]) == {line.split()[0] for line in text.split("each is from):\n")[1].splitlines()}
+    assert set(found["assumptions"]) == {
+        line.split()[0] for line in text.split("each is from):\n")[1].splitlines()
+    }
 
 
 def test_command_ends_with_1_for_an_unfitting_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,8 +32,12 @@ ARMS = {
 def test_variances_equal_the_measured_ones() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "efficiency.json").read_text())
     stages = [stage for found in stored.values() for stage in found["figures"]["stages"]]
-    measured = {keep: [stage["arms"][arm]["variance"] for stage in stages] for keep, arm in ARMS.items()}
-    expected = {keep: (round(min(of_all), 2), round(max(of_all), 2)) for keep, of_all in measured.items()}
+    measured = {
+        keep: [stage["arms"][arm]["variance"] for stage in stages] for keep, arm in ARMS.items()
+    }
+    expected = {
+        keep: (round(min(of_all), 2), round(max(of_all), 2)) for keep, of_all in measured.items()
+    }
     assert expected | {(1.0, 1.0): (1.0, 1.0)} == VARIANCES
 
 
@@ -48,7 +52,11 @@ def test_efficiency_compares_with_a_batch_of_equal_noise() -> None:
 
 
 def test_a_step_of_fewer_tokens_than_ranks_has_a_plan() -> None:
-    short = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=1")
+    short = (
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "rollout.max_response_tokens=1",
+    )
     made = plan(*short, "cluster.nodes=64", file=SMALL)
     assert made.actor.fits and 0.0 < made.pruned.seconds < 10.0
 
@@ -83,13 +91,25 @@ def test_page_shows_efficiency_at_the_best_split(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_4b_math", "qwen3_32b_dppo", "qwen3_30b_a3b_dppo"])
 def test_page_shows_the_planned_efficiency(name: str) -> None:
 
-    line = next(line for line in text_of("docs/scaling.md").splitlines() if line.startswith(f"| `{name}.yaml`"))
+    line = next(
+        line
+        for line in text_of("docs/scaling.md").splitlines()
+        if line.startswith(f"| `{name}.yaml`")
+    )
     for cell, (prompts, completions) in zip(
         line.split("|")[2:5], [(0.85, "auto"), (1.0, "auto"), (0.4, 0.3)], strict=True
     ):
-        words = [f"pruning.prompts.keep={prompts}", f"pruning.completions.keep={completions}", "pruning.max_weight=10"]
-        found = make_plan(load_config(str(ROOT / "configs" / f"{name}.yaml"), words), Assumptions()).efficiency
-        assert found is not None and re.findall(r"[\d.]+", cell) == [f"{each:.2f}" for each in found]
+        words = [
+            f"pruning.prompts.keep={prompts}",
+            f"pruning.completions.keep={completions}",
+            "pruning.max_weight=10",
+        ]
+        found = make_plan(
+            load_config(str(ROOT / "configs" / f"{name}.yaml"), words), Assumptions()
+        ).efficiency
+        assert found is not None and re.findall(r"[\d.]+", cell) == [
+            f"{each:.2f}" for each in found
+        ]
 
 
 def test_decode_step_grows_with_its_completions() -> None:
@@ -99,11 +119,15 @@ def test_decode_step_grows_with_its_completions() -> None:
         return _decode_step(setup(config, **assumed), 8, active, 1000.0)
 
     for active in (1, 870):
-        assert seconds(active) - seconds(active, decode_request_us=4.0) == pytest.approx(6e-6 * active)
+        assert seconds(active) - seconds(active, decode_request_us=4.0) == pytest.approx(
+            6e-6 * active
+        )
         # Two all-reduces in each of 36 layers, over a ring of 8 ranks.
         bytes_sent = 2 * 7 / 8 * active * 4096 * 2
         saved = 100e-6 - max(12e-6, bytes_sent / (0.8 * 450e9))
-        assert seconds(active, all_reduce_us=100.0) - seconds(active) == pytest.approx(2 * 36 * saved)
+        assert seconds(active, all_reduce_us=100.0) - seconds(active) == pytest.approx(
+            2 * 36 * saved
+        )
 
 
 def test_virtual_stages_divide_the_bubble() -> None:
@@ -111,11 +135,18 @@ def test_virtual_stages_divide_the_bubble() -> None:
     base = ("layout.pp=4", "layout.tp=4", "model.recompute=none")
     plain, interleaved = plan(*base).pruned, plan(*base, "layout.vpp=4").pruned
     assert interleaved.packs == plain.packs
-    assert interleaved.phases["pipeline bubble"] == pytest.approx(plain.phases["pipeline bubble"] / 4, rel=0.02)
+    assert interleaved.phases["pipeline bubble"] == pytest.approx(
+        plain.phases["pipeline bubble"] / 4, rel=0.02
+    )
 
 
 def test_interleaved_pipeline_has_a_pack_per_stage() -> None:
-    few = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "layout.pp=4", "layout.tp=8")
+    few = (
+        "rollout.prompts_per_step=2",
+        "rollout.samples_per_prompt=2",
+        "layout.pp=4",
+        "layout.tp=8",
+    )
     assert setup(of(*few)).packs < 4
     assert setup(of(*few, "layout.vpp=2")).packs == 4
 
@@ -130,6 +161,7 @@ def test_slowest_stage_sets_the_pace() -> None:
             ("layout.first_stage_layers=17", "layout.last_stage_layers=13"),
         )
     )
-    # 22 layers instead of 16 and the head; 17 in three stages, and 13 with the head in the last one.
+    # 22 layers instead of 16 and the head; 17 in three stages, and 13 with the head in the last
+    # one.
     assert shorter_last < even < longer_first
     assert longer_first / shorter_last == pytest.approx(22 / 17, rel=0.01)

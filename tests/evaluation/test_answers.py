@@ -16,13 +16,20 @@ BATCHES = [[("sums", 0), ("sums", 1)], [("sums", 2), ("sums", 3)], [("products",
 
 def rows(batch: list[tuple[str, int]]) -> list[dict[str, Any]]:
     return [
-        {"benchmark": name, "problem": problem, "sample": sample, "extracted": f"line\u2028 {sample}\n"}
+        {
+            "benchmark": name,
+            "problem": problem,
+            "sample": sample,
+            "extracted": f"line\u2028 {sample}\n",
+        }
         for name, problem in batch
         for sample in range(2)
     ]
 
 
-def opened(folder: Path, batches: list[list[tuple[str, int]]] = BATCHES, **changed: object) -> AnswerLog:
+def opened(
+    folder: Path, batches: list[list[tuple[str, int]]] = BATCHES, **changed: object
+) -> AnswerLog:
     problems = {name: "some problems" for batch in batches for name, _ in batch}
     return AnswerLog(folder, SETTINGS | {"problems": problems} | changed, batches, samples=2)
 
@@ -58,8 +65,12 @@ def test_benchmarks_alternate_in_one_folder(tmp_path: Path) -> None:
     with closing(opened(tmp_path, sums)) as log:
         assert log.whole == [True, False]
         log.append(rows(sums[1]))
-        assert log.rows() == [row for batch in (sums[0], products[0], sums[1]) for row in rows(batch)]
-    with pytest.raises(UserError, match=r"begun with the problems of sums = \"some problems\" \(now \"others\"\)"):
+        assert log.rows() == [
+            row for batch in (sums[0], products[0], sums[1]) for row in rows(batch)
+        ]
+    with pytest.raises(
+        UserError, match=r"begun with the problems of sums = \"some problems\" \(now \"others\"\)"
+    ):
         opened(tmp_path, sums, problems={"sums": "others"})
     with closing(opened(tmp_path, products)) as log:
         assert log.whole == [True]
@@ -71,7 +82,9 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         opened(tmp_path, **{"eval.samples": 4, "run.seed": 2})  # type: ignore[arg-type]
     assert caught.value.setting == "eval.out"
-    assert caught.value.problem == "was begun with eval.samples = 2 (now 4); run.seed = null (now 2)"
+    assert (
+        caught.value.problem == "was begun with eval.samples = 2 (now 4); run.seed = null (now 2)"
+    )
 
 
 def test_a_folder_has_one_evaluation_at_a_time(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Benchmarks load by declaration with the right number of problems and their answers, or say what is missing."""
+"""Benchmarks load by declaration with the right number of problems and their answers, or say what
+is missing."""
 
 import json
 from dataclasses import replace
@@ -44,7 +45,14 @@ SHAPES: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
     ),
     "minerva": (
         "minerva_math.jsonl",
-        [{"problem": "p", "solution": r"First \boxed{1}, then \boxed{4.5e33} erg/s", "type": "t", "idx": 0}],
+        [
+            {
+                "problem": "p",
+                "solution": r"First \boxed{1}, then \boxed{4.5e33} erg/s",
+                "type": "t",
+                "idx": 0,
+            }
+        ],
         ["4.5e33"],
     ),
     "olympiadbench": (
@@ -62,7 +70,11 @@ def write(folder: Path, name: str) -> Path:
     file, rows, _ = SHAPES[name]
     path = folder / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(rows) if path.suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows)
+    text = (
+        json.dumps(rows)
+        if path.suffix == ".json"
+        else "".join(json.dumps(row) + "\n" for row in rows)
+    )
     path.write_text(text)
     return path
 
@@ -91,11 +103,17 @@ def test_a_file_with_another_number_of_problems_is_refused(tmp_path: Path) -> No
     ("name", "row", "problem"),
     [
         ("gsm8k", {"question": "q", "answer": "no mark"}, "states no answer in column 'answer'"),
-        ("minerva", {"problem": "p", "answer": "1"}, r"has nothing in a column solution \(it has problem, answer\)"),
+        (
+            "minerva",
+            {"problem": "p", "answer": "1"},
+            r"has nothing in a column solution \(it has problem, answer\)",
+        ),
         ("math500", {"prompt": "p", "answer": "1"}, "has nothing in a column problem or question"),
     ],
 )
-def test_a_row_without_problem_or_answer_is_named(name: str, row: dict[str, str], problem: str, tmp_path: Path) -> None:
+def test_a_row_without_problem_or_answer_is_named(
+    name: str, row: dict[str, str], problem: str, tmp_path: Path
+) -> None:
     file = tmp_path / "file.jsonl"
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(UserError, match=problem) as caught:
@@ -124,20 +142,37 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def test_problems_are_rendered_and_numbered_with_own_ids(short: Path, bpe: Tokenizer) -> None:
     own = short / "own.jsonl"
-    own.write_text('{"question": "1+1=", "ground_truth": 2}\n{"question": "2+2=", "ground_truth": 4}\n')
-    config = load_config(None, [f"eval.benchmarks=[gsm8k, own={own}, arithmetic]", "eval.problems=2"])
+    own.write_text(
+        '{"question": "1+1=", "ground_truth": 2}\n{"question": "2+2=", "ground_truth": 4}\n'
+    )
+    config = load_config(
+        None, [f"eval.benchmarks=[gsm8k, own={own}, arithmetic]", "eval.problems=2"]
+    )
     problems = held_out(config, bpe, max_positions=4096)
-    assert list(dict.fromkeys(problem.name for problem in problems)) == ["gsm8k", "own", "arithmetic"]
-    assert [(p.number, p.verifier) for p in problems] == [(0, "math"), (1, "math"), *[(0, "math"), (1, "math")] * 2]
+    assert list(dict.fromkeys(problem.name for problem in problems)) == [
+        "gsm8k",
+        "own",
+        "arithmetic",
+    ]
+    assert [(p.number, p.verifier) for p in problems] == [
+        (0, "math"),
+        (1, "math"),
+        *[(0, "math"), (1, "math")] * 2,
+    ]
     assert len({problem.prompt.id for problem in problems}) == 6
     gsm8k, own_first = problems[0].prompt, problems[2].prompt
     assert gsm8k.text.startswith("<|im_start|>user\n2+2?\n\nPlease reason step by step")
     assert gsm8k.data_source == "gsm8k"
-    assert own_first.text == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n" and own_first.label == "2"
+    assert (
+        own_first.text == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+        and own_first.label == "2"
+    )
 
 
 def test_math_judges_benchmarks_under_any_reward_function(short: Path, bpe: Tokenizer) -> None:
-    config = load_config(None, ["eval.benchmarks=[aime24, arithmetic]", "reward.function=exact", "eval.problems=1"])
+    config = load_config(
+        None, ["eval.benchmarks=[aime24, arithmetic]", "reward.function=exact", "eval.problems=1"]
+    )
     problems = held_out(config, bpe, max_positions=4096)
     assert [problem.verifier for problem in problems] == ["math", "exact"]
 
@@ -152,7 +187,8 @@ def test_long_problems_are_kept_and_without_room_refused(short: Path, bpe: Token
 
 
 def solved(question: Question) -> str:
-    """The published solution; with its answer in a box at the end, where solutions do not mark theirs."""
+    """The published solution; with its answer in a box at the end, where solutions do not mark
+    theirs."""
     row = question.row.values
     if "final_answer" in row or "url" in row:  # olympiads, AIME and AMC
         return f"{row.get('solution')}\nThe answer is $\\boxed{{{question.label}}}$."
@@ -160,11 +196,20 @@ def solved(question: Question) -> str:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_gold_solutions_are_right_and_nonsense_is_wrong(name: str, short: Path, workers: RewardWorkers) -> None:
+def test_gold_solutions_are_right_and_nonsense_is_wrong(
+    name: str, short: Path, workers: RewardWorkers
+) -> None:
     questions = read_benchmark(name, str(find_file(name, short)), BENCHMARKS[name])
     assert [question.label for question in questions] == SHAPES[name][2]
-    assert all("\\boxed{}" in question.prompt and "{problem}" not in question.prompt for question in questions)
-    gold = workers.score([ScoreItem(name, solved(question), question.label) for question in questions])
-    none = workers.score([ScoreItem(name, "\\boxed{furiously}", question.label) for question in questions])
+    assert all(
+        "\\boxed{}" in question.prompt and "{problem}" not in question.prompt
+        for question in questions
+    )
+    gold = workers.score(
+        [ScoreItem(name, solved(question), question.label) for question in questions]
+    )
+    none = workers.score(
+        [ScoreItem(name, "\\boxed{furiously}", question.label) for question in questions]
+    )
     for found, right in ((gold, True), (none, False)):
         assert [score.correct for score in found] == [right] * len(questions)

@@ -1,4 +1,5 @@
-"""Accuracy is that of scored answers, every problem has its own verifier, and the most frequent answer wins."""
+"""Accuracy is that of scored answers, every problem has its own verifier, and the most frequent
+answer wins."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,11 @@ Answers = Sequence[str | Sequence[Said]]
 
 
 def build_evaluator(
-    tokenizer: Tokenizer, answers: Answers, world: World, config: Config, verifiers: Mapping[str, object]
+    tokenizer: Tokenizer,
+    answers: Answers,
+    world: World,
+    config: Config,
+    verifiers: Mapping[str, object],
 ) -> tuple[Evaluator, ScriptedEngine]:
     script = {i: [Said(said)] if isinstance(said, str) else said for i, said in enumerate(answers)}
     engine = ScriptedEngine(tokenizer, script)
@@ -66,16 +71,24 @@ def evaluate_answers(
     """Return the scores and the engine of every rank."""
     config = collect_config(*overrides, max_failures=max_failures)
     named = files or {"": pool_of(len(answers))}
-    problems = [EvalProblem(name, i, prompt, FAILING) for name, of in named.items() for i, prompt in enumerate(of)]
+    problems = [
+        EvalProblem(name, i, prompt, FAILING)
+        for name, of in named.items()
+        for i, prompt in enumerate(of)
+    ]
 
     def evaluate_on_a_rank(world: World) -> tuple[HeldOutScores, ScriptedEngine]:
-        evaluator, engine = build_evaluator(tokenizer, answers, world, config, {FAILING: workers or ScriptedWorkers()})
+        evaluator, engine = build_evaluator(
+            tokenizer, answers, world, config, {FAILING: workers or ScriptedWorkers()}
+        )
         return evaluate(evaluator, problems, config), engine
 
     return as_ranks(ranks, evaluate_on_a_rank)
 
 
-def score_answers(tokenizer: Tokenizer, answers: Answers, *overrides: str, **more: object) -> HeldOutScores:
+def score_answers(
+    tokenizer: Tokenizer, answers: Answers, *overrides: str, **more: object
+) -> HeldOutScores:
     return evaluate_answers(tokenizer, answers, *overrides, **more)[0][0]
 
 
@@ -84,10 +97,18 @@ def score_answers(tokenizer: Tokenizer, answers: Answers, *overrides: str, **mor
     [
         (
             ["score 1", "raise it", "score 0", "score 2", "raise it  ", "score 1e-1"],
-            {"accuracy": 2 / 4, "reward": 3.1 / 4, "unscored": 2.0, "response_len/mean": (8 + 9 + 8 + 8 + 11 + 11) / 6},
+            {
+                "accuracy": 2 / 4,
+                "reward": 3.1 / 4,
+                "unscored": 2.0,
+                "response_len/mean": (8 + 9 + 8 + 8 + 11 + 11) / 6,
+            },
         ),
         (["raise it"] * 3, {"unscored": 3.0, "response_len/mean": 9.0}),
-        (["score 0"] * 3, {"accuracy": 0.0, "reward": 0.0, "unscored": 0.0, "response_len/mean": 8.0}),
+        (
+            ["score 0"] * 3,
+            {"accuracy": 0.0, "reward": 0.0, "unscored": 0.0, "response_len/mean": 8.0},
+        ),
     ],
 )
 def test_accuracy_and_reward_are_means_of_scored_answers(
@@ -100,7 +121,9 @@ def test_accuracy_and_reward_are_means_of_scored_answers(
 def test_several_data_sources_have_their_own_accuracies(tokenizer: Tokenizer) -> None:
     answers = ["score 1", "raise it", "score 0", "score 2", "score 0", "raise it too"]
     sources = ["x", "x", "y/z", "x", "x", "w"]
-    pool = [dataclasses.replace(p, data_source=of) for p, of in zip(pool_of(6), sources, strict=True)]
+    pool = [
+        dataclasses.replace(p, data_source=of) for p, of in zip(pool_of(6), sources, strict=True)
+    ]
     metrics = score_answers(tokenizer, answers, files={"a": pool[:3], "b": pool[3:]}).metrics
     found = {name: value for name, value in metrics.items() if name.startswith("eval/source/")}
     assert found == {"eval/source/x": 2 / 3, "eval/source/y/z": 0.0}
@@ -120,9 +143,13 @@ def test_too_many_failures_of_all_ranks_stop_an_evaluation(tokenizer: Tokenizer)
 def test_failures_are_limited_in_a_whole_evaluation_not_a_batch(tokenizer: Tokenizer) -> None:
     answers = ["raise one", "score 1", "score 1", "score 0", "score 1", "raise two"]
     config = collect_config(max_failures=0.2)
-    evaluator, _ = build_evaluator(tokenizer, answers, world_of(1, 0), config, {FAILING: ScriptedWorkers()})
+    evaluator, _ = build_evaluator(
+        tokenizer, answers, world_of(1, 0), config, {FAILING: ScriptedWorkers()}
+    )
     problems = [EvalProblem("", i, prompt, FAILING) for i, prompt in enumerate(pool_of(6))]
-    first, second, third = (evaluator.answer(problems[i : i + 2], keep=0, of_all=6).failed for i in (0, 2, 4))
+    first, second, third = (
+        evaluator.answer(problems[i : i + 2], keep=0, of_all=6).failed for i in (0, 2, 4)
+    )
     check_failures(config.reward, [*first, *second], 6)
     with pytest.raises(UserError, match="2 of 6 completions"):
         check_failures(config.reward, [*first, *second, *third], 6)
@@ -132,9 +159,17 @@ def test_an_evaluation_has_its_own_limits_and_sampling(tokenizer: Tokenizer) -> 
     words = ["eval.samples=2", "eval.temperature=0.6", "eval.top_p=0.9", "eval.top_k=20"]
     limit = LIMIT_TOKENS + 7
     answers = [[Said("score 1"), Said("score 0")]]
-    ((_, engine),) = evaluate_answers(tokenizer, answers, *words, f"eval.max_response_tokens={limit}")
+    ((_, engine),) = evaluate_answers(
+        tokenizer, answers, *words, f"eval.max_response_tokens={limit}"
+    )
     ((_, sampling),) = engine.asked
-    asked = sampling.samples, sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens
+    asked = (
+        sampling.samples,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.max_tokens,
+    )
     assert asked == (2, 0.6, 0.9, 20, limit)
 
 
@@ -142,13 +177,17 @@ def test_ranks_share_the_prompts_and_agree(tokenizer: Tokenizer) -> None:
     answers = ["score 1", "score 0", "raise odd", "raise even", "score 1"]
     alone = score_answers(tokenizer, answers, "eval.show=3")
     (one, here), (other, there) = evaluate_answers(tokenizer, answers, "eval.show=3", ranks=2)
-    asked = [[prompt for prompts, _ in engine.asked for prompt in prompts] for engine in (here, there)]
+    asked = [
+        [prompt for prompts, _ in engine.asked for prompt in prompts] for engine in (here, there)
+    ]
     assert all(asked) and sorted(asked[0] + asked[1]) == [0, 1, 2, 3, 4]
     assert one == other
     assert one.metrics == pytest.approx(alone.metrics)
     assert one.metrics["eval/accuracy"] == pytest.approx(2 / 3)
     shown = [("score 1", True), ("score 0", False), ("raise odd", False)]
-    assert one.shown == tuple(ShownAnswer(f"prompt {i}", text, "1", right) for i, (text, right) in enumerate(shown))
+    assert one.shown == tuple(
+        ShownAnswer(f"prompt {i}", text, "1", right) for i, (text, right) in enumerate(shown)
+    )
     assert set(one.notes) == set(alone.notes) == {"raise odd", "raise even"}
 
 
@@ -172,11 +211,22 @@ def test_files_have_own_accuracies_and_equal_weight_in_the_mean(tokenizer: Token
 
 
 def test_several_answers_give_pass_at_k_and_a_vote(tokenizer: Tokenizer) -> None:
-    right, wrong, other, lost = Said("score 1"), Said("score 0"), Said("score 5e-1", ended=False), Said("raise it")
-    answers = [[right, right, wrong, wrong], [wrong, wrong, wrong, right], [right, wrong, other, lost]]
+    right, wrong, other, lost = (
+        Said("score 1"),
+        Said("score 0"),
+        Said("score 5e-1", ended=False),
+        Said("raise it"),
+    )
+    answers = [
+        [right, right, wrong, wrong],
+        [wrong, wrong, wrong, right],
+        [right, wrong, other, lost],
+    ]
     ((result, engine),) = evaluate_answers(tokenizer, answers, "eval.samples=4")
     ((_, sampling),) = engine.asked
-    assert (sampling.samples, sampling.temperature) == (4, 0.7), "the rollouts' temperature is the default"
+    assert (sampling.samples, sampling.temperature) == (4, 0.7), (
+        "the rollouts' temperature is the default"
+    )
     assert result.metrics == {
         "eval/accuracy": pytest.approx((1 / 2 + 1 / 4 + 1 / 3) / 3),
         "eval/accuracy-pass@2": pytest.approx((5 / 6 + 1 / 2 + 2 / 3) / 3),
@@ -190,7 +240,9 @@ def test_several_answers_give_pass_at_k_and_a_vote(tokenizer: Tokenizer) -> None
 
 def test_recorded_answers_replace_those_of_later_steps(tmp_path: Path) -> None:
     def record(step: int, text: str) -> None:
-        record_answers(tmp_path, step, HeldOutScores({}, (ShownAnswer("1+1=", text, "2", text == "2"),), ()))
+        record_answers(
+            tmp_path, step, HeldOutScores({}, (ShownAnswer("1+1=", text, "2", text == "2"),), ())
+        )
 
     for step in (0, 10, 20, 30):
         record(step, f"at {step}")
@@ -211,7 +263,10 @@ SCRIPT = [
 
 @pytest.fixture(scope="module")
 def verifiers() -> Iterator[dict[str, RewardWorkers]]:
-    found = {verifier: RewardWorkers(verifier, workers=1, timeout_s=20.0) for verifier in ("math", "exact")}
+    found = {
+        verifier: RewardWorkers(verifier, workers=1, timeout_s=20.0)
+        for verifier in ("math", "exact")
+    }
     yield found
     for each in found.values():
         each.close()
@@ -224,8 +279,12 @@ def judge_script(
     config = load_config(None, ["eval.samples=4", "rollout.max_response_tokens=16", *overrides])
     answers = [[Said(text) for text in texts] for texts in SCRIPT]
     evaluator, _ = build_evaluator(tokenizer, answers, world_of(1, 0), config, workers)
-    prompts = [Prompt(i, np.arange(3, dtype=np.int32), f"prompt {i}", "1/2") for i in range(len(verifiers))]
-    problems = [EvalProblem("here", i, prompts[i], verifier) for i, verifier in enumerate(verifiers)]
+    prompts = [
+        Prompt(i, np.arange(3, dtype=np.int32), f"prompt {i}", "1/2") for i in range(len(verifiers))
+    ]
+    problems = [
+        EvalProblem("here", i, prompts[i], verifier) for i, verifier in enumerate(verifiers)
+    ]
     return evaluator.answer(problems, keep=2, of_all=4 * len(problems))
 
 
@@ -233,7 +292,9 @@ def read_rights(found: EvalAnswers, place: int) -> list[bool]:
     return [bool(answer.score and answer.score.correct) for answer in found.answers[place]]
 
 
-def test_answers_come_with_statements_and_verdicts(tokenizer: Tokenizer, verifiers: dict[str, RewardWorkers]) -> None:
+def test_answers_come_with_statements_and_verdicts(
+    tokenizer: Tokenizer, verifiers: dict[str, RewardWorkers]
+) -> None:
     found = judge_script(tokenizer, verifiers, ["math"] * 3)
     first = found.answers[0]
     assert [answer.extracted for answer in first] == ["1/2", "2/4", "3/4", "6/8"]
@@ -256,7 +317,9 @@ def test_an_answer_is_read_after_its_thoughts(tokenizer: Tokenizer, verifier: st
     assert read_rights(found, 3) == [False, False, False, True]
 
 
-def test_each_problem_is_judged_by_its_own_verifier(tokenizer: Tokenizer, verifiers: dict[str, RewardWorkers]) -> None:
+def test_each_problem_is_judged_by_its_own_verifier(
+    tokenizer: Tokenizer, verifiers: dict[str, RewardWorkers]
+) -> None:
     found = judge_script(tokenizer, verifiers, ["exact", "math", "exact"])
     assert [read_rights(found, place) for place in range(3)] == [[True, False, False, False]] * 3
     assert [group[1].text for group in found.answers[:2]] == ["#2/4", QUARTERS[0]]

@@ -1,4 +1,5 @@
-"""Scores are those of brute force, their intervals hold the truth, and comparisons are of shared problems."""
+"""Scores are those of brute force, their intervals hold the truth, and comparisons are of shared
+problems."""
 
 import json
 from itertools import combinations
@@ -26,7 +27,8 @@ Rows = list[dict[str, Any]]
 
 
 def answers(name: str, problems: list[list[bool | None]], majority: float | None = 1.0) -> Rows:
-    """Return rows of ``answers.jsonl``: the i-th answer has i + 1 tokens, and every third is cut off."""
+    """Return rows of ``answers.jsonl``: the i-th answer has i + 1 tokens, and every third is cut
+    off."""
     return [
         {
             "benchmark": name,
@@ -54,7 +56,9 @@ def test_scores_are_counted_by_hand() -> None:
     assert (found["problems"], found["unscored"]) == (3, 1)
     assert list(found["pass@k"]) == ["1", "2", "4"] and powers_up_to(6) == [1, 2, 4, 6]
     assert found["pass@k"]["1"] == found["avg@k"]
-    figures = {name: found[name] for name in ("avg@k", "majority", "mean_reward", "truncated")} | found["pass@k"]
+    figures = {
+        name: found[name] for name in ("avg@k", "majority", "mean_reward", "truncated")
+    } | found["pass@k"]
     assert {name: figure["value"] for name, figure in figures.items()} == {
         "avg@k": pytest.approx((1 / 3 + 1 + 0) / 3),
         "majority": 1.0,
@@ -67,7 +71,9 @@ def test_scores_are_counted_by_hand() -> None:
     assert all(figure["low"] <= figure["value"] <= figure["high"] for figure in figures.values())
     assert found["mean_length"] == {"value": 2.5, "low": 2.5, "high": 2.5}
     one_token_each = score(by_benchmark(answers("own", [[True]] * 5))["own"])
-    assert one_token_each["mean_length"] == {"value": 1.0, "low": 1.0, "high": 1.0}, "a length is no share"
+    assert one_token_each["mean_length"] == {"value": 1.0, "low": 1.0, "high": 1.0}, (
+        "a length is no share"
+    )
 
 
 def test_nothing_scored_is_null_in_json_and_a_dash_in_the_table() -> None:
@@ -87,7 +93,9 @@ def test_a_comparison_is_paired_by_problem() -> None:
     assert "+0.0 [+0.0, +0.0]  no difference shown" in same
     (_, few) = compare(answers("gsm8k", [[True]]), answers("gsm8k", [[False]]), against="before")
     assert few.endswith("too few problems to say")
-    (_, lost) = compare(answers("gsm8k", [[None]] * 20), answers("gsm8k", [[False]] * 20), against="before")
+    (_, lost) = compare(
+        answers("gsm8k", [[None]] * 20), answers("gsm8k", [[False]] * 20), against="before"
+    )
     assert lost.endswith("no difference shown")
 
 
@@ -116,7 +124,8 @@ def test_pass_at_k_of_many_answers_does_not_overflow() -> None:
 
 
 def test_intervals_hold_the_truth_in_95_of_100_worlds() -> None:
-    """Answers to one problem are alike. The percentile bootstrap is narrow for 30 problems, as many as AIME has."""
+    """Answers to one problem are alike. The percentile bootstrap is narrow for 30 problems, as many
+    as AIME has."""
     rng, held = np.random.default_rng(7), 0
     for _ in range(400):
         found = estimate(rng.binomial(4, rng.beta(0.5, 0.8, 30)) / 4)
@@ -127,6 +136,8 @@ def test_intervals_hold_the_truth_in_95_of_100_worlds() -> None:
 def test_unanimous_problems_leave_an_interval() -> None:
     """A policy right more often than in 11.6% fails thirty of thirty in one world of 40."""
     none, every = (share_bounds(estimate(np.full(30, v)), 30) for v in (0.0, 1.0))
-    assert (none.value, none.low) == (0.0, 0.0) and none.high == pytest.approx(1 - 0.025 ** (1 / 30))
+    assert (none.value, none.low) == (0.0, 0.0) and none.high == pytest.approx(
+        1 - 0.025 ** (1 / 30)
+    )
     assert (every.value, every.high) == (1.0, 1.0) and every.low == pytest.approx(1 - none.high)
     assert share_bounds(Estimate(0.5, 0.4, 0.6), 30) == Estimate(0.5, 0.4, 0.6)

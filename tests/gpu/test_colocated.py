@@ -1,4 +1,5 @@
-"""What CUDA alone can show of servers on the trainer's GPU: the memory that a trainer gives back."""
+"""What CUDA alone can show of servers on the trainer's GPU: the memory that a trainer gives
+back."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MIB = 2**20
 
 
 def released(rank: int, size: int, path: Path) -> list[tuple[int, int]]:
-    """Bytes that the process has of the device, before and after it gives some back, twice, with a step between."""
+    """Bytes that the process has of the device, before and after it gives some back, twice, with a
+    step between."""
     over_nccl()
     config = config_for(path, LayoutConfig(dp=1), LossConfig(), 64, distributed=True)
     config = replace(config, model=replace(config.model, spec="torch"))
@@ -39,7 +41,9 @@ def released(rank: int, size: int, path: Path) -> list[tuple[int, int]]:
 
 def test_gradients_and_caches_go_back_to_the_device(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "policy"
-    write_model(path, hidden=512, layers=4, heads=8, kv_heads=4, head_dim=64, ffn=4096, vocab_size=2048)
+    write_model(
+        path, hidden=512, layers=4, heads=8, kv_heads=4, head_dim=64, ffn=4096, vocab_size=2048
+    )
     weights = (path / "model.safetensors").stat().st_size  # fp32, as gradients are
     [seen] = ranks.run(1, released, path)
     for before, after in seen:

@@ -47,7 +47,8 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
 
 
 def fork_shapes() -> None:
-    """The process of a shape, where no GPU forbids it, is a fork of one that has imported everything as well."""
+    """The process of a shape, where no GPU forbids it, is a fork of one that has imported
+    everything as well."""
     if not torch.cuda.is_available():
         forks = multiprocessing.get_context("fork")
         multiprocessing.get_context = lambda method: forks
@@ -79,19 +80,27 @@ def test_a_tiny_shape_is_measured_anywhere(plain: tuple[dict[str, Any], dict[str
     assert row["host_waits"] is None
 
 
-def test_memory_stands_beside_what_a_plan_expects(plain: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_memory_stands_beside_what_a_plan_expects(
+    plain: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
     _, row = plain
     layout, width = LayoutConfig(dp=1), 4 if row["dtype"] == "fp32" else 2
     for way in (row["packed"], row["padded"]):
         config = Config(
-            model=ModelConfig(dtype=row["dtype"]), layout=layout, pack=PackConfig(max_tokens=way["pack_tokens"])
+            model=ModelConfig(dtype=row["dtype"]),
+            layout=layout,
+            pack=PackConfig(max_tokens=way["pack_tokens"]),
         )
         placement = Placement(layout, ranks=1, servers=(1,), shared=True, gpus=1)
         setup = Setup(config, TINY, placement, Assumptions())
         held = sum(held_bytes(setup, 0).values())
-        assert held == (16 if width == 4 else 18) * row["parameters"], "the plan counts every parameter that there is"
+        assert held == (16 if width == 4 else 18) * row["parameters"], (
+            "the plan counts every parameter that there is"
+        )
         parts = actor_memory(setup).parts
-        assert way["planned_peak_gib"] * GIB == pytest.approx(held + parts["activations"] + parts["head"])
+        assert way["planned_peak_gib"] * GIB == pytest.approx(
+            held + parts["activations"] + parts["head"]
+        )
 
 
 def test_what_a_run_can_set_is_measured_and_a_table_says_where_time_goes(
@@ -104,7 +113,11 @@ def test_what_a_run_can_set_is_measured_and_a_table_says_where_time_goes(
     assert (row["recompute"], row["head_chunk_mib"], row["offload"]) == ("full", 1, True)
     assert row["packed"]["planned_peak_gib"] < 0.6 * plain[1]["packed"]["planned_peak_gib"]
     title, *table = (tmp_path / "table").read_text().splitlines()
-    assert title == f"A step of tiny over {row['packed']['packs']} packs of {row['packed']['pack_tokens']} tokens"
+    assert (
+        title
+        == f"A step of tiny over {row['packed']['packs']} packs of {row['packed']['pack_tokens']} "
+        "tokens"
+    )
     assert any("aten::mm" in line for line in table)
     if torch.cuda.is_available():
         for name in ("update", "log_probabilities"):

@@ -1,4 +1,5 @@
-"""The policy head on one GPU, in bf16: Triton's kernels and torch's operators, their memory, and who waits for whom."""
+"""The policy head on one GPU, in bf16: Triton's kernels and torch's operators, their memory, and
+who waits for whom."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "policy_head.py"
 
 def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test that needs CUDA."""
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")(test))
+    return pytest.mark.gpu(
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")(test)
+    )
 
 
 @pytest.fixture(params=["kernels", "operators"])
@@ -44,11 +47,15 @@ def case(positions: int) -> Case:
     weight = torch.randn(VOCABULARY + 64, HIDDEN, **kind) * 0.1
     weight[VOCABULARY:] = 1e4
     targets = torch.randint(0, VOCABULARY, (positions,), device="cuda", generator=generator)
-    targets[::2] = (hidden[::2] @ weight[:VOCABULARY].t()).argmax(dim=1)  # some that the policy finds likely
+    targets[::2] = (hidden[::2] @ weight[:VOCABULARY].t()).argmax(
+        dim=1
+    )  # some that the policy finds likely
     return hidden, weight, targets, torch.randn(positions, device="cuda", generator=generator)
 
 
-def score(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk_mib: int) -> HeadOutput:
+def score(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk_mib: int
+) -> HeadOutput:
     settings = {"vocab_size": VOCABULARY, "temperature": TEMPERATURE, "tp_group": None}
     return score_responses(hidden, weight, targets, chunk_mib=chunk_mib, **settings)
 
@@ -70,7 +77,9 @@ def test_scores_and_gradients_equal_those_in_fp64(passes: str) -> None:
     for ours, reference in zip(output.present, expected.present, strict=True):
         torch.testing.assert_close(ours.detach().double(), reference, rtol=2e-5, atol=5e-5)
     assert distance(hidden.grad, exact_hidden) < 2**-7
-    assert distance(weight.main_grad, exact_weight) < 2**-8, "the slope is rounded to bf16, and no sum is"
+    assert distance(weight.main_grad, exact_weight) < 2**-8, (
+        "the slope is rounded to bf16, and no sum is"
+    )
     assert not weight.main_grad[VOCABULARY:].any()
 
 
@@ -122,12 +131,16 @@ def test_kernels_are_faster_than_operators(tmp_path: Path) -> None:
 
 
 def benchmark(log: Path, *arguments: str) -> dict[str, float]:
-    code = Command(["python", str(SCRIPT), "--json", *arguments], log, SCRIPT.parents[1]).exit_code()
+    code = Command(
+        ["python", str(SCRIPT), "--json", *arguments], log, SCRIPT.parents[1]
+    ).exit_code()
     assert code == 0, log.read_text()
     return json.loads(log.read_text().splitlines()[-1])
 
 
 def test_the_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
-    report = benchmark(tmp_path / "log", "--tokens", "1024", "--vocabulary", "32768", "--hidden", "64")
+    report = benchmark(
+        tmp_path / "log", "--tokens", "1024", "--vocabulary", "32768", "--hidden", "64"
+    )
     assert report["device"] == "cpu"
     assert 0 < report["peak_mib"] < 0.5 * report["naive_peak_mib"]

@@ -1,4 +1,5 @@
-"""Adapters in Transformer Engine's layers, with norms apart and experts grouped, against torch's layers in fp32."""
+"""Adapters in Transformer Engine's layers, with norms apart and experts grouped, against torch's
+layers in fp32."""
 
 from __future__ import annotations
 
@@ -23,21 +24,31 @@ def scored_and_learned(rank: int, size: int, config: Config) -> tuple[np.ndarray
     """The log-probabilities of a step's completions, and the norm of its gradient."""
     over_nccl()
     world, learner, policy = stirred(config)
-    (logprobs,) = policy.actor.log_probabilities([build_pack(rows_of_a_step(), capacity=1024, pad_id=0, align=1)])
+    (logprobs,) = policy.actor.log_probabilities(
+        [build_pack(rows_of_a_step(), capacity=1024, pad_id=0, align=1)]
+    )
     metadata, groups = step_of_groups(size)
-    metrics = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
+    metrics = learner.learn(
+        plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0
+    )
     return logprobs, metrics["train/grad_norm"]
 
 
 @pytest.mark.parametrize("family", ["dense", "experts"])
-def test_te_computes_with_adapters_what_torch_does(family: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_te_computes_with_adapters_what_torch_does(
+    family: str, ranks: RankPool, tmp_path: Path
+) -> None:
     if family == "dense":
         write_policy(tmp_path)
     else:
         sizes = Sizes(vocab_size=VOCAB, hidden_size=64, intermediate_size=64, head_dim=16)
         write_qwen3_moe(tmp_path, sizes, experts=4)
     found = {}
-    for name, spec, dtype in ("exact", "torch", "fp32"), ("torch", "torch", "bf16"), ("te", "te", "bf16"):
+    for name, spec, dtype in (
+        ("exact", "torch", "fp32"),
+        ("torch", "torch", "bf16"),
+        ("te", "te", "bf16"),
+    ):
         config = with_lora(configure(tmp_path, "torch"))
         config = replace(config, model=replace(config.model, spec=spec, dtype=dtype))
         [found[name]] = ranks.run(1, scored_and_learned, config)

@@ -12,7 +12,10 @@ import torch
 
 from megatron_dppo.observe.timers import PhaseTimers, Profiler
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 
 def test_a_trace_holds_kernels_and_the_allocators_history_is_beside_it(tmp_path: Path) -> None:
@@ -22,8 +25,12 @@ def test_a_trace_holds_kernels_and_the_allocators_history_is_beside_it(tmp_path:
         with profile(step), timers("actor_train"):
             held = torch.ones(512, 512, device="cuda") @ torch.ones(512, 512, device="cuda")
             torch.cuda.synchronize()
-    trace, history = (tmp_path / "profile" / f"step_0000003-rank_0.{kind}" for kind in ("json.gz", "pickle"))
+    trace, history = (
+        tmp_path / "profile" / f"step_0000003-rank_0.{kind}" for kind in ("json.gz", "pickle")
+    )
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert {"kernel", "user_annotation"} <= {event.get("cat") for event in events}
     traces = pickle.loads(history.read_bytes())["device_traces"]
-    assert any(entry["action"] == "alloc" and entry["size"] >= held.nbytes for of in traces for entry in of)
+    assert any(
+        entry["action"] == "alloc" and entry["size"] >= held.nbytes for of in traces for entry in of
+    )

@@ -10,7 +10,9 @@ import torch
 from tests.commands import Command
 from tests.ranks import RankPool
 
-pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch is built without CUDA")
+pytestmark = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="torch is built without CUDA"
+)
 
 
 @pytest.fixture(autouse=True)

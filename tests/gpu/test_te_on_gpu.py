@@ -50,7 +50,9 @@ def state_of(policy: Actor) -> list[torch.Tensor]:
     weights = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
     inner = [part.optimizer for part in policy.optimizer.chained_optimizers]
     masters = [master for one in inner for group in one.param_groups for master in group["params"]]
-    moments = [one.state[m][name] for one in inner for m in one.state for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        one.state[m][name] for one in inner for m in one.state for name in ("exp_avg", "exp_avg_sq")
+    ]
     return [m for m in masters if m.untyped_storage().data_ptr() not in weights] + moments
 
 
@@ -68,7 +70,9 @@ def rows_of_a_step() -> list[TrainingSample]:
     for group in groups:
         for each in group.completions:
             tokens = (group.prompt.token_ids, each.token_ids, each.logprobs, each.loss_mask)
-            rows.append(TrainingSample(*tokens, float(rng.normal()), 1.0 / len(each.token_ids), version=0))
+            rows.append(
+                TrainingSample(*tokens, float(rng.normal()), 1.0 / len(each.token_ids), version=0)
+            )
     return rows
 
 
@@ -89,11 +93,15 @@ def by_transformers(path: Path, dtype: torch.dtype) -> np.ndarray:
     for row in rows_of_a_step():
         ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long().cuda()
         logits = model(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1].float() / TEMPERATURE
-        found.append(logits.log_softmax(-1).gather(1, ids[len(row.prompt_ids) :, None])[:, 0].cpu().numpy())
+        found.append(
+            logits.log_softmax(-1).gather(1, ids[len(row.prompt_ids) :, None])[:, 0].cpu().numpy()
+        )
     return np.concatenate(found)
 
 
-def test_te_is_as_close_to_fp32_as_transformers_and_torch_are_in_bf16(ranks: RankPool, policy: Path) -> None:
+def test_te_is_as_close_to_fp32_as_transformers_and_torch_are_in_bf16(
+    ranks: RankPool, policy: Path
+) -> None:
     exact = by_transformers(policy, torch.float32)
     error = {"transformers": np.abs(by_transformers(policy, torch.bfloat16) - exact).mean()}
     for spec in ("torch", "te"):
@@ -102,17 +110,23 @@ def test_te_is_as_close_to_fp32_as_transformers_and_torch_are_in_bf16(ranks: Ran
     assert 0 < error["te"] < 2 * max(error["torch"], error["transformers"]), error
 
 
-def learned(rank: int, size: int, config: Config, backwards: bool) -> tuple[dict[str, float], Weights]:
+def learned(
+    rank: int, size: int, config: Config, backwards: bool
+) -> tuple[dict[str, float], Weights]:
     over_nccl()
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata)
     plan = reverse_order(plan) if backwards else plan
     metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
-    return metrics, {name: tensor.float().cpu() for name, tensor in weights_of(policy, world).items()}
+    return metrics, {
+        name: tensor.float().cpu() for name, tensor in weights_of(policy, world).items()
+    }
 
 
-def test_an_update_does_not_depend_on_the_order_or_the_size_of_packs(ranks: RankPool, policy: Path) -> None:
+def test_an_update_does_not_depend_on_the_order_or_the_size_of_packs(
+    ranks: RankPool, policy: Path
+) -> None:
     config = configure(policy, "te")
     large = replace(config, pack=replace(config.pack, max_tokens=400))
     [(expected, _)] = ranks.run(1, learned, config, False)
@@ -125,26 +139,37 @@ def test_an_update_does_not_depend_on_the_order_or_the_size_of_packs(ranks: Rank
 
 def moments_are_zero(rank: int, size: int, config: Config) -> bool:
     over_nccl()
-    torch.full((2**26,), torch.nan, device="cuda")  # freed at once: what memory that nobody sets will hold
+    torch.full(
+        (2**26,), torch.nan, device="cuda"
+    )  # freed at once: what memory that nobody sets will hold
     _, _, policy = build(config)
-    states = [state for part in optimizer_parts(policy.actor.optimizer) for state in part.optimizer.state.values()]
+    states = [
+        state
+        for part in optimizer_parts(policy.actor.optimizer)
+        for state in part.optimizer.state.values()
+    ]
     assert states
     return all(not tensor.any() for state in states for tensor in state.values())
 
 
-def test_adam_starts_from_zeros_in_memory_that_was_used_before(ranks: RankPool, policy: Path) -> None:
+def test_adam_starts_from_zeros_in_memory_that_was_used_before(
+    ranks: RankPool, policy: Path
+) -> None:
     assert ranks.run(1, moments_are_zero, configure(policy, "te")) == [True]
 
 
 def test_state_on_the_host_and_overlap_change_no_bit(ranks: RankPool, policy: Path) -> None:
     [(expected, weights)] = ranks.run(1, learned, configure(policy, "te"), False)
-    [(metrics, ours)] = ranks.run(1, learned, configure(policy, "te", offload=True, overlap=True), False)
+    [(metrics, ours)] = ranks.run(
+        1, learned, configure(policy, "te", offload=True, overlap=True), False
+    )
     assert metrics == expected
     assert all(torch.equal(ours[name], weights[name]) for name in weights)
 
 
 def room_for_state(rank: int, size: int, config: Config) -> tuple[int, list[int], bool]:
-    """Bytes of the optimizer's state; bytes allocated without, with and again without it; whether it is pinned."""
+    """Bytes of the optimizer's state; bytes allocated without, with and again without it; whether
+    it is pinned."""
     over_nccl()
     _, _, policy = build(config)
     waiting, state = policy.actor._offloaded, state_of(policy.actor)
@@ -153,11 +178,19 @@ def room_for_state(rank: int, size: int, config: Config) -> tuple[int, list[int]
     for move in (waiting.leave_device, waiting.return_to_device, waiting.leave_device):
         move()
         allocated.append(torch.cuda.memory_allocated())
-    return sum(tensor.nbytes for tensor in state), allocated, all(tensor.is_pinned() for tensor in state)
+    return (
+        sum(tensor.nbytes for tensor in state),
+        allocated,
+        all(tensor.is_pinned() for tensor in state),
+    )
 
 
-def test_state_on_the_host_leaves_its_memory_on_the_device_to_others(ranks: RankPool, policy: Path) -> None:
-    [(needed, (without, within, after), pinned)] = ranks.run(1, room_for_state, configure(policy, "te", offload=True))
+def test_state_on_the_host_leaves_its_memory_on_the_device_to_others(
+    ranks: RankPool, policy: Path
+) -> None:
+    [(needed, (without, within, after), pinned)] = ranks.run(
+        1, room_for_state, configure(policy, "te", offload=True)
+    )
     assert pinned
     assert within - without >= needed > 0
     assert after == without
@@ -172,7 +205,12 @@ def resumed_from_the_background(rank: int, size: int, config: Config, resume: bo
     if resume:
         assert checkpoints.load(policy.actor) == (1, {})
     for step in range(1 if resume else 0, 2):
-        learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=step + 1, version=0)
+        learner.learn(
+            plan_for(world, config, metadata),
+            held_by(rank, metadata, groups),
+            step=step + 1,
+            version=0,
+        )
         if step == 0:
             checkpoints.save(policy.actor, 1, {})
     checkpoints.finish()
@@ -183,16 +221,22 @@ def resumed_from_the_background(rank: int, size: int, config: Config, resume: bo
 def test_a_forked_writer_holds_the_state_of_its_step(
     ranks: RankPool, policy: Path, tmp_path: Path, offload: bool
 ) -> None:
-    """As it lies on the device or in pinned memory, of which the update after it changes every byte."""
+    """As it lies on the device or in pinned memory, of which the update after it changes every
+    byte."""
     config = configure(policy, "te", offload=offload)
-    config = replace(config, run=replace(config.run, dir=str(tmp_path), checkpoint_in_background=True))
+    config = replace(
+        config, run=replace(config.run, dir=str(tmp_path), checkpoint_in_background=True)
+    )
     [expected] = ranks.run(1, resumed_from_the_background, config, False)
     [ours] = ranks.run(1, resumed_from_the_background, config, True)
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-def gradients(rank: int, size: int, config: Config) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of all completions in one pack; the weighted sum of each one's own; of one pack with those weights. fp32."""
+def gradients(
+    rank: int, size: int, config: Config
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of all completions in one pack; the weighted sum of each one's own; of one pack with those
+    weights. fp32."""
     over_nccl()
     _, _, policy = build(config)
     loss = PolicyLoss(objective_for(config.loss), kl_coef=0.0, tis_cap=None, version=0)
@@ -205,14 +249,23 @@ def gradients(rank: int, size: int, config: Config) -> tuple[torch.Tensor, torch
         return torch.cat([p.main_grad.flatten() for p in policy.actor.parameters()]).double().cpu()
 
     whole = gradient(rows)
-    total = sum((weight * gradient([row]) for row, weight in zip(rows, weights, strict=True)), torch.zeros_like(whole))
+    total = sum(
+        (weight * gradient([row]) for row, weight in zip(rows, weights, strict=True)),
+        torch.zeros_like(whole),
+    )
     weighted = gradient(
-        [dataclasses.replace(row, scale=row.scale * w) for row, w in zip(rows, weights, strict=True) if w]
+        [
+            dataclasses.replace(row, scale=row.scale * w)
+            for row, w in zip(rows, weights, strict=True)
+            if w
+        ]
     )
     return whole, total, weighted
 
 
-def test_a_pruned_gradient_is_the_weighted_sum_of_its_completions(ranks: RankPool, policy: Path) -> None:
+def test_a_pruned_gradient_is_the_weighted_sum_of_its_completions(
+    ranks: RankPool, policy: Path
+) -> None:
     """From which unbiasedness follows for every plan: the expectation of a weight is one."""
     [(whole, total, weighted)] = ranks.run(1, gradients, configure(policy, "te"))
     assert float((weighted - total).norm()) < 0.02 * float(total.norm())

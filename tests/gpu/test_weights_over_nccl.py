@@ -1,4 +1,5 @@
-"""Weights over NCCL, from one GPU to the next: they arrive, and a server that dies or never comes costs only itself."""
+"""Weights over NCCL, from one GPU to the next: they arrive, and a server that dies or never comes
+costs only itself."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from tests.rollout.servers.test_sender import Late, Process
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes no two ranks on one"),
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes no two ranks on one"
+    ),
 ]
 LIMIT_S = 30.0
 
@@ -38,7 +41,9 @@ def server(http: Http) -> Iterator[Callable[..., Any]]:
 
 def _sender(http: Http, server: Process, name: str) -> Sender:
     device, ours = torch.device("cuda", 0), nccl.loaded()
-    return Sender(http, [server], name=name, host="127.0.0.1", device=device, timeout_s=LIMIT_S, our_nccl=ours)
+    return Sender(
+        http, [server], name=name, host="127.0.0.1", device=device, timeout_s=LIMIT_S, our_nccl=ours
+    )
 
 
 def _arrives(http: Http, server: Process, name: str) -> bool:
@@ -70,7 +75,9 @@ def test_a_server_that_dies_within_a_bucket_does_not_take_the_trainer_along(
     assert _arrives(http, server(), "after a death")
 
 
-def test_a_server_that_never_comes_ends_the_joining_in_time(http: Http, server: Callable[..., Any]) -> None:
+def test_a_server_that_never_comes_ends_the_joining_in_time(
+    http: Http, server: Callable[..., Any]
+) -> None:
     began = time.monotonic()
     with pytest.raises(SyncFailedError):
         _sender(http, server(Late), "late")

@@ -1,7 +1,7 @@
 """``PrunedGRPOTrainer`` against TRL's own trainer: the same rollouts, losses and gradients.
 
-Law 2 is integrated and never sampled: over every outcome of the draw, the mean pruned gradient is the gradient of the
-trainer without pruning.
+Law 2 is integrated and never sampled: over every outcome of the draw, the mean pruned gradient is
+the gradient of the trainer without pruning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("trl", reason="TRL is not installed: bash scripts/test.sh --trl runs these tests")
+pytest.importorskip(
+    "trl", reason="TRL is not installed: bash scripts/test.sh --trl runs these tests"
+)
 
 from trl import GRPOTrainer
 
@@ -51,8 +53,15 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], **_: Any) -> tuple[Any, ...]:
         rng = np.random.RandomState(0)
-        completions = [rng.randint(1, len(WORDS), size=rng.randint(1, LONGEST + 1)).tolist() for _ in prompts]
-        return prompts, completions, [[[np.log(rng.uniform(0.05, 0.1))] for _ in each] for each in completions], None
+        completions = [
+            rng.randint(1, len(WORDS), size=rng.randint(1, LONGEST + 1)).tolist() for _ in prompts
+        ]
+        return (
+            prompts,
+            completions,
+            [[[np.log(rng.uniform(0.05, 0.1))] for _ in each] for each in completions],
+            None,
+        )
 
 
 def use_engine(made: GRPOTrainer) -> None:
@@ -72,12 +81,23 @@ def call_tools(prompts: list[str], made: GRPOTrainer) -> dict[str, Any]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"loss_type": name} for name in sorted(integration.DIVIDED_BY_ROWS | integration.DIVIDED_BY_TOKENS)},
-    "half of the generated rows": {"loss_type": "dr_grpo", "steps_per_generation": 6, "num_iterations": 1},
+    **{
+        name: {"loss_type": name}
+        for name in sorted(integration.DIVIDED_BY_ROWS | integration.DIVIDED_BY_TOKENS)
+    },
+    "half of the generated rows": {
+        "loss_type": "dr_grpo",
+        "steps_per_generation": 6,
+        "num_iterations": 1,
+    },
     "KL": {"loss_type": "grpo", "beta": 0.3},
     "KL over tokens, corrected": {"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": True},
     "GSPO": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-    "truncated completions masked": {"loss_type": "dr_grpo", "mask_truncated_completions": True, "budget": 0.2},
+    "truncated completions masked": {
+        "loss_type": "dr_grpo",
+        "mask_truncated_completions": True,
+        "budget": 0.2,
+    },
     "several rewards": {"loss_type": "dapo", "rewards": [odd, long], "reward_weights": [1.0, 0.7]},
     "rewards normalised one by one": {
         "loss_type": "grpo",
@@ -116,7 +136,12 @@ def test_groups_of_equal_rewards_keep_a_batchs_advantages(policy, tmp_path):
     def first_group(completions: list[str], **_: Any) -> list[float]:
         return [float(place < SAMPLES) for place in range(len(completions))]
 
-    case = {"kind": BatchBaseline, "rewards": first_group, "loss_type": "dr_grpo", "num_iterations": 2}
+    case = {
+        "kind": BatchBaseline,
+        "rewards": first_group,
+        "loss_type": "dr_grpo",
+        "num_iterations": 2,
+    }
     assert relative_error(policy, tmp_path, **case) < 1e-6
 
 
@@ -147,11 +172,21 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Inputs]:
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
 def test_mean_gradient_with_ratios_of_vllm_is_that_of_trl(policy, tmp_path, seen, mode):
     case = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.5}
-    assert relative_error(policy, tmp_path, use_engine, loss_type="dr_grpo", num_iterations=2, **case) < 1e-6
+    assert (
+        relative_error(policy, tmp_path, use_engine, loss_type="dr_grpo", num_iterations=2, **case)
+        < 1e-6
+    )
     for inputs in seen:
         rows, tokens = inputs["completion_ids"].shape
-        assert inputs["importance_sampling_ratio"].shape == (rows, tokens if mode == "token_truncate" else 1)
-        assert inputs["sampling_per_token_logps"].shape == inputs["old_per_token_logps"].shape == (rows, tokens)
+        assert inputs["importance_sampling_ratio"].shape == (
+            rows,
+            tokens if mode == "token_truncate" else 1,
+        )
+        assert (
+            inputs["sampling_per_token_logps"].shape
+            == inputs["old_per_token_logps"].shape
+            == (rows, tokens)
+        )
     assert {len(inputs["completion_ids"]) for inputs in seen} - {ROWS}
 
 
@@ -160,7 +195,13 @@ def logged(made: GRPOTrainer, name: str) -> list[float]:
 
 
 def test_pruned_steps_take_fewer_and_narrower_passes(policy, tmp_path, seen):
-    made = trainer(policy, tmp_path, PrunedGRPOTrainer, pruning=Pruning(budget=0.4), gradient_accumulation_steps=6)
+    made = trainer(
+        policy,
+        tmp_path,
+        PrunedGRPOTrainer,
+        pruning=Pruning(budget=0.4),
+        gradient_accumulation_steps=6,
+    )
     trained(made)
     assert 4 <= len(seen) <= 4 * 4
     assert max(logged(made, "pruning/kept_tokens")) < 0.5
@@ -174,10 +215,17 @@ def test_pruned_steps_take_fewer_and_narrower_passes(policy, tmp_path, seen):
 
 
 def test_equal_rewards_take_one_pass_and_no_step(policy, tmp_path, seen):
-    """The mean of three times 0.11 is not 0.11, and TRL's own advantages are rounding in place of 0."""
-    options = {"num_generations": 3, "per_device_train_batch_size": 3, "rewards": lambda completions, **_: [0.11] * 9}
+    """The mean of three times 0.11 is not 0.11, and TRL's own advantages are rounding in place of
+    0."""
+    options = {
+        "num_generations": 3,
+        "per_device_train_batch_size": 3,
+        "rewards": lambda completions, **_: [0.11] * 9,
+    }
     made = trainer(policy, tmp_path, PrunedGRPOTrainer, **options)
-    before = torch.cat([parameter.detach().clone().flatten() for parameter in made.model.parameters()])
+    before = torch.cat(
+        [parameter.detach().clone().flatten() for parameter in made.model.parameters()]
+    )
     assert torch.equal(trained(made), before)
     assert any(made._logs["advantages"])
     assert len(seen) == 4
@@ -201,11 +249,20 @@ def test_each_draw_has_a_seed_of_its_own(policy, tmp_path, monkeypatch, options)
 
 
 def test_resumed_training_has_the_same_parameters(policy, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 2, "pruning": Pruning(budget=0.4), "num_iterations": 2}
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "pruning": Pruning(budget=0.4),
+        "num_iterations": 2,
+    }
     whole = trained(trainer(policy, tmp_path, PrunedGRPOTrainer, **options))
     resumed = trainer(policy, tmp_path, PrunedGRPOTrainer, **options)
-    assert torch.equal(trained(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2")), whole)
-    other = trainer(policy, tmp_path / "other", PrunedGRPOTrainer, **options | {"pruning": Pruning(0.4, seed=1)})
+    assert torch.equal(
+        trained(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2")), whole
+    )
+    other = trainer(
+        policy, tmp_path / "other", PrunedGRPOTrainer, **options | {"pruning": Pruning(0.4, seed=1)}
+    )
     assert not torch.equal(trained(other), whole)
 
 
@@ -255,7 +312,9 @@ def test_terms_without_an_unbiased_weight_are_refused(tmp_path, experts, setting
         trainer(policy, tmp_path, PrunedGRPOTrainer, router_aux_loss_coef=0.0)
 
 
-@pytest.mark.parametrize("pruning", [Pruning(budget="auto"), Pruning(rule="threshold"), Pruning(rule="none")])
+@pytest.mark.parametrize(
+    "pruning", [Pruning(budget="auto"), Pruning(rule="threshold"), Pruning(rule="none")]
+)
 def test_other_rules_train(policy, tmp_path, pruning):
     made = trainer(policy, tmp_path, PrunedGRPOTrainer, pruning=pruning)
     trained(made)
@@ -263,15 +322,27 @@ def test_other_rules_train(policy, tmp_path, pruning):
 
 
 def test_trl_needs_neither_megatron_nor_the_configuration():
-    code = "import sys, megatron_dppo.integrations.trl; print(*(m for m in sys.modules if m.startswith('megatron')))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        "import sys, megatron_dppo.integrations.trl; print(*(m for m in sys.modules if "
+        "m.startswith('megatron')))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert "megatron_dppo.integrations.trl" in loaded
-    assert {name.split(".")[1] for name in loaded if "." in name} == {"errors", "integrations", "rl"}
+    assert {name.split(".")[1] for name in loaded if "." in name} == {
+        "errors",
+        "integrations",
+        "rl",
+    }
 
 
 def test_two_ranks_have_the_gradient_of_trl_on_two_ranks(policy, tmp_path):
     """Ranks also take as many passes each, whatever each has drawn: see ``trl_on_ranks.py``."""
-    words = "-m torch.distributed.run --standalone --nproc-per-node 2 -m tests.integrations.trl_on_ranks"
+    words = (
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m "
+        "tests.integrations.trl_on_ranks"
+    )
     command = [sys.executable, *words.split(), str(policy), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,4 +1,5 @@
-"""Pruning in verl: its trainers, TransferQueue, mini-batches, micro-batches and losses, on a policy that is a table.
+"""Pruning in verl: its trainers, TransferQueue, mini-batches, micro-batches and losses, on a policy
+that is a table.
 
 The rest of an actor's workers, FSDP and Megatron, requires GPUs.
 """
@@ -55,13 +56,16 @@ def configure(*settings: str) -> Any:
 
 
 class Workers:
-    """Data-parallel ranks, one after the other. Their policy is never updated; the gradients are kept."""
+    """Data-parallel ranks, one after the other. Their policy is never updated; the gradients are
+    kept."""
 
     def __init__(self, config: Any) -> None:
         self.actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         self._dispatch_info = {"actor": list(range(RANKS))}
         generator = torch.Generator().manual_seed(0)
-        self.table = torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64, requires_grad=True)
+        self.table = torch.randn(
+            VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64, requires_grad=True
+        )
         self.gradients: list[torch.Tensor] = []
         self.rows: list[int] = []
 
@@ -72,7 +76,9 @@ class Workers:
     def update_actor(self, batch: Any) -> TensorDict:
         (shards,), _ = _split_args_kwargs_data_proto(RANKS, batch)
         if isinstance(batch, TensorDict):
-            shards = [shard.clone() for shard in shards]  # as a process would receive them, which may change them
+            shards = [
+                shard.clone() for shard in shards
+            ]  # as a process would receive them, which may change them
         else:
             shards = [_meta_to_realdata(shard) for shard in shards]
         self.gradients, self.rows = [], []
@@ -80,18 +86,25 @@ class Workers:
         for shard in shards:
             rows = tu.pop(shard, key="mini_batch_size")
             assert rows % RANKS == 0
-            iterators.append(tu.make_iterator(shard, rows // RANKS, epochs=tu.pop(shard, key="epochs")))
+            iterators.append(
+                tu.make_iterator(shard, rows // RANKS, epochs=tu.pop(shard, key="epochs"))
+            )
         for mini_batches in zip(*iterators, strict=True):
             self.table.grad = None
             counted = sum(mini_batch["loss_mask"].sum().item() for mini_batch in mini_batches)
             self.rows.append(sum(len(mini_batch) for mini_batch in mini_batches))
             for mini_batch in mini_batches:
-                size = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": self.actor.ppo_micro_batch_size_per_gpu}
+                size = {
+                    "use_dynamic_bsz": False,
+                    "micro_batch_size_per_gpu": self.actor.ppo_micro_batch_size_per_gpu,
+                }
                 tu.assign_non_tensor(mini_batch, batch_num_tokens=counted, dp_size=RANKS, **size)
                 for data in prepare_micro_batches(mini_batch)[0]:
                     ids = data["input_ids"]
                     scored = self.log_probs(ids.values())
-                    output = {"log_probs": torch.nested.nested_tensor_from_jagged(scored, ids.offsets())}
+                    output = {
+                        "log_probs": torch.nested.nested_tensor_from_jagged(scored, ids.offsets())
+                    }
                     loss, _ = ppo_loss(self.actor, output, data)
                     (loss / RANKS).backward()  # data parallelism averages over its ranks
             assert self.table.grad is not None
@@ -100,10 +113,13 @@ class Workers:
 
 
 def make_rows(workers: Workers) -> list[dict[str, Any]]:
-    """Make prompts and responses of several lengths. The policy has moved since sampling: some ratios are clipped."""
+    """Make prompts and responses of several lengths. The policy has moved since sampling: some
+    ratios are clipped."""
     rng, rows = np.random.default_rng(0), []
     for prompt in range(PROMPTS):
-        asked = torch.from_numpy(rng.integers(0, VOCABULARY, rng.integers(1, LONGEST["prompt"] + 1)))
+        asked = torch.from_numpy(
+            rng.integers(0, VOCABULARY, rng.integers(1, LONGEST["prompt"] + 1))
+        )
         for _ in range(SAMPLES):
             length = int(rng.integers(2, LONGEST["response"] + 1))
             response = torch.from_numpy(rng.integers(0, VOCABULARY, length))
@@ -135,7 +151,9 @@ def make_rows(workers: Workers) -> list[dict[str, Any]]:
 def queue() -> Iterator[None]:
     """TransferQueue, whose controller and storage are actors of Ray."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray would keep one in the user's home
+        patch.setenv(
+            "RAY_AUTH_TOKEN", secrets.token_hex(32)
+        )  # Ray would keep one in the user's home
         ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
         tq.init()
         yield
@@ -155,7 +173,9 @@ def v1(config: Any) -> tuple[Any, Any, Workers]:
     rows = make_rows(workers)
     keys = [f"{row['uid']}_{place % SAMPLES}_0" for place, row in enumerate(rows)]
     tags = [{"seq_len": len(row["input_ids"])} for row in rows]
-    batch = tq.kv_batch_put(keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags)
+    batch = tq.kv_batch_put(
+        keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags
+    )
     batch = trainer._balance_batch(batch, metrics={})
     return trainer, trainer._compute_advantage(batch, metrics={}), workers
 
@@ -163,23 +183,38 @@ def v1(config: Any) -> tuple[Any, Any, Workers]:
 def legacy(config: Any) -> tuple[Any, Any, Workers]:
     trainer = object.__new__(integration.PrunedRayPPOTrainer)  # its constructor looks for GPUs
     workers = trainer.actor_rollout_wg = Workers(config)
-    trainer.config, trainer.pruning, trainer.global_steps = config, integration.pruning_settings(config), 1
+    trainer.config, trainer.pruning, trainer.global_steps = (
+        config,
+        integration.pruning_settings(config),
+        1,
+    )
     rows = make_rows(workers)
 
     def padded(name: str, before: int = 0) -> torch.Tensor:
         """A prompt is padded on its left, a response on its right."""
         width = before and LONGEST["prompt"]
-        values = [torch.nn.functional.pad(row[name], (width and width - len(row["prompts"]), 0)) for row in rows]
+        values = [
+            torch.nn.functional.pad(row[name], (width and width - len(row["prompts"]), 0))
+            for row in rows
+        ]
         width += LONGEST["response"]
-        return torch.stack([torch.nn.functional.pad(value, (0, width - len(value))) for value in values])
+        return torch.stack(
+            [torch.nn.functional.pad(value, (0, width - len(value))) for value in values]
+        )
 
     tensors = {name: padded(name, 1) for name in ("input_ids", "attention_mask", "position_ids")}
     names = ("responses", "response_mask", "rm_scores", "old_log_probs")
-    tensors |= {name: padded(name) for name in names} | {"prompts": tensors["input_ids"][:, : LONGEST["prompt"]]}
+    tensors |= {name: padded(name) for name in names} | {
+        "prompts": tensors["input_ids"][:, : LONGEST["prompt"]]
+    }
     scores = tensors["rm_scores"].sum(1).view(PROMPTS, SAMPLES)
-    advantages = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)).view(-1, 1)
+    advantages = (
+        (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)
+    ).view(-1, 1)
     tensors["advantages"] = advantages * tensors["response_mask"]
-    batch = DataProto.from_dict(tensors, {"uid": np.array([row["uid"] for row in rows], dtype=object)})
+    batch = DataProto.from_dict(
+        tensors, {"uid": np.array([row["uid"] for row in rows], dtype=object)}
+    )
     batch.meta_info["global_token_num"] = tensors["attention_mask"].sum(1).tolist()
     return trainer, batch, workers
 
@@ -188,14 +223,22 @@ def update(trainer: Any, batch: Any, cls: Any = None) -> dict[str, Any]:
     """Update by the trainer itself, or by its base class. Returns the metrics."""
     metrics: dict[str, Any] = {}
     function = (cls or type(trainer))._update_actor
-    output = function(trainer, batch) if isinstance(batch, DataProto) else function(trainer, batch, metrics)
+    output = (
+        function(trainer, batch)
+        if isinstance(batch, DataProto)
+        else function(trainer, batch, metrics)
+    )
     return output.meta_info["metrics"] if isinstance(batch, DataProto) else metrics
 
 
-def error_of_mean(monkeypatch: pytest.MonkeyPatch, trainer: Any, batch: Any, workers: Workers, base: Any) -> float:
-    """Compare each mini-batch's mean gradient over all offsets of its own draw with that of verl's own update.
+def error_of_mean(
+    monkeypatch: pytest.MonkeyPatch, trainer: Any, batch: Any, workers: Workers, base: Any
+) -> float:
+    """Compare each mini-batch's mean gradient over all offsets of its own draw with that of verl's
+    own update.
 
-    The other mini-batches keep their draws, so each mini-batch is unbiased whatever the earlier ones have drawn.
+    The other mini-batches keep their draws, so each mini-batch is unbiased whatever the earlier
+    ones have drawn.
     """
     update(trainer, batch, base)
     full = workers.gradients
@@ -219,12 +262,21 @@ def error_of_mean(monkeypatch: pytest.MonkeyPatch, trainer: Any, batch: Any, wor
     errors = []
     for number, expected in enumerate(full):
         update_with(number, 0.5)
-        parts = [share * update_with(number, offset) for offset, share in list(outcomes(inclusions[number]))]
+        parts = [
+            share * update_with(number, offset)
+            for offset, share in list(outcomes(inclusions[number]))
+        ]
         errors.append(float((sum(parts) - expected).norm() / expected.norm()))
     return max(errors)
 
 
-MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -302,7 +354,10 @@ ACTOR = "actor_rollout_ref.actor"
         ("actor_rollout_ref.model.mtp.enable_train=true", "mtp"),
         ("distillation.enabled=true", "distillation"),
         (f"{ACTOR}.policy_loss.loss_mode=kl_cov", "kl_cov"),
-        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm {ACTOR}.loss_scale_factor=null", "max_response_length"),
+        (
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm {ACTOR}.loss_scale_factor=null",
+            "max_response_length",
+        ),
         (
             "++algorithm.rollout_correction={bypass_mode:true,rollout_is_batch_normalize:true}",
             "rollout_is_batch_normalize",

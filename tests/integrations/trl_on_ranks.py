@@ -1,6 +1,7 @@
 """Two ranks of ``PrunedGRPOTrainer`` on gloo: ``test_trl.py`` starts them.
 
-Each rank rolls out its own completions. Those of rank 1 have equal rewards in most groups, so that rows have to move.
+Each rank rolls out its own completions. Those of rank 1 have equal rewards in most groups, so that
+rows have to move.
 """
 
 from __future__ import annotations
@@ -13,13 +14,24 @@ from torch import distributed
 from trl import GRPOTrainer
 
 from megatron_dppo.integrations.trl import PrunedGRPOTrainer, Pruning, Row
-from tests.integrations.trl_steps import ACCUMULATED, SAMPLES, draws, gradient, odd, rolled_out, trained, trainer
+from tests.integrations.trl_steps import (
+    ACCUMULATED,
+    SAMPLES,
+    draws,
+    gradient,
+    odd,
+    rolled_out,
+    trained,
+    trainer,
+)
 
 
 def lopsided(completions: list[str], **_: object) -> list[float]:
     """Return rewards of which on rank 1 only the first group may be unequal."""
     found = odd(completions)
-    return found if distributed.get_rank() == 0 else found[:SAMPLES] + [0.0] * (len(found) - SAMPLES)
+    return (
+        found if distributed.get_rank() == 0 else found[:SAMPLES] + [0.0] * (len(found) - SAMPLES)
+    )
 
 
 class Watched(PrunedGRPOTrainer):
@@ -41,7 +53,10 @@ def gather(value: float | torch.Tensor) -> torch.Tensor:
 
 def check(policy: Path, folder: Path, loss_type: str) -> None:
     case = {"loss_type": loss_type, "rewards": lopsided, "num_iterations": 2}
-    plain, pruned = trainer(policy, folder, **case), trainer(policy, folder, Watched, pruning=Pruning(0.3), **case)
+    plain, pruned = (
+        trainer(policy, folder, **case),
+        trainer(policy, folder, Watched, pruning=Pruning(0.3), **case),
+    )
     loaded = [rolled_out(made, ACCUMULATED) for made in (plain, pruned)]
     assert not torch.equal(*gather(pruned._buffered_inputs[0]["completion_ids"][:, 0]))
     full = gather(gradient(plain, loaded[0], ACCUMULATED)).mean(dim=0)
@@ -59,7 +74,9 @@ def main() -> None:
     policy, folder = map(Path, sys.argv[1:])
     check(policy, folder, "dr_grpo")
     check(policy, folder, "dapo")
-    parameters = gather(trained(trainer(policy, folder, Watched, pruning=Pruning(0.3), rewards=lopsided)))
+    parameters = gather(
+        trained(trainer(policy, folder, Watched, pruning=Pruning(0.3), rewards=lopsided))
+    )
     assert torch.equal(parameters[0], parameters[1])
     unpruned = gather(trained(trainer(policy, folder, GRPOTrainer, rewards=lopsided)))
     assert not torch.equal(parameters, unpruned)

@@ -1,4 +1,5 @@
-"""Steps of TRL's trainers on a CPU, with and without pruning, for tests and ``benchmarks/in_trl.py``."""
+"""Steps of TRL's trainers on a CPU, with and without pruning, for tests and
+``benchmarks/in_trl.py``."""
 
 from __future__ import annotations
 
@@ -28,17 +29,23 @@ from tests.rl.integration import FixedOffset, outcomes
 VERSION = trl.__version__
 WORDS = ["<pad>", "<eos>", *"0123456789+= "]
 SAMPLES, ROWS, ACCUMULATED, LONGEST = 4, 4, 3, 8
-"""Completions of a prompt, rows of a micro-batch, micro-batches of an optimizer step, most tokens of a completion."""
+"""Completions of a prompt, rows of a micro-batch, micro-batches of an optimizer step, most tokens
+of a completion."""
 
 
 def write_policy(place: Path, *, experts: int = 0) -> Path:
     """Write a Qwen3 of 16 dimensions, with a token for each character of a sum."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>")
+    )
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
+    )
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(
-        vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2,
         head_dim=8, num_key_value_heads=1, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     if experts:
@@ -91,7 +98,8 @@ def trainer(policy: Path, folder: Path, kind: type = GRPOTrainer, **options: Any
 
 
 def rolled_out(made: GRPOTrainer, begin: int) -> Any:
-    """Generate a batch and move the policy away from it. Returns the loader's batch, before micro-batch ``begin``."""
+    """Generate a batch and move the policy away from it. Returns the loader's batch, before
+    micro-batch ``begin``."""
     made.model.train()
     made.current_gradient_accumulation_steps = made.args.gradient_accumulation_steps
     loaded = next(iter(made.get_train_dataloader()))
@@ -116,13 +124,16 @@ def gradient(made: GRPOTrainer, loaded: Any, begin: int) -> torch.Tensor:
 
 
 def draws(pruned: PrunedGRPOTrainer) -> Iterator[float]:
-    """Yield the probability of each outcome of the draw, while the trainer's next optimizer step has that outcome."""
+    """Yield the probability of each outcome of the draw, while the trainer's next optimizer step
+    has that outcome."""
     candidates, pruning = pruned._candidates, pruned.pruning
     _, inclusion = draw_from(candidates, pruning.budget, rule=pruning.rule, generated=1.0, seed=0)
     order = np.lexsort((candidates.advantage.ravel(), np.indices(inclusion.shape)[0].ravel()))
     assert ((inclusion > 0.0) & (inclusion < 1.0)).any()
     for offset, length in outcomes(inclusion.ravel()[order]):
-        with mock.patch.object(np.random, "default_rng", lambda _, offset=offset: FixedOffset(offset)):
+        with mock.patch.object(
+            np.random, "default_rng", lambda _, offset=offset: FixedOffset(offset)
+        ):
             pruned._drawn_at = -1
             yield length
 
@@ -135,11 +146,15 @@ def relative_error(
     kind: type[GRPOTrainer] = GRPOTrainer,
     **case: Any,
 ) -> float:
-    """Compare the mean pruned gradient over all offsets with the gradient of the trainer without pruning."""
+    """Compare the mean pruned gradient over all offsets with the gradient of the trainer without
+    pruning."""
     begin = ACCUMULATED
     pruning = Pruning(budget=budget, max_weight=4.0)
     pruned_kind = type("Pruned", (PrunedGRPOTrainer, kind), {})
-    plain, pruned = trainer(policy, folder, kind, **case), trainer(policy, folder, pruned_kind, pruning=pruning, **case)
+    plain, pruned = (
+        trainer(policy, folder, kind, **case),
+        trainer(policy, folder, pruned_kind, pruning=pruning, **case),
+    )
     loaded = []
     for made in (plain, pruned):
         prepare(made)

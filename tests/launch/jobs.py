@@ -1,4 +1,5 @@
-"""What the launcher's tests have ranks do: functions of a Config, named as ``tests.launch.jobs:name``."""
+"""What the launcher's tests have ranks do: functions of a Config, named as
+``tests.launch.jobs:name``."""
 
 import os
 import sys
@@ -72,4 +73,6 @@ def say_environment(config: Config) -> None:
     """Print what a rank is told; and that its configuration is the launcher's."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
     names += ("CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
-    sys.stdout.write(" ".join(f"{name}={os.environ[name]}" for name in names) + f" steps={config.run.steps}\n")
+    sys.stdout.write(
+        " ".join(f"{name}={os.environ[name]}" for name in names) + f" steps={config.run.steps}\n"
+    )

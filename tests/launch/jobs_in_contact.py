@@ -1,4 +1,5 @@
-"""Jobs whose ranks are in real exchanges when one of them is ended by a signal, for the launcher's tests."""
+"""Jobs whose ranks are in real exchanges when one of them is ended by a signal, for the launcher's
+tests."""
 
 import os
 import signal
@@ -50,8 +51,18 @@ def say_where_it_listens(config: Config) -> None:
     world = _world()
     watchdog = Watchdog(world, PhaseTimers(), 60.0, 60.0)
     dist.all_reduce(torch.ones(1))
-    sockets = [socket for socket in psutil.Process().net_connections("inet") if socket.status == psutil.CONN_LISTEN]
-    launcher = [socket for socket in psutil.Process(os.getppid()).net_connections("inet") if not socket.raddr]
-    Path(config.run.dir, f"rank{world.rank}").write_text(" ".join(at.laddr.ip for at in [*sockets, *launcher]))
+    sockets = [
+        socket
+        for socket in psutil.Process().net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN
+    ]
+    launcher = [
+        socket
+        for socket in psutil.Process(os.getppid()).net_connections("inet")
+        if not socket.raddr
+    ]
+    Path(config.run.dir, f"rank{world.rank}").write_text(
+        " ".join(at.laddr.ip for at in [*sockets, *launcher])
+    )
     world.wait_for_all("look at its sockets")
     watchdog.close()

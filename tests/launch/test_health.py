@@ -1,4 +1,5 @@
-"""A node or a link that is out of order is named before a run starts, by real processes over gloo."""
+"""A node or a link that is out of order is named before a run starts, by real processes over
+gloo."""
 
 import os
 import socket
@@ -22,7 +23,12 @@ def find_port() -> int:
 
 
 def check_nodes(
-    folder: Path, ranks: Sequence[int], size: int, wait_s: float = 60.0, nodes: str = NODE, **environ: str
+    folder: Path,
+    ranks: Sequence[int],
+    size: int,
+    wait_s: float = 60.0,
+    nodes: str = NODE,
+    **environ: str,
 ) -> list[tuple[int | None, str]]:
     """Return exit codes and outputs of some ranks, which find the folder's programs first.
 
@@ -30,12 +36,20 @@ def check_nodes(
         nodes: each rank's node, ``{rank}`` replaced.
     """
     code = f"import sys; from megatron_dppo.launch.health import main; sys.exit(main({wait_s}))"
-    common = {"PATH": f"{folder}:{os.environ['PATH']}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
+    common = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(find_port()),
+    }
     common |= {"WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": loopback_interface() or "", **environ}
     logs = [folder / f"log{rank}" for rank in ranks]
     started = []
     for rank, log in zip(ranks, logs, strict=True):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SLURMD_NODENAME": nodes.format(rank=rank)}
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "SLURMD_NODENAME": nodes.format(rank=rank),
+        }
         started.append(Command(["python", "-c", code], log, environ=common | own).start())
     for process in started:
         process.join(120)
@@ -58,7 +72,8 @@ def test_healthy_ranks_add_up_and_report_their_speed(tmp_path: Path, size: int) 
     ("nvidia_smi", "dcgmi", "faults"),
     [
         (None, "exit 1", []),  # as without a host engine
-        (None, "[ $1 = discovery ] || { echo Fail: PCIe; exit 9; }", ["dcgmi diag -r 1 ended with exit code 9: Fail"]),
+        (None, "[ $1 = discovery ] || { echo Fail: PCIe; exit 9; }", ["dcgmi diag -r 1 ended with "
+                                                                      "exit code 9: Fail"]),
         ("echo lost; exit 15", None, ["nvidia-smi ended with exit code 15: lost"]),
         (
             "printf '0, 0\\n1, 3\\n2, [N/A]\\n'",
@@ -69,7 +84,11 @@ def test_healthy_ranks_add_up_and_report_their_speed(tmp_path: Path, size: int) 
 )  # fmt: skip
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs, and tools of its own")
 def test_findings_of_a_node_s_tools_are_faults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: str | None, dcgmi: str | None, faults: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nvidia_smi: str | None,
+    dcgmi: str | None,
+    faults: list[str],
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for name, words in (("nvidia-smi", nvidia_smi), ("dcgmi", dcgmi)):
@@ -107,7 +126,12 @@ def test_gloo_without_a_network_is_named_with_its_variable(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("bandwidth", "nodes", "floor", "fault"),
     [
-        (79.0, "n1 " * 8 + "n2 " * 8, "", "9.88 GB/s a rank between nodes, by nccl: below HEALTH_CHECK_GBPS = 10"),
+        (
+            79.0,
+            "n1 " * 8 + "n2 " * 8,
+            "",
+            "9.88 GB/s a rank between nodes, by nccl: below HEALTH_CHECK_GBPS = 10",
+        ),
         (80.0, "n1 " * 8 + "n2 " * 8, "", None),
         (79.0, "n1 " * 8 + "n2 " * 8, "9", None),
         (79.0, "n1 " * 8, "", None),  # one node has no network
@@ -124,6 +148,12 @@ def test_a_slow_network_between_nodes_is_a_fault(
 
 
 def test_two_nodes_over_a_slow_network_fail_their_check(tmp_path: Path) -> None:
-    (code, said), (other, _) = check_nodes(tmp_path, [0, 1], 2, nodes="n{rank}", HEALTH_CHECK_GBPS="1e6")
+    (code, said), (other, _) = check_nodes(
+        tmp_path, [0, 1], 2, nodes="n{rank}", HEALTH_CHECK_GBPS="1e6"
+    )
     assert (code, other) == (1, 0)
-    assert "2 ranks on n0 n1 add up" in said and "error: " in said and "below HEALTH_CHECK_GBPS = 1e+06" in said
+    assert (
+        "2 ranks on n0 n1 add up" in said
+        and "error: " in said
+        and "below HEALTH_CHECK_GBPS = 1e+06" in said
+    )

@@ -34,12 +34,17 @@ exit_process(rank_main(jobs[sys.argv[1]], load_config(None, ["run.dir=run"])))
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", 1), ("leave", 1), ("saved", 1), ("fork", 0), ("stuck", 1)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("exit", 1), ("leave", 1), ("saved", 1), ("fork", 0), ("stuck", 1)]
+)
 def test_a_rank_alone_that_ends_early_has_failed(tmp_path: Path, how: str, code: int) -> None:
     """No marker is left to the next start. Forked copies may end early."""
     (tmp_path / "run").mkdir()
     environ, log = {"RANK": "0", "WORLD_SIZE": "1"}, tmp_path / "log"
-    assert Command(["python", "-c", ALONE, how], log, folder=tmp_path, environ=environ).exit_code() == code
+    assert (
+        Command(["python", "-c", ALONE, how], log, folder=tmp_path, environ=environ).exit_code()
+        == code
+    )
     assert ("the run" in log.read_text()) is bool(code)
     assert [*(tmp_path / "run").iterdir()] == []
 
@@ -87,13 +92,23 @@ def test_disk_error_names_its_place_in_run_dir(
     ],
 )
 def test_a_rank_s_nccl_has_the_servers_environment(
-    settings: list[str], given: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: list[str],
+    given: str | None,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", given or "")
     if given is None:
         monkeypatch.delenv("NCCL_CUMEM_ENABLE")
-    assert rank_main("tests.launch.jobs:note_nccl", load_config(None, [f"run.dir={tmp_path}/said", *settings])) == 0
+    assert (
+        rank_main(
+            "tests.launch.jobs:note_nccl",
+            load_config(None, [f"run.dir={tmp_path}/said", *settings]),
+        )
+        == 0
+    )
     assert (tmp_path / "said").read_text() == expected
 
 
@@ -101,12 +116,23 @@ def test_a_rank_s_nccl_has_the_servers_environment(
     ("settings", "given", "expected"),
     [
         (["rollout.engine=sglang"], {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        (["rollout.engine=sglang"], dict.fromkeys(ALLOCATOR[1:], "a:b"), dict.fromkeys(ALLOCATOR[1:], "a:b")),
-        (["rollout.engine=sglang", "rollout.colocated=true", "rollout.sync.transport=disk"], {}, {}),
+        (
+            ["rollout.engine=sglang"],
+            dict.fromkeys(ALLOCATOR[1:], "a:b"),
+            dict.fromkeys(ALLOCATOR[1:], "a:b"),
+        ),
+        (
+            ["rollout.engine=sglang", "rollout.colocated=true", "rollout.sync.transport=disk"],
+            {},
+            {},
+        ),
     ],
 )
 def test_trainer_has_segments_that_grow_unless_colocated(
-    settings: list[str], given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    settings: list[str],
+    given: dict[str, str],
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(given))
     set_environment(load_config(None, settings))

@@ -1,4 +1,5 @@
-"""Ranks start together, end together, and have one exit code; ranks of torchrun or srun find their places."""
+"""Ranks start together, end together, and have one exit code; ranks of torchrun or srun find their
+places."""
 
 import os
 import signal
@@ -79,9 +80,15 @@ def read_outcome(at: Path) -> Outcome:
 
 @pytest.mark.parametrize(
     ("job", "where"),
-    [("fail_on_rank_one", "on rank 1"), ("fail_everywhere", "everywhere"), ("crash_after_another_failed", "on rank 1")],
+    [
+        ("fail_on_rank_one", "on rank 1"),
+        ("fail_everywhere", "everywhere"),
+        ("crash_after_another_failed", "on rank 1"),
+    ],
 )
-def test_a_mistake_is_printed_once_and_ends_every_rank(outcomes: dict[str, Outcome], job: str, where: str) -> None:
+def test_a_mistake_is_printed_once_and_ends_every_rank(
+    outcomes: dict[str, Outcome], job: str, where: str
+) -> None:
     said = f"error: layout.tp = 3\n  problem  is a mistake seen {where}\n  remedy   Mend it\n"
     assert outcomes[job] == Outcome(2, "", said)
 
@@ -90,7 +97,11 @@ def test_a_mistake_is_printed_once_and_ends_every_rank(outcomes: dict[str, Outco
     ("job", "first", "last"),
     [
         ("crash_on_rank_one", "rank 1 of 2 crashed:\nTraceback", "ValueError: a defect\n"),
-        ("leave_on_rank_one", "rank 1 of 2 was ended by os._exit(0), called at:\n", "    os._exit(0)\n"),
+        (
+            "leave_on_rank_one",
+            "rank 1 of 2 was ended by os._exit(0), called at:\n",
+            "    os._exit(0)\n",
+        ),
     ],
 )
 def test_a_crash_or_early_end_shows_its_own_traceback(
@@ -132,7 +143,8 @@ def test_ranks_are_given_their_places_and_share_the_cores(outcomes: dict[str, Ou
     outcome = outcomes["say_environment"]
     assert (outcome.code, outcome.err) == (0, "")
     assert sorted(outcome.out.splitlines()) == [
-        f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} OMP_NUM_THREADS={threads} CUDA_DEVICE_MAX_CONNECTIONS=1 "
+        f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank} OMP_NUM_THREADS={threads} "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 "
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 steps=7"
         for rank in (0, 1)
     ]
@@ -216,7 +228,12 @@ TASK = {
 def test_a_task_of_srun_is_a_rank() -> None:
     assert srun_started(TASK)
     ours = torch_environment(TASK)
-    assert (ours["RANK"], ours["WORLD_SIZE"], ours["LOCAL_RANK"], ours["MASTER_ADDR"]) == ("3", "4", "1", "node7")
+    assert (ours["RANK"], ours["WORLD_SIZE"], ours["LOCAL_RANK"], ours["MASTER_ADDR"]) == (
+        "3",
+        "4",
+        "1",
+        "node7",
+    )
     assert 1024 < int(ours["MASTER_PORT"]) < 65536
     given = {"MASTER_ADDR": "here", "MASTER_PORT": "1", "OMP_NUM_THREADS": "3"}
     assert not torch_environment(TASK | given).keys() & given.keys(), "the user's values are kept"
@@ -237,9 +254,13 @@ def test_tasks_of_a_step_meet_and_two_steps_do_not() -> None:
     assert ports[0] == ports[1] != ports[2] == ports[3]
 
 
-def test_several_nodes_are_listed_by_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_nodes_are_listed_by_scontrol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"\n')
+    scontrol.write_text(
+        '#!/bin/sh\n[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"\n'
+    )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert torch_environment(TASK | {"SLURM_STEP_NODELIST": "node[3-4]"})["MASTER_ADDR"] == "node3"

@@ -1,4 +1,5 @@
-"""Distillation from a teacher of another shape: the update is the formula's in every layout, and scores count it."""
+"""Distillation from a teacher of another shape: the update is the formula's in every layout, and
+scores count it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from megatron_dppo.rl.types import Group, StepMetadata
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.preflight import preflight
-from tests.laws.test_formula import TIS_CAP, assert_moved, chosen, log_distributions, objective, update
+from tests.laws.test_formula import (
+    TIS_CAP,
+    assert_moved,
+    chosen,
+    log_distributions,
+    objective,
+    update,
+)
 from tests.laws.test_split_invariance import LAYOUTS
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -36,20 +44,32 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
     """A student, a teacher with more layers, another width and tied weights, and a small one."""
     folder = tmp_path_factory.mktemp("distillation")
     teacher = write_policy(folder / "teacher", tied=True, layers=8, hidden=64, ffn=96, seed=11)
-    return write_policy(folder / "student"), teacher, write_policy(folder / "small", hidden=32, seed=12)
+    return (
+        write_policy(folder / "student"),
+        teacher,
+        write_policy(folder / "small", hidden=32, seed=12),
+    )
 
 
-def configure(policies: Policies, layout: LayoutConfig, *, several: bool = False, **distillation: object) -> Config:
-    """Return settings with one teacher, or with ``several``: two, a server for a third source, none for a fourth."""
+def configure(
+    policies: Policies, layout: LayoutConfig, *, several: bool = False, **distillation: object
+) -> Config:
+    """Return settings with one teacher, or with ``several``: two, a server for a third source, none
+    for a fourth."""
     student, teacher, small = map(str, policies)
     given = DistillationConfig(teacher=teacher, coef=COEF, **distillation)
     if several:
-        given = replace(given, teacher=None, teachers={"a": teacher, "b": small, "c": SERVER, "d": None})
-    return config_for(Path(student), layout, LossConfig(distillation=given, tis_cap=TIS_CAP), 64, distributed=True)
+        given = replace(
+            given, teacher=None, teachers={"a": teacher, "b": small, "c": SERVER, "d": None}
+        )
+    return config_for(
+        Path(student), layout, LossConfig(distillation=given, tis_cap=TIS_CAP), 64, distributed=True
+    )
 
 
 def taught_step(distillation: DistillationConfig, ranks: int) -> tuple[StepMetadata, list[Group]]:
-    """Return ``step_of_groups`` with four sources in turn, and made-up log-probabilities of a server."""
+    """Return ``step_of_groups`` with four sources in turn, and made-up log-probabilities of a
+    server."""
     metadata, groups = step_of_groups(ranks)
     rng = np.random.default_rng(3)
     for row, group in enumerate(groups):
@@ -58,7 +78,9 @@ def taught_step(distillation: DistillationConfig, ranks: int) -> tuple[StepMetad
         for each in group.completions:
             given = rng.normal(-3.0, 1.0, len(each.token_ids)).astype(np.float32)
             served = distillation.served(prompt.data_source)
-            completions.append(dataclasses.replace(each, teacher_logprobs=given if served else None))
+            completions.append(
+                dataclasses.replace(each, teacher_logprobs=given if served else None)
+            )
         groups[row] = dataclasses.replace(group, prompt=prompt, completions=tuple(completions))
     known = metadata_of(groups, metadata.prompt_inclusion, SAMPLES, 0, 0, distillation)
     return dataclasses.replace(metadata, log_ratios=known.log_ratios, teacher=known.teacher), groups
@@ -72,11 +94,16 @@ def taught_step(distillation: DistillationConfig, ranks: int) -> tuple[StepMetad
 def test_distilled_update_equals_the_formula(
     direction: str, several: bool, layout: LayoutConfig, ranks: RankPool, policies: Policies
 ) -> None:
-    """Written out by autograd on transformers' models, with whole distributions, and sampled tokens for the server."""
-    config = configure(policies, layout, direction=direction, use_task_rewards=several, several=several)
+    """Written out by autograd on transformers' models, with whole distributions, and sampled tokens
+    for the server."""
+    config = configure(
+        policies, layout, direction=direction, use_task_rewards=several, several=several
+    )
     step = partial(taught_step, config.loss.distillation)
     metrics, moved, plan = ranks.run(4, update, config, 1.0, step)[0]
-    student, *teachers = (Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32) for path in policies)
+    student, *teachers = (
+        Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32) for path in policies
+    )
     metadata, groups = step(4)
     advantage = group_advantages(metadata.rewards, normalise=True) * several
     divergences = []
@@ -88,7 +115,9 @@ def test_distilled_update_equals_the_formula(
         if several and source == "c":
             pull = torch.from_numpy(completion.teacher_logprobs) - chosen(own, completion).detach()
         elif not several or source != "d":
-            other = log_distributions(teachers[several and source == "b"], groups[row], sample).detach()
+            other = log_distributions(
+                teachers[several and source == "b"], groups[row], sample
+            ).detach()
             of, to = (own, other) if direction == "reverse" else (other, own)
             divergence = (of.exp() * (of - to)).sum(dim=1)
         divergences.append((divergence - pull)[torch.from_numpy(completion.loss_mask)].detach())
@@ -97,13 +126,17 @@ def test_distilled_update_equals_the_formula(
     expected = objective(plan, metadata, groups, student, terms)
     expected.backward()
     assert metrics["train/loss"] == pytest.approx(expected.item(), rel=1e-4)
-    assert metrics["train/distillation_kl"] == pytest.approx(torch.cat(divergences).mean().item(), rel=1e-4)
+    assert metrics["train/distillation_kl"] == pytest.approx(
+        torch.cat(divergences).mean().item(), rel=1e-4
+    )
     assert_moved(moved, student)
 
 
 def test_scores_of_a_server_are_norms_of_token_advantages() -> None:
     """√Σ_t (A + β log q_t/p_t)² (1 − p_t)² over the sampled tokens."""
-    given = DistillationConfig(teachers={"a": None, "b": SERVER, "c": SERVER, "d": SERVER}, coef=COEF)
+    given = DistillationConfig(
+        teachers={"a": None, "b": SERVER, "c": SERVER, "d": SERVER}, coef=COEF
+    )
     config = Config(loss=LossConfig(name="dr_grpo", distillation=given))
     objective = objective_for(config.loss)
     metadata, groups = taught_step(given, 1)
@@ -122,7 +155,9 @@ def test_scores_of_a_server_are_norms_of_token_advantages() -> None:
 def test_teacher_that_cannot_teach_is_refused(policies: Policies, tmp_path: Path) -> None:
     student, teacher, _ = policies
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"prompt": "1+1=", "label": "2", "data_source": "{name}"}}\n' for name in "abc"))
+    rows.write_text(
+        "".join(f'{{"prompt": "1+1=", "label": "2", "data_source": "{name}"}}\n' for name in "abc")
+    )
     other = write_policy(tmp_path / "other", vocab=VOCAB + 1)
     uneven = write_policy(tmp_path / "uneven", layers=3)
     renamed = write_policy(tmp_path / "renamed")
@@ -130,13 +165,23 @@ def test_teacher_that_cannot_teach_is_refused(policies: Policies, tmp_path: Path
     file.write_text(file.read_text().replace('"7"', '"seven"'))
     one, several = "loss.distillation.teacher", "loss.distillation.teachers"
     for words, setting, problem in (
-        ((f"{several}={{a: {teacher}, c: null}}", f"data.train={rows}", "data.eval=null"), several, "'b'"),
+        (
+            (f"{several}={{a: {teacher}, c: null}}", f"data.train={rows}", "data.eval=null"),
+            several,
+            "'b'",
+        ),
         ((f"{one}={other}",), one, str(VOCAB + 1)),
         ((f"{one}={renamed}",), one, "'seven'"),
         ((f"{one}={uneven}", "layout.pp=2"), "layout.pp", "teacher"),
     ):
-        given = f"model.path={student} run.dir={tmp_path}/run data.train=arithmetic data.max_prompt_tokens=16"
+        given = (
+            f"model.path={student} run.dir={tmp_path}/run data.train=arithmetic "
+            "data.max_prompt_tokens=16"
+        )
         with pytest.raises(UserError) as error:
-            preflight(load_config(None, [*given.split(), "rollout.max_response_tokens=16", *words]), "train")
+            preflight(
+                load_config(None, [*given.split(), "rollout.max_response_tokens=16", *words]),
+                "train",
+            )
         assert error.value.setting == setting, words
         assert problem in error.value.problem, words

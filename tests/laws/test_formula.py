@@ -1,7 +1,9 @@
-"""A real run's update is the update of the written-out objective, by autograd on transformers' own model.
+"""A real run's update is the update of the written-out objective, by autograd on transformers' own
+model.
 
-Split invariance holds for a wrong loss too. Here the right loss is known: algorithm and aggregation as formulas,
-weights and normaliser by hand, and one step of Adam with eps = 1 and rate 1, which moves a weight by −g / (|g| + 1).
+Split invariance holds for a wrong loss too. Here the right loss is known: algorithm and aggregation
+as formulas, weights and normaliser by hand, and one step of Adam with eps = 1 and rate 1, which
+moves a weight by −g / (|g| + 1).
 """
 
 from __future__ import annotations
@@ -20,19 +22,34 @@ from megatron_dppo.config import Config, LayoutConfig, LossConfig
 from megatron_dppo.rl.types import Completion, Group, StepMetadata, StepPlan
 from tests.policies import write_policy
 from tests.ranks import RankPool
-from tests.steps import SAMPLES, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
+from tests.steps import (
+    SAMPLES,
+    Weights,
+    build,
+    config_for,
+    held_by,
+    plan_for,
+    step_of_groups,
+    weights_of,
+)
 
 POLICY = partial(write_policy, tied=True)
 TEMPERATURE, TIS_CAP, KL_COEF = 0.8, 2.0, 0.1
 Step = tuple[StepMetadata, list[Group]]
 Terms = Callable[[int, int, torch.Tensor], tuple[Any, torch.Tensor]]
-"""From a row, a sample and the policy's distributions to the advantage and the penalty of each token."""
+"""From a row, a sample and the policy's distributions to the advantage and the penalty of each
+token."""
 
 
 def update(
-    rank: int, size: int, config: Config, reference_scale: float, step: Callable[[int], Step] = step_of_groups
+    rank: int,
+    size: int,
+    config: Config,
+    reference_scale: float,
+    step: Callable[[int], Step] = step_of_groups,
 ) -> tuple[dict[str, float], Weights, StepPlan]:
-    """Make one update, against a reference (if there is one) of the policy's weights times ``reference_scale``.
+    """Make one update, against a reference (if there is one) of the policy's weights times
+    ``reference_scale``.
 
     Returns:
         Metrics; how far each weight moved; the plan.
@@ -62,17 +79,26 @@ def chosen(distributions: torch.Tensor, completion: Completion) -> torch.Tensor:
 
 
 def objective(
-    plan: StepPlan, metadata: StepMetadata, groups: list[Group], model: Qwen3ForCausalLM, terms: Terms
+    plan: StepPlan,
+    metadata: StepMetadata,
+    groups: list[Group],
+    model: Qwen3ForCausalLM,
+    terms: Terms,
 ) -> torch.Tensor:
     """Return GRPO's −Ĵ of the kept rows, with Z of the whole window."""
     (minibatch,) = plan.minibatches
     kept, total = minibatch, torch.zeros(())
     assert 0 < len(kept.group) < metadata.rewards.size
     for row, sample, weight in zip(kept.group, kept.completion, kept.weight, strict=True):
-        completion, own = groups[row].completions[sample], log_distributions(model, groups[row], sample)
+        completion, own = (
+            groups[row].completions[sample],
+            log_distributions(model, groups[row], sample),
+        )
         logprobs = chosen(own, completion)
         ratio = (logprobs - logprobs.detach()).exp()
-        correction = (logprobs.detach() - torch.from_numpy(completion.logprobs)).exp().clamp(max=TIS_CAP)
+        correction = (
+            (logprobs.detach() - torch.from_numpy(completion.logprobs)).exp().clamp(max=TIS_CAP)
+        )
         advantage, penalty = terms(row, sample, own)
         term = correction * ratio * advantage - penalty
         total = total - weight * term[torch.from_numpy(completion.loss_mask)].mean()
@@ -109,6 +135,9 @@ def test_update_equals_the_formula(ranks: RankPool, policy: Path) -> None:
     expected = objective(plan, metadata, groups, model, terms)
     expected.backward()
     assert metrics["train/loss"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
-    norm = sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters()) ** 0.5
+    norm = (
+        sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters())
+        ** 0.5
+    )
     assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert_moved(moved, model)

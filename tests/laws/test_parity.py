@@ -1,4 +1,5 @@
-"""Law 3: logits, log-probabilities and gradients equal transformers' for the same weights, for every model family."""
+"""Law 3: logits, log-probabilities and gradients equal transformers' for the same weights, for
+every model family."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ LAYOUTS = {
 }
 POLICIES: dict[str, Callable[[Path], object]] = {
     "tied, with a rank of padding alone": partial(write_policy, tied=True, vocab=50),
-    "experts whose weights do not sum to one": partial(write_qwen3_moe, sizes=Sizes(), renormalises=False),
+    "experts whose weights do not sum to one": partial(
+        write_qwen3_moe, sizes=Sizes(), renormalises=False
+    ),
 }
 
 
@@ -65,7 +68,8 @@ def build(path: Path, layout: LayoutConfig, **settings: Any) -> tuple[PolicyMode
 
 
 def pack(lengths: tuple[int, ...], vocab: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Return token ids and positions, [1, T], and the pack's description; the same tokens for the same lengths.
+    """Return token ids and positions, [1, T], and the pack's description; the same tokens for the
+    same lengths.
 
     Token 0 is left out: transformers keeps no gradient for the padding token.
     """
@@ -86,8 +90,11 @@ def targets_of(ids: torch.Tensor, vocab: int) -> torch.Tensor:
     return (ids[0] * 7 + vocab - 1) % vocab
 
 
-def scored(rank: int, size: int, path: Path, layout: LayoutConfig) -> tuple[list[Arrays], np.ndarray | None]:
-    """Return the head's output through Megatron's schedule (empty before the last stage), and the whole logits."""
+def scored(
+    rank: int, size: int, path: Path, layout: LayoutConfig
+) -> tuple[list[Arrays], np.ndarray | None]:
+    """Return the head's output through Megatron's schedule (empty before the last stage), and the
+    whole logits."""
     policy, _ = build(path, layout, spec="torch", head_chunk_mib=1)
     policy.eval()
     vocab = policy.shape.vocab_size
@@ -97,7 +104,11 @@ def scored(rank: int, size: int, path: Path, layout: LayoutConfig) -> tuple[list
         scoring = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab)}
         output = module(ids, positions, packed_seq_params=packed, **scoring)
         names = [name for name in HeadOutput._fields if name != "divergence"]
-        return output, lambda out: (out[0].sum(), torch.zeros((), dtype=torch.int), dict(zip(names, out, strict=True)))
+        return output, lambda out: (
+            out[0].sum(),
+            torch.zeros((), dtype=torch.int),
+            dict(zip(names, out, strict=True)),
+        )
 
     with torch.no_grad():
         outputs = get_forward_backward_func()(
@@ -137,10 +148,14 @@ def assert_scores_equal(ranks: RankPool, policy: Path) -> None:
             "entropy": -(logprobs.exp() * logprobs).sum(dim=1),
         }
         outputs = [output for outputs, _ in results for output in outputs]
-        assert len(outputs) == size_of(layout) // layout.pp, "every rank of the last stage, and no other, has scores"
+        assert len(outputs) == size_of(layout) // layout.pp, (
+            "every rank of the last stage, and no other, has scores"
+        )
         for output in outputs:
             for field, value in expected.items():
-                np.testing.assert_allclose(output[field], value, atol=5e-5, err_msg=f"{field} in {layout}")
+                np.testing.assert_allclose(
+                    output[field], value, atol=5e-5, err_msg=f"{field} in {layout}"
+                )
         for _, ours in results:
             assert (ours is None) == (layout.pp > 1)
             if ours is not None:
@@ -160,13 +175,19 @@ def streamed_gradients(
     policy.train()
     vocab = policy.shape.vocab_size
     ids, positions, packed = pack(LENGTHS, vocab)
-    logprobs, *_ = policy(ids, positions, packed, torch.arange(ids.shape[1]), targets_of(ids, vocab))
+    logprobs, *_ = policy(
+        ids, positions, packed, torch.arange(ids.shape[1]), targets_of(ids, vocab)
+    )
     weigh(logprobs).backward()
     for parameter in policy.parameters():
         parameter.data.copy_(parameter.grad)
     for holder in (policy.embedding.word_embeddings, policy.output_layer):
         assert holder.weight is None or not holder.weight[vocab:].any(), "padding has a gradient"
-    return {name: tensor.clone() for bucket in weight_stream([policy], world) for name, tensor in bucket.items()}
+    return {
+        name: tensor.clone()
+        for bucket in weight_stream([policy], world)
+        for name, tensor in bucket.items()
+    }
 
 
 def reference_gradients(path: Path, out: Path) -> dict[str, torch.Tensor]:
@@ -183,9 +204,10 @@ def reference_gradients(path: Path, out: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_gradients_equal(ranks: RankPool, policy: Path, out: Path) -> None:
-    """Compare gradients with each kind of recomputation; the limit is a share of the tensor's largest gradient."""
-    # A decay's gradient is a sum of large terms: transformers' own in fp32 is 7e-5 from the gradient in fp64, and ours
-    # can be as far on the other side.
+    """Compare gradients with each kind of recomputation; the limit is a share of the tensor's
+    largest gradient."""
+    # A decay's gradient is a sum of large terms: transformers' own in fp32 is 7e-5 from the
+    # gradient in fp64, and ours can be as far on the other side.
     limit = 2e-4 if read_shape(policy).hybrid else 2e-5
     theirs = reference_gradients(policy, out)
     ways = ("none", "selective", "full")
@@ -194,7 +216,9 @@ def assert_gradients_equal(ranks: RankPool, policy: Path, out: Path) -> None:
         assert ours.keys() == theirs.keys()
         for name, gradient in theirs.items():
             scale = gradient.abs().max().item()
-            np.testing.assert_allclose(ours[name], gradient, atol=limit * scale, err_msg=f"{name}, {recompute}")
+            np.testing.assert_allclose(
+                ours[name], gradient, atol=limit * scale, err_msg=f"{name}, {recompute}"
+            )
 
 
 def assert_generates(policy: Path) -> None:
@@ -203,7 +227,9 @@ def assert_generates(policy: Path) -> None:
     stored = policy_tensors(policy)
     for name in stored:
         with pytest.raises(ValueError, match=f"model: {name} is missing.$"):
-            engine.update_weights(source_of({each: stored[each] for each in stored if each != name}), version=1)
+            engine.update_weights(
+                source_of({each: stored[each] for each in stored if each != name}), version=1
+            )
     engine.update_weights(source_of(stored), version=2)
     reference = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
     assert parameters(read_shape(policy)) == reference.num_parameters()
@@ -214,9 +240,15 @@ def assert_generates(policy: Path) -> None:
 
 
 def assert_trains(ranks: RankPool, folder: Path, policy: Path) -> None:
-    """Train two steps on two ranks, compare the engine's log-probabilities, and load the export in transformers."""
-    words = "run.steps=2 run.export=true layout.tp=2 layout.dp=1 layout.sequence_parallel=true eval.problems=0"
-    config = small_run(write_run(folder / "written"), folder / "run", f"model.path={policy}", *words.split())
+    """Train two steps on two ranks, compare the engine's log-probabilities, and load the export in
+    transformers."""
+    words = (
+        "run.steps=2 run.export=true layout.tp=2 layout.dp=1 layout.sequence_parallel=true "
+        "eval.problems=0"
+    )
+    config = small_run(
+        write_run(folder / "written"), folder / "run", f"model.path={policy}", *words.split()
+    )
     ranks.run(2, live, config)
     steps = rows(folder / "run")
     assert len(steps) == 2
@@ -233,7 +265,9 @@ def assert_trains(ranks: RankPool, folder: Path, policy: Path) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_scores_and_gradients_equal_transformers(name: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_scores_and_gradients_equal_transformers(
+    name: str, ranks: RankPool, tmp_path: Path
+) -> None:
     POLICIES[name](tmp_path / "policy")
     assert_scores_equal(ranks, tmp_path / "policy")
     assert_gradients_equal(ranks, tmp_path / "policy", tmp_path / "gradients")
@@ -242,8 +276,12 @@ def test_scores_and_gradients_equal_transformers(name: str, ranks: RankPool, tmp
 QUICK = {"Qwen3ForCausalLM": pytest.mark.quick}
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=QUICK.get(name, ())) for name in FAMILIES])
-def test_family_equals_transformers_converts_and_trains(family: str, ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=QUICK.get(name, ())) for name in FAMILIES]
+)
+def test_family_equals_transformers_converts_and_trains(
+    family: str, ranks: RankPool, tmp_path: Path
+) -> None:
     policy = write_family(tmp_path / "policy", family)
     if not trains(policy):
         pytest.skip("this Megatron-Core cannot train it")

@@ -1,4 +1,5 @@
-"""Law 2 on a real policy: every estimate is Σ_i scale_i g_i, with g_i the gradient of completion i by itself.
+"""Law 2 on a real policy: every estimate is Σ_i scale_i g_i, with g_i the gradient of completion i
+by itself.
 
 ``test_unbiasedness.py`` integrates such sums over the draws of every rule.
 """
@@ -34,10 +35,14 @@ def measure_errors(rank: int, size: int, config: Config) -> list[float]:
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata, groups)
     objective = objective_for(loss)
-    advantage = estimate_advantages(objective.advantage, metadata.rewards, read_columns(metadata))[..., 0]
+    advantage = estimate_advantages(objective.advantage, metadata.rewards, read_columns(metadata))[
+        ..., 0
+    ]
 
     def score(packs: list[Pack]) -> list[Pack]:
-        reference = learner.reference.log_probabilities(packs) if learner.reference else [None] * len(packs)
+        reference = (
+            learner.reference.log_probabilities(packs) if learner.reference else [None] * len(packs)
+        )
         old = actor.log_probabilities(packs)
         return [
             dataclasses.replace(pack, old_logprobs=before, reference_logprobs=base)
@@ -57,15 +62,22 @@ def measure_errors(rank: int, size: int, config: Config) -> list[float]:
     errors = []
     for minibatch, batches in zip(plan.minibatches, packed, strict=True):
         samples = minibatch
-        summed = torch.from_numpy(samples.scale) @ rows[samples.group * SAMPLES + samples.completion]
+        summed = (
+            torch.from_numpy(samples.scale) @ rows[samples.group * SAMPLES + samples.completion]
+        )
         found = gradient(actor, batches, policy_loss).double()
         errors.append(float((found - summed).norm() / found.norm()))
     return errors
 
 
 def test_packed_gradient_is_the_sum_of_its_rows(ranks: RankPool, policy: Path) -> None:
-    """Tie the algebra to the system: prompts of unequal probability, shared prefixes, several packs, two updates."""
-    configs = [config_for(policy, LayoutConfig(dp=1), loss, 64, distributed=False) for loss in LOSSES]
-    for loss, [errors] in zip(LOSSES, ranks.in_turn(1, *((measure_errors, config) for config in configs)), strict=True):
+    """Tie the algebra to the system: prompts of unequal probability, shared prefixes, several
+    packs, two updates."""
+    configs = [
+        config_for(policy, LayoutConfig(dp=1), loss, 64, distributed=False) for loss in LOSSES
+    ]
+    for loss, [errors] in zip(
+        LOSSES, ranks.in_turn(1, *((measure_errors, config) for config in configs)), strict=True
+    ):
         assert len(errors) == loss.updates_per_rollout
         assert max(errors) < 1e-5, loss

@@ -1,4 +1,5 @@
-"""Law 6: a run that is killed at any instant and resumed writes the same metrics, bit for bit except for times."""
+"""Law 6: a run that is killed at any instant and resumed writes the same metrics, bit for bit
+except for times."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(policy: Path, run: Path, *overrides: str, **options: Any) -> Command:
-    settings = (f"run.steps={STEPS}", "run.export=true", "layout.tp=2", "loss.updates_per_rollout=2", *overrides)
+    settings = (
+        f"run.steps={STEPS}",
+        "run.export=true",
+        "layout.tp=2",
+        "loss.updates_per_rollout=2",
+        *overrides,
+    )
     words = ["megatron-dppo", "train", *small_words(policy, run, *settings)]
     return Command(words, log_of(run), **options)
 
@@ -93,17 +100,23 @@ def whole(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert command(policy, run, before=close_output).exit_code() == 0, log_of(run).read_text()
     result = rows(run)
     assert [row["step"] for row in result] == list(range(STEPS + 1))
-    assert any(row.get("train/tokens", 0) > 0 for row in result[4:]), "steps after the checkpoint must train"
+    assert any(row.get("train/tokens", 0) > 0 for row in result[4:]), (
+        "steps after the checkpoint must train"
+    )
     return run
 
 
 @pytest.mark.quick
-def test_stopped_and_killed_run_equals_an_undisturbed_run(policy: Path, tmp_path: Path, whole: Path) -> None:
+def test_stopped_and_killed_run_equals_an_undisturbed_run(
+    policy: Path, tmp_path: Path, whole: Path
+) -> None:
     """Stopped on request, killed between steps and killed in the middle of a checkpoint."""
     run, undisturbed = tmp_path / "run", rows(whole)
     metrics, tracker = run / "metrics.jsonl", run / "checkpoints" / TRACKER
     process = start(policy, run, "run.checkpoint_every=0", "run.checkpoint_in_background=true")
-    wait_for(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)  # steps 0 and 1
+    wait_for(
+        process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2
+    )  # steps 0 and 1
     os.kill(process.pid or 0, signal.SIGUSR1)
     assert exit_code(process) == SAVED
     saved = int(tracker.read_text())
@@ -134,8 +147,11 @@ def test_stopped_and_killed_run_equals_an_undisturbed_run(policy: Path, tmp_path
     assert tracker.read_text().strip() == str(STEPS)
 
 
-def test_finished_run_is_shown_and_never_rewritten(policy: Path, tmp_path: Path, whole: Path) -> None:
-    """Other settings and another reward of the same name are refused, or named in the log with run.resume=anyway."""
+def test_finished_run_is_shown_and_never_rewritten(
+    policy: Path, tmp_path: Path, whole: Path
+) -> None:
+    """Other settings and another reward of the same name are refused, or named in the log with
+    run.resume=anyway."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
 
@@ -144,7 +160,9 @@ def test_finished_run_is_shown_and_never_rewritten(policy: Path, tmp_path: Path,
 
     def resume(*overrides: str) -> tuple[int, str]:
         log_of(run).unlink(missing_ok=True)
-        return command(policy, run, "layout.tp=1", "loss.name=gspo", *overrides).exit_code(), log_of(run).read_text()
+        return command(
+            policy, run, "layout.tp=1", "loss.name=gspo", *overrides
+        ).exit_code(), log_of(run).read_text()
 
     before, reward = read_times(), policy / "mixed.py"
     try:
@@ -163,7 +181,8 @@ def test_finished_run_is_shown_and_never_rewritten(policy: Path, tmp_path: Path,
 
 
 def test_run_resumes_on_fewer_ranks(policy: Path, tmp_path: Path, whole: Path) -> None:
-    """The first step has the same prompts, answers and draws; in later ones rounding can choose another token."""
+    """The first step has the same prompts, answers and draws; in later ones rounding can choose
+    another token."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     shutil.rmtree(run / "checkpoints" / f"iter_{STEPS:07d}")
@@ -173,8 +192,13 @@ def test_run_resumes_on_fewer_ranks(policy: Path, tmp_path: Path, whole: Path) -
     for row, expected in zip(rows(run)[:5], rows(whole)[:5], strict=True):
         for name in row.keys() & expected.keys():
             if name.startswith(("rollout/", "reward/", "prune/", "eval/", "train/")):
-                assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (row["step"], name)
-    ranks = [json.loads(line)["perf/ranks"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+                assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (
+                    row["step"],
+                    name,
+                )
+    ranks = [
+        json.loads(line)["perf/ranks"] for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     assert ranks == [2] * 4 + [1] * 3
 
 

@@ -1,4 +1,5 @@
-"""Law 4: Hugging Face → Megatron in any layout → Hugging Face is the identity, bit by bit, on every route."""
+"""Law 4: Hugging Face → Megatron in any layout → Hugging Face is the identity, bit by bit, on every
+route."""
 
 from __future__ import annotations
 
@@ -52,7 +53,13 @@ def sizes(draw: st.DrawFn) -> Sizes:
     workers=st.integers(1, 3),
 )
 def test_files_there_and_back_are_the_same(
-    family: str, sizes: Sizes, dtype: torch.dtype, shard_kb: int, file_bytes: int, buffer_bytes: int, workers: int
+    family: str,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    shard_kb: int,
+    file_bytes: int,
+    buffer_bytes: int,
+    workers: int,
 ) -> None:
     with (
         TemporaryDirectory() as folder,
@@ -68,7 +75,9 @@ def test_files_there_and_back_are_the_same(
         check_weights(back, shape)
         shards = [load_file(file) for file in back.glob("*.safetensors")]
         assert (len(shards) > 1) == (back / INDEX).exists()
-        assert all(sum(t.nbytes for t in s.values()) <= shard_kb * 1000 or len(s) == 1 for s in shards)
+        assert all(
+            sum(t.nbytes for t in s.values()) <= shard_kb * 1000 or len(s) == 1 for s in shards
+        )
 
 
 ONE, DP2 = LayoutConfig(dp=1), LayoutConfig(dp=2)
@@ -77,10 +86,15 @@ TP4 = LayoutConfig(tp=4, dp=1, sequence_parallel=True)
 PP2VPP2 = LayoutConfig(pp=2, vpp=2, dp=1)
 ROUTES = {
     "Qwen3": ("Qwen3", Sizes(), [ONE, DP2, TP2PP2, TP4]),
-    "Qwen2.5 tied, a rank of mere padding": ("Qwen2.5", Sizes(vocab_size=50, tie_word_embeddings=True), [TP2PP2]),
+    "Qwen2.5 tied, a rank of mere padding": (
+        "Qwen2.5",
+        Sizes(vocab_size=50, tie_word_embeddings=True),
+        [TP2PP2],
+    ),
     "Qwen3-MoE": ("Qwen3-MoE", Sizes(), [TP2PP2]),
 }
-"""A family, its sizes, and the layouts that read what the tools have written, and write what they read."""
+"""A family, its sizes, and the layouts that read what the tools have written, and write what they
+read."""
 
 
 def pass_on(rank: int, size: int, config: Config, converted: Path) -> list[str]:
@@ -98,11 +112,17 @@ def pass_on(rank: int, size: int, config: Config, converted: Path) -> list[str]:
     Checkpoints(config, world).save(policy.actor, 3, {})
     source, out = Path(config.model.path), Path(config.run.dir, "exported")
     export_hf([chunk], world, source=source, out=out, max_shard_bytes=40_000, dtype=torch.float32)
-    return [name for name, parameter in chunk.named_parameters() if not torch.equal(parameter, expected[name])]
+    return [
+        name
+        for name, parameter in chunk.named_parameters()
+        if not torch.equal(parameter, expected[name])
+    ]
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_route_leads_back_to_the_directory(route: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_every_route_leads_back_to_the_directory(
+    route: str, ranks: RankPool, tmp_path: Path
+) -> None:
     family, sizes, layouts = ROUTES[route]
     policy, converted, exported = tmp_path / "policy", tmp_path / "megatron", []
     shape = FAMILIES[family](policy, sizes)
@@ -136,13 +156,18 @@ STREAMS = {
         ],
     ),
 }
-"""Type, sizes and experts of a family's policy, and layouts. With 50 tokens, a rank holds mere padding."""
+"""Type, sizes and experts of a family's policy, and layouts. With 50 tokens, a rank holds mere
+padding."""
 
 
 @pytest.mark.parametrize("family", STREAMS)
-def test_a_stream_is_the_identity_in_every_layout(ranks: RankPool, tmp_path: Path, family: str) -> None:
+def test_a_stream_is_the_identity_in_every_layout(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
     dtype, sizes, experts, layouts = STREAMS[family]
     shape = FAMILIES[family](tmp_path, Sizes(num_hidden_layers=4, **sizes), dtype=dtype, **experts)
     name = "bf16" if dtype is torch.bfloat16 else "fp32"
     for layout in layouts:
-        assert_complete(ranks.run(size_of(layout), stream_back, tmp_path, layout, name), layout, shape)
+        assert_complete(
+            ranks.run(size_of(layout), stream_back, tmp_path, layout, name), layout, shape
+        )

@@ -1,5 +1,5 @@
-"""Routing replay: the same update in every layout; no change with the router's own choice; another gradient with
-another choice."""
+"""Routing replay: the same update in every layout; no change with the router's own choice; another
+gradient with another choice."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from tests.small_runs import live, rows, small_run, write_run
 from tests.steps import VOCAB, build, config_for, held_by, plan_for, step_of_groups, weights_of
 
 EXPERTS, LAYERS = 8, 4
-POLICY = partial(write_qwen3_moe, sizes=Sizes(vocab_size=VOCAB, num_hidden_layers=LAYERS), experts=EXPERTS)
+POLICY = partial(
+    write_qwen3_moe, sizes=Sizes(vocab_size=VOCAB, num_hidden_layers=LAYERS), experts=EXPERTS
+)
 
 
 def route(groups: list[Group]) -> list[Group]:
-    """Return the groups with random experts of every token and layer, a function of all tokens up to there. A tenth of
-    the tokens have unknown experts."""
+    """Return the groups with random experts of every token and layer, a function of all tokens up
+    to there. A tenth of the tokens have unknown experts."""
     made = []
     for group in groups:
         completions = []
@@ -49,7 +51,9 @@ def learn(rank: int, size: int, config: Config) -> Update:
     """Return the metrics of a step of two updates, and the weights after it."""
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
-    metrics = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, route(groups)), 1, version=0)
+    metrics = learner.learn(
+        plan_for(world, config, metadata), held_by(rank, metadata, route(groups)), 1, version=0
+    )
     weights = weights_of(policy, world)
     return metrics, weights if rank == 0 else {}
 
@@ -86,9 +90,15 @@ ON_TWO_RANKS = (
 
 
 def test_replay_depends_on_no_layout_or_recomputation(ranks: RankPool, policy: Path) -> None:
-    alone = {recompute: configure(policy, "rollout", recompute=recompute) for recompute in ("none", "full")}
+    alone = {
+        recompute: configure(policy, "rollout", recompute=recompute)
+        for recompute in ("none", "full")
+    }
     alone["start"] = configure(policy, "none", lr=1e-30)
-    on_two = {", ".join(each): configure(policy, "rollout", LAYOUTS[each[0]], *each[1:]) for each in ON_TWO_RANKS}
+    on_two = {
+        ", ".join(each): configure(policy, "rollout", LAYOUTS[each[0]], *each[1:])
+        for each in ON_TWO_RANKS
+    }
     found = learn_each(ranks, alone, 1) | learn_each(ranks, on_two, 2)
     (_, start), reference = found.pop("start"), found.pop("none")
     for name, update in found.items():
@@ -111,13 +121,18 @@ def test_replay_of_another_choice_changes_the_gradient(
 
 
 def test_replay_of_fresh_rollouts_is_the_trainers_choice(ranks: RankPool, tmp_path: Path) -> None:
-    """In fp32 engine and trainer make the same choice: a table shifted by one token would differ. Rollouts of
-    older weights have other experts."""
+    """In fp32 engine and trainer make the same choice: a table shifted by one token would differ.
+    Rollouts of older weights have other experts."""
     folder = write_run(tmp_path)
     write_qwen3_moe(folder / "hf", Sizes(vocab_size=VOCAB), experts=EXPERTS)
     write_tokenizer(character_tokenizer(), folder / "hf", max_tokens=128)
     replay, ahead = "loss.replay_routing=rollout", "rollout.ahead=1"
-    settings = {"none": (), "rollout": (replay,), "ahead_none": (ahead,), "ahead_rollout": (replay, ahead)}
+    settings = {
+        "none": (),
+        "rollout": (replay,),
+        "ahead_none": (ahead,),
+        "ahead_rollout": (replay, ahead),
+    }
     found = {
         name: small_run(folder, tmp_path / name, "layout.pp=2", "run.steps=2", *words)
         for name, words in settings.items()

@@ -1,7 +1,8 @@
-"""Law 1: for one step plan, loss and gradient are the same for every layout, microbatch order and pack order.
+"""Law 1: for one step plan, loss and gradient are the same for every layout, microbatch order and
+pack order.
 
-One update of Adam with eps = 1 and rate 1 moves a weight by g / (|g| + 1): the moved weights show the gradient, after
-the optimizer has sharded it, to first order and in every bit that matters.
+One update of Adam with eps = 1 and rate 1 moves a weight by g / (|g| + 1): the moved weights show
+the gradient, after the optimizer has sharded it, to first order and in every bit that matters.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ Update = tuple[dict[str, float], Weights]
 
 
 def reverse_order(plan: StepPlan) -> StepPlan:
-    """Return the same packs as microbatches in the opposite order, with prefix groups in the opposite order."""
+    """Return the same packs as microbatches in the opposite order, with prefix groups in the
+    opposite order."""
 
     def reversed_pack(pack: tuple[int, ...], shared: Ints) -> tuple[int, ...]:
         firsts = [place for place, k in enumerate(pack) if not shared[k]]
@@ -52,13 +54,19 @@ def reverse_order(plan: StepPlan) -> StepPlan:
     minibatches = []
     for each in plan.minibatches:
         shared = each.shared_length
-        packs = tuple(tuple(reversed_pack(pack, shared) for pack in replica[::-1]) for replica in each.packs)
+        packs = tuple(
+            tuple(reversed_pack(pack, shared) for pack in replica[::-1]) for replica in each.packs
+        )
         minibatches.append(dataclasses.replace(each, packs=packs))
     return dataclasses.replace(plan, minibatches=tuple(minibatches))
 
 
 def learned(
-    rank: int, size: int, config: Config, backwards: bool = False, step: Callable[[int], Step] = step_of_groups
+    rank: int,
+    size: int,
+    config: Config,
+    backwards: bool = False,
+    step: Callable[[int], Step] = step_of_groups,
 ) -> Update:
     """Return the metrics of one step, and on rank 0 the weights after it."""
     world, learner, policy = build(config)
@@ -80,13 +88,19 @@ METRICS = ("train/grad_norm", "train/pg_loss", "train/entropy_loss", "train/toke
 
 
 def assert_same_updates(
-    ranks: RankPool, calls: dict[str, tuple[Any, ...]], rel: float = 1e-5, metrics: Sequence[str] = METRICS
+    ranks: RankPool,
+    calls: dict[str, tuple[Any, ...]],
+    rel: float = 1e-5,
+    metrics: Sequence[str] = METRICS,
 ) -> None:
-    """Run ``learned`` with each call's arguments, and compare each update with the one called "reference".
+    """Run ``learned`` with each call's arguments, and compare each update with the one called
+    "reference".
 
     The update called "start" moves no weight.
     """
-    results = run_in_layouts(ranks, {name: (learned, *arguments) for name, arguments in calls.items()})
+    results = run_in_layouts(
+        ranks, {name: (learned, *arguments) for name, arguments in calls.items()}
+    )
     updates = {name: first for name, (first, *_) in results.items()}
     (_, start), reference = updates.pop("start"), updates.pop("reference")
     for name, update in updates.items():
@@ -101,15 +115,22 @@ def assert_same_update(
     rel: float = 1e-5,
     metrics: Sequence[str] = METRICS,
 ) -> None:
-    terms = abs(reference[0]["train/pg_loss"])  # the loss is a small difference of terms of about this size
-    assert ours[0]["train/loss"] == pytest.approx(reference[0]["train/loss"], rel=rel, abs=rel * terms), where
+    terms = abs(
+        reference[0]["train/pg_loss"]
+    )  # the loss is a small difference of terms of about this size
+    assert ours[0]["train/loss"] == pytest.approx(
+        reference[0]["train/loss"], rel=rel, abs=rel * terms
+    ), where
     for name in metrics:
         assert ours[0][name] == pytest.approx(reference[0][name], rel=rel), (where, name)
     assert ours[1].keys() == reference[1].keys() == start.keys()
     for name, before in start.items():
         moved, expected = ours[1][name] - before, reference[1][name] - before
         assert expected.norm() > 0, name
-        assert (moved - expected).norm() <= rel * expected.norm() + 2e-7 * before.norm(), (where, name)
+        assert (moved - expected).norm() <= rel * expected.norm() + 2e-7 * before.norm(), (
+            where,
+            name,
+        )
 
 
 ONE = LayoutConfig(dp=1)
@@ -146,26 +167,73 @@ HYBRID_EXPERTS = partial(write_family, architecture="Qwen3_5MoeForCausalLM")
 
 
 def row(
-    name: str, write: Callable[[Path], object], *layouts: str, loss: LossConfig = GRPO, share: str = "on", **marks: Any
+    name: str,
+    write: Callable[[Path], object],
+    *layouts: str,
+    loss: LossConfig = GRPO,
+    share: str = "on",
+    **marks: Any,
 ) -> Any:
     return pytest.param(write, layouts, loss, share, id=name, **marks)
 
 
-# Where etp is not tp, Megatron-Core before 0.17 sums gradients over the wrong ranks in silence, unless the parameters
-# of experts are marked.
+# Where etp is not tp, Megatron-Core before 0.17 sums gradients over the wrong ranks in silence,
+# unless the parameters of experts are marked.
 @pytest.mark.parametrize(
     ("write", "layouts", "loss", "share"),
     [
-        row("Qwen3", write_policy, "tp2 sp", "pp2 uneven", "pp2 vpp2", "cp2", "dp2", marks=pytest.mark.quick),
-        row("Qwen3 on four ranks", write_policy, "cp2 pp2", "cp2 tp2 sp", "tp2 sp dp2", "tp2 sp pp2 vpp2"),
-        row("tied", partial(write_policy, tied=True), "tp2", "pp2", "cp2", "tp2 sp pp2 vpp2", loss=DAPO, share="off"),
+        row(
+            "Qwen3",
+            write_policy,
+            "tp2 sp",
+            "pp2 uneven",
+            "pp2 vpp2",
+            "cp2",
+            "dp2",
+            marks=pytest.mark.quick,
+        ),
+        row(
+            "Qwen3 on four ranks",
+            write_policy,
+            "cp2 pp2",
+            "cp2 tp2 sp",
+            "tp2 sp dp2",
+            "tp2 sp pp2 vpp2",
+        ),
+        row(
+            "tied",
+            partial(write_policy, tied=True),
+            "tp2",
+            "pp2",
+            "cp2",
+            "tp2 sp pp2 vpp2",
+            loss=DAPO,
+            share="off",
+        ),
         row("Qwen2.5", partial(write_qwen2, sizes=Sizes(vocab_size=VOCAB)), "tp2 sp"),
         row("SmolLM2", partial(write_llama, sizes=SMOLLM2), "tp3 sp"),
         row("Qwen3-MoE", EXPERTS, "ep2 dp2", marks=pytest.mark.quick),
-        row("Qwen3-MoE, etp", EXPERTS, "dp2 etp2", "tp2 sp etp1", "ep2 tp2 sp etp1", "ep2 tp2 sp etp2"),
+        row(
+            "Qwen3-MoE, etp",
+            EXPERTS,
+            "dp2 etp2",
+            "tp2 sp etp1",
+            "ep2 tp2 sp etp1",
+            "ep2 tp2 sp etp2",
+        ),
         row("Qwen3-MoE, cp and pp", EXPERTS, "ep2 cp2", "cp2 tp2 sp", "ep2 pp2 vpp2"),
-        row("Qwen3.5", HYBRID, "tp2 sp", "cp2 tp2 sp", "pp2 uneven", "tp2 sp pp2 vpp2", share="off"),
-        row("Qwen3.5-MoE", HYBRID_EXPERTS, "cp2 tp2 sp", "ep2 cp2", "tp2 sp etp1", "ep2 pp2", share="off"),
+        row(
+            "Qwen3.5", HYBRID, "tp2 sp", "cp2 tp2 sp", "pp2 uneven", "tp2 sp pp2 vpp2", share="off"
+        ),
+        row(
+            "Qwen3.5-MoE",
+            HYBRID_EXPERTS,
+            "cp2 tp2 sp",
+            "ep2 cp2",
+            "tp2 sp etp1",
+            "ep2 pp2",
+            share="off",
+        ),
     ],
 )
 def test_update_depends_on_no_layout_or_order_of_packs(
@@ -192,7 +260,11 @@ def test_update_depends_on_no_layout_or_order_of_packs(
         "large packs": (config(ONE, 400),),
     }
     calls |= {name: (config(LAYOUTS[name]),) for name in layouts}
-    calls |= {f"{name}, plain": (config(LAYOUTS[name], distributed=False),) for name in layouts if name in PLAIN}
+    calls |= {
+        f"{name}, plain": (config(LAYOUTS[name], distributed=False),)
+        for name in layouts
+        if name in PLAIN
+    }
     assert_same_updates(ranks, calls)
 
 
@@ -205,8 +277,14 @@ def test_shared_prefixes_of_prompts_change_no_update(ranks: RankPool, tmp_path: 
         "reference": alone,
         "one pack": config_for(tmp_path, ONE, GRPO, 1024, True),
     }
-    configs |= {name: config_for(tmp_path, LAYOUTS[name], GRPO, 96, True) for name in ("cp2", "dp2", "tp2 sp")}
-    assert_same_updates(ranks, {name: (config, False, step_with_system_messages) for name, config in configs.items()})
+    configs |= {
+        name: config_for(tmp_path, LAYOUTS[name], GRPO, 96, True)
+        for name in ("cp2", "dp2", "tp2 sp")
+    }
+    assert_same_updates(
+        ranks,
+        {name: (config, False, step_with_system_messages) for name, config in configs.items()},
+    )
 
 
 def test_completions_cut_into_sequences_change_no_update(ranks: RankPool, tmp_path: Path) -> None:
@@ -215,22 +293,32 @@ def test_completions_cut_into_sequences_change_no_update(ranks: RankPool, tmp_pa
 
     def config(layout: LayoutConfig, pack_tokens: int = 64) -> Config:
         made = config_for(tmp_path, layout, GRPO, pack_tokens, distributed=False)
-        by_reward = CompletionPruningConfig(rule="threshold")  # a rule without costs, which sequences change
+        by_reward = CompletionPruningConfig(
+            rule="threshold"
+        )  # a rule without costs, which sequences change
         return replace(made, pruning=replace(made.pruning, completions=by_reward))
 
-    calls: dict[str, tuple[Any, ...]] = {"start": (at_the_start(config(ONE)),), "reference": (config(ONE),)}
+    calls: dict[str, tuple[Any, ...]] = {
+        "start": (at_the_start(config(ONE)),),
+        "reference": (config(ONE),),
+    }
     calls |= {"one pack": (config(ONE, 2048), False, step_of_sequences)}
     calls |= {name: (config(LAYOUTS[name]), True, step_of_sequences) for name in ("cp2", "dp2")}
     assert_same_updates(ranks, calls, metrics=METRICS[:-1])  # contexts are read again
 
 
 @pytest.mark.parametrize("objective", ["gspo", "reinforce_pp"])
-def test_second_update_depends_on_no_layout(objective: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_second_update_depends_on_no_layout(
+    objective: str, ranks: RankPool, tmp_path: Path
+) -> None:
     """Clip ratios that differ from 1: of whole sequences, or of tokens with whitened advantages."""
     loss = LossConfig(name=objective, updates_per_rollout=2, clip_low=0.02, clip_high=0.02)
     write_policy(tmp_path)
     layouts = {"alone": ONE} | {name: LAYOUTS[name] for name in ("tp2 sp", "pp2", "cp2", "dp2")}
-    configs = {name: config_for(tmp_path, layout, loss, 64, distributed=True) for name, layout in layouts.items()}
+    configs = {
+        name: config_for(tmp_path, layout, loss, 64, distributed=True)
+        for name, layout in layouts.items()
+    }
     found = run_in_layouts(ranks, {name: (learned, config) for name, config in configs.items()})
     (alone, _), *_ = found.pop("alone")
     assert 0.0 < alone["train/pg_clipfrac"] + alone["train/tis_clipfrac"] < 0.9
@@ -242,13 +330,17 @@ def test_second_update_depends_on_no_layout(objective: str, ranks: RankPool, tmp
 def test_recomputation_and_overlap_change_no_update(ranks: RankPool, tmp_path: Path) -> None:
     """Train experts twice, with a reference on the host and clipped gradients."""
     EXPERTS(tmp_path)
-    config = config_for(tmp_path, ONE, LossConfig(kl_coef=0.1, updates_per_rollout=2), 64, distributed=True)
+    config = config_for(
+        tmp_path, ONE, LossConfig(kl_coef=0.1, updates_per_rollout=2), 64, distributed=True
+    )
     optimizer = replace(config.optimizer, lr=1e-2, clip_grad=1.0)
     plain = replace(config, optimizer=optimizer)
     model = replace(config.model, recompute="full", reference_on_host=True)
     config = replace(plain, model=model, optimizer=replace(optimizer, overlap=True))
     calls = {"start": at_the_start(plain), "reference": plain}
-    calls |= {name: replace(config, layout=LAYOUTS[name]) for name in ("ep2 pp2 vpp2", "ep2 tp2 sp etp1")}
+    calls |= {
+        name: replace(config, layout=LAYOUTS[name]) for name in ("ep2 pp2 vpp2", "ep2 tp2 sp etp1")
+    }
     assert_same_updates(ranks, {name: (each,) for name, each in calls.items()}, rel=1e-4)
 
 
@@ -261,22 +353,39 @@ def warm_up(rank: int, size: int, config: Config) -> None:
     sft(config)
 
 
-def test_context_parallel_run_equals_run_on_one_rank(run: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_context_parallel_run_equals_run_on_one_rank(
+    run: Path, ranks: RankPool, tmp_path: Path
+) -> None:
     words = ("run.steps=2", "loss.kl_coef=0.1", "loss.updates_per_rollout=2", "layout.dp=1")
     alone, shared = (small_run(run, tmp_path / str(cp), f"layout.cp={cp}", *words) for cp in (1, 2))
     run_in_layouts(ranks, {"alone": (live, alone), "shared": (live, shared)})
     expected, found = (rows(tmp_path / str(cp)) for cp in (1, 2))
     assert len(found) == len(expected) == 3
     for ours, reference in zip(found[1:], expected[1:], strict=True):
-        drawn = [name for name in reference if name.startswith(("rollout/reward", "rollout/response", "prune/"))]
+        drawn = [
+            name
+            for name in reference
+            if name.startswith(("rollout/reward", "rollout/response", "prune/"))
+        ]
         assert len(drawn) > 2
-        for name in (*drawn, "train/grad_norm", "train/kl_loss", "train/entropy_loss", "train/tokens"):
+        for name in (
+            *drawn,
+            "train/grad_norm",
+            "train/kl_loss",
+            "train/entropy_loss",
+            "train/tokens",
+        ):
             assert ours[name] == pytest.approx(reference[name], rel=1e-3, abs=1e-7), name
 
 
-def test_context_parallel_warm_up_equals_one_rank(run: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_context_parallel_warm_up_equals_one_rank(
+    run: Path, ranks: RankPool, tmp_path: Path
+) -> None:
     words = ("sft.steps=3", "sft.batch=8", "layout.dp=1")
-    configs = {cp: small_run(run, tmp_path, f"sft.out={tmp_path / cp}", f"layout.cp={cp}", *words) for cp in "12"}
+    configs = {
+        cp: small_run(run, tmp_path, f"sft.out={tmp_path / cp}", f"layout.cp={cp}", *words)
+        for cp in "12"
+    }
     run_in_layouts(ranks, {cp: (warm_up, config) for cp, config in configs.items()})
     alone, shared = (load_file(tmp_path / cp / "model.safetensors") for cp in configs)
     assert alone.keys() == shared.keys()

@@ -1,8 +1,8 @@
 """Law 2 of trees on real gradients: a real engine grows trees, a real plan prunes and packs them.
 
-The gradient of trees is compared with that of flat groups. Both are sampled, and may differ by four standard errors of
-their difference, along a direction from a part of the flat groups. ``tests/rl/test_trees.py`` knows all outcomes of a
-smaller policy.
+The gradient of trees is compared with that of flat groups. Both are sampled, and may differ by four
+standard errors of their difference, along a direction from a part of the flat groups.
+``tests/rl/test_trees.py`` knows all outcomes of a smaller policy.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 """The first token decides, and so do the last ones: trunks and leaves both have a gradient."""
 OF_OWN = 1.0 - 1.0 / SAMPLES
-"""Factor of a flat group's gradient whose baseline is the mean of all its rewards, its own included."""
+"""Factor of a flat group's gradient whose baseline is the mean of all its rewards, its own
+included."""
 TWICE = TreeConfig(branches=(BranchConfig(at=1), BranchConfig(at=3)))
 """One path in three does not reach the second fork."""
 BY_ENTROPY = TreeConfig(branches=(BranchConfig(entropy=3.0, children=4),))
 
 
 def configure(folder: Path, tree: TreeConfig, *, pruned: bool) -> Config:
-    """Return settings of responses with six tokens at most; each token ends its response once in eight times or so."""
+    """Return settings of responses with six tokens at most; each token ends its response once in
+    eight times or so."""
     settings = f"""
     run.dir={folder / "run"} run.checkpoint_every=0 run.export=false run.seed={1 + len(tree.branches)}
     model.path={folder / "hf"} data.chat_template=false data.max_prompt_tokens=24
@@ -54,7 +56,8 @@ def configure(folder: Path, tree: TreeConfig, *, pruned: bool) -> Config:
 
 
 def measure(rank: int, size: int, folder: Path, tree: TreeConfig, pruned: bool) -> Floats:
-    """[STEPS, parameters], the gradients of as many rollouts; ``pruned``: of half of the prompts and completions."""
+    """[STEPS, parameters], the gradients of as many rollouts; ``pruned``: of half of the prompts
+    and completions."""
     rows = []
     with ExitStack() as to_close:
         trainer = begin_run(configure(folder, tree, pruned=pruned), Trainer, to_close)
@@ -63,9 +66,13 @@ def measure(rank: int, size: int, folder: Path, tree: TreeConfig, pruned: bool) 
         for trainer.step in range(STEPS):
             chosen, chance = np.arange(PROMPTS), np.ones(PROMPTS)
             if pruned:
-                chosen = np.sort(np.random.default_rng(trainer.step).choice(PROMPTS, PROMPTS // 2, replace=False))
+                chosen = np.sort(
+                    np.random.default_rng(trainer.step).choice(PROMPTS, PROMPTS // 2, replace=False)
+                )
                 chance = np.full(PROMPTS // 2, 0.5)
-            rollouts = trainer.roll_out(StepRollouts(Selection(chosen, chance, window=PROMPTS), trainer.step))
+            rollouts = trainer.roll_out(
+                StepRollouts(Selection(chosen, chance, window=PROMPTS), trainer.step)
+            )
             (minibatch,) = trainer.plan(rollouts).minibatches
             packs = planned(minibatch, rollouts.held, trainer.world, trainer.policy.pad_id)
             rows.append(gradient(trainer.policy.actor, packs, loss).double().numpy())
@@ -73,10 +80,14 @@ def measure(rank: int, size: int, folder: Path, tree: TreeConfig, pruned: bool) 
 
 
 def test_trees_have_the_gradient_of_flat_groups(ranks: RankPool, tmp_path: Path) -> None:
-    write_model(tmp_path / "hf", hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=64, std=0.2)
+    write_model(
+        tmp_path / "hf", hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=64, std=0.2
+    )
     (tmp_path / "reward.py").write_text(REWARD)
     cases = (TreeConfig(), False), (TWICE, False), (BY_ENTROPY, True)
-    [flat], *trees = ranks.in_turn(1, *((measure, tmp_path, tree, pruned) for tree, pruned in cases))
+    [flat], *trees = ranks.in_turn(
+        1, *((measure, tmp_path, tree, pruned) for tree, pruned in cases)
+    )
     some, others = np.split(flat / OF_OWN, [STEPS // 4])
     direction = some.mean(axis=0) / np.linalg.norm(some.mean(axis=0))
     truth = others @ direction

@@ -1,7 +1,8 @@
-"""Law 2: the expected pruned gradient of a real model is the full gradient, integrated over the draws, never sampled.
+"""Law 2: the expected pruned gradient of a real model is the full gradient, integrated over the
+draws, never sampled.
 
-Prompts are selected, the step is planned, packs are built, a torch model scores them, and the loss is differentiated.
-Only the uniform number of each draw is put in, and integrated over.
+Prompts are selected, the step is planned, packs are built, a torch model scores them, and the loss
+is differentiated. Only the uniform number of each draw is put in, and integrated over.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ import pytest
 import torch
 
 from megatron_dppo import config as cfg
-from megatron_dppo.config import CompletionPruningConfig, Config, DistillationConfig, PackConfig, PromptPruningConfig
+from megatron_dppo.config import (
+    CompletionPruningConfig,
+    Config,
+    DistillationConfig,
+    PackConfig,
+    PromptPruningConfig,
+)
 from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.losses import token_losses
@@ -46,11 +53,13 @@ TEACHER = DistillationConfig(teacher="T", coef=0.5)
 ALONE = DistillationConfig(teacher="T", use_task_rewards=False)
 LAYOUT = {"replicas": 2, "align": 2}
 RATIOS = [0.3, 1.0]
-"""Mean and deviation of a teacher's log-ratios, as a planner may guess them: no guess makes a gradient biased."""
+"""Mean and deviation of a teacher's log-ratios, as a planner may guess them: no guess makes a
+gradient biased."""
 
 
 class Policy(torch.nn.Module):
-    """Next-token log-probabilities from the token and its position: packed wrongly, the policy would score wrongly."""
+    """Next-token log-probabilities from the token and its position: packed wrongly, the policy
+    would score wrongly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +68,9 @@ class Policy(torch.nn.Module):
         self.head = torch.nn.Linear(6, VOCABULARY)
 
     def forward(self, token_ids: np.ndarray, position_ids: np.ndarray) -> torch.Tensor:
-        hidden = self.token(torch.from_numpy(token_ids)) + self.position(torch.from_numpy(position_ids))
+        hidden = self.token(torch.from_numpy(token_ids)) + self.position(
+            torch.from_numpy(position_ids)
+        )
         return torch.log_softmax(self.head(torch.tanh(hidden)), dim=-1)
 
 
@@ -74,14 +85,19 @@ class World:
     responses: list[list[np.ndarray]]
     engine_logprobs: list[list[np.ndarray]]
     rewards: Floats
-    history: PromptForecast = field(default_factory=lambda: PromptForecast(PromptFeatures(made_up_pool(PROMPTS))))
+    history: PromptForecast = field(
+        default_factory=lambda: PromptForecast(PromptFeatures(made_up_pool(PROMPTS)))
+    )
     taught: Bools = field(default_factory=lambda: np.zeros(PROMPTS, bool))
     """Prompts to which the reference is a teacher."""
     truncated: Bools = field(default_factory=lambda: np.zeros((PROMPTS, SAMPLES), bool))
 
     def metadata(self, selection: Selection) -> StepMetadata:
         ids = selection.prompt_ids
-        norms = [[np.linalg.norm(np.expm1(self.engine_logprobs[q][i])) for i in range(SAMPLES)] for q in ids]
+        norms = [
+            [np.linalg.norm(np.expm1(self.engine_logprobs[q][i])) for i in range(SAMPLES)]
+            for q in ids
+        ]
         return step_metadata(
             len(ids),
             SAMPLES,
@@ -89,7 +105,9 @@ class World:
             prompt_ids=ids,
             prompt_inclusion=selection.inclusion,
             prompt_lengths=np.array([len(self.prompts[q]) for q in ids]),
-            response_lengths=np.array([[len(response) for response in self.responses[q]] for q in ids]),
+            response_lengths=np.array(
+                [[len(response) for response in self.responses[q]] for q in ids]
+            ),
             rewards=self.rewards[ids],
             score_norms=np.array(norms),
             log_ratios=np.tile(self.taught[ids, None, None] * RATIOS, (SAMPLES, 1)),
@@ -102,16 +120,26 @@ def world() -> World:
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     policies = [Policy().double() for _ in range(3)]
-    with torch.no_grad():  # the old policy is near the new one, so that some ratios are clipped and some are not
+    with (
+        torch.no_grad()
+    ):  # the old policy is near the new one, so that some ratios are clipped and some are not
         for new, old in zip(policies[0].parameters(), policies[1].parameters(), strict=True):
             old.copy_(new + 0.2 * torch.randn_like(new))
-    responses = [[rng.integers(0, VOCABULARY, rng.integers(1, 6)) for _ in range(SAMPLES)] for _ in range(PROMPTS)]
+    responses = [
+        [rng.integers(0, VOCABULARY, rng.integers(1, 6)) for _ in range(SAMPLES)]
+        for _ in range(PROMPTS)
+    ]
     world = World(
         *policies,
         prompts=[rng.integers(0, VOCABULARY, rng.integers(1, 4)) for _ in range(PROMPTS)],
         responses=responses,
-        engine_logprobs=[[np.log(rng.uniform(0.05, 0.9, len(r))).astype(np.float32) for r in g] for g in responses],
-        rewards=np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]], dtype=float),
+        engine_logprobs=[
+            [np.log(rng.uniform(0.05, 0.9, len(r))).astype(np.float32) for r in g]
+            for g in responses
+        ],
+        rewards=np.array(
+            [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]], dtype=float
+        ),
     )
     earlier = np.array([[1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 0], [1, 0, 0, 1]], dtype=float)
     advantages = group_advantages(earlier, normalise=True)
@@ -120,7 +148,9 @@ def world() -> World:
     return world
 
 
-def gradient(world: World, config: Config, metadata: StepMetadata, minibatch: MinibatchPlan) -> torch.Tensor:
+def gradient(
+    world: World, config: Config, metadata: StepMetadata, minibatch: MinibatchPlan
+) -> torch.Tensor:
     """Return the gradient of one minibatch, as a trainer computes it; [parameters]."""
     world.policy.zero_grad()
     samples = minibatch
@@ -143,7 +173,8 @@ def gradient(world: World, config: Config, metadata: StepMetadata, minibatch: Mi
             for policy in (world.policy, world.old, world.reference)
         )
         logprobs, old, reference = (
-            each[np.arange(len(pack.targets)), pack.targets] for each in (own, before.detach(), teacher.detach())
+            each[np.arange(len(pack.targets)), pack.targets]
+            for each in (own, before.detach(), teacher.detach())
         )
         rows = np.array(members, dtype=int)[pack.sample]
         losses, _ = token_losses(
@@ -162,7 +193,12 @@ def gradient(world: World, config: Config, metadata: StepMetadata, minibatch: Mi
         total = total + ((losses + coef * divergence) * torch.from_numpy(pack.scale)).sum()
     if total.requires_grad:
         total.backward()
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in world.policy.parameters()])
+    return torch.cat(
+        [
+            (torch.zeros_like(p) if p.grad is None else p.grad).flatten()
+            for p in world.policy.parameters()
+        ]
+    )
 
 
 def select_from(world: World, config: PromptPruningConfig, rng: object) -> Selection:
@@ -191,10 +227,16 @@ def expected_gradient(world: World, config: Config) -> torch.Tensor:
 
 
 def full_gradient(world: World, config: Config) -> torch.Tensor:
-    """Return the gradient of every completion of every prompt, without the terms of truncated completions."""
+    """Return the gradient of every completion of every prompt, without the terms of truncated
+    completions."""
     metadata = world.metadata(EVERYTHING)
-    nothing = {"prompts": PromptPruningConfig(rule="none"), "completions": CompletionPruningConfig(rule="none")}
-    unpruned = cfg.replace(with_rules(config, **nothing), loss=cfg.replace(config.loss, updates_per_rollout=1))
+    nothing = {
+        "prompts": PromptPruningConfig(rule="none"),
+        "completions": CompletionPruningConfig(rule="none"),
+    }
+    unpruned = cfg.replace(
+        with_rules(config, **nothing), loss=cfg.replace(config.loss, updates_per_rollout=1)
+    )
     (whole,) = plan(metadata, unpruned, **LAYOUT).minibatches
     left = np.where(world.truncated[whole.group, whole.completion], 0.0, whole.scale)
     return gradient(world, config, metadata, replace(whole, scale=left))
@@ -250,8 +292,11 @@ def test_gradient_with_a_teacher_of_some_prompts_is_unbiased(world, loss):
     ],
 )
 def test_masked_completions_count_in_baselines_and_divisor_alone(world, prompts, loss):
-    """The expected pruned gradient is the unmasked full one without the terms of the truncated completions."""
-    truncated = np.array([[1, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]], bool)
+    """The expected pruned gradient is the unmasked full one without the terms of the truncated
+    completions."""
+    truncated = np.array(
+        [[1, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]], bool
+    )
     given = replace(world, truncated=truncated, taught=np.full(PROMPTS, "distillation" in loss))
     without = full_gradient(given, settings(prompts, "neyman", **loss))
     masked = settings(prompts, "neyman", mask_truncated=True, **loss)
@@ -261,7 +306,9 @@ def test_masked_completions_count_in_baselines_and_divisor_alone(world, prompts,
 @pytest.mark.parametrize(("good", "bad"), [(0.0, 0.0), (0.1, 0.9)])
 def test_completion_rule_of_a_user_is_unbiased(world, good, bad):
     """The floor applies to the rule, and completions weigh by its probabilities."""
-    completion_rules.adopt("own.py:rule", lambda candidates, keep: np.where(candidates.advantage > 0.0, good, bad))
+    completion_rules.adopt(
+        "own.py:rule", lambda candidates, keep: np.where(candidates.advantage > 0.0, good, bad)
+    )
     config = settings("neyman", "none", name="dr_grpo")
     own = cfg.replace(config.pruning.completions, rule="neyman", function="own.py:rule")
     assert relative_error(world, with_rules(config, completions=own)) < 1e-6
@@ -274,7 +321,9 @@ def test_prompt_rule_of_a_user_is_unbiased(world):
     assert relative_error(world, with_rules(config, prompts=own)) < 1e-6
 
 
-@pytest.mark.parametrize("squares", [[1e4, 1e-2, 0.3, 5.0, 2.0], [0.0, 0.0, 1.0, 1.0, 0.0]], ids=["wrong", "silent"])
+@pytest.mark.parametrize(
+    "squares", [[1e4, 1e-2, 0.3, 5.0, 2.0], [0.0, 0.0, 1.0, 1.0, 0.0]], ids=["wrong", "silent"]
+)
 def test_bad_predictor_does_not_bias_the_gradient(world, squares):
     tokens = np.random.default_rng(1).lognormal(0.0, 1.0, PROMPTS)
     foretold = replace(world, history=Foretold(np.array(squares), tokens))
@@ -293,13 +342,19 @@ BIASED = [
 
 
 def test_biased_rules_are_named():
-    rules = [*(("none", rule) for rule in COMPLETION_RULES), *((rule, "none") for rule in PROMPT_RULES)]
-    named = [pair for pair in rules if PROMPT_RULES[pair[0]].biased or COMPLETION_RULES[pair[1]].biased]
+    rules = [
+        *(("none", rule) for rule in COMPLETION_RULES),
+        *((rule, "none") for rule in PROMPT_RULES),
+    ]
+    named = [
+        pair for pair in rules if PROMPT_RULES[pair[0]].biased or COMPLETION_RULES[pair[1]].biased
+    ]
     assert sorted(named) == sorted(BIASED)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "completions", "normaliser"), [*((*pair, "full") for pair in BIASED), ("none", "top_k", "kept")]
+    ("prompts", "completions", "normaliser"),
+    [*((*pair, "full") for pair in BIASED), ("none", "top_k", "kept")],
 )
 def test_rule_named_biased_is_biased(world, prompts, completions, normaliser):
     config = settings(prompts, completions, name="grpo")
@@ -308,10 +363,13 @@ def test_rule_named_biased_is_biased(world, prompts, completions, normaliser):
 
 
 def test_draw_of_completions_depends_on_the_draw_of_prompts(world):
-    """Of two groups that differ in π_prompt alone, the heavier one's completions are kept more, as 1/π_prompt."""
+    """Of two groups that differ in π_prompt alone, the heavier one's completions are kept more, as
+    1/π_prompt."""
     twins = world.metadata(Selection(np.array([0, 0]), np.array([0.25, 1.0]), window=5))
     config = step_config(keep=0.15, max_weight=1e9, name="grpo")
-    pruned = prune_minibatch(twins, config, objective_for(config.loss), keep=0.15, rng=FixedOffset(0.5))
+    pruned = prune_minibatch(
+        twins, config, objective_for(config.loss), keep=0.15, rng=FixedOffset(0.5)
+    )
     assert pruned.inclusion.max() < 1.0
     np.testing.assert_allclose(pruned.inclusion[0], 4 * pruned.inclusion[1], rtol=1e-12)
 
@@ -339,7 +397,8 @@ GRAIN = 1e-11
 @pytest.mark.parametrize("way", DRAWS)
 @pytest.mark.parametrize(("draw_units", "rules", "name"), UNITS)
 def test_units_are_kept_with_the_probability_of_their_weight(world, draw_units, rules, name, way):
-    """Numbers next to the bounds of each inclusion probability keep and drop the unit, whose weight is 1/π exactly."""
+    """Numbers next to the bounds of each inclusion probability keep and drop the unit, whose weight
+    is 1/π exactly."""
     rule = replace(rules[name], draw=DRAWS[way])
 
     def draw_with(rng: object) -> tuple[Floats, Bools]:
@@ -352,8 +411,12 @@ def test_units_are_kept_with_the_probability_of_their_weight(world, draw_units, 
 
     inclusion, _ = draw_with(np.random.default_rng(0))
     if way == "bernoulli":
-        np.testing.assert_array_equal(draw_with(FixedUniforms(just_below(inclusion)))[1], inclusion > 0.0)
-        np.testing.assert_array_equal(draw_with(FixedUniforms(just_above(inclusion)))[1], inclusion == 1.0)
+        np.testing.assert_array_equal(
+            draw_with(FixedUniforms(just_below(inclusion)))[1], inclusion > 0.0
+        )
+        np.testing.assert_array_equal(
+            draw_with(FixedUniforms(just_above(inclusion)))[1], inclusion == 1.0
+        )
         return
     ends = np.cumsum(inclusion)
     for unit in np.flatnonzero((inclusion > 0.0) & (inclusion < 1.0)):

@@ -1,4 +1,5 @@
-"""Settings of the actor that must change no bit: overlapped sums, released memory, a reference on the host."""
+"""Settings of the actor that must change no bit: overlapped sums, released memory, a reference on
+the host."""
 
 import time
 from functools import partial
@@ -44,14 +45,20 @@ def learned(rank: int, size: int, config: Config, releases: bool = False) -> Lea
                 policy.actor.release_memory()
             buffers = [buffer for ddp in policy.actor.modules for buffer in ddp.buffers]
             held.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers))
-        parameters = [parameter for group in policy.actor.optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter
+            for group in policy.actor.optimizer.param_groups
+            for parameter in group["params"]
+        ]
         assert all(parameter.grad is None for parameter in parameters)
 
     metadata, groups = step_of_groups(size)
     for step, tokens in enumerate((32, 64, 32)):
         if releases:
             release()
-        plan = plan_for(world, replace(config, pack=replace(config.pack, max_tokens=tokens)), metadata)
+        plan = plan_for(
+            world, replace(config, pack=replace(config.pack, max_tokens=tokens)), metadata
+        )
         metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0)
     if releases:
         release()
@@ -64,8 +71,12 @@ def assert_same_bits(ours: Weights, expected: Weights) -> None:
 
 
 @pytest.mark.parametrize(("distributed", "dtype"), [(False, "fp32"), (True, "bf16")])
-def test_released_gradients_change_no_bit(distributed: bool, dtype: str, ranks: RankPool, policy: Path) -> None:
-    config = configure(policy, LayoutConfig(dp=2), dtype, distributed=distributed, overlap=distributed)
+def test_released_gradients_change_no_bit(
+    distributed: bool, dtype: str, ranks: RankPool, policy: Path
+) -> None:
+    config = configure(
+        policy, LayoutConfig(dp=2), dtype, distributed=distributed, overlap=distributed
+    )
     expected, results = ranks.in_turn(2, (learned, config), (learned, config, True))
     for (metrics, weights, _), (our_metrics, ours, held) in zip(expected, results, strict=True):
         assert our_metrics == metrics
@@ -86,13 +97,20 @@ def come_late(rank: int, size: int, config: Config, done: Path) -> str:
             time.sleep(0.01)
         return accumulate(*arguments)
 
-    with mock.patch.object(policy.actor, "accumulate", late), pytest.raises((UserError, RuntimeError)) as error:
+    with (
+        mock.patch.object(policy.actor, "accumulate", late),
+        pytest.raises((UserError, RuntimeError)) as error,
+    ):
         learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
     done.touch()
     return str(error.value)
 
 
-def test_training_collective_ends_after_the_timeout(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_training_collective_ends_after_the_timeout(
+    ranks: RankPool, policy: Path, tmp_path: Path
+) -> None:
     config = replace(configure(policy, LayoutConfig(tp=2, dp=1, timeout_s=1.0)), loss=LossConfig())
     first, _ = ranks.run(2, come_late, config, tmp_path / "done", timeout=60.0)
-    assert first.startswith("layout.timeout_s = 1: another rank did not take part in forward and backward passes")
+    assert first.startswith(
+        "layout.timeout_s = 1: another rank did not take part in forward and backward passes"
+    )

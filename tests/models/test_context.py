@@ -13,4 +13,6 @@ def test_every_position_is_held_once_and_attention_is_even(size: int) -> None:
     lengths = [multiple * n for n in (1, 5, 3)]
     held = [held_positions(lengths, rank, size) for rank in range(size)]
     assert torch.equal(torch.cat(held).sort().values, torch.arange(sum(lengths)))
-    assert len({int(positions.sum()) for positions in held}) == 1, "equally many keys for the queries of every rank"
+    assert len({int(positions.sum()) for positions in held}) == 1, (
+        "equally many keys for the queries of every rank"
+    )

@@ -1,4 +1,5 @@
-"""Adapters (model.lora): law 1 holds of the merged weights; the base stays as it is, and is the KL's reference."""
+"""Adapters (model.lora): law 1 holds of the merged weights; the base stays as it is, and is the
+KL's reference."""
 
 import dataclasses
 import shutil
@@ -31,7 +32,17 @@ from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.laws.test_split_invariance import GRPO, HYBRID, HYBRID_EXPERTS, LAYOUTS, ONE, SP
 from tests.policies import trains, write_policy
 from tests.ranks import RankPool
-from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, run_in_layouts, step_of_groups, weights_of
+from tests.steps import (
+    VOCAB,
+    Weights,
+    build,
+    config_for,
+    held_by,
+    plan_for,
+    run_in_layouts,
+    step_of_groups,
+    weights_of,
+)
 from tests.trainer.test_checkpoint import configure, replace_run, train
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -47,28 +58,44 @@ def with_lora(config: Config, lora: LoraConfig = LORA, **model: Any) -> Config:
     return replace(config, model=replace(config.model, lora=lora, **model))
 
 
-def make(path: Path, layout: LayoutConfig, lora: LoraConfig = LORA, *, distributed: bool = True) -> Config:
+def make(
+    path: Path, layout: LayoutConfig, lora: LoraConfig = LORA, *, distributed: bool = True
+) -> Config:
     return with_lora(config_for(path, layout, GRPO, 64, distributed), lora)
 
 
 def stirred(config: Config) -> tuple[World, Learner, PolicyParts]:
-    """Build a policy whose adapters are not zero, the same in every layout. With B = 0, A has no gradient."""
+    """Build a policy whose adapters are not zero, the same in every layout. With B = 0, A has no
+    gradient."""
     world, learner, policy = build(config)
     for entry, parameter in bind_adapters(policy.actor.chunks, world).items():
         ((name, size),) = entry.tensors.items()
-        whole = 0.2 * torch.randn(size, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-        fill_parameter(entry, parameter.data, {name: whole}, part_of(entry, world), entry.parts(world.layout))
+        whole = 0.2 * torch.randn(
+            size, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        )
+        fill_parameter(
+            entry, parameter.data, {name: whole}, part_of(entry, world), entry.parts(world.layout)
+        )
     return world, learner, policy
 
 
-def learned(rank: int, size: int, config: Config) -> tuple[dict[str, float], Weights, Weights, bool]:
-    """Return metrics of an update, the merged weights before and after it, and whether the base has the same bits."""
+def learned(
+    rank: int, size: int, config: Config
+) -> tuple[dict[str, float], Weights, Weights, bool]:
+    """Return metrics of an update, the merged weights before and after it, and whether the base has
+    the same bits."""
     world, learner, policy = stirred(config)
     metadata, groups = step_of_groups(size)
-    base = {entry: parameter.clone() for entry, parameter in bind(policy.actor.chunks, world).items()}
+    base = {
+        entry: parameter.clone() for entry, parameter in bind(policy.actor.chunks, world).items()
+    }
     before = weights_of(policy, world)
-    metrics = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
-    frozen = all(torch.equal(base[entry], now) for entry, now in bind(policy.actor.chunks, world).items())
+    metrics = learner.learn(
+        plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0
+    )
+    frozen = all(
+        torch.equal(base[entry], now) for entry, now in bind(policy.actor.chunks, world).items()
+    )
     return metrics, before, weights_of(policy, world), frozen
 
 
@@ -83,7 +110,11 @@ def learned(rank: int, size: int, config: Config) -> tuple[dict[str, float], Wei
     ids=["dense", "experts", "Qwen3.5", "Qwen3.5-MoE"],
 )
 def test_update_of_adapters_depends_on_no_layout(
-    write: Callable[[Path], object], layouts: tuple[str, ...], recompute: str, ranks: RankPool, tmp_path: Path
+    write: Callable[[Path], object],
+    layouts: tuple[str, ...],
+    recompute: str,
+    ranks: RankPool,
+    tmp_path: Path,
 ) -> None:
     write(tmp_path)
     if not trains(tmp_path):
@@ -108,13 +139,18 @@ def test_update_of_adapters_depends_on_no_layout(
 
 
 def learned_with_reference(rank: int, size: int, config: Config, copied: bool) -> dict[str, float]:
-    """Return metrics of an update; with ``copied``, the reference is a second policy without adapters."""
+    """Return metrics of an update; with ``copied``, the reference is a second policy without
+    adapters."""
     world, learner, policy = stirred(config)
     if copied:
-        learner.reference = dataclasses.replace(policy, config=with_lora(config, LoraConfig())).reference()
+        learner.reference = dataclasses.replace(
+            policy, config=with_lora(config, LoraConfig())
+        ).reference()
         assert isinstance(learner.reference, Reference)
     metadata, groups = step_of_groups(size)
-    return learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
+    return learner.learn(
+        plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0
+    )
 
 
 def test_reference_is_the_policy_without_adapters(ranks: RankPool, policy: Path) -> None:
@@ -127,11 +163,19 @@ def test_reference_is_the_policy_without_adapters(ranks: RankPool, policy: Path)
 
 @pytest.mark.parametrize(
     ("write", "before", "after", "settings"),
-    [(write_policy, "tp2", "pp2 vpp2", {}), (write_experts, "dp2 etp2", "ep2 dp2", {"distributed": False})],
+    [
+        (write_policy, "tp2", "pp2 vpp2", {}),
+        (write_experts, "dp2 etp2", "ep2 dp2", {"distributed": False}),
+    ],
     ids=["dense", "experts, plain optimizer"],
 )
 def test_checkpoint_of_adapters_resumes_and_crosses_layouts(
-    write: Callable[[Path], Path], before: str, after: str, settings: dict[str, Any], ranks: RankPool, tmp_path: Path
+    write: Callable[[Path], Path],
+    before: str,
+    after: str,
+    settings: dict[str, Any],
+    ranks: RankPool,
+    tmp_path: Path,
 ) -> None:
     """Resume bit for bit in the same layout, and to 1e-5 in another."""
     path, other = write(tmp_path / "policy"), LAYOUTS[after]
@@ -147,7 +191,9 @@ def test_checkpoint_of_adapters_resumes_and_crosses_layouts(
     (ours, resumed_losses), *_ = moved
     torch.testing.assert_close(resumed_losses, losses[2:], rtol=1e-5, atol=0.0)
     for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, rtol=0.0, atol=1e-5 * float(value.abs().max()))
+        torch.testing.assert_close(
+            ours[name], value, rtol=0.0, atol=1e-5 * float(value.abs().max())
+        )
 
 
 def refuse(rank: int, size: int, config: Config) -> UserError:
@@ -157,7 +203,9 @@ def refuse(rank: int, size: int, config: Config) -> UserError:
     return caught.value
 
 
-def test_checkpoint_of_other_adapters_is_refused(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_other_adapters_is_refused(
+    ranks: RankPool, policy: Path, tmp_path: Path
+) -> None:
     other = write_policy(tmp_path / "other", seed=8)
     whole = configure(policy, tmp_path / "whole", ONE)
     adapted = with_lora(replace_run(whole, tmp_path / "adapted"))
@@ -183,10 +231,16 @@ def export(rank: int, size: int, config: Config) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(ranks: RankPool, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
+def runs(
+    ranks: RankPool, policy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Config]:
     """Runs by the name of their folder."""
     place = tmp_path_factory.mktemp("exports")
-    dense, experts, some = shutil.copytree(policy, place / "policy"), place / "experts", replace(LORA, targets=SOME)
+    dense, experts, some = (
+        shutil.copytree(policy, place / "policy"),
+        place / "experts",
+        replace(LORA, targets=SOME),
+    )
     write_experts(experts)
     configs = {
         "one": make(dense, ONE, some),
@@ -212,7 +266,9 @@ def test_exports_merged_and_for_peft_are_one_policy(runs: dict[str, Config]) -> 
             adapted = PeftModel.from_pretrained(base, run / "adapter")(ids).logits
         assert (merged - before).abs().max() > 0.1
         torch.testing.assert_close(adapted, merged, rtol=0.0, atol=1e-5 * float(merged.abs().max()))
-    assert contents(Path(runs["one"].run.dir, "adapter")) == contents(Path(runs["cut"].run.dir, "adapter"))
+    assert contents(Path(runs["one"].run.dir, "adapter")) == contents(
+        Path(runs["cut"].run.dir, "adapter")
+    )
 
 
 @pytest.mark.parametrize("name", ["one", "experts cut"])
@@ -224,8 +280,12 @@ def test_checkpoint_of_adapters_is_exported_for_peft_or_merged(
     run, alone, merged = Path(config.run.dir), tmp_path / "alone", tmp_path / "merged"
     assert cli.main(["export", str(run), str(alone)]) == 0
     assert cli.main(["export", str(run), str(merged), "--merge"]) == 0
-    adapters, theirs = (load_file(of / "adapter_model.safetensors") for of in (alone, run / "adapter"))
-    assert adapters.keys() == theirs.keys() and all(torch.equal(adapters[of], theirs[of]) for of in theirs)
+    adapters, theirs = (
+        load_file(of / "adapter_model.safetensors") for of in (alone, run / "adapter")
+    )
+    assert adapters.keys() == theirs.keys() and all(
+        torch.equal(adapters[of], theirs[of]) for of in theirs
+    )
     before, after = weights(Path(config.model.path)), weights(merged)
     assert before.keys() == after.keys()
     for tensor, weight in before.items():
@@ -244,7 +304,9 @@ def test_adapters_are_merged_into_no_other_policy(
     error = " ".join(capsys.readouterr().err.split())
     assert f"model.path = {policy}" in error and "other weights than the adapters" in error
     shutil.rmtree(policy)
-    assert cli.main(["export", run, str(tmp_path / "out")]) == 0, "adapters are whole without the policy"
+    assert cli.main(["export", run, str(tmp_path / "out")]) == 0, (
+        "adapters are whole without the policy"
+    )
     own.rename(policy)
 
 
@@ -255,8 +317,13 @@ def draw(rank: int, size: int, config: Config) -> Weights:
     return {name: tensor.clone() for bucket in stream for name, tensor in bucket.items()}
 
 
-def test_adapters_begin_the_same_in_every_layout_and_add_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    one, *cut = (make(write_experts(tmp_path), layout) for layout in (ONE, LAYOUTS["ep2 tp2 sp etp1"], LAYOUTS["pp2"]))
+def test_adapters_begin_the_same_in_every_layout_and_add_nothing(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    one, *cut = (
+        make(write_experts(tmp_path), layout)
+        for layout in (ONE, LAYOUTS["ep2 tp2 sp etp1"], LAYOUTS["pp2"])
+    )
     [expected] = ranks.run(1, draw, one)
     for ours, *_ in ranks.in_turn(2, *((draw, config) for config in cut)):
         assert ours.keys() == expected.keys()
@@ -267,5 +334,9 @@ def test_adapters_begin_the_same_in_every_layout_and_add_nothing(ranks: RankPool
         else:
             bound = tensor.shape[1] ** -0.5
             assert 0.8 * bound < tensor.abs().max() <= bound
-    firsts = [tuple(tensor.flatten()[:2].tolist()) for name, tensor in expected.items() if "lora_A" in name]
+    firsts = [
+        tuple(tensor.flatten()[:2].tolist())
+        for name, tensor in expected.items()
+        if "lora_A" in name
+    ]
     assert len(set(firsts)) == len(firsts), "each tensor has draws of its own"

@@ -1,4 +1,5 @@
-"""Clipping by the norm of all gradients, and Adam's state: on the host between steps, and loaded in place."""
+"""Clipping by the norm of all gradients, and Adam's state: on the host between steps, and loaded in
+place."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,9 @@ def test_experts_are_clipped_by_the_norm_of_all_gradients(
     distributed: bool, ranks: RankPool, paths: dict[bool, Path]
 ) -> None:
     """Adam with eps = 1 and rate 1 moves weights by small gradients themselves."""
-    config = config_for(paths[True], LayoutConfig(ep=2, dp=2), LossConfig(), 64, distributed=distributed)
+    config = config_for(
+        paths[True], LayoutConfig(ep=2, dp=2), LossConfig(), 64, distributed=distributed
+    )
     config = replace(config, optimizer=replace(config.optimizer, clip_grad=1e-3))
     (metrics, moved, _), _ = ranks.run(2, update, config, 1.0)
     norm = sum(float(by.double().square().sum()) for by in moved.values()) ** 0.5
@@ -38,11 +41,15 @@ def test_experts_are_clipped_by_the_norm_of_all_gradients(
 
 
 @pytest.mark.parametrize(("dtype", "experts"), [("bf16", True), ("fp32", False)])
-def test_state_on_the_host_changes_no_bit(dtype: str, experts: bool, ranks: RankPool, paths: dict[bool, Path]) -> None:
+def test_state_on_the_host_changes_no_bit(
+    dtype: str, experts: bool, ranks: RankPool, paths: dict[bool, Path]
+) -> None:
     """In fp32 the master weights are the weights, which stay on the device."""
     config = configure(paths[experts], LayoutConfig(dp=2), dtype)
     offloading = replace(config, optimizer=replace(config.optimizer, offload=True))
-    ((expected, weights, *_), *_), results = ranks.in_turn(2, (learned, config), (learned, offloading))
+    ((expected, weights, *_), *_), results = ranks.in_turn(
+        2, (learned, config), (learned, offloading)
+    )
     for metrics, ours, *_ in results:
         assert metrics == expected
         assert_same_bits(ours, weights)
@@ -76,7 +83,8 @@ def test_loaded_tensors_move_into_the_slots_of_the_host(adam: torch.optim.AdamW)
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Counts steps in the group, and makes new tensors when it loads, as Transformer Engine's Adam does."""
+    """Counts steps in the group, and makes new tensors when it loads, as Transformer Engine's Adam
+    does."""
 
 
 def test_fused_adam_loads_into_its_own_tensors(adam: torch.optim.AdamW) -> None:

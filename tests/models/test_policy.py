@@ -28,16 +28,23 @@ def backward_without_responses(rank: int, size: int, path: Path, layout: LayoutC
 
 def test_pack_of_padding_has_a_gradient_of_zero(ranks: RankPool, policy: Path) -> None:
     layouts = [LayoutConfig(tp=2, sequence_parallel=parallel) for parallel in (False, True)]
-    results = ranks.in_turn(2, *((backward_without_responses, policy, layout) for layout in layouts))
+    results = ranks.in_turn(
+        2, *((backward_without_responses, policy, layout) for layout in layouts)
+    )
     assert results == [[False, False], [False, False]]
 
 
 @pytest.mark.parametrize(
     ("layout", "batched"),
-    [(LayoutConfig(pp=2), True), (LayoutConfig(pp=4, vpp=2), True), (LayoutConfig(pp=2, vpp=2), False)],
+    [
+        (LayoutConfig(pp=2), True),
+        (LayoutConfig(pp=4, vpp=2), True),
+        (LayoutConfig(pp=2, vpp=2), False),
+    ],
 )
 def test_two_interleaved_stages_do_not_send_in_batches(layout: LayoutConfig, batched: bool) -> None:
-    """Each stage has the other before and after it: a batch would confuse the two messages in silence."""
+    """Each stage has the other before and after it: a batch would confuse the two messages in
+    silence."""
     install()
     with mock.patch("torch.cuda.is_available", return_value=True):
         config = transformer_config(PUBLISHED["qwen3-4b"], ModelConfig(spec="torch"), layout)
@@ -51,7 +58,9 @@ def experts_of_padding(rank: int, size: int, path: Path) -> list[int]:
     chosen: list[int] = []
     (chunk,) = parts.actor.chunks
     for layer in chunk.decoder.layers:
-        layer.mlp.router.register_forward_hook(lambda *given: chosen.append(int(given[2][1].any(dim=0).sum())))
+        layer.mlp.router.register_forward_hook(
+            lambda *given: chosen.append(int(given[2][1].any(dim=0).sum()))
+        )
     parts.actor.log_probabilities([build_pack([], capacity=256, pad_id=parts.pad_id, align=1)])
     return chosen
 

@@ -1,4 +1,5 @@
-"""The policy head against whole logits in fp64, and where Megatron's DDP gets its gradient: in an fp32 buffer."""
+"""The policy head against whole logits in fp64, and where Megatron's DDP gets its gradient: in an
+fp32 buffer."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,8 +23,16 @@ HIDDEN = 24
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def case(positions: int, vocab: int, rows: int, *, dtype: torch.dtype = torch.float32, sharpness: float = 0.5) -> Case:
-    """Return hidden states, a weight of ``rows`` rows (rows past ``vocab`` are poison), targets, gradients."""
+def case(
+    positions: int,
+    vocab: int,
+    rows: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    sharpness: float = 0.5,
+) -> Case:
+    """Return hidden states, a weight of ``rows`` rows (rows past ``vocab`` are poison), targets,
+    gradients."""
     generator = torch.Generator().manual_seed(positions + vocab)
     hidden = torch.randn(positions, HIDDEN, generator=generator).to(dtype)
     weight = sharpness * torch.randn(rows, HIDDEN, generator=generator)
@@ -33,7 +42,9 @@ def case(positions: int, vocab: int, rows: int, *, dtype: torch.dtype = torch.fl
     return hidden, weight.to(dtype), targets, torch.randn(positions, generator=generator)
 
 
-def naive(data: Case, vocab: int, temperature: float) -> tuple[HeadOutput, torch.Tensor, torch.Tensor]:
+def naive(
+    data: Case, vocab: int, temperature: float
+) -> tuple[HeadOutput, torch.Tensor, torch.Tensor]:
     """Return scores, and the gradients of hidden states and weight."""
     hidden, weight = (tensor.double().requires_grad_() for tensor in data[:2])
     _, _, targets, grad = data
@@ -75,7 +86,9 @@ def test_scores_and_gradients_equal_the_naive_head(temperature: float, padding: 
 
 
 def test_chunks_change_nothing() -> None:
-    data = case(positions=50, vocab=40_000, rows=40_064)  # chunks of 3 forward and 6 backward, or one of all
+    data = case(
+        positions=50, vocab=40_000, rows=40_064
+    )  # chunks of 3 forward and 6 backward, or one of all
     assert_equal(ours(data, 40_000, 0.8, chunk_mib=1), ours(data, 40_000, 0.8, chunk_mib=256))
 
 
@@ -86,14 +99,18 @@ def test_entropy_of_certain_tokens_is_exact() -> None:
     certain = expected.logprobs > -1e-3
     assert certain.sum() > 20
     scores, _, _ = ours(data, 101, 1.0)
-    torch.testing.assert_close(scores.entropy[certain].double(), expected.entropy[certain], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        scores.entropy[certain].double(), expected.entropy[certain], rtol=0, atol=1e-5
+    )
 
 
 def test_weights_in_bf16_are_scored_in_fp32() -> None:
     data = case(positions=37, vocab=451, rows=512, dtype=torch.bfloat16)
     scores, *gradients = ours(data, 451, 0.8)
     expected, *expected_gradients = naive(data, 451, 0.8)
-    assert_equal((scores,), (expected,))  # products of bf16 numbers, summed in fp32: no rounding of logits to bf16
+    assert_equal(
+        (scores,), (expected,)
+    )  # products of bf16 numbers, summed in fp32: no rounding of logits to bf16
     for gradient, reference in zip(gradients, expected_gradients, strict=True):
         assert gradient.dtype == torch.bfloat16
         torch.testing.assert_close(gradient.double(), reference, rtol=2**-8, atol=1e-4)
@@ -106,7 +123,9 @@ class LargestTensor(TorchDispatchMode):
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, torch.Tensor):
@@ -122,11 +141,14 @@ def test_no_tensor_is_larger_than_a_chunk_forward_or_backward() -> None:
 
 
 def score_in_parts(rank: int, size: int, vocab: int, positions: int) -> tuple[Any, ...]:
-    """Return this rank's scores, the sum over ranks of the hidden states' gradient, and the weight's gradient."""
+    """Return this rank's scores, the sum over ranks of the hidden states' gradient, and the
+    weight's gradient."""
     data = case(positions=positions, vocab=vocab, rows=128)
     hidden, weight, targets, grad = data
     part = weight.chunk(size)[rank]
-    scores, hidden_grad, weight_grad = ours((hidden, part, targets, grad), vocab, 0.8, 1, dist.group.WORLD)
+    scores, hidden_grad, weight_grad = ours(
+        (hidden, part, targets, grad), vocab, 0.8, 1, dist.group.WORLD
+    )
     dist.all_reduce(hidden_grad)
     return scores, hidden_grad, weight_grad
 
@@ -147,11 +169,14 @@ def assert_parts_equal(cases: Sequence[tuple[int, int]], results: Iterable[Seque
 
 
 def loss(responses: Responses) -> tuple[torch.Tensor, Sums]:
-    return -(responses.logprobs * responses.columns["advantage"] * responses.columns["scale"]).sum(), {}
+    return -(
+        responses.logprobs * responses.columns["advantage"] * responses.columns["scale"]
+    ).sum(), {}
 
 
 def accumulated(rank: int, size: int, path: Path) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return DDP's gradient of the output weight after several packs, and each pack's by autograd, in fp64."""
+    """Return DDP's gradient of the output weight after several packs, and each pack's by autograd,
+    in fp64."""
     config = config_for(path, LayoutConfig(dp=1), LossConfig(), 32, distributed=True)
     config = replace(config, model=replace(config.model, dtype="bf16"))
     world, learner, parts = build(config)
@@ -160,15 +185,22 @@ def accumulated(rank: int, size: int, path: Path) -> tuple[torch.Tensor, list[to
     packs = learner._packs(minibatch, held_by(0, metadata, groups))
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def score(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **settings: Any) -> Any:
+    def score(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **settings: Any
+    ) -> Any:
         scores = score_responses(hidden, weight, targets, **settings)
-        scores.logprobs.register_hook(lambda grad: seen.append((hidden.detach(), targets, grad.double())))
+        scores.logprobs.register_hook(
+            lambda grad: seen.append((hidden.detach(), targets, grad.double()))
+        )
         return scores
 
     with mock.patch.object(policy_module, "score_responses", score):
         parts.actor.accumulate(packs, loss)
     weight = parts.actor.chunks[0].output_layer.weight
-    exact = [naive((hidden, weight.detach(), *rest), 131, config.rollout.temperature)[2] for hidden, *rest in seen]
+    exact = [
+        naive((hidden, weight.detach(), *rest), 131, config.rollout.temperature)[2]
+        for hidden, *rest in seen
+    ]
     return weight.main_grad.double().clone(), exact
 
 

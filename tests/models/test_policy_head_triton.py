@@ -1,4 +1,5 @@
-"""The Triton kernels of the policy head, run by Triton's interpreter, against torch's operators and against fp64."""
+"""The Triton kernels of the policy head, run by Triton's interpreter, against torch's operators and
+against fp64."""
 
 import importlib.util
 import os
@@ -14,7 +15,14 @@ import pytest
 import torch
 
 from megatron_dppo.models import policy_head
-from tests.models.test_policy_head import assert_equal, assert_parts_equal, case, naive, ours, score_in_parts
+from tests.models.test_policy_head import (
+    assert_equal,
+    assert_parts_equal,
+    case,
+    naive,
+    ours,
+    score_in_parts,
+)
 from tests.ranks import RankPool, in_turn_on_a_rank
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -23,7 +31,9 @@ Interpret = Callable[..., list[Any]]
 
 def interpreted(rank: int, size: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a rank whose policy head takes the kernels, as on CUDA."""
-    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton while it is imported, which torch has done already
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # read by Triton while it is imported, which torch has done already
+    )
     for name in [*sys.modules]:
         if name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
             del sys.modules[name]
@@ -39,7 +49,9 @@ def interpret(ranks: RankPool) -> Interpret:
     return lambda size, *calls: ranks.run(size, interpreted, in_turn_on_a_rank, calls)
 
 
-def head(rank: int, size: int, positions: int, vocab: int, rows: int, chunk_mib: int, dtype: torch.dtype) -> Any:
+def head(
+    rank: int, size: int, positions: int, vocab: int, rows: int, chunk_mib: int, dtype: torch.dtype
+) -> Any:
     return ours(case(positions, vocab, rows, dtype=dtype, sharpness=1.0), vocab, 0.8, chunk_mib)
 
 
@@ -94,7 +106,8 @@ REGISTERS = 128
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
-    """Without a GPU. Arguments are aligned as those of a policy with a multiple of 16 columns on a rank."""
+    """Without a GPU. Arguments are aligned as those of a policy with a multiple of 16 columns on a
+    rank."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -103,7 +116,9 @@ def test_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
         compiled = compile_kernel(name, types, GPUTarget("cuda", capability, 32))
         cubin = tmp_path / "cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        dump = subprocess.run([cuobjdump, "-res-usage", "-sass", cubin], capture_output=True, check=True, text=True)
+        dump = subprocess.run(
+            [cuobjdump, "-res-usage", "-sass", cubin], capture_output=True, check=True, text=True
+        )
         usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", dump.stdout))
         assert int(usage["REG"]) <= REGISTERS and usage["STACK"] == usage["LOCAL"] == "0"
         assert not re.search(r"\b(LDL|STL)\b", dump.stdout)
@@ -119,7 +134,12 @@ def compile_kernel(name: str, variant: dict[str, object], target: Any) -> Any:
     kernel = getattr(kernels, name)
     constants = {"BLOCK": kernels.SUMMARY_BLOCK if name == "_summarise" else kernels.SLOPE_BLOCK}
     types = dict.fromkeys(("logits", "peak", "sums", "normaliser", "gradient"), "*fp32")
-    types |= {"targets": "*i64", "inverse_temperature": "fp32", **variant, **dict.fromkeys(constants, "constexpr")}
+    types |= {
+        "targets": "*i64",
+        "inverse_temperature": "fp32",
+        **variant,
+        **dict.fromkeys(constants, "constexpr"),
+    }
     signature = {each: types.get(each, "i32") for each in kernel.arg_names}
     constexprs = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
     aligned = {
@@ -129,4 +149,6 @@ def compile_kernel(name: str, variant: dict[str, object], target: Any) -> Any:
         and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
     }
     source = ASTSource(kernel, signature, constexprs, aligned)
-    return triton.compile(source, target=target, options={"num_warps": 8 if name == "_summarise" else 4})
+    return triton.compile(
+        source, target=target, options={"num_warps": 8 if name == "_summarise" else 4}
+    )

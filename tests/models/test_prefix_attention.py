@@ -17,7 +17,8 @@ HEADS, KV_HEADS, WIDTH, TOKENS = 4, 2, 16, 200
 
 
 def pack_of_trees(align: int) -> Pack:
-    """A prompt whose second response goes on from within the first, a second family, a sample by itself, padding."""
+    """A prompt whose second response goes on from within the first, a second family, a sample by
+    itself, padding."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> np.ndarray:
@@ -25,7 +26,9 @@ def pack_of_trees(align: int) -> Pack:
 
     def sample(prompt: np.ndarray, response: np.ndarray, shared: int) -> TrainingSample:
         logprobs, sampled = np.zeros(len(response), np.float32), np.ones(len(response), bool)
-        return TrainingSample(prompt, response, logprobs, sampled, 1.0, 1.0, version=0, shared=shared)
+        return TrainingSample(
+            prompt, response, logprobs, sampled, 1.0, 1.0, version=0, shared=shared
+        )
 
     prompt, other, trunk = tokens(7), tokens(3), tokens(20)
     samples = [
@@ -53,7 +56,9 @@ def mask_of(pack: Pack) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("align", "size"), [(1, 1), (4, 2), (8, 4)])
-def test_stretches_together_are_one_softmax_and_so_are_their_gradients(align: int, size: int) -> None:
+def test_stretches_together_are_one_softmax_and_so_are_their_gradients(
+    align: int, size: int
+) -> None:
     """Each context-parallel rank has its own queries, and the keys of all."""
     pack = pack_of_trees(align)
     assert pack.parents is not None
@@ -63,12 +68,17 @@ def test_stretches_together_are_one_softmax_and_so_are_their_gradients(align: in
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     batched = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    expected = functional.scaled_dot_product_attention(*batched, attn_mask=mask_of(pack), enable_gqa=True)
+    expected = functional.scaled_dot_product_attention(
+        *batched, attn_mask=mask_of(pack), enable_gqa=True
+    )
     expected = expected[0].transpose(0, 1)
     upstream = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, (query, key, value), upstream)
 
-    starts, total = pack.cu_seqlens.astype(np.int64), [torch.zeros_like(tensor) for tensor in (query, key, value)]
+    starts, total = (
+        pack.cu_seqlens.astype(np.int64),
+        [torch.zeros_like(tensor) for tensor in (query, key, value)],
+    )
     for rank in range(size):
         held = held_positions(np.diff(starts).tolist(), rank, size)
         mine = query.detach()[held].requires_grad_()

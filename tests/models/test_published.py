@@ -14,7 +14,12 @@ from megatron_dppo.models.shape import PUBLISHED, read_shape
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("qwen3-0.6b", "0.6"), ("qwen3-8b", "8.2"), ("qwen3-30b-a3b", "30.5"), ("qwen3.5-35b-a3b", "34.7")],
+    [
+        ("qwen3-0.6b", "0.6"),
+        ("qwen3-8b", "8.2"),
+        ("qwen3-30b-a3b", "30.5"),
+        ("qwen3.5-35b-a3b", "34.7"),
+    ],
 )
 def test_table_has_the_tensors_of_transformers(name: str, billions: str, tmp_path: Path) -> None:
     """Compare parameters with the model card's."""
@@ -22,7 +27,9 @@ def test_table_has_the_tensors_of_transformers(name: str, billions: str, tmp_pat
     shape = read_shape(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    written = {n: tuple(t.shape) for n, t in revert_weight_conversion(model, model.state_dict()).items()}
+    written = {
+        n: tuple(t.shape) for n, t in revert_weight_conversion(model, model.state_dict()).items()
+    }
     assert written == expected_tensors(shape) | redundant_tensors(shape)
     assert parameters(shape) == model.num_parameters()
     assert f"{parameters(shape) / 1e9:.1f}" == billions

@@ -1,4 +1,5 @@
-"""Qwen3.5: types of weights, vision towers beside the policy, two forms of experts, and refusals."""
+"""Qwen3.5: types of weights, vision towers beside the policy, two forms of experts, and
+refusals."""
 
 import json
 from pathlib import Path
@@ -29,10 +30,14 @@ EXACT = ("A_log", "linear_attn.norm.weight")
 
 
 def write_mixed(path: Path, architecture: str) -> Path:
-    """Write a policy in bf16 but for decays and the norms behind the delta rule, as published checkpoints are."""
+    """Write a policy in bf16 but for decays and the norms behind the delta rule, as published
+    checkpoints are."""
     write_family(path, architecture)
     tensors = load_file(path / "model.safetensors")
-    mixed = {name: tensor if name.endswith(EXACT) else tensor.bfloat16() for name, tensor in tensors.items()}
+    mixed = {
+        name: tensor if name.endswith(EXACT) else tensor.bfloat16()
+        for name, tensor in tensors.items()
+    }
     save_file(mixed, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
@@ -55,7 +60,9 @@ def exported(rank: int, size: int, policy: Path, out: Path, layout: LayoutConfig
 
 
 @pytest.mark.parametrize("architecture", [TEXT, WHOLE_MIXTURE])
-def test_run_in_bf16_exports_the_bits_of_its_policy(architecture: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_run_in_bf16_exports_the_bits_of_its_policy(
+    architecture: str, ranks: RankPool, tmp_path: Path
+) -> None:
     policy = write_mixed(tmp_path / "policy", architecture)
     if not trains(policy):
         pytest.skip("this Megatron-Core cannot train it")
@@ -75,7 +82,9 @@ def test_vision_tower_stays_beside_the_policy(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == weights(policy).keys()
     assert [name for name, file in index.items() if file == CARRIED] == of_tower
-    settings = [(folder / "preprocessor_config.json").read_bytes() for folder in (tmp_path / "back", policy)]
+    settings = [
+        (folder / "preprocessor_config.json").read_bytes() for folder in (tmp_path / "back", policy)
+    ]
     assert settings[0] == settings[1]
     (tmp_path / "megatron/hf" / CARRIED).unlink()
     assert to_hf(tmp_path / "megatron", tmp_path / "lost") == 2
@@ -98,7 +107,9 @@ def test_carried_tensors_may_have_any_type(tmp_path: Path) -> None:
         assert written[name].tolist() == tensor.tolist()
     assert to_megatron(policy, tmp_path / "megatron") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back") == 0
-    total = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    total = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())["metadata"][
+        "total_size"
+    ]
     assert total == plan_files(read_shape(policy), torch.float32).total_bytes + 7
 
 
@@ -125,7 +136,15 @@ def test_experts_of_a_layer_are_in_one_file(tmp_path: Path) -> None:
     homes = {name: place.file for name, place in plan.places.items()}
     assert len(plan.frames) > 10
     for projection in ("gate_proj", "down_proj"):
-        assert len({homes[f"model.layers.1.mlp.experts.{expert}.{projection}.weight"] for expert in range(4)}) == 1
+        assert (
+            len(
+                {
+                    homes[f"model.layers.1.mlp.experts.{expert}.{projection}.weight"]
+                    for expert in range(4)
+                }
+            )
+            == 1
+        )
     assert homes.keys() == expected_tensors(shape).keys()
 
 

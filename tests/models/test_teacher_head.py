@@ -16,7 +16,8 @@ Case = tuple[torch.Tensor, ...]
 
 
 def case(positions: int, vocab: int, rows: int, *, dtype: torch.dtype = torch.float32) -> Case:
-    """Return hidden states and weight of student and of teacher (rows past ``vocab`` are poison), and a gradient."""
+    """Return hidden states and weight of student and of teacher (rows past ``vocab`` are poison),
+    and a gradient."""
     generator = torch.Generator().manual_seed(positions + vocab)
     both = []
     for width in (HIDDEN, WIDTH):
@@ -31,7 +32,13 @@ def ours(data: Case, vocab: int, direction: Direction, *, chunk_mib: int = 64) -
     hidden, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
     teacher = TeacherHead(*data[2:4], direction)
     divergence = divergence_from(
-        teacher, hidden, weight, vocab_size=vocab, temperature=0.8, tp_group=None, chunk_mib=chunk_mib
+        teacher,
+        hidden,
+        weight,
+        vocab_size=vocab,
+        temperature=0.8,
+        tp_group=None,
+        chunk_mib=chunk_mib,
     )
     (divergence * data[4]).sum().backward()
     return divergence.detach(), hidden.grad, weight.grad
@@ -57,12 +64,17 @@ def test_divergence_and_gradients_equal_whole_logits(direction: Direction) -> No
     data = case(positions=37, vocab=451, rows=512)
     assert_equal(ours(data, 451, direction), naive(data, 451, direction))
     many = case(positions=50, vocab=20_000, rows=20_096)
-    assert_equal(ours(many, 20_000, direction, chunk_mib=1), ours(many, 20_000, direction, chunk_mib=256))
+    assert_equal(
+        ours(many, 20_000, direction, chunk_mib=1), ours(many, 20_000, direction, chunk_mib=256)
+    )
 
 
 def test_weights_in_bf16_are_compared_in_fp32() -> None:
     data = case(positions=37, vocab=451, rows=512, dtype=torch.bfloat16)
-    (divergence, *gradients), (expected, *exact) = ours(data, 451, "reverse"), naive(data, 451, "reverse")
+    (divergence, *gradients), (expected, *exact) = (
+        ours(data, 451, "reverse"),
+        naive(data, 451, "reverse"),
+    )
     assert_equal((divergence,), (expected,))
     for gradient, reference in zip(gradients, exact, strict=True):
         assert gradient.dtype == torch.bfloat16

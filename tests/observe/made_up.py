@@ -15,7 +15,8 @@ Row = dict[str, float]
 
 
 def made_up_rows(steps: int, *, evaluate_every: int = 2) -> list[Row]:
-    """An evaluation at step 0, then steps of 2 s: 1 s of rollouts, 0.5 s of training, 0.5 s of nothing named."""
+    """An evaluation at step 0, then steps of 2 s: 1 s of rollouts, 0.5 s of training, 0.5 s of
+    nothing named."""
     noise = np.random.default_rng(0)
     rows: list[Row] = [{"step": 0, "eval/accuracy": 0.25, "perf/eval_time": 3.0}]
     for step in range(1, steps + 1):
@@ -53,14 +54,19 @@ def made_up_rows(steps: int, *, evaluate_every: int = 2) -> list[Row]:
     return rows
 
 
-def made_up_census(steps: int, *, rule: str = "neyman", graded: bool = False) -> list[dict[str, Any]]:
-    """Rows of ``pruning.jsonl``: real draws of made-up groups, with rewards of 0 and 1, or of any kind."""
+def made_up_census(
+    steps: int, *, rule: str = "neyman", graded: bool = False
+) -> list[dict[str, Any]]:
+    """Rows of ``pruning.jsonl``: real draws of made-up groups, with rewards of 0 and 1, or of any
+    kind."""
     config = step_config(rule=rule)
     rows = []
     for step in range(1, steps + 1):
         metadata = step_metadata(16, seed=step)
         if graded:
-            metadata = step_metadata(16, seed=step, rewards=np.random.default_rng(step).normal(size=(16, 8)))
+            metadata = step_metadata(
+                16, seed=step, rewards=np.random.default_rng(step).normal(size=(16, 8))
+            )
         pruned = prune_minibatch(
             metadata, config, objective_for(config.loss), keep=0.5, rng=np.random.default_rng(step)
         )

@@ -26,14 +26,21 @@ def test_step_is_one_plain_line_without_a_terminal() -> None:
     titles, first, second = (line.split() for line in lines)
     assert "\x1b" not in "".join(lines)
     assert first[0] == "1/40"
-    for title, value in (("tokens", "50%"), ("noise", "1.25x"), ("seconds", "2.00"), ("left", "1:18")):
+    for title, value in (
+        ("tokens", "50%"),
+        ("noise", "1.25x"),
+        ("seconds", "2.00"),
+        ("left", "1:18"),
+    ):
         assert first[titles.index(title)] == value
     assert (first[titles.index("held-out")], second[titles.index("held-out")]) == ("-", "0.750")
     assert lines[1].endswith("rollout 50%  train 25%  other 25%")
 
 
 def test_warm_up_has_columns_of_its_own() -> None:
-    titles, row = printed([{"step": 1, "train/loss": 2.5, "train/lr": 1e-3, "perf/step_time": 1.0}], 10)
+    titles, row = printed(
+        [{"step": 1, "train/loss": 2.5, "train/lr": 1e-3, "perf/step_time": 1.0}], 10
+    )
     assert "reward" not in titles
     assert "2.500" in row
 
@@ -68,8 +75,14 @@ def warned(
     """Return the warnings of a run by step."""
     gate = LengthGate(bound)
     notes = {}
-    for step, (length, cut) in enumerate(zip(lengths, truncated or [0.0] * len(lengths), strict=True), start=1):
-        row = {"rollout/response_len/mean": length, "rollout/truncated_ratio": cut, "prune/max_weight": weight}
+    for step, (length, cut) in enumerate(
+        zip(lengths, truncated or [0.0] * len(lengths), strict=True), start=1
+    ):
+        row = {
+            "rollout/response_len/mean": length,
+            "rollout/truncated_ratio": cut,
+            "prune/max_weight": weight,
+        }
         if note := gate.look(step, row):
             notes[step] = note
     return notes
@@ -77,7 +90,8 @@ def warned(
 
 LEVEL, LOW = [20.0] * 6, [5.0] * 5
 WARNINGS = {
-    # The running mean of three steps is 15, then 10, then 5: below half of 20 for the first time at step 9.
+    # The running mean of three steps is 15, then 10, then 5: below half of 20 for the first time at
+    # step 9.
     "fall": ({"lengths": LEVEL + [5.0] * 20}, [9]),
     "rise": ({"lengths": LEVEL + [60.0] * 6}, [8]),
     "fall, return and fall": ({"lengths": LEVEL + LOW + [20.0] * 5 + LOW}, [9, 19]),

@@ -1,4 +1,5 @@
-"""Weights & Biases, MLflow and Trackio get every row of a run once, without a network; each is read back by its own."""
+"""Weights & Biases, MLflow and Trackio get every row of a run once, without a network; each is read
+back by its own."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ HERE = ("wandb", "mlflow", "trackio")
 
 
 def _read_wandb(run: Path) -> dict[int, dict[str, float]]:
-    """The rows of all offline files of a run, which have one id. A step that comes twice is an error."""
+    """The rows of all offline files of a run, which have one id. A step that comes twice is an
+    error."""
     from wandb.proto import wandb_internal_pb2
 
     rows: dict[int, dict[str, float]] = {}
@@ -46,7 +48,10 @@ def _read_wandb(run: Path) -> dict[int, dict[str, float]]:
         for record in _records(file.read_bytes()):
             parsed = wandb_internal_pb2.Record.FromString(record)
             if parsed.HasField("history"):
-                row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in parsed.history.item}
+                row = {
+                    "/".join(i.nested_key) or i.key: json.loads(i.value_json)
+                    for i in parsed.history.item
+                }
                 step = int(row.pop("_step"))
                 assert step not in rows
                 rows[step] = {key: value for key, value in row.items() if not key.startswith("_")}
@@ -54,7 +59,8 @@ def _read_wandb(run: Path) -> dict[int, dict[str, float]]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Of a file in LevelDB's log format: blocks of 32 KiB with records of a checksum, a length and a type."""
+    """Of a file in LevelDB's log format: blocks of 32 KiB with records of a checksum, a length and
+    a type."""
     at, whole = 7, b""  # behind the file's own header
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
@@ -71,7 +77,9 @@ def _read_mlflow(run: Path) -> dict[int, dict[str, float]]:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run}/mlflow.db")
-    (experiment,) = [found for found in client.search_experiments() if found.name == "megatron_dppo"]
+    (experiment,) = [
+        found for found in client.search_experiments() if found.name == "megatron_dppo"
+    ]
     (found,) = client.search_runs([experiment.experiment_id])
     assert (found.info.run_name, found.info.status) == (run.name, "FINISHED")
     assert found.data.params["run.steps"]
@@ -92,31 +100,46 @@ def _read_trackio(run: Path) -> dict[int, dict[str, float]]:
         "print(json.dumps(SQLiteStorage.get_logs('megatron_dppo', run.name)))"
     )
     environ = os.environ | {"TRACKIO_DIR": str(run / "trackio")}
-    said = subprocess.run([sys.executable, "-c", read], env=environ, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", read], env=environ, capture_output=True, text=True, check=True
+    )
     rows = json.loads(said.stdout.splitlines()[-1])
     assert len({row["step"] for row in rows}) == len(rows)
-    return {row.pop("step"): {key: value for key, value in row.items() if key != "timestamp"} for row in rows}
+    return {
+        row.pop("step"): {key: value for key, value in row.items() if key != "timestamp"}
+        for row in rows
+    }
 
 
 READ = {"wandb": _read_wandb, "mlflow": _read_mlflow, "trackio": _read_trackio}
 
 
 installed = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in HERE), reason="wants the extras wandb, mlflow and trackio"
+    not all(importlib.util.find_spec(name) for name in HERE),
+    reason="wants the extras wandb, mlflow and trackio",
 )
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps, and of a third one by the same command, which has lost its last checkpoint and makes the
-    second again; MLflow is named only then."""
+    """A run of two steps, and of a third one by the same command, which has lost its last
+    checkpoint and makes the second again; MLflow is named only then."""
     place = tmp_path_factory.mktemp("real")
     folder, run = write_run(place), place / "run"
-    own = ("layout.dp=1", "rollout.launch.env=[SECRET_KEY=hunter2]", "eval.samples=2", "run.checkpoint_every=1")
+    own = (
+        "layout.dp=1",
+        "rollout.launch.env=[SECRET_KEY=hunter2]",
+        "eval.samples=2",
+        "run.checkpoint_every=1",
+    )
     for steps, names in ((2, "wandb,trackio"), (3, ",".join(HERE))):
-        config = small_run(folder, run, *own, f"run.steps={steps}", f"run.loggers=[tensorboard,{names}]")
+        config = small_run(
+            folder, run, *own, f"run.steps={steps}", f"run.loggers=[tensorboard,{names}]"
+        )
         (place / "run.yaml").write_text(as_yaml(config))
-        command = Command(["megatron-dppo", "train", str(place / "run.yaml")], place / "log", environ=ALONE)
+        command = Command(
+            ["megatron-dppo", "train", str(place / "run.yaml")], place / "log", environ=ALONE
+        )
         assert command.exit_code() == 0, (place / "log").read_text()
         if steps == 2:
             shutil.rmtree(run / "checkpoints/iter_0000002")
@@ -139,14 +162,20 @@ def test_resumed_run_is_read_back_as_its_metrics(name: str, real: Path) -> None:
 @installed
 def test_no_logger_receives_the_servers_environment(real: Path) -> None:
     assert "hunter2" in (real / "config.yaml").read_text()
-    told = [file for folder in ("wandb", "trackio") for file in (real / folder).rglob("*") if file.is_file()]
+    told = [
+        file
+        for folder in ("wandb", "trackio")
+        for file in (real / folder).rglob("*")
+        if file.is_file()
+    ]
     told += [real / "mlflow.db", *(real / "tensorboard").iterdir()]
     assert len(told) > 4
     assert [file for file in told if b"hunter2" in file.read_bytes()] == []
 
 
 class _Memory:
-    """A logger that keeps rows in a list, and fails when it is told to. It stands in for what a network does."""
+    """A logger that keeps rows in a list, and fails when it is told to. It stands in for what a
+    network does."""
 
     rows: ClassVar[list[tuple[str, int]]] = []
     fails_at: ClassVar[list[int]] = []
@@ -176,7 +205,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Memory]]:
     _Memory.settings.clear()
 
 
-def _write(folder: Path, resume_step: int, steps: Sequence[int], named: Sequence[str] = ("wandb",)) -> list[str]:
+def _write(
+    folder: Path, resume_step: int, steps: Sequence[int], named: Sequence[str] = ("wandb",)
+) -> list[str]:
     said: list[str] = []
     settings = {
         "rollout.launch.env": ["KEY=hunter2"],
@@ -198,7 +229,10 @@ def _given(memory: type[_Memory]) -> list[tuple[str, int]]:
 
 def _collapse(rank: int, size: int, config: Config) -> list[str]:
     """What a logger was told by a run that ends early, since no step has anything to train on."""
-    with mock.patch.dict(loggers._OPEN, {"wandb": _Memory}), mock.patch.object(loggers, "check_loggers"):
+    with (
+        mock.patch.dict(loggers._OPEN, {"wandb": _Memory}),
+        mock.patch.object(loggers, "check_loggers"),
+    ):
         with pytest.raises(UserError, match="max_idle_steps"):
             train(config)
         return [said for said, _ in _Memory.rows]
@@ -249,7 +283,9 @@ def test_missing_package_is_refused_with_its_command(monkeypatch: pytest.MonkeyP
         check_loggers(["tensorboard", "trackio"])
 
 
-def test_logger_without_connection_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logger_without_connection_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> NoReturn:
         raise ConnectionError("http://me:hunter2@host does not answer")
 

@@ -27,7 +27,14 @@ from tests.observe.made_up import made_up_rows
 def _run(folder: Path, steps: range, *, resume_step: int) -> None:
     log = MetricsLog(folder, resume_step)
     for step in steps:
-        log.write(step, {"train/loss": math.sqrt(step) / 3, "rollout/raw_reward": 0.1 * step, "eval/accuracy": 1})
+        log.write(
+            step,
+            {
+                "train/loss": math.sqrt(step) / 3,
+                "rollout/raw_reward": 0.1 * step,
+                "eval/accuracy": 1,
+            },
+        )
     log.close()
 
 
@@ -38,7 +45,10 @@ def shown(summary: dict[str, Any], folder: Path | str = "nowhere") -> str:
 
 
 def test_floats_keep_their_bits(tmp_path: Path) -> None:
-    values = {f"x/{i}": float(value) for i, value in enumerate(np.random.default_rng(0).normal(size=50) * 1e-7)}
+    values = {
+        f"x/{i}": float(value)
+        for i, value in enumerate(np.random.default_rng(0).normal(size=50) * 1e-7)
+    }
     log = MetricsLog(tmp_path, 0)
     log.write(1, values | {"x/numpy": np.float64(1 / 3)})
     log.close()
@@ -47,8 +57,12 @@ def test_floats_keep_their_bits(tmp_path: Path) -> None:
 
 def test_resumed_metrics_equal_uninterrupted_ones(tmp_path: Path) -> None:
     _run(tmp_path / "whole", range(1, 7), resume_step=0)
-    _run(tmp_path / "cut", range(0, 3), resume_step=0)  # of another run: a start from nothing drops every row
-    _run(tmp_path / "cut", range(1, 6), resume_step=0)  # the checkpoint is of step 3: two rows too many
+    _run(
+        tmp_path / "cut", range(0, 3), resume_step=0
+    )  # of another run: a start from nothing drops every row
+    _run(
+        tmp_path / "cut", range(1, 6), resume_step=0
+    )  # the checkpoint is of step 3: two rows too many
     _run(tmp_path / "cut", range(4, 7), resume_step=3)
     whole, cut = (tmp_path / name / "metrics.jsonl" for name in ("whole", "cut"))
     assert cut.read_bytes() == whole.read_bytes()
@@ -79,7 +93,9 @@ def test_names_that_are_no_utf8_are_escaped(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 0)
     log.write(1, {"reward/\ud800": 2.0, "eval/source/\udfffé": 3.0})
     log.close()
-    assert read_metrics(tmp_path) == [{"step": 1, "eval/source/\\udfffé": 3.0, "reward/\\ud800": 2.0}]
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "eval/source/\\udfffé": 3.0, "reward/\\ud800": 2.0}
+    ]
 
 
 def test_rewards_name_at_most_50_metrics_of_a_run(tmp_path: Path) -> None:
@@ -89,11 +105,16 @@ def test_rewards_name_at_most_50_metrics_of_a_run(tmp_path: Path) -> None:
         log = MetricsLog(tmp_path, resume_step, loggers=(), say=said.append)
         for step in steps:
             log.write(
-                step, {"reward/errors": 0.0, "reward/same": 1.0} | {f"reward/{step}{n:02}": 1.0 for n in range(30)}
+                step,
+                {"reward/errors": 0.0, "reward/same": 1.0}
+                | {f"reward/{step}{n:02}": 1.0 for n in range(30)},
             )
         log.close()
     assert [len(row) for row in read_metrics(tmp_path)] == [33, 22, 3, 3]
-    assert len(said) == 2 and "first reward/219, reward/220, reward/221, reward/222, reward/223. Log" in said[0]
+    assert (
+        len(said) == 2
+        and "first reward/219, reward/220, reward/221, reward/222, reward/223. Log" in said[0]
+    )
 
 
 def test_summary_has_the_figures_of_the_rows() -> None:
@@ -104,9 +125,21 @@ def test_summary_has_the_figures_of_the_rows() -> None:
     assert summary["kept_prompt_fraction"] == 0.75
     assert summary["kept_token_fraction"] == pytest.approx(0.45)
     assert summary["pack_fill"] == pytest.approx(0.98)
-    assert (summary["steps"], summary["generated_tokens"], summary["trained_tokens"]) == (4, 4000, 1600)
-    assert (summary["effective_sample_size"], summary["variance_inflation"]) == (pytest.approx(0.8), 1.25)
-    assert summary["phase_seconds"] == {"rollout": 4.0, "train": 2.0, "other": 2.0, "evaluation": 9.0}
+    assert (summary["steps"], summary["generated_tokens"], summary["trained_tokens"]) == (
+        4,
+        4000,
+        1600,
+    )
+    assert (summary["effective_sample_size"], summary["variance_inflation"]) == (
+        pytest.approx(0.8),
+        1.25,
+    )
+    assert summary["phase_seconds"] == {
+        "rollout": 4.0,
+        "train": 2.0,
+        "other": 2.0,
+        "evaluation": 9.0,
+    }
 
 
 def test_steps_without_kept_samples_are_counted_and_shown() -> None:
@@ -134,7 +167,8 @@ def test_summary_shows_savings_and_files(tmp_path: Path) -> None:
     assert "25.0% before, 75.0% after (+50.0 points)" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "4 steps of 2.00 s; 17 s with evaluations" in lines
-    # Of 4,800 tokens in the window 4,000 were rolled out; of 3,600 of them with a gradient 1,600 were trained on.
+    # Of 4,800 tokens in the window 4,000 were rolled out; of 3,600 of them with a gradient 1,600
+    # were trained on.
     assert "33% trained on" in lines
     assert "17% not rolled out: about 800 tokens, which saved about 1 s" in lines
     assert "42% rolled out and pruned: 2,000 tokens, which saved about 3 s" in lines

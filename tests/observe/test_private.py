@@ -17,7 +17,11 @@ from megatron_dppo.observe.private import has_secrets, public
             {"a": {"b": "x", "c": 2}, "pin_key": 7},
             {"a": {"b": "…", "c": 2}, "pin_key": "…"},
         ),
-        ("data.chat_template_kwargs", {"enable_thinking": False, "a": "x"}, {"enable_thinking": False, "a": "…"}),
+        (
+            "data.chat_template_kwargs",
+            {"enable_thinking": False, "a": "x"},
+            {"enable_thinking": False, "a": "…"},
+        ),
         ("loss.distillation.teacher", "http://me:p@ss@host:3/v1", "http://***@host:3/v1"),
         ("loss.distillation.teachers", {"math": "https://me:x@host"}, {"math": "https://***@host"}),
         ("rollout.servers", ["http://me:x@a", "http://b"], ["http://***@a", "http://b"]),

@@ -1,4 +1,5 @@
-"""The trace of a chosen step holds its phases, its operators and its backward pass; other steps leave none."""
+"""The trace of a chosen step holds its phases, its operators and its backward pass; other steps
+leave none."""
 
 from __future__ import annotations
 
@@ -20,11 +21,24 @@ def test_only_chosen_steps_are_traced(ranks: RankPool, tmp_path: Path) -> None:
     own = ("layout.tp=2", "layout.dp=1", "run.steps=2", "run.profile=[2]", "eval.problems=0")
     ranks.run(2, _train, small_run(write_run(tmp_path), tmp_path / "run", *own))
     files = sorted((tmp_path / "run" / "profile").iterdir())
-    assert [file.name for file in files] == ["step_0000002-rank_0.json.gz", "step_0000002-rank_1.json.gz"]
+    assert [file.name for file in files] == [
+        "step_0000002-rank_0.json.gz",
+        "step_0000002-rank_1.json.gz",
+    ]
     for file in files:
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-        spans = {event["name"]: (event["ts"], event["ts"] + event["dur"]) for event in events if event.get("ph") == "X"}
-        assert spans.keys() >= {"step", "actor_train", "update_weights", "aten::mm", "aten::embedding"}
+        spans = {
+            event["name"]: (event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event.get("ph") == "X"
+        }
+        assert spans.keys() >= {
+            "step",
+            "actor_train",
+            "update_weights",
+            "aten::mm",
+            "aten::embedding",
+        }
         backward = [name for name in spans if "Backward" in name]
         assert backward
         begins, ends = spans["actor_train"]

@@ -1,4 +1,5 @@
-"""Of ranks that wait for each other, the log names the one that they wait for, and where in the code it stands."""
+"""Of ranks that wait for each other, the log names the one that they wait for, and where in the
+code it stands."""
 
 from __future__ import annotations
 
@@ -103,9 +104,15 @@ def test_stopped_rank_is_named_in_every_phase(ranks: RankPool) -> None:
         ([AT, AT, AT], []),
         ([replace(AT, still_s=9.0), AT], []),  # one has only just moved
         ([replace(AT, still_s=9.0)] * 2, [0, 1]),
-        ([replace(AT, still_s=9.0, phase="rollout")] * 2, []),  # a slow generation is no dead network
+        (
+            [replace(AT, still_s=9.0, phase="rollout")] * 2,
+            [],
+        ),  # a slow generation is no dead network
         ([replace(AT, still_s=9.0), replace(AT, entered=4, phase="rollout", still_s=0.2)], [1]),
-        ([replace(AT, still_s=0.3), replace(AT, entered=4, still_s=9.0)], []),  # nobody has waited for long
+        (
+            [replace(AT, still_s=0.3), replace(AT, entered=4, still_s=9.0)],
+            [],
+        ),  # nobody has waited for long
     ],
 )
 def test_late_ranks(beats: list[Heartbeat], late: list[int]) -> None:
@@ -118,7 +125,8 @@ def test_silent_rank_is_late() -> None:
 
 
 def stand_still(rank: int, size: int, phase: str, late_s: float) -> tuple[str, str]:
-    """Rank 0 runs code that never returns, in a call that no exception interrupts; others wait for it."""
+    """Rank 0 runs code that never returns, in a call that no exception interrupts; others wait for
+    it."""
     raised = ""
     with watched(size, timeout_s=4 * LATE_S, still_s=60.0, late_s=late_s) as (world, timers, said):
         try:
@@ -134,8 +142,12 @@ def never_return(rank: int) -> None:
         time.sleep(60.0)
 
 
-@pytest.mark.parametrize(("size", "phase", "late_s"), [(1, "", LATE_S), (2, "rollout", LATE_S), (1, "eval", 900.0)])
-def test_code_without_a_return_is_named_and_ended(ranks: RankPool, size: int, phase: str, late_s: float) -> None:
+@pytest.mark.parametrize(
+    ("size", "phase", "late_s"), [(1, "", LATE_S), (2, "rollout", LATE_S), (1, "eval", 900.0)]
+)
+def test_code_without_a_return_is_named_and_ended(
+    ranks: RankPool, size: int, phase: str, late_s: float
+) -> None:
     outcomes = ranks.run(size, stand_still, phase, late_s)
     assert outcomes[0][0].count("late: rank 0 on ") == 1
     assert f"in {phase or 'no phase'} for" in outcomes[0][0] and "never_return" in outcomes[0][0]

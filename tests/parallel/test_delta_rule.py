@@ -1,4 +1,5 @@
-"""The gated delta rule over packs equals transformers' on each segment alone, backward pass included."""
+"""The gated delta rule over packs equals transformers' on each segment alone, backward pass
+included."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ Function = Callable[..., torch.Tensor]
 
 
 def draw(lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Return queries, keys, values, decays and rates, which depend on the length of a segment alone."""
+    """Return queries, keys, values, decays and rates, which depend on the length of a segment
+    alone."""
     segments = []
     for length in lengths:
         generator = torch.Generator().manual_seed(length)
@@ -37,25 +39,35 @@ def starts_of(lengths: Sequence[int]) -> torch.Tensor:
 
 def on_each_segment(function: Function, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     bounds = itertools.pairwise(starts_of(LENGTHS).tolist())
-    return torch.cat([function(*(x[:, first:last] for x in inputs)) for first, last in bounds], dim=1)
+    return torch.cat(
+        [function(*(x[:, first:last] for x in inputs)) for first, last in bounds], dim=1
+    )
 
 
-def assert_equal_with_gradients(ours: Function, reference: Function, inputs: Sequence[torch.Tensor]) -> None:
+def assert_equal_with_gradients(
+    ours: Function, reference: Function, inputs: Sequence[torch.Tensor]
+) -> None:
     def outputs_and_gradients(function: Function) -> list[torch.Tensor]:
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = function(*leaves)
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
         return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
 
-    for mine, expected in zip(outputs_and_gradients(ours), outputs_and_gradients(reference), strict=True):
+    for mine, expected in zip(
+        outputs_and_gradients(ours), outputs_and_gradients(reference), strict=True
+    ):
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [CHUNK, 5])
 def test_pack_equals_transformers_on_each_segment_alone(chunk):
     assert_equal_with_gradients(
-        lambda *inputs: chunk_gated_delta_rule(*inputs, cu_seqlens=starts_of(LENGTHS), chunk=chunk)[0],
-        lambda *inputs: on_each_segment(lambda *parts: theirs.torch_chunk_gated_delta_rule(*parts)[0], inputs),
+        lambda *inputs: chunk_gated_delta_rule(*inputs, cu_seqlens=starts_of(LENGTHS), chunk=chunk)[
+            0
+        ],
+        lambda *inputs: on_each_segment(
+            lambda *parts: theirs.torch_chunk_gated_delta_rule(*parts)[0], inputs
+        ),
         draw(LENGTHS),
     )
 
@@ -72,7 +84,9 @@ def test_segment_resumes_from_a_state_in_chunks_and_tokens():
     whole, end = chunk_gated_delta_rule(*inputs, cu_seqlens=starts_of((length,)))
     _, state = chunk_gated_delta_rule(*(x[:, :cut] for x in inputs), cu_seqlens=starts_of((cut,)))
     rest = [x[:, cut:] for x in inputs]
-    second, after = chunk_gated_delta_rule(*rest, initial_state=state, cu_seqlens=starts_of((length - cut,)))
+    second, after = chunk_gated_delta_rule(
+        *rest, initial_state=state, cu_seqlens=starts_of((length - cut,))
+    )
     tokens = []
     for place in range(length - cut):
         token, state = recurrent_gated_delta_rule(*(x[:, place] for x in rest), state)
@@ -84,7 +98,10 @@ def test_segment_resumes_from_a_state_in_chunks_and_tokens():
 
 def test_convolution_reads_its_own_segment_alone():
     generator = torch.Generator().manual_seed(1)
-    x, weight = torch.randn(1, sum(LENGTHS), 10, generator=generator), torch.randn(10, 4, generator=generator)
+    x, weight = (
+        torch.randn(1, sum(LENGTHS), 10, generator=generator),
+        torch.randn(10, 4, generator=generator),
+    )
 
     def transformers_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = theirs.causal_conv1d_fn(x.transpose(1, 2), weight, activation="silu")

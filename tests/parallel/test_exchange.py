@@ -19,14 +19,18 @@ SHAPE = RoutingShape(layers=5, per_token=3, experts=300)
 
 
 def routing_of(index: int, sample: int) -> np.ndarray:
-    """Return the experts of all tokens but the last, and of fewer where the policy did not read the last ones."""
+    """Return the experts of all tokens but the last, and of fewer where the policy did not read the
+    last ones."""
     tokens = PROMPT_LENGTHS[index] + RESPONSE_LENGTHS[index][sample] - 1 - sample
     rng = np.random.default_rng([index, sample])
-    return rng.integers(0, SHAPE.experts, (tokens, SHAPE.layers, SHAPE.per_token)).astype(SHAPE.dtype)
+    return rng.integers(0, SHAPE.experts, (tokens, SHAPE.layers, SHAPE.per_token)).astype(
+        SHAPE.dtype
+    )
 
 
 def completion(index: int, sample: int) -> Completion:
-    """Return a completion of two alternating roles, in which every third token is not the policy's (-1)."""
+    """Return a completion of two alternating roles, in which every third token is not the policy's
+    (-1)."""
     length = RESPONSE_LENGTHS[index][sample]
     tokens, number = np.arange(length), 1000 * index + 100 * sample
     segments = np.where(tokens % 3 == index, -1, tokens % 2).astype(np.int8)
@@ -48,7 +52,8 @@ def group(index: int) -> Group:
 
 
 def plan() -> MinibatchPlan:
-    """Return five of six completions over two replicas, out of order; the second replica has an empty pack."""
+    """Return five of six completions over two replicas, out of order; the second replica has an
+    empty pack."""
     groups, completions = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 1])
     return MinibatchPlan(
         group=groups,
@@ -69,10 +74,14 @@ def plan() -> MinibatchPlan:
     )
 
 
-def receive(rank: int, size: int, layout: LayoutConfig) -> tuple[int, list[list[TrainingSample]], np.ndarray]:
+def receive(
+    rank: int, size: int, layout: LayoutConfig
+) -> tuple[int, list[list[TrainingSample]], np.ndarray]:
     world = initialize(layout, seed=1, timeout_s=60.0)
     held = {i: group(i) for i in range(3) if OWNERS[i] == rank}
-    layers = [np.arange(rank, SHAPE.layers, 2) for rank in range(size)]  # some ranks have more layers than others
+    layers = [
+        np.arange(rank, SHAPE.layers, 2) for rank in range(size)
+    ]  # some ranks have more layers than others
     return world.dp_rank, deliver(world, plan(), held, SHAPE, layers), layers[rank]
 
 
@@ -94,4 +103,8 @@ def test_ranks_get_the_samples_of_their_replica_in_order(ranks):
                 (got.routing, sent.routing[:, layers]),
             ):
                 np.testing.assert_array_equal(ours, theirs)
-            assert (got.scale, got.version, got.shared) == (row / 10, row + 20, given.shared_length[row])
+            assert (got.scale, got.version, got.shared) == (
+                row / 10,
+                row + 20,
+                given.shared_length[row],
+            )

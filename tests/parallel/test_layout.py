@@ -6,7 +6,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_dppo.config import LayoutConfig, replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.parallel.layout import capacity_multiple, interleaved_packs, resolve_layout, stage_layers
+from megatron_dppo.parallel.layout import (
+    capacity_multiple,
+    interleaved_packs,
+    resolve_layout,
+    stage_layers,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,11 @@ def test_stages_have_the_layers_of_megatron(layers, layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [LayoutConfig(pp=5), LayoutConfig(pp=2, vpp=4), LayoutConfig(pp=2, first_stage_layers=5, last_stage_layers=6)],
+    [
+        LayoutConfig(pp=5),
+        LayoutConfig(pp=2, vpp=4),
+        LayoutConfig(pp=2, first_stage_layers=5, last_stage_layers=6),
+    ],
 )
 def test_indivisible_layers_are_refused(layout):
     with pytest.raises(ValueError, match="12 layers"):

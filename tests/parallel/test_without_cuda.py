@@ -14,7 +14,9 @@ from tests.commands import Command
 from tests.models.test_actor import configure, learned
 from tests.ranks import RankPool
 
-only_without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="machines with CUDA get no CPU patches")
+only_without_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="machines with CUDA get no CPU patches"
+)
 
 
 @only_without_cuda
@@ -32,9 +34,12 @@ def test_second_install_changes_nothing():
 def test_meta_device_allocates_no_memory(tmp_path):
     code = (
         "import torch; from megatron_dppo.parallel import without_cuda; without_cuda.install()\n"
-        "with torch.device('meta'): assert torch.nn.Linear(2, 2).weight.is_meta and torch.zeros(1).is_meta"
+        "with torch.device('meta'): assert torch.nn.Linear(2, 2).weight.is_meta and "
+        "torch.zeros(1).is_meta"
     )
-    command = Command(["python", "-c", code], tmp_path / "log")  # own process: torch caches its tensor factories
+    command = Command(
+        ["python", "-c", code], tmp_path / "log"
+    )  # own process: torch caches its tensor factories
     assert command.exit_code() == 0, (tmp_path / "log").read_text()
 
 
@@ -61,13 +66,19 @@ print(learned(0, 1, configure(sys.argv[1], LayoutConfig()))[0])
 
 
 @only_without_cuda
-def test_fused_optimizers_without_a_gpu_change_no_step(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_fused_optimizers_without_a_gpu_change_no_step(
+    ranks: RankPool, policy: Path, tmp_path: Path
+) -> None:
     (tmp_path / "apex").mkdir()
     for file in ("amp_C.py", "apex/multi_tensor_apply.py", "apex/optimizers.py"):
         (tmp_path / file).write_text(FUSED)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", LEARN, str(policy)], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-c", LEARN, str(policy)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     ((metrics, *_),) = ranks.run(1, learned, configure(policy, LayoutConfig()))

@@ -33,7 +33,9 @@ def come_late(rank: int, size: int, reported: Path) -> str:
 
 def test_late_rank_is_named_with_the_setting_and_the_work(ranks, tmp_path):
     leader, late = ranks.run(2, come_late, tmp_path / "reported")
-    assert leader.startswith("rollout.timeout_s = 0.5: not every rank finished its rollouts in time")
+    assert leader.startswith(
+        "rollout.timeout_s = 0.5: not every rank finished its rollouts in time"
+    )
     assert "1" in leader.split("in time: ")[1]
     assert late == "torch's own error"
 

@@ -85,7 +85,10 @@ def test_the_earlier_writer_of_a_directory_is_undisturbed(tmp_path: Path) -> Non
     out = tmp_path / "out"
     with replacing_directory(out) as first:
         (first / "first").touch()
-        with pytest.raises(FileExistsError, match="another process is writing there"), replacing_directory(out):
+        with (
+            pytest.raises(FileExistsError, match="another process is writing there"),
+            replacing_directory(out),
+        ):
             pytest.fail("two drafts of one directory")
         (first / "more").touch()
     assert contents(tmp_path) == {"out/first": b"", "out/more": b""}
@@ -110,7 +113,9 @@ def test_an_error_leaves_or_restores_the_old_directory(former: str, tmp_path: Pa
 @contextmanager
 def hold_elsewhere(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """Hold a folder in another process. Yields the process and the ids of its children."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, folder, *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, folder, *words], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     said = {process.stdout.readline().strip() for _ in range(1 + len(words))}
     children = [int(word) for word in said - {"held"}]
@@ -151,7 +156,8 @@ def test_a_child_of_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_one_of_many_processes_gets_the_folder(tmp_path: Path) -> None:
-    """Every process tries as soon as all of them have started, and holds the folder until all have tried."""
+    """Every process tries as soon as all of them have started, and holds the folder until all have
+    tried."""
     start, tried = (os.pipe() for _ in range(2))
     children = []
     for _ in range(6):
@@ -178,19 +184,30 @@ def test_one_of_many_processes_gets_the_folder(tmp_path: Path) -> None:
 
 
 def record_other_host(folder: Path, *, seconds_ago: float) -> None:
-    record = {"host": "node7", "pid": 4711, "started": "1", "kernel": "another", "ids": "", "since": "2026-01-01"}
+    record = {
+        "host": "node7",
+        "pid": 4711,
+        "started": "1",
+        "kernel": "another",
+        "ids": "",
+        "since": "2026-01-01",
+    }
     (folder / HOLDER).write_text(json.dumps(record))
     then = time.time() - seconds_ago
     os.utime(folder / HOLDER, (then, then))
 
 
-def test_an_old_record_of_another_host_is_ignored_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_record_of_another_host_is_ignored_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record_other_host(tmp_path, seconds_ago=files.LEASE_S + 5)
     monkeypatch.setattr(files.time, "sleep", lambda seconds: pytest.fail("the lock waits"))
     lock(tmp_path)
 
 
-def test_a_fresh_record_s_holder_must_give_another_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_record_s_holder_must_give_another_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "LEASE_S", 1.5)
     said: list[str] = []
     record_other_host(tmp_path, seconds_ago=0.0)
@@ -226,7 +243,9 @@ def test_a_replaced_holder_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         wait_for(lambda: (tmp_path / HOLDER).stat().st_mtime_ns != written)  # a sign of life
         record_other_host(tmp_path, seconds_ago=0.0)
         wait_for(is_replaced)
-    assert json.loads((tmp_path / HOLDER).read_text())["host"] == "node7", "the record is not ours to remove"
+    assert json.loads((tmp_path / HOLDER).read_text())["host"] == "node7", (
+        "the record is not ours to remove"
+    )
 
 
 @pytest.mark.parametrize("left", ["", "[1]", '{"host": 3}', "\x00\xff"])

@@ -34,14 +34,18 @@ def test_exit_code_is_the_commands(body: str, code: int) -> None:
     assert (process.communicate()[1], process.returncode) == ("", code)
 
 
-@pytest.mark.parametrize(("number", "said"), [(11, "SIGSEGV"), (9, "SIGKILL (was the machine out of memory?)")])
+@pytest.mark.parametrize(
+    ("number", "said"), [(11, "SIGSEGV"), (9, "SIGKILL (was the machine out of memory?)")]
+)
 def test_signal_that_nobody_sent_is_reported(number: int, said: str) -> None:
     process = start(f"os.kill(os.getpid(), {number})")
     assert process.communicate()[1] == f"error: the command's process was ended by {said}\n"
     assert process.returncode == -number
 
 
-@pytest.mark.parametrize("body", ["ctypes.CDLL(None)._exit(0)", "os._exit(0)", "os.execv('/bin/true', ['true'])"])
+@pytest.mark.parametrize(
+    "body", ["ctypes.CDLL(None)._exit(0)", "os._exit(0)", "os.execv('/bin/true', ['true'])"]
+)
 def test_end_below_python_is_no_success(body: str) -> None:
     process = start(body)
     assert "ended with exit code 0 before the command had ended" in process.communicate()[1]
@@ -56,14 +60,18 @@ def test_thread_does_not_outlive_a_successful_command_for_long() -> None:
 
 
 def test_nothing_that_a_command_leaves_behind_outlives_it() -> None:
-    process = start("import subprocess as s; print(s.Popen(['setsid', 'sleep', '600']).pid, file=sys.stderr)")
+    process = start(
+        "import subprocess as s; print(s.Popen(['setsid', 'sleep', '600']).pid, file=sys.stderr)"
+    )
     child = process.communicate(timeout=30)[1]
     assert process.returncode == 0 and not Path("/proc", child.strip()).exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_command_ends_with_its_guard(number: signal.Signals, tmp_path: Path) -> None:
-    process = start(f"print(os.getpid(), file=open({str(tmp_path / 'pid')!r}, 'w')); time.sleep(600)")
+    process = start(
+        f"print(os.getpid(), file=open({str(tmp_path / 'pid')!r}, 'w')); time.sleep(600)"
+    )
     child = tmp_path / "pid"
     wait_until(lambda: child.exists() and child.read_text())
     process.send_signal(number)

@@ -43,7 +43,10 @@ def test_stop_is_heard_after_a_users_file_took_its_signal() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_children_with_odd_names_are_found() -> None:
     """Other processes on the machine may be called so, too: tmux has ``tmux: server``."""
-    program = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) R 1 (b'); print(flush=True); time.sleep(600)"
+    program = (
+        "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) R 1 (b'); print(flush=True); "
+        "time.sleep(600)"
+    )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()

@@ -1,4 +1,5 @@
-"""A run outlives the readers of its log, escapes letters that a terminal lacks, and reports its progress."""
+"""A run outlives the readers of its log, escapes letters that a terminal lacks, and reports its
+progress."""
 
 import os
 import subprocess
@@ -31,7 +32,14 @@ sys.exit(5)
 @pytest.mark.parametrize("words", ["child >&-", ">/dev/full", "child"])
 def test_a_run_outlives_its_output(words: str, tmp_path: Path) -> None:
     """An output is closed, full, or a pipe without a reader."""
-    command = ["bash", "-c", f'exec "$0" -c "$1" "$2" {words}', sys.executable, SAYS, tmp_path / "file"]
+    command = [
+        "bash",
+        "-c",
+        f'exec "$0" -c "$1" "$2" {words}',
+        sys.executable,
+        SAYS,
+        tmp_path / "file",
+    ]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
         process.stdout.close()
@@ -40,7 +48,11 @@ def test_a_run_outlives_its_output(words: str, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "went on"
     assert "Traceback" not in said
     if words == "child":
-        assert said == "note  standard output cannot be written to (Broken pipe): the run goes on without it\n"
+        assert (
+            said
+            == "note  standard output cannot be written to (Broken pipe): the run goes on without "
+            "it\n"
+        )
 
 
 SHOWS = """
@@ -55,7 +67,9 @@ print("né –")
 @pytest.mark.parametrize("program", ["command", "rank"])
 def test_letters_that_a_terminal_lacks_are_escaped(program: str) -> None:
     environ = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    shown = subprocess.run([sys.executable, "-c", SHOWS, program], env=environ, capture_output=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", SHOWS, program], env=environ, capture_output=True, check=True
+    ).stdout
     assert shown == b"n\xe9 \\u2013\n"
 
 
@@ -80,7 +94,9 @@ def test_a_bar_is_drawn_at_a_terminal_alone(open_pair: object) -> None:
         assert "1/4" in shown and "4/4" in shown and "50.0% right" in shown
 
 
-def test_lines_report_progress_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_report_progress_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("megatron_dppo.process.streams.SAY_EVERY_S", 0.0)
     with progress("work", 2000) as advance, progress("others'", 1, shown=False) as silent:
         advance(500, "well")

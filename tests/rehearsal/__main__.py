@@ -1,4 +1,5 @@
-"""``python -m tests.rehearsal CONFIG SETTING=VALUE …``: rehearse an update of a run, from the root of a checkout."""
+"""``python -m tests.rehearsal CONFIG SETTING=VALUE …``: rehearse an update of a run, from the root
+of a checkout."""
 
 import argparse
 import sys
@@ -10,20 +11,27 @@ from tests.rehearsal.command import rehearse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 2 for a mistake that the user can mend, or if the rank does not fit on its GPU."""
+    """Return the exit code: 2 for a mistake that the user can mend, or if the rank does not fit on
+    its GPU."""
     parser = argparse.ArgumentParser(prog="python -m tests.rehearsal", description=__doc__)
-    settings = "a YAML file and overrides; cluster.* describes the machines, assume.* the assumptions"
+    settings = (
+        "a YAML file and overrides; cluster.* describes the machines, assume.* the assumptions"
+    )
     parser.add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=settings)
     parser.add_argument("--json", action="store_true", help="print JSON")
     rank = parser.add_mutually_exclusive_group()
     rank.add_argument("--rank", metavar="N", type=int, help="rank of the trainer")
-    stage = "first rank of this pipeline stage (default: of the stage with the highest planned peak)"
+    stage = (
+        "first rank of this pipeline stage (default: of the stage with the highest planned peak)"
+    )
     rank.add_argument("--stage", choices=("first", "last"), help=stage)
     chosen = parser.parse_intermixed_args(arguments)
     assumed = [word for word in chosen.settings if word.startswith("assume.")]
     try:
         config = read_config([word for word in chosen.settings if word not in assumed])
-        return rehearse(config, assumed, rank=chosen.rank, stage=chosen.stage, json_wanted=chosen.json)
+        return rehearse(
+            config, assumed, rank=chosen.rank, stage=chosen.stage, json_wanted=chosen.json
+        )
     except (UserError, MistakesError) as error:
         print(error_text(error), file=sys.stderr)
         return 2

@@ -32,7 +32,8 @@ class KernelLaunch:
     """Type of the operands; for products the type of the matrix units' input."""
     output: torch.dtype
     place: str
-    """Innermost function of the trainer, Megatron or Transformer Engine that launched the kernel."""
+    """Innermost function of the trainer, Megatron or Transformer Engine that launched the
+    kernel."""
     product: tuple[int, int] | None
     """Rows and columns of a matrix product."""
 
@@ -58,7 +59,8 @@ class Book:
     collective_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes of the full tensor (all ranks' parts) by operator and number of ranks."""
     pinned: Counter[str] = field(default_factory=Counter)
-    """Bytes of host memory that were pinned by place, as torch or CUDA takes them. :meth:`clear` leaves them."""
+    """Bytes of host memory that were pinned by place, as torch or CUDA takes them. :meth:`clear`
+    leaves them."""
     allocations: dict[int, Allocation] = field(default_factory=dict)
     bytes_now: int = 0
     bytes_peak: int = 0
@@ -89,7 +91,8 @@ class Book:
         self.waits[f"{reason} in {place()}"] += 1
 
     def allocate(self, storage: torch.UntypedStorage) -> None:
-        """Book the memory of a storage until the storage is freed. A storage in the book is not booked twice."""
+        """Book the memory of a storage until the storage is freed. A storage in the book is not
+        booked twice."""
         key, size = storage._cdata, storage.nbytes()
         if self.muted or key in self.allocations or not size:
             return
@@ -146,7 +149,8 @@ _registered: dict[int, int] = {}
 
 
 def mark_pinned(tensor: torch.Tensor, book: Book) -> torch.Tensor:
-    """Mark the storage of a host tensor and book its memory, which torch rounds up; return the tensor."""
+    """Mark the storage of a host tensor and book its memory, which torch rounds up; return the
+    tensor."""
     storage = tensor.untyped_storage()
     book.pinned[place()] += 1 << max(storage.nbytes() - 1, 0).bit_length()
     key = storage._cdata
@@ -161,7 +165,9 @@ def is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
         return False
     storage = host.untyped_storage()
     begin = storage.data_ptr()
-    return storage._cdata in _pinned or any(at <= begin < at + size for at, size in _registered.items())
+    return storage._cdata in _pinned or any(
+        at <= begin < at + size for at, size in _registered.items()
+    )
 
 
 class CudaRuntime:

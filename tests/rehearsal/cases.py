@@ -1,4 +1,5 @@
-"""The settings that are rehearsed: name, configuration, rank, and work besides two training steps."""
+"""The settings that are rehearsed: name, configuration, rank, and work besides two training
+steps."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,7 +101,8 @@ if version("megatron-core") >= "0.19":
     }
 
 SHARE = (
-    "recompute selective", "kl reference on host", "offload", "overlap dp2", "tp2 sp", "cp2 tp2 sp", "pp2 vpp2",
+    "recompute selective", "kl reference on host", "offload", "overlap dp2", "tp2 sp", "cp2 tp2 sp",
+    "pp2 vpp2",
     "lora tp2 sp", "shared prefixes", "moe tp2 ep2 etp1",
 )  # fmt: skip
 """Cases of the second tier. ``REHEARSAL_CASES=all`` rehearses all."""
@@ -123,4 +125,6 @@ def write_policies(folder: Path) -> dict[str, Path]:
 def config_of(case: Case, policy: Path, run: Path) -> Config:
     """Return the settings of a case that trains ``policy`` in the folder ``run``."""
     config = case.config
-    return replace(config, model=replace(config.model, path=str(policy)), run=replace(config.run, dir=str(run)))
+    return replace(
+        config, model=replace(config.model, path=str(policy)), run=replace(config.run, dir=str(run))
+    )

@@ -1,6 +1,8 @@
-"""``python -m tests.rehearsal``: an update of a run on one rank of its layout, on a device that computes nothing.
+"""``python -m tests.rehearsal``: an update of a run on one rank of its layout, on a device that
+computes nothing.
 
-The findings stand beside the plan: bytes, counts, and seconds at the rates of ``estimate/kernels.py``."""
+The findings stand beside the plan: bytes, counts, and seconds at the rates of
+    ``estimate/kernels.py``."""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ Stage = Literal["first", "last"]
 
 
 def rehearse(
-    config: Config, assumed: Sequence[str], *, rank: int | None, stage: Stage | None, json_wanted: bool
+    config: Config,
+    assumed: Sequence[str],
+    *,
+    rank: int | None,
+    stage: Stage | None,
+    json_wanted: bool,
 ) -> int:
     """Play and print. Returns 0, or 2 if the rank's memory does not fit on its GPU.
 
@@ -56,7 +63,8 @@ def rehearse(
         config: of the run.
         assumed: words ``assume.x=y``, as for ``plan``.
         rank: of the trainer.
-        stage: pipeline stage whose first rank is played; None: the stage with the highest planned peak.
+        stage: pipeline stage whose first rank is played; None: the stage with the highest planned
+            peak.
         json_wanted: print one JSON object.
 
     Raises:
@@ -88,7 +96,9 @@ def _rank(setup: Setup, rank: int | None, stage: Stage | None) -> int:
     ranks, stages = setup.placement.ranks, setup.placement.layout.pp
     if rank is not None:
         if not 0 <= rank < ranks:
-            raise UserError("--rank", rank, f"the trainer has {ranks} ranks", f"Give 0 to {ranks - 1}")
+            raise UserError(
+                "--rank", rank, f"the trainer has {ranks} ranks", f"Give 0 to {ranks - 1}"
+            )
         return rank
     fullest = max(range(stages), key=lambda each: rank_memory(setup, each).total)
     return {"first": 0, "last": stages - 1, None: fullest}[stage] * ranks // stages
@@ -96,29 +106,55 @@ def _rank(setup: Setup, rank: int | None, stage: Stage | None) -> int:
 
 def as_text(setup: Setup, found: dict[str, Any]) -> Iterator[str]:
     """The lines of the report."""
-    config, total, seconds = setup.config, found["total"], found["kernel_seconds"] + found["collective_seconds"]
-    where = f"rank {found['rank']} of {setup.placement.ranks} ({layout_text(setup.placement.layout)})"
-    yield f"{config.model.path}: {where}, pipeline stage {found['stage']}, on a {config.cluster.gpu}"
-    played = f"{found['packs_played']} were played" if found["packs_played"] < found["packs"] else "all were played"
-    yield f"an update of {found['packs']} packs of {found['capacity']:,} tokens; {played}, in {found['took_s']:.0f} s"
+    config, total, seconds = (
+        setup.config,
+        found["total"],
+        found["kernel_seconds"] + found["collective_seconds"],
+    )
+    where = (
+        f"rank {found['rank']} of {setup.placement.ranks} ({layout_text(setup.placement.layout)})"
+    )
+    yield (
+        f"{config.model.path}: {where}, pipeline stage {found['stage']}, on a {config.cluster.gpu}"
+    )
+    played = (
+        f"{found['packs_played']} were played"
+        if found["packs_played"] < found["packs"]
+        else "all were played"
+    )
+    yield (
+        f"an update of {found['packs']} packs of {found['capacity']:,} tokens; {played}, in "
+        f"{found['took_s']:.0f} s"
+    )
     yield f"\n{'memory at the peak, GiB':<40}{'rehearsed':>12}{'planned':>12}"
     for part, sizes in found["memory"].items():
         if any(sizes.values()):
             yield f"  {part:<38}{sizes['rehearsed'] / GIB:>12.2f}{sizes['planned'] / GIB:>12.2f}"
     yield f"  {'total':<38}{total['rehearsed'] / GIB:>12.2f}{total['planned'] / GIB:>12.2f}"
     fits = "it fits" if found["fits"] else "it does NOT fit"
-    yield f"{fits} into {total['room'] / GIB:.1f} GiB; activations hold the head's, too; of these, made in"
+    yield (
+        f"{fits} into {total['room'] / GIB:.1f} GiB; activations hold the head's, too; of "
+        "these, "
+        "made in"
+    )
     for made_in, size in found["alive_at_peak"].items():
         yield f"  {size / GIB:6.2f} GiB  {made_in}"
     yield f"\n{'seconds of an update, at usual rates':<40}{'seconds':>10}{'kernels':>10}{'TFLOP':>10}{'GiB':>10}"
     for kind, cost in found["update"].items():
-        numbers = f"{cost['kernels']:>10,.0f}{cost['flops'] / 1e12:>10.1f}{cost['bytes'] / GIB:>10.1f}"
+        numbers = (
+            f"{cost['kernels']:>10,.0f}{cost['flops'] / 1e12:>10.1f}{cost['bytes'] / GIB:>10.1f}"
+        )
         yield f"  {kind:<38}{cost['seconds']:>10.3f}{numbers}"
-    yield f"  {'all':<38}{seconds:>10.3f}   and {found['pipeline_wait_seconds']:.3f} waiting in the pipeline"
+    yield (
+        f"  {'all':<38}{seconds:>10.3f}   and {found['pipeline_wait_seconds']:.3f} waiting in "
+        "the pipeline"
+    )
     planned = found["planned_kernel_seconds"] + found["planned_collective_seconds"]
     yield f"  {'planned: kernels and collectives':<38}{planned:>10.3f}"
     yield f"  {'a pass of log-probabilities':<38}{found['log_probability_seconds']:>10.3f}"
-    shares = ", ".join(f"{share:.2f} {what}" for what, share in found["share_of_matrix_rate"].items())
+    shares = ", ".join(
+        f"{share:.2f} {what}" for what, share in found["share_of_matrix_rate"].items()
+    )
     yield f"model FLOPs over the data sheet's rate: {shares}"
     yield "\nhost waits of an update:"
     for wait, count in found["host_waits_per_update"].items():
@@ -126,8 +162,14 @@ def as_text(setup: Setup, found: dict[str, Any]) -> Iterator[str]:
     yield "\nthe largest costs, and what lowers them:"
     for each in found["largest"]:
         yield f"  {each['cost']}: {each['lower']}"
-    yield "\nRehearsed without a GPU: no values, no measured time, no streams, no allocator, no NCCL; experts are even."
-    yield "Not played: generation, scores, teachers, shared prefixes, replayed experts, servers' weights, checkpoints."
+    yield (
+        "\nRehearsed without a GPU: no values, no measured time, no streams, no allocator, no "
+        "NCCL; experts are even."
+    )
+    yield (
+        "Not played: generation, scores, teachers, shared prefixes, replayed experts, servers' "
+        "weights, checkpoints."
+    )
 
 
 LISTED = 8
@@ -135,28 +177,41 @@ LISTED = 8
 
 
 def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
-    """Bytes, FLOPs, seconds and counts of an update. What passes over a few packs show is carried on to all packs."""
-    few, many, scored = (costs(each.kernels, setup) for each in (played.few, played.many, played.scored))
-    update = {kind: few.get(kind, KernelCost()).towards(cost, played.beyond) for kind, cost in many.items()}
+    """Bytes, FLOPs, seconds and counts of an update. What passes over a few packs show is carried
+    on to all packs."""
+    few, many, scored = (
+        costs(each.kernels, setup) for each in (played.few, played.many, played.scored)
+    )
+    update = {
+        kind: few.get(kind, KernelCost()).towards(cost, played.beyond)
+        for kind, cost in many.items()
+    }
     update = dict(sorted(update.items(), key=lambda each: -each[1].seconds))
     seconds = {kind: cost.seconds for kind, cost in update.items()}
     wires = sum(seconds[kind] for kind in seconds if kind in COLLECTIVES)
     kernels = sum(seconds.values()) - wires
-    even = dataclasses.replace(setup, assume=dataclasses.replace(setup.assume, expert_imbalance=1.0))
+    even = dataclasses.replace(
+        setup, assume=dataclasses.replace(setup.assume, expert_imbalance=1.0)
+    )
     planned_seconds = update_seconds(even, played.stage)
     layout, planned = setup.placement.layout, rank_memory(setup, played.stage)
     memory, busy = rehearsed_memory(setup, planned, played), useful_seconds(setup, played)
     once = seconds.get("optimizer", 0.0) + seconds.get(REPLICAS, 0.0)  # after the pipeline's passes
     stages = [each.update.total for each in stage_passes(even)]
     slower = max(stages) / stages[played.stage]  # than this one, which waits for it with each pack
-    waiting = (kernels + wires - once) * (slower * (1 + (layout.pp - 1) / (layout.vpp * played.packs)) - 1)
+    waiting = (kernels + wires - once) * (
+        slower * (1 + (layout.pp - 1) / (layout.vpp * played.packs)) - 1
+    )
     return {
         "stage": played.stage,
         "packs": played.packs,
         "packs_played": played.many.packs,
         "capacity": played.capacity,
         "fits": memory.fits,
-        "memory": {part: {"rehearsed": memory.parts[part], "planned": planned.parts[part]} for part in planned.parts},
+        "memory": {
+            part: {"rehearsed": memory.parts[part], "planned": planned.parts[part]}
+            for part in planned.parts
+        },
         "total": {"rehearsed": memory.total, "planned": planned.total, "room": memory.room},
         "memory_over_plan": memory.total / planned.total,
         "alive_at_peak": dict(played.alive.most_common(LISTED)),
@@ -166,44 +221,58 @@ def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
         "pipeline_wait_seconds": waiting,
         "planned_kernel_seconds": planned_seconds[0],
         "planned_collective_seconds": planned_seconds[1],
-        "log_probability_seconds": sum(c.seconds for c in scored.values()) * played.packs / played.scored.packs,
+        "log_probability_seconds": sum(c.seconds for c in scored.values())
+        * played.packs
+        / played.scored.packs,
         "share_of_matrix_rate": {
             "kernels": busy / kernels,
             "and collectives": busy / (kernels + wires),
             "and the pipeline's waits": busy / (kernels + wires + waiting),
         },
-        "kernels_per_pack": (len(played.many.kernels) - len(played.few.kernels)) / played.more_packs,
-        "kernel_names": dict(Counter(kernel.name for kernel in played.many.kernels).most_common(LISTED)),
+        "kernels_per_pack": (len(played.many.kernels) - len(played.few.kernels))
+        / played.more_packs,
+        "kernel_names": dict(
+            Counter(kernel.name for kernel in played.many.kernels).most_common(LISTED)
+        ),
         "host_waits_per_update": {
             place: played.few.waits[place] + played.beyond * (count - played.few.waits[place])
             for place, count in played.many.waits.items()
         },
         "host_waits_of_log_probabilities": dict(played.scored.waits),
-        "largest": [{"cost": kind, "lower": setting_for(kind, setup.config)} for kind in list(update)[:3]],
+        "largest": [
+            {"cost": kind, "lower": setting_for(kind, setup.config)} for kind in list(update)[:3]
+        ],
     }
 
 
 def update_seconds(setup: Setup, stage: int) -> tuple[float, float]:
-    """Return planned seconds of an update's kernels and of its collectives on a rank of a stage, without waits."""
+    """Return planned seconds of an update's kernels and of its collectives on a rank of a stage,
+    without waits."""
     packs, one = setup.packs, stage_passes(setup)[stage].update
     kernels = packs * one.kernels + optimizer_seconds(setup, stage)
     return kernels, packs * (one.messages + one.exchange) + reduction_seconds(setup, stage)
 
 
 def useful_seconds(setup: Setup, played: Rehearsed) -> float:
-    """Seconds of an update's model FLOPs at the data sheet's rate, without padding and recomputation, on each rank."""
+    """Seconds of an update's model FLOPs at the data sheet's rate, without padding and
+    recomputation, on each rank."""
     each = layer_flops(setup) * played.tokens + head_flops(setup.shape) * played.responses
     ranks = setup.placement.ranks / (setup.placement.layout.dp or 1)
     return 3.0 * each * played.packs / ranks / setup.rate
 
 
 def rehearsed_memory(setup: Setup, planned: Memory, played: Rehearsed) -> Memory:
-    """The plan's memory with what was rehearsed in its place. Uneven experts, servers' buckets, CUDA's own memory and
-    fragmentation cannot be rehearsed, and stay as planned."""
+    """The plan's memory with what was rehearsed in its place. Uneven experts, servers' buckets,
+    CUDA's own memory and fragmentation cannot be rehearsed, and stay as planned."""
     parts = planned.parts | {name: float(size) for name, size in played.held.items()}
     parts |= {"activations": float(played.passes), "head": 0.0}
-    held_there = {"optimizer": setup.config.optimizer.offload, "reference": setup.config.model.reference_on_host}
-    for part in (part for part, on_host in held_there.items() if on_host):  # it is not on the device beside the passes
+    held_there = {
+        "optimizer": setup.config.optimizer.offload,
+        "reference": setup.config.model.reference_on_host,
+    }
+    for part in (
+        part for part, on_host in held_there.items() if on_host
+    ):  # it is not on the device beside the passes
         parts[part] = max(parts[part] - played.passes, 0.0)
     return Memory(played.stage, parts, planned.room)
 
@@ -221,12 +290,19 @@ def setting_for(kind: str, config: Config) -> str:
         case "optimizer":
             return "loss.updates_per_rollout: fewer updates"
         case _ if kind == INSIDE:
-            return f"layout.{'tp' if layout.tp > 1 else 'cp'}: a smaller one moves fewer activations, if memory allows"
+            return (
+                f"layout.{'tp' if layout.tp > 1 else 'cp'}: a smaller one moves fewer "
+                "activations, if memory allows"
+            )
         case _ if kind == EXCHANGE:
             return "layout.ep and layout.etp: experts within a node, each on one rank"
         case _ if kind == REPLICAS:
             fewer = "loss.updates_per_rollout: fewer updates"
-            return fewer if config.optimizer.overlap else "optimizer.overlap=true: sums during the backward pass"
+            return (
+                fewer
+                if config.optimizer.overlap
+                else "optimizer.overlap=true: sums during the backward pass"
+            )
         case _ if kind == PIPELINE:
             return "layout.pp: fewer stages, if memory allows"
     return "pruning.completions: fewer tokens, where the gradient's noise allows it"
@@ -272,7 +348,13 @@ def kind_of(kernel: KernelLaunch) -> str:
             return INSIDE
         if name.startswith(MESSAGES):
             return PIPELINE
-        return REPLICAS if optimizer else EXCHANGE if "token_dispatcher" in place or "alltoall" in name else INSIDE
+        return (
+            REPLICAS
+            if optimizer
+            else EXCHANGE
+            if "token_dispatcher" in place or "alltoall" in name
+            else INSIDE
+        )
     if optimizer:
         return "optimizer"
     if "policy_head" in place or "policy_head" in name:
@@ -288,8 +370,13 @@ def seconds(kernel: KernelLaunch, setup: Setup) -> float:
         kind = kind_of(kernel)
         if kernel.name.startswith(MESSAGES):
             return 0.0 if "recv" in kernel.name else message_seconds(setup, kind, kernel.bytes)
-        ranks, times = int(kernel.name.rpartition(" ")[2]), 2.0 if "allreduce" in kernel.name else 1.0
+        ranks, times = (
+            int(kernel.name.rpartition(" ")[2]),
+            2.0 if "allreduce" in kernel.name else 1.0,
+        )
         return wire_seconds(setup, kind, ranks, kernel.bytes, times=times)
     dtype = "bf16" if kernel.dtype.itemsize == 2 else "fp32"
     share = ATTENTION.get(kernel.name, PRODUCTS)
-    return kernel_seconds(setup, kernel.flops, kernel.bytes, share=share, dtype=dtype, product=kernel.product)
+    return kernel_seconds(
+        setup, kernel.flops, kernel.bytes, share=share, dtype=dtype, product=kernel.product
+    )

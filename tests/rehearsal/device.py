@@ -1,6 +1,8 @@
-"""Requirements of a rehearsal, and the C++ half of its device, which is loaded before torch is imported.
+"""Requirements of a rehearsal, and the C++ half of its device, which is loaded before torch is
+imported.
 
-Torch asks only once which devices exist. A process that has imported torch can no longer load the device."""
+Torch asks only once which devices exist. A process that has imported torch can no longer load the
+device."""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def cache_folder() -> Path:
 
 
 def python_folder() -> Path:
-    """Folder with Transformer Engine's Python: unpacked by ``scripts/install_te_python.sh``, or else installed.
+    """Folder with Transformer Engine's Python: unpacked by ``scripts/install_te_python.sh``, or
+    else installed.
 
     Raises:
         UserError: there is none of the named version, or of a supported one if none is named.
@@ -38,7 +41,11 @@ def python_folder() -> Path:
     if (folder / "transformer_engine").is_dir():
         return folder
     installed = importlib.util.find_spec("transformer_engine")
-    if installed is None or installed.origin is None or _installed_version() not in ((named,) if named else VERSIONS):
+    if (
+        installed is None
+        or installed.origin is None
+        or _installed_version() not in ((named,) if named else VERSIONS)
+    ):
         problem = f"the Python of Transformer Engine {named or ' or '.join(VERSIONS)} is missing"
         remedy = f"run {f'{NAMED}={named} ' if named else ''}bash scripts/install_te_python.sh"
         raise UserError(CACHE, cache_folder(), problem, remedy)
@@ -53,12 +60,15 @@ def _installed_version() -> str | None:
 
 
 def missing_parts() -> list[UserError]:
-    """Missing requirements, each with its remedy: torch, the rest of the extra ``train``, g++, Transformer Engine."""
+    """Missing requirements, each with its remedy: torch, the rest of the extra ``train``, g++,
+    Transformer Engine."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     extra = project["project"]["optional-dependencies"]["train"]
     torch = next(each for each in extra if each.startswith("torch")).partition(";")[0]
     needed = {"torch": f"a rehearsal requires {torch}, a CPU build"}
-    needed |= dict.fromkeys(("megatron", "transformers"), "a rehearsal runs the trainer, which requires it")
+    needed |= dict.fromkeys(
+        ("megatron", "transformers"), "a rehearsal runs the trainer, which requires it"
+    )
     remedy = f"run {install_command('cpu')}"
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     missing = [UserError(name, "not installed", needed[name], remedy) for name in absent]
@@ -78,7 +88,9 @@ def find_compiler() -> str:
     """
     compiler = shutil.which("g++")
     if compiler is None:
-        raise UserError("g++", "not installed", "a rehearsal compiles a small C++ file", "install g++")
+        raise UserError(
+            "g++", "not installed", "a rehearsal compiles a small C++ file", "install g++"
+        )
     return compiler
 
 
@@ -124,8 +136,21 @@ def build_device() -> Path:
     compiler = find_compiler()
     library.parent.mkdir(parents=True, exist_ok=True)
     draft = library.with_suffix(f".{os.getpid()}")
-    command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder / 'include'}", str(SOURCE)]
-    command += [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder / 'lib'}"]
+    command = [
+        compiler,
+        "-O0",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        f"-I{torch_folder / 'include'}",
+        str(SOURCE),
+    ]
+    command += [
+        f"-L{torch_folder / 'lib'}",
+        "-lc10",
+        "-ltorch_cpu",
+        f"-Wl,-rpath,{torch_folder / 'lib'}",
+    ]
     done = subprocess.run([*command, "-o", str(draft)], capture_output=True, text=True, check=False)
     if done.returncode:
         problem = f"the rehearsal's device does not compile:\n{done.stderr[-2000:]}"

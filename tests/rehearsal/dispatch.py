@@ -1,7 +1,9 @@
-"""The dispatch mode: device tensors have shapes and the values that the host can know, and operators are booked.
+"""The dispatch mode: device tensors have shapes and the values that the host can know, and
+operators are booked.
 
-The trainer reads lengths and offsets back from the device. Zeros instead would lead the trainer into other branches, so
-that copies of small host tensors, and results computed from only them, keep their values.
+The trainer reads lengths and offsets back from the device. Zeros instead would lead the trainer
+into other branches, so that copies of small host tensors, and results computed from only them, keep
+their values.
 """
 
 from __future__ import annotations
@@ -44,15 +46,24 @@ def forget(tensor: torch.Tensor) -> None:
 
 
 def follow(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: object) -> None:
-    """Compute an operator on the host, if all of its tensors are known; otherwise forget the written tensors."""
-    fakes = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, FakeTensor)]
+    """Compute an operator on the host, if all of its tensors are known; otherwise forget the
+    written tensors."""
+    fakes = [
+        leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, FakeTensor)
+    ]
     outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, FakeTensor)]
-    known = fakes and all(value_of(fake) is not None for fake in fakes) and "rand" not in func.name()
+    known = (
+        fakes and all(value_of(fake) is not None for fake in fakes) and "rand" not in func.name()
+    )
     made: object = None
     if known:
         on_host = {"device": torch.device("cpu")} if "device" in kwargs else {}
-        rest = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
-        plain_args, plain_kwargs = pytree.tree_map_only(FakeTensor, value_of, (tuple(args), {**rest, **on_host}))
+        rest = {
+            name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")
+        }
+        plain_args, plain_kwargs = pytree.tree_map_only(
+            FakeTensor, value_of, (tuple(args), {**rest, **on_host})
+        )
         try:
             made = func(*plain_args, **plain_kwargs)
         except (RuntimeError, IndexError):  # a shape that depends on an unknown value
@@ -65,11 +76,17 @@ def follow(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out
             forget(tensor)
 
 
-def answer(book: Book, func: OpOverload, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """Book a collective of device tensors, or fill host tensors as if all ranks sent the same; return finished work."""
+def answer(
+    book: Book, func: OpOverload, args: Sequence[Any], tensors: Sequence[torch.Tensor]
+) -> Any:
+    """Book a collective of device tensors, or fill host tensors as if all ranks sent the same;
+    return finished work."""
     name = func.name().removeprefix("c10d::").removesuffix("_")
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        named = {
+            argument.name: value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+        }
         key = f"{name} over {ProcessGroup.unbox(named['process_group']).size()}"
         book.collectives[key] += 1
         size = max(tensor_bytes(*pytree.tree_leaves(argument)) for argument in args)
@@ -88,7 +105,9 @@ def _repeat_own_part(name: str, args: Sequence[Any]) -> None:
             for output in outputs:
                 output.copy_(mine)
     elif name == "_allgather_base":
-        args[0].view(-1, args[1].numel()).copy_(args[1].reshape(1, -1).expand(args[0].numel() // args[1].numel(), -1))
+        args[0].view(-1, args[1].numel()).copy_(
+            args[1].reshape(1, -1).expand(args[0].numel() // args[1].numel(), -1)
+        )
     elif name == "alltoall_base" and args[0].numel() == args[1].numel():
         args[0].copy_(args[1])
 
@@ -105,7 +124,8 @@ TO_HOST = {
     aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
     aten.new_empty.default, aten.new_zeros.default, aten.empty_strided.default,
 }  # fmt: skip
-"""Operators that make a host tensor in the shape of a device tensor, if asked for ``device="cpu"``."""
+"""Operators that make a host tensor in the shape of a device tensor, if asked for
+``device="cpu"``."""
 ONLY_WRITE = ("zero_", "fill_", "copy_", "normal_", "uniform_", "mm", ".out")
 """Parts of names of in-place operators that do not read the tensor that they write."""
 
@@ -126,7 +146,8 @@ class RehearsalMode(TorchDispatchMode):
 
     Raises:
         HostTensorError: from an operator that mixes host tensors and device tensors.
-        torch._subclasses.fake_tensor.UnsupportedOperatorException: from an operator without a shape function.
+        torch._subclasses.fake_tensor.UnsupportedOperatorException: from an operator without a shape
+        function.
     """
 
     def __init__(self, book: Book) -> None:
@@ -137,7 +158,8 @@ class RehearsalMode(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=False, allow_fallback_kernels=False)
 
     def __enter__(self) -> RehearsalMode:
-        # Otherwise torch.tensor(..., device="cuda") makes a real CUDA tensor behind the mode's back.
+        # Otherwise torch.tensor(..., device="cuda") makes a real CUDA tensor behind the mode's
+        # back.
         torch._C._set_only_lift_cpu_tensors(True)
         super().__enter__()
         return self
@@ -150,10 +172,18 @@ class RehearsalMode(TorchDispatchMode):
         return made
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: OpOverload,
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
-        tensors = [leaf for leaf in pytree.arg_tree_leaves(*args, **options) if isinstance(leaf, torch.Tensor)]
+        tensors = [
+            leaf
+            for leaf in pytree.arg_tree_leaves(*args, **options)
+            if isinstance(leaf, torch.Tensor)
+        ]
         on_device = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         device = torch.device(options["device"]).type if options.get("device") is not None else None
         if func.namespace == "prim":
@@ -164,7 +194,9 @@ class RehearsalMode(TorchDispatchMode):
         if not on_device and device != "cuda":
             made = func(*args, **options)
             return mark_pinned(made, self.book) if pin else made
-        if torch.is_inference_mode_enabled() and func._can_decompose():  # autograd decomposes outside of inference mode
+        if (
+            torch.is_inference_mode_enabled() and func._can_decompose()
+        ):  # autograd decomposes outside of inference mode
             with self:
                 made = func.decompose(*args, **options)
             if made is not NotImplemented:
@@ -183,7 +215,9 @@ class RehearsalMode(TorchDispatchMode):
         if func is aten._to_copy.default:
             return self._to(args[0], kwargs)
         if func is aten.copy_.default:
-            return self._copy(args[0], args[1], bool(kwargs.get("non_blocking", len(args) > 2 and args[2])))
+            return self._copy(
+                args[0], args[1], bool(kwargs.get("non_blocking", len(args) > 2 and args[2]))
+            )
         if func is aten.equal.default:
             return self._equal(args[0], args[1])
         if func is aten.nonzero.default:
@@ -200,7 +234,9 @@ class RehearsalMode(TorchDispatchMode):
         return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
     def _to(self, source: torch.Tensor, kwargs: Mapping[str, Any]) -> Any:
-        target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else source.device
+        target = (
+            torch.device(kwargs["device"]) if kwargs.get("device") is not None else source.device
+        )
         dtype, later = kwargs.get("dtype") or source.dtype, bool(kwargs.get("non_blocking"))
         if source.device.type == target.type:
             return NotImplemented
@@ -224,7 +260,11 @@ class RehearsalMode(TorchDispatchMode):
 
     def _wait_to_device(self, source: torch.Tensor, later: bool) -> None:
         if not later:
-            self.book.wait("copy to the device" if is_pinned(source) else "copy of pageable memory to the device")
+            self.book.wait(
+                "copy to the device"
+                if is_pinned(source)
+                else "copy of pageable memory to the device"
+            )
 
     def _host_copy(self, source: torch.Tensor, later: bool) -> torch.Tensor:
         if not later:
@@ -235,7 +275,12 @@ class RehearsalMode(TorchDispatchMode):
 
     def _equal(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         def key(tensor: torch.Tensor) -> tuple[Any, ...]:
-            return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+            return (
+                tensor.untyped_storage()._cdata,
+                tensor.storage_offset(),
+                tensor.shape,
+                tensor.stride(),
+            )
 
         if key(a) != key(b):  # torch does not read the device to compare a tensor with itself
             self.book.wait("equal")
@@ -256,11 +301,15 @@ class RehearsalMode(TorchDispatchMode):
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         mixed = kwargs.get("device") is not None or any(map(_on_device, leaves))
         given = (tuple(args), kwargs)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: self._lift(func, tensor, mixed), given)
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda tensor: self._lift(func, tensor, mixed), given
+        )
         with self.fake:
             out = func(*args, **kwargs)
         follow(func, args, kwargs, out)
-        if func._overloadpacket is aten.all and value_of(out) is None:  # checks of unknown values pass
+        if (
+            func._overloadpacket is aten.all and value_of(out) is None
+        ):  # checks of unknown values pass
             remember(out, torch.ones(out.shape, dtype=torch.bool))
         outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, FakeTensor)]
         if mixed and not (func in NO_KERNEL or func.is_view):
@@ -271,29 +320,41 @@ class RehearsalMode(TorchDispatchMode):
         return out
 
     def _lift(self, func: OpOverload, tensor: torch.Tensor, mixed: bool) -> torch.Tensor:
-        """The fake tensor of a host scalar, which kernels accept as a number, or of an operator on the host."""
+        """The fake tensor of a host scalar, which kernels accept as a number, or of an operator on
+        the host."""
         if isinstance(tensor, FakeTensor):
             return tensor
         if mixed and tensor.dim():
             shape = tuple(tensor.shape)
-            raise HostTensorError(f"{func.name()} received a host tensor of shape {shape} in {place()}")
+            raise HostTensorError(
+                f"{func.name()} received a host tensor of shape {shape} in {place()}"
+            )
         made = self.fake.from_tensor(tensor, static_shapes=True)
         remember(made, tensor)
         return made
 
     def _launch(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, outputs: list[FakeTensor]
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        outputs: list[FakeTensor],
     ) -> None:
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         inputs = [leaf for leaf in leaves if _on_device(leaf)]
         size = tensor_bytes(*inputs, *outputs)
         if not any(part in func.name() for part in ONLY_WRITE):
-            size += tensor_bytes(*(each for each in outputs if any(each is given for given in inputs)))
+            size += tensor_bytes(
+                *(each for each in outputs if any(each is given for given in inputs))
+            )
         flops, factors = _flops(func, args, kwargs, out)
         floats = [each.dtype for each in (*inputs, *outputs) if each.is_floating_point()]
         dtype = factors[0].dtype if factors else floats[0] if floats else torch.int64
         product = (factors[0].shape[-2], factors[1].shape[-1]) if factors else None
-        self.book.launch(func.name(), flops, size, dtype, outputs[0].dtype if outputs else dtype, product)
+        self.book.launch(
+            func.name(), flops, size, dtype, outputs[0].dtype if outputs else dtype, product
+        )
 
 
 def _on_device(leaf: object) -> bool:

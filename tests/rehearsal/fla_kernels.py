@@ -1,6 +1,7 @@
 """Stand-ins for the functions of flash-linear-attention that Megatron's gated delta networks call.
 
-Each books its forward pass and its backward pass as one kernel. Each of these passes is really a few kernels.
+Each books its forward pass and its backward pass as one kernel. Each of these passes is really a
+few kernels.
 """
 
 from __future__ import annotations
@@ -46,8 +47,15 @@ class _UnitLength(torch.autograd.Function):
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        solved = _empty((*q.shape[:3], CHUNK), q.dtype)  # the inverse of each chunk's triangular system
-        out, *_ = _run("delta_rule_fwd", (q, k, v, g, beta), (*_like(v), solved, *_states(q, v)), flops=_flops(q, v))
+        solved = _empty(
+            (*q.shape[:3], CHUNK), q.dtype
+        )  # the inverse of each chunk's triangular system
+        out, *_ = _run(
+            "delta_rule_fwd",
+            (q, k, v, g, beta),
+            (*_like(v), solved, *_states(q, v)),
+            flops=_flops(q, v),
+        )
         ctx.save_for_backward(q, k, v, g, beta, solved)
         return out
 
@@ -80,15 +88,21 @@ def l2norm(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return out
 
 
-def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, None]:
+def chunk_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, None]:
     return _DeltaRule.apply(q, k, v, g, beta), None
 
 
 def import_linear_attention() -> None:
-    """Have ``fla`` and its modules be these functions, for the rest of the process; before Megatron looks for it."""
+    """Have ``fla`` and its modules be these functions, for the rest of the process; before Megatron
+    looks for it."""
     functions = {"fla.modules.convolution": causal_conv1d, "fla.modules.l2norm": l2norm}
     for name in ("fla", "fla.modules", "fla.ops"):
         sys.modules[name] = ModuleType(name)
-    for name, function in (*functions.items(), ("fla.ops.gated_delta_rule", chunk_gated_delta_rule)):
+    for name, function in (
+        *functions.items(),
+        ("fla.ops.gated_delta_rule", chunk_gated_delta_rule),
+    ):
         sys.modules[name] = ModuleType(name)
         setattr(sys.modules[name], function.__name__, function)

@@ -1,4 +1,5 @@
-"""Patches of torch, Triton and Megatron that a rehearsal requires, and one rank of a process group."""
+"""Patches of torch, Triton and Megatron that a rehearsal requires, and one rank of a process
+group."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def prepare(te_folder: Path) -> RehearsalMode:
         RuntimeError: Megatron is already imported.
     """
     if "megatron.core" in sys.modules:
-        raise RuntimeError("Megatron reads torch.compile and torch.cuda as it is imported: prepare the rehearsal first")
+        raise RuntimeError(
+            "Megatron reads torch.compile and torch.cuda as it is imported: prepare the rehearsal "
+            "first"
+        )
     import torch._dynamo
 
     mode = RehearsalMode(Book())
@@ -52,46 +56,66 @@ def prepare(te_folder: Path) -> RehearsalMode:
 
 @contextlib.contextmanager
 def one_rank(size: int, rank: int) -> Iterator[None]:
-    """A process group of ``size`` ranks. Only ``rank`` runs; every other rank sends the same objects."""
+    """A process group of ``size`` ranks. Only ``rank`` runs; every other rank sends the same
+    objects."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from megatron_dppo.parallel.world import World
 
     new_group = dist.new_group
 
-    def group(ranks: list[int] | None = None, timeout: object = None, backend: object = None, **more: Any) -> Any:
-        rest = {name: value for name, value in more.items() if name not in ("pg_options", "device_id")}
+    def group(
+        ranks: list[int] | None = None, timeout: object = None, backend: object = None, **more: Any
+    ) -> Any:
+        rest = {
+            name: value for name, value in more.items() if name not in ("pg_options", "device_id")
+        }
         return new_group(ranks=ranks, backend="fake", **rest)
 
     # The parameters have torch's names: torch's checkpoint code passes them by name.
     def gather(object_list: list[Any], obj: Any, group: object = None) -> None:
         object_list[:] = [obj] * len(object_list)
 
-    def gather_on_one(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    def gather_on_one(
+        obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any
+    ) -> None:
         if object_gather_list is not None:
             gather(object_gather_list, obj)
 
     def scatter(
-        scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, *args: Any, **kw: Any
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        *args: Any,
+        **kw: Any,
     ) -> None:
-        scatter_object_output_list[0] = scatter_object_input_list[0] if scatter_object_input_list else None
+        scatter_object_output_list[0] = (
+            scatter_object_input_list[0] if scatter_object_input_list else None
+        )
 
     def alone(world: object, make: Callable[[], Any]) -> Any:
         return make()
 
     silent = ("broadcast_object_list", "barrier", "monitored_barrier")
     answers: dict[str, Any] = dict.fromkeys(silent, lambda *args, **kwargs: None)
-    answers |= {"all_gather_object": gather, "gather_object": gather_on_one, "scatter_object_list": scatter}
+    answers |= {
+        "all_gather_object": gather,
+        "gather_object": gather_on_one,
+        "scatter_object_list": scatter,
+    }
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with mock.patch.multiple(dist, new_group=group, **answers), mock.patch.object(World, "from_leader", alone):
+        with (
+            mock.patch.multiple(dist, new_group=group, **answers),
+            mock.patch.object(World, "from_leader", alone),
+        ):
             yield
     finally:
         dist.destroy_process_group()
 
 
 def _fused(book: Book, function: Callable[..., Any] | None = None, **options: object) -> Any:
-    """``torch.compile`` as one kernel: reads the function's inputs once and writes its outputs once."""
+    """``torch.compile`` as one kernel: reads the function's inputs once and writes its outputs
+    once."""
     if function is None:
         return functools.partial(_fused, book)
 
@@ -102,11 +126,19 @@ def _fused(book: Book, function: Callable[..., Any] | None = None, **options: ob
             out = function(*args, **kwargs)
         finally:
             book.muted -= 1
-        inputs = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, FakeTensor)]
+        inputs = [
+            leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, FakeTensor)
+        ]
         outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, FakeTensor)]
         if outputs:
             name, dtype = f"fused::{function.__name__}", outputs[0].dtype
-            book.launch(name, 0.0, tensor_bytes(*inputs, *outputs), inputs[0].dtype if inputs else dtype, dtype)
+            book.launch(
+                name,
+                0.0,
+                tensor_bytes(*inputs, *outputs),
+                inputs[0].dtype if inputs else dtype,
+                dtype,
+            )
             for tensor in outputs:
                 book.allocate(tensor.untyped_storage())
         return out
@@ -124,14 +156,23 @@ def _patch_triton(book: Book) -> None:
             kernel = kernel.fn
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         check_on_device(f"triton::{kernel.__name__}", *tensors)
-        book.launch(f"triton::{kernel.__name__}", 0.0, tensor_bytes(*tensors), tensors[0].dtype, tensors[-1].dtype)
+        book.launch(
+            f"triton::{kernel.__name__}",
+            0.0,
+            tensor_bytes(*tensors),
+            tensors[0].dtype,
+            tensors[-1].dtype,
+        )
 
     for kind in (jit.JITFunction, autotuner.Autotuner, autotuner.Heuristics):
         kind.run = run
 
 
-def _apply(self: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """``Module._apply`` without torch's swap of parameters, which rejects a fake tensor in the place of a real one."""
+def _apply(
+    self: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> Any:
+    """``Module._apply`` without torch's swap of parameters, which rejects a fake tensor in the
+    place of a real one."""
     for child in self.children():
         child._apply(function)
     for name, parameter in self._parameters.items():
@@ -156,7 +197,8 @@ H100 = SimpleNamespace(
 )  # fmt: skip
 
 NO_EFFECT = (
-    "_lazy_init", "init", "set_device", "set_stream", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all",
+    "_lazy_init", "init", "set_device", "set_stream", "empty_cache", "ipc_collect", "manual_seed",
+    "manual_seed_all",
     "set_rng_state", "set_sync_debug_mode",
 )  # fmt: skip
 """Functions of ``torch.cuda`` that do nothing here."""
@@ -201,13 +243,18 @@ def _constant(value: object) -> Callable[..., Any]:
 
 
 def patch_cuda(book: Book) -> None:
-    """Patch ``torch.cuda`` and the tensor methods of streams and pinned memory, for the rest of the process."""
+    """Patch ``torch.cuda`` and the tensor methods of streams and pinned memory, for the rest of the
+    process."""
     Event.book = book
     stream = Stream()
     answers: dict[str, Any] = dict.fromkeys(NO_EFFECT, _constant(None))
-    answers |= dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), _constant(True))
+    answers |= dict.fromkeys(
+        ("is_available", "is_initialized", "is_bf16_supported"), _constant(True)
+    )
     answers |= dict.fromkeys(("current_stream", "default_stream"), _constant(stream))
-    answers |= dict.fromkeys(("stream", "device", "_DeviceGuard", "StreamContext"), contextlib.nullcontext)
+    answers |= dict.fromkeys(
+        ("stream", "device", "_DeviceGuard", "StreamContext"), contextlib.nullcontext
+    )
     answers |= {"Event": Event, "Stream": Stream, "ExternalStream": Stream}
     answers |= {
         "device_count": _constant(8),
@@ -221,9 +268,15 @@ def patch_cuda(book: Book) -> None:
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "cudart": lambda: CudaRuntime(book),
     }
-    answers |= dict.fromkeys(("memory_allocated", "memory_reserved"), lambda device=None: book.bytes_now)
-    answers |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda device=None: book.bytes_peak)
-    answers["reset_peak_memory_stats"] = lambda device=None: setattr(book, "bytes_peak", book.bytes_now)
+    answers |= dict.fromkeys(
+        ("memory_allocated", "memory_reserved"), lambda device=None: book.bytes_now
+    )
+    answers |= dict.fromkeys(
+        ("max_memory_allocated", "max_memory_reserved"), lambda device=None: book.bytes_peak
+    )
+    answers["reset_peak_memory_stats"] = lambda device=None: setattr(
+        book, "bytes_peak", book.bytes_now
+    )
     for name, value in answers.items():
         setattr(torch.cuda, name, value)
         if hasattr(torch.cuda.memory, name):
@@ -236,7 +289,9 @@ def patch_cuda(book: Book) -> None:
 def _patch_tensors(book: Book) -> None:
     plain_list, plain_resize = torch.Tensor.tolist, torch.UntypedStorage.resize_
 
-    def tolist(self: torch.Tensor) -> Any:  # one copy, as on a GPU, where torch's Python would read each element
+    def tolist(
+        self: torch.Tensor,
+    ) -> Any:  # one copy, as on a GPU, where torch's Python would read each element
         return plain_list(self.cpu() if self.device.type == "cuda" else self)
 
     def resize(self: torch.UntypedStorage, size: int) -> Any:
@@ -265,7 +320,8 @@ def _get_data(self: FakeTensor) -> torch.Tensor:
 
 
 def _set_data(self: FakeTensor, value: torch.Tensor) -> None:
-    """Support ``parameter.data = host_tensor``: the parameter becomes a fake host tensor that keeps the real one."""
+    """Support ``parameter.data = host_tensor``: the parameter becomes a fake host tensor that keeps
+    the real one."""
     self.__dict__.pop("_moved_to_host", None)
     if isinstance(value, FakeTensor):
         _DATA.__set__(self, value)

@@ -1,4 +1,5 @@
-"""Rehearse cases in this process, which must not have imported torch: ``python -m tests.rehearsal.play OUT CASE...``.
+"""Rehearse cases in this process, which must not have imported torch: ``python -m
+tests.rehearsal.play OUT CASE...``.
 
 Each line of OUT is the JSON of one case. ``WORK: CASE`` does other work.
 """

@@ -1,4 +1,5 @@
-"""Play a case: two steps of the trainer's own learner on one rank, and the book of the second step."""
+"""Play a case: two steps of the trainer's own learner on one rank, and the book of the second
+step."""
 
 import dataclasses
 import gc
@@ -33,7 +34,13 @@ from tests.steps import build, size_of, step_of_groups, weights_of
 
 WIDTHS = {"bf16": 2, "fp32": 4}
 """Bytes of an element."""
-SUMS = ("tokens", "fresh_tokens", "train/loss", "train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
+SUMS = (
+    "tokens",
+    "fresh_tokens",
+    "train/loss",
+    "train/rollout_logprob_abs_diff",
+    "train/token_mult_prob_error",
+)
 
 
 def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
@@ -50,14 +57,18 @@ def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
                 else:
                     found = play(mode, CASES[case], policies, Path(folder) / "run")
             except Exception as error:  # reported by the test
-                found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+                found = {
+                    "error": f"{type(error).__name__}: {error}",
+                    "traceback": traceback.format_exc(),
+                }
             gc.collect()
             print(json.dumps({"name": name, **found}), file=file, flush=True)
 
 
 @contextmanager
 def on_rank(mode: RehearsalMode, case: Case) -> Iterator[None]:
-    """Play in the place of a case's rank; the host reads what its passes are known to read, and two experts."""
+    """Play in the place of a case's rank; the host reads what its passes are known to read, and two
+    experts."""
     reads = known_reads(mode, case.config.layout, 2 if case.expert_layers else 0)
     with one_rank(size_of(case.config.layout), case.rank), mode, reads:
         yield
@@ -65,7 +76,9 @@ def on_rank(mode: RehearsalMode, case: Case) -> Iterator[None]:
 
 def play(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path) -> dict[str, Any]:
     """Return the book of the second of two training steps, and memory that is left."""
-    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if case.config.model.deterministic else {}
+    environment = (
+        {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if case.config.model.deterministic else {}
+    )
     with mock.patch.dict(os.environ, environment), on_rank(mode, case):
         return _steps(mode, case, config_of(case, policies[case.policy], run))
 
@@ -79,12 +92,15 @@ def _steps(mode: RehearsalMode, case: Case, config: Config) -> dict[str, Any]:
     metadata, groups = step_of_groups(1)
     metadata = dataclasses.replace(metadata, owners=np.full_like(metadata.owners, world.rank))
     held, layout, built = dict(enumerate(groups)), config.layout, set(book.allocations)
-    if not world.last_stage or world.tp_rank or world.cp_rank:  # ranks that the loss's sums reach over the network
+    if (
+        not world.last_stage or world.tp_rank or world.cp_rank
+    ):  # ranks that the loss's sums reach over the network
         policy.actor._total = lambda mine: dict.fromkeys((*SUMS, "train/kl_loss"), 1.0)
     multiple = world.capacity_multiple(layout, config.pack.max_tokens)
     for step in range(2):
         plan = plan_step(
-            metadata, config, replicas=world.dp, align=layout.row_multiple, capacity_multiple=multiple, step=0,
+            metadata, config, replicas=world.dp, align=layout.row_multiple,
+            capacity_multiple=multiple, step=0,
             pipeline=layout.pp,
         )  # fmt: skip
         set_attention_pairs(float(plan.minibatches[0].capacity ** 2) / layout.cp)
@@ -101,7 +117,8 @@ def _steps(mode: RehearsalMode, case: Case, config: Config) -> dict[str, Any]:
     found["left"] = sorted({allocation.place for allocation in left})
     minibatch = plan.minibatches[0]
     found |= {
-        "packs": len(minibatch.packs[0]), "updates": len(plan.minibatches), "capacity": minibatch.capacity,
+        "packs": len(minibatch.packs[0]), "updates": len(plan.minibatches),
+        "capacity": minibatch.capacity,
         "main_grads": sorted({str(p.main_grad.dtype) for p in policy.actor.parameters() if p.requires_grad}),
     }  # fmt: skip
     weights_of(policy, world)
@@ -112,19 +129,27 @@ def _steps(mode: RehearsalMode, case: Case, config: Config) -> dict[str, Any]:
         found["written"] = sum(file.stat().st_size for file in checkpoints.path(1).glob("*.distcp"))
     found["pinned"] = dict(book.pinned)
     sizes = [parameter.numel() for parameter in policy.actor.parameters()]
-    found["room"] = {dtype: sum(-(-size * width // 512) * 512 for size in sizes) for dtype, width in WIDTHS.items()}
+    found["room"] = {
+        dtype: sum(-(-size * width // 512) * 512 for size in sizes)
+        for dtype, width in WIDTHS.items()
+    }
     return found
 
 
-def multiply_host_and_device(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
+def multiply_host_and_device(
+    mode: RehearsalMode, case: Case, policies: dict[str, Path]
+) -> dict[str, Any]:
     with mode:
         return {"product": torch.ones(2, device="cuda") * torch.ones(2)}
 
 
 def play_engine(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
-    """Return waits of the local engine for six completions; each look of the host finds one that has ended."""
+    """Return waits of the local engine for six completions; each look of the host finds one that
+    has ended."""
     policy = policies[case.policy]
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(policy), dtype=torch.bfloat16
+    )
     model.requires_grad_(False)
 
     def read(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -139,7 +164,9 @@ def play_engine(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> d
         mock.patch.object(local, "empty_model", lambda path, device, dtype: model.to(device)),
         mock.patch.dict(decoding.ROUND, cuda=1),
     ):
-        engine = local.LocalEngine(policy, device=torch.device("cuda"), dtype=torch.bfloat16, max_batch=4)
+        engine = local.LocalEngine(
+            policy, device=torch.device("cuda"), dtype=torch.bfloat16, max_batch=4
+        )
         engine.update_weights(lambda to: [engine._weights], 0)
         mode.book.clear()
         prompts = [Prompt(i, np.arange(3, 9, dtype=np.int32), "", "") for i in range(3)]

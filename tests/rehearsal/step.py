@@ -1,4 +1,5 @@
-"""Play the update of a run on one rank: packs of the run's lengths, in its layout, without weights and data."""
+"""Play the update of a run on one rank: packs of the run's lengths, in its layout, without weights
+and data."""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ from tests.rehearsal.te_kernels import set_attention_pairs
 
 
 @contextmanager
-def known_reads(mode: RehearsalMode, layout: LayoutConfig, experts_per_token: int) -> Iterator[None]:
-    """Answer reads of packs on their way through a policy; ``experts_per_token`` is 0 without experts."""
+def known_reads(
+    mode: RehearsalMode, layout: LayoutConfig, experts_per_token: int
+) -> Iterator[None]:
+    """Answer reads of packs on their way through a policy; ``experts_per_token`` is 0 without
+    experts."""
     to_device, tokens = actor_module.to_device, 0
 
     def note(pack: Pack, *more: Any) -> Any:
@@ -53,7 +57,8 @@ def known_reads(mode: RehearsalMode, layout: LayoutConfig, experts_per_token: in
 
 
 def _even_counts(tensor: torch.Tensor, routed: int) -> torch.Tensor | None:
-    """Counts that a token dispatcher reads, if this rank sends ``routed`` copies and all experts get equally many."""
+    """Counts that a token dispatcher reads, if this rank sends ``routed`` copies and all experts
+    get equally many."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -72,7 +77,9 @@ def _count(dispatcher: Any, tensor: torch.Tensor, routed: int) -> torch.Tensor |
         "tokens_per_expert": routed * tp // local,
         "num_global_tokens_per_local_expert": routed // (ep * local),
     }
-    named = next((count for name, count in counts.items() if getattr(dispatcher, name, None) is tensor), None)
+    named = next(
+        (count for name, count in counts.items() if getattr(dispatcher, name, None) is tensor), None
+    )
     if named is None and tensor.shape == (local,):
         named = counts["tokens_per_expert"]
     return None if named is None else torch.full(tuple(tensor.shape), named, dtype=tensor.dtype)
@@ -80,7 +87,8 @@ def _count(dispatcher: Any, tensor: torch.Tensor, routed: int) -> torch.Tensor |
 
 SUMS = ("tokens", "fresh_tokens", "train/loss")
 WORKSPACES = (":get_cublas_workspace", ":get_dummy_wgrad")
-"""Functions of Transformer Engine that allocate once for the whole run, which the plan has in what it reserves."""
+"""Functions of Transformer Engine that allocate once for the whole run, which the plan has in what
+it reserves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,8 @@ class Rehearsed:
     capacity: int
     """Tokens of a pack."""
     packs: int
-    """Packs of an update of the run; fewer are played, all like the pack that is nearest to the mean."""
+    """Packs of an update of the run; fewer are played, all like the pack that is nearest to the
+    mean."""
     tokens: int
     """Tokens of the sequences in a played pack."""
     responses: int
@@ -131,7 +140,8 @@ class Rehearsed:
 
 
 def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
-    """Play updates of the run of ``setup`` on one rank. The process must be prepared (:func:`world.prepare`)."""
+    """Play updates of the run of ``setup`` on one rank. The process must be prepared
+    (:func:`world.prepare`)."""
     config, layout, placement = setup.config, setup.placement.layout, setup.placement
     reads = known_reads(mode, layout, setup.shape.experts_per_token)
     with one_rank(placement.ranks, rank), mode, reads:
@@ -141,7 +151,9 @@ def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
         held, actor = actor_of(book, setup, world)
         if config.loss.kl_coef > 0 and not config.model.lora.rank:
             held["reference"] = _reference_bytes(book, setup, world)
-        set_attention_pairs(float(np.square(np.diff(pack.cu_seqlens).astype(float)).sum()) / layout.cp**2)
+        set_attention_pairs(
+            float(np.square(np.diff(pack.cu_seqlens).astype(float)).sum()) / layout.cp**2
+        )
         few, many = ([pack] * count for count in packs_to_play(packs, layout))
         built, before, peaks = _settled(book), set(book.allocations), _note_peaks(book, actor)
         _update(actor, setup, few)  # what is made once
@@ -170,20 +182,25 @@ def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
 
 
 def packs_to_play(packs: int, layout: LayoutConfig) -> tuple[int, int]:
-    """Counts of packs for two updates that show the memory and the work of an update of ``packs`` packs.
+    """Counts of packs for two updates that show the memory and the work of an update of ``packs``
+    packs.
 
-    The first count is that of pipeline stages. The second is at least twice that; with virtual stages, it is a count
-    that the interleaved schedule takes in groups of the same size as all packs, so that as many packs are in flight.
+    The first count is that of pipeline stages. The second is at least twice that; with virtual
+    stages, it is a count that the interleaved schedule takes in groups of the same size as all
+    packs, so that as many packs are in flight.
     """
 
     def alike(count: int) -> bool:
-        return layout.vpp == 1 or interleaved_packs(count, layout.pp) == interleaved_packs(packs, layout.pp)
+        return layout.vpp == 1 or interleaved_packs(count, layout.pp) == interleaved_packs(
+            packs, layout.pp
+        )
 
     return min(layout.pp, packs), next(filter(alike, range(2 * layout.pp, packs)), packs)
 
 
 def mean_pack(setup: Setup, world: World) -> tuple[int, Pack]:
-    """How many packs a replica has in an update, and the one whose tokens and attention are nearest to their mean.
+    """How many packs a replica has in an update, and the one whose tokens and attention are nearest
+    to their mean.
 
     Response lengths are quantiles of the planned distribution; prompts have the mean length.
     """
@@ -214,11 +231,14 @@ def mean_pack(setup: Setup, world: World) -> tuple[int, Pack]:
 def _sample(prompt: int, response: int) -> TrainingSample:
     ids, masked = np.ones(prompt, np.int32), np.ones(response, bool)
     logprobs = np.full(response, -1.0, np.float32)
-    return TrainingSample(ids, np.ones(response, np.int32), logprobs, masked, 1.0, 1.0 / response, version=0)
+    return TrainingSample(
+        ids, np.ones(response, np.int32), logprobs, masked, 1.0, 1.0 / response, version=0
+    )
 
 
 def actor_of(book: Book, setup: Setup, world: World) -> tuple[dict[str, int], Actor]:
-    """The run's actor, without its weights' values, and the bytes of its weights, gradients and optimizer."""
+    """The run's actor, without its weights' values, and the bytes of its weights, gradients and
+    optimizer."""
     config, marks = setup.config, [_settled(book)]
 
     def optimizer_of(*arguments: Any, **options: Any) -> Any:
@@ -229,9 +249,12 @@ def actor_of(book: Book, setup: Setup, world: World) -> tuple[dict[str, int], Ac
     with mock.patch.object(actor_module, "get_megatron_optimizer", optimizer_of):
         actor = Actor(
             setup.shape, config.model, setup.placement.layout, config.optimizer, world,
-            temperature=config.rollout.temperature, load=lambda chunks: marks.append(book.bytes_now),
+            temperature=config.rollout.temperature,
+            load=lambda chunks: marks.append(book.bytes_now),
         )  # fmt: skip
-    if not world.last_stage or world.tp_rank or world.cp_rank:  # ranks that the loss's sums reach over the network
+    if (
+        not world.last_stage or world.tp_rank or world.cp_rank
+    ):  # ranks that the loss's sums reach over the network
         actor._total = lambda mine: dict.fromkeys(SUMS, 1.0)  # type: ignore[method-assign]
     marks.append(_settled(book))
     held = dict(zip(("weights", "gradients", "optimizer"), np.diff(marks).tolist(), strict=True))
@@ -243,7 +266,9 @@ def actor_of(book: Book, setup: Setup, world: World) -> tuple[dict[str, int], Ac
 def _reference_bytes(book: Book, setup: Setup, world: World) -> int:
     """Bytes of the frozen copy, which is not kept."""
     before = _settled(book)
-    frozen = Reference(setup.shape, setup.config.model, setup.placement.layout, world, temperature=1.0)
+    frozen = Reference(
+        setup.shape, setup.config.model, setup.placement.layout, world, temperature=1.0
+    )
     size = _settled(book) - before
     del frozen
     return size
@@ -256,7 +281,8 @@ def _settled(book: Book) -> int:
 
 
 def _note_peaks(book: Book, actor: Actor) -> list[tuple[int, dict[int, Allocation]]]:
-    """Bytes at the peak of each update's passes, before the optimizer's step, and what is alive there."""
+    """Bytes at the peak of each update's passes, before the optimizer's step, and what is alive
+    there."""
     noted, accumulate = [], actor.accumulate
 
     def noting(packs: Sequence[Pack], loss: Loss) -> list[Sums]:
@@ -278,7 +304,12 @@ def _booked(book: Book, packs: Sequence[Pack], work: Callable[[], object]) -> Bo
 def _update(actor: Actor, setup: Setup, packs: Sequence[Pack]) -> None:
     """One update, with log-probabilities of earlier passes if the run's loss reads them."""
     config = setup.config
-    loss = PolicyLoss(objective_of(config.loss), kl_coef=config.loss.kl_coef, tis_cap=importance_cap(config), version=0)
+    loss = PolicyLoss(
+        objective_of(config.loss),
+        kl_coef=config.loss.kl_coef,
+        tis_cap=importance_cap(config),
+        version=0,
+    )
     loss.take_scored()
     last = actor.world.last_stage
     if last and config.loss.updates_per_rollout > 1:

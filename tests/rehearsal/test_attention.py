@@ -1,4 +1,5 @@
-"""Transformer Engine's own Python decides whether attention is fused; only cuDNN's answer is a stand-in."""
+"""Transformer Engine's own Python decides whether attention is fused; only cuDNN's answer is a
+stand-in."""
 
 from __future__ import annotations
 
@@ -32,10 +33,14 @@ check(1), check(2)
 
 
 def test_policy_without_fused_attention_is_refused() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     *by_cudnn, alone, split, flash, split_flash = done.stdout.splitlines()
     assert [*by_cudnn, flash, split_flash] == ["fused"] * 4
-    problem = "model.spec = auto: Transformer Engine has no fused attention over packs on NVIDIA H100"
+    problem = (
+        "model.spec = auto: Transformer Engine has no fused attention over packs on NVIDIA H100"
+    )
     for refusal in (alone, split):
         assert (
             problem in refusal

@@ -25,7 +25,9 @@ CONFIG = "configs/qwen3_0.6b_math.yaml"
 TWO_TRAIN = "rollout.launch.count=6"
 ROOT = Path(__file__).parents[2]
 LAYERS = 2
-whole_matrix = pytest.mark.skipif(os.environ.get("REHEARSAL_CASES") != "all", reason="with the whole matrix")
+whole_matrix = pytest.mark.skipif(
+    os.environ.get("REHEARSAL_CASES") != "all", reason="with the whole matrix"
+)
 
 
 def write_shape(folder: Path, name: str, layers: int = 4) -> Path:
@@ -36,7 +38,9 @@ def write_shape(folder: Path, name: str, layers: int = 4) -> Path:
 
 
 def run_in_root(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
+    )
 
 
 def rehearse(policy: Path, *words: str, code: int = 0) -> dict[str, Any]:
@@ -65,7 +69,9 @@ def found(policy: Path) -> dict[str, Any]:
 @pytest.mark.quick
 def test_memory_is_the_planned_memory(found: dict[str, Any]) -> None:
     memory = found["memory"]
-    passes = [sum(memory[part][of] for part in ("activations", "head")) for of in ("rehearsed", "planned")]
+    passes = [
+        sum(memory[part][of] for part in ("activations", "head")) for of in ("rehearsed", "planned")
+    ]
     assert 0.95 <= passes[0] / passes[1] <= 1.02
     for part in ("weights", "gradients", "optimizer"):
         assert memory[part]["rehearsed"] == pytest.approx(memory[part]["planned"], rel=1e-3)
@@ -89,7 +95,9 @@ def test_report_names_a_policy_that_does_not_fit(found: dict[str, Any], policy: 
 
 def check_planned_seconds(found: dict[str, Any]) -> None:
     for part in ("kernel", "collective"):
-        assert found[f"planned_{part}_seconds"] == pytest.approx(found[f"{part}_seconds"], rel=0.04), part
+        assert found[f"planned_{part}_seconds"] == pytest.approx(
+            found[f"{part}_seconds"], rel=0.04
+        ), part
 
 
 def test_planned_kernels_and_collectives_are_the_rehearsed(found: dict[str, Any]) -> None:
@@ -102,12 +110,24 @@ def test_planned_kernels_and_collectives_are_the_rehearsed(found: dict[str, Any]
     [
         ("qwen3-8b", ("layout.tp=2", "layout.sequence_parallel=true", "model.recompute=selective")),
         ("qwen3-8b", ("layout.tp=2", "layout.cp=2", "rollout.launch.count=4")),
-        ("qwen3-30b-a3b", ("layout.tp=2", "layout.ep=2", "layout.sequence_parallel=true", "rollout.launch.count=4")),
+        (
+            "qwen3-30b-a3b",
+            (
+                "layout.tp=2",
+                "layout.ep=2",
+                "layout.sequence_parallel=true",
+                "rollout.launch.count=4",
+            ),
+        ),
     ],
 )
-def test_seconds_of_other_layouts_are_planned(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_seconds_of_other_layouts_are_planned(
+    name: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
     """In the last layout etp is tp."""
-    check_planned_seconds(rehearse(write_shape(tmp_path, name), "rollout.prompts_per_step=32", *words))
+    check_planned_seconds(
+        rehearse(write_shape(tmp_path, name), "rollout.prompts_per_step=32", *words)
+    )
 
 
 @whole_matrix
@@ -120,13 +140,19 @@ def test_seconds_of_other_layouts_are_planned(name: str, words: tuple[str, ...],
         ("qwen3.5-4b", ()),
     ],
 )
-def test_layer_keeps_the_planned_activations(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    """The peaks of a few layers and of twice as many differ by layers alone; Qwen3.5 repeats every four."""
+def test_layer_keeps_the_planned_activations(
+    name: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The peaks of a few layers and of twice as many differ by layers alone; Qwen3.5 repeats every
+    four."""
     if not trains(write_shape(tmp_path, name)):
         pytest.skip("this Megatron-Core cannot train it")
     few, many = (4, 8) if name.startswith("qwen3.5") else (3, 5)
     words += ("model.recompute=none", "pack.max_tokens=4096", "rollout.max_response_tokens=3000")
-    one, other = (rehearse(write_shape(tmp_path, name, n), *words)["memory"]["activations"] for n in (few, many))
+    one, other = (
+        rehearse(write_shape(tmp_path, name, n), *words)["memory"]["activations"]
+        for n in (few, many)
+    )
     planned = other["planned"] - one["planned"]
     assert 0.95 * planned <= other["rehearsed"] - one["rehearsed"] <= 1.02 * planned
 

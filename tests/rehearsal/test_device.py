@@ -26,13 +26,17 @@ def test_missing_parts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "install_te_python.sh" in te
 
 
-def test_installed_transformer_engine_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_transformer_engine_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("REHEARSAL_TRANSFORMER_ENGINE", raising=False)
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
     about = tmp_path / "transformer_engine-2.14.1.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.14.1\n")
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.14.1\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert python_folder() == tmp_path
     monkeypatch.setenv("REHEARSAL_TRANSFORMER_ENGINE", "2.20.2")
@@ -41,5 +45,7 @@ def test_installed_transformer_engine_is_found(tmp_path: Path, monkeypatch: pyte
 
 
 def test_function_without_a_stand_in_fails_by_name() -> None:
-    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.swiglu has no stand-in"):
+    with pytest.raises(
+        NotImplementedError, match=r"transformer_engine_torch\.swiglu has no stand-in"
+    ):
         CompiledModule("transformer_engine_torch").swiglu()

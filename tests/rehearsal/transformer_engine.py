@@ -1,4 +1,5 @@
-"""Import Transformer Engine's own Python, 2.14 or 2.20, on top of the stand-ins of its compiled module."""
+"""Import Transformer Engine's own Python, 2.14 or 2.20, on top of the stand-ins of its compiled
+module."""
 
 from __future__ import annotations
 
@@ -26,17 +27,24 @@ def _numbered(prefix: str, names: str) -> dict[str, int]:
 
 
 _LAYOUTS = (
-    "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD T3HD TH3D"
+    "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D "
+    "BSHD_BSHD_BSHD T3HD TH3D"
     " THD_T2HD THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD"
-    " Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD"
+    " Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD "
+    "Paged_KV_SBHD_SBHD_SBHD"
     " Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD BHSD_BHSD_BHSD QKV_Layout_NOT_SET"
 )
 _OVERLAPS = (
-    "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS SPLIT_PIPELINED_RS_P2P ATOMIC_GEMM_RS"
+    "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS "
+    "SPLIT_PIPELINED_RS_P2P ATOMIC_GEMM_RS"
     " ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P EXTERNAL_BULK_OVERLAP_AG"
 )
-_FP8_BACKWARD = [f"{kind}{i}" for i, kind in itertools.product((1, 2, 3), ("GRAD_OUTPUT", "GRAD_INPUT"))]
-_FP8_FORWARD = [f"GEMM{i}_{kind}" for i, kind in itertools.product((1, 2, 3), ("INPUT", "WEIGHT", "OUTPUT"))]
+_FP8_BACKWARD = [
+    f"{kind}{i}" for i, kind in itertools.product((1, 2, 3), ("GRAD_OUTPUT", "GRAD_INPUT"))
+]
+_FP8_FORWARD = [
+    f"GEMM{i}_{kind}" for i, kind in itertools.product((1, 2, 3), ("INPUT", "WEIGHT", "OUTPUT"))
+]
 _DTYPES = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6}
 _DTYPES |= {"kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10}
 
@@ -68,21 +76,28 @@ ENUMERATIONS: dict[str, dict[str, int]] = {
 }
 """Names and values from ``transformer_engine_torch``; a member that only 2.20 has comes last."""
 CLASSES = (
-    "CommOverlap", "CommOverlapBase", "CommOverlapCore", "CommOverlapHelper", "CommOverlapP2P", "CommOverlapP2PBase",
+    "CommOverlap", "CommOverlapBase", "CommOverlapCore", "CommOverlapHelper", "CommOverlapP2P",
+    "CommOverlapP2PBase",
     "FP8TensorMeta",
 )  # fmt: skip
 
 
 def constants(source: str) -> dict[str, Any]:
-    """The enumerations and classes by name. The classes are empty: no setting of a rehearsal uses them.
+    """The enumerations and classes by name. The classes are empty: no setting of a rehearsal uses
+    them.
 
     Args:
-        source: Transformer Engine's Python code, which from 2.20 on rejects enumeration members that it does not name.
+        source: Transformer Engine's Python code, which from 2.20 on rejects enumeration members
+            that it does not name.
     """
     constants_by_name: dict[str, Any] = {name: type(name, (), {}) for name in CLASSES}
     for name, members in ENUMERATIONS.items():
         if name == "NVTE_Fused_Attn_Backend":
-            members = {member: number for member, number in members.items() if member.removeprefix("NVTE_") in source}
+            members = {
+                member: number
+                for member, number in members.items()
+                if member.removeprefix("NVTE_") in source
+            }
         constants_by_name[name] = enum.IntEnum(name, members)
     return constants_by_name
 
@@ -93,14 +108,17 @@ OPTIONAL = ("onnxscript", "onnx", "onnx.defs", "einops")
 
 
 class CompiledModule(ModuleType):
-    """The compiled module. A function without a stand-in can be imported, and raises NotImplementedError if called."""
+    """The compiled module. A function without a stand-in can be imported, and raises
+    NotImplementedError if called."""
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         if name.startswith("__"):
             raise AttributeError(name)
 
         def missing(*args: object, **kwargs: object) -> NoReturn:
-            raise NotImplementedError(f"{COMPILED}.{name} has no stand-in in tests/rehearsal/te_kernels.py")
+            raise NotImplementedError(
+                f"{COMPILED}.{name} has no stand-in in tests/rehearsal/te_kernels.py"
+            )
 
         setattr(self, name, missing)
         return missing
@@ -111,7 +129,10 @@ def import_transformer_engine(folder: Path, mode: RehearsalMode) -> None:
     StandInState.mode = mode
     sys.path.insert(0, str(folder))
     for name in OPTIONAL:
-        if name.partition(".")[0] in sys.modules or importlib.util.find_spec(name.partition(".")[0]) is None:
+        if (
+            name.partition(".")[0] in sys.modules
+            or importlib.util.find_spec(name.partition(".")[0]) is None
+        ):
             sys.modules.setdefault(name, mock.MagicMock(name=name))
     sys.modules[COMPILED] = _compiled_module(folder / "transformer_engine")
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # transformer_engine.common then loads no library
@@ -123,7 +144,9 @@ def import_transformer_engine(folder: Path, mode: RehearsalMode) -> None:
     utils: Any = dot_product_attention.dpa_utils
     choose = utils.get_attention_backend
 
-    def choose_for_plain_tensors(parameters: Any) -> Any:  # fused attention requires the very type torch.Tensor
+    def choose_for_plain_tensors(
+        parameters: Any,
+    ) -> Any:  # fused attention requires the very type torch.Tensor
         parameters.qkv_type = torch.Tensor
         return choose(parameters)
 
@@ -141,10 +164,18 @@ def _compiled_module(package: Path) -> ModuleType:
 
 
 def _import_without_library(package: Path) -> None:
-    """Import the package, whose ``__init__`` otherwise loads the compiled library of the framework."""
+    """Import the package, whose ``__init__`` otherwise loads the compiled library of the
+    framework."""
     outer = importlib.util.spec_from_file_location("transformer_engine", package / "__init__.py")
-    inner = importlib.util.spec_from_file_location("transformer_engine.common", package / "common" / "__init__.py")
-    assert outer is not None and outer.loader is not None and inner is not None and inner.loader is not None
+    inner = importlib.util.spec_from_file_location(
+        "transformer_engine.common", package / "common" / "__init__.py"
+    )
+    assert (
+        outer is not None
+        and outer.loader is not None
+        and inner is not None
+        and inner.loader is not None
+    )
     top, common = importlib.util.module_from_spec(outer), importlib.util.module_from_spec(inner)
     sys.modules |= {"transformer_engine": top, "transformer_engine.common": common}
     top.common = common  # type: ignore[attr-defined]

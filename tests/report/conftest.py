@@ -1,4 +1,5 @@
-"""Pages without drawings: most tests look at their words, and a drawing takes a tenth of a second."""
+"""Pages without drawings: most tests look at their words, and a drawing takes a tenth of a
+second."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from tests.observe.made_up import made_up_census, made_up_rows
 
 PRUNED = PruningConfig()
 UNPRUNED = PruningConfig(
-    prompts=PromptPruningConfig(rule="none"), completions=CompletionPruningConfig(rule="none", keep=0.4)
+    prompts=PromptPruningConfig(rule="none"),
+    completions=CompletionPruningConfig(rule="none", keep=0.4),
 )
 
 
@@ -34,12 +35,16 @@ def write_run(
     """A run of sums; ``answers`` are those of one evaluation, ``held`` goes into every row."""
     folder.mkdir(parents=True, exist_ok=True)
     run = RunConfig(dir=str(folder), steps=steps)
-    (folder / "config.yaml").write_text(as_yaml(Config(run=run, eval=EvalConfig(problems=50), pruning=pruning)))
+    (folder / "config.yaml").write_text(
+        as_yaml(Config(run=run, eval=EvalConfig(problems=50), pruning=pruning))
+    )
     write_lines(folder / "metrics.jsonl", [row | dict(held or {}) for row in made_up_rows(steps)])
     write_lines(folder / "pruning.jsonl", made_up_census(steps))
     shown = answers or [{"prompt": "2+2=", "answer": "#5", "label": "4", "correct": False}]
     asked = {"": 50} if problems is None else dict(problems)
-    rows = [{"step": step, "problems": asked, "answers": list(shown)} for step in range(0, steps + 1, 2)]
+    rows = [
+        {"step": step, "problems": asked, "answers": list(shown)} for step in range(0, steps + 1, 2)
+    ]
     write_lines(folder / "answers.jsonl", rows)
     return folder
 

@@ -1,4 +1,5 @@
-"""Whatever has become of a run's files, its report is made, and says what it could not read or draw."""
+"""Whatever has become of a run's files, its report is made, and says what it could not read or
+draw."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ def whole(folder: Path) -> Path:
     run = write_run(folder, 3)
     record(run, 0, load_config(None, [f"run.dir={run}"]))
     scores = {"value": 0.5, "low": 0.4, "high": 0.6}
-    of = {"problems": 4, "avg@k": scores, "pass@k": {"1": scores, "4": scores}, "majority": scores, "unscored": 0}
+    of = {
+        "problems": 4,
+        "avg@k": scores,
+        "pass@k": {"1": scores, "4": scores},
+        "majority": scores,
+        "unscored": 0,
+    }
     (run / "scores.json").write_text(json.dumps({"samples": 4, "benchmarks": {"gsm8k": of}}))
     return run
 
@@ -36,7 +43,9 @@ def respell(file: Path, rng: random.Random) -> None:
     lines = file.read_text().splitlines()
     at = rng.randrange(len(lines))
     row = json.loads(lines[at])
-    row[rng.choice([*row, "eval/accuracy"])] = rng.choice([None, "x", [], {}, [[1, 2]], -1, 1e300, True, [None] * 5])
+    row[rng.choice([*row, "eval/accuracy"])] = rng.choice(
+        [None, "x", [], {}, [[1, 2]], -1, 1e300, True, [None] * 5]
+    )
     lines[at] = json.dumps(row)
     file.write_text("\n".join([*lines, ""]))
 
@@ -56,7 +65,9 @@ def test_skipped_lines_are_counted(tmp_path: Path) -> None:
     run = whole(tmp_path / "run")
     lines = (run / "pruning.jsonl").read_text().replace('"binary"', '"b9nary"', 2)
     (run / "pruning.jsonl").write_text(lines)
-    assert "2 of the lines of pruning.jsonl cannot be read, and are left out" in page(read_runs([run]))
+    assert "2 of the lines of pruning.jsonl cannot be read, and are left out" in page(
+        read_runs([run])
+    )
 
 
 @pytest.mark.drawn
@@ -78,7 +89,9 @@ def test_failed_report_ends_no_run(
     log.add({"perf/step_time": 1.0})
     log.write(1)
     (tmp_path / "answers.jsonl").write_text("no answers\n")
-    monkeypatch.setattr("megatron_dppo.report.render.draw_pictures", lambda run, folder: {}["a chart"])
+    monkeypatch.setattr(
+        "megatron_dppo.report.render.draw_pictures", lambda run, folder: {}["a chart"]
+    )
     log.finish(run_logger.Best(0.5, 1))
     said = " ".join(capsys.readouterr().out.split())
     assert "the pictures could not be made (KeyError: 'a chart'); the run is complete" in said

@@ -1,4 +1,5 @@
-"""What the page says in numbers is right: costs, intervals, races, and what thinning leaves of a line."""
+"""What the page says in numbers is right: costs, intervals, races, and what thinning leaves of a
+line."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ ROLLOUT_S, TRAIN_S, FIXED_S = 3e-4, 7e-4, 0.25
 
 
 def one_step(folder: Path, *, prompts: float, completions: float, **held: float) -> RunRecord:
-    """A step of such a machine. Of 1,000 tokens in the window this share is rolled out; of those a fifth has zero
-    advantage, and of the rest this share is trained on."""
+    """A step of such a machine. Of 1,000 tokens in the window this share is rolled out; of those a
+    fifth has zero advantage, and of the rest this share is trained on."""
     rolled_out = 1000.0 * prompts
     trained = 0.8 * rolled_out * completions
     row = {
@@ -91,7 +92,10 @@ def test_changed_number_of_ranks_is_counted_row_by_row(tmp_path: Path) -> None:
 
 def test_price_of_the_command_line_comes_first(tmp_path: Path) -> None:
     run = read_runs([write_run(tmp_path / "run", 60, held={"perf/ranks": 1, "perf/gpus": 1})])[0]
-    run, hours = replace(run, config={**run.config, "cluster.price_per_gpu_hour": 3.0}), spent(run).hours
+    run, hours = (
+        replace(run, config={**run.config, "cluster.price_per_gpu_hour": 3.0}),
+        spent(run).hours,
+    )
     for price, wanted in ((None, 3.0), (10.0, 10.0)):
         rows = {row[0]: row[1] for row in cost([run], price).parts[0].rows}
         assert rows["money spent"] == f"{hours * wanted:.2f}"
@@ -108,7 +112,9 @@ def test_race_ends_at_the_accuracy_of_the_slowest(tmp_path: Path) -> None:
         (tmp_path / name / "config.yaml").write_text("data: {train: arithmetic}")
         return tmp_path / name
 
-    outcome = race(read_runs([run("fast", 1.0, [0.1, 0.3, 0.6, 0.9]), run("slow", 3.0, [0.1, 0.6, 0.5, 0.4])]))
+    outcome = race(
+        read_runs([run("fast", 1.0, [0.1, 0.3, 0.6, 0.9]), run("slow", 3.0, [0.1, 0.6, 0.5, 0.4])])
+    )
     assert outcome is not None
     assert (outcome.target, dict(outcome.reached)) == (0.6, {"fast": 2.0, "slow": 3.0})
     assert "slow 3.00 s, 1.50 times as long" in outcome.said()
@@ -122,16 +128,27 @@ def test_seeds_of_one_configuration_give_an_interval(tmp_path: Path) -> None:
         folders = [tmp_path / f"{arm}-{seed}" for seed in range(len(seconds))]
         for seed, (folder, of_step) in enumerate(zip(folders, seconds, strict=True)):
             folder.mkdir()
-            shares = [{"step": 0, "eval/accuracy": 0.1}, {"step": 1, "eval/accuracy": 0.6, "perf/step_time": of_step}]
+            shares = [
+                {"step": 0, "eval/accuracy": 0.1},
+                {"step": 1, "eval/accuracy": 0.6, "perf/step_time": of_step},
+            ]
             write_lines(folder / "metrics.jsonl", shares)
             (folder / "config.yaml").write_text(f"run: {{seed: {seed}}}\nloss: {{name: {arm}}}")
         return folders
 
-    first, second, single = runs("grpo", [1.0, 2.0, 4.0]), runs("gspo", [2.0, 4.4, 7.2]), runs("dapo", [2.0])
+    first, second, single = (
+        runs("grpo", [1.0, 2.0, 4.0]),
+        runs("gspo", [2.0, 4.4, 7.2]),
+        runs("dapo", [2.0]),
+    )
     found = read_runs([*first, *second])
     outcome = race(found)
-    assert outcome is not None and [arm.name for arm in outcome.arms] == ["grpo-0 (3 seeds)", "gspo-0 (3 seeds)"]
-    # Student's interval of the logarithms of 2, 2.2 and 1.8, seed by seed: the seeds' own spread does not count.
+    assert outcome is not None and [arm.name for arm in outcome.arms] == [
+        "grpo-0 (3 seeds)",
+        "gspo-0 (3 seeds)",
+    ]
+    # Student's interval of the logarithms of 2, 2.2 and 1.8, seed by seed: the seeds' own spread
+    # does not count.
     assert "1.99 times as long [1.55, 2.56]" in outcome.said()
     assert "[1.55, 2.56]</b>" in page(found)
     mixed = race(read_runs([*first, *second, *single]))
@@ -151,15 +168,20 @@ def against_another(folder: Path, problems: Mapping[str, int] | None = None, **o
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("data.train", "reasoning_gym"), ("data.eval", "held_out.jsonl"), ("data.arithmetic.max_operand", 9),
-        ("data.arithmetic.seed", 1), ("data.reasoning_gym.tasks", {"gcd": {}}), ("eval.benchmarks", ["aime24"]),
+        ("data.train", "reasoning_gym"), ("data.eval", "held_out.jsonl"),
+        ("data.arithmetic.max_operand", 9),
+        ("data.arithmetic.seed", 1), ("data.reasoning_gym.tasks", {"gcd": {}}), ("eval.benchmarks",
+        ["aime24"]),
         ("eval.samples", 8), ("reward.function", "exact"),
     ],
 )  # fmt: skip
 def test_different_evaluations_are_not_raced(tmp_path: Path, key: str, value: object) -> None:
     outcome = against_another(tmp_path, **{key: value})
     assert outcome.target is None and not outcome.reached
-    assert f"The runs were tested on different problems, or in different ways ({key})" in outcome.said()
+    assert (
+        f"The runs were tested on different problems, or in different ways ({key})"
+        in outcome.said()
+    )
     assert "b 2.00 s, 1.00 times as long" in outcome.said()
 
 
@@ -169,7 +191,9 @@ def test_different_numbers_of_problems_are_not_raced(tmp_path: Path) -> None:
     assert untold.differs == ["eval.problems"]
 
 
-@pytest.mark.parametrize("key", ["run.seed", "data.arithmetic.problems", "data.arithmetic.short_answers"])
+@pytest.mark.parametrize(
+    "key", ["run.seed", "data.arithmetic.problems", "data.arithmetic.short_answers"]
+)
 def test_runs_with_different_training_are_raced(tmp_path: Path, key: str) -> None:
     assert against_another(tmp_path, **{key: 1}).target == 0.75
 
@@ -226,7 +250,12 @@ def test_thinning_keeps_the_mean_and_the_extremes(values: list[float], most: int
 
 
 def test_numbers_and_times_are_short() -> None:
-    assert [duration(s) for s in (0.0, 4e-5, 42.4, 18_720)] == ["0 s", "<0.001 s", "42 s", "5 h 12 min"]
+    assert [duration(s) for s in (0.0, 4e-5, 42.4, 18_720)] == [
+        "0 s",
+        "<0.001 s",
+        "42 s",
+        "5 h 12 min",
+    ]
     assert [say(v, "number") for v in (None, 3.3e-7, 1234.5)] == ["–", "3.3e−7", "1,234.5"]
 
 

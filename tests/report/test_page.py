@@ -20,7 +20,17 @@ from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.resume import record
 from tests.report.made_up import UNPRUNED, write_lines, write_run
 
-SECTIONS = ("learning", "time", "pruning", "packs", "signs", "answers", "benchmarks", "cost", "settings")
+SECTIONS = (
+    "learning",
+    "time",
+    "pruning",
+    "packs",
+    "signs",
+    "answers",
+    "benchmarks",
+    "cost",
+    "settings",
+)
 
 
 class Elements(HTMLParser):
@@ -64,9 +74,12 @@ def test_page_has_every_section_with_its_figures(tmp_path: Path) -> None:
 
 def test_comparison_lists_only_different_settings(tmp_path: Path) -> None:
     shown = write(write_run(tmp_path / "a"), write_run(tmp_path / "b", pruning=UNPRUNED))
-    after = shown.text[shown.text.index("Only what differs") : shown.text.index("All settings of a")]
+    after = shown.text[
+        shown.text.index("Only what differs") : shown.text.index("All settings of a")
+    ]
     assert after.split()[6:] == [
-        "setting", "a", "b", "pruning.prompts.rule", "neyman", "none", "pruning.completions.rule", "neyman", "none",
+        "setting", "a", "b", "pruning.prompts.rule", "neyman", "none", "pruning.completions.rule",
+        "neyman", "none",
         "pruning.completions.keep", "auto", "0.4",
     ]  # fmt: skip
     assert "a 2.00 s; b 2.00 s, 1.00 times as long" in shown.text
@@ -82,8 +95,13 @@ def test_rewards_under_pruned_prompts_are_called_incomparable(tmp_path: Path) ->
 
 def test_unwritable_output_is_refused_by_its_option(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for place, pictures in ((tmp_path / "file/report.html", None), (tmp_path / "report.html", tmp_path / "file/png")):
-        with pytest.raises(UserError, match=r"cannot be written: (File exists|Not a directory)") as caught:
+    for place, pictures in (
+        (tmp_path / "file/report.html", None),
+        (tmp_path / "report.html", tmp_path / "file/png"),
+    ):
+        with pytest.raises(
+            UserError, match=r"cannot be written: (File exists|Not a directory)"
+        ) as caught:
             report([write_run(tmp_path / "run")], place, png=pictures)
         assert caught.value.setting == ("--png" if pictures else "--out")
 
@@ -94,17 +112,34 @@ def test_unwritable_output_is_refused_by_its_option(tmp_path: Path) -> None:
         ("env", ["HF_TOKEN=hunter2", "A=hunter"], ["HF_TOKEN=…", "A=…"]),
         ("command", ["env", "HF_TOKEN=hunter2", "serve"], ["env", "HF_TOKEN=…", "serve"]),
         ("command", ["bash", "-c", "API_KEY=hunter2 serve"], ["bash", "-c", "API_KEY=…"]),
-        ("flags", ["--api-key", "hunter2-key", "x", "--tp", "2"], ["--api-key", "…", "x", "--tp", "2"]),
-        ("flags", ["--password=hunter2", "--admin-token hunter 2"], ["--password=…", "--admin-token …"]),
+        (
+            "flags",
+            ["--api-key", "hunter2-key", "x", "--tp", "2"],
+            ["--api-key", "…", "x", "--tp", "2"],
+        ),
+        (
+            "flags",
+            ["--password=hunter2", "--admin-token hunter 2"],
+            ["--password=…", "--admin-token …"],
+        ),
         ("flags", ["-H", "Authorization: Bearer hunter2"], ["-H", "Authorization: Bearer …"]),
         ("flags", ["--extra", '{"secret": "hunter2"}'], ["--extra", '{"secret": …']),
-        ("flags", ["--ssl-key", "--max-total-tokens", "8192"], ["--ssl-key", "--max-total-tokens", "8192"]),
+        (
+            "flags",
+            ["--ssl-key", "--max-total-tokens", "8192"],
+            ["--ssl-key", "--max-total-tokens", "8192"],
+        ),
     ],
 )
-def test_secrets_of_servers_are_masked(tmp_path: Path, key: str, words: list[str], shown: list[str]) -> None:
+def test_secrets_of_servers_are_masked(
+    tmp_path: Path, key: str, words: list[str], shown: list[str]
+) -> None:
     run = write_run(tmp_path / "run")
     lines = (run / "config.yaml").read_text().splitlines()
-    changed = [f"    {key}: {json.dumps(words)}" if line.startswith(f"    {key}: ") else line for line in lines]
+    changed = [
+        f"    {key}: {json.dumps(words)}" if line.startswith(f"    {key}: ") else line
+        for line in lines
+    ]
     (run / "config.yaml").write_text("\n".join(changed))
     text = write(run, write_run(tmp_path / "other")).text
     assert "hunter" not in text
@@ -114,8 +149,14 @@ def test_secrets_of_servers_are_masked(tmp_path: Path, key: str, words: list[str
 def test_page_has_no_key_or_password(tmp_path: Path) -> None:
     """Neither of the settings in force nor of earlier ones."""
     run = write_run(tmp_path / "run")
-    secrets = "data.verifiers.arguments={key: hunter2}", "loss.distillation.teacher=http://me:hunter2@host"
-    for step, more in ((0, "data.chat_template_kwargs={a: hunter2}"), (3, "rollout.servers=[http://a:hunter2@b]")):
+    secrets = (
+        "data.verifiers.arguments={key: hunter2}",
+        "loss.distillation.teacher=http://me:hunter2@host",
+    )
+    for step, more in (
+        (0, "data.chat_template_kwargs={a: hunter2}"),
+        (3, "rollout.servers=[http://a:hunter2@b]"),
+    ):
         record(run, step, load_config(None, [f"run.dir={run}", *secrets, more]))
     text = page(read_runs([run]))
     assert "hunter" not in text
@@ -134,11 +175,16 @@ def test_page_requests_nothing(tmp_path: Path) -> None:
     shown = Elements(text)
     assert not shown.values("src")
     assert all(link.startswith(("#", "data:")) for link in shown.values("href"))
-    assert not any(word in text for word in ("http:", "https:", "url(", "@import", "fetch(", "XMLHttpRequest"))
+    assert not any(
+        word in text for word in ("http:", "https:", "url(", "@import", "fetch(", "XMLHttpRequest")
+    )
     assert "default-src 'none'" in text
 
 
-HOSTILE = "</pre></article></main><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7*7 }} \" onload='x'"
+HOSTILE = (
+    "</pre></article></main><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7*7 }} "
+    "\" onload='x'"
+)
 
 
 @pytest.mark.drawn
@@ -147,7 +193,9 @@ def test_hostile_text_is_escaped(tmp_path: Path) -> None:
     shown = write(write_run(tmp_path / "<b onclick=alert(3)>", answers=answers))
     assert (shown.tags.count("script"), shown.tags.count("img")) == (1, 0)
     assert not shown.values("onclick")
-    assert shown.text.count(HOSTILE) == 2 + 4  # the problem, its reference, and an answer of each evaluation
+    assert (
+        shown.text.count(HOSTILE) == 2 + 4
+    )  # the problem, its reference, and an answer of each evaluation
 
 
 @pytest.mark.drawn
@@ -164,7 +212,8 @@ def test_value_without_a_number_is_left_out_alone(tmp_path: Path, value: object)
     run = write_run(tmp_path / "run")
     first, *rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     spoilt = (
-        "prune/noise_share_prompts", "prune/noise_share_completions", "prune/saved_tokens_prompts", "train/tokens",
+        "prune/noise_share_prompts", "prune/noise_share_completions", "prune/saved_tokens_prompts",
+        "train/tokens",
         "perf/actor_train_time", "perf/step_time",
     )  # fmt: skip
     for row, key in zip(rows, spoilt, strict=True):
@@ -178,7 +227,9 @@ def test_value_without_a_number_is_left_out_alone(tmp_path: Path, value: object)
     assert "6 steps of 2.00 s" in text  # the sixth is not timed, the seventh is
 
 
-@pytest.mark.parametrize("spoilt", ['"kept": null', '"kept": [3, NaN]', '"by_cause": [[1.0, null, 2, 1.0, 1]]'])
+@pytest.mark.parametrize(
+    "spoilt", ['"kept": null', '"kept": [3, NaN]', '"by_cause": [[1.0, null, 2, 1.0, 1]]']
+)
 def test_pruning_statistics_without_a_number_are_left_out(tmp_path: Path, spoilt: str) -> None:
     run = write_run(tmp_path / "run")
     line = (run / "pruning.jsonl").read_text().splitlines()[0].replace('"step": 1', '"step": 7')
@@ -202,7 +253,9 @@ def test_torn_settings_are_the_defaults(tmp_path: Path) -> None:
     assert "not at its end: step 6 of 100" in write(run).text
 
 
-def test_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"empty.*is no folder of a run"):
         read_runs([write_run(tmp_path / "run"), tmp_path / "empty"])
@@ -214,14 +267,19 @@ def test_runs_have_distinct_names(tmp_path: Path) -> None:
     a, b, c, odd = (write_run(tmp_path / name) for name in ("a", "b", "c", "x=y"))
     runs = read_runs([Path(f"ours={a}"), Path(f"theirs={b}"), Path(f"theirs={c}"), odd])
     assert [(run.name, run.group, run.folder) for run in runs] == [
-        ("ours", "ours", a), ("theirs: b", "theirs", b), ("theirs: c", "theirs", c), ("x=y", "", odd),
+        ("ours", "ours", a), ("theirs: b", "theirs", b), ("theirs: c", "theirs", c), ("x=y", "",
+        odd),
     ]  # fmt: skip
     same_name = read_runs([write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run")])
     assert [run.name for run in same_name] == ["x/run", "y/run"]
 
 
 def test_accuracies_of_data_sources_are_a_table(tmp_path: Path) -> None:
-    held = {"eval/source/openai/gsm8k": 0.25, "eval/source/aime": 0.5, "eval/response_len/mean": 9.0}
+    held = {
+        "eval/source/openai/gsm8k": 0.25,
+        "eval/source/aime": 0.5,
+        "eval/response_len/mean": 9.0,
+    }
     rows = write(write_run(tmp_path / "run", held=held)).text
     assert "source/openai/gsm8k" in rows and "25.0 → 25.0%" in rows and "response_len" not in rows
 
@@ -229,12 +287,14 @@ def test_accuracies_of_data_sources_are_a_table(tmp_path: Path) -> None:
 def test_benchmarks_are_shown_with_intervals(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     scores = {
-        "model": "hf", "step": 60, "engine": "sglang", "samples": 8, "temperature": 1.0, "max_response_tokens": 64,
+        "model": "hf", "step": 60, "engine": "sglang", "samples": 8, "temperature": 1.0,
+        "max_response_tokens": 64,
         "benchmarks": {
             "aime24": {
                 "problems": 30, "avg@k": {"value": 0.25, "low": 0.15, "high": 0.4},
                 "pass@k": {"1": {"value": 0.25}, "8": {"value": 0.5, "low": 0.3, "high": 0.7}},
-                "majority": {"value": None, "low": None, "high": None}, "mean_length": {"value": 1234.5},
+                "majority": {"value": None, "low": None, "high": None},
+                "mean_length": {"value": 1234.5},
                 "mean_reward": {"value": 0.125, "low": -0.5, "high": 0.25},
                 "truncated": float("nan"), "unscored": 2,
             }
@@ -245,18 +305,29 @@ def test_benchmarks_are_shown_with_intervals(tmp_path: Path) -> None:
     (run / "torn").mkdir()
     (run / "torn" / "scores.json").write_text('{"benchmarks": {"aime')
     text = " ".join(write(run).text.split())
-    assert "aime24 30 25.0% (15.0–40.0) @8 50.0% (30.0–70.0) – 0.125 (-0.500–0.250) 1,234 – 2" in text
+    assert (
+        "aime24 30 25.0% (15.0–40.0) @8 50.0% (30.0–70.0) – 0.125 (-0.500–0.250) 1,234 – 2" in text
+    )
 
 
 def test_accuracy_has_an_interval_if_problems_are_counted(tmp_path: Path) -> None:
-    several = write_run(tmp_path / "several", problems={"aime24": 30, "own": 50}, held={"eval/aime24": 0.5})
+    several = write_run(
+        tmp_path / "several", problems={"aime24": 30, "own": 50}, held={"eval/aime24": 0.5}
+    )
     assert "aime24 50.0 → 50.0% (33.2–66.8)" in " ".join(write(several).text.split())
     assert "is the 95% interval" not in write(several).text  # of a mean over files there is none
     assert "is the 95% interval" not in write(write_run(tmp_path / "uncounted", problems={})).text
 
 
 def test_long_answers_keep_their_end(tmp_path: Path) -> None:
-    answers = [{"prompt": "p", "answer": "a" * 500 + "x" * 5000 + "the end", "label": "l", "correct": False}]
+    answers = [
+        {
+            "prompt": "p",
+            "answer": "a" * 500 + "x" * 5000 + "the end",
+            "label": "l",
+            "correct": False,
+        }
+    ]
     shown = write(write_run(tmp_path / "run", answers=answers))
     assert "[… 4,307 characters …]" in shown.text
     assert "the end" in shown.text
@@ -269,17 +340,32 @@ def test_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     with (run / "metrics.jsonl").open("a") as file:
         for step in range(11, 10_001):
-            file.write(json.dumps(rows[-1] | {"step": step, "rollout/raw_reward": (step * 7919 % 1000) / 1000}) + "\n")
+            file.write(
+                json.dumps(
+                    rows[-1] | {"step": step, "rollout/raw_reward": (step * 7919 % 1000) / 1000}
+                )
+                + "\n"
+            )
     assert len(page(read_runs([run]))) < 1_000_000
 
 
 def test_command_writes_page_and_pictures_without_torch(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    words = ["report", str(run), "--out", str(tmp_path / "new" / "page.html"), "--png", str(tmp_path / "png")]
+    words = [
+        "report",
+        str(run),
+        "--out",
+        str(tmp_path / "new" / "page.html"),
+        "--png",
+        str(tmp_path / "png"),
+    ]
     check = f"assert main({words}) == 0; assert 'torch' not in sys.modules"
     program = f"import sys; from megatron_dppo.cli import main; {check}"
     subprocess.run([sys.executable, "-c", program], check=True)
-    assert sorted(file.name for file in (tmp_path / "png").iterdir()) == ["run-progress.png", "run-pruning.png"]
+    assert sorted(file.name for file in (tmp_path / "png").iterdir()) == [
+        "run-progress.png",
+        "run-pruning.png",
+    ]
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["page.html"]
 
 
@@ -297,7 +383,11 @@ def test_changed_objective_is_shown(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name) for name in ("changed", "plain")]
     start = [f"run.dir={folders[0]}", "run.steps=6", "eval.problems=50"]
     record(folders[0], 0, load_config(None, start))
-    record(folders[0], 4, load_config(None, [*start, "loss.name=gspo", "optimizer.lr=1e-7", "run.resume=anyway"]))
+    record(
+        folders[0],
+        4,
+        load_config(None, [*start, "loss.name=gspo", "optimizer.lr=1e-7", "run.resume=anyway"]),
+    )
     text = " ".join(write(folders[0]).text.split())
     assert "after step setting before then 4 loss.name grpo gspo 4 optimizer.lr 1e-06 1e-07" in text
     race = " ".join(write(*folders).text.split())

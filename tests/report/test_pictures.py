@@ -1,4 +1,5 @@
-"""The pictures exist, show something in every chart that has numbers, and say in words what they cannot show."""
+"""The pictures exist, show something in every chart that has numbers, and say in words what they
+cannot show."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def drawn(run: Path) -> dict[str, np.ndarray]:
     for file in out.iterdir():
         coloured = np.ptp(matplotlib.image.imread(file)[..., :3], axis=2) > 0.15
         height, width = coloured.shape[0] // 2, coloured.shape[1] // 2
-        found[file.stem] = coloured[: 2 * height, : 2 * width].reshape(2, height, 2, width).mean(axis=(1, 3))
+        found[file.stem] = (
+            coloured[: 2 * height, : 2 * width].reshape(2, height, 2, width).mean(axis=(1, 3))
+        )
     return found
 
 
@@ -47,6 +50,11 @@ def test_run_without_measurements_is_drawn_empty(tmp_path: Path) -> None:
 
 def test_ranks_do_not_import_matplotlib(tmp_path: Path) -> None:
     modules = "megatron_dppo.trainer.run_logger, megatron_dppo.report.page"
-    program = f"import sys; del sys.modules['matplotlib']; import {modules}; assert 'matplotlib' not in sys.modules"
-    command = Command(["python", "-c", program], tmp_path / "log", package=Path(__file__).parents[2])
+    program = (
+        f"import sys; del sys.modules['matplotlib']; import {modules}; assert 'matplotlib' "
+        "not in sys.modules"
+    )
+    command = Command(
+        ["python", "-c", program], tmp_path / "log", package=Path(__file__).parents[2]
+    )
     assert command.exit_code() == 0, (tmp_path / "log").read_text()

@@ -50,7 +50,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
                 sys.exit("the child's own")
             os.wait()
             return 1.0
-        case ["leave", file]:  # three processes that outlive the call: plain, in a session of its own, orphaned
+        case [
+            "leave",
+            file,
+        ]:  # three processes that outlive the call: plain, in a session of its own, orphaned
             for own, orphaned in ((False, False), (True, False), (True, True)):
                 if orphaned:
                     subprocess.run([sys.executable, "-c", ORPHAN, file], check=True)

@@ -1,4 +1,5 @@
-"""Reward functions as users of verl, slime and TRL write them give the scores that they give there."""
+"""Reward functions as users of verl, slime and TRL write them give the scores that they give
+there."""
 
 from __future__ import annotations
 
@@ -149,10 +150,20 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_functions_are_called_as_by_their_trainer(
-    file: Path, name: str, solution: str, label: str, extra: dict[str, object], expected: tuple[float, bool]
+    file: Path,
+    name: str,
+    solution: str,
+    label: str,
+    extra: dict[str, object],
+    expected: tuple[float, bool],
 ) -> None:
     prompt = [{"role": "user", "content": "1+1"}] if name == "format_reward" else "1+1"
-    assert to_score(awaited(resolve(f"{file}:{name}")(ScoreItem("here", solution, label, extra, prompt)))) == expected
+    assert (
+        to_score(
+            awaited(resolve(f"{file}:{name}")(ScoreItem("here", solution, label, extra, prompt)))
+        )
+        == expected
+    )
 
 
 def test_none_of_trl_leaves_a_completion_unscored(file: Path) -> None:
@@ -160,7 +171,9 @@ def test_none_of_trl_leaves_a_completion_unscored(file: Path) -> None:
         resolve(f"{file}:math_reward")(ScoreItem("", "5", "5", {"task": "code"}))
 
 
-@pytest.mark.parametrize("name", ["with_a_setting", "anything", "called", "method", "bound", "wrapped"])
+@pytest.mark.parametrize(
+    "name", ["with_a_setting", "anything", "called", "method", "bound", "wrapped"]
+)
 def test_verls_functions_are_called_by_keyword(file: Path, name: str) -> None:
     function = resolve(f"{file}:{name}")
     assert awaited(function(ScoreItem("here", "72", ["72"], {"level": 2}))) == 1.0
@@ -170,25 +183,33 @@ def test_verls_functions_are_called_by_keyword(file: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("by_position_only", r"\(data_source, solution_str, ground_truth, extra_info\), each by its name"),
+        (
+            "by_position_only",
+            r"\(data_source, solution_str, ground_truth, extra_info\), each by its name",
+        ),
         ("without_columns", "each by its name"),
         ("of_one_more", "each by its name"),
         ("three", r"cannot be called with \(args, samples\), as slime does"),
         ("of_a_trainer", "trainer_state"),
     ],
 )
-def test_functions_that_no_trainer_could_call_are_refused(file: Path, name: str, words: str) -> None:
+def test_functions_that_no_trainer_could_call_are_refused(
+    file: Path, name: str, words: str
+) -> None:
     with pytest.raises(UserError, match=words):
         resolve(f"{file}:{name}")
 
 
 @pytest.mark.parametrize(
-    "name", ["slime", "slime_other_names", "slime_not_async", "trl", "trl_behind_a_star", "trl_object"]
+    "name",
+    ["slime", "slime_other_names", "slime_not_async", "trl", "trl_behind_a_star", "trl_object"],
 )
 def test_functions_get_the_columns_of_their_row(file: Path, name: str) -> None:
     """A completion's label and columns are its own: the next completion gets them unchanged."""
     prompt, place = [{"role": "user", "content": "1+1"}], "rows.jsonl, line 7"
-    item = ScoreItem("", "2", {"target": ["2", "two"]}, {"level": 2}, prompt, "<user>1+1<assistant>", place)
+    item = ScoreItem(
+        "", "2", {"target": ["2", "two"]}, {"level": 2}, prompt, "<user>1+1<assistant>", place
+    )
     pool = RewardWorkers(f"{file}:{name}", workers=1, timeout_s=5.0)
     scored = pool.score([item] * 3)
     pool.close()
@@ -197,11 +218,15 @@ def test_functions_get_the_columns_of_their_row(file: Path, name: str) -> None:
 
 
 def test_group_function_returns_one_score_for_each_completion(file: Path) -> None:
-    with pytest.raises(GroupScoresError, match="a float, not a list of scores for a group of 2 completions"):
+    with pytest.raises(
+        GroupScoresError, match="a float, not a list of scores for a group of 2 completions"
+    ):
         resolve(f"{file}:one_for_all")([ScoreItem("", "", "")] * 2)
 
 
-def test_functions_of_lazy_modules_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_lazy_modules_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "lazy_rewards.py").write_text(
         "__all__ = ['accuracy_reward']\n"
         "def __getattr__(name):\n"

@@ -1,4 +1,5 @@
-"""A reward is found by its name or refused; its result is a finite number or an error; several rewards are summed."""
+"""A reward is found by its name or refused; its result is a finite number or an error; several
+rewards are summed."""
 
 from __future__ import annotations
 
@@ -101,7 +102,9 @@ def test_unusable_functions_are_refused(file: Path, spec: str, words: list[str])
         (LARGEST, (LARGEST, True)),
     ],
 )
-def test_scores_and_correctness_are_told_apart(returned: object, expected: tuple[float, bool]) -> None:
+def test_scores_and_correctness_are_told_apart(
+    returned: object, expected: tuple[float, bool]
+) -> None:
     assert to_score(returned) == expected
 
 
@@ -118,7 +121,10 @@ def test_other_results_are_errors(returned: object) -> None:
 
 def test_roles_of_a_conversation_have_rewards_of_their_own() -> None:
     returned = {"score": 0.5, "roles": {"solver": 1, "critic": np.float32(-0.25)}}
-    assert (to_score(returned), role_rewards(returned)) == ((0.5, False), {"solver": 1.0, "critic": -0.25})
+    assert (to_score(returned), role_rewards(returned)) == (
+        (0.5, False),
+        {"solver": 1.0, "critic": -0.25},
+    )
     assert role_rewards(1.0) == role_rewards({"score": 1.0}) == {}
     for wrong in ([1.0], {"solver": None}, {"solver": float("nan")}):
         with pytest.raises(InvalidScoreError):
@@ -133,7 +139,9 @@ def test_roles_of_a_conversation_have_rewards_of_their_own() -> None:
         (r"\boxed{6}", "5", (False, "6", ())),
     ],
 )
-def test_math_returns_answer_and_equivalences(solution: str, label: object, expected: object) -> None:
+def test_math_returns_answer_and_equivalences(
+    solution: str, label: object, expected: object
+) -> None:
     found = read_score(resolve("math")(ScoreItem("", solution, label)))
     assert (found.correct, found.answer, found.by) == expected
 
@@ -148,13 +156,17 @@ def test_math_returns_answer_and_equivalences(solution: str, label: object, expe
         ("#2\n#3", "2", False),
     ],
 )
-def test_exact_compares_the_text_after_the_last_sign(solution: str, label: object, right: bool) -> None:
+def test_exact_compares_the_text_after_the_last_sign(
+    solution: str, label: object, right: bool
+) -> None:
     assert resolve("exact")(ScoreItem("", solution, label)) == float(right)
 
 
 def test_exact_ignores_thoughts() -> None:
     for prompt, completion, answer in THOUGHTS:
-        marked = completion.replace(r"\boxed{", "#").replace("}", "").replace("The answer is 43.", "#43")
+        marked = (
+            completion.replace(r"\boxed{", "#").replace("}", "").replace("The answer is 43.", "#43")
+        )
         for label in ("42", "43"):
             assert exact_score("", marked, label, prompt=prompt) == float(label == answer)
     assert resolve("exact", ("(", ")"))(ScoreItem("", "(no) #43", "43")) == 1.0
@@ -172,25 +184,35 @@ def test_exact_ignores_thoughts() -> None:
 def test_labels_without_one_answer_are_refused(function: str, label: object, words: str) -> None:
     good = ("rows.jsonl, line 1", "5")
     check_labels(function, [good, ("rows.jsonl, line 2", ["5"]), ("rows.jsonl, line 3", "#### 5")])
-    with pytest.raises(UserError, match=rf"reward.function = {function}: .*rows.jsonl, line 2.*{words}"):
+    with pytest.raises(
+        UserError, match=rf"reward.function = {function}: .*rows.jsonl, line 2.*{words}"
+    ):
         check_labels(function, [good, ("rows.jsonl, line 2", label)])
     check_labels("mine.py:score", [("rows.jsonl, line 2", label)])
 
 
 def read_spec(*parts: str) -> str:
-    return load_config(None, [f"reward.function=[{', '.join(f'{{{part}}}' for part in parts)}]"]).reward.spec
+    return load_config(
+        None, [f"reward.function=[{', '.join(f'{{{part}}}' for part in parts)}]"]
+    ).reward.spec
 
 
 def score(spec: str, *solutions: str, **extra: object) -> list[Score]:
     """Score completions of one prompt, the label of which is 7."""
     items = [ScoreItem("here", solution, "7", extra) for solution in solutions]
     scorer = resolve(spec)
-    returned = scorer(items) if isinstance(scorer, GroupScorer) else [awaited(scorer(item)) for item in items]
+    returned = (
+        scorer(items)
+        if isinstance(scorer, GroupScorer)
+        else [awaited(scorer(item)) for item in items]
+    )
     return [read_score(each) for each in returned]
 
 
 def test_reward_is_the_weighted_sum_and_the_first_function_judges(file: Path) -> None:
-    spec = read_spec("function: exact, weight: 2", f"function: {file}:brevity, weight: 0.1, name: short")
+    spec = read_spec(
+        "function: exact, weight: 2", f"function: {file}:brevity, weight: 0.1, name: short"
+    )
     assert score(spec, "7", "it is 8") == [
         Score(2 * 1.0 + 0.1 * -1.0, True, metrics={"exact": 1.0, "short": -1.0}),
         Score(0.1 * -7.0, False, metrics={"exact": 0.0, "short": -7.0}),
@@ -231,7 +253,9 @@ def test_invalid_scores_of_a_sum_name_the_function(file: Path) -> None:
         score(read_spec("function: exact", f"function: {file}:text"), "7")
     assert f"a str for a score ({file}:text): '0.5'" in str(caught.value)
     with pytest.raises(InvalidScoreError, match="a score beyond"):
-        score(read_spec("function: exact, weight: 1e9", f"function: {file}:judge, weight: 1e9"), "7")
+        score(
+            read_spec("function: exact, weight: 1e9", f"function: {file}:judge, weight: 1e9"), "7"
+        )
 
 
 @pytest.mark.parametrize(
@@ -258,7 +282,8 @@ def test_labels_and_columns_are_checked_for_each_function(file: Path) -> None:
 
 
 def test_example_reward_prefers_closer_answers() -> None:
-    """configs/gsm8k_reward.py: 1 for the right answer alone, a part for a close answer in the right form."""
+    """configs/gsm8k_reward.py: 1 for the right answer alone, a part for a close answer in the right
+    form."""
     score = resolve(f"{CONFIGS / 'gsm8k_reward.py'}:compute_score")
     label = "48/2 = <<48/2=24>>24\n#### 1,072"
     assert to_score(score(ScoreItem("", "so\n#### 1,072.0", label))) == (1.0, True)

@@ -1,4 +1,5 @@
-"""Scoring survives whatever a reward function does, counts failures, and never makes a zero of a failure."""
+"""Scoring survives whatever a reward function does, counts failures, and never makes a zero of a
+failure."""
 
 from __future__ import annotations
 
@@ -144,7 +145,9 @@ def test_settings_reach_the_scoring_processes() -> None:
         assert read_rewards(pool.score(items)) == [float(answer == "43") for *_, answer in THOUGHTS]
     plain = load_config(None, ["reward.function=exact", "reward.thinking_tags=[]"])
     with closing(RewardWorkers.of(plain.reward)) as pool:
-        assert read_rewards(pool.score([ScoreItem("", "<think>\n#43", "43", rendered=OPENED)])) == [1.0]
+        assert read_rewards(pool.score([ScoreItem("", "<think>\n#43", "43", rendered=OPENED)])) == [
+            1.0
+        ]
 
 
 @pytest.mark.parametrize(("how", "on_the_clock"), [("backtrack", 100), ("deaf", 4)])
@@ -159,7 +162,8 @@ def test_hanging_function_costs_its_completion_only(
 
 
 def test_limits_hold_for_each_completion_on_a_busy_machine() -> None:
-    """Neither the time of a whole chunk counts, nor the time in which the machine does something else."""
+    """Neither the time of a whole chunk counts, nor the time in which the machine does something
+    else."""
     with closing(RewardWorkers(FAILING, workers=1, timeout_s=0.2)) as pool:
         pool.wait_ready()
         (scorer,) = psutil.Process(pool._workers[0].process.pid).children()
@@ -172,7 +176,9 @@ def test_limits_hold_for_each_completion_on_a_busy_machine() -> None:
 
         held = threading.Thread(target=hold_up)
         held.start()
-        scored = pool.score(write_items(*["busy 0.1"] * 4, *["sleep 0.6"] * 4, "spin", *["score 1"] * 23))
+        scored = pool.score(
+            write_items(*["busy 0.1"] * 4, *["sleep 0.6"] * 4, "spin", *["score 1"] * 23)
+        )
         held.join()
     assert read_rewards(scored) == [1.0] * 4 + [0.5] * 4 + [None] + [1.0] * 23
     assert count_failures(scored) == (1, 0)
@@ -200,9 +206,13 @@ def test_killed_trainer_takes_its_workers_along(tmp_path: Path) -> None:
     """One holds the interpreter's lock, the other has left processes behind."""
     (script := tmp_path / "trainer.py").write_text(TRAINER)
     words = ["deaf", f"leave {tmp_path / 'pids'}"]
-    trainer = subprocess.Popen([sys.executable, script, FAILING, *words], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, script, FAILING, *words], stdout=subprocess.PIPE, text=True
+    )
     assert trainer.stdout is not None and trainer.stdout.readline() == "main\n"
-    pids = [int(pid) for pid in trainer.stdout.readline().split()]  # no second "main": nothing is imported twice
+    pids = [
+        int(pid) for pid in trainer.stdout.readline().split()
+    ]  # no second "main": nothing is imported twice
     wait_until(lambda: len(read_pids(tmp_path)) == 3)
     pids += read_pids(tmp_path)
     trainer.kill()
@@ -216,7 +226,9 @@ def test_processes_of_a_function_end_with_its_worker(tmp_path: Path, end: str) -
     with closing(RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S)) as pool:
         pool.score(write_items(f"leave {tmp_path / 'pids'}"))
         pids = [*read_pids(tmp_path), pool._workers[0].process.pid]
-        assert len(pids) == 4 and all(map(is_alive, pids)), "a call's end is not theirs: they may serve the next"
+        assert len(pids) == 4 and all(map(is_alive, pids)), (
+            "a call's end is not theirs: they may serve the next"
+        )
         if end == "close":
             pool.close()
             assert not is_alive(pids[-1])
@@ -249,14 +261,17 @@ def test_errors_are_counted_each_and_shown_once(fresh_workers: RewardWorkers) ->
         6: "SIGSEGV",
     }
     for text, (row, words) in zip(tracebacks(scored), expected.items(), strict=True):
-        assert words in text and text.startswith(f"reward.function = {FAILING}, for row {row}: "), text
+        assert words in text and text.startswith(f"reward.function = {FAILING}, for row {row}: "), (
+            text
+        )
     assert "rewards_that_fail.py" in tracebacks(scored)[0]
     again = fresh_workers.score(write_items("raise three", "score nan"))
     assert (count_failures(again), tracebacks(again)) == ((0, 2), ())
 
 
 def test_killed_workers_are_replaced(workers: RewardWorkers, tmp_path: Path) -> None:
-    """One killed at work for the first time loses no completion. Slurm's signal that time is short kills none."""
+    """One killed at work for the first time loses no completion. Slurm's signal that time is short
+    kills none."""
     scored = workers.score(write_items(f"killed-once {tmp_path / 'mark'}", "score 2"))
     assert read_rewards(scored) == [1.0, 2.0] and count_failures(scored)[1] == 0
     (pid,) = read_rewards(workers.score(write_items("pid")))
@@ -271,8 +286,15 @@ def test_killed_workers_are_replaced(workers: RewardWorkers, tmp_path: Path) -> 
     ("module", "words"),
     [
         ("import os; os._exit(4)", "ended with exit code 4 while importing it"),
-        ("if lives() <= 1: os.kill(os.getpid(), signal.SIGKILL)\ndef compute_score(**row): return 1.0", None),
-        ("if lives() <= 2: os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL while importing it"),
+        (
+            "if lives() <= 1: os.kill(os.getpid(), signal.SIGKILL)\ndef compute_score(**row): "
+            "return 1.0",
+            None,
+        ),
+        (
+            "if lives() <= 2: os.kill(os.getpid(), signal.SIGKILL)",
+            "killed by SIGKILL while importing it",
+        ),
         ("time.sleep(60)", "its import did not end within 1 s"),
     ],
 )
@@ -284,7 +306,8 @@ def test_import_that_fails_is_refused(
         monkeypatch.setattr(workers_module, "START_LIMIT_S", 1.0)
     (tmp_path / "mine.py").write_text(
         "import os, signal, time\nfrom pathlib import Path\n"
-        "def lives():\n    file = Path(__file__).with_suffix('.lives')\n    file.open('a').write('.')\n"
+        "def lives():\n    file = Path(__file__).with_suffix('.lives')\n    "
+        "file.open('a').write('.')\n"
         f"    return len(file.read_text())\n{module}\n"
     )
     if words is None:
@@ -310,9 +333,14 @@ def score_groups(spec: str, *groups: list[str], workers: int = 1) -> list[Score]
 
 
 def test_group_function_gets_the_completions_of_one_prompt(groups: Path) -> None:
-    """Of the right answers the shortest is worth something; the second group's is longer than all of the first."""
-    scored = score_groups(f"{groups}:group_rm", ["it is 7", "7", "8"], ["it is 7!", "it is 8"], ["8"], workers=2)
-    assert read_rewards(scored) == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0] and count_failures(scored)[1] == 0, tracebacks(scored)
+    """Of the right answers the shortest is worth something; the second group's is longer than all
+    of the first."""
+    scored = score_groups(
+        f"{groups}:group_rm", ["it is 7", "7", "8"], ["it is 7!", "it is 8"], ["8"], workers=2
+    )
+    assert (
+        read_rewards(scored) == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0] and count_failures(scored)[1] == 0
+    ), tracebacks(scored)
 
 
 def test_failing_group_function_fails_for_the_whole_group(groups: Path) -> None:
@@ -343,19 +371,28 @@ def awaited(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.mark.parametrize(
     ("name", "workers", "concurrency", "at_once"),
-    [("compute_score", 1, 4, 4), ("compute_score", 4, 32, 4), ("compute_score", 1, 1, 1), ("trl", 1, 5, 5)],
+    [
+        ("compute_score", 1, 4, 4),
+        ("compute_score", 4, 32, 4),
+        ("compute_score", 1, 1, 1),
+        ("trl", 1, 5, 5),
+    ],
 )
 def test_awaited_completions_are_open_together_and_scored_in_order(
     awaited: Callable[..., str], name: str, workers: int, concurrency: int, at_once: int
 ) -> None:
     spec = awaited(wanted=at_once, name=name)
-    with closing(RewardWorkers(spec, workers=workers, timeout_s=20.0, concurrency=concurrency)) as pool:
+    with closing(
+        RewardWorkers(spec, workers=workers, timeout_s=20.0, concurrency=concurrency)
+    ) as pool:
         pool.wait_ready()
         scored = pool.score(write_items(*map(str, range(16))))
         assert read_rewards(scored) == list(range(16)), tracebacks(scored)
         if name == "compute_score":
             assert read_rewards(pool.score(write_items("most"))) == [at_once]
-            assert len(set(read_rewards(pool.score(write_items(*["pid"] * 16))))) == workers, "the work is spread"
+            assert len(set(read_rewards(pool.score(write_items(*["pid"] * 16))))) == workers, (
+                "the work is spread"
+            )
 
 
 def test_later_completions_join_awaited_completions(awaited: Callable[..., str]) -> None:
@@ -381,7 +418,9 @@ def test_awaited_completion_past_its_time_is_cancelled(
     assert (tmp_path / "marks").read_text() == "hang\n" * 3
 
 
-def test_failing_awaited_completions_are_named_and_cost_no_other(awaited: Callable[..., str]) -> None:
+def test_failing_awaited_completions_are_named_and_cost_no_other(
+    awaited: Callable[..., str],
+) -> None:
     failing = {
         "raise": "ValueError: no verdict",
         "sys-exit": "SystemExit: 3",
@@ -393,7 +432,9 @@ def test_failing_awaited_completions_are_named_and_cost_no_other(awaited: Callab
     assert read_rewards(scored) == [None] * 5 + [*range(5, 11)]
     assert count_failures(scored) == (0, 5)
     for row, words in enumerate(failing.values()):
-        assert any(words in text and f"for row {row}:" in text for text in tracebacks(scored)), tracebacks(scored)
+        assert any(words in text and f"for row {row}:" in text for text in tracebacks(scored)), (
+            tracebacks(scored)
+        )
 
 
 @pytest.mark.parametrize(("how", "on_the_clock"), [("spin", 100), ("block", 4)])

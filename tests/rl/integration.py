@@ -1,4 +1,5 @@
-"""Exact expectations over a draw: every outcome of a systematic or a Bernoulli draw, with its probability."""
+"""Exact expectations over a draw: every outcome of a systematic or a Bernoulli draw, with its
+probability."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class FixedUniforms:
 
 
 def outcomes(inclusion: Floats) -> Iterator[tuple[float, float]]:
-    """Yield an offset inside each stretch on which a systematic draw is constant, and the length of the stretch."""
+    """Yield an offset inside each stretch on which a systematic draw is constant, and the length of
+    the stretch."""
     breaks = np.unique(np.concatenate([[0.0, 1.0], np.cumsum(inclusion) % 1.0]))
     for start, end in itertools.pairwise(breaks.tolist()):
         yield (start + end) / 2, end - start
@@ -66,7 +68,10 @@ def independent_draws(inclusion: Floats) -> Iterator[tuple[FixedUniforms, float]
     for mask in itertools.product([False, True], repeat=len(uncertain)):
         kept[uncertain] = mask
         chances = np.where(kept, inclusion, 1.0 - inclusion)[uncertain]
-        yield FixedUniforms(np.where(kept, just_below(inclusion), just_above(inclusion))), float(chances.prod())
+        yield (
+            FixedUniforms(np.where(kept, just_below(inclusion), just_above(inclusion))),
+            float(chances.prod()),
+        )
 
 
 def generators(rule: Rule[Any], inclusion: Floats) -> Iterator[tuple[Any, float]]:
@@ -90,7 +95,9 @@ def recorded_draws(rules: Any, name: str, rule: Rule[Any]) -> Iterator[Drawn]:
         yield drawn
 
 
-def all_plans(metadata: StepMetadata, config: Config, **options: Any) -> Iterator[tuple[StepPlan, float]]:
+def all_plans(
+    metadata: StepMetadata, config: Config, **options: Any
+) -> Iterator[tuple[StepPlan, float]]:
     """Yield every plan that the draw of a step's completions can give, and its probability."""
     name = config.pruning.completions.named
     rule = rule_named(name)

@@ -6,7 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PackConfig, PruningConfig, RolloutConfig
+from megatron_dppo.config import (
+    CompletionPruningConfig,
+    Config,
+    LossConfig,
+    PackConfig,
+    PruningConfig,
+    RolloutConfig,
+)
 from megatron_dppo.config.types import Keep
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.pack import TrainingSample
@@ -19,7 +26,8 @@ LAYOUT = {"replicas": 1, "align": 1, "capacity_multiple": 1, "step": 0, "pipelin
 def step_metadata(
     groups: int, samples: int = 8, *, seed: int = 0, window: float | None = None, **fields: Any
 ) -> StepMetadata:
-    """Return metadata with rewards of 0 and 1 and lengths of 1 to 200 tokens; ``fields`` replace the made-up ones."""
+    """Return metadata with rewards of 0 and 1 and lengths of 1 to 200 tokens; ``fields`` replace
+    the made-up ones."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(3.5, 0.8, (groups, samples)), 1, 200).astype(np.int64)
     made: dict[str, Any] = {
@@ -40,13 +48,20 @@ def step_metadata(
 
 
 def step_config(
-    *, rule: str = "neyman", keep: Keep = 0.5, max_weight: float = 5.0, pack: PackConfig | None = None, **loss: Any
+    *,
+    rule: str = "neyman",
+    keep: Keep = 0.5,
+    max_weight: float = 5.0,
+    pack: PackConfig | None = None,
+    **loss: Any,
 ) -> Config:
     """Return a configuration with the settings that the planner reads."""
     return Config(
         rollout=RolloutConfig(max_response_tokens=200),
         loss=LossConfig(**loss),
-        pruning=PruningConfig(completions=CompletionPruningConfig(rule=rule, keep=keep), max_weight=max_weight),
+        pruning=PruningConfig(
+            completions=CompletionPruningConfig(rule=rule, keep=keep), max_weight=max_weight
+        ),
         pack=pack or PackConfig(),
     )
 
@@ -59,14 +74,17 @@ def plan(metadata: StepMetadata, config: Config, **options: Any) -> StepPlan:
 def training_sample(
     samples: MinibatchPlan, k: int, prompt_ids: Ints, response_ids: Ints, **fields: Any
 ) -> TrainingSample:
-    """Return row ``k`` of a plan with its tokens; ``fields`` replace the defaults of what the plan does not know."""
+    """Return row ``k`` of a plan with its tokens; ``fields`` replace the defaults of what the plan
+    does not know."""
     made = {
         "engine_logprobs": np.zeros(len(response_ids), np.float32),
         "loss_mask": np.ones(len(response_ids), bool),
         "advantage": float(samples.advantage[k, 0]),
         "shared": int(samples.shared_length[k]),
     }
-    return TrainingSample(prompt_ids, response_ids, scale=float(samples.scale[k]), version=0, **(made | fields))
+    return TrainingSample(
+        prompt_ids, response_ids, scale=float(samples.scale[k]), version=0, **(made | fields)
+    )
 
 
 def made_up_pool(size: int) -> list[Prompt]:

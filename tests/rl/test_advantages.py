@@ -13,7 +13,14 @@ import pytest
 from megatron_dppo import config as cfg
 from megatron_dppo.config import Config, RolloutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import ESTIMATORS, adopt, estimate_advantages, group_advantages, read_columns, try_out
+from megatron_dppo.rl.advantages import (
+    ESTIMATORS,
+    adopt,
+    estimate_advantages,
+    group_advantages,
+    read_columns,
+    try_out,
+)
 from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.types import SEGMENT, StepMetadata
@@ -33,16 +40,21 @@ def test_binary_rewards_give_the_textbook_advantages() -> None:
 def test_sample_deviation_divides_by_one_less() -> None:
     """Of three rewards; the fourth is no part of its group."""
     rewards, present = np.array([[1.0, 0.0, 0.5, 7.0]]), np.array([[True, True, True, False]])
-    found = estimate_advantages("grpo_sample", rewards, {"inclusion": np.ones(1), "present": present})
+    found = estimate_advantages(
+        "grpo_sample", rewards, {"inclusion": np.ones(1), "present": present}
+    )
     np.testing.assert_allclose(found[..., 0], [[1.0, -1.0, 0.0, 0.0]], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
 def test_moments_count_each_prompt_once(name: str) -> None:
-    """A prompt with its answers repeated is one prompt; the weights 1/π are those of the objectives' formulas."""
+    """A prompt with its answers repeated is one prompt; the weights 1/π are those of the
+    objectives' formulas."""
     rewards, inclusion = np.array([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]), np.ones(3)
     present = np.arange(8) < np.array([[8], [4], [4]])
-    found = estimate_advantages(name, np.tile(rewards, 2), {"inclusion": inclusion, "present": present})[..., 0]
+    found = estimate_advantages(
+        name, np.tile(rewards, 2), {"inclusion": inclusion, "present": present}
+    )[..., 0]
     columns = {"inclusion": inclusion, "present": np.ones(rewards.shape, np.bool_)}
     expected = estimate_advantages(name, rewards, columns)[..., 0]
     np.testing.assert_allclose(found[:, :4], expected, rtol=1e-12)
@@ -53,7 +65,8 @@ SAMPLES = 3
 POLICY = toy((0,), (1, 0))
 PROBABILITY, PATHS = zip(*POLICY.responses(), strict=True)
 ROLE = ([0], [0, 1], [0, 1, 0], [0, 1, 0])
-"""The role of each token of a path: the solver first, after a 1 the critic, after another 1 the solver again."""
+"""The role of each token of a path: the solver first, after a 1 the critic, after another 1 the
+solver again."""
 REWARDS = np.array([[0.3, 0.0], [1.0, -0.5], [-0.4, 2.0], [0.8, 1.1]])
 """[paths, roles]"""
 
@@ -77,13 +90,16 @@ def role_metadata(chosen: tuple[int, ...]) -> StepMetadata:
 
 
 def role_config() -> Config:
-    rollout = RolloutConfig(max_response_tokens=LONGEST, samples_per_prompt=SAMPLES, roles=("solver", "critic"))
+    rollout = RolloutConfig(
+        max_response_tokens=LONGEST, samples_per_prompt=SAMPLES, roles=("solver", "critic")
+    )
     return cfg.replace(step_config(name="rloo"), rollout=rollout)
 
 
 def test_each_role_has_the_gradient_of_its_own_reward() -> None:
-    """By its own words, over all conversations and draws. Where the critic speaks in one conversation alone, nothing is
-    left to compare its reward with: its part is that of the other groups."""
+    """By its own words, over all conversations and draws. Where the critic speaks in one
+    conversation alone, nothing is left to compare its reward with: its part is that of the other
+    groups."""
     total, pruned, config = np.zeros(len(PREFIXES)), False, role_config()
     for chosen in itertools.product(range(len(PATHS)), repeat=SAMPLES):
         probability = np.prod([PROBABILITY[each] for each in chosen])
@@ -93,7 +109,9 @@ def test_each_role_has_the_gradient_of_its_own_reward() -> None:
             total += probability * drawn * plan_gradient(POLICY, step, paths, roles)
     alone = PROBABILITY[0] ** (SAMPLES - 1)
     expected = np.zeros(len(PREFIXES))
-    for path, said_by, rewards, chance in zip(PATHS, ROLE, REWARDS * [1.0, 1.0 - alone], PROBABILITY, strict=True):
+    for path, said_by, rewards, chance in zip(
+        PATHS, ROLE, REWARDS * [1.0, 1.0 - alone], PROBABILITY, strict=True
+    ):
         expected += chance * rewards[said_by] @ POLICY.scores(path)[: len(path)]
     assert pruned
     np.testing.assert_allclose(total * LONGEST, expected, rtol=1e-9)
@@ -112,7 +130,10 @@ def test_facts_of_estimators_are_true(name: str) -> None:
         if zero_if_equal <= known.zero_if_equal and batch_moments >= known.batch_moments:
             try_out("own.py:facts")
         else:
-            with pytest.raises(UserError, match=r"Say so below it, NAME\.(zero_if_equal = False|batch_moments = True)"):
+            with pytest.raises(
+                UserError,
+                match=r"Say so below it, NAME\.(zero_if_equal = False|batch_moments = True)",
+            ):
                 try_out("own.py:facts")
 
 
@@ -137,15 +158,22 @@ def test_rounding_is_no_advantage_of_an_estimator_from_a_file() -> None:
     tenths = np.full((1, 7), 0.1)
     assert tenths.mean() != 0.1
     for rewards in (tenths, without_rounding(np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15]]))):
-        columns = {"present": np.ones(rewards.shape, np.bool_), "lengths": np.ones(rewards.shape, np.int64)}
+        columns = {
+            "present": np.ones(rewards.shape, np.bool_),
+            "lengths": np.ones(rewards.shape, np.int64),
+        }
         assert not estimate_advantages("own.py:centred", rewards, columns).any()
 
 
 def test_parts_of_the_reward_are_columns() -> None:
     """NaN where a rank's reward function returned none."""
     one, other = (step_metadata(1, 2, prompt_ids=np.array([at])) for at in (5, 3))
-    both = gather_metadata([dataclasses.replace(one, parts={"reward/short": np.ones((1, 2))}), other], window=2.0)
-    np.testing.assert_array_equal(read_columns(both)["reward/short"], [[np.nan, np.nan], [1.0, 1.0]])
+    both = gather_metadata(
+        [dataclasses.replace(one, parts={"reward/short": np.ones((1, 2))}), other], window=2.0
+    )
+    np.testing.assert_array_equal(
+        read_columns(both)["reward/short"], [[np.nan, np.nan], [1.0, 1.0]]
+    )
 
 
 def decaying(rewards: np.ndarray, columns: Mapping[str, Any]) -> list[list[np.ndarray]]:
@@ -159,12 +187,16 @@ def test_advantages_of_tokens_are_unbiased_under_pruning() -> None:
     config = step_config(name="dr_grpo", advantage="own.py:decaying")
     rewards = np.array([[1.0, 0.0, 0.25, 0.0]])
     lengths = np.array([[len(path) for path in PATHS]])
-    metadata = step_metadata(1, 4, rewards=rewards, response_lengths=lengths, score_norms=np.sqrt(lengths / 4.0))
+    metadata = step_metadata(
+        1, 4, rewards=rewards, response_lengths=lengths, score_norms=np.sqrt(lengths / 4.0)
+    )
     steps = [np.arange(len(path)) for path in PATHS]
     plans = list(all_plans(metadata, config))
     found = sum(drawn * plan_gradient(POLICY, step, PATHS, steps) for step, drawn in plans)
     expected = np.zeros(len(PREFIXES))
     for path, advantages in zip(PATHS, decaying(rewards, {"lengths": lengths})[0], strict=True):
-        expected += advantages @ POLICY.scores(path)[: len(path)] / (4 * config.rollout.max_response_tokens)
+        expected += (
+            advantages @ POLICY.scores(path)[: len(path)] / (4 * config.rollout.max_response_tokens)
+        )
     assert min(drawn for _, drawn in plans) < 1.0
     np.testing.assert_allclose(found, expected, rtol=1e-9)

@@ -1,4 +1,5 @@
-"""Numbers from outside are checked, and rewards that differ by rounding are equal wherever rewards are compared."""
+"""Numbers from outside are checked, and rewards that differ by rounding are equal wherever rewards
+are compared."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from megatron_dppo import api, prune
 from megatron_dppo.config import TreeConfig
 from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.advantages import estimate_advantages, group_advantages
-from megatron_dppo.rl.numbers import as_logprobs, as_mask, as_number, as_truth, is_right, without_rounding
+from megatron_dppo.rl.numbers import (
+    as_logprobs,
+    as_mask,
+    as_number,
+    as_truth,
+    is_right,
+    without_rounding,
+)
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.schedule import mixed
@@ -26,7 +34,9 @@ from tests.rollout.scripted import completion_of
 
 EQUAL = np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15, 0.6 / 2.0]])
 RIGHT = np.array([[0.7 + 0.2 + 0.1, 1.0, 0.1 * 3 + 0.7, 0.8 + 0.1 + 0.1]])
-SINGLE = np.float32(0.1) * np.array([[3, 1, 2, 1]], np.float32) + np.float32(0.1) * np.array([[4, 6, 5, 6]], np.float32)
+SINGLE = np.float32(0.1) * np.array([[3, 1, 2, 1]], np.float32) + np.float32(0.1) * np.array(
+    [[4, 6, 5, 6]], np.float32
+)
 """0.7 in single precision, added up in three ways."""
 ONE_MORE = np.array([[1.0, 0.0, 0.0, 0.0]])
 PADDED = np.array([[True, True, True, False]] * 2)
@@ -41,7 +51,10 @@ PADDED = np.array([[True, True, True, False]] * 2)
         (Fraction(1, 2), 0.5),
         (10**400, math.inf),
         (Decimal("sNaN"), math.nan),
-        *((nothing, None) for nothing in (None, "0.5", [0.5], np.array([0.5]), 1j, np.complex64(1), b"1")),
+        *(
+            (nothing, None)
+            for nothing in (None, "0.5", [0.5], np.array([0.5]), 1j, np.complex64(1), b"1")
+        ),
     ],
 )
 def test_scalars_of_every_kind_are_numbers(value: object, number: float | None) -> None:
@@ -49,7 +62,9 @@ def test_scalars_of_every_kind_are_numbers(value: object, number: float | None) 
     assert as_truth(value) is None
 
 
-@pytest.mark.parametrize("value", [True, 1.0, np.bool_(True), torch.tensor(1), Decimal(1)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [True, 1.0, np.bool_(True), torch.tensor(1), Decimal(1)], ids=repr
+)
 def test_truth_is_true_or_one(value: object) -> None:
     assert as_truth(value) is True
     assert as_truth(1 - as_number(value)) is False
@@ -76,11 +91,15 @@ def test_log_probabilities_are_at_most_zero_where_read() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-200, -1.0, 1e9])
-@pytest.mark.parametrize("rewards", [EQUAL, RIGHT, SINGLE.astype(float)], ids=["thirds", "ones", "single"])
+@pytest.mark.parametrize(
+    "rewards", [EQUAL, RIGHT, SINGLE.astype(float)], ids=["thirds", "ones", "single"]
+)
 def test_rounding_is_no_advantage_at_any_scale(rewards: np.ndarray, scale: float) -> None:
     assert len(np.unique(rewards)) > 1, "the case is meant to be one of rounding"
     for normalise in (True, False):
-        assert (group_advantages(without_rounding(scale * rewards), normalise=normalise) == 0.0).all()
+        assert (
+            group_advantages(without_rounding(scale * rewards), normalise=normalise) == 0.0
+        ).all()
     assert not prune([[9, 9, 9, 9]], scale * rewards).mask.any()
 
 
@@ -118,7 +137,10 @@ def test_rounding_makes_no_mixed_group() -> None:
     rewards = np.array([EQUAL[0], RIGHT[0], [1.0, 0.0, 1.0, 1.0]])
     by_user = api.step_metadata(rewards, np.ones((3, 4)), np.ones(3))
     completions = (completion_of([1, 0]),) * 4
-    groups = [Group(prompt, completions, row) for prompt, row in zip(made_up_pool(3), rewards, strict=True)]
+    groups = [
+        Group(prompt, completions, row)
+        for prompt, row in zip(made_up_pool(3), rewards, strict=True)
+    ]
     of_roles = [np.stack([row, row[::-1]], axis=1) for row in rewards]
     of_run = metadata_of(groups, np.ones(3), samples=4, segments=2, owner=0, role_rewards=of_roles)
     for metadata in (by_user, of_run):
@@ -128,7 +150,9 @@ def test_rounding_makes_no_mixed_group() -> None:
 
 def test_reward_history_takes_rounding_for_equality() -> None:
     history, ids = PromptHistory(), np.array([1, 2])
-    rewards = without_rounding(np.concatenate([RIGHT, np.array([[1.0, 0.0, 1.0 - 2**-53, 2.0**-60]])]))
+    rewards = without_rounding(
+        np.concatenate([RIGHT, np.array([[1.0, 0.0, 1.0 - 2**-53, 2.0**-60]])])
+    )
     history.update(ids, rewards, group_advantages(rewards, normalise=True))
     assert history.binary
     assert history.equal_visits(ids).tolist() == [1, 0]
@@ -152,7 +176,9 @@ def test_forecast_takes_rounding_for_equality() -> None:
 def test_ones_and_zeros_are_exact_and_padding_stays() -> None:
     assert len(np.unique(without_rounding(np.array([[1.0, *EQUAL[0], 0.0, *SINGLE[0, :2]]])))) == 4
     rewards = np.array([[1.0 - 2**-53, 2.0**-60, 0.5, 3.0], [-0.0, 0.0, 0.0, np.nan]])
-    np.testing.assert_array_equal(without_rounding(rewards, PADDED), [[1.0, 0.0, 0.5, 3.0], [0.0, 0.0, 0.0, np.nan]])
+    np.testing.assert_array_equal(
+        without_rounding(rewards, PADDED), [[1.0, 0.0, 0.5, 3.0], [0.0, 0.0, 0.0, np.nan]]
+    )
 
 
 def test_one_is_right_in_every_order_of_addition() -> None:

@@ -1,7 +1,8 @@
-"""Every objective is its paper's formula, written out by sequences and differentiated by the tokens' log-probabilities.
+"""Every objective is its paper's formula, written out by sequences and differentiated by the
+tokens' log-probabilities.
 
-Plan and losses are the project's. The policy before the step and the engine differ from the policy, so that some tokens
-are clipped, truncated or masked and some are not.
+Plan and losses are the project's. The policy before the step and the engine differ from the policy,
+so that some tokens are clipped, truncated or masked and some are not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from torch import Tensor
 
 from megatron_dppo.config import LossConfig
 from megatron_dppo.rl.losses import token_losses
-from megatron_dppo.rl.objectives import OBJECTIVES, Aggregation, kept_share, objective_for, soft_overlong_penalty
+from megatron_dppo.rl.objectives import (
+    OBJECTIVES,
+    Aggregation,
+    kept_share,
+    objective_for,
+    soft_overlong_penalty,
+)
 from megatron_dppo.rl.types import Floats, StepMetadata
 from tests.rl.plans import plan, step_config, step_metadata
 
@@ -84,7 +91,9 @@ def write_advantages(name: str, metadata: StepMetadata) -> Floats:
     rewards, pi = metadata.rewards, metadata.prompt_inclusion
     group = rewards.mean(axis=1, keepdims=True)
     if name == "rloo":
-        return rewards - np.array([[np.delete(row, i).mean() for i in range(SAMPLES)] for row in rewards])
+        return rewards - np.array(
+            [[np.delete(row, i).mean() for i in range(SAMPLES)] for row in rewards]
+        )
     if name.startswith("reinforce_pp"):
         counts = np.repeat(1 / pi, SAMPLES)  # a prompt that was kept with chance 1/2 stands for two
         mean = np.average(rewards.ravel(), weights=counts)
@@ -102,9 +111,13 @@ def write_normaliser(name: str, metadata: StepMetadata) -> float:
 LOSSES = {
     **{name: LossConfig(name=name) for name in OBJECTIVES},
     "truncated by sequence": LossConfig(name="rloo", tis_cap=1.5, tis_level="sequence"),
-    "masked by sequence": LossConfig(name="grpo", mask_below=0.5, mask_above=3.0, tis_level="sequence"),
+    "masked by sequence": LossConfig(
+        name="grpo", mask_below=0.5, mask_above=3.0, tis_level="sequence"
+    ),
     "masked and truncated": LossConfig(name="dapo", mask_below=0.6, tis_cap=1.2),
-    "total variation": LossConfig(name="dr_grpo", trust_region="tv", clip_low=0.003, clip_high=0.002),
+    "total variation": LossConfig(
+        name="dr_grpo", trust_region="tv", clip_low=0.003, clip_high=0.002
+    ),
     "binary KL": LossConfig(name="reinforce_pp", trust_region="kl", clip_low=5e-4, clip_high=4e-4),
 }
 
@@ -114,7 +127,12 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
     loss, inclusion = LOSSES[case], np.array([1.0, 0.5, 0.8, 1.0, 0.4, 0.9])
     rng = np.random.default_rng(0)
     lengths, rewards = rng.integers(2, 12, (6, SAMPLES)), rng.normal(size=(6, SAMPLES))
-    given = {"prompt_inclusion": inclusion, "window": 9.0, "response_lengths": lengths, "rewards": rewards}
+    given = {
+        "prompt_inclusion": inclusion,
+        "window": 9.0,
+        "response_lengths": lengths,
+        "rewards": rewards,
+    }
     metadata = step_metadata(6, SAMPLES, **given)
     (minibatch,) = plan(metadata, step_config(keep=0.6, **loss.model_dump())).minibatches
     samples, advantage = minibatch, write_advantages(loss.name, metadata)
@@ -122,7 +140,10 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
 
     sizes = samples.response_length
     policy = np.log(rng.uniform(0.05, 0.95, sizes.sum()))
-    old, engine = (torch.from_numpy(np.minimum(policy + 0.5 * rng.normal(size=len(policy)), -1e-3)) for _ in range(2))
+    old, engine = (
+        torch.from_numpy(np.minimum(policy + 0.5 * rng.normal(size=len(policy)), -1e-3))
+        for _ in range(2)
+    )
     new = torch.from_numpy(policy).requires_grad_()
     owner = np.repeat(np.arange(len(sizes)), sizes)
     losses, sums = token_losses(
@@ -140,7 +161,9 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
 
     written = torch.zeros((), dtype=torch.float64)
     rows = (each.split(sizes.tolist()) for each in (new, old, engine))
-    for q, i, weight, *row in zip(samples.group, samples.completion, samples.weight, *rows, strict=True):
+    for q, i, weight, *row in zip(
+        samples.group, samples.completion, samples.weight, *rows, strict=True
+    ):
         (p, p_old, p_engine), a = row, float(advantage[q, i])
         if loss.trust_region != "none":
             tokens = trust_region(loss, p, p_engine, a)
@@ -149,7 +172,10 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
             value = sequence_value(loss.name, p, p_old, a)
         else:  # a weight for each token's own term
             weights = engine_weight(loss, p_old, p_engine)
-            terms = [w * sequence_value(loss.name, *each, a) for w, *each in zip(weights, p, p_old, strict=True)]
+            terms = [
+                w * sequence_value(loss.name, *each, a)
+                for w, *each in zip(weights, p, p_old, strict=True)
+            ]
             value = sum(terms) / (len(p) if loss.name == "grpo" else 1.0)
         written = written - float(weight) * value / write_normaliser(loss.name, metadata)
     assert total.item() == pytest.approx(written.item(), rel=1e-9)
@@ -161,7 +187,11 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
 
 def test_clips_of_zero_are_settings() -> None:
     objective = objective_for(LossConfig(name="dapo", clip_low=0.0, clip_high=0.5))
-    assert (objective.clip_low, objective.clip_high, objective.aggregation) == (0.0, 0.5, "token_mean")
+    assert (objective.clip_low, objective.clip_high, objective.aggregation) == (
+        0.0,
+        0.5,
+        "token_mean",
+    )
     bounds = {kind: objective_for(LossConfig(trust_region=kind)).clip_low for kind in ("tv", "kl")}
     assert bounds == {"tv": 0.15, "kl": 0.05}
 
@@ -172,8 +202,15 @@ def test_overlong_penalty_falls_linearly_over_the_buffer() -> None:
     assert not soft_overlong_penalty(lengths, limit=100, buffer=0).any()
 
 
-@pytest.mark.parametrize(("aggregation", "share"), [("seq_mean", 22 / 24), ("token_mean", 154 / 162)])
-def test_kept_share_of_the_divisor_counts_unseen_prompts(aggregation: Aggregation, share: float) -> None:
-    known = {"sampled_lengths": np.array([[2, 4], [5, 10]]), "prompt_inclusion": np.array([0.5, 0.1])}
+@pytest.mark.parametrize(
+    ("aggregation", "share"), [("seq_mean", 22 / 24), ("token_mean", 154 / 162)]
+)
+def test_kept_share_of_the_divisor_counts_unseen_prompts(
+    aggregation: Aggregation, share: float
+) -> None:
+    known = {
+        "sampled_lengths": np.array([[2, 4], [5, 10]]),
+        "prompt_inclusion": np.array([0.5, 0.1]),
+    }
     kept = np.array([[True, False], [True, True]])
     assert kept_share(aggregation, **known, kept=kept) == pytest.approx(share)

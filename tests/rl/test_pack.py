@@ -22,7 +22,9 @@ from megatron_dppo.rl.types import Completion, Pack
 
 PAD = 999
 Sequences = list[tuple[int, ...]]
-sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple), min_size=1, max_size=7)
+sequences = st.lists(
+    st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple), min_size=1, max_size=7
+)
 aligns = st.sampled_from([1, 2, 8])
 
 
@@ -36,7 +38,9 @@ def sample(prompt: int, response: int, first: int = 0, **fields: Any) -> Trainin
         "scale": 1.0,
         "version": 0,
     }
-    return TrainingSample(prompt_ids=np.arange(first, first + prompt, dtype=np.int32), **(made | fields))
+    return TrainingSample(
+        prompt_ids=np.arange(first, first + prompt, dtype=np.int32), **(made | fields)
+    )
 
 
 def pack_of(*samples: TrainingSample, capacity: int, align: int = 1) -> Pack:
@@ -53,7 +57,12 @@ def test_padding_counts_among_the_segments() -> None:
 
 
 def test_pack_of_two_samples_written_out() -> None:
-    pack = pack_of(sample(2, 3, advantage=0.5, scale=0.1), sample(1, 2, first=10, version=3), capacity=12, align=2)
+    pack = pack_of(
+        sample(2, 3, advantage=0.5, scale=0.1),
+        sample(1, 2, first=10, version=3),
+        capacity=12,
+        align=2,
+    )
     assert pack.max_seqlen == 6
     check(
         pack,
@@ -71,7 +80,11 @@ def test_pack_of_two_samples_written_out() -> None:
 
 
 def test_pack_of_one_prompt_with_two_responses_written_out() -> None:
-    pack = pack_of(sample(2, 3), sample(2, 2, response_ids=np.array([200, 201], np.int32), shared=2), capacity=8)
+    pack = pack_of(
+        sample(2, 3),
+        sample(2, 2, response_ids=np.array([200, 201], np.int32), shared=2),
+        capacity=8,
+    )
     check(
         pack,
         token_ids=[0, 1, 100, 101, 102, 200, 201, 0],
@@ -86,7 +99,9 @@ def test_pack_of_one_prompt_with_two_responses_written_out() -> None:
 def test_given_tokens_are_read_and_not_trained_on() -> None:
     """Advantages may differ by token, as those of segments do."""
     mask, advantage = np.array([True, False, False, True]), np.array([0.5, 9.0, 9.0, -0.5])
-    pack = pack_of(sample(2, 4, loss_mask=mask, advantage=advantage), sample(1, 2, first=10), capacity=9)
+    pack = pack_of(
+        sample(2, 4, loss_mask=mask, advantage=advantage), sample(1, 2, first=10), capacity=9
+    )
     check(
         pack,
         token_ids=[0, 1, 100, 101, 102, 103, 10, 110, 111],
@@ -99,7 +114,8 @@ def test_given_tokens_are_read_and_not_trained_on() -> None:
 
 
 def test_shared_tokens_are_stored_once_and_predict_for_each() -> None:
-    """A prompt of 3 tokens. The second response goes on from the first one's second token. Each segment is padded."""
+    """A prompt of 3 tokens. The second response goes on from the first one's second token. Each
+    segment is padded."""
     second = sample(3, 4, shared=5, response_ids=np.array([100, 101, 7, 8]))
     third = sample(3, 1, shared=3, scale=2.0, response_ids=np.array([9]))
     pack = pack_of(sample(3, 3), second, third, sample(1, 1, first=10), capacity=17, align=2)
@@ -113,14 +129,18 @@ def test_shared_tokens_are_stored_once_and_predict_for_each() -> None:
         sample=[0, 0, 0, 1, 1, 1, 1, 2, 3],
         scale=[1.0] * 7 + [2.0, 1.0],
     )
-    assert (pack.parents.tolist(), pack.tokens.tolist()) == ([-1, 0, 1, 1, 0, -1, -1], [3, 2, 1, 2, 1, 2, 3])
+    assert (pack.parents.tolist(), pack.tokens.tolist()) == (
+        [-1, 0, 1, 1, 0, -1, -1],
+        [3, 2, 1, 2, 1, 2, 3],
+    )
     assert pack.max_seqlen == 7
     assert path_to(pack, 9).tolist() == [0, 1, 2, 4, 5, 8, 9]
     assert path_to(pack, 13).tolist() == [12, 13]
 
 
 def test_routing_lies_beside_its_tokens() -> None:
-    """Of a shared token the first routing counts. Less is known than was read; a sample may have none."""
+    """Of a shared token the first routing counts. Less is known than was read; a sample may have
+    none."""
     first = sample(2, 3, routing=np.array([[[1, 2]], [[3, 4]]], np.uint8))
     second = sample(1, 2, first=10, routing=np.array([[[5, 6]], [[7, 8]]], np.uint8))
     third = sample(1, 3, first=10, shared=1, routing=np.full((2, 1, 2), 9, np.uint8))
@@ -139,7 +159,14 @@ def test_targets_of_a_sample_without_a_teacher_are_unknown() -> None:
 
 def test_pack_without_samples_is_all_padding() -> None:
     pack = build_pack([], capacity=8, pad_id=2, align=1)
-    check(pack, token_ids=[0, 1, 2, 0, 1, 2, 0, 1], cu_seqlens=[0, 8], targets=[], engine_logprobs=[], scale=[])
+    check(
+        pack,
+        token_ids=[0, 1, 2, 0, 1, 2, 0, 1],
+        cu_seqlens=[0, 8],
+        targets=[],
+        engine_logprobs=[],
+        scale=[],
+    )
 
 
 def test_samples_that_do_not_fit_are_refused() -> None:
@@ -149,7 +176,9 @@ def test_samples_that_do_not_fit_are_refused() -> None:
 
 def share(of: Sequences) -> list[int]:
     """Return how many tokens each sequence has in common with the one before."""
-    equal = [[a == b for a, b in zip(one, other, strict=False)] + [False] for one, other in pairwise(of)]
+    equal = [
+        [a == b for a, b in zip(one, other, strict=False)] + [False] for one, other in pairwise(of)
+    ]
     return [0, *(row.index(False) for row in equal)]
 
 
@@ -177,7 +206,9 @@ def test_pieces_of_prefix_groups_keep_to_their_size(of: Sequences, align: int, m
         shares = pieces.shared[first:last].tolist()
         assert shares[0] == 0 and all(shares[1:])
         segments = prefix_tree(lengths[first:last].tolist(), shares)
-        assert pieces.slots[number] == sum(-(-(end - begin) // align) * align for *_, begin, end in segments)
+        assert pieces.slots[number] == sum(
+            -(-(end - begin) // align) * align for *_, begin, end in segments
+        )
         assert pieces.slots[number] <= (-(-lengths[first:last] // align) * align).sum()
         assert pieces.slots[number] <= most or last == first + 1
 

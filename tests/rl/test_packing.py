@@ -17,15 +17,22 @@ def contents(packing: Packing) -> list[tuple[int, ...]]:
     return [pack for rank in packing.packs for pack in rank]
 
 
-def segment_sizes(packing: Packing, lengths: np.ndarray, pack: tuple[int, ...], align: int = 1) -> int:
+def segment_sizes(
+    packing: Packing, lengths: np.ndarray, pack: tuple[int, ...], align: int = 1
+) -> int:
     """Return what the segments of a pack take up, each padded."""
-    segments = prefix_tree([int(lengths[k]) for k in pack], [packing.shared[k] for k in pack]) if pack else []
+    segments = (
+        prefix_tree([int(lengths[k]) for k in pack], [packing.shared[k] for k in pack])
+        if pack
+        else []
+    )
     return sum(-(-(end - begin) // align) * align for *_, begin, end in segments)
 
 
 @st.composite
 def requests(draw):
-    """Draw lengths of sequences, what they share with the one before, and the options of the packer."""
+    """Draw lengths of sequences, what they share with the one before, and the options of the
+    packer."""
     options = {
         "ranks": draw(st.integers(1, 5)),
         "max_tokens": draw(st.integers(24, 600)),
@@ -40,7 +47,11 @@ def requests(draw):
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=40))
     common = np.array([0, *(draw(st.integers(0, min(pair))) for pair in pairwise(lengths))])
     in_group = np.arange(len(lengths)) % draw(st.integers(1, 8)) > 0
-    return np.array(lengths), {"shared": common * in_group, "between": common * ~in_group, **options}
+    return np.array(lengths), {
+        "shared": common * in_group,
+        "between": common * ~in_group,
+        **options,
+    }
 
 
 @given(requests())
@@ -50,7 +61,9 @@ def test_packs_hold_every_sequence_once_within_their_capacity(request_):
     packs = contents(packing)
     assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
     assert packing.capacity <= options["max_tokens"]
-    assert packing.capacity % options["align"] == packing.capacity % options["capacity_multiple"] == 0
+    assert (
+        packing.capacity % options["align"] == packing.capacity % options["capacity_multiple"] == 0
+    )
     assert len(packing.packs) == options["ranks"]
     [per_rank] = {len(rank) for rank in packing.packs}
     enough = len(lengths) >= options["ranks"] * options["min_per_rank"]
@@ -61,7 +74,9 @@ def test_packs_hold_every_sequence_once_within_their_capacity(request_):
         neighbours = [(before, k) for before, k in pairwise(pack) if packing.shared[k]]
         assert all(before == k - 1 for before, k in neighbours)
     filled = sum(segment_sizes(packing, lengths, pack) for pack in packs)
-    assert packing.saved == lengths.sum() - filled and not (packing.saved and options["share"] == "off")
+    assert packing.saved == lengths.sum() - filled and not (
+        packing.saved and options["share"] == "off"
+    )
     assert packing.fill == pytest.approx(filled / (packing.capacity * len(packs)))
     work = sequence_costs(lengths, shared=np.array(packing.shared))
     load = [sum(work[row] for pack in rank for row in pack) for rank in packing.packs]
@@ -70,7 +85,9 @@ def test_packs_hold_every_sequence_once_within_their_capacity(request_):
 
 @pytest.mark.parametrize("ranks", [1, 4, 16])
 @pytest.mark.parametrize(("mean", "sigma"), [(6.6, 1.0), (6.0, 1.2), (8.0, 0.6)])
-def test_lengths_as_in_dapo_fill_97_percent_and_balance_within_5(ranks: int, mean: float, sigma: float):
+def test_lengths_as_in_dapo_fill_97_percent_and_balance_within_5(
+    ranks: int, mean: float, sigma: float
+):
     for seed in range(2):
         drawn = np.random.default_rng(seed).lognormal(mean, sigma, 64 * ranks)
         lengths = np.clip(drawn, 64, 8192).astype(int)
@@ -80,7 +97,8 @@ def test_lengths_as_in_dapo_fill_97_percent_and_balance_within_5(ranks: int, mea
 
 
 def test_balance_counts_attention_and_not_tokens_alone():
-    """Packs of 8192, 8190, 8189 and 8188 tokens. By tokens, the first and the last would share a rank."""
+    """Packs of 8192, 8190, 8189 and 8188 tokens. By tokens, the first and the last would share a
+    rank."""
     lengths = [8192, 8188] + [130] * 63 + [431] * 19
     for hidden, long in ((80, [1, 1]), (math.inf, [2, 0])):
         packing = pack_sequences(lengths, ranks=2, max_tokens=8192, hidden=hidden)
@@ -100,7 +118,10 @@ def test_balance_counts_attention_and_not_tokens_alone():
 )
 def test_capacity_and_packs_are_what_a_step_needs(lengths, options, capacity, per_rank):
     packing = pack_sequences(lengths, **({"max_tokens": 4096} | options))
-    assert (packing.capacity, [len(rank) for rank in packing.packs]) == (capacity, [per_rank] * options["ranks"])
+    assert (packing.capacity, [len(rank) for rank in packing.packs]) == (
+        capacity,
+        [per_rank] * options["ranks"],
+    )
     metrics = pack_metrics([packing])
     assert metrics["pack/empty"] == max(metrics["pack/count"] - len(lengths), 0)
 
@@ -108,12 +129,16 @@ def test_capacity_and_packs_are_what_a_step_needs(lengths, options, capacity, pe
 def test_sequence_that_fits_into_no_pack_is_named():
     with pytest.raises(UserError, match=r"pack\.max_tokens = 1000: a sequence of 1001 tokens"):
         pack_sequences([5, 1001, 7], ranks=1, max_tokens=1000)
-    with pytest.raises(UserError, match=r"a sequence of 997 tokens does not fit into a pack of 992 .* 1024 or more"):
+    with pytest.raises(
+        UserError, match=r"a sequence of 997 tokens does not fit into a pack of 992 .* 1024 or more"
+    ):
         pack_sequences([997], ranks=1, max_tokens=1000, capacity_multiple=32)
 
 
 def test_metrics_weigh_minibatches_by_their_slots():
-    full, half, none = (pack_sequences(lengths, ranks=2, max_tokens=64) for lengths in ([64, 64], [64, 32], []))
+    full, half, none = (
+        pack_sequences(lengths, ranks=2, max_tokens=64) for lengths in ([64, 64], [64, 32], [])
+    )
     metrics = pack_metrics([full, half, none])
     assert metrics["pack/fill"] == (128 + 96) / 256
     assert (metrics["pack/count"], metrics["pack/capacity"]) == (4.0, 64.0)

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.config import BranchConfig, Config, PackConfig, RunConfig, ScheduleConfig, TreeConfig, replace
+from megatron_dppo.config import (
+    BranchConfig,
+    Config,
+    PackConfig,
+    RunConfig,
+    ScheduleConfig,
+    TreeConfig,
+    replace,
+)
 from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.plan import gather_metadata, take_groups
 from megatron_dppo.rl.types import SEGMENT, MinibatchPlan, StepMetadata, StepPlan
@@ -67,13 +75,23 @@ def test_samples_carry_the_numbers_of_their_completion():
     np.testing.assert_array_equal(samples.owner, metadata.owners[samples.group])
     np.testing.assert_array_equal(samples.prompt_length, metadata.prompt_lengths[samples.group])
     np.testing.assert_array_equal(samples.response_length, metadata.response_lengths[at])
-    np.testing.assert_array_equal(samples.advantage[:, 0], group_advantages(metadata.rewards, normalise=True)[at])
+    np.testing.assert_array_equal(
+        samples.advantage[:, 0], group_advantages(metadata.rewards, normalise=True)[at]
+    )
     assert minibatch.normaliser == 24 * 8
-    np.testing.assert_allclose(samples.scale, samples.weight / samples.response_length / (24 * 8), rtol=1e-15)
+    np.testing.assert_allclose(
+        samples.scale, samples.weight / samples.response_length / (24 * 8), rtol=1e-15
+    )
 
 
 @settings(max_examples=50)
-@given(st.integers(0, 10_000), st.floats(0.05, 1.0), st.floats(1.5, 10.0), st.sampled_from(RULES), st.floats(0, 1))
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.05, 1.0),
+    st.floats(1.5, 10.0),
+    st.sampled_from(RULES),
+    st.floats(0, 1),
+)
 def test_product_of_both_levels_weights_is_bounded(seed, keep, max_weight, rule, spread):
     inclusion = np.maximum(np.random.default_rng(seed).random(16) ** spread, 1.0 / max_weight)
     metadata = step_metadata(16, seed=seed, prompt_inclusion=inclusion)
@@ -136,9 +154,17 @@ def test_minibatches_are_whole_groups_with_a_part_of_the_window():
     metadata = step_metadata(30, prompt_inclusion=np.full(30, 0.6), window=50.0)
     result = plan(metadata, step_config(rule="none", updates_per_rollout=4, kl_coef=0.1))
     groups = [np.unique(minibatch.group) for minibatch in result.minibatches]
-    assert sorted(np.concatenate(groups).tolist()) == list(range(30)) != np.concatenate(groups).tolist()
-    assert [minibatch.normaliser for minibatch in result.minibatches] == [50 * len(g) / 30 * 8 for g in groups]
-    assert [len(minibatch.group) for minibatch in result.minibatches] == [8 * len(g) for g in groups]
+    assert (
+        sorted(np.concatenate(groups).tolist())
+        == list(range(30))
+        != np.concatenate(groups).tolist()
+    )
+    assert [minibatch.normaliser for minibatch in result.minibatches] == [
+        50 * len(g) / 30 * 8 for g in groups
+    ]
+    assert [len(minibatch.group) for minibatch in result.minibatches] == [
+        8 * len(g) for g in groups
+    ]
 
 
 def first_minibatch(packing: PackConfig | None = None, **options) -> MinibatchPlan:
@@ -151,7 +177,9 @@ def test_packs_obey_the_settings_of_the_layout_and_of_packing():
     for least, count in ((0, 8), (3, 3)):
         packs = first_minibatch(PackConfig(max_tokens=65536, min_per_rank=least), pipeline=4).packs
         assert [len(rank) for rank in packs] == [count, count]
-    narrow, wide = (first_minibatch(PackConfig(max_tokens=300, window=n, share_prefixes="off")) for n in (1, 64))
+    narrow, wide = (
+        first_minibatch(PackConfig(max_tokens=300, window=n, share_prefixes="off")) for n in (1, 64)
+    )
     assert narrow.packs != wide.packs and narrow.capacity <= 300
     square, flat = (first_minibatch(replicas=4, hidden=hidden) for hidden in (1e-3, math.inf))
     assert square.packs != flat.packs
@@ -168,7 +196,8 @@ def test_metadata_is_gathered_in_the_order_of_the_prompts():
 
 
 def test_metrics_of_a_step_written_out():
-    """Two prompts of three were rolled out at π 1 and 0.5; group 0 is mixed one to three, group 1 all right."""
+    """Two prompts of three were rolled out at π 1 and 0.5; group 0 is mixed one to three, group 1
+    all right."""
     metadata = uniform_step(
         [[1, 0, 0, 0], [1, 1, 1, 1]],
         prompt_inclusion=np.array([1.0, 0.5]),
@@ -200,10 +229,13 @@ def test_metrics_of_a_step_written_out():
 
 
 def test_beginnings_of_prompts_are_in_a_pack_once():
-    """Groups 0, 1 and 3 are mixed; the prompts of the first two begin with 20 tokens, that of the last with 10 of them,
-    which are too few."""
+    """Groups 0, 1 and 3 are mixed; the prompts of the first two begin with 20 tokens, that of the
+    last with 10 of them, which are too few."""
     message = np.arange(20, dtype=np.int32)
-    prompts = [np.append(message[:common], [100 + i] * 5).astype(np.int32) for i, common in enumerate([20, 20, 20, 10])]
+    prompts = [
+        np.append(message[:common], [100 + i] * 5).astype(np.int32)
+        for i, common in enumerate([20, 20, 20, 10])
+    ]
     metadata = uniform_step(
         [[1, 0], [1, 0], [1, 1], [0, 1]],
         response_lengths=np.full((4, 2), 7),
@@ -217,7 +249,8 @@ def test_beginnings_of_prompts_are_in_a_pack_once():
 
 
 def test_variance_inflation_runs_over_the_window():
-    """Two equal groups at π 0.5 and 1, none of whose completions is pruned: (1/0.5² + 1) / (1/0.5 + 1)."""
+    """Two equal groups at π 0.5 and 1, none of whose completions is pruned: (1/0.5² + 1) / (1/0.5 +
+    1)."""
     metadata = uniform_step([[1, 0, 0, 0]] * 2, prompt_inclusion=np.array([0.5, 1.0]))
     metrics = plan(metadata, step_config(rule="none")).metrics
     assert metrics["prune/variance_inflation"] == pytest.approx(5 / 3)
@@ -230,7 +263,9 @@ def test_all_that_can_teach_is_kept_where_nothing_is_pruned(rule: str, step: int
     metadata, config = step_metadata(32), step_config(rule=rule, keep=0.3)
     schedule = ScheduleConfig(shape="linear", ramp=0.5, off_last=0.1)
     completions = replace(config.pruning.completions, schedule=schedule)
-    config = replace(config, run=RunConfig(steps=100), pruning=replace(config.pruning, completions=completions))
+    config = replace(
+        config, run=RunConfig(steps=100), pruning=replace(config.pruning, completions=completions)
+    )
     samples = samples_of(metadata, config, step=step)
     group, completion = np.nonzero(group_advantages(metadata.rewards, normalise=True))
     assert pairs(samples) == list(zip(group.tolist(), completion.tolist(), strict=True))
@@ -240,10 +275,16 @@ def test_all_that_can_teach_is_kept_where_nothing_is_pruned(rule: str, step: int
 
 
 def test_every_minibatch_has_a_draw_of_its_own():
-    """Minibatches of identical groups: one draw repeated would keep the same completions of both, step after step."""
+    """Minibatches of identical groups: one draw repeated would keep the same completions of both,
+    step after step."""
     lengths = np.tile(np.arange(20, 100, 10), (12, 1))
-    metadata = uniform_step([[1, 1, 1, 0, 0, 0, 0, 0]] * 12, prompt_lengths=np.full(12, 10), response_lengths=lengths)
-    steps = [plan(metadata, step_config(keep=0.37, updates_per_rollout=2), step=step) for step in range(20)]
+    metadata = uniform_step(
+        [[1, 1, 1, 0, 0, 0, 0, 0]] * 12, prompt_lengths=np.full(12, 10), response_lengths=lengths
+    )
+    steps = [
+        plan(metadata, step_config(keep=0.37, updates_per_rollout=2), step=step)
+        for step in range(20)
+    ]
     kept = [[each.completion.tolist() for each in step.minibatches] for step in steps]
     assert sum(first == second for first, second in kept) < 5
     assert len({str(first) for first, _ in kept}) > 10, "and every step its own"

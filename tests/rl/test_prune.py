@@ -14,14 +14,19 @@ from tests.rl.integration import FixedOffset
 
 DRAWS = 1024
 OFFSETS = (np.arange(DRAWS) + 0.5) / DRAWS
-"""An even grid of the draw's offset, which misses each probability by at most one part in ``DRAWS``."""
+"""An even grid of the draw's offset, which misses each probability by at most one part in
+``DRAWS``."""
 
 
 def batch(prompts: int = 6) -> dict[str, object]:
     rng = np.random.default_rng(0)
     lengths = rng.integers(5, 60, size=(prompts, 8))
     logprobs = [[np.log(rng.uniform(0.2, 1.0, size=n)) for n in group] for group in lengths]
-    return {"lengths": lengths, "rewards": rng.integers(0, 2, size=(prompts, 8)), "logprobs": logprobs}
+    return {
+        "lengths": lengths,
+        "rewards": rng.integers(0, 2, size=(prompts, 8)),
+        "logprobs": logprobs,
+    }
 
 
 def assert_same_draw(**options: object) -> None:
@@ -42,8 +47,12 @@ def test_prune_needs_numpy_alone(tmp_path: Path):
     assert not succeeds("import pydantic")
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_mean": False, "prompt_lengths": 20}, {"logprobs": None}])
-def test_mean_weight_of_each_completion_is_one(options: dict[str, object], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "options", [{}, {"sequence_mean": False, "prompt_lengths": 20}, {"logprobs": None}]
+)
+def test_mean_weight_of_each_completion_is_one(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+):
     given = {**batch(), "budget": 0.4, "max_weight": 5.0, **options}
     monkeypatch.setattr(np.random, "default_rng", FixedOffset)
     weights = np.array([prune(**given, seed=offset).weights for offset in OFFSETS])
@@ -54,15 +63,24 @@ def test_mean_weight_of_each_completion_is_one(options: dict[str, object], monke
 
 def test_budget_is_met_by_kept_tokens():
     given = batch(prompts=60)
-    tokens = [given["lengths"][prune(**given, budget=0.4, seed=step).mask].sum() for step in range(20)]
+    tokens = [
+        given["lengths"][prune(**given, budget=0.4, seed=step).mask].sum() for step in range(20)
+    ]
     assert np.mean(tokens) == pytest.approx(0.4 * given["lengths"].sum(), rel=0.03)
-    kept, mixed = prune(**given, budget="auto", max_weight=50.0).mask, given["rewards"].std(axis=1) > 0
+    kept, mixed = (
+        prune(**given, budget="auto", max_weight=50.0).mask,
+        given["rewards"].std(axis=1) > 0,
+    )
     assert 0.2 < kept[mixed].mean() < 0.95
 
 
 def test_surprising_completions_are_kept_more():
     sure, unsure = np.full(10, -0.05), np.full(10, -2.0)
-    given = {"lengths": [[10] * 4], "rewards": [[1, 0, 1, 0]], "logprobs": [[unsure, sure, unsure, sure]]}
+    given = {
+        "lengths": [[10] * 4],
+        "rewards": [[1, 0, 1, 0]],
+        "logprobs": [[unsure, sure, unsure, sure]],
+    }
     often = np.mean([prune(**given, seed=(seed, 1)).mask[0] for seed in range(200)], axis=0)
     assert often[::2].min() > 0.6 and often[1::2].max() < 0.4
 

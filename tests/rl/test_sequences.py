@@ -28,21 +28,26 @@ PROMPTS = [Prompt(number, np.array([7, 8], np.int32), "", "") for number in rang
 
 
 def step_of_sequences(groups: int, samples: int) -> tuple[StepMetadata, np.ndarray]:
-    """Return completions of one to three sequences, and the score of each sequence, a sum over its sampled tokens."""
+    """Return completions of one to three sequences, and the score of each sequence, a sum over its
+    sampled tokens."""
     rng = np.random.default_rng(3)
     made = step_metadata(groups, samples, seed=3)
     further = rng.integers(2, 40, (groups, samples, 2)) * (rng.random((groups, samples, 1)) < 0.6)
     further[..., 1] *= rng.random((groups, samples)) < 0.5
     lengths = made.response_lengths + further.sum(axis=2)
     made = dataclasses.replace(made, response_lengths=lengths, further_lengths=further)
-    return made, rng.normal(size=(groups, samples, 3)) * np.concatenate([np.ones((groups, samples, 1)), further > 0], 2)
+    return made, rng.normal(size=(groups, samples, 3)) * np.concatenate(
+        [np.ones((groups, samples, 1)), further > 0], 2
+    )
 
 
 def test_sequences_of_a_kept_completion_have_its_factors() -> None:
     metadata, _ = step_of_sequences(12, 6)
     [minibatch] = plan(metadata, step_config(), replicas=2).minibatches
     rows = minibatch
-    assert sorted(k for replica in minibatch.packs for pack in replica for k in pack) == list(range(len(rows.group)))
+    assert sorted(k for replica in minibatch.packs for pack in replica for k in pack) == list(
+        range(len(rows.group))
+    )
     kept = {(q, i) for q, i in zip(rows.group.tolist(), rows.completion.tolist(), strict=True)}
     assert 0 < len(kept) < metadata.rewards.size
     for q, i in kept:
@@ -53,7 +58,9 @@ def test_sequences_of_a_kept_completion_have_its_factors() -> None:
         assert rows.lengths[mine].tolist() == [first, *further]
         for name in ("advantage", "weight", "scale", "version", "owner"):
             assert len(np.unique(getattr(rows, name)[mine])) == 1, name
-        assert rows.lengths[mine].sum() == metadata.tokens[q, i], "what it costs is what is trained on"
+        assert rows.lengths[mine].sum() == metadata.tokens[q, i], (
+            "what it costs is what is trained on"
+        )
     firsts = np.flatnonzero(rows.sequence == 0)
     assert (rows.shared_length[rows.sequence > 0] == 0).all() and rows.shared_length[firsts].any()
 
@@ -64,10 +71,19 @@ def test_expected_gradient_is_that_of_all_sequences(loss: str) -> None:
 
     def gradient(step: StepPlan) -> float:
         rows = step.minibatches[0]
-        return float((rows.scale * rows.advantage[:, 0] * scores[rows.group, rows.completion, rows.sequence]).sum())
+        return float(
+            (
+                rows.scale
+                * rows.advantage[:, 0]
+                * scores[rows.group, rows.completion, rows.sequence]
+            ).sum()
+        )
 
     whole = gradient(plan(metadata, step_config(name=loss, rule="none")))
-    expected = sum(probability * gradient(step) for step, probability in all_plans(metadata, step_config(name=loss)))
+    expected = sum(
+        probability * gradient(step)
+        for step, probability in all_plans(metadata, step_config(name=loss))
+    )
     assert expected == pytest.approx(whole, rel=1e-6) and whole != 0.0
 
 
@@ -78,12 +94,17 @@ def test_metadata_of_unequal_numbers_of_sequences_is_gathered() -> None:
     assert gathered.further_lengths.shape == (4, 3, 2)
     for row, prompt in enumerate(gathered.prompt_ids.tolist()):
         known = some.further_lengths[some.prompt_ids == prompt]
-        assert gathered.further_lengths[row].tolist() == (known[0].tolist() if len(known) else [[0, 0]] * 3)
+        assert gathered.further_lengths[row].tolist() == (
+            known[0].tolist() if len(known) else [[0, 0]] * 3
+        )
 
 
 def test_verifier_is_shown_no_context_twice() -> None:
     assert [of.tolist() for of in spoken(TWO)] == [[1, 2, 3], [True, True, True]]
-    assert [of.tolist() for of in spoken(ONE)] == [[1, 2, 5, 5, 5, 3], [True, True, False, False, False, True]]
+    assert [of.tolist() for of in spoken(ONE)] == [
+        [1, 2, 5, 5, 5, 3],
+        [True, True, False, False, False, True],
+    ]
     assert [longest_response(prompt, TWO) for prompt in (1, 2, 3)] == [3, 2, 2]
 
 

@@ -1,4 +1,5 @@
-"""Law 2 for trees: over all trees of a small policy, the expected estimate is the gradient of the expected reward."""
+"""Law 2 for trees: over all trees of a small policy, the expected estimate is the gradient of the
+expected reward."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_expected_estimate_is_the_gradient_of_the_reward(name: str) -> None:
     assert case(name).error(advantages(case(name))) < 1e-12
 
 
-@pytest.mark.parametrize("settings", [{"baseline": "depth"}, {"fusion": "probability"}, {"depths": (0, 2)}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"baseline": "depth"}, {"fusion": "probability"}, {"depths": (0, 2)}], ids=str
+)
 def test_setting_that_calls_itself_biased_is(settings: dict[str, object]) -> None:
     given = case("two levels")
     assert list(find_biased_settings(replace(given.tree, **settings)))
@@ -52,8 +55,9 @@ def test_setting_that_calls_itself_biased_is(settings: dict[str, object]) -> Non
 
 
 def test_advantages_of_a_tree_written_out() -> None:
-    """The first root, of the value 4, has three children of the values 2, 8 and 2, and each of them two. The second
-    root, of the value −1, ended before its fork: its path in six slots is trained on once."""
+    """The first root, of the value 4, has three children of the values 2, 8 and 2, and each of them
+    two. The second root, of the value −1, ended before its fork: its path in six slots is trained
+    on once."""
     segments = np.zeros((1, 12, 3), SEGMENT)
     segments["tokens"] = 1
     segments["tokens"][0, 6:, 1:] = 0
@@ -61,20 +65,27 @@ def test_advantages_of_a_tree_written_out() -> None:
     tree = TreeConfig(roots=2, branches=branches)
     found = tree_advantages(np.array([[4.0, 0, 2, 14, 5, -1, *[-1] * 6]]), segments, tree)
     expected = np.zeros((12, 3))
-    expected[:6] = np.column_stack([[5] * 6, np.repeat([-1, 7, -1], 2), [4.5, -1.5, -4.5, 13.5, 6, -3]])
+    expected[:6] = np.column_stack(
+        [[5] * 6, np.repeat([-1, 7, -1], 2), [4.5, -1.5, -4.5, 13.5, 6, -3]]
+    )
     expected[6, 0] = -30
     np.testing.assert_allclose(found[0], expected, atol=1e-12)
 
 
 def tree_config(given: Forests) -> Config:
-    rollout = RolloutConfig(max_response_tokens=LONGEST, samples_per_prompt=given.rewards.shape[1], tree=given.tree)
+    rollout = RolloutConfig(
+        max_response_tokens=LONGEST, samples_per_prompt=given.rewards.shape[1], tree=given.tree
+    )
     return replace(step_config(name="dr_grpo"), rollout=rollout)
 
 
 def tree_metadata(given: Forests, outcome: int) -> StepMetadata:
     """Return one prompt with the trees of an outcome."""
     segments = given.segments[[outcome]]
-    fields = {"rewards": given.rewards[[outcome]], "score_norms": np.sqrt(segments["square"].sum(axis=-1))}
+    fields = {
+        "rewards": given.rewards[[outcome]],
+        "score_norms": np.sqrt(segments["square"].sum(axis=-1)),
+    }
     lengths = segments["tokens"].sum(axis=-1)
     return step_metadata(*lengths.shape, response_lengths=lengths, segments=segments, **fields)
 
@@ -87,7 +98,9 @@ def test_pruned_plan_is_unbiased_over_all_trees_and_draws() -> None:
         segments: list[Ints] = [np.repeat(np.arange(len(each)), each) for each in tokens]
         for step, drawn in all_plans(tree_metadata(given, outcome), config):
             pruned |= drawn < 1.0
-            total += probability * drawn * plan_gradient(given.toy, step, given.paths[outcome], segments)
+            total += (
+                probability * drawn * plan_gradient(given.toy, step, given.paths[outcome], segments)
+            )
     true = given.toy.gradient()
     assert pruned
     assert np.linalg.norm(total * LONGEST - true) < 1e-9 * np.linalg.norm(true)
@@ -98,5 +111,7 @@ def test_score_of_a_path_is_a_second_moment_over_segments() -> None:
     segments = np.zeros((1, 2, 2), SEGMENT)
     segments["tokens"] = 2, 6
     segments["square"][0, 1] = 9.0, 4.0
-    found = completion_advantages(step_metadata(1, 2, segments=segments), np.array([[[-4.0, 1.0], [2.0, -1.0]]]))
+    found = completion_advantages(
+        step_metadata(1, 2, segments=segments), np.array([[[-4.0, 1.0], [2.0, -1.0]]])
+    )
     assert found[0] == pytest.approx([-np.sqrt((2 * 16 + 6) / 8), np.sqrt((9 * 4 + 4) / 13)])

@@ -1,4 +1,5 @@
-"""Trees of a policy so small that all can be listed, each with its probability: expectations without sampling."""
+"""Trees of a policy so small that all can be listed, each with its probability: expectations
+without sampling."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ Slot = tuple[Tokens, tuple[int, ...]]
 """A leaf: its tokens, and where its path forks."""
 Grown = Iterator[tuple[float, list[Slot]]]
 LONGEST = 3
-PREFIXES = [prefix for length in range(LONGEST) for prefix in itertools.product((0, 1), repeat=length)]
+PREFIXES = [
+    prefix for length in range(LONGEST) for prefix in itertools.product((0, 1), repeat=length)
+]
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,21 @@ class Toy:
 
     def gradient(self) -> Floats:
         """[parameters], of the expected reward."""
-        return sum(p * self.rewards[response] * self.scores(response).sum(axis=0) for p, response in self.responses())
+        return sum(
+            p * self.rewards[response] * self.scores(response).sum(axis=0)
+            for p, response in self.responses()
+        )
 
 
 def toy(*ends: Tokens, seed: int = 0) -> Toy:
     rng = np.random.default_rng(seed)
     logits = {prefix: float(rng.normal()) for prefix in PREFIXES}
     longest = itertools.product((0, 1), repeat=LONGEST)
-    return Toy(logits, {response: float(rng.normal()) for response in (*PREFIXES, *longest)}, frozenset(ends))
+    return Toy(
+        logits,
+        {response: float(rng.normal()) for response in (*PREFIXES, *longest)},
+        frozenset(ends),
+    )
 
 
 @dataclass(frozen=True)
@@ -80,23 +90,36 @@ class Forests:
     @cached_property
     def scores(self) -> Floats:
         """[Q, G, LONGEST, parameters]"""
-        place = {path: row for row, path in enumerate({path for group in self.paths for path in group})}
-        return np.array([self.toy.scores(path) for path in place])[[[place[p] for p in group] for group in self.paths]]
+        place = {
+            path: row for row, path in enumerate({path for group in self.paths for path in group})
+        }
+        return np.array([self.toy.scores(path) for path in place])[
+            [[place[p] for p in group] for group in self.paths]
+        ]
 
     def error(self, segments: Floats) -> float:
-        """Return the error of the expected estimate from advantages of segments [Q, G, B + 1], relative to the truth.
+        """Return the error of the expected estimate from advantages of segments [Q, G, B + 1],
+        relative to the truth.
 
         The estimate of an outcome is the mean over its slots of Σ_t A_t ∇ log π_t.
         """
         forks = np.cumsum(self.segments["tokens"], axis=-1)[..., None, :-1]
-        advantage = np.take_along_axis(segments, (forks <= np.arange(LONGEST)[:, None]).sum(axis=-1), axis=-1)
+        advantage = np.take_along_axis(
+            segments, (forks <= np.arange(LONGEST)[:, None]).sum(axis=-1), axis=-1
+        )
         share = self.probability[:, None, None] / segments.shape[1]
-        expected, true = np.einsum("qgt,qgtp->p", share * advantage, self.scores), self.toy.gradient()
+        expected, true = (
+            np.einsum("qgt,qgtp->p", share * advantage, self.scores),
+            self.toy.gradient(),
+        )
         return float(np.linalg.norm(expected - true) / np.linalg.norm(true))
 
 
-def plan_gradient(policy: Toy, step: StepPlan, paths: Sequence[Tokens], segments: Sequence[Ints]) -> Floats:
-    """Return the on-policy gradient of a plan of one prompt, Σ over kept paths of scale · Σ_t A_t ∇log π_t.
+def plan_gradient(
+    policy: Toy, step: StepPlan, paths: Sequence[Tokens], segments: Sequence[Ints]
+) -> Floats:
+    """Return the on-policy gradient of a plan of one prompt, Σ over kept paths of scale · Σ_t A_t
+    ∇log π_t.
 
     Args:
         policy: what generated.
@@ -119,7 +142,9 @@ def forests(policy: Toy, children: Sequence[int], forks: Sequence[int]) -> Fores
         children: K, M₁, …, M_B.
         forks: tokens before the fork of each level.
     """
-    branches = tuple(BranchConfig(at=level, children=count) for level, count in enumerate(children[1:], start=1))
+    branches = tuple(
+        BranchConfig(at=level, children=count) for level, count in enumerate(children[1:], start=1)
+    )
     roots = list(_grown(policy, children, forks))
     outcomes = list(itertools.product(roots, repeat=children[0]))
     probability = np.array([math.prod(p for p, _ in trees) for trees in outcomes])
@@ -136,7 +161,9 @@ def forests(policy: Toy, children: Sequence[int], forks: Sequence[int]) -> Fores
     )
 
 
-def _grown(policy: Toy, children: Sequence[int], forks: Sequence[int], prefix: Tokens = (), level: int = 0) -> Grown:
+def _grown(
+    policy: Toy, children: Sequence[int], forks: Sequence[int], prefix: Tokens = (), level: int = 0
+) -> Grown:
     """All that a branch can become. The slots have the forks from ``level`` on."""
     missing = len(children) - 1 - level
     if policy.ended(prefix):
@@ -145,7 +172,9 @@ def _grown(policy: Toy, children: Sequence[int], forks: Sequence[int], prefix: T
     elif missing and len(prefix) == forks[level]:
         below = list(_grown(policy, children, forks, prefix, level + 1))
         for branches in itertools.product(below, repeat=children[level + 1]):
-            slots = [(path, (len(prefix), *ends)) for _, branch in branches for path, ends in branch]
+            slots = [
+                (path, (len(prefix), *ends)) for _, branch in branches for path, ends in branch
+            ]
             yield math.prod(p for p, _ in branches), slots
     else:
         for token in (0, 1):
@@ -157,6 +186,11 @@ def _segments(policy: Toy, slot: Slot) -> list[tuple[int, float, float, float]]:
     path, forks = slot
     p = [policy.probability(path[:t], token) for t, token in enumerate(path)]
     return [
-        (end - start, sum((1 - x) ** 2 for x in p[start:end]), 0.0, sum(map(math.log, p[start:end])))
+        (
+            end - start,
+            sum((1 - x) ** 2 for x in p[start:end]),
+            0.0,
+            sum(map(math.log, p[start:end])),
+        )
         for start, end in zip((0, *forks), (*forks, len(path)), strict=True)
     ]

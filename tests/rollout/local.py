@@ -1,4 +1,5 @@
-"""A small Qwen3 whose weights are large enough to prefer some tokens, its local engine, and a plain forward."""
+"""A small Qwen3 whose weights are large enough to prefer some tokens, its local engine, and a plain
+forward."""
 
 from __future__ import annotations
 
@@ -24,13 +25,19 @@ STOP = (3, 7)
 Groups = Sequence[Sequence[Completion]]
 
 
-def generate(engine: RolloutEngine[Any], prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
+def generate(
+    engine: RolloutEngine[Any], prompts: Sequence[Prompt], sampling: Sampling
+) -> Completions:
     """Request completions and wait for them. Collective."""
     return engine.finish(engine.begin(prompts, sampling))
 
 
-def make_policy(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
-    made = policies.make_policy(vocab=VOCABULARY, layers=2, hidden=32, ffn=64, std=0.3, tied=tied, seed=seed)
+def make_policy(
+    seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float32
+) -> Qwen3ForCausalLM:
+    made = policies.make_policy(
+        vocab=VOCABULARY, layers=2, hidden=32, ffn=64, std=0.3, tied=tied, seed=seed
+    )
     made.config.architectures = ["Qwen3ForCausalLM"]
     return made.to(dtype=dtype).eval()
 
@@ -65,13 +72,25 @@ def load_engine(path: Path, source: WeightSource | None = None, **options: Any) 
 def make_prompts(*lengths: int, first_id: int = 0) -> list[Prompt]:
     rng = np.random.default_rng(1)
     tokens = [rng.integers(8, VOCABULARY, length).astype(np.int32) for length in lengths]
-    return [Prompt(first_id + row, token_ids, text="", label="") for row, token_ids in enumerate(tokens)]
+    return [
+        Prompt(first_id + row, token_ids, text="", label="") for row, token_ids in enumerate(tokens)
+    ]
 
 
 def sampling_of(
-    samples: int = 4, max_tokens: int = 24, temperature: float = 1.0, stop: tuple[int, ...] = STOP, seed: int = 5
+    samples: int = 4,
+    max_tokens: int = 24,
+    temperature: float = 1.0,
+    stop: tuple[int, ...] = STOP,
+    seed: int = 5,
 ) -> Sampling:
-    return Sampling(samples=samples, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop, seed=seed)
+    return Sampling(
+        samples=samples,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        stop_token_ids=stop,
+        seed=seed,
+    )
 
 
 def tokens_of(groups: Groups) -> list[list[list[int]]]:
@@ -79,12 +98,18 @@ def tokens_of(groups: Groups) -> list[list[list[int]]]:
 
 
 def bits_of(groups: Groups) -> list[list[tuple[list[int], bytes, list[bool]]]]:
-    return [[(c.token_ids.tolist(), c.logprobs.tobytes(), c.loss_mask.tolist()) for c in group] for group in groups]
+    return [
+        [(c.token_ids.tolist(), c.logprobs.tobytes(), c.loss_mask.tolist()) for c in group]
+        for group in groups
+    ]
 
 
 def forks_of(leaf: Completion, levels: int = 2) -> tuple[int, ...]:
-    """Return the numbers of tokens after which the path to a leaf forked; its length if it ended before a fork."""
-    return tuple(int(np.count_nonzero(np.asarray(leaf.segments) <= level)) for level in range(levels))
+    """Return the numbers of tokens after which the path to a leaf forked; its length if it ended
+    before a fork."""
+    return tuple(
+        int(np.count_nonzero(np.asarray(leaf.segments) <= level)) for level in range(levels)
+    )
 
 
 def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -92,7 +117,9 @@ def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     read = Decoder.read
 
-    def noted(decoder: Decoder, cache: Any, tokens: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    def noted(
+        decoder: Decoder, cache: Any, tokens: torch.Tensor, *rest: Any, **more: Any
+    ) -> torch.Tensor:
         shapes.append(tuple(tokens.shape))
         return read(decoder, cache, tokens, *rest, **more)
 
@@ -102,13 +129,22 @@ def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def whole_of(prompt: Prompt, completion: Completion) -> torch.Tensor:
     """Return [1, P + L]."""
-    return torch.from_numpy(np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int64))[None]
+    return torch.from_numpy(
+        np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int64)
+    )[None]
 
 
 @torch.no_grad()
-def plain_logprobs(policy: PreTrainedModel, prompt: Prompt, completion: Completion, temperature: float) -> torch.Tensor:
-    """Return [L, vocabulary] of a forward over prompt and completion, alone, unpadded and without a cache."""
-    logits = policy(input_ids=whole_of(prompt, completion)).logits[0, len(prompt.token_ids) - 1 : -1].float()
+def plain_logprobs(
+    policy: PreTrainedModel, prompt: Prompt, completion: Completion, temperature: float
+) -> torch.Tensor:
+    """Return [L, vocabulary] of a forward over prompt and completion, alone, unpadded and without a
+    cache."""
+    logits = (
+        policy(input_ids=whole_of(prompt, completion))
+        .logits[0, len(prompt.token_ids) - 1 : -1]
+        .float()
+    )
     return torch.log_softmax(logits / temperature, dim=-1)
 
 

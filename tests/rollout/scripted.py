@@ -1,4 +1,5 @@
-"""An engine and workers that follow a script, and ranks that are threads: a step without processes."""
+"""An engine and workers that follow a script, and ranks that are threads: a step without
+processes."""
 
 from __future__ import annotations
 
@@ -97,8 +98,9 @@ class ScriptedEngine(RolloutEngine[Completions]):
 
 
 class ScriptedWorkers:
-    """Score ``score 1``, log the depth of ``score 1 depth 3``, give the reward of a role for ``score 1 =critic 3``,
-    time out at ``sleep`` and fail at any other text, all in this process and at the end."""
+    """Score ``score 1``, log the depth of ``score 1 depth 3``, give the reward of a role for
+    ``score 1 =critic 3``, time out at ``sleep`` and fail at any other text, all in this process and
+    at the end."""
 
     thinking_tags: Sequence[str] = ()
 
@@ -129,7 +131,9 @@ class ScriptedWorkers:
                 case ["sleep"]:
                     scores[number] = Score.failed("timeout")
                 case _:
-                    scores[number] = Score.failed("error", "" if item.solution in told else item.solution)
+                    scores[number] = Score.failed(
+                        "error", "" if item.solution in told else item.solution
+                    )
                     told.add(item.solution)
             if sum(count_failures(scores)) > self._most_failures:
                 break
@@ -190,7 +194,9 @@ def as_ranks(size: int, claim: Callable[[World], T]) -> list[T]:
 
 def pool_of(size: int) -> PromptPool:
     """Return prompts that differ in length."""
-    prompts = [Prompt(i, np.arange(3 + i, dtype=np.int32), f"prompt {i}", "1", "here") for i in range(size)]
+    prompts = [
+        Prompt(i, np.arange(3 + i, dtype=np.int32), f"prompt {i}", "1", "here") for i in range(size)
+    ]
     return PromptPool([SourcePool(prompts)])
 
 

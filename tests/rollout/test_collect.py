@@ -1,4 +1,5 @@
-"""Collecting loses no group in part, keeps every weight with its own group, and counts what could not be scored."""
+"""Collecting loses no group in part, keeps every weight with its own group, and counts what could
+not be scored."""
 
 from __future__ import annotations
 
@@ -52,10 +53,16 @@ class Bench:
         config, workers = collect_config(*settings), ScriptedWorkers()
         self.collector = Collector(config, world, self.engine, workers, tokenizer, stops, routing)
 
-    def collect(self, inclusion: Sequence[float] = (), window: int = 0, step: int = 4) -> CompleteRollouts:
+    def collect(
+        self, inclusion: Sequence[float] = (), window: int = 0, step: int = 4
+    ) -> CompleteRollouts:
         """Collect the script's prompts, in its order, at these probabilities (default 1)."""
         count = len(self.script)
-        selection = Selection(np.array([*self.script], np.int64), np.array(inclusion or [1.0] * count), window or count)
+        selection = Selection(
+            np.array([*self.script], np.int64),
+            np.array(inclusion or [1.0] * count),
+            window or count,
+        )
         begun = self.collector.request(pool_of(10), StepRollouts(selection, step))
         return self.collector.collected([self.collector.finish(begun)])
 
@@ -67,7 +74,10 @@ def test_failed_groups_leave_whole_and_others_replace_them(tokenizer: Tokenizer)
     result = Bench(tokenizer, script).collect(inclusion=[0.5, 0.25, 0.4, 0.2, 1.0], window=8)
     known = result.metadata
     assert known.window == pytest.approx(8 * 7.5 / 14.5)
-    assert (known.prompt_ids.tolist(), known.prompt_inclusion.tolist()) == ([1, 3, 8], [0.4, 1.0, 0.25])
+    assert (known.prompt_ids.tolist(), known.prompt_inclusion.tolist()) == (
+        [1, 3, 8],
+        [0.4, 1.0, 0.25],
+    )
     np.testing.assert_array_equal(known.rewards, [[0, 0, 3], [1, 0, 0], [1, 0, 0]])
     np.testing.assert_array_equal(known.owners, [0, 0, 0])
     assert sorted(result.held) == [0, 1, 2]
@@ -79,7 +89,11 @@ def test_failed_groups_leave_whole_and_others_replace_them(tokenizer: Tokenizer)
     metrics = result.metrics
     assert metrics["rollout/generated_tokens"] == 9 * 8 + 6
     assert metrics["rollout/accuracy"] == pytest.approx(3 / 9)
-    assert (metrics["rollout/dropped_groups"], metrics["reward/timeouts"], metrics["reward/errors"]) == (2, 1, 2)
+    assert (
+        metrics["rollout/dropped_groups"],
+        metrics["reward/timeouts"],
+        metrics["reward/errors"],
+    ) == (2, 1, 2)
     assert any("left their step" in note for note in result.notes) and "raise it" in result.notes
 
 
@@ -96,11 +110,19 @@ def test_empty_steps_write_their_row(tokenizer: Tokenizer, script: Script, windo
 
 
 def test_roles_have_rewards_of_their_own_and_one_penalty(tokenizer: Tokenizer) -> None:
-    """A role without a reward of its own has the score. The penalty is that of the whole conversation."""
-    settings = "reward.overlong_buffer=8", "rollout.roles=[solver,critic]", "rollout.conversation=a.py:rollout"
+    """A role without a reward of its own has the score. The penalty is that of the whole
+    conversation."""
+    settings = (
+        "reward.overlong_buffer=8",
+        "rollout.roles=[solver,critic]",
+        "rollout.conversation=a.py:rollout",
+    )
     both, alone = [0] * 9 + [1] * 9, [0] * 8
     penalty = (20 - 8 - 18) / 8
-    in_roles = [Said("score 1 =critic 3", segments=both), *(Said(f"score {n}", segments=alone) for n in (0, 1))]
+    in_roles = [
+        Said("score 1 =critic 3", segments=both),
+        *(Said(f"score {n}", segments=alone) for n in (0, 1)),
+    ]
     result = Bench(tokenizer, {3: in_roles}, *settings).collect()
     known = result.metadata.segments[0]
     assert known["reward"].tolist() == [[1.0 + penalty, 3.0 + penalty], [0.0, 0.0], [1.0, 1.0]]
@@ -118,12 +140,20 @@ def test_roles_have_rewards_of_their_own_and_one_penalty(tokenizer: Tokenizer) -
 
 
 def test_longest_sequence_is_overlong_and_given_text_is_scored(tokenizer: Tokenizer) -> None:
-    """A limit of 20 tokens and a buffer of 8: the second sequence has 16 more than the prompt, which cost a half."""
+    """A limit of 20 tokens and a buffer of 8: the second sequence has 16 more than the prompt,
+    which cost a half."""
     assert len(pool_of(10)[4].token_ids) == 7
-    script = {4: [Said("score" + "x" * 20 + " 1", given=range(5, 25), starts=(5,)), *said("score 0", "score 0")]}
+    script = {
+        4: [
+            Said("score" + "x" * 20 + " 1", given=range(5, 25), starts=(5,)),
+            *said("score 0", "score 0"),
+        ]
+    }
     settings = "reward.overlong_buffer=8", "rollout.conversation=a.py:rollout"
     result = Bench(tokenizer, script, *settings).collect()
-    assert result.metrics["rollout/raw_reward"] == pytest.approx(1 / 3), "the verifier reads: score 1"
+    assert result.metrics["rollout/raw_reward"] == pytest.approx(1 / 3), (
+        "the verifier reads: score 1"
+    )
     assert result.metadata.rewards[0].tolist() == [0.5, 0.0, 0.0]
     assert result.metadata.further_lengths.tolist() == [[[23], [0], [0]]]
 
@@ -141,40 +171,59 @@ def test_overlong_penalty_is_trained_on_and_not_in_the_raw_reward(
     tokenizer: Tokenizer, settings: list[str], rewards: list[float]
 ) -> None:
     """18, 20 and 16 tokens, under a limit of 20. DAPO's buffer is a fifth of the limit."""
-    overlong = [Said("score 1".ljust(17)), Said("score 1".ljust(20), ended=False), Said("score 0".ljust(15))]
+    overlong = [
+        Said("score 1".ljust(17)),
+        Said("score 1".ljust(20), ended=False),
+        Said("score 0".ljust(15)),
+    ]
     result = Bench(tokenizer, {0: overlong}, *settings).collect()
     np.testing.assert_allclose(result.metadata.rewards, [rewards], atol=1e-12)
     np.testing.assert_array_equal(result.held[0].rewards, result.metadata.rewards[0])
     assert result.metrics["rollout/raw_reward"] == pytest.approx(2 / 3)
     assert result.metrics["rollout/reward"] == pytest.approx(sum(rewards) / 3)
-    assert result.metrics["rollout/accuracy"] == pytest.approx(2 / 3), "right is right, however long"
+    assert result.metrics["rollout/accuracy"] == pytest.approx(2 / 3), (
+        "right is right, however long"
+    )
 
 
 def test_score_norms_and_entropy_are_those_of_sampled_tokens(tokenizer: Tokenizer) -> None:
     """By the engine's probabilities. Neither given tokens nor a dropped group count."""
     p = [0.5] * 3 + [0.1] * 2 + [0.5] * 3
-    script = {6: [Said("score 1", p, given=(3, 4)), Said("score 0", 0.25), Said("score 0", 1.0)], 2: BROKEN}
+    script = {
+        6: [Said("score 1", p, given=(3, 4)), Said("score 0", 0.25), Said("score 0", 1.0)],
+        2: BROKEN,
+    }
     result = Bench(tokenizer, script).collect()
     assert result.metadata.response_lengths.tolist() == [[8, 8, 8]]
     assert result.metadata.sampled_lengths.tolist() == [[6, 8, 8]]
-    np.testing.assert_allclose(result.metadata.score_norms, np.sqrt([[6 * 0.5**2, 8 * 0.75**2, 0.0]]), rtol=1e-6)
+    np.testing.assert_allclose(
+        result.metadata.score_norms, np.sqrt([[6 * 0.5**2, 8 * 0.75**2, 0.0]]), rtol=1e-6
+    )
     bits = 6 + 8 * 2
     assert result.metrics["rollout/entropy"] == pytest.approx(bits * math.log(2.0) / 22, rel=1e-6)
     assert result.metrics["rollout/generated_tokens"] == 22
 
 
 def test_trees_fork_in_training_alone_and_shared_tokens_count_once(tokenizer: Tokenizer) -> None:
-    tree = "rollout.samples_per_prompt=8", "rollout.tree.roots=2", "rollout.tree.branches=[{at: 3}, {at: 6}]"
+    tree = (
+        "rollout.samples_per_prompt=8",
+        "rollout.tree.roots=2",
+        "rollout.tree.branches=[{at: 3}, {at: 6}]",
+    )
     settings = "loss.name=dr_grpo", *tree
     p = [0.8] * 3 + [0.5] * 3 + [0.1] * 2
     twice, once = [0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 1, 1]
-    said_by_slot = [Said("score 1", p, segments=twice)] * 4 + [Said("score 0", p, segments=once)] * 4
+    said_by_slot = [Said("score 1", p, segments=twice)] * 4 + [
+        Said("score 0", p, segments=once)
+    ] * 4
     bench = Bench(tokenizer, {6: said_by_slot}, *settings)
     result = bench.collect()
     segments = result.metadata.segments
     assert segments["tokens"].tolist() == [[[3, 3, 2]] * 4 + [[3, 5, 0]] * 4]
     np.testing.assert_allclose(segments["square"][0, 0], [0.12, 0.75, 1.62], rtol=1e-6)
-    np.testing.assert_allclose(segments["logprob"][0, 0], np.log([0.8**3, 0.5**3, 0.1**2]), rtol=1e-6)
+    np.testing.assert_allclose(
+        segments["logprob"][0, 0], np.log([0.8**3, 0.5**3, 0.1**2]), rtol=1e-6
+    )
     assert result.metrics["rollout/generated_tokens"] == 8 * 8
     assert result.metrics["rollout/unique_tokens"] == (8 + 2 + 5 + 2) + (8 + 5)
     bench.collector.ask([pool_of(10)[6]], Sampling(4, 8, 1.0, (), seed=1))
@@ -185,7 +234,10 @@ def test_trees_fork_in_training_alone_and_shared_tokens_count_once(tokenizer: To
 
 def test_metrics_of_a_step_written_out(tokenizer: Tokenizer) -> None:
     cut_off = Said("score 2".ljust(20), ended=False)
-    script = {1: [Said("score 1"), cut_off, Said("score 0")], 3: said("score 0", "score 0", "score 0 ")}
+    script = {
+        1: [Said("score 1"), cut_off, Said("score 0")],
+        3: said("score 0", "score 0", "score 0 "),
+    }
     result = Bench(tokenizer, {**script, 4: said("score 1") * 3}).collect()
     metrics = result.metrics
     del metrics["rollout/entropy"]
@@ -211,7 +263,9 @@ def test_failures_past_their_share_stop_every_rank(tokenizer: Tokenizer) -> None
     script = {1: MIXED, 3: said("sleep", "raise it", "score 0")}
 
     def on_a_rank(world: World) -> str:
-        metrics = Bench(tokenizer, script, f"reward.max_failures={2 / 6}", world=world).collect().metrics
+        metrics = (
+            Bench(tokenizer, script, f"reward.max_failures={2 / 6}", world=world).collect().metrics
+        )
         assert (metrics["reward/errors"], metrics["reward/timeouts"]) == (1, 1)
         with pytest.raises(UserError) as caught:
             Bench(tokenizer, script, "reward.max_failures=0.33", world=world).collect()
@@ -231,8 +285,14 @@ def test_engine_is_asked_with_a_seed_of_the_step(tokenizer: Tokenizer) -> None:
         bench.collect(step=step)
         ((asked, sampling),) = bench.engine.asked
         assert asked == [3, 1]
-        assert (sampling.samples, sampling.max_tokens, sampling.temperature) == (SAMPLES, LIMIT_TOKENS, 0.7)
-        assert (sampling.top_p, sampling.top_k) == (None, None), "training samples from the whole distribution"
+        assert (sampling.samples, sampling.max_tokens, sampling.temperature) == (
+            SAMPLES,
+            LIMIT_TOKENS,
+            0.7,
+        )
+        assert (sampling.top_p, sampling.top_k) == (None, None), (
+            "training samples from the whole distribution"
+        )
         assert sampling.stop_token_ids == (end_token_id(tokenizer),)
         seeds.append(sampling.seed)
     assert seeds[0] == seeds[1]
@@ -251,8 +311,11 @@ def test_completion_is_as_old_as_its_oldest_token(tokenizer: Tokenizer) -> None:
         (known, 9, 3, [1.0, 3.0, 13 / 6, 3.0]),
         (empty, 9, 0, [0.0, 0.0, 0.0, 0.0]),
     ):
-        assert staleness(metadata, version, bound=bound) == pytest.approx(dict(zip(names, expected, strict=True)))
-    # A late completion is not left out: late completions are long, and the rest would be a policy of short ones.
+        assert staleness(metadata, version, bound=bound) == pytest.approx(
+            dict(zip(names, expected, strict=True))
+        )
+    # A late completion is not left out: late completions are long, and the rest would be a policy
+    # of short ones.
     with pytest.raises(UserError, match="3 updates old") as raised:
         staleness(known, 9, bound=2)
     assert raised.value.setting == "rollout.ahead"
@@ -274,11 +337,15 @@ def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:
         assert result.metrics == pytest.approx(alone.metrics)
         assert result.notes == alone.notes
         for field in set(StepMetadata.__slots__) - {"owners", "segments", "parts"}:
-            np.testing.assert_allclose(getattr(known, field), getattr(alone.metadata, field), rtol=1e-12)
+            np.testing.assert_allclose(
+                getattr(known, field), getattr(alone.metadata, field), rtol=1e-12
+            )
         np.testing.assert_array_equal(known.segments, alone.metadata.segments)
         np.testing.assert_equal(known.parts, alone.metadata.parts)
         held = {row: group.prompt.id for row, group in result.held.items()}
-        assert held == {row: int(known.prompt_ids[row]) for row in np.flatnonzero(known.owners == rank)}
+        assert held == {
+            row: int(known.prompt_ids[row]) for row in np.flatnonzero(known.owners == rank)
+        }
         assert held, "both hold something"
 
 
@@ -290,13 +357,16 @@ def test_logged_metric_is_the_mean_over_its_completions_on_all_ranks(tokenizer: 
         5: said("score 0 depth 7", "score 1", "score 1"),
         1: BROKEN[:2] + said("score 0 depth 9"),
     }
-    for metrics in as_ranks(3, lambda world: Bench(tokenizer, script, world=world).collect().metrics):
+    for metrics in as_ranks(
+        3, lambda world: Bench(tokenizer, script, world=world).collect().metrics
+    ):
         logged = metrics["reward/depth"], metrics["reward/deep"], metrics["reward/errors"]
         assert logged == (pytest.approx(4.0), 1.0, 1.0)
 
 
 def test_completions_without_routing_to_replay_are_refused(tokenizer: Tokenizer) -> None:
-    """Rollouts ask for the routing, and evaluations do not. A completion without stops every rank."""
+    """Rollouts ask for the routing, and evaluations do not. A completion without stops every
+    rank."""
     shape = RoutingShape(layers=2, per_token=1, experts=4)
 
     def on_a_rank(world: World) -> tuple[str, list[RoutingShape | None]]:

@@ -1,4 +1,5 @@
-"""A conversation's turns become one completion, of which the policy is trained on sampled tokens and nothing else."""
+"""A conversation's turns become one completion, of which the policy is trained on sampled tokens
+and nothing else."""
 
 from __future__ import annotations
 
@@ -39,10 +40,20 @@ def completed(
     roles: Sequence[str] = (),
     vocabulary: int = 200,
 ) -> Completion:
-    """Return the completion of a conversation whose client generated these turns, each after its context."""
-    function: Any = ConversationFunction("rollout.conversation", "f.py:f", None, "Mend", roles, vocabulary)
+    """Return the completion of a conversation whose client generated these turns, each after its
+    context."""
+    function: Any = ConversationFunction(
+        "rollout.conversation", "f.py:f", None, "Mend", roles, vocabulary
+    )
     sampling, turn = Sampling(1, limit, 1.0, (), seed=0), None
-    client: Any = Client(turn=turn, function=function, prompt=prompt, sampling=sampling, number=0, generated=generated)
+    client: Any = Client(
+        turn=turn,
+        function=function,
+        prompt=prompt,
+        sampling=sampling,
+        number=0,
+        generated=generated,
+    )
     return conversation.completed(returned, client)
 
 
@@ -73,7 +84,9 @@ def test_sampled_tokens_are_trained_on_and_given_tokens_are_read() -> None:
     completion = finished([[5], turn(1, 2), [6, 5], np.array([4]), turn(3, STOP)])
     assert completion.token_ids.tolist() == [5, 1, 2, 6, 5, 4, 3, STOP]
     assert completion.loss_mask.tolist() == [False, True, True, False, False, False, True, True]
-    np.testing.assert_allclose(completion.logprobs[completion.loss_mask], [-0.01, -0.02, -0.03, -0.99])
+    np.testing.assert_allclose(
+        completion.logprobs[completion.loss_mask], [-0.01, -0.02, -0.03, -0.99]
+    )
     assert (completion.versions.tolist(), completion.finish_reason) == ([3] * 8, "stop")
 
 
@@ -98,7 +111,9 @@ def test_response_past_its_limit_is_cut_off() -> None:
 
 
 ONCE = [([7, 8], SAID)]
-OWN = Completion(np.array([1, 2]), np.array([-1, np.nan]), np.array([True, False]), SAID.versions, "stop")
+OWN = Completion(
+    np.array([1, 2]), np.array([-1, np.nan]), np.array([True, False]), SAID.versions, "stop"
+)
 """A completion that a function put together by itself."""
 IN_ROLES = replace(OWN, segments=np.array([0, -1], np.int8))
 
@@ -109,17 +124,37 @@ IN_ROLES = replace(OWN, segments=np.array([0, -1], np.int8))
         ([[5], SAID], ONCE, "turn 1 that was generated after other tokens"),
         ([turn(1, 2)], ONCE, "turn 0 a completion that this conversation has not generated"),
         ([SAID, "73"], ONCE, "turn 1 that is no list of token ids"),
-        ([SAID, [5, 150]], ONCE, "a turn 1 with the token id 150; the policy's vocabulary has 100 tokens"),
-        (replace(OWN, token_ids=np.array([5, 150])), [], "returned a completion with the token id 150"),
+        (
+            [SAID, [5, 150]],
+            ONCE,
+            "a turn 1 with the token id 150; the policy's vocabulary has 100 tokens",
+        ),
+        (
+            replace(OWN, token_ids=np.array([5, 150])),
+            [],
+            "returned a completion with the token id 150",
+        ),
         ([[5, 6]], [], "none of whose tokens the policy sampled"),
         (None, [], "returned a NoneType"),
-        (replace(OWN, loss_mask=np.ones(2, bool)), [], "log-probabilities that are above 0, null or not finite"),
+        (
+            replace(OWN, loss_mask=np.ones(2, bool)),
+            [],
+            "log-probabilities that are above 0, null or not finite",
+        ),
         (replace(OWN, loss_mask=np.ones(3, bool)), [], "3 of loss_mask for a response of 2 tokens"),
         (replace(OWN, versions=()), [], "versions of 0 tokens for a response of 2"),
         ([[FIRST], NEXT], SUMMED, "turns beside lists of turns"),
-        ([[[6, 6, 6], NEXT], [[7, 8], FIRST]], SUMMED, "turn 1 that was generated after other tokens"),
+        (
+            [[[6, 6, 6], NEXT], [[7, 8], FIRST]],
+            SUMMED,
+            "turn 1 that was generated after other tokens",
+        ),
         (replace(joined([FIRST, [6], NEXT]), starts=(2, 9)), SUMMED, "begin at"),
-        (replace(joined([FIRST, [6] * 21, NEXT]), starts=(2,)), SUMMED, "of 21 tokens more than the prompt's, and 20"),
+        (
+            replace(joined([FIRST, [6] * 21, NEXT]), starts=(2,)),
+            SUMMED,
+            "of 21 tokens more than the prompt's, and 20",
+        ),
         ([("solver", SAID)], ONCE, "of the role 'solver', and rollout.roles has none"),
         (IN_ROLES, [], r"with roles, and rollout\.roles has none"),
     ],
@@ -134,7 +169,10 @@ def test_untrainable_results_are_refused(returned: Any, generated: list, words: 
     [
         ([SAID], "turn 0 of no role, and rollout.roles has 'solver', 'critic'"),
         ([("judge", SAID)], "of the role 'judge', and rollout.roles has 'solver', 'critic'"),
-        ([("solver", SAID), ("solver", [5])], "turn 1 of the role 'solver' that the policy has not said"),
+        (
+            [("solver", SAID), ("solver", [5])],
+            "turn 1 of the role 'solver' that the policy has not said",
+        ),
         (replace(OWN, segments=np.zeros(2, np.int8)), "not those of its sampled tokens"),
         (replace(OWN, segments=np.array([2, -1], np.int8)), "of a role 2, and rollout.roles has 2"),
     ],
@@ -147,7 +185,9 @@ def test_unknown_roles_are_refused(returned: Any, words: str) -> None:
 def test_own_completion_of_a_function_is_taken() -> None:
     taken = completed(OWN, PROMPT, [], 20)
     assert (taken.token_ids.tolist(), taken.loss_mask.tolist()) == ([1, 2], [True, False])
-    assert (taken.token_ids.dtype, taken.logprobs.dtype) == (np.int32, np.float32), "as ranks exchange them"
+    assert (taken.token_ids.dtype, taken.logprobs.dtype) == (np.int32, np.float32), (
+        "as ranks exchange them"
+    )
 
 
 def test_lists_of_turns_are_sequences_with_a_context_of_their_own() -> None:
@@ -157,7 +197,9 @@ def test_lists_of_turns_are_sequences_with_a_context_of_their_own() -> None:
     assert whole.versions.tolist() == [3] * 3 + [4] * 5 and whole.finish_reason == "stop"
     taken = completed(replace(whole, starts=np.array([3])), PROMPT, [], 20)
     assert (taken.starts, taken.token_ids.tolist()) == ((3,), whole.token_ids.tolist())
-    said_by = completed([[("a", FIRST)], [[6, 6, 6], ("b", NEXT)]], PROMPT, SUMMED, 20, ("a", "b")).segments
+    said_by = completed(
+        [[("a", FIRST)], [[6, 6, 6], ("b", NEXT)]], PROMPT, SUMMED, 20, ("a", "b")
+    ).segments
     assert said_by is not None and said_by.tolist() == [0, 0, -1, -1, -1, 1, 1]
     assert joined([[9], whole]).starts == (4,), "as trees and resumed rollouts join completions"
 
@@ -193,7 +235,8 @@ def routed(turn: Completion, rows: int, number: int) -> Completion:
 
 
 def test_routing_of_a_token_is_that_of_its_first_reader() -> None:
-    """The last token of a turn, and the given tokens after it, are read by the turn that follows."""
+    """The last token of a turn, and the given tokens after it, are read by the turn that
+    follows."""
     turns = [routed(turn(1, 2), 3, 1), [5, 6], routed(turn(3, 4, STOP), 8, 2), [9]]
     for completion, expected in (
         (finished(turns), [1] * 3 + [2] * 5),
@@ -215,10 +258,16 @@ class ScriptedClient:
         self.generated: list[tuple[list[int], Completion]] = []
 
     async def generate(
-        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
     ) -> Completion:
         tokens = [*self.tokenizer.encode(self._texts.pop(0)), STOP]
-        cut = next((i + 1 for i, token in enumerate(tokens) if token in stop_token_ids), len(tokens))
+        cut = next(
+            (i + 1 for i, token in enumerate(tokens) if token in stop_token_ids), len(tokens)
+        )
         said = turn(*tokens[:cut])
         self.generated.append((list(token_ids), said))
         return said
@@ -229,17 +278,30 @@ class ScriptedClient:
     [
         ("my_roles.py", "7+8=", ["14", "no", "15"], TWO, ["14#review no#answer 15"]),
         ("my_compacting_agent.py", "7+8=", ["ten", "5", "15"], (), ["ten#so 5", "7+8=515"]),
-        ("my_agent.py", "7+8+1=", ["7+8=x", " 15+1=x", "a=x", " #16"], (), ["7+8=15 15+1=16a= #16"]),
+        (
+            "my_agent.py",
+            "7+8+1=",
+            ["7+8=x", " 15+1=x", "a=x", " #16"],
+            (),
+            ["7+8=15 15+1=16a= #16"],
+        ),
     ],
 )
 def test_worked_examples_have_their_conversation(
-    title: str, question: str, texts: list[str], roles: Sequence[str], expected: list[str], tokenizer: Any
+    title: str,
+    question: str,
+    texts: list[str],
+    roles: Sequence[str],
+    expected: list[str],
+    tokenizer: Any,
 ) -> None:
     (block,) = [block for block in blocks("docs/recipes/conversation.md") if block.title == title]
     scope: dict[str, Any] = {}
     exec(block.text, scope)
     prompt = Prompt(0, np.array(tokenizer.encode(question), np.int32), "", "")
     client = ScriptedClient(tokenizer, *texts)
-    completion = completed(asyncio.run(scope["rollout"](client, prompt)), prompt, client.generated, 60, roles)
+    completion = completed(
+        asyncio.run(scope["rollout"](client, prompt)), prompt, client.generated, 60, roles
+    )
     tokens = [completion.token_ids[of] for of in sequences(completion)]
     assert [tokenizer.decode(each[each != STOP]) for each in tokens] == expected

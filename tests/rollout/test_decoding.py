@@ -37,13 +37,23 @@ def test_every_rare_token_can_be_drawn() -> None:
 
 @pytest.mark.parametrize(
     ("top_p", "top_k", "parts"),
-    [(None, None, [2, 4, 1, 3]), (0.6, None, [0, 4, 0, 3]), (None, 3, [2, 4, 0, 3]), (0.75, 3, [0, 4, 0, 3])],
+    [
+        (None, None, [2, 4, 1, 3]),
+        (0.6, None, [0, 4, 0, 3]),
+        (None, 3, [2, 4, 0, 3]),
+        (0.75, 3, [0, 4, 0, 3]),
+    ],
 )
-def test_tokens_are_drawn_by_their_share_of_the_likeliest(top_p: float, top_k: int, parts: list[int]) -> None:
-    """Over all uniforms, at a temperature. Log-probabilities are those of the whole distribution."""
+def test_tokens_are_drawn_by_their_share_of_the_likeliest(
+    top_p: float, top_k: int, parts: list[int]
+) -> None:
+    """Over all uniforms, at a temperature. Log-probabilities are those of the whole
+    distribution."""
     draws, temperature, law = 20_000, 0.7, torch.tensor([0.2, 0.4, 0.1, 0.3]).log()
     uniforms = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    tokens, logprobs = draw_tokens((temperature * law).expand(draws, -1), uniforms, temperature, top_p, top_k)
+    tokens, logprobs = draw_tokens(
+        (temperature * law).expand(draws, -1), uniforms, temperature, top_p, top_k
+    )
     found, expected = torch.bincount(tokens, minlength=4) / draws, torch.tensor(parts) / sum(parts)
     torch.testing.assert_close(found, expected, atol=2 / draws, rtol=0)
     assert not found[expected == 0].any()

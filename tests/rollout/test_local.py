@@ -1,4 +1,5 @@
-"""The local engine: log-probabilities of a plain forward, whatever the batch, and every end at its place."""
+"""The local engine: log-probabilities of a plain forward, whatever the batch, and every end at its
+place."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from tests.rollout.scripted import as_ranks
 def test_stop_token_at_the_limit_ends_and_past_the_limit_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows run up to ``ROUND`` tokens past their limit. A stop token there is no end of the completion."""
+    """Rows run up to ``ROUND`` tokens past their limit. A stop token there is no end of the
+    completion."""
     monkeypatch.setitem(decoding.ROUND, "cpu", 16)
     engine, prompts = make_engine(make_policy(), tmp_path), make_prompts(3, 11, 2, 6)
     greedy = sampling_of(samples=1, temperature=0.0, stop=())
@@ -55,7 +57,9 @@ def test_stop_token_at_the_limit_ends_and_past_the_limit_does_not(
 
 
 @pytest.mark.parametrize("least", [{"top_k": 1}, {"top_p": 1e-6}])
-def test_likeliest_token_alone_is_greedy_at_any_temperature(tmp_path: Path, least: dict[str, float]) -> None:
+def test_likeliest_token_alone_is_greedy_at_any_temperature(
+    tmp_path: Path, least: dict[str, float]
+) -> None:
     policy, prompts = make_policy(tied=False), make_prompts(5, 8, 2)
     engine, hot = make_engine(policy, tmp_path), sampling_of(temperature=1.7)
     greedy = generate(engine, prompts, sampling_of(temperature=0.0))
@@ -67,7 +71,11 @@ def test_likeliest_token_alone_is_greedy_at_any_temperature(tmp_path: Path, leas
 
 
 def test_update_changes_tokens_and_version_of_later_requests(tmp_path: Path) -> None:
-    engine, prompts, other = make_engine(make_policy(0), tmp_path), make_prompts(5, 8), make_policy(9)
+    engine, prompts, other = (
+        make_engine(make_policy(0), tmp_path),
+        make_prompts(5, 8),
+        make_policy(9),
+    )
     before = generate(engine, prompts, sampling_of())
     pending = engine.begin(prompts, sampling_of())
     engine.pause()
@@ -86,7 +94,11 @@ def test_unfit_stream_is_consumed_then_refused(tmp_path: Path) -> None:
     policy = make_policy()
     engine = make_engine(policy, tmp_path)
     tensors = dict(policy.named_parameters())
-    missing, misshapen, repeated = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+    missing, misshapen, repeated = (
+        "model.norm.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.embed_tokens.weight",
+    )
     consumed = []
 
     def stream(*, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
@@ -116,7 +128,9 @@ def test_engine_without_weights_or_paused_does_not_generate(tmp_path: Path) -> N
     policy = make_policy()
     policy.config.save_pretrained(tmp_path)
     before = torch.get_rng_state()
-    engine = LocalEngine(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32, max_batch=8)
+    engine = LocalEngine(
+        str(tmp_path), device=torch.device("cpu"), dtype=torch.float32, max_batch=8
+    )
     assert torch.equal(before, torch.get_rng_state()), "building an engine draws no random number"
     assert engine.health() is not None
     with pytest.raises(RuntimeError, match="no weights"):
@@ -134,7 +148,10 @@ def test_engine_without_weights_or_paused_does_not_generate(tmp_path: Path) -> N
 def test_rank_that_cannot_generate_stops_all_ranks(tmp_path: Path) -> None:
     def on_a_rank(world: World) -> tuple[str, dict[str, list]]:
         engine = make_engine(make_policy(world.rank), tmp_path / str(world.rank), world=world)
-        each = {name: tokens_of(groups) for name, groups in engine.sample_each(make_prompts(5), sampling_of()).items()}
+        each = {
+            name: tokens_of(groups)
+            for name, groups in engine.sample_each(make_prompts(5), sampling_of()).items()
+        }
         with pytest.raises(ValueError) as caught:
             engine.begin(make_prompts(3, 0 if world.rank else 2), sampling_of())
         return str(caught.value), each
@@ -142,13 +159,18 @@ def test_rank_that_cannot_generate_stops_all_ranks(tmp_path: Path) -> None:
     (message, each), (same_message, same) = as_ranks(2, on_a_rank)
     assert message == same_message == "Prompts without a token cannot be continued: [1]."
     assert each == same, "samples of every rank's engine, on every rank"
-    assert list(each) == ["local, rank 0", "local, rank 1"] and each["local, rank 0"] != each["local, rank 1"]
+    assert (
+        list(each) == ["local, rank 0", "local, rank 1"]
+        and each["local, rank 0"] != each["local, rank 1"]
+    )
 
 
 def test_weights_that_are_not_numbers_stop_the_generation(tmp_path: Path) -> None:
     policy = make_policy()
     policy.model.norm.weight.data[0] = float("nan")
-    with pytest.raises(UserError, match="version 1 give log-probabilities that are not finite") as caught:
+    with pytest.raises(
+        UserError, match="version 1 give log-probabilities that are not finite"
+    ) as caught:
         generate(make_engine(policy, tmp_path), make_prompts(3), sampling_of())
     assert (caught.value.setting, caught.value.value) == ("model.path", tmp_path)
 
@@ -161,7 +183,9 @@ def test_weights_that_are_not_numbers_stop_the_generation(tmp_path: Path) -> Non
         ("attn_implementation", "x", "attn_implementation"),
     ],
 )
-def test_config_that_transformers_rejects_is_refused(name: str, value: object, problem: str, tmp_path: Path) -> None:
+def test_config_that_transformers_rejects_is_refused(
+    name: str, value: object, problem: str, tmp_path: Path
+) -> None:
     path = write_family(tmp_path, "LlamaForCausalLM", **{name: value})
     with pytest.raises(UserError, match=problem) as caught:
         load_engine(path)
@@ -176,11 +200,15 @@ def test_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"])
 def test_states_of_delta_networks_follow_their_rows(family: str, tmp_path: Path) -> None:
-    """Stop tokens end rows at all lengths; others take their places, in batches of eight rows and of all."""
+    """Stop tokens end rows at all lengths; others take their places, in batches of eight rows and
+    of all."""
     path = write_family(tmp_path, family)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     narrow, wide = (load_engine(path, max_batch=rows) for rows in (8, 64))
-    prompts, sampling = make_prompts(3, 40, 1, 6, 17, 33, 2, 25), sampling_of(stop=tuple(range(10)), temperature=1.7)
+    prompts, sampling = (
+        make_prompts(3, 40, 1, 6, 17, 33, 2, 25),
+        sampling_of(stop=tuple(range(10)), temperature=1.7),
+    )
     groups = generate(narrow, prompts, sampling)
     assert len({len(completion.token_ids) for group in groups for completion in group}) > 5
     assert_logprobs_of_a_plain_forward(reference, prompts, groups, 1.7)

@@ -1,4 +1,5 @@
-"""Conversations with the local engine: log-probabilities of a plain forward, and the same bits however slow a tool."""
+"""Conversations with the local engine: log-probabilities of a plain forward, and the same bits
+however slow a tool."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ async def once(client: Client, prompt: Prompt) -> list[Turn]:
 
 
 async def with_a_tool(client: Client, prompt: Prompt, wait_s: float = 0.0) -> list[Turn]:
-    """Three turns at most, each of five tokens or up to a call; the tool answers with twice as many tokens."""
+    """Three turns at most, each of five tokens or up to a call; the tool answers with twice as many
+    tokens."""
     tokens, turns = prompt.token_ids.tolist(), []
     for _ in range(3):
         turns.append(turn := await client.generate(tokens, max_tokens=5, stop_token_ids=[CALL]))
@@ -128,7 +130,9 @@ async def give_up_at_first(client: Client, prompt: Prompt, seen: set[int] = set(
 
 
 def talks_of(function: Any, **limits: float) -> LocalConversations:
-    named = ConversationFunction("rollout.conversation", f"f.py:{function.__name__}", function, "Mend")
+    named = ConversationFunction(
+        "rollout.conversation", f"f.py:{function.__name__}", function, "Mend"
+    )
     return LocalConversations(named, attempts=2, **{"timeout_s": 0.5, **limits})
 
 
@@ -139,7 +143,8 @@ def policy() -> Qwen3ForCausalLM:
 
 @pytest.fixture
 def engines(policy: Qwen3ForCausalLM, tmp_path: Path) -> Iterator[Any]:
-    """A maker of engines of one policy, by the function that has their conversations; None: none."""
+    """A maker of engines of one policy, by the function that has their conversations; None:
+    none."""
     made: list[LocalEngine] = []
 
     def make(function: Any, max_batch: int = 64, **limits: float) -> LocalEngine:
@@ -162,22 +167,31 @@ def test_late_conversations_are_named_and_ended(
     who = f"2 conversations of f.py:{function.__name__}, the first of them about prompt 1"
     assert raised.value.setting == "rollout.timeout_s"
     assert raised.value.problem == f"passed in which none ended of {who}"
-    assert re.fullmatch(rf"late: none has ended for \d+ s of {re.escape(who)}\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        rf"late: none has ended for \d+ s of {re.escape(who)}\n", capsys.readouterr().err
+    )
 
 
 def test_one_turn_is_a_completion_without_a_conversation(engines: Any) -> None:
-    """Bit by bit: the beginning that samples share is read once, and the random numbers are the same."""
+    """Bit by bit: the beginning that samples share is read once, and the random numbers are the
+    same."""
     prompts, sampling = make_prompts(3, 11, 1, 6), sampling_of()
-    assert bits_of(generate(engines(once), prompts, sampling)) == bits_of(generate(engines(None), prompts, sampling))
+    assert bits_of(generate(engines(once), prompts, sampling)) == bits_of(
+        generate(engines(None), prompts, sampling)
+    )
 
 
 def test_forked_copy_ends_where_its_step_ends(engines: Any) -> None:
     prompts, sampling = make_prompts(3), sampling_of()
-    assert bits_of(generate(engines(fork), prompts, sampling)) == bits_of(generate(engines(once), prompts, sampling))
+    assert bits_of(generate(engines(fork), prompts, sampling)) == bits_of(
+        generate(engines(once), prompts, sampling)
+    )
 
 
 @pytest.mark.parametrize("callback", ["task", "call_soon"])
-def test_process_that_a_callback_forks_has_no_conversations(engines: Any, tmp_path: Path, callback: str) -> None:
+def test_process_that_a_callback_forks_has_no_conversations(
+    engines: Any, tmp_path: Path, callback: str
+) -> None:
     """It would begin other conversations, and each of them would fork, too."""
     count, children = tmp_path / "forks", []
 
@@ -209,7 +223,9 @@ def test_process_that_a_callback_forks_has_no_conversations(engines: Any, tmp_pa
     assert count.stat().st_size == conversations
 
 
-def test_sampled_tokens_have_logprobs_of_a_plain_forward(engines: Any, policy: Qwen3ForCausalLM) -> None:
+def test_sampled_tokens_have_logprobs_of_a_plain_forward(
+    engines: Any, policy: Qwen3ForCausalLM
+) -> None:
     prompts = make_prompts(3, 11, 1, 6)
     groups = generate(engines(with_a_tool), prompts, sampling_of(samples=6, max_tokens=MOST))
     assert_logprobs_of_a_plain_forward(policy, prompts, groups, 1.0)
@@ -219,7 +235,9 @@ def test_sampled_tokens_have_logprobs_of_a_plain_forward(engines: Any, policy: Q
             mask, length = completion.loss_mask, len(completion.token_ids)
             assert length <= MOST and completion.versions.tolist() == [1] * length
             said = completion.token_ids[mask].tolist()
-            assert not set(said[:-1]) & set(STOP), "a token that ends a response ends the conversation"
+            assert not set(said[:-1]) & set(STOP), (
+                "a token that ends a response ends the conversation"
+            )
             assert set(completion.token_ids[~mask]) <= set(TOLD)
             turns.add(int((np.diff(np.append(mask, False).astype(int)) < 0).sum()))
     assert turns >= {2, 3}, "conversations end after two and three turns"
@@ -235,12 +253,16 @@ def test_waiting_for_a_tool_changes_no_bit(engines: Any, monkeypatch: pytest.Mon
     assert shapes == before, "the same turns are decoded together"
     # The second time, and in small batches, where rounding may differ.
     assert bits_of(generate(quick, prompts, sampling)) == bits_of(groups)
-    assert tokens_of(generate(engines(with_a_tool, max_batch=7), prompts, sampling)) == tokens_of(groups)
+    assert tokens_of(generate(engines(with_a_tool, max_batch=7), prompts, sampling)) == tokens_of(
+        groups
+    )
 
 
 def test_repeated_requests_draw_other_tokens(engines: Any) -> None:
     prompts, sampling = make_prompts(3, 6), sampling_of(samples=6, max_tokens=MOST)
-    first, second = (generate(engines(function), prompts, sampling) for function in (once, second_thoughts))
+    first, second = (
+        generate(engines(function), prompts, sampling) for function in (once, second_thoughts)
+    )
     for before, after in zip(bits_of(first), bits_of(second), strict=True):
         assert all(a != b for a, b in zip(before, after, strict=True))
     assert bits_of(second) == bits_of(generate(engines(second_thoughts), prompts, sampling))
@@ -260,7 +282,10 @@ def test_conversation_that_gives_up_is_repeated(engines: Any) -> None:
         (stumble, "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
         (cancel_itself, "CancelledError: no more of this"),
         (cancel_all, "f.py:cancel_all: cancelled tasks of the run"),
-        (stop_the_loop, "f.py:stop_the_loop: cancelled tasks of the run, or stopped the event loop"),
+        (
+            stop_the_loop,
+            "f.py:stop_the_loop: cancelled tasks of the run, or stopped the event loop",
+        ),
         (exit_in_callback, "f.py:exit_in_callback: raised in a callback or a task:\nTraceback"),
         (give_up, "gave up prompt 0 2 times (rollout.attempts), the last time: the tool is down"),
         (never_end, "2 conversations of f.py:never_end neither asked for a turn nor ended"),

@@ -25,11 +25,14 @@ def group_of(tokenizer: Tokenizer, *texts: str) -> tuple[Completion, ...]:
 
 
 def prompts_of(count: int) -> list[Prompt]:
-    return [Prompt(i, np.array([3], np.int32), "", "1", "here", {"add": 2 * i}) for i in range(count)]
+    return [
+        Prompt(i, np.array([3], np.int32), "", "1", "here", {"add": 2 * i}) for i in range(count)
+    ]
 
 
 def test_scores_keep_the_order_of_prompts(workers: RewardWorkers, tokenizer: Tokenizer) -> None:
-    """Groups that are complete early are scored before the last is there. ``echo`` reads the label and columns."""
+    """Groups that are complete early are scored before the last is there. ``echo`` reads the label
+    and columns."""
     groups = [group_of(tokenizer, f"score {2 * i}", "echo") for i in range(4)]
     scoring = GroupScoring(workers, tokenizer, prompts_of(4), most_failures=0)
     for place in (2, 0):

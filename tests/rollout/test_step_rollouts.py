@@ -1,4 +1,5 @@
-"""Rollouts in flight come back from a checkpoint bit by bit, with any number of ranks, each group on one of them."""
+"""Rollouts in flight come back from a checkpoint bit by bit, with any number of ranks, each group
+on one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.types import Completion, Group, Selection, StepMetadata
 from megatron_dppo.rollout.engine import PartialRollout
 from megatron_dppo.rollout.metadata import metadata_of
-from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts, read_in_flight, write_in_flight
+from megatron_dppo.rollout.step_rollouts import (
+    CompleteRollouts,
+    StepRollouts,
+    read_in_flight,
+    write_in_flight,
+)
 from megatron_dppo.settings import load_config
 from tests.rollout.scripted import as_ranks, pool_of, world_of
 
@@ -28,7 +34,8 @@ SEGMENTS = {"roles": 2, "forks": 3}
 
 
 def group_of(prompt: int, kind: str = "plain") -> Group:
-    """Return completions, some of one version and some of two, with log-probabilities of every bit."""
+    """Return completions, some of one version and some of two, with log-probabilities of every
+    bit."""
     rng = np.random.default_rng(prompt)
     completions = []
     for sample, length in enumerate(rng.integers(3, 9, 3).tolist()):
@@ -39,7 +46,9 @@ def group_of(prompt: int, kind: str = "plain") -> Group:
             "sequences": {"starts": [(), (1,), (1, 2)][sample] if prompt % 2 else ()},
             "roles": {"segments": np.where(mask, np.arange(length) % 2, -1).astype(np.int8)},
             "forks": {"segments": np.arange(length, dtype=np.int8) // 3},
-            "taught": {"teacher_logprobs": -rng.random(length).astype(np.float32)} if prompt % 2 else {},
+            "taught": {"teacher_logprobs": -rng.random(length).astype(np.float32)}
+            if prompt % 2
+            else {},
         }[kind]
         first = int(rng.integers(1, length))
         mixed = np.repeat(np.array([3, 4], np.int32), [first, length - first])
@@ -55,17 +64,23 @@ def group_of(prompt: int, kind: str = "plain") -> Group:
     return Group(pool_of(10)[prompt], tuple(completions), rng.random(3))
 
 
-def complete_of(world: World, kind: str = "plain", prompts: tuple[int, ...] = PROMPTS) -> StepRollouts:
+def complete_of(
+    world: World, kind: str = "plain", prompts: tuple[int, ...] = PROMPTS
+) -> StepRollouts:
     """Return complete rollouts of step 5, of which each rank holds a share."""
     groups = {prompt: group_of(prompt, kind) for prompt in prompts[world.rank :: world.size]}
     rng = np.random.default_rng(0)
     rewards = [rng.random((3, SEGMENTS.get(kind, 0))) for _ in groups]
     inclusion = np.array([*groups]) / 7.0
-    part = metadata_of([*groups.values()], inclusion, 3, SEGMENTS.get(kind, 0), world.rank, role_rewards=rewards)
+    part = metadata_of(
+        [*groups.values()], inclusion, 3, SEGMENTS.get(kind, 0), world.rank, role_rewards=rewards
+    )
     part = replace(part, log_ratios=rng.random(part.log_ratios.shape))
     metadata = gather_metadata(world.gather(part), window=11.7)
     held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
-    return StepRollouts(SELECTION, 5, complete=CompleteRollouts(held, metadata, METRICS, ("a note",)))
+    return StepRollouts(
+        SELECTION, 5, complete=CompleteRollouts(held, metadata, METRICS, ("a note",))
+    )
 
 
 def write(world: World, place: Path, kind: str = "plain") -> StepRollouts:
@@ -95,7 +110,9 @@ def bits_of(completion: Completion) -> list[Any]:
         ("taught", 2, 3),
     ],
 )
-def test_groups_come_back_once_and_bit_by_bit(kind: str, writers: int, readers: int, tmp_path: Path) -> None:
+def test_groups_come_back_once_and_bit_by_bit(
+    kind: str, writers: int, readers: int, tmp_path: Path
+) -> None:
     written = as_ranks(writers, lambda world: write(world, tmp_path, kind))
     back = as_ranks(readers, lambda world: read(world, tmp_path))
     expected = written[0].complete.metadata
@@ -153,18 +170,22 @@ def test_rollouts_fit_by_age_and_routing() -> None:
 
 
 def test_steps_come_back_in_their_order_and_partial_rollouts_to_their_rank(tmp_path: Path) -> None:
-    """Complete, broken off, and drawn. Some prompts of the second have all of their completions, some one, and some
-    none; a request that was aborted while it waited has no routing."""
+    """Complete, broken off, and drawn. Some prompts of the second have all of their completions,
+    some one, and some none; a request that was aborted while it waited has no routing."""
     drawn = Selection(np.array([4, 2]), np.array([0.3, 1.0]), 2)
 
     def broken_off(prompt: int) -> list[PartialRollout]:
         first, *others = group_of(prompt, "routed").completions
         completions = replace(first, routing=None), *others
-        return [PartialRollout(prompt, slot, c, slot == 1) for slot, c in enumerate(completions)][: prompt % 4]
+        return [PartialRollout(prompt, slot, c, slot == 1) for slot, c in enumerate(completions)][
+            : prompt % 4
+        ]
 
     def write_steps(world: World) -> None:
         mine = SELECTION.prompt_ids[world.rank :: world.size].tolist()
-        partial = StepRollouts(SELECTION, 6, partial=[one for prompt in mine for one in broken_off(prompt)])
+        partial = StepRollouts(
+            SELECTION, 6, partial=[one for prompt in mine for one in broken_off(prompt)]
+        )
         write_in_flight(tmp_path, [complete_of(world), partial, StepRollouts(drawn, 7)], world)
 
     as_ranks(3, write_steps)
@@ -175,7 +196,9 @@ def test_steps_come_back_in_their_order_and_partial_rollouts_to_their_rank(tmp_p
         assert partial.complete is last.complete is last.partial is None
         np.testing.assert_array_equal(partial.selection.prompt_ids, SELECTION.prompt_ids)
         np.testing.assert_array_equal(last.selection.inclusion, drawn.inclusion)
-        expected = [one for prompt in SELECTION.prompt_ids[rank::2].tolist() for one in broken_off(prompt)]
+        expected = [
+            one for prompt in SELECTION.prompt_ids[rank::2].tolist() for one in broken_off(prompt)
+        ]
         ours, expected = (
             sorted((one.prompt, one.slot, one.ended, bits_of(one.completion)) for one in each)
             for each in (partial.partial, expected)
@@ -198,8 +221,12 @@ def test_step_of_failed_groups_alone_comes_back_empty(tmp_path: Path) -> None:
     assert (back.held, back.metadata.rewards.shape, back.metadata.window) == ({}, (0, 3), 11.7)
 
 
-@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-99])])
-def test_damaged_file_is_refused_on_every_rank(damage: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-99])]
+)
+def test_damaged_file_is_refused_on_every_rank(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
     as_ranks(2, lambda world: write(world, tmp_path))
     damage(tmp_path / "rollouts" / "rank_00001.npz")
 

@@ -41,7 +41,8 @@ Kind = Literal["sglang", "vllm"]
 
 
 class Teaching(ThreadingHTTPServer):
-    """Made-up log-probabilities behind the routes of SGLang or of vLLM, in the form of their answers."""
+    """Made-up log-probabilities behind the routes of SGLang or of vLLM, in the form of their
+    answers."""
 
     def __init__(self, kind: Kind, policy: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
@@ -61,7 +62,9 @@ class Teaching(ThreadingHTTPServer):
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/openapi.json":
-            return {"paths": {"/generate": {}} if self.kind == "sglang" else {"/v1/completions": {}}}
+            return {
+                "paths": {"/generate": {}} if self.kind == "sglang" else {"/v1/completions": {}}
+            }
         if path == "/v1/models":
             return {"data": [{"id": self.folder, "max_model_len": self.most}]}
         if path == "/detokenize":
@@ -120,16 +123,20 @@ def opened(config: Config, tokens: Path) -> Iterator[TeacherServers]:
 
 
 def config_of(url: str, *settings: str, teachers: str = "") -> Config:
-    """Return the settings of a run that the server teaches, all of it or the sources in ``teachers`` (``a: URL``)."""
+    """Return the settings of a run that the server teaches, all of it or the sources in
+    ``teachers`` (``a: URL``)."""
     named = f"s={{{teachers.replace('URL', repr(url))}}}" if teachers else f"={url}"
     return collect_config(
-        "rollout.max_response_tokens=16", "rollout.timeout_s=20", f"loss.distillation.teacher{named}", *settings
+        "rollout.max_response_tokens=16",
+        "rollout.timeout_s=20",
+        f"loss.distillation.teacher{named}",
+        *settings,
     )
 
 
 def groups_of(sources: str) -> tuple[list[Prompt], list[tuple[Completion, ...]]]:
-    """Return a prompt of each source, with a response of the last token of the vocabulary and one of seven tokens,
-    which are two sequences for the first prompt."""
+    """Return a prompt of each source, with a response of the last token of the vocabulary and one
+    of seven tokens, which are two sequences for the first prompt."""
     rng = np.random.default_rng(0)
     prompts, groups = [], []
     for number, source in enumerate(sources):
@@ -147,16 +154,23 @@ def assert_taught(server: Teaching, prompt: Prompt, completion: Completion) -> N
     expected = server.logprobs([*prompt.token_ids.tolist(), *tokens[:end]])[len(prompt.token_ids) :]
     if end:
         expected += [0.0, *server.logprobs(tokens[end:])[1:]]
-    np.testing.assert_allclose(completion.teacher_logprobs, np.array(expected, np.float32), atol=1e-6)
+    np.testing.assert_allclose(
+        completion.teacher_logprobs, np.array(expected, np.float32), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_servers_read_their_completions_at_once(kind: Kind, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_read_their_completions_at_once(
+    kind: Kind, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also a server that breaks off and is busy at first."""
     monkeypatch.setattr(teachers, "ASK_AGAIN_S", 0.05)
     monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.05)
     prompts, groups = groups_of("aba")
-    with teaching(kind, policy) as server, opened(config_of(server.url, teachers="a: URL, b: null"), policy) as servers:
+    with (
+        teaching(kind, policy) as server,
+        opened(config_of(server.url, teachers="a: URL, b: null"), policy) as servers,
+    ):
         server.failures = [429, 503, 0]
         reading = TeacherQuery(servers, prompts)
         reading.look([(2, groups[2])])
@@ -184,7 +198,9 @@ def test_rollouts_have_the_log_ratios_of_their_teacher(policy: Path) -> None:
             selection = Selection(np.array([4]), np.ones(1), 1)
             begun = collector.request(pool_of(10), StepRollouts(selection, step=0))
             rollouts = collector.collected([collector.finish(begun)])
-        for completion, known in zip(rollouts.held[0].completions, rollouts.metadata.log_ratios[0], strict=True):
+        for completion, known in zip(
+            rollouts.held[0].completions, rollouts.metadata.log_ratios[0], strict=True
+        ):
             assert_taught(server, rollouts.held[0].prompt, completion)
             ratio = completion.teacher_logprobs - np.log(0.5)  # and each token weighs the same
             np.testing.assert_allclose(known, [ratio.mean(), ratio.std()], rtol=1e-4, atol=1e-6)
@@ -192,14 +208,20 @@ def test_rollouts_have_the_log_ratios_of_their_teacher(policy: Path) -> None:
 
     with teaching("sglang", policy) as server:
         config = config_of(server.url, teachers="here: URL")
-        unread = tuple(dataclasses.replace(each, teacher_logprobs=None) for each in collect().completions)
+        unread = tuple(
+            dataclasses.replace(each, teacher_logprobs=None) for each in collect().completions
+        )
         collect(offline={4: OfflineGroup(unread, (Score(1.0, True),) * SAMPLES)})
     assert engine.finished == 1
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-@pytest.mark.parametrize(("last", "shift", "words"), [(0.7, 0, "above 0"), (-1.0, 1, "other tokens")])
-def test_unusable_answers_stop_the_run(kind: Kind, last: float, shift: int, words: str, policy: Path) -> None:
+@pytest.mark.parametrize(
+    ("last", "shift", "words"), [(0.7, 0, "above 0"), (-1.0, 1, "other tokens")]
+)
+def test_unusable_answers_stop_the_run(
+    kind: Kind, last: float, shift: int, words: str, policy: Path
+) -> None:
     prompts, groups = groups_of("a")
     with teaching(kind, policy) as server, opened(config_of(server.url), policy) as servers:
         right, server.shift = server.logprobs, shift
@@ -211,7 +233,9 @@ def test_unusable_answers_stop_the_run(kind: Kind, last: float, shift: int, word
     assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
 
 
-def test_server_that_cannot_teach_is_refused_before_the_first_step(policy: Path, tmp_path: Path) -> None:
+def test_server_that_cannot_teach_is_refused_before_the_first_step(
+    policy: Path, tmp_path: Path
+) -> None:
     def problem_of(config: Config, tokens: Path = policy) -> str:
         with pytest.raises(UserError) as error, opened(config, tokens):
             pass

@@ -30,11 +30,15 @@ def record_calls(rank: int, size: int, config: Config) -> tuple[str, str, str]:
         begin, pause, resume = note(engine.begin), note(engine.pause), note(engine.resume)
         update_weights, close = note(engine.update_weights), note(engine.close)
 
-        def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
+        def sample_each(
+            self, prompts: Sequence[Prompt], sampling: Sampling
+        ) -> dict[str, Completions]:
             return {"local": super().begin(prompts, sampling).result()}
 
         def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-            return {"rollout/lost_servers": float(calls.count("begin"))}, ("a server was taken out",)
+            return {"rollout/lost_servers": float(calls.count("begin"))}, (
+                "a server was taken out",
+            )
 
     output, failure = io.StringIO(), ""
     with (
@@ -52,11 +56,18 @@ def record_calls(rank: int, size: int, config: Config) -> tuple[str, str, str]:
 
 CALLS = {
     ("mixed", "false"): "begin pause update 1 resume begin pause update 2 resume",
-    ("mixed", "true"): "begin pause pause room update 1 room resume begin pause pause room update 2 room resume",
+    (
+        "mixed",
+        "true",
+    ): "begin pause pause room update 1 room resume begin pause pause room update 2 room resume",
     ("equal", "false"): "begin begin",
-    ("equal", "true"): "begin pause pause room update 0 room resume begin pause pause room update 0 room resume",
+    (
+        "equal",
+        "true",
+    ): "begin pause pause room update 0 room resume begin pause pause room update 0 room resume",
 }
-"""Calls of two steps, by the reward and by ``rollout.colocated``. The trainer makes room for weights."""
+"""Calls of two steps, by the reward and by ``rollout.colocated``. The trainer makes room for
+weights."""
 
 
 def test_engine_is_paused_told_and_closed(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
@@ -65,16 +76,23 @@ def test_engine_is_paused_told_and_closed(policy: Path, ranks: RankPool, tmp_pat
 
     def call(run: str, reward: Path, colocated: str) -> tuple[object, ...]:
         settings = (f"rollout.colocated={colocated}", f"reward.function={reward}.py:compute_score")
-        return record_calls, small_run(policy, tmp_path / run, "run.steps=2", "eval.problems=0", *settings)
+        return record_calls, small_run(
+            policy, tmp_path / run, "run.steps=2", "eval.problems=0", *settings
+        )
 
-    calls = [call(f"{reward}-{colocated}", policy / reward, colocated) for reward, colocated in CALLS]
+    calls = [
+        call(f"{reward}-{colocated}", policy / reward, colocated) for reward, colocated in CALLS
+    ]
     *of_runs, failed = ranks.in_turn(2, *calls, call("failed", tmp_path / "failing", "false"))
     for (kind, expected), found in zip(CALLS.items(), of_runs, strict=True):
         room = "room " if kind[1] == "true" else ""
         for rank, (called, output, _) in enumerate(found):
             assert called == f"pause {room}update 0 {room}resume {expected} close"
             assert output.count("a server was taken out") == (rank == 0)
-        assert [row["rollout/lost_servers"] for row in rows(tmp_path / "-".join(kind))] == [1.0, 2.0]
+        assert [row["rollout/lost_servers"] for row in rows(tmp_path / "-".join(kind))] == [
+            1.0,
+            2.0,
+        ]
     for called, _, failure in failed:
         assert failure == "reward.function"
         assert called.endswith(" close")

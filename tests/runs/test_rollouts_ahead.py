@@ -13,7 +13,17 @@ from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import Trainer
 from tests.ranks import RankPool
-from tests.small_runs import SAVED, Mortal, begin_run, die, live, recorded, rows, small_run, write_run
+from tests.small_runs import (
+    SAVED,
+    Mortal,
+    begin_run,
+    die,
+    live,
+    recorded,
+    rows,
+    small_run,
+    write_run,
+)
 
 POLICY = write_run
 
@@ -47,12 +57,19 @@ def record_life(rank: int, size: int, config: Config, dies_at: int) -> Life:
     return life
 
 
-def test_no_prompt_is_lost_however_far_ahead_a_run_resumes(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
-    """Three steps are in flight in the checkpoint. With fewer ahead, rollouts that are too old are repeated, and
-    prompts without a request are part of the next checkpoint."""
+def test_no_prompt_is_lost_however_far_ahead_a_run_resumes(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Three steps are in flight in the checkpoint. With fewer ahead, rollouts that are too old are
+    repeated, and prompts without a request are part of the next checkpoint."""
 
     def call(run: str, ahead: int, dies_at: int = 9, saves: int = SAVED) -> tuple[Any, ...]:
-        settings = (f"rollout.ahead={ahead}", "run.steps=6", f"run.checkpoint_every={saves}", "layout.dp=1")
+        settings = (
+            f"rollout.ahead={ahead}",
+            "run.steps=6",
+            f"run.checkpoint_every={saves}",
+            "layout.dp=1",
+        )
         return record_life, small_run(policy, tmp_path / run, *settings), dies_at
 
     def lags(run: str) -> list[tuple[float, float]]:
@@ -91,24 +108,37 @@ def record_order(rank: int, size: int, config: Config) -> str:
     return " ".join(order)
 
 
-def test_next_steps_are_requested_before_a_step_trains(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_next_steps_are_requested_before_a_step_trains(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
     on_policy = small_run(policy, tmp_path / "on-policy", "run.steps=2", "eval.problems=0")
-    two_ahead = small_run(policy, tmp_path / "two", "run.steps=4", "rollout.ahead=2", "eval.problems=0")
+    two_ahead = small_run(
+        policy, tmp_path / "two", "run.steps=4", "rollout.ahead=2", "eval.problems=0"
+    )
     assert ranks.in_turn(1, (record_order, on_policy), (record_order, two_ahead)) == [
-        ["sync 0 select 0 request finish plan train sync 1 select 1 request finish plan train sync 2"],
+        [
+            "sync 0 select 0 request finish plan train sync 1 select 1 request finish plan train "
+            "sync 2"
+        ],
         [
             "sync 0 select 0 request finish plan select 1 request select 2 request train sync 1 "
-            "finish plan select 3 request train sync 2 finish plan train sync 3 finish plan train sync 4"
+            "finish plan select 3 request train sync 2 finish plan train sync 3 finish plan train "
+            "sync 4"
         ],
     ]
 
 
-def test_rollouts_stay_fresh_while_no_weight_moves(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
-    """Groups of equal rewards keep nothing: the engine stays at version 0, over a death as well. The first update makes
-    the rollouts in flight one version old, whatever the number of steps."""
+def test_rollouts_stay_fresh_while_no_weight_moves(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Groups of equal rewards keep nothing: the engine stays at version 0, over a death as well.
+    The first update makes the rollouts in flight one version old, whatever the number of steps."""
     settings = ("rollout.ahead=1", "run.steps=6")
     equal = f"reward.function={policy}/equal.py:compute_score"
-    first, second = small_run(policy, tmp_path, *settings, equal), small_run(policy, tmp_path, *settings)
+    first, second = (
+        small_run(policy, tmp_path, *settings, equal),
+        small_run(policy, tmp_path, *settings),
+    )
     ranks.in_turn(1, (die, first), (live, second))
     steps = rows(tmp_path)[1:]
     assert [row["train/no_op_updates"] for row in steps] == [1.0] * (SAVED + 1) + [0.0] * 2

@@ -1,8 +1,8 @@
 """Whole runs: a table of configurations, each run to its end by one runner.
 
-A run that holds rollouts in memory at its death is killed after its checkpoint and resumed as well: its metrics equal
-the undisturbed run's, bit for bit. The files of rollouts in flight are the matter of
-``rollout/test_step_rollouts.py``.
+A run that holds rollouts in memory at its death is killed after its checkpoint and resumed as well:
+its metrics equal the undisturbed run's, bit for bit. The files of rollouts in flight are the matter
+of ``rollout/test_step_rollouts.py``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def check_staleness(steps: Rows, run: Path) -> None:
     """Check that rollouts are one version old, except in the first step."""
     assert [row["rollout/stale_tokens"] for row in steps] == [0.0, 1.0, 1.0, 1.0, 1.0]
     assert [row["staleness/mean"] for row in steps] == [0.0, 1.0, 1.0, 1.0, 1.0]
-    assert [row.get("train/rollout_logprob_abs_diff", 1.0) < 1e-5 for row in steps] == [True] + [False] * 4
+    assert [row.get("train/rollout_logprob_abs_diff", 1.0) < 1e-5 for row in steps] == [True] + [
+        False
+    ] * 4
     assert [row["step"] for row in rows(run) if "rollout/agreement_max_diff" in row] == [0, 3]
     assert all(row["train/grad_norm"] > 0 for row in steps)
 
@@ -55,7 +57,8 @@ def check_trees(steps: Rows, run: Path) -> None:
 
 
 def check_conversations(steps: Rows, run: Path) -> None:
-    """Check that the tool's tokens and repeated contexts are part of the responses, and not sampled."""
+    """Check that the tool's tokens and repeated contexts are part of the responses, and not
+    sampled."""
     assert steps[0]["train/rollout_logprob_abs_diff"] < 1e-5
     for row in steps:
         given = row["rollout/response_len/mean"] - row["rollout/generated_tokens"] / (8 * 3)
@@ -168,7 +171,12 @@ RUNS = {
         ranks=2,
     ),
     "every scoring fails, as allowed": Run(
-        ("reward.function=FOLDER/fails.py:compute_score", "reward.max_failures=1", "run.steps=2", "eval.problems=0"),
+        (
+            "reward.function=FOLDER/fails.py:compute_score",
+            "reward.max_failures=1",
+            "run.steps=2",
+            "eval.problems=0",
+        ),
         check_no_updates,
     ),
 }
@@ -185,14 +193,18 @@ FIRST, *REST = RUNS
 
 
 @pytest.mark.parametrize("name", [pytest.param(FIRST, marks=pytest.mark.quick), *REST])
-def test_configuration_runs_and_resumes_bit_for_bit(name: str, folder: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_configuration_runs_and_resumes_bit_for_bit(
+    name: str, folder: Path, ranks: RankPool, tmp_path: Path
+) -> None:
     run = RUNS[name]
     settings = [word.replace("FOLDER", str(folder)) for word in run.settings]
     whole, died = (small_run(folder, tmp_path / kind, *settings) for kind in ("whole", "died"))
     if run.dies:
         ranks.run(run.ranks, die, died)
         assert rows(tmp_path / "died")[-1]["step"] > SAVED
-        assert [path.name for path in (tmp_path / "died/checkpoints").glob("iter_*")] == [f"iter_{SAVED:07d}"]
+        assert [path.name for path in (tmp_path / "died/checkpoints").glob("iter_*")] == [
+            f"iter_{SAVED:07d}"
+        ]
         ranks.in_turn(run.ranks, (live, died), (live, whole))
         assert rows(tmp_path / "died") == rows(tmp_path / "whole")
     else:

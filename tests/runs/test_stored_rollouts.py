@@ -31,10 +31,16 @@ def write_rollouts(rank: int, size: int, config: Config, file: Path) -> None:
             with file.open("a") as lines:
                 for group in sorted(complete.held.values(), key=lambda g: g.prompt.id):
                     completions = [
-                        {"token_ids": c.token_ids.tolist(), "logprobs": c.logprobs.tolist(), "reward": float(reward)}
+                        {
+                            "token_ids": c.token_ids.tolist(),
+                            "logprobs": c.logprobs.tolist(),
+                            "reward": float(reward),
+                        }
                         for c, reward in zip(group.completions, group.rewards, strict=True)
                     ]
-                    lines.write(json.dumps({"prompt": group.prompt.text, "completions": completions}) + "\n")
+                    lines.write(
+                        json.dumps({"prompt": group.prompt.text, "completions": completions}) + "\n"
+                    )
             return complete
 
     with ExitStack() as to_close:
@@ -49,21 +55,40 @@ def run_and_read(rank: int, size: int, config: Config) -> tuple[str, Rows]:
 
 
 def one_step(policy: Path, run: Path, *overrides: str) -> Config:
-    """Return the settings of a step of every prompt, without pruning: in whatever order, the update is the same."""
+    """Return the settings of a step of every prompt, without pruning: in whatever order, the update
+    is the same."""
     rules = ("pruning.prompts.rule=none", "pruning.completions.rule=none")
-    return small_run(policy, run, "run.steps=1", "rollout.prompts_per_step=16", "eval.problems=0", *rules, *overrides)
+    return small_run(
+        policy,
+        run,
+        "run.steps=1",
+        "rollout.prompts_per_step=16",
+        "eval.problems=0",
+        *rules,
+        *overrides,
+    )
 
 
-def test_stored_rollouts_have_weights_of_policy_over_behaviour(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
-    """Rollouts of the policy itself, shared by two ranks, give the update that they gave online. Rollouts with other
-    log-probabilities have that gradient times the weight, up to the cap; random weights leave every token a
-    probability of far less than a quarter."""
+def test_stored_rollouts_have_weights_of_policy_over_behaviour(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Rollouts of the policy itself, shared by two ranks, give the update that they gave online.
+    Rollouts with other log-probabilities have that gradient times the weight, up to the cap; random
+    weights leave every token a probability of far less than a quarter."""
     file = tmp_path / "rollouts.jsonl"
     ranks.run(1, write_rollouts, one_step(policy, tmp_path / "online"), file)
     [online] = rows(tmp_path / "online")
-    [(output, [row]), _] = ranks.run(2, run_and_read, one_step(policy, tmp_path / "two", f"data.rollouts={file}"))
+    [(output, [row]), _] = ranks.run(
+        2, run_and_read, one_step(policy, tmp_path / "two", f"data.rollouts={file}")
+    )
     assert "tokens are another policy's" in " ".join(output.split())
-    for name in ("rollout/raw_reward", "rollout/response_len/mean", "train/loss", "train/grad_norm", "train/tokens"):
+    for name in (
+        "rollout/raw_reward",
+        "rollout/response_len/mean",
+        "train/loss",
+        "train/grad_norm",
+        "train/tokens",
+    ):
         assert row[name] == pytest.approx(online[name], rel=1e-4, abs=1e-6), name
     assert row["rollout/stale_tokens"] == 1.0
     assert row["staleness/mean"] == 0.0
@@ -76,6 +101,8 @@ def test_stored_rollouts_have_weights_of_policy_over_behaviour(policy: Path, ran
         for completion in (c for group in read for c in group["completions"]):
             completion["logprobs"] = [value - less for value in completion["logprobs"]]
         (other := tmp_path / f"{weight}.jsonl").write_text("\n".join(map(json.dumps, read)))
-        calls.append((run_and_read, one_step(policy, tmp_path / f"{weight}", f"data.rollouts={other}")))
+        calls.append(
+            (run_and_read, one_step(policy, tmp_path / f"{weight}", f"data.rollouts={other}"))
+        )
     for weight, [(_, [row])] in zip(weights, ranks.in_turn(1, *calls), strict=True):
         assert row["train/grad_norm"] == pytest.approx(weight * online["train/grad_norm"], rel=1e-3)

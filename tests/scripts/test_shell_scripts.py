@@ -1,5 +1,5 @@
-"""``quickstart.sh`` keeps the results of other settings apart, ``install.sh`` keeps pip's output, and ``check_gpu.sh``
-ends with its table.
+"""``quickstart.sh`` keeps the results of other settings apart, ``install.sh`` keeps pip's output,
+and ``check_gpu.sh`` ends with its table.
 
 Stand-ins for the programs that the scripts call write down their arguments.
 """
@@ -29,11 +29,15 @@ def copy_script(folder: Path, name: str) -> None:
 def run_quickstart(folder: Path, *words: str) -> tuple[list[str], str]:
     """Return the arguments of the training, and the output of the script."""
     copy_script(folder, "quickstart.sh")
-    (folder / "scripts" / "install.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\nvenv=.venv\n')
+    (folder / "scripts" / "install.sh").write_text(
+        'cd "$(dirname "${BASH_SOURCE[0]}")/.."\nvenv=.venv\n'
+    )
     write_program(folder / "megatron-dppo", '#!/bin/sh\nprintf "%s\\n" "$@" >last\n')
     path = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     command = ["bash", "scripts/quickstart.sh", *words]
-    said = subprocess.run(command, cwd=folder, env=path, check=True, text=True, stdout=subprocess.PIPE).stdout
+    said = subprocess.run(
+        command, cwd=folder, env=path, check=True, text=True, stdout=subprocess.PIPE
+    ).stdout
     return (folder / "last").read_text().splitlines(), said
 
 
@@ -72,7 +76,11 @@ def test_smollm2_has_its_own_configuration_and_folder(tmp_path: Path) -> None:
     for kind in ("sglang", "vllm"):
         found = run_quickstart(tmp_path, "--servers", kind, "--policy", "smollm2")[0]
         assert found[:3] == arguments[:3]
-        assert {f"run.dir=runs/smollm2-{kind}", f"rollout.engine={kind}", "rollout.launch.count=1"} <= {*found}
+        assert {
+            f"run.dir=runs/smollm2-{kind}",
+            f"rollout.engine={kind}",
+            "rollout.launch.count=1",
+        } <= {*found}
 
 
 @pytest.mark.parametrize("options", ["--policy other", "--servers other", "--servers", "--help"])
@@ -102,14 +110,28 @@ def test_an_installation_shows_progress_and_keeps_pip_s_output(code: int, tmp_pa
     assert done.returncode == code
     assert "s] Collecting torch\n" in done.stderr and "s] pip has ended\n" in done.stderr
     log = (tmp_path / ".venv/install.log").read_text()
-    assert log.splitlines() == ["Collecting torch", "looks at it", "  Downloading torch-2.13.0.whl (180 MB)"]
-    assert ("the installation failed" in done.stderr) == bool(code) == (not list(tmp_path.glob(".venv/installed-*")))
+    assert log.splitlines() == [
+        "Collecting torch",
+        "looks at it",
+        "  Downloading torch-2.13.0.whl (180 MB)",
+    ]
+    assert (
+        ("the installation failed" in done.stderr)
+        == bool(code)
+        == (not list(tmp_path.glob(".venv/installed-*")))
+    )
 
 
 def check_gpu(
-    folder: Path, part: str, *, gpus: str = "exit 0", backend: str = f"{SELECTED}FusedAttention", **environ: str
+    folder: Path,
+    part: str,
+    *,
+    gpus: str = "exit 0",
+    backend: str = f"{SELECTED}FusedAttention",
+    **environ: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``check_gpu.sh`` with stand-ins for Python, which fails at 4B and the policy head, and ``nvidia-smi``.
+    """Run ``check_gpu.sh`` with stand-ins for Python, which fails at 4B and the policy head, and
+    ``nvidia-smi``.
 
     Args:
         backend: Transformer Engine's log of the attention step.
@@ -119,9 +141,16 @@ def check_gpu(
     fails = "*--shapes\\ 4b | *policy_head.py*) echo no room; exit 3 ;;"
     says = f"*gpu_rates.py*) echo '{backend}' ;;"
     write_program(folder / "programs/python", f'#!/bin/sh\ncase "$*" in {fails} {says} esac\n')
-    own = {"PATH": f"{folder}/programs:{os.environ['PATH']}", "PYTHON": "python", "OUT": str(folder / "out"), **environ}
+    own = {
+        "PATH": f"{folder}/programs:{os.environ['PATH']}",
+        "PYTHON": "python",
+        "OUT": str(folder / "out"),
+        **environ,
+    }
     command = ["bash", str(SCRIPTS / "check_gpu.sh"), part]
-    return subprocess.run(command, env=os.environ | own, text=True, capture_output=True, check=False)
+    return subprocess.run(
+        command, env=os.environ | own, text=True, capture_output=True, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +160,9 @@ def check_gpu(
         ("A", {"versions": 0, "attention": 0, "head": 3}),  # without kernels, nothing else is tried
     ],
 )
-def test_a_gpu_check_ends_with_a_table_and_an_archive(part: str, steps: dict[str, int], tmp_path: Path) -> None:
+def test_a_gpu_check_ends_with_a_table_and_an_archive(
+    part: str, steps: dict[str, int], tmp_path: Path
+) -> None:
     done = check_gpu(tmp_path, part)
     assert done.returncode == 1, done.stderr
     archive, head, *rows = done.stdout.splitlines()[-len(steps) - 2 :]
@@ -143,19 +174,30 @@ def test_a_gpu_check_ends_with_a_table_and_an_archive(part: str, steps: dict[str
 
 
 @pytest.mark.parametrize(
-    ("backend", "code"), [("FusedAttention", 0), ("FlashAttention", 0), ("UnfusedDotProductAttention", 1), (None, 1)]
+    ("backend", "code"),
+    [("FusedAttention", 0), ("FlashAttention", 0), ("UnfusedDotProductAttention", 1), (None, 1)],
 )
 def test_a_gpu_check_needs_fused_attention(backend: str | None, code: int, tmp_path: Path) -> None:
     said = check_gpu(tmp_path, "A", backend=f"{SELECTED}{backend}" if backend else "").stdout
-    (row,) = (line.split() for line in said.splitlines() if line.startswith("attention ") and ":" not in line)
+    (row,) = (
+        line.split()
+        for line in said.splitlines()
+        if line.startswith("attention ") and ":" not in line
+    )
     assert row[2] == str(code)
 
 
 @pytest.mark.parametrize(("part", "seconds"), [("A", 360), ("B", 240)])
-def test_a_dry_gpu_check_prints_steps_within_minutes(part: str, seconds: int, tmp_path: Path) -> None:
+def test_a_dry_gpu_check_prints_steps_within_minutes(
+    part: str, seconds: int, tmp_path: Path
+) -> None:
     done = check_gpu(tmp_path, part, gpus="exit 9", DRY_RUN="1")
     limits = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines()}
-    beside = sum(sorted(limits.pop(name) for name in ("nccl", "experts", "quickstart") if name in limits)[-1:])
+    beside = sum(
+        sorted(limits.pop(name) for name in ("nccl", "experts", "quickstart") if name in limits)[
+            -1:
+        ]
+    )
     assert (done.returncode, sum(limits.values()) + beside) == (0, seconds)
     assert not (tmp_path / "out").exists()
 

@@ -18,7 +18,9 @@ SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "std": 0.2}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("servers") and not any(name in os.environ for name in PYTHONS.values()):
+    if item.get_closest_marker("servers") and not any(
+        name in os.environ for name in PYTHONS.values()
+    ):
         pytest.skip("needs real servers: scripts/test.sh --servers")
 
 
@@ -34,18 +36,23 @@ def served_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy of four experts a layer."""
     folder = tmp_path_factory.mktemp("mixture") / "qwen3"
-    write_model(folder, **SIZES, ffn=64, experts=4, experts_per_token=2, tie=False)  # SGLang ties none of these
+    write_model(
+        folder, **SIZES, ffn=64, experts=4, experts_per_token=2, tie=False
+    )  # SGLang ties none of these
     return folder
 
 
 @pytest.fixture(scope="session", autouse=True)
 def canary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fail the session if a server has ever called a placeholder, even if the exception was swallowed."""
+    """Fail the session if a server has ever called a placeholder, even if the exception was
+    swallowed."""
     place = tmp_path_factory.mktemp("canary") / "calls"
     os.environ[CANARY] = str(place)
     yield
     del os.environ[CANARY]
-    assert not place.exists(), f"SGLang's servers called what is not there:\n{place.read_text(encoding='utf-8')}"
+    assert not place.exists(), (
+        f"SGLang's servers called what is not there:\n{place.read_text(encoding='utf-8')}"
+    )
 
 
 @pytest.fixture(scope="session")

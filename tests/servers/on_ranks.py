@@ -90,9 +90,11 @@ class Rig:
                     parameter.mul_(factor)
 
     def roll_out(self, hurt: Callable[[Any], None] | None = None, *servers: int) -> Round:
-        """Request all prompts, each rank its share, and hurt some of the run's own servers while they generate.
+        """Request all prompts, each rank its share, and hurt some of the run's own servers while
+        they generate.
 
-        Victims are stopped until they have been asked, or a fast one would finish before it is hurt.
+        Victims are stopped until they have been asked, or a fast one would finish before it is
+        hurt.
         """
         prompts = [prompt_of(i) for i in range(PROMPTS)][self.world.rank :: self.world.size]
         victims = [self.processes()[i] for i in servers] if self.world.leads else []
@@ -130,7 +132,9 @@ class Rig:
             self.sync(version)
 
     def difference(self, version: int) -> float:
-        found = check_agreement(self.policy, self.engine, [prompt_of(i) for i in range(4)], version=version)
+        found = check_agreement(
+            self.policy, self.engine, [prompt_of(i) for i in range(4)], version=version
+        )
         return found["rollout/agreement_max_diff"]
 
     def processes(self) -> list[Any]:
@@ -175,7 +179,9 @@ def faults(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
     """
     rounds: dict[str, Round] = {}
 
-    def note(name: str, version: int, hurt: Callable[[Any], None] | None = None, *servers: int) -> None:
+    def note(
+        name: str, version: int, hurt: Callable[[Any], None] | None = None, *servers: int
+    ) -> None:
         rounds[name] = rig.roll_out(hurt, *servers)
         if rounds[name].servers == 2 or hurt is None:
             rounds[name].difference = rig.difference(version)
@@ -219,13 +225,23 @@ def stop_with(rank: int, size: int, settings: Sequence[str], secret: str) -> str
     return ""
 
 
-def colocated(rank: int, size: int, settings: Sequence[str]) -> tuple[list[Round], list[list[list[str]]]]:
-    """Take three steps with servers that give their memory back between them. One is killed in the second.
+def colocated(
+    rank: int, size: int, settings: Sequence[str]
+) -> tuple[list[Round], list[list[list[str]]]]:
+    """Take three steps with servers that give their memory back between them. One is killed in the
+    second.
 
     Returns:
         On rank 0: the rounds, and each server's requests over its memory and weights before each.
     """
-    names = ("release_memory", "regain_weights", "begin_update", "end_update", "regain_cache", "resume")
+    names = (
+        "release_memory",
+        "regain_weights",
+        "begin_update",
+        "end_update",
+        "regain_cache",
+        "resume",
+    )
     calls = defaultdict[str, list[str]](list)
 
     def noting(name: str) -> Any:
@@ -238,7 +254,10 @@ def colocated(rank: int, size: int, settings: Sequence[str]) -> tuple[list[Round
         return call
 
     rounds, requests = [], []
-    with Rig(settings) as rig, mock.patch.multiple(SglangClient, **{name: noting(name) for name in names}):
+    with (
+        Rig(settings) as rig,
+        mock.patch.multiple(SglangClient, **{name: noting(name) for name in names}),
+    ):
         for version in range(3):
             rig.engine.pause()
             rig.change()
@@ -251,12 +270,13 @@ def colocated(rank: int, size: int, settings: Sequence[str]) -> tuple[list[Round
 
 
 def in_flight(rank: int, size: int, settings: Sequence[str], secret: str) -> dict[str, Any]:
-    """Update the weights under unfinished rollouts; up to five times, since a server may finish before an update.
+    """Update the weights under unfinished rollouts; up to five times, since a server may finish
+    before an update.
 
     Returns:
-        On rank 0: the count of samples of each prompt; the versions of each completion's tokens, 0 before the update
-        and 1 after it; the mean |log p| difference to the actor, with the weights after the update, of tokens whose
-        version is 1, NaN without any.
+        On rank 0: the count of samples of each prompt; the versions of each completion's tokens, 0
+        before the update and 1 after it; the mean |log p| difference to the actor, with the weights
+        after the update, of tokens whose version is 1, NaN without any.
     """
     with Rig(settings, secret) as rig:
         rig.sync(0)
@@ -273,14 +293,20 @@ def _update_in_flight(rig: Rig, old: int) -> dict[str, Any]:
     half, sampling = len(prompts) // 2, Sampling(SAMPLES, LONG, 1.0, (), seed=3)
     pending = [rig.engine.begin(prompts[:half], sampling)]
     rig.world.wait_for_all("beginning")
-    # Once a prompt that was asked later has some tokens, the others have some, however busy the machine is.
+    # Once a prompt that was asked later has some tokens, the others have some, however busy the
+    # machine is.
     later = [prompt_of(PROMPTS)], Sampling(1, LONG // 8, 1.0, (), seed=3)
     rig.world.from_leader(lambda: rig.engine.begin(*later).wait(60.0))
     pending.append(rig.engine.begin(prompts[half:], sampling))  # arrives during the pause
     rig.sync(old + 1)
     groups = [group for batch in pending for group in rig.engine.finish(batch)]
     versions = [tuple(np.unique(c.versions - old).tolist()) for group in groups for c in group]
-    mixed = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group if len(np.unique(c.versions)) == 2]
+    mixed = [
+        (p, c)
+        for p, group in zip(prompts, groups, strict=True)
+        for c in group
+        if len(np.unique(c.versions)) == 2
+    ]
     parts = rig.world.gather(([len(group) for group in groups], versions, mixed[:4]))
     return {
         "samples": [count for part in parts for count in part[0]],
@@ -290,14 +316,22 @@ def _update_in_flight(rig: Rig, old: int) -> dict[str, Any]:
 
 
 def _mean_difference(rig: Rig, mixed: Sequence[tuple[Prompt, Completion]]) -> float:
-    """Return the mean |log p| difference of actor and engine, of tokens after the first version's. Collective."""
+    """Return the mean |log p| difference of actor and engine, of tokens after the first version's.
+    Collective."""
     if not mixed:
         return float("nan")
-    samples = [TrainingSample(p.token_ids, c.token_ids, c.logprobs, c.loss_mask, 0.0, 0.0, version=0) for p, c in mixed]
+    samples = [
+        TrainingSample(p.token_ids, c.token_ids, c.logprobs, c.loss_mask, 0.0, 0.0, version=0)
+        for p, c in mixed
+    ]
     lengths = [len(p.token_ids) + len(c.token_ids) for p, c in mixed]
-    packs = [build_pack([s], capacity=n, pad_id=0, align=1) for s, n in zip(samples, lengths, strict=True)]
+    packs = [
+        build_pack([s], capacity=n, pad_id=0, align=1)
+        for s, n in zip(samples, lengths, strict=True)
+    ]
     scores = rig.policy.actor.log_probabilities(packs)
     differences = [
-        np.abs(score - c.logprobs)[c.versions > c.versions[0]] for (_, c), score in zip(mixed, scores, strict=True)
+        np.abs(score - c.logprobs)[c.versions > c.versions[0]]
+        for (_, c), score in zip(mixed, scores, strict=True)
     ]
     return float(np.concatenate(differences).mean())

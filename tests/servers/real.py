@@ -1,7 +1,8 @@
 """Real servers on this machine's CPU, shared by the tests, and whole runs with them.
 
-A test that kills, stops or slows a server needs no repair: the next one that requests the server gets it running again.
-No test may rely on the weights of a shared server: a test that depends on them sends its own.
+A test that kills, stops or slows a server needs no repair: the next one that requests the server
+gets it running again. No test may rely on the weights of a shared server: a test that depends on
+them sends its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from tests.small_runs import Rows, rows
 PYTHONS = {"sglang": "SGLANG_PYTHON", "vllm": "VLLM_PYTHON"}
 """Environment variables with the interpreters of the environments that hold the servers."""
 CANARY = "SGLANG_CPU_CANARY"
-"""Environment variable with the file in which placeholders of SGLang's CUDA packages report that they were called."""
+"""Environment variable with the file in which placeholders of SGLang's CUDA packages report that
+they were called."""
 SGLANG_ON_CPU = Path(__file__).parent / "sglang_cpu" / "server.py"
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 FIRST_PORT = 23000 + os.getpid() % 100 * 40
@@ -38,8 +40,11 @@ AGREES = 1e-4
 """Greatest difference of two log-probabilities that is rounding."""
 
 
-def launch_settings(kind: Kind, tp: tuple[int, ...], *, first_port: int = FIRST_PORT + 10) -> list[str]:
-    """Return settings of a run that starts servers on CPU. The test is skipped without an environment of this kind."""
+def launch_settings(
+    kind: Kind, tp: tuple[int, ...], *, first_port: int = FIRST_PORT + 10
+) -> list[str]:
+    """Return settings of a run that starts servers on CPU. The test is skipped without an
+    environment of this kind."""
     if PYTHONS[kind] not in os.environ:
         pytest.skip(f"needs {kind}: scripts/test.sh --servers")
     command = {"sglang": str(SGLANG_ON_CPU), "vllm": "-m,vllm.entrypoints.openai.api_server"}[kind]
@@ -96,8 +101,11 @@ class RealServers:
         self._secret = new_secret()  # the same for all, as it is for the servers of a run
         self._running: dict[object, RealServer] = {}
 
-    def get(self, kind: Kind, tp: int = 1, *settings: str, policy: Path | None = None) -> RealServer:
-        """Return a server of this kind with ``tp`` ranks, started with these settings, that can generate."""
+    def get(
+        self, kind: Kind, tp: int = 1, *settings: str, policy: Path | None = None
+    ) -> RealServer:
+        """Return a server of this kind with ``tp`` ranks, started with these settings, that can
+        generate."""
         key, number = (kind, tp, settings, policy), len(self._running)
         server = self._running.get(key)
         if server is None:
@@ -138,7 +146,11 @@ def given(*servers: RealServer) -> list[str]:
     return [f"rollout.engine={servers[0].kind}", f"rollout.servers=[{urls}]"]
 
 
-LORA = ("model.lora.rank=4", "rollout.sync.adapter=true", "model.lora.targets=[q_proj,v_proj,o_proj]")
+LORA = (
+    "model.lora.rank=4",
+    "rollout.sync.adapter=true",
+    "model.lora.targets=[q_proj,v_proj,o_proj]",
+)
 SETTINGS = """
 data.arithmetic.problems=64 rollout.prompts_per_step=16 rollout.samples_per_prompt=4 rollout.max_response_tokens=24
 rollout.timeout_s=200 rollout.sync.timeout_s=60 rollout.sync.check_every=1 optimizer.lr=1e-3 eval.every=0
@@ -148,11 +160,13 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str) % 3)
 """
-"""Mixed on purpose: a fresh policy is never right, and a step of equal rewards would train and send nothing."""
+"""Mixed on purpose: a fresh policy is never right, and a step of equal rewards would train and send
+nothing."""
 
 
 class Run:
-    """``megatron-dppo train`` in a folder of its own, which tells all processes that the run starts.
+    """``megatron-dppo train`` in a folder of its own, which tells all processes that the run
+    starts.
 
     Args:
         folder: new, or of an earlier life of the run.
@@ -161,11 +175,19 @@ class Run:
         servers: given to the run; none: it starts its own.
     """
 
-    def __init__(self, folder: Path, policy: Path, *settings: str, servers: tuple[RealServer, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, policy: Path, *settings: str, servers: tuple[RealServer, ...] = ()
+    ) -> None:
         self.folder, self.log = folder, folder / "log"
         folder.mkdir(exist_ok=True)
         (folder / "reward.py").write_text(REWARD)
-        words = ["megatron-dppo", "train", str(QUICKSTART), f"run.dir={folder}", f"model.path={policy}"]
+        words = [
+            "megatron-dppo",
+            "train",
+            str(QUICKSTART),
+            f"run.dir={folder}",
+            f"model.path={policy}",
+        ]
         words += [f"reward.function={folder}/reward.py:compute_score", *SETTINGS.split()]
         words += [*(given(*servers) if servers else ()), *settings]
         secret = servers[0].secret if servers else ""
@@ -190,7 +212,8 @@ class Run:
         return self.folder / file
 
     def children(self, words: str = "") -> list[psutil.Process]:
-        """Return the living processes that the run has started whose command line has these words."""
+        """Return the living processes that the run has started whose command line has these
+        words."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -202,7 +225,8 @@ class Run:
 
 
 def check_agreement(steps: Rows, servers: int) -> None:
-    """Every step trained on tokens of the weights that it trained, and every server then had the new ones."""
+    """Every step trained on tokens of the weights that it trained, and every server then had the
+    new ones."""
     for step in steps:
         assert step["train/grad_norm"] > 0
         assert step["rollout/agreement_max_diff"] <= AGREES

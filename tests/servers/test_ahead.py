@@ -1,7 +1,7 @@
 """Runs ahead with real servers: age has its bound, and lengths the law of sampling.
 
-A policy that hardly learns has the same lengths in every step. They are compared with lengths that the same servers
-sample while nobody trains.
+A policy that hardly learns has the same lengths in every step. They are compared with lengths that
+the same servers sample while nobody trains.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def train_recorded(rank: int, size: int, settings: Sequence[str], secret: str) -
 def p_of_one_law(*samples: Sequence[int]) -> float:
     """Return p of χ² that two samples of lengths have the same law."""
     table = torch.stack(
-        [torch.bincount(torch.bucketize(torch.tensor(each), EDGES), minlength=len(EDGES)) for each in samples]
+        [
+            torch.bincount(torch.bucketize(torch.tensor(each), EDGES), minlength=len(EDGES))
+            for each in samples
+        ]
     ).double()
     expected = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / table.sum()
     chi2 = ((table - expected) ** 2 / expected).sum()
@@ -61,14 +64,21 @@ def sample_lengths(server: RealServer, http: Http, settings: Sequence[str]) -> l
 
     async def sample() -> list[int]:
         pool = load_prompts(config.data, load_tokenizer(config.model.path), split="train")
-        requests = [(p.token_ids.tolist(), Sampling(4, LONGEST, 1.0, tuple(STOPS), seed=1000 + p.id)) for p in pool]
-        groups = await asyncio.gather(*(server.api.generate(*each, timeout_s=120.0) for each in requests))
+        requests = [
+            (p.token_ids.tolist(), Sampling(4, LONGEST, 1.0, tuple(STOPS), seed=1000 + p.id))
+            for p in pool
+        ]
+        groups = await asyncio.gather(
+            *(server.api.generate(*each, timeout_s=120.0) for each in requests)
+        )
         return [len(result.token_ids) for group in groups for result in group]
 
     return http.run(sample())
 
 
-@pytest.mark.parametrize("servers", [(("sglang", 1), ("sglang", 2)), (("vllm", 1),)], ids=["two of SGLang", "vLLM"])
+@pytest.mark.parametrize(
+    "servers", [(("sglang", 1), ("sglang", 2)), (("vllm", 1),)], ids=["two of SGLang", "vLLM"]
+)
 def test_age_and_lengths_hold_however_far_ahead(
     servers: Sequence[tuple[Kind, int]],
     real_servers: RealServers,
@@ -79,7 +89,11 @@ def test_age_and_lengths_hold_however_far_ahead(
 ) -> None:
     found = [real_servers.get(*server) for server in servers]
     (tmp_path / "reward.py").write_text(REWARD)
-    settings = [*SETTINGS.split(), f"model.path={served_policy}", f"reward.function={tmp_path}/reward.py:compute_score"]
+    settings = [
+        *SETTINGS.split(),
+        f"model.path={served_policy}",
+        f"reward.function={tmp_path}/reward.py:compute_score",
+    ]
     lengths = []
     for ahead in (0, 1, 2, 4):
         run = tmp_path / str(ahead)
@@ -90,7 +104,9 @@ def test_age_and_lengths_hold_however_far_ahead(
         assert {step["staleness/bound"] for step in steps} == {ahead}
         assert all(step["staleness/max"] <= ahead and step["train/grad_norm"] > 0 for step in steps)
         assert any(step["staleness/max"] > 0 for step in steps) == (ahead > 0)
-        lengths += [c["length"] for groups in ledger.values() for group in groups.values() for c in group]
+        lengths += [
+            c["length"] for groups in ledger.values() for group in groups.values() for c in group
+        ]
     assert len(lengths) == 4 * STEPS * PROMPTS * SAMPLES
     # Servers cannot seed their sampling on a CPU: a higher limit would fail by chance.
     assert p_of_one_law(lengths, sample_lengths(found[0], http, settings)) > 0.001

@@ -18,13 +18,30 @@ pytestmark = pytest.mark.servers
 def evaluate(out: Path, policy: Path, *servers: RealServer) -> tuple[dict[str, Any], list[str]]:
     """Return the scores and the answers' texts."""
     (reward := out.parent / "reward.py").write_text(REWARD)
-    words = ["megatron-dppo", "eval", str(QUICKSTART), "--model", str(policy), "--problems", "60", "--out", str(out)]
-    words += ["layout.tp=1", "rollout.max_response_tokens=24", "eval.batch=20", f"run.dir={out}-run"]
+    words = [
+        "megatron-dppo",
+        "eval",
+        str(QUICKSTART),
+        "--model",
+        str(policy),
+        "--problems",
+        "60",
+        "--out",
+        str(out),
+    ]
+    words += [
+        "layout.tp=1",
+        "rollout.max_response_tokens=24",
+        "eval.batch=20",
+        f"run.dir={out}-run",
+    ]
     words += [f"reward.function={reward}:compute_score", *(given(*servers) if servers else ())]
     environ = {SECRET: servers[0].secret if servers else ""}
     log = out.parent / f"{out.name}.log"
     assert Command(words, log, environ=environ).exit_code() == 0, log.read_text()
-    answers = [json.loads(line)["answer"] for line in (out / "answers.jsonl").read_bytes().splitlines()]
+    answers = [
+        json.loads(line)["answer"] for line in (out / "answers.jsonl").read_bytes().splitlines()
+    ]
     return json.loads((out / "scores.json").read_text()), answers
 
 

@@ -1,4 +1,5 @@
-"""Stock SGLang and vLLM servers do what the trainer asks, refuse the rest in words, and end with the run."""
+"""Stock SGLang and vLLM servers do what the trainer asks, refuse the rest in words, and end with
+the run."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ def old(served_policy: Path) -> Weights:
 @pytest.fixture(scope="module")
 def new(old: Weights) -> Weights:
     generator = torch.Generator().manual_seed(7)
-    return {name: tensor * (1 + 0.5 * torch.randn(tensor.shape, generator=generator)) for name, tensor in old.items()}
+    return {
+        name: tensor * (1 + 0.5 * torch.randn(tensor.shape, generator=generator))
+        for name, tensor in old.items()
+    }
 
 
 class Served:
@@ -72,13 +76,16 @@ class Served:
         return self.http.run(getattr(self.api, name)(*arguments))
 
     def start(self, **changes: Any) -> Future[list[GenerateResult]]:
-        return self.http.start(self.api.generate(PROMPT, replace(SAMPLING, **changes), timeout_s=120.0))
+        return self.http.start(
+            self.api.generate(PROMPT, replace(SAMPLING, **changes), timeout_s=120.0)
+        )
 
     def generate(self, **changes: Any) -> list[GenerateResult]:
         return self.start(**changes).result()
 
     def start_long(self) -> Future[list[GenerateResult]]:
-        """Return a request of 800 tokens that has some: another one, of fewer tokens, was sent later and has ended."""
+        """Return a request of 800 tokens that has some: another one, of fewer tokens, was sent
+        later and has ended."""
         request = self.start(max_tokens=800)
         self.generate(max_tokens=8)
         return request
@@ -113,14 +120,22 @@ class Served:
         self.run("resume")
 
     @torch.no_grad()
-    def distributions(self, weights: Weights, context: Any, tokens: Any, temperature: float = 1.0) -> torch.Tensor:
+    def distributions(
+        self, weights: Weights, context: Any, tokens: Any, temperature: float = 1.0
+    ) -> torch.Tensor:
         """Return transformers' log-probabilities [L, vocabulary] before each token."""
         self._model.load_state_dict(weights, strict=False)
         self._model.tie_weights()
-        logits = self._model(torch.tensor([[*context, *tokens]])).logits[0, len(context) - 1 : -1].float()
+        logits = (
+            self._model(torch.tensor([[*context, *tokens]]))
+            .logits[0, len(context) - 1 : -1]
+            .float()
+        )
         return torch.log_softmax(logits / temperature, -1)
 
-    def differences(self, weights: Weights, result: Any, context: Any = PROMPT, temperature: float = 1.0) -> np.ndarray:
+    def differences(
+        self, weights: Weights, result: Any, context: Any = PROMPT, temperature: float = 1.0
+    ) -> np.ndarray:
         """Return |log p| differences [L] of a result and transformers."""
         expected = self.distributions(weights, context, result.token_ids, temperature)
         tokens = torch.from_numpy(result.token_ids.astype(np.int64))[:, None]
@@ -154,10 +169,14 @@ def vllm(serve: Callable[..., Served]) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
-def test_logprobs_are_those_of_the_scaled_distribution(served: Served, old: Weights, temperature: float) -> None:
+def test_logprobs_are_those_of_the_scaled_distribution(
+    served: Served, old: Weights, temperature: float
+) -> None:
     """At temperature 0, those of temperature 1."""
     results = served.generate(samples=3, temperature=temperature)
-    assert len(results) == 3 and len({tuple(each.token_ids) for each in results}) == (3 if temperature else 1)
+    assert len(results) == 3 and len({tuple(each.token_ids) for each in results}) == (
+        3 if temperature else 1
+    )
     for result in results:
         assert served.differences(old, result, temperature=temperature or 1.0).max() < AGREES
         assert result.versions == (("1", len(result.token_ids)),)
@@ -214,7 +233,9 @@ def test_a_teacher_scores_as_transformers_does(
     """SGLang's form of the requests: ``test_a_run_is_distilled_from_a_server``."""
     monkeypatch.setenv(SECRET, vllm.server.secret)
     teacher = f"loss.distillation.teacher={vllm.api.url}"
-    config = load_config(None, [teacher, "rollout.max_response_tokens=300", f"rollout.timeout_s={WAIT_S}"])
+    config = load_config(
+        None, [teacher, "rollout.max_response_tokens=300", f"rollout.timeout_s={WAIT_S}"]
+    )
     prompt, world = Prompt(0, np.array(PROMPT, np.int32), "", ""), world_of(1, 0)
     with closing(TeacherServers(config, world, load_tokenizer(served_policy))) as servers:
         [[scored]] = TeacherQuery(servers, [prompt]).finish([(completion_of(PROMPT),)], world)
@@ -233,15 +254,25 @@ def test_a_paused_server_is_well(vllm: Served) -> None:
 
 def test_a_stranger_can_neither_ask_nor_change_anything(served: Served) -> None:
     for secret in (None, "another"):
-        stranger = spec_of(served.server.kind).client(served.api.url, served.http, secret=secret, timeout_s=10.0)
+        stranger = spec_of(served.server.kind).client(
+            served.api.url, served.http, secret=secret, timeout_s=10.0
+        )
         generate = partial(stranger.generate, PROMPT, SAMPLING, timeout_s=10.0)
-        for request in (generate, stranger.version, stranger.resume, stranger.flush, stranger.begin_update):
+        for request in (
+            generate,
+            stranger.version,
+            stranger.resume,
+            stranger.flush,
+            stranger.begin_update,
+        ):
             with pytest.raises(ServerError, match="401"):
                 served.http.run(request())
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_two_ranks_each_take_their_part(serve: Callable[..., Served], new: Weights, kind: Kind) -> None:
+def test_two_ranks_each_take_their_part(
+    serve: Callable[..., Served], new: Weights, kind: Kind
+) -> None:
     served = serve(kind, 2)
     assert served.run("info").ranks == 2
     if kind == "vllm":  # a wrong shape kills SGLang
@@ -254,14 +285,20 @@ def test_two_ranks_each_take_their_part(serve: Callable[..., Served], new: Weigh
     served.check(new)
 
 
-@pytest.mark.parametrize(("kind", "likeliest"), [("sglang", TOP_LOGPROBS), ("vllm", TOP_LOGPROBS - 1)])
+@pytest.mark.parametrize(
+    ("kind", "likeliest"), [("sglang", TOP_LOGPROBS), ("vllm", TOP_LOGPROBS - 1)]
+)
 def test_entropies_are_those_of_the_scaled_distribution(
     serve: Callable[..., Served], old: Weights, kind: Kind, likeliest: int
 ) -> None:
     served, temperature = serve(kind), 0.9
     (result,) = served.generate(temperature=temperature, branches=(BranchConfig(entropy=1.0),))
-    expected = served.distributions(old, PROMPT, result.token_ids, temperature).topk(likeliest).values
-    np.testing.assert_allclose(result.entropies, least_entropies(expected.tolist()), atol=10 * AGREES)
+    expected = (
+        served.distributions(old, PROMPT, result.token_ids, temperature).topk(likeliest).values
+    )
+    np.testing.assert_allclose(
+        result.entropies, least_entropies(expected.tolist()), atol=10 * AGREES
+    )
 
 
 def test_the_models_end_of_sequence_stops_nothing(vllm: Served) -> None:
@@ -288,7 +325,9 @@ def test_a_server_is_in_several_groups_at_once(vllm: Served, new: Weights) -> No
     vllm.run("leave", senders[0].name)  # also if the server is no member
 
 
-def test_an_incomplete_update_is_refused_and_a_good_one_follows(vllm: Served, new: Weights, tmp_path: Path) -> None:
+def test_an_incomplete_update_is_refused_and_a_good_one_follows(
+    vllm: Served, new: Weights, tmp_path: Path
+) -> None:
     name = "model.layers.1.mlp.up_proj.weight"  # of a layer that has another tensor already
     with pytest.raises(Exception, match=name):
         vllm.update(dict(new) | {name: new[name][:, :-1].contiguous()})

@@ -64,7 +64,8 @@ def test_a_run_trains_with_its_own_vllm(train: Train, served_policy: Path) -> No
 
 @pytest.mark.smoke
 def test_a_run_survives_the_death_of_a_sglang_server(train: Train, served_policy: Path) -> None:
-    """One of two servers of the run's own, of one rank and of two, is killed after the first step."""
+    """One of two servers of the run's own, of one rank and of two, is killed after the first
+    step."""
     run = train(served_policy, *launch_settings("sglang", (1, 2)), "run.steps=8")
     metrics = run.wait_for("metrics.jsonl")
     while len(metrics.read_text().splitlines()) < 2:
@@ -91,7 +92,9 @@ def write_llama(folder: Path) -> None:
 EXPERTS = ("layout.tp=1", "layout.ep=2", "layout.dp=2", "layout.sequence_parallel=false")
 
 
-@pytest.mark.parametrize(("kind", "tp", "layout"), [("sglang", 2, EXPERTS), ("vllm", 1, ())], ids=["experts", "Llama"])
+@pytest.mark.parametrize(
+    ("kind", "tp", "layout"), [("sglang", 2, EXPERTS), ("vllm", 1, ())], ids=["experts", "Llama"]
+)
 def test_other_policies_reach_servers(
     train: Train, mixture: Path, tmp_path: Path, kind: Kind, tp: int, layout: tuple[str, ...]
 ) -> None:
@@ -108,7 +111,9 @@ def pair(real_servers: RealServers) -> tuple[RealServer, RealServer]:
     return real_servers.get("sglang", 1), real_servers.get("sglang", 2)
 
 
-@pytest.mark.parametrize("settings", [("rollout.sync.transport=disk",), ("layout.tp=1", "layout.pp=2")])
+@pytest.mark.parametrize(
+    "settings", [("rollout.sync.transport=disk",), ("layout.tp=1", "layout.pp=2")]
+)
 def test_weights_arrive_by_disk_and_from_two_stages(
     train: Train, pair: tuple[RealServer, ...], served_policy: Path, settings: tuple[str, ...]
 ) -> None:
@@ -121,7 +126,9 @@ def test_a_killed_run_resumes_its_pending_batches(
     train: Train, pair: tuple[RealServer, ...], served_policy: Path
 ) -> None:
     settings = ["rollout.ahead=2", "run.steps=4", "run.checkpoint_every=2"]
-    settings += ["pack.max_tokens=48"]  # one completion at a time: no update comes before the servers have begun
+    settings += [
+        "pack.max_tokens=48"
+    ]  # one completion at a time: no update comes before the servers have begun
     run = train(served_policy, *settings, servers=pair)
     tracker = run.wait_for(f"checkpoints/{TRACKER}")
     run.kill()
@@ -140,7 +147,9 @@ def test_a_killed_run_resumes_its_pending_batches(
         assert 0.0 < step["staleness/mean"] <= step["staleness/max"] <= 2.0
 
 
-@pytest.mark.parametrize(("kind", "tp", "experts"), [("sglang", 2, False), ("sglang", 1, True), ("vllm", 1, False)])
+@pytest.mark.parametrize(
+    ("kind", "tp", "experts"), [("sglang", 2, False), ("sglang", 1, True), ("vllm", 1, False)]
+)
 def test_updates_bring_adapters_alone(
     train: Train,
     real_servers: RealServers,
@@ -157,24 +166,38 @@ def test_updates_bring_adapters_alone(
     first, *steps = run.finish()
     assert first["rollout/agreement_max_diff"] <= AGREES
     check_agreement(steps, 1)
-    adapters = sum(tensor.nbytes for tensor in load_file(run.folder / "adapter" / "adapter_model.safetensors").values())
+    adapters = sum(
+        tensor.nbytes
+        for tensor in load_file(run.folder / "adapter" / "adapter_model.safetensors").values()
+    )
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
     assert {json.loads(line)["perf/sync_bytes"] for line in lines[1:]} == {adapters}
     check_trained(run, policy)
 
 
-def test_replayed_routing_brings_rollouts_nearer(train: Train, real_servers: RealServers, tmp_path: Path) -> None:
-    write_model(policy := tmp_path / "policy", **SIZES, ffn=64, layers=4, experts=16, experts_per_token=2, tie=False,
+def test_replayed_routing_brings_rollouts_nearer(
+    train: Train, real_servers: RealServers, tmp_path: Path
+) -> None:
+    write_model(policy := tmp_path / "policy", **SIZES, ffn=64, layers=4, experts=16,
+    experts_per_token=2, tie=False,
                 dtype="bf16")  # fmt: skip
     bf16 = "model.dtype=bf16"
     server = real_servers.get("sglang", 1, bf16, "loss.replay_routing=rollout", policy=policy)
-    limits = ["rollout.max_logprob_diff=10", "rollout.max_prob_error=1e9", "run.export=false", "run.steps=2"]
+    limits = [
+        "rollout.max_logprob_diff=10",
+        "rollout.max_prob_error=1e9",
+        "run.export=false",
+        "run.steps=2",
+    ]
     found = []
     for mode in ("none", "rollout"):
         settings = [bf16, "layout.tp=1", *limits, f"loss.replay_routing={mode}"]
         found.append(train(policy, *settings, servers=(server,), name=mode).finish()[1:])
     for without, replayed in zip(*found, strict=True):
-        assert replayed["train/rollout_logprob_abs_diff"] < 0.6 * without["train/rollout_logprob_abs_diff"]
+        assert (
+            replayed["train/rollout_logprob_abs_diff"]
+            < 0.6 * without["train/rollout_logprob_abs_diff"]
+        )
 
 
 FILE = Path(__file__).parent / "calculator.py"
@@ -185,7 +208,12 @@ TOOL, FIRST_TURN = "=7\n", 6
 def test_conversations_with_a_tool_are_trained_on(
     train: Train, real_servers: RealServers, served_policy: Path, kind: Kind
 ) -> None:
-    settings = [f"rollout.conversation={FILE}:rollout", "pruning.prompts.rule=none", "run.steps=2", "eval.show=4"]
+    settings = [
+        f"rollout.conversation={FILE}:rollout",
+        "pruning.prompts.rule=none",
+        "run.steps=2",
+        "eval.show=4",
+    ]
     run = train(served_policy, *settings, servers=(real_servers.get(kind),))
     for step in run.finish()[1:]:
         check_agreement([step], 1)
@@ -193,7 +221,9 @@ def test_conversations_with_a_tool_are_trained_on(
         told = step["rollout/response_len/mean"] * 64 - step["rollout/generated_tokens"]
         assert told == pytest.approx(len(TOOL) * 64), "a second turn follows every first one"
     answers = (run.folder / "answers.jsonl").read_text()
-    assert re.search(rf'"answer": ".{{0,{FIRST_TURN}}}=7', answers), "the reward and the log have the tool's words"
+    assert re.search(rf'"answer": ".{{0,{FIRST_TURN}}}=7', answers), (
+        "the reward and the log have the tool's words"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +232,14 @@ def sglang_teacher(served_policy: Path, http: Http) -> Iterator[str]:
     if PYTHONS["sglang"] not in os.environ:
         pytest.skip("needs sglang: scripts/test.sh --servers")
     port = str(FIRST_PORT + 38)
-    words = [os.environ[PYTHONS["sglang"]], str(SGLANG_ON_CPU), "--model-path", str(served_policy), "--port", port]
+    words = [
+        os.environ[PYTHONS["sglang"]],
+        str(SGLANG_ON_CPU),
+        "--model-path",
+        str(served_policy),
+        "--port",
+        port,
+    ]
     process = subprocess.Popen([*words, "--dtype", "float32"])
     url, until = f"http://127.0.0.1:{port}", time.monotonic() + WAIT_S
     try:
@@ -219,9 +256,13 @@ def sglang_teacher(served_policy: Path, http: Http) -> Iterator[str]:
         process.wait()
 
 
-def test_a_run_is_distilled_from_a_server(train: Train, sglang_teacher: str, served_policy: Path) -> None:
+def test_a_run_is_distilled_from_a_server(
+    train: Train, sglang_teacher: str, served_policy: Path
+) -> None:
     """Taught by itself, a policy has nothing to learn until its rewards have moved it."""
     teacher = f"loss.distillation.teacher={sglang_teacher}"
-    run = train(served_policy, teacher, "layout.tp=1", "layout.dp=2", "rollout.ahead=1", "run.steps=3")
+    run = train(
+        served_policy, teacher, "layout.tp=1", "layout.dp=2", "rollout.ahead=1", "run.steps=3"
+    )
     _, *steps = run.finish()
     assert abs(steps[0]["train/distillation_kl"]) < 1e-4 < abs(steps[2]["train/distillation_kl"])

@@ -1,7 +1,9 @@
-"""A real Slurm of two nodes on this machine's loopback, with GPUs that are nothing but names; and 32 nodes that are
-nothing but names themselves, so that ``sbatch --test-only`` can judge jobs that no machine here could run.
+"""A real Slurm of two nodes on this machine's loopback, with GPUs that are nothing but names; and
+32 nodes that are nothing but names themselves, so that ``sbatch --test-only`` can judge jobs that
+no machine here could run.
 
-Debian's ``slurm-wlm`` and ``munge`` in a folder of their own, as root: another Slurm of this machine is not touched.
+Debian's ``slurm-wlm`` and ``munge`` in a folder of their own, as root: another Slurm of this
+machine is not touched.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class Cluster:
         (munge / "key-file").write_bytes(secrets.token_bytes(128))
         (munge / "key-file").chmod(stat.S_IRUSR)
         files = ("socket", "key-file", "pid-file", "log-file", "seed-file")
-        self._run("munged", "--foreground", "--force", *(f"--{name}={munge / name}" for name in files))
+        self._run(
+            "munged", "--foreground", "--force", *(f"--{name}={munge / name}" for name in files)
+        )
         wait_for(lambda: (munge / "socket").exists(), UP_S, "munged")
         self._run("slurmctld", "-D", "-c")
         for node in NODES:
@@ -93,7 +97,11 @@ class Cluster:
         slurmd = self._daemons.pop(f"slurmd {node}")
         tasks = list(self.processes(SLURMD_NODENAME=node))
         managers = {task.parent() for task in tasks}
-        for process in [psutil.Process(slurmd.pid), *(each for each in managers if each and each.pid > 1), *tasks]:
+        for process in [
+            psutil.Process(slurmd.pid),
+            *(each for each in managers if each and each.pid > 1),
+            *tasks,
+        ]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         slurmd.wait()
@@ -103,16 +111,28 @@ class Cluster:
         wanted = {"SLURM_CONF": self.environment["SLURM_CONF"], **environ}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and wanted.items() <= process.environ().items():
+                if (
+                    process.status() != psutil.STATUS_ZOMBIE
+                    and wanted.items() <= process.environ().items()
+                ):
                     yield process
 
     def idle(self) -> set[str]:
-        return set(self.call("sinfo", "-h", "-N", "-p", "loopback", "-t", "idle", "-o", "%N").stdout.split())
+        return set(
+            self.call(
+                "sinfo", "-h", "-N", "-p", "loopback", "-t", "idle", "-o", "%N"
+            ).stdout.split()
+        )
 
     def call(self, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         """One of Slurm's commands."""
         return subprocess.run(
-            words, env=self.environment | environ, capture_output=True, text=True, timeout=60, check=False
+            words,
+            env=self.environment | environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
 
     def stop(self) -> None:
@@ -129,16 +149,24 @@ class Cluster:
         name = f"{words[0]} {words[-1]}" if words[0] == "slurmd" else words[0]
         with (self.folder / f"{name}.log").open("ab") as log:
             environ = self.environment | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
-            self._daemons[name] = subprocess.Popen(words, env=environ, stdout=log, stderr=log, start_new_session=True)
+            self._daemons[name] = subprocess.Popen(
+                words, env=environ, stdout=log, stderr=log, start_new_session=True
+            )
 
     def _write_configuration(self) -> None:
         port, *ports = _free_ports(1 + len(NODES))
         what = "NodeHostname=localhost NodeAddr=127.0.0.1 CPUs=64 RealMemory=512000 Gres=gpu:8"
-        nodes = "\n".join(f"NodeName={node} Port={own} {what}" for node, own in zip(NODES, ports, strict=True))
-        text = CONFIGURATION.format(folder=self.folder, port=port, nodes=nodes, names=",".join(NODES), named=NAMED)
+        nodes = "\n".join(
+            f"NodeName={node} Port={own} {what}" for node, own in zip(NODES, ports, strict=True)
+        )
+        text = CONFIGURATION.format(
+            folder=self.folder, port=port, nodes=nodes, names=",".join(NODES), named=NAMED
+        )
         (self.folder / "slurm.conf").write_text(text)
         for gpu in range(8):
-            os.mknod(self.folder / f"gpu{gpu}", stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
+            os.mknod(
+                self.folder / f"gpu{gpu}", stat.S_IFCHR | 0o600, os.makedev(1, 3)
+            )  # as /dev/null
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
 
 

@@ -1,4 +1,5 @@
-"""The shipped job scripts with a policy of a few thousand weights: what a user types, and what is seen of it."""
+"""The shipped job scripts with a policy of a few thousand weights: what a user types, and what is
+seen of it."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     calls[ground_truth] += 1
     return float(calls[ground_truth] % 4)
 """
-"""The same for the n-th sample of a problem, whatever it is, so that what follows from rewards depends on no engine. It
-takes its time while there is a file ``slow`` beside it, and writes down for which problems it was asked."""
+"""The same for the n-th sample of a problem, whatever it is, so that what follows from rewards
+depends on no engine. It takes its time while there is a file ``slow`` beside it, and writes down
+for which problems it was asked."""
 PROBLEMS, SAMPLES, PROMPTS = 64, 4, 8
 TINY = (
     f"rollout.samples_per_prompt={SAMPLES}",
@@ -80,11 +82,17 @@ class Job:
 
     def wait_for_step(self, step: int) -> None:
         rows = self.run / "metrics.jsonl"
-        wait_for(lambda: rows.exists() and len(rows.read_text().splitlines()) > step, WAIT_S, f"step {step}")
+        wait_for(
+            lambda: rows.exists() and len(rows.read_text().splitlines()) > step,
+            WAIT_S,
+            f"step {step}",
+        )
 
     def wait(self, timeout_s: float = WAIT_S) -> int:
         """Its exit code, once it has ended; one that is requeued has not."""
-        wait_for(lambda: self.field("JobState") in ENDED, timeout_s, f"end; the log:\n{self.text()}")
+        wait_for(
+            lambda: self.field("JobState") in ENDED, timeout_s, f"end; the log:\n{self.text()}"
+        )
         code, _, number = self.field("ExitCode").partition(":")
         return int(code) or 128 * (number != "0") + int(number)
 
@@ -96,7 +104,9 @@ class Job:
     def ranks(self) -> dict[int, psutil.Process]:
         """The actors that live, by rank."""
         found = {}
-        for process in self.cluster.processes(SLURM_JOB_ID=str(self.number), SLURM_STEP_NUM_TASKS="2"):
+        for process in self.cluster.processes(
+            SLURM_JOB_ID=str(self.number), SLURM_STEP_NUM_TASKS="2"
+        ):
             with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
                 if (parent := process.parent()) and parent.name().startswith("slurmstepd"):
                     found[int(process.environ()["SLURM_PROCID"])] = process
@@ -131,11 +141,24 @@ class Submitter:
         sizes = ["--partition=loopback", "--ntasks-per-node=2"]
         return self._submit("qwen3_4b_dppo.sh", sizes, self.settings(*words), environ)
 
-    def _submit(self, script: str, sizes: list[str], settings: list[str], environ: dict[str, str]) -> Job:
+    def _submit(
+        self, script: str, sizes: list[str], settings: list[str], environ: dict[str, str]
+    ) -> Job:
         log = self.folder / "log"
-        command = ["sbatch", "--parsable", f"--output={log}", *sizes, str(SCRIPTS / script), *settings]
-        environ = self.cluster.environment | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environ
-        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        command = [
+            "sbatch",
+            "--parsable",
+            f"--output={log}",
+            *sizes,
+            str(SCRIPTS / script),
+            *settings,
+        ]
+        environ = (
+            self.cluster.environment | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environ
+        )
+        done = subprocess.run(
+            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 0, done.stderr
         return Job(self.cluster, int(done.stdout.partition(";")[0]), log, self.run)
 

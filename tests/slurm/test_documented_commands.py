@@ -15,7 +15,9 @@ DOCUMENTED = typed_in("slurm")
 
 
 @pytest.mark.parametrize("document", DOCUMENTED)
-def test_the_commands_of_a_page_work_on_a_cluster(document: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_work_on_a_cluster(
+    document: str, cluster: Cluster, tmp_path: Path
+) -> None:
     (place := tmp_path / "checkout").mkdir()
     sandbox = Sandbox(place, document, write_quickstart(tmp_path, trained=False))
     environ = {

@@ -1,4 +1,5 @@
-"""Jobs on a real Slurm, with real ranks and a real SGLang server on CPU: they train, stop, resume, fail and end."""
+"""Jobs on a real Slurm, with real ranks and a real SGLang server on CPU: they train, stop, resume,
+fail and end."""
 
 from __future__ import annotations
 
@@ -21,8 +22,13 @@ DRAWS = ("step", "rollout/raw_reward", "prune/kept_prompt_fraction", "train/lr")
 
 
 def lines(job: Job) -> list[str]:
-    """Return the log without its stamps, of which the lines that Slurm itself adds at an end have none."""
-    found = [STAMP.fullmatch(line) for line in job.text().splitlines() if not line.startswith("slurmstepd")]
+    """Return the log without its stamps, of which the lines that Slurm itself adds at an end have
+    none."""
+    found = [
+        STAMP.fullmatch(line)
+        for line in job.text().splitlines()
+        if not line.startswith("slurmstepd")
+    ]
     assert all(found), job.text()
     return [match[2] for match in found if match]
 
@@ -30,7 +36,9 @@ def lines(job: Job) -> list[str]:
 def check_order(job: Job, *beginnings: str) -> None:
     said = iter(lines(job))
     for beginning in beginnings:
-        assert any(line.startswith(beginning) for line in said), f"{beginning!r} is not next in\n{job.text()}"
+        assert any(line.startswith(beginning) for line in said), (
+            f"{beginning!r} is not next in\n{job.text()}"
+        )
 
 
 PYXIS = """#!/bin/bash
@@ -75,10 +83,20 @@ def test_a_requeued_job_has_the_same_prompts_and_draws(undisturbed: Job, submit:
     job.wait_for_step(1)
     job.tell_to_stop()
     assert job.wait() == 0, job.text()
-    check_order(job, "actors: told to save and stop", "actors: ended with exit code 75", "requeued", "job", "done")
+    check_order(
+        job,
+        "actors: told to save and stop",
+        "actors: ended with exit code 75",
+        "requeued",
+        "job",
+        "done",
+    )
     assert f"job {job.number}, start 2" in job.text()
     assert job.scored() == undisturbed.scored()
-    ours, theirs = ([{key: row.get(key) for key in DRAWS} for row in rows(each.run)] for each in (job, undisturbed))
+    ours, theirs = (
+        [{key: row.get(key) for key in DRAWS} for row in rows(each.run)]
+        for each in (job, undisturbed)
+    )
     assert ours == theirs
     assert job.left() == []
 
@@ -102,14 +120,20 @@ def test_a_job_without_progress_is_not_requeued(submit: Submitter) -> None:
     job.wait_for_line("actors: starting")
     job.tell_to_stop()  # long before there is a step to save
     assert job.wait(60) == 75, job.text()
-    assert lines(job)[-1].startswith(f"not requeued, since nothing was gained: {job.run}: 0 of {FOR_EVER} steps")
+    assert lines(job)[-1].startswith(
+        f"not requeued, since nothing was gained: {job.run}: 0 of {FOR_EVER} steps"
+    )
 
 
 def test_scancel_leaves_no_process(submit: Submitter) -> None:
     job = submit.heterogeneous(*one_sglang_server(25300), f"run.steps={FOR_EVER}")
     job.wait_for_line("server n2 starts")
-    wait_for(lambda: len(job.ranks()) == 2 and "sglang" in " ".join(job.left()), 60, "ranks and a server")
-    assert {rank.environ()["CUDA_VISIBLE_DEVICES"] for rank in job.ranks().values()} == {"0,1,2,3,4,5,6,7"}
+    wait_for(
+        lambda: len(job.ranks()) == 2 and "sglang" in " ".join(job.left()), 60, "ranks and a server"
+    )
+    assert {rank.environ()["CUDA_VISIBLE_DEVICES"] for rank in job.ranks().values()} == {
+        "0,1,2,3,4,5,6,7"
+    }
     job.cluster.call("scancel", str(job.number))
     wait_for(lambda: job.left() == [], 15, "end of its processes")
     job.wait(15)
@@ -122,7 +146,12 @@ def test_a_killed_rank_ends_the_job_with_its_name(submit: Submitter) -> None:
     job.wait_for_step(1)
     job.ranks()[1].kill()
     assert job.wait(60) == 137, job.text()
-    check_order(job, "actors: starting", "srun: error: n1: task 1: Killed", "actors: ended with exit code 137")
+    check_order(
+        job,
+        "actors: starting",
+        "srun: error: n1: task 1: Killed",
+        "actors: ended with exit code 137",
+    )
     assert lines(job)[-1].startswith("ended: a rank crashed or was killed")
     assert job.left() == []
 
@@ -132,9 +161,17 @@ def test_a_dead_server_ends_the_job_with_its_last_words(submit: Submitter) -> No
     settings = [*one_sglang_server(25400), f"rollout.launch.command={dies}"]
     job = submit.heterogeneous(*settings, f"run.steps={FOR_EVER}")
     assert job.wait(60) == 2, job.text()
-    check_order(job, "error: rollout.launch.command", "servers: ended with exit code 2", "ended with exit code 2")
+    check_order(
+        job,
+        "error: rollout.launch.command",
+        "servers: ended with exit code 2",
+        "ended with exit code 2",
+    )
     said = "\n".join(lines(job))
-    assert "server n2 was ended by signal 9 (Killed) before it could generate" in said and "out of memory" in said
+    assert (
+        "server n2 was ended by signal 9 (Killed) before it could generate" in said
+        and "out of memory" in said
+    )
     assert job.left() == []
 
 
@@ -147,5 +184,11 @@ def test_a_lost_node_is_named_and_the_job_starts_again(submit: Submitter) -> Non
         job.wait_for_line("ended by Slurm", 180)  # Slurm asks its nodes now and then
     finally:
         job.cluster.start_node("n2")
-    check_order(job, "srun: error: Node failure on n2", "node n2 is down", "the last lines of its server", "ended")
+    check_order(
+        job,
+        "srun: error: Node failure on n2",
+        "node n2 is down",
+        "the last lines of its server",
+        "ended",
+    )
     job.wait_for_line(f"job {job.number}, start 2", 60)

@@ -1,4 +1,5 @@
-"""One run as a NeMo-Run experiment, on this machine and on a real Slurm; and the same job as a script for sbatch."""
+"""One run as a NeMo-Run experiment, on this machine and on a real Slurm; and the same job as a
+script for sbatch."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ ON_SLURM = ("--executor", "slurm", "cluster.partition=loopback", "cluster.gpus_p
 def launch(home: Path, cluster: Cluster, *words: str, code: int = 0, **more: str) -> str:
     command = [sys.executable, "-m", "megatron_dppo", "launch", *words]
     environ = cluster.environment | {"NEMORUN_HOME": str(home), "OMP_NUM_THREADS": "1"} | more
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr * (code != 0)
 
@@ -40,7 +43,9 @@ def submit_detached(submit: Submitter, *words: str) -> Job:
 
 def check_done(job: Job) -> None:
     assert job.wait() == 0, job.text()
-    assert f"done: {job.run}: {STEPS} of {STEPS} steps are done" in job.text(), "the job script of sbatch"
+    assert f"done: {job.run}: {STEPS} of {STEPS} steps are done" in job.text(), (
+        "the job script of sbatch"
+    )
     assert len(rows(job.run)) == STEPS
 
 
@@ -48,11 +53,16 @@ def test_a_local_launch_trains_and_a_mistake_fails(submit: Submitter, tmp_path: 
     settings = submit.settings(f"run.steps={STEPS}", "layout.tp=2")
     launch(tmp_path / "nemo", submit.cluster, *settings)
     assert len(rows(submit.run)) == STEPS
-    assert "error: layout.tp = 3" in launch(tmp_path / "nemo", submit.cluster, *settings, "layout.tp=3", code=1)
+    assert "error: layout.tp = 3" in launch(
+        tmp_path / "nemo", submit.cluster, *settings, "layout.tp=3", code=1
+    )
 
 
 def test_actors_train_with_a_server_on_its_own_node(submit: Submitter) -> None:
-    server = [*one_sglang_server(25600), "rollout.launch.tp=2"]  # on both GPUs that a node has for this job
+    server = [
+        *one_sglang_server(25600),
+        "rollout.launch.tp=2",
+    ]  # on both GPUs that a node has for this job
     settings = submit.settings(f"run.steps={STEPS}", "layout.tp=2", *server)
     placed = ["cluster.server_nodes=1", "cluster.hours=0.2"]
     job = submit_detached(submit, *settings, *placed)
@@ -67,7 +77,11 @@ def test_a_stopped_job_saves_and_resumes_in_its_next_start(submit: Submitter) ->
     job = submit_detached(submit, *settings)
     job.wait_for_step(1)
     job.tell_to_stop()
-    wait_for(lambda: job.field("Restarts") == "1" and job.field("JobState") == "RUNNING", WAIT_S, "second start")
+    wait_for(
+        lambda: job.field("Restarts") == "1" and job.field("JobState") == "RUNNING",
+        WAIT_S,
+        "second start",
+    )
     saved = max(int(path.name[5:]) for path in (job.run / "checkpoints").glob("iter_*"))
     job.wait_for_step(saved + 1)
     steps = [row["step"] for row in rows(job.run)]
@@ -78,14 +92,20 @@ def test_a_stopped_job_saves_and_resumes_in_its_next_start(submit: Submitter) ->
 
 def test_the_script_of_a_dry_run_runs_as_it_is(submit: Submitter, tmp_path: Path) -> None:
     def script(*words: str) -> str:
-        (tmp_path / "job.sh").write_text(launch(tmp_path / "nemo", submit.cluster, *words, "--dry-run"))
+        (tmp_path / "job.sh").write_text(
+            launch(tmp_path / "nemo", submit.cluster, *words, "--dry-run")
+        )
         assert not (tmp_path / "nemo").exists()
         return str(tmp_path / "job.sh")
 
-    judged = submit.cluster.call("sbatch", "--test-only", script("configs/qwen3_32b_dppo.yaml", *ON_SLURM[:2]))
+    judged = submit.cluster.call(
+        "sbatch", "--test-only", script("configs/qwen3_32b_dppo.yaml", *ON_SLURM[:2])
+    )
     assert judged.returncode == 0 and " to start at " in judged.stderr, judged.stderr
     settings = submit.settings(f"run.steps={STEPS}", "layout.tp=2")
-    sent = submit.cluster.call("sbatch", "--parsable", f"--output={tmp_path}/log", script(*settings, *ON_SLURM))
+    sent = submit.cluster.call(
+        "sbatch", "--parsable", f"--output={tmp_path}/log", script(*settings, *ON_SLURM)
+    )
     assert sent.returncode == 0, sent.stderr
     check_done(Job(submit.cluster, int(sent.stdout), tmp_path / "log", submit.run))
 

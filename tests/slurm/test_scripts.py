@@ -1,4 +1,5 @@
-"""What the shipped job scripts ask Slurm for is what their configurations are cut for. Needs no Slurm."""
+"""What the shipped job scripts ask Slurm for is what their configurations are cut for. Needs no
+Slurm."""
 
 from __future__ import annotations
 
@@ -37,10 +38,16 @@ def test_a_script_asks_for_the_machines_of_its_configuration(script: str) -> Non
     actors, *servers = _asked(script)
     cluster, per_node = config.cluster, int(actors["ntasks-per-node"])
     assert int(actors["nodes"]) == cluster.nodes
-    assert int(actors["gpus-per-node"]) == cluster.gpus_per_node == per_node + gpus_to_reserve(config.rollout)
+    assert (
+        int(actors["gpus-per-node"])
+        == cluster.gpus_per_node
+        == per_node + gpus_to_reserve(config.rollout)
+    )
     resolve_layout(config.layout, cluster.nodes * per_node)
     assert actors["time"] == f"{cluster.hours:02.0f}:00:00"
     assert actors["signal"] == f"B:USR1@{cluster.warn_s:.0f}"
     assert sum(int(component["nodes"]) for component in servers) == cluster.server_nodes
     for component in servers:
-        assert int(component["ntasks-per-node"]) * config.rollout.launch.tp <= int(component["gpus-per-node"])
+        assert int(component["ntasks-per-node"]) * config.rollout.launch.tp <= int(
+            component["gpus-per-node"]
+        )

@@ -26,8 +26,14 @@ def read_question(row: dict) -> str:
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_labels_are_right(split: str) -> None:
-    """Problems of one step have the numbers' own result; of several, the result of the worked answer."""
-    results = {"add": int.__add__, "subtract": int.__sub__, "multiply": int.__mul__, "divide": int.__floordiv__}
+    """Problems of one step have the numbers' own result; of several, the result of the worked
+    answer."""
+    results = {
+        "add": int.__add__,
+        "subtract": int.__sub__,
+        "multiply": int.__mul__,
+        "divide": int.__floordiv__,
+    }
     for row in problems.problems(split, 400, set()):
         small, large = find_numbers(read_question(row))
         assert row["label"] == str(results[row["data_source"]](large, small)), row
@@ -41,7 +47,10 @@ def test_labels_are_right(split: str) -> None:
 def test_training_and_held_out_problems_share_no_words() -> None:
     one, other = (problems.LANGUAGE[split] for split in ("train", "held_out"))
     assert not set(one.names) & set(other.names) and not set(one.things) & set(other.things)
-    wordings = [{wording for each in language.wordings.values() for wording in each} for language in (one, other)]
+    wordings = [
+        {wording for each in language.wordings.values() for wording in each}
+        for language in (one, other)
+    ]
     assert not wordings[0] & wordings[1]
 
 
@@ -50,7 +59,10 @@ def test_no_two_problems_have_the_same_numbers(steps: list[int]) -> None:
     made = [tuple(find_numbers(asked)) for asked, _ in problems.EXAMPLES]
     taken = problems.in_examples()
     for split, count in (("held_out", 400), ("train", 3072)):
-        made += [tuple(find_numbers(read_question(row))) for row in problems.problems(split, count, taken, steps)]
+        made += [
+            tuple(find_numbers(read_question(row)))
+            for row in problems.problems(split, count, taken, steps)
+        ]
     assert len(set(made)) == len(made) == 3476, "5 + 3 is 3 + 5, and examples are problems, too"
 
 
@@ -59,13 +71,17 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM
     """A small Llama, and the GGUF file that llama.cpp would write, with matrices of 4 bits."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=264, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, rope_theta=100000.0, tie_word_embeddings=True,
-                         max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=2)  # fmt: skip
+                         num_attention_heads=4, num_key_value_heads=2, rope_theta=100000.0,
+                         tie_word_embeddings=True,
+                         max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
+                         pad_token_id=2)  # fmt: skip
     policy = LlamaForCausalLM(config)
     file = tmp_path_factory.mktemp("gguf") / "small.gguf"
     writer = GGUFWriter(file, "llama")
-    values = {"embedding_length": 64, "feed_forward_length": 96, "context_length": 512, "head_count": 4,
-              "head_count_kv": 2, "block_count": 2, "layer_norm_rms_eps": 1e-6, "rope_freq_base": 100000.0,
+    values = {"embedding_length": 64, "feed_forward_length": 96, "context_length": 512,
+    "head_count": 4,
+              "head_count_kv": 2, "block_count": 2, "layer_norm_rms_eps": 1e-6,
+              "rope_freq_base": 100000.0,
               "vocab_size": 264, "tokenizer_model": "gpt2", "bos_token_id": 1, "eos_token_id": 2,
               "pad_token_id": 2}  # fmt: skip
     for name, value in values.items():
@@ -75,7 +91,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (len(tokens) - 3))
     writer.add_token_merges(["h e", "l l", "he ll", "hell o", "Ġ hello"])
-    writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}")
+    writer.add_chat_template(
+        "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+    )
     names = {theirs: ours for ours, theirs in model.TENSORS.items()}
     for name, parameter in policy.model.named_parameters():
         layer, _, rest = f"model.{name}".removesuffix(".weight").rpartition("layers.")
@@ -98,10 +116,14 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM
     return policy.eval(), file
 
 
-def test_a_gguf_file_becomes_its_original_policy(original: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+def test_a_gguf_file_becomes_its_original_policy(
+    original: tuple[LlamaForCausalLM, Path], tmp_path: Path
+) -> None:
     policy, file = original
     model.write_policy(file, tmp_path / "policy")
-    assert len({file.stat().st_mode for file in (tmp_path / "policy").iterdir()}) == 1, "by the umask"
+    assert len({file.stat().st_mode for file in (tmp_path / "policy").iterdir()}) == 1, (
+        "by the umask"
+    )
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32).eval()
     for name, weight in policy.state_dict().items():
         torch.testing.assert_close(back.state_dict()[name], weight, rtol=0, atol=0)

@@ -37,7 +37,10 @@ def test_files_are_held_out_by_their_names(tokenizer: Tokenizer, tmp_path: Path)
         return found
 
     assert pools(f"data.eval={{b: {two}, a: {one}}}") == {"b": ["0+1="], "a": ["0+1=", "1+1="]}
-    assert pools(f"data.eval={one}", f"eval.benchmarks=[b={two}]") == {"": ["0+1=", "1+1="], "b": ["0+1="]}
+    assert pools(f"data.eval={one}", f"eval.benchmarks=[b={two}]") == {
+        "": ["0+1=", "1+1="],
+        "b": ["0+1="],
+    }
     assert len(pools(f"data.eval={one}", "eval.problems=null")[""]) == 3
     assert pools() == {} == pools(f"data.eval={one}", "eval.problems=0")
 
@@ -46,12 +49,18 @@ def test_held_out_problems_in_the_training_data_are_printed_once(
     tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train = write_sums(tmp_path / "train.jsonl", "1", "2")
-    held_out, other = write_sums(tmp_path / "held_out.jsonl", "3", " 2"), write_sums(tmp_path / "other.jsonl", "3")
+    held_out, other = (
+        write_sums(tmp_path / "held_out.jsonl", "3", " 2"),
+        write_sums(tmp_path / "other.jsonl", "3"),
+    )
 
     def load_and_print(file: Path, rank: int) -> str:
         load_held_out(tokenizer, f"data.train={train}", f"data.eval={file}", rank=rank)
         return capsys.readouterr().out
 
-    of = f"1 of 2 held-out problems stand in the training data as well: {held_out}, line 2 is {train}, line 2"
+    of = (
+        f"1 of 2 held-out problems stand in the training data as well: {held_out}, line 2 is "
+        f"{train}, line 2"
+    )
     assert load_and_print(held_out, 0).startswith(f"note  {of}; ")
     assert load_and_print(held_out, 1) == "" == load_and_print(other, 0)

@@ -1,4 +1,5 @@
-"""A checkpoint that is written while training goes on holds the state of its step, and counts once it is whole."""
+"""A checkpoint that is written while training goes on holds the state of its step, and counts once
+it is whole."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ from tests.trainer.test_checkpoint import STATE, configure, replace_run, train
 
 
 def in_background(folder: Path, layout: LayoutConfig, **settings: Any) -> Config:
-    config = configure(write_policy(folder / "policy", layers=2), folder / "run", layout, **settings)
+    config = configure(
+        write_policy(folder / "policy", layers=2), folder / "run", layout, **settings
+    )
     return replace(config, run=replace(config.run, checkpoint_in_background=True))
 
 
 AT_BIRTH: list[int] = []
-"""Signals that a child of this process sends itself as soon as it is forked, before it can write; its own children
-do not."""
+"""Signals that a child of this process sends itself as soon as it is forked, before it can write;
+its own children do not."""
 
 
 def send_at_birth() -> None:
@@ -42,7 +45,8 @@ os.register_at_fork(after_in_child=send_at_birth)
 def train_while_it_is_written(
     rank: int, size: int, config: Config, stops: int, problem: str = ""
 ) -> tuple[int | None, int | None]:
-    """Save after one update, stop the writers, update twice more; the step that counts before and after the end.
+    """Save after one update, stop the writers, update twice more; the step that counts before and
+    after the end.
 
     Writers go on after the updates, unless a problem is expected.
     """
@@ -91,10 +95,15 @@ def test_background_checkpoint_has_the_state_of_its_step(
 
 def test_checkpoint_of_a_killed_writer_never_counts(ranks: RankPool, tmp_path: Path) -> None:
     config = in_background(tmp_path, LayoutConfig(tp=2, dp=1))
-    assert ranks.run(2, train_while_it_is_written, config, signal.SIGKILL, "was ended") == [(None, None)] * 2
+    assert (
+        ranks.run(2, train_while_it_is_written, config, signal.SIGKILL, "was ended")
+        == [(None, None)] * 2
+    )
 
 
 def test_hanging_writer_ends_before_the_ranks_timeout(ranks: RankPool, tmp_path: Path) -> None:
     config = in_background(tmp_path, LayoutConfig(timeout_s=3.0))
     problem = r"not written within 2\.7 s"
-    assert ranks.run(1, train_while_it_is_written, config, signal.SIGSTOP, problem) == [(None, None)]
+    assert ranks.run(1, train_while_it_is_written, config, signal.SIGSTOP, problem) == [
+        (None, None)
+    ]

@@ -1,4 +1,5 @@
-"""A checkpoint holds all that later updates depend on, whatever the optimizer, the precision and the next layout."""
+"""A checkpoint holds all that later updates depend on, whatever the optimizer, the precision and
+the next layout."""
 
 from __future__ import annotations
 
@@ -21,7 +22,16 @@ from tests.laws.test_split_invariance import LAYOUTS, ONE
 from tests.policies import trains, write_family, write_policy
 from tests.ranks import RankPool
 from tests.rollout.scripted import world_of
-from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
+from tests.steps import (
+    VOCAB,
+    Weights,
+    build,
+    config_for,
+    held_by,
+    plan_for,
+    step_of_groups,
+    weights_of,
+)
 
 STATE = {"float": 0.1 + 0.2}
 Losses = list[tuple[float, float]]
@@ -37,9 +47,12 @@ def configure(
     offload: bool = False,
     lr: float = 1e-2,
 ) -> Config:
-    """Return settings with an ``eps`` of about the gradients' size, so that all of Adam's state moves the weights."""
+    """Return settings with an ``eps`` of about the gradients' size, so that all of Adam's state
+    moves the weights."""
     config = config_for(policy, layout, LossConfig(), 128, distributed)
-    adam = replace(config.optimizer, lr=lr, eps=1e-2, clip_grad=1.0, weight_decay=0.1, offload=offload)
+    adam = replace(
+        config.optimizer, lr=lr, eps=1e-2, clip_grad=1.0, weight_decay=0.1, offload=offload
+    )
     model = replace(config.model, dtype=dtype)
     return replace_run(replace(config, model=model, optimizer=adam), run)
 
@@ -48,7 +61,9 @@ def replace_run(config: Config, folder: Path) -> Config:
     return replace(config, run=replace(config.run, dir=str(folder)))
 
 
-def train(rank: int, size: int, config: Config, stop: int, save: tuple[int, ...]) -> tuple[Weights, Losses]:
+def train(
+    rank: int, size: int, config: Config, stop: int, save: tuple[int, ...]
+) -> tuple[Weights, Losses]:
     """Update up to ``stop``, from the last checkpoint if there is one.
 
     Returns:
@@ -66,7 +81,9 @@ def train(rank: int, size: int, config: Config, stop: int, save: tuple[int, ...]
         if step in save and (step, STATE) != found:
             checkpoints.save(policy.actor, step, STATE)
         if step < stop:
-            metrics = learner.learn(plan_for(world, config, metadata), held, step=step + 1, version=0)
+            metrics = learner.learn(
+                plan_for(world, config, metadata), held, step=step + 1, version=0
+            )
             losses.append((metrics["train/loss"], metrics["train/grad_norm"]))
     return weights_of(policy, world), losses
 
@@ -90,7 +107,10 @@ def write_kind(folder: Path, kind: str) -> Path:
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("policies")
-    return {kind: write_kind(folder / kind, kind) for kind in ("untied", "tied", "three heads", "experts", "mixture")}
+    return {
+        kind: write_kind(folder / kind, kind)
+        for kind in ("untied", "tied", "three heads", "experts", "mixture")
+    }
 
 
 MIXTURE = "ep2 tp2 sp etp1"
@@ -105,19 +125,28 @@ SAME = (
 
 @pytest.mark.parametrize(("kind", "layout", "settings"), SAME)
 def test_resumed_updates_equal_undisturbed_updates(
-    kind: str, layout: str, settings: dict[str, Any], policies: dict[str, Path], ranks: RankPool, tmp_path: Path
+    kind: str,
+    layout: str,
+    settings: dict[str, Any],
+    policies: dict[str, Path],
+    ranks: RankPool,
+    tmp_path: Path,
 ) -> None:
     if not trains(policies[kind]):
         pytest.skip("this Megatron-Core cannot train it")
     config = configure(policies[kind], tmp_path / "run", LAYOUTS[layout], **settings)
-    whole = configure(policies[kind], tmp_path / "whole", LAYOUTS[layout], **{**settings, "offload": False})
+    whole = configure(
+        policies[kind], tmp_path / "whole", LAYOUTS[layout], **{**settings, "offload": False}
+    )
     size = ranks_in(config.layout)
     ((expected, _), *_), _ = ranks.in_turn(size, (train, whole, 4, ()), (train, config, 2, (1, 2)))
     ours, _ = ranks.run(size, train, config, 4, (3, 4))[0]
     assert [tensor for tensor in expected if not torch.equal(ours[tensor], expected[tensor])] == []
     left = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
     assert left == ["hf", "iter_0000003", "iter_0000004", TRACKER]
-    assert next(tmp_path.rglob("iter_0000004/common.pt")).is_file()  # Megatron before 0.19 reads the file
+    assert next(
+        tmp_path.rglob("iter_0000004/common.pt")
+    ).is_file()  # Megatron before 0.19 reads the file
 
 
 CHANGED: tuple[tuple[str, str, tuple[str, ...], int, dict[str, Any]], ...] = (
@@ -125,7 +154,8 @@ CHANGED: tuple[tuple[str, str, tuple[str, ...], int, dict[str, Any]], ...] = (
     ("untied", "cp2", ("pp2 vpp2",), 0, {"distributed": False}),
     ("three heads", "tp3 sp", ("tp2",), 2, {}),  # with another padding of the vocabulary
     ("experts", "ep2 dp2", (MIXTURE, "pp2 vpp2"), 2, {}),
-    # At the others' rate rounding grows to 1e-3 of the gradient's norm in four updates of any two layouts.
+    # At the others' rate rounding grows to 1e-3 of the gradient's norm in four updates of any two
+    # layouts.
     ("mixture", MIXTURE, ("one", "pp2 vpp2"), 2, {"lr": 1e-3}),
 )
 """Policies, layouts before and after, updates before the checkpoint, and settings."""
@@ -153,7 +183,9 @@ def test_run_resumes_in_another_layout(
         assert len(resumed) == 4 - saved
         torch.testing.assert_close(resumed, losses[saved:], rtol=1e-5, atol=0.0)
         for tensor, value in expected.items():
-            torch.testing.assert_close(ours[tensor], value, rtol=0.0, atol=1e-5 * float(value.abs().max()))
+            torch.testing.assert_close(
+                ours[tensor], value, rtol=0.0, atol=1e-5 * float(value.abs().max())
+            )
 
 
 def refuse(rank: int, size: int, config: Config) -> UserError:
@@ -163,7 +195,9 @@ def refuse(rank: int, size: int, config: Config) -> UserError:
     return caught.value
 
 
-def test_unfit_checkpoint_is_refused_on_every_rank(policies: dict[str, Path], ranks: RankPool, tmp_path: Path) -> None:
+def test_unfit_checkpoint_is_refused_on_every_rank(
+    policies: dict[str, Path], ranks: RankPool, tmp_path: Path
+) -> None:
     """Refusals leave the checkpoint as it is."""
     config = configure(policies["untied"], tmp_path / "run", LAYOUTS["pp2"])
     deeper = write_policy(tmp_path / "deeper", layers=6)
@@ -177,12 +211,19 @@ def test_unfit_checkpoint_is_refused_on_every_rank(policies: dict[str, Path], ra
 def read_groups(rank: int, size: int, config: Config) -> list[dict[str, Any]]:
     world, _, policy = build(config)
     Checkpoints(config, world).load(policy.actor)
-    return [{k: v for k, v in group.items() if k != "params"} for group in policy.actor.optimizer.param_groups]
+    return [
+        {k: v for k, v in group.items() if k != "params"}
+        for group in policy.actor.optimizer.param_groups
+    ]
 
 
-def test_optimizer_has_the_settings_of_the_resume(policies: dict[str, Path], ranks: RankPool, tmp_path: Path) -> None:
+def test_optimizer_has_the_settings_of_the_resume(
+    policies: dict[str, Path], ranks: RankPool, tmp_path: Path
+) -> None:
     config = configure(policies["untied"], tmp_path, ONE)
-    other = replace(config, optimizer=replace(config.optimizer, beta1=0.5, eps=0.1, weight_decay=0.2))
+    other = replace(
+        config, optimizer=replace(config.optimizer, beta1=0.5, eps=0.1, weight_decay=0.2)
+    )
     _, [groups] = ranks.in_turn(1, (train, config, 1, (1,)), (read_groups, other))
     for group in groups:
         decay = 0.2 * group["wd_mult"]
@@ -224,19 +265,25 @@ def save_more(rank: int, size: int, config: Config) -> str:
     return str(error.value)
 
 
-def test_checkpoint_has_the_files_of_every_rank(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_checkpoint_has_the_files_of_every_rank(
+    ranks: RankPool, policy: Path, tmp_path: Path
+) -> None:
     """If a rank cannot write its files, there is no checkpoint."""
     for message in ranks.run(2, save_more, configure(policy, tmp_path, LAYOUTS["tp2"])):
         assert "a checkpoint could not be written" in message
     assert latest_step(tmp_path / "checkpoints") == 1
-    assert sorted(path.name for path in (tmp_path / "checkpoints/iter_0000001").glob("more-*")) == ["more-0", "more-1"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints/iter_0000001").glob("more-*")) == [
+        "more-0",
+        "more-1",
+    ]
 
 
 def save_and_watch(rank: int, size: int, config: Config) -> list[tuple[str, list[str]]]:
-    """Return each name that a save gives in the folder of checkpoints, with what was not flushed by then.
+    """Return each name that a save gives in the folder of checkpoints, with what was not flushed by
+    then.
 
-    The files and folders with the name are to be flushed, before the tracker the folder of checkpoints as well, and at
-    the end that folder.
+    The files and folders with the name are to be flushed, before the tracker the folder of
+    checkpoints as well, and at the end that folder.
     """
     world, _, policy = build(config)
     folder, flushed, named = Path(config.run.dir, "checkpoints"), set[int](), []
@@ -268,20 +315,27 @@ def save_and_watch(rank: int, size: int, config: Config) -> list[tuple[str, list
     return [*named, ("", unflushed(folder))]
 
 
-def test_checkpoint_is_flushed_before_it_counts(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_checkpoint_is_flushed_before_it_counts(
+    ranks: RankPool, policy: Path, tmp_path: Path
+) -> None:
     [named] = ranks.run(1, save_and_watch, configure(policy, tmp_path, ONE))
     assert named == [(name, []) for name in ("hf", iteration_name(1), TRACKER, "")]
 
 
 def test_newest_checkpoint_stays_beside_later_numbers(policy: Path, tmp_path: Path) -> None:
-    """Later numbers are of another life of the run; of the earlier ones the latest and the best stay."""
+    """Later numbers are of another life of the run; of the earlier ones the latest and the best
+    stay."""
     folder = tmp_path / "checkpoints"
     for name in (*map(iteration_name, (2, 3, 4, 9, 10)), ".iter_0000005.partial", "hf"):
         (folder / name).mkdir(parents=True)
     partial = folder / ".iter_0000005.partial"
     (partial / "common.pt").touch()
-    config = load_config(None, [f"model.path={policy}", f"run.dir={tmp_path}", "run.keep_checkpoints=1"])
+    config = load_config(
+        None, [f"model.path={policy}", f"run.dir={tmp_path}", "run.keep_checkpoints=1"]
+    )
     written = _Unfinished(SimpleNamespace(folder=partial), 5, {}, needed=0, also_keep=3)
     Checkpoints(config, world_of(1, 0))._put_in_place(written, {})
-    assert {path.name for path in folder.glob("iter_*")} == {iteration_name(step) for step in (3, 5, 9, 10)}
+    assert {path.name for path in folder.glob("iter_*")} == {
+        iteration_name(step) for step in (3, 5, 9, 10)
+    }
     assert latest_step(folder) == 5

@@ -22,7 +22,8 @@ def read_saved(run: Path) -> list[int]:
 
 
 def end_idle(rank: int, size: int, config: Config, resumed: Config | None) -> str:
-    """Run to an error, and to the end with other settings, if any are given. Return what was printed, and the error."""
+    """Run to an error, and to the end with other settings, if any are given. Return what was
+    printed, and the error."""
     with redirect_stdout(StringIO()) as said, pytest.raises(UserError) as caught:
         live(rank, size, config)
     assert read_saved(Path(config.run.dir)) == [2]
@@ -32,7 +33,9 @@ def end_idle(rank: int, size: int, config: Config, resumed: Config | None) -> st
     return f"{said.getvalue()}{caught.value}"
 
 
-def test_run_without_any_gradient_is_saved_and_ends(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_run_without_any_gradient_is_saved_and_ends(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
     """All completions have the same reward; a resume may ask for more steps."""
     settings = (f"reward.function={policy}/equal.py:compute_score", "layout.tp=2")
     config = small_run(policy, tmp_path, *settings, "run.steps=9", "run.max_idle_steps=2")
@@ -46,9 +49,18 @@ def test_run_without_any_gradient_is_saved_and_ends(policy: Path, ranks: RankPoo
 def test_best_checkpoint_stays(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
     """The best by the run's own rows of evaluated steps, also after a resume."""
     for last in (3, 6):
-        settings = (f"run.steps={last}", "run.checkpoint_every=1", "run.keep_checkpoints=1", "eval.every=2")
+        settings = (
+            f"run.steps={last}",
+            "run.checkpoint_every=1",
+            "run.keep_checkpoints=1",
+            "eval.every=2",
+        )
         ranks.run(1, live, small_run(policy, tmp_path, *settings))
-        accuracy = {row["step"]: row["eval/accuracy"] for row in rows(tmp_path)[1:] if "eval/accuracy" in row}
+        accuracy = {
+            row["step"]: row["eval/accuracy"]
+            for row in rows(tmp_path)[1:]
+            if "eval/accuracy" in row
+        }
         assert {2, last} <= accuracy.keys()
         assert 1 not in accuracy
         best = max(accuracy, key=lambda step: (accuracy[step], -step))
@@ -81,11 +93,15 @@ def test_only_consecutive_steps_count() -> None:
     assert seen == [False] * 5 + [True]
 
 
-def test_steps_with_a_gradient_of_exactly_zero_are_idle(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
-    """The loss passes the trial at the start, and has no gradient for as many tokens as a run has."""
+def test_steps_with_a_gradient_of_exactly_zero_are_idle(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The loss passes the trial at the start, and has no gradient for as many tokens as a run
+    has."""
     file = tmp_path / "loss.py"
     file.write_text(
-        "def flat(tokens):\n    return tokens.ratio * tokens.advantage * (0.0 if len(tokens.advantage) > 50 else 1.0)\n"
+        "def flat(tokens):\n    return tokens.ratio * tokens.advantage * (0.0 if "
+        "len(tokens.advantage) > 50 else 1.0)\n"
     )
     settings = (f"loss.objective={file}:flat", "run.steps=9", "run.max_idle_steps=2")
     said = ranks.run(1, end_idle, small_run(policy, tmp_path / "run", *settings), None)[0]

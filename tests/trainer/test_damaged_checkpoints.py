@@ -1,4 +1,5 @@
-"""A damaged checkpoint is refused by name or resumed as it was; nothing in a checkpoint is executed."""
+"""A damaged checkpoint is refused by name or resumed as it was; nothing in a checkpoint is
+executed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, METADATA, TRACKER, Checksums, latest_step
+from megatron_dppo.bridge.checkpoint_folder import (
+    CHECKSUMS,
+    METADATA,
+    TRACKER,
+    Checksums,
+    latest_step,
+)
 from megatron_dppo.bridge.stored_policy import read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON
 from megatron_dppo.config import Config, LayoutConfig, replace
@@ -65,14 +72,23 @@ def load(rank: int, size: int, configs: list[Config]) -> list[tuple[str, Any]]:
         try:
             step, state = Checkpoints(config, world).load(policy.actor) or (0, {})
         except UserError as error:
-            found.append((f"{error.setting} = {error.value}: {error.problem}. {error.remedy}", None))
+            found.append(
+                (f"{error.setting} = {error.value}: {error.problem}. {error.remedy}", None)
+            )
             continue
         learner.learn(plan, held, step=step + 1, version=0)
-        found.append((f"step {step}" + " with another state" * (state != TRAINER_STATE), weights_of(policy, world)))
+        found.append(
+            (
+                f"step {step}" + " with another state" * (state != TRAINER_STATE),
+                weights_of(policy, world),
+            )
+        )
     return found
 
 
-def test_damaged_file_is_refused_by_name_or_changes_nothing(config: Config, ranks: RankPool, tmp_path: Path) -> None:
+def test_damaged_file_is_refused_by_name_or_changes_nothing(
+    config: Config, ranks: RankPool, tmp_path: Path
+) -> None:
     rng, cases = random.Random(5), []
     earlier = copy_run(config, tmp_path / "earlier")
     (Path(earlier.run.dir) / "checkpoints" / TRACKER).write_text("1\n")
@@ -80,7 +96,9 @@ def test_damaged_file_is_refused_by_name_or_changes_nothing(config: Config, rank
     for name in sorted([TRACKER, *(path.name for path in newest(config).iterdir())]):
         for damage in DAMAGE:
             ours = copy_run(config, tmp_path / str(len(cases)))
-            DAMAGE[damage](newest(ours).parent / TRACKER if name == TRACKER else newest(ours) / name, rng)
+            DAMAGE[damage](
+                newest(ours).parent / TRACKER if name == TRACKER else newest(ours) / name, rng
+            )
             cases.append((name, damage))
             configs.append(ours)
     (_, whole), (_, before), *outcomes = ranks.run(1, load, configs)[0]
@@ -90,7 +108,10 @@ def test_damaged_file_is_refused_by_name_or_changes_nothing(config: Config, rank
             assert name in message or name == TRACKER, (name, damage, message)
         else:
             expected = {"step 2": whole, "step 1": before}[message]
-            assert all(torch.equal(weights[tensor], expected[tensor]) for tensor in expected), (name, damage)
+            assert all(torch.equal(weights[tensor], expected[tensor]) for tensor in expected), (
+                name,
+                damage,
+            )
 
 
 def flip_tensor(place: Path, kind: str) -> str:
@@ -105,7 +126,8 @@ def flip_tensor(place: Path, kind: str) -> str:
 def test_flipped_bit_is_refused_with_a_whole_checkpoint(
     kind: str, config: Config, ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run and a verified conversion refuse any damaged file; a conversion refuses those that hold weights."""
+    """A run and a verified conversion refuse any damaged file; a conversion refuses those that hold
+    weights."""
     ours = copy_run(config, tmp_path / "run")
     place = newest(ours)
     file = flip_tensor(place, kind)
@@ -148,11 +170,17 @@ def plant_in_common(place: Path, payload: Payload) -> None:
 def plant_in_shards(place: Path, payload: Payload, *, kind: str) -> None:
     """Append the payload to a file of shards, and point the index there."""
     metadata = read_metadata(place)
-    # The optimizer's keys contain those of weights, and the order of writing differs from run to run.
-    index = min((index for index in metadata.storage_data if kind in index.fqn), key=lambda index: len(index.fqn))
+    # The optimizer's keys contain those of weights, and the order of writing differs from run to
+    # run.
+    index = min(
+        (index for index in metadata.storage_data if kind in index.fqn),
+        key=lambda index: len(index.fqn),
+    )
     where, data = metadata.storage_data[index], saved(payload)
     file = place / where.relative_path
-    metadata.storage_data[index] = dataclasses.replace(where, offset=file.stat().st_size, length=len(data))
+    metadata.storage_data[index] = dataclasses.replace(
+        where, offset=file.stat().st_size, length=len(data)
+    )
     file.write_bytes(file.read_bytes() + data)
     (place / METADATA).write_bytes(pickle.dumps(metadata))
 
@@ -180,7 +208,10 @@ def test_no_checkpoint_is_executed(
 ) -> None:
     """By a resume, a start from the weights or a conversion, with checksums that fit."""
     mark = tmp_path / "executed"
-    runs = {word: copy_run(config, tmp_path / str(number)) for number, word in enumerate([*PLANTS, CHECKSUMS])}
+    runs = {
+        word: copy_run(config, tmp_path / str(number))
+        for number, word in enumerate([*PLANTS, CHECKSUMS])
+    }
     places = {word: newest(ours) for word, ours in runs.items()}
     for word, place in places.items():
         if word in PLANTS:
@@ -191,7 +222,10 @@ def test_no_checkpoint_is_executed(
     for word, (message, weights) in zip(runs, ranks.run(1, load, [*runs.values()])[0], strict=True):
         assert weights is None
         assert word in message
-    starts = [replace(config, model=replace(config.model, checkpoint=str(places[word]))) for word in OF_WEIGHTS]
+    starts = [
+        replace(config, model=replace(config.model, checkpoint=str(places[word])))
+        for word in OF_WEIGHTS
+    ]
     calls = [(start_from, replace_run(start, tmp_path / "another")) for start in starts]
     for word, [message] in zip(OF_WEIGHTS, ranks.in_turn(1, *calls), strict=True):
         assert word in message
@@ -216,7 +250,9 @@ def save_again(rank: int, size: int, config: Config, step: int) -> None:
     Checkpoints(config, world).save(policy.actor, step, TRAINER_STATE)
 
 
-def test_foreign_files_stay_beside_checkpoints(config: Config, ranks: RankPool, tmp_path: Path) -> None:
+def test_foreign_files_stay_beside_checkpoints(
+    config: Config, ranks: RankPool, tmp_path: Path
+) -> None:
     ours = copy_run(config, tmp_path / "run")
     folder = newest(ours).parent
     shutil.copytree(folder / "iter_0000001", folder / "iter_0000003.bak")
@@ -228,10 +264,17 @@ def test_foreign_files_stay_beside_checkpoints(config: Config, ranks: RankPool, 
     assert latest_step(folder) == 2
     ranks.in_turn(1, (save_again, ours, 3), (save_again, ours, 4))
     foreign = folders | {"iter_0000003.bak", "iter_0000009", "notes.txt"}
-    assert {path.name for path in folder.iterdir()} == foreign | {"hf", TRACKER, "iter_0000003", "iter_0000004"}
+    assert {path.name for path in folder.iterdir()} == foreign | {
+        "hf",
+        TRACKER,
+        "iter_0000003",
+        "iter_0000004",
+    }
 
 
-def test_run_without_a_tracker_resumes_from_the_newest_whole(config: Config, ranks: RankPool, tmp_path: Path) -> None:
+def test_run_without_a_tracker_resumes_from_the_newest_whole(
+    config: Config, ranks: RankPool, tmp_path: Path
+) -> None:
     """Or is refused: it never starts again."""
     whole, torn, none = (copy_run(config, tmp_path / name) for name in ("whole", "torn", "none"))
     for ours in (whole, torn, none):

@@ -41,7 +41,9 @@ def config(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Con
     write(tmp_path / "train.jsonl", ROWS)
     write(tmp_path / "more.parquet", ROWS)
     write(tmp_path / "eval.json", ROWS)
-    (tmp_path / "reward.py").write_text("def reward(completions): return [0.0 for _ in completions]\n")
+    (tmp_path / "reward.py").write_text(
+        "def reward(completions): return [0.0 for _ in completions]\n"
+    )
     monkeypatch.chdir(tmp_path)
     settings = [
         "run.dir=run",
@@ -67,7 +69,9 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     else:
         lines = [json.dumps(row) for row in rows]
-        file.write_text(f"[{', '.join(lines)}]" if file.suffix == ".json" else "\n".join(lines) + "\n")
+        file.write_text(
+            f"[{', '.join(lines)}]" if file.suffix == ".json" else "\n".join(lines) + "\n"
+        )
 
 
 def reorder(file: Path) -> None:
@@ -100,14 +104,39 @@ def train(file: Path) -> None:
         (shorten, "eval.json", "data.eval.held out: eval.json has changed", True),
         (lengthen, "reward.py", "reward.function: reward.py has changed", False),
         (train, "policy/model.safetensors", "model.path: model.safetensors has changed", False),
-        (lengthen, "policy/chat_template.jinja", "model.path: chat_template.jinja has changed", True),
-        (Path.unlink, "policy/chat_template.jinja", "model.path: chat_template.jinja is not there any more", True),
-        (Path.touch, "policy/added_tokens.json", "model.path: added_tokens.json was not there", True),
-        (train, "teacher/model.safetensors", "loss.distillation.teacher: model.safetensors has changed", False),
+        (
+            lengthen,
+            "policy/chat_template.jinja",
+            "model.path: chat_template.jinja has changed",
+            True,
+        ),
+        (
+            Path.unlink,
+            "policy/chat_template.jinja",
+            "model.path: chat_template.jinja is not there any more",
+            True,
+        ),
+        (
+            Path.touch,
+            "policy/added_tokens.json",
+            "model.path: added_tokens.json was not there",
+            True,
+        ),
+        (
+            train,
+            "teacher/model.safetensors",
+            "loss.distillation.teacher: model.safetensors has changed",
+            False,
+        ),
     ],
 )
 def test_changed_file_is_refused_and_named(
-    change: Callable[[Path], None], file: str, said: str, prompts: bool, config: Config, tmp_path: Path
+    change: Callable[[Path], None],
+    file: str,
+    said: str,
+    prompts: bool,
+    config: Config,
+    tmp_path: Path,
 ) -> None:
     change(tmp_path / file)
     with pytest.raises(UserError) as caught:
@@ -116,7 +145,9 @@ def test_changed_file_is_refused_and_named(
     assert caught.value.problem.splitlines()[1:] == [said]
     anyway = replace(config, run=replace(config.run, resume="anyway"))
     check_resume(anyway)
-    assert is_unchanged(tmp_path / "run", 3, anyway, PROMPTS) is not prompts, "other prompts begin a new order"
+    assert is_unchanged(tmp_path / "run", 3, anyway, PROMPTS) is not prompts, (
+        "other prompts begin a new order"
+    )
 
 
 def test_files_written_again_are_the_same(config: Config, tmp_path: Path) -> None:
@@ -125,12 +156,17 @@ def test_files_written_again_are_the_same(config: Config, tmp_path: Path) -> Non
     (tmp_path / "copy").rename(tmp_path / "policy")
     write(tmp_path / "train.jsonl", ROWS)
     check_resume(config)
-    check_resume(replace(config, eval=replace(config.eval, problems=0)))  # which then reads no held-out file
+    check_resume(
+        replace(config, eval=replace(config.eval, problems=0))
+    )  # which then reads no held-out file
 
 
 def test_large_weights_are_sampled(tmp_path: Path) -> None:
-    """Eight times what is read in all: the header, both ends and stretches between are compared, the rest is not."""
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2**21], "data_offsets": [0, 2**23]}}).encode()
+    """Eight times what is read in all: the header, both ends and stretches between are compared,
+    the rest is not."""
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": [2**21], "data_offsets": [0, 2**23]}}
+    ).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2**23))
     seen = {weight_digests(tmp_path, None)[file.name]}
@@ -167,7 +203,9 @@ def test_function_from_python_is_known_by_its_text(config: Config, tmp_path: Pat
     check_resume(given)  # as the command line does, which is given none
     with pytest.raises(UserError) as caught:
         _with_functions(config, folder, check=check_resume, reward=partial(shorten))
-    assert caught.value.problem.splitlines()[1:] == ["reward.function: reward, given from Python, has changed"]
+    assert caught.value.problem.splitlines()[1:] == [
+        "reward.function: reward, given from Python, has changed"
+    ]
     of_the_same_name = FunctionType(shorten.__code__, globals(), "halves")
     with pytest.raises(UserError, match="halves, given from Python, has changed"):
         _with_functions(config, folder, check=check_resume, reward=of_the_same_name)
@@ -177,4 +215,6 @@ def test_function_from_python_is_known_by_its_text(config: Config, tmp_path: Pat
     with pytest.raises(UserError, match="shorten, given from Python, has changed"):
         check_resume(replace(changed, run=config.run))
     # A function without source has not the text of an earlier one.
-    assert functions_without_text(_with_functions(anyway, folder, reward=max)) == ["reward.function: max"]
+    assert functions_without_text(_with_functions(anyway, folder, reward=max)) == [
+        "reward.function: max"
+    ]

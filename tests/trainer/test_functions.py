@@ -103,16 +103,28 @@ def live_with_functions(rank: int, size: int, config: Config) -> None:
 
 
 def test_advantages_of_tokens_reach_their_tokens(ranks: RankPool, tmp_path: Path) -> None:
-    """Equal ones train as the completion's; others do not. Both are drawn alike: the tokens' norms are not known."""
+    """Equal ones train as the completion's; others do not. Both are drawn alike: the tokens' norms
+    are not known."""
     (file := tmp_path / "own.py").write_text(ADVANTAGES)
     folder = write_run(tmp_path / "policy")
     found = {}
-    for name, own in {"group": "dr_grpo", "tokens": f"{file}:per_token", "decaying": f"{file}:decaying"}.items():
-        config = small_run(folder, tmp_path / name, "run.steps=2", "loss.name=dr_grpo", f"loss.advantage={own}")
+    for name, own in {
+        "group": "dr_grpo",
+        "tokens": f"{file}:per_token",
+        "decaying": f"{file}:decaying",
+    }.items():
+        config = small_run(
+            folder, tmp_path / name, "run.steps=2", "loss.name=dr_grpo", f"loss.advantage={own}"
+        )
         ranks.run(2, live_with_functions, config)
-        found[name] = [row["train/grad_norm"] for row in rows(tmp_path / name) if "train/grad_norm" in row]
+        found[name] = [
+            row["train/grad_norm"] for row in rows(tmp_path / name) if "train/grad_norm" in row
+        ]
     assert found["tokens"] == pytest.approx(found["group"], rel=1e-5)
-    assert all(abs(one / other - 1.0) > 0.05 for one, other in zip(found["decaying"], found["group"], strict=True))
+    assert all(
+        abs(one / other - 1.0) > 0.05
+        for one, other in zip(found["decaying"], found["group"], strict=True)
+    )
 
 
 def test_named_objective_gives_clips_and_ratio(own: Path) -> None:
@@ -157,7 +169,8 @@ def test_error_of_a_function_names_the_function(own: Path) -> None:
     long = torch.full((9,), -1.0)
     compute_losses(objective, long[:4], long[:4])
     with pytest.raises(
-        UserError, match=r"loss\.objective = .*:stumbles: raised for 9 tokens:\n(.|\n)*SystemExit: too m"
+        UserError,
+        match=r"loss\.objective = .*:stumbles: raised for 9 tokens:\n(.|\n)*SystemExit: too m",
     ):
         compute_losses(objective, long, long)
     make = engine_maker(Config(rollout=RolloutConfig(engine_function=f"{own}:no_engine")))
@@ -169,14 +182,23 @@ def test_error_of_a_function_names_the_function(own: Path) -> None:
 def compute_losses(objective: Objective, logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """Return the losses of one completion with an advantage of one."""
     ones, sample = torch.ones_like(old), torch.zeros(len(old), dtype=torch.int64)
-    behind = {"old_logprobs": old, "engine_logprobs": old, "reference_logprobs": None, "sample": sample}
-    return token_losses(objective, logprobs=logprobs, advantage=ones, kl_coef=0.0, tis_cap=None, **behind)[0]
+    behind = {
+        "old_logprobs": old,
+        "engine_logprobs": old,
+        "reference_logprobs": None,
+        "sample": sample,
+    }
+    return token_losses(
+        objective, logprobs=logprobs, advantage=ones, kl_coef=0.0, tis_cap=None, **behind
+    )[0]
 
 
 def test_own_engine_without_all_methods_is_refused(own: Path) -> None:
     make = engine_maker(Config(rollout=RolloutConfig(engine_function=f"{own}:Half")))
     assert make is not None
-    with pytest.raises(UserError, match="made a Half, which lacks finish, sample_each, take_events"):
+    with pytest.raises(
+        UserError, match="made a Half, which lacks finish, sample_each, take_events"
+    ):
         make("policy", device=None, dtype=None, world=None)
 
 
@@ -207,7 +229,11 @@ def test_process_that_a_function_forks_ends(use: str, tmp_path: Path) -> None:
     if use == "import":
         load_function("loss.objective", f"{file}:objective")
     elif use == "rule":
-        adopt_functions(Config.model_validate({"pruning": {"completions": {"function": f"{file}:rule", "keep": 0.5}}}))
+        adopt_functions(
+            Config.model_validate(
+                {"pruning": {"completions": {"function": f"{file}:rule", "keep": 0.5}}}
+            )
+        )
     else:
         objective_of(LossConfig(objective=f"{file}:objective"))
     if os.getpid() != process:

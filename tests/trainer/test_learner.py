@@ -1,4 +1,5 @@
-"""From plan to weights: updates of several minibatches, steps that move no weight, and steps that stop the run."""
+"""From plan to weights: updates of several minibatches, steps that move no weight, and steps that
+stop the run."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def learn(
 
     with mock.patch.object(Actor, "update", record):
         try:
-            metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step, version=version)
+            metrics = learner.learn(
+                plan, held_by(rank, metadata, groups), step=step, version=version
+            )
         except UserError as raised:
             error = raised
     return Learned(plan, metrics, error, before, weights_of(policy, world), losses)
@@ -108,15 +111,19 @@ def one_fresh(metadata: StepMetadata) -> StepMetadata:
 def one_not_a_number(plan: StepPlan) -> StepPlan:
     (minibatch,) = plan.minibatches
     advantage = np.where(np.arange(len(minibatch.owner)) == 1, np.nan, 1.0)
-    return dataclasses.replace(plan, minibatches=(dataclasses.replace(minibatch, advantage=advantage[:, None]),))
+    return dataclasses.replace(
+        plan, minibatches=(dataclasses.replace(minibatch, advantage=advantage[:, None]),)
+    )
 
 
 def test_step_without_a_gradient_is_a_counted_no_op(ranks: RankPool, policy: Path) -> None:
-    """On every rank: groups of equal rewards, and masked truncated completions under a KL term, which trains on
-    completions without an advantage. A finished completion is trained on."""
+    """On every rank: groups of equal rewards, and masked truncated completions under a KL term,
+    which trains on completions without an advantage. A finished completion is trained on."""
     masked = configure(policy, LAYOUTS["dp2"], kl_coef=0.1, mask_truncated=True)
     equal = (learn, configure(policy, LAYOUTS["pp2"]), equal_rewards)
-    *idle, finished = ranks.in_turn(2, equal, (learn, masked, all_truncated), (learn, masked, one_finished))
+    *idle, finished = ranks.in_turn(
+        2, equal, (learn, masked, all_truncated), (learn, masked, one_finished)
+    )
     for of_rank in itertools.chain(*idle):
         assert not of_rank.plan.updates
         assert of_rank.kept_weights
@@ -128,8 +135,12 @@ def test_step_without_a_gradient_is_a_counted_no_op(ranks: RankPool, policy: Pat
         assert not of_rank.kept_weights
 
 
-def test_infinite_loss_stops_every_rank_before_a_weight_moves(ranks: RankPool, policy: Path) -> None:
-    for of_rank in ranks.run(2, learn, configure(policy, LAYOUTS["dp2"]), unchanged, one_not_a_number):
+def test_infinite_loss_stops_every_rank_before_a_weight_moves(
+    ranks: RankPool, policy: Path
+) -> None:
+    for of_rank in ranks.run(
+        2, learn, configure(policy, LAYOUTS["dp2"]), unchanged, one_not_a_number
+    ):
         assert "train/loss" in str(of_rank.error)
         assert "not finite" in str(of_rank.error)
         assert of_rank.kept_weights
@@ -148,15 +159,22 @@ def test_disagreeing_engine_stops_every_rank_with_evidence(
     """Of completions of the step's own weights. Older completions are compared with nothing."""
     config = configure(policy, LAYOUTS[layout])
     config = replace(
-        config, rollout=replace(config.rollout, **{unlimited: None}), run=replace(config.run, dir=str(tmp_path))
+        config,
+        rollout=replace(config.rollout, **{unlimited: None}),
+        run=replace(config.run, dir=str(tmp_path)),
     )
-    strict = replace(config, rollout=replace(config.rollout, max_logprob_diff=0.0, max_prob_error=1.0))
+    strict = replace(
+        config, rollout=replace(config.rollout, max_logprob_diff=0.0, max_prob_error=1.0)
+    )
     of_fresh, of_old = ranks.in_turn(
         2, (learn, config, one_fresh, unchanged, 0, 1), (learn, strict, one_fresh, unchanged, 0, 2)
     )
     for of_rank in of_old:
         assert of_rank.error is None
-        assert not {"train/rollout_logprob_abs_diff", "train/token_mult_prob_error"} & of_rank.metrics.keys()
+        assert (
+            not {"train/rollout_logprob_abs_diff", "train/token_mult_prob_error"}
+            & of_rank.metrics.keys()
+        )
     first, *others = (str(of_rank.error) for of_rank in of_fresh)
     file = tmp_path / "disagreement" / "step_0000001.json"
     assert limit in first
@@ -168,7 +186,9 @@ def test_disagreeing_engine_stops_every_rank_with_evidence(
 
 
 @pytest.mark.parametrize(("difference", "error"), [(np.nan, 1.0), (0.0, np.nan), (np.inf, 1.0)])
-def test_nan_and_infinite_differences_are_past_every_limit(difference: float, error: float, tmp_path: Path) -> None:
+def test_nan_and_infinite_differences_are_past_every_limit(
+    difference: float, error: float, tmp_path: Path
+) -> None:
     config = replace(Config(), run=replace(Config().run, dir=str(tmp_path)))
     words = {"who": "the engine", "when": "in step 3", "compared": list, "name": "step"}
     with pytest.raises(UserError, match="disagree") as caught:
@@ -189,8 +209,11 @@ def test_nan_and_infinite_differences_are_past_every_limit(difference: float, er
         (("rollout.ahead=1", "loss.mask_above=9"), None),
     ],
 )
-def test_importance_weights_of_older_rollouts_are_capped(overrides: tuple[str, ...], cap: float | None) -> None:
-    """Rollouts ahead and of another policy have a cap of two, unless the weights are bounded otherwise."""
+def test_importance_weights_of_older_rollouts_are_capped(
+    overrides: tuple[str, ...], cap: float | None
+) -> None:
+    """Rollouts ahead and of another policy have a cap of two, unless the weights are bounded
+    otherwise."""
     assert importance_cap(load_config(None, overrides)) == cap
 
 
@@ -201,18 +224,26 @@ def test_second_update_is_measured_against_the_first_policy(ranks: RankPool, pol
     learned = ranks.run(2, learn, config)[0]
     metrics = learned.metrics
     assert metrics["train/no_op_updates"] == 0
-    assert abs(metrics["train/ppo_kl"]) > 1e-4, "the first update moved the policy away from the old one"
+    assert abs(metrics["train/ppo_kl"]) > 1e-4, (
+        "the first update moved the policy away from the old one"
+    )
     assert metrics["train/pg_clipfrac"] > 0
-    assert metrics["train/lr"] == pytest.approx(0.4 * config.optimizer.lr), "the fourth of ten updates of the warm-up"
+    assert metrics["train/lr"] == pytest.approx(0.4 * config.optimizer.lr), (
+        "the fourth of ten updates of the warm-up"
+    )
     assert len(learned.losses) == 2
     assert metrics["train/loss"] == pytest.approx(sum(learned.losses) / 2)
 
 
 def test_bf16_update_has_the_direction_of_fp32(ranks: RankPool, policy: Path) -> None:
     config = configure(policy, LAYOUTS["tp2"])
-    config = replace(config, optimizer=replace(config.optimizer, lr=100.0))  # far enough to be seen in bf16 weights
+    config = replace(
+        config, optimizer=replace(config.optimizer, lr=100.0)
+    )  # far enough to be seen in bf16 weights
     in_bf16 = replace(config, model=replace(config.model, dtype="bf16"))
-    expected, ours = (of_ranks[0] for of_ranks in ranks.in_turn(2, (learn, config), (learn, in_bf16)))
+    expected, ours = (
+        of_ranks[0] for of_ranks in ranks.in_turn(2, (learn, config), (learn, in_bf16))
+    )
     start = expected.before
     moved = torch.cat([(ours.after[name].float() - start[name]).flatten() for name in start])
     wanted = torch.cat([(expected.after[name] - start[name]).flatten() for name in start])
@@ -228,23 +259,34 @@ def test_learning_rate_warms_up_and_decays() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["torch.set_grad_enabled(False)", "torch.kept = torch.inference_mode(); torch.kept.__enter__()"]
+    "line",
+    [
+        "torch.set_grad_enabled(False)",
+        "torch.kept = torch.inference_mode(); torch.kept.__enter__()",
+    ],
 )
-def test_gradients_are_enabled_whatever_a_user_file_sets(line: str, ranks: RankPool, tmp_path: Path) -> None:
-    """A conversation's file has the line at its head, and a completion rule's file has it in its function."""
+def test_gradients_are_enabled_whatever_a_user_file_sets(
+    line: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """A conversation's file has the line at its head, and a completion rule's file has it in its
+    function."""
     folder = write_run(tmp_path / "policy")
     heads = {"plain": "", "disabled": line}
     for name, head in heads.items():
         (tmp_path / f"{name}.py").write_text(
             f"import torch\n{head}\n"
-            "async def talk(client, prompt):\n    return [await client.generate(prompt.token_ids)]\n"
-            f"def rule(candidates, keep):\n    {head or 'pass'}\n    return candidates.advantage * 0 + 1\n"
+            "async def talk(client, prompt):\n    return [await "
+            "client.generate(prompt.token_ids)]\n"
+            f"def rule(candidates, keep):\n    {head or 'pass'}\n    return candidates.advantage * "
+            "0 + 1\n"
         )
         own = (
             f"rollout.conversation={tmp_path / name}.py:talk",
             f"pruning.completions.function={tmp_path / name}.py:rule",
         )
-        config = small_run(folder, tmp_path / name, *own, "run.steps=2", "loss.updates_per_rollout=2")
+        config = small_run(
+            folder, tmp_path / name, *own, "run.steps=2", "loss.updates_per_rollout=2"
+        )
         ranks.run(1, live, config)
     assert rows(tmp_path / "disabled") == rows(tmp_path / "plain")
     assert all(row["train/grad_norm"] > 0.0 for row in rows(tmp_path / "disabled")[1:])

@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, FORMAT, TRACKER, Checksums, iteration_name
+from megatron_dppo.bridge.checkpoint_folder import (
+    CHECKSUMS,
+    FORMAT,
+    TRACKER,
+    Checksums,
+    iteration_name,
+)
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
@@ -30,7 +36,9 @@ from tests.small_runs import small_words, write_run
 
 def config_of(policy: Path, tmp_path: Path, *overrides: str) -> Config:
     limits = ("data.max_prompt_tokens=32", "rollout.max_response_tokens=32", "pack.max_tokens=64")
-    return load_config(None, [f"model.path={policy}", f"run.dir={tmp_path}/run", *limits, *overrides])
+    return load_config(
+        None, [f"model.path={policy}", f"run.dir={tmp_path}/run", *limits, *overrides]
+    )
 
 
 def refuse(config: Config, command: str = "train") -> UserError:
@@ -43,7 +51,11 @@ def test_fitting_configuration_passes_and_writes_nothing(policy: Path, tmp_path:
     check_config(Config())
     for command in ("train", "sft"):
         preflight(config_of(policy, tmp_path), command)
-    many = ("loss.updates_per_rollout=8", "rollout.prompts_per_step=10", "pruning.prompts.rule=none")
+    many = (
+        "loss.updates_per_rollout=8",
+        "rollout.prompts_per_step=10",
+        "pruning.prompts.rule=none",
+    )
     preflight(config_of(policy, tmp_path, *many), "train")
     assert list(tmp_path.iterdir()) == []
 
@@ -51,7 +63,10 @@ def test_fitting_configuration_passes_and_writes_nothing(policy: Path, tmp_path:
 @pytest.mark.parametrize(
     ("setting", "overrides"),
     [
-        ("pack.max_tokens", ("pack.max_tokens=65", "rollout.max_response_tokens=33", "layout.cp=4")),
+        (
+            "pack.max_tokens",
+            ("pack.max_tokens=65", "rollout.max_response_tokens=33", "layout.cp=4"),
+        ),
         ("loss.updates_per_rollout", ("loss.updates_per_rollout=8", "rollout.prompts_per_step=9")),
         ("loss.replay_routing", ("loss.replay_routing=rollout",)),
         ("model.checkpoint", ("model.checkpoint=/nowhere/checkpoints",)),
@@ -77,7 +92,11 @@ def test_contradiction_is_refused_by_setting(
     [
         ({"label": ""}, ("reward.function=exact",), "has an empty one"),
         ({"prompt": " "}, (), "empty prompt"),
-        ({"prompt": [{"role": "user", "content": "a"}]}, ("data.chat_template=false",), "chat_template"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}]},
+            ("data.chat_template=false",),
+            "chat_template",
+        ),
     ],
 )
 def test_bad_row_is_refused_with_line(
@@ -142,7 +161,9 @@ def test_checkpoint_replaces_the_weights_of_a_policy(policy: Path, tmp_path: Pat
         ("layout.pp=1", "model.lora.rank=2", "model.lora.rank"),
     ],
 )
-def test_unfit_resume_is_refused(policy: Path, tmp_path: Path, written: str, resumed: str, setting: str) -> None:
+def test_unfit_resume_is_refused(
+    policy: Path, tmp_path: Path, written: str, resumed: str, setting: str
+) -> None:
     before, after = config_of(policy, tmp_path, written), config_of(policy, tmp_path, resumed)
     place = write_marks(before, 3)
     preflight(before, "train")
@@ -155,19 +176,26 @@ def test_unfit_resume_is_refused(policy: Path, tmp_path: Path, written: str, res
 
 
 @pytest.mark.parametrize("name", ["mistyped.jsonl", "rows.jsonl.gz"])
-def test_unreadable_data_of_a_resumed_run_is_the_only_mistake(name: str, policy: Path, tmp_path: Path) -> None:
+def test_unreadable_data_of_a_resumed_run_is_the_only_mistake(
+    name: str, policy: Path, tmp_path: Path
+) -> None:
     """Its files are not compared with those of the checkpoint."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "1"}\n' * 4)
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
     own = "rollout.prompts_per_step=4", "eval.problems=0"
-    config, other = (config_of(policy, tmp_path, f"data.train={tmp_path / n}", *own) for n in ("rows.jsonl", name))
+    config, other = (
+        config_of(policy, tmp_path, f"data.train={tmp_path / n}", *own)
+        for n in ("rows.jsonl", name)
+    )
     write_marks(config, 3, {FILES: fingerprints(config)})
     record(Path(config.run.dir), 0, config)
     assert [*mistakes(config, "train")] == []
     assert [mistake.setting for mistake in mistakes(other, "train")] == ["data.train"]
 
 
-def test_checkpoint_of_an_earlier_version_is_refused_by_its_name(policy: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_an_earlier_version_is_refused_by_its_name(
+    policy: Path, tmp_path: Path
+) -> None:
     config = config_of(policy, tmp_path)
     place = write_marks(config, 3)
     (place / CHECKSUMS).write_text('{"format": 1, "files": {}}')
@@ -176,7 +204,9 @@ def test_checkpoint_of_an_earlier_version_is_refused_by_its_name(policy: Path, t
     assert "checksums.json is missing" in refuse(config).problem
 
 
-def test_missing_room_on_the_disk_is_found(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_room_on_the_disk_is_found(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Room that checkpoints take already is not needed again."""
     config = config_of(policy, tmp_path)
     needed = disk_needed(config, read_shape(policy)).total
@@ -194,11 +224,16 @@ def test_missing_room_on_the_disk_is_found(policy: Path, tmp_path: Path, monkeyp
     ("overrides", "per_weight"),
     [
         (("run.checkpoint_every=50",), 2 * (4 + 12)),  # no more than are ever written
-        (("run.checkpoint_every=10", "model.dtype=bf16"), 4 * (2 + 12)),  # kept ones, best and new one
+        (
+            ("run.checkpoint_every=10", "model.dtype=bf16"),
+            4 * (2 + 12),
+        ),  # kept ones, best and new one
         (("run.checkpoint_every=0", "run.export=true"), 4 + 12 + 4),
     ],
 )
-def test_checkpoint_is_weights_and_three_fp32_copies(policy: Path, overrides: tuple[str, ...], per_weight: int) -> None:
+def test_checkpoint_is_weights_and_three_fp32_copies(
+    policy: Path, overrides: tuple[str, ...], per_weight: int
+) -> None:
     shape = read_shape(policy)
     needed = disk_needed(load_config(None, ["run.export=false", *overrides]), shape)
     assert needed.total - OVERHEAD == parameters(shape) * per_weight
@@ -224,7 +259,9 @@ def test_files_for_servers_lie_on_the_runs_disk(
     """Except in a folder of their own."""
     config, shape = load_config(None, overrides), read_shape(policy)
     found = disk_needed(config, shape)
-    assert found.sync == 4 * (weights * parameters(shape) + adapters * parameters(shape, config.model.lora))
+    assert found.sync == 4 * (
+        weights * parameters(shape) + adapters * parameters(shape, config.model.lora)
+    )
 
 
 def test_adapters_unknown_to_peft_are_refused(tmp_path: Path) -> None:
@@ -236,14 +273,20 @@ def test_adapters_unknown_to_peft_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval", "probe-batch"])
-def test_tokens_outside_the_embedding_are_refused(command: str, policy: Path, tmp_path: Path) -> None:
+def test_tokens_outside_the_embedding_are_refused(
+    command: str, policy: Path, tmp_path: Path
+) -> None:
     benchmarks = "eval.benchmarks=arithmetic"
-    stops = refuse(config_of(policy, tmp_path, "rollout.stop_token_ids=[3, 131]", benchmarks), command)
+    stops = refuse(
+        config_of(policy, tmp_path, "rollout.stop_token_ids=[3, 131]", benchmarks), command
+    )
     assert stops.setting == "rollout.stop_token_ids"
     assert "token id 131, and the embedding has 131 rows" in stops.problem
     other = shutil.copytree(policy, tmp_path / "other")
     added = [{"content": "<last>", "id": 140}]
-    (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 130}}, "added_tokens": added}))
+    (other / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": {"a": 0, "b": 130}}, "added_tokens": added})
+    )
     refused = refuse(config_of(other, tmp_path, benchmarks), command)
     assert refused.setting == "model.path"
     assert "tokenizer.json has the token id 140" in refused.problem
@@ -255,8 +298,12 @@ def limit_files(count: int) -> None:
 
 @pytest.mark.parametrize("count", [24, 128])
 def test_too_few_open_files_are_named(tmp_path: Path, count: int) -> None:
-    words = small_words(write_run(tmp_path / "policy"), tmp_path / "run", "run.steps=1", "layout.dp=1")
-    command = Command(["megatron-dppo", "train", *words], tmp_path / "log", before=partial(limit_files, count))
+    words = small_words(
+        write_run(tmp_path / "policy"), tmp_path / "run", "run.steps=1", "layout.dp=1"
+    )
+    command = Command(
+        ["megatron-dppo", "train", *words], tmp_path / "log", before=partial(limit_files, count)
+    )
     code, log = command.exit_code(), (tmp_path / "log").read_text()
     assert "Traceback" not in log, log
     assert code == 0 or (code == 2 and f"error: ulimit -n = {count}" in log), log

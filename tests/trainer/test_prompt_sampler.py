@@ -1,4 +1,5 @@
-"""Prompts of a step are drawn from the outcomes of earlier steps, under the schedule, and after a resume as before."""
+"""Prompts of a step are drawn from the outcomes of earlier steps, under the schedule, and after a
+resume as before."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.rl.plans import made_up_pool, step_metadata
 
 WINDOW, SAMPLES = 24, 8
 COMMON = (
-    "run.seed=3", "run.steps=20", f"rollout.prompts_per_step={WINDOW}", f"rollout.samples_per_prompt={SAMPLES}",
+    "run.seed=3", "run.steps=20", f"rollout.prompts_per_step={WINDOW}",
+    f"rollout.samples_per_prompt={SAMPLES}",
     "pruning.prompts.rule=neyman", "pruning.prompts.keep=0.5", "pruning.prompts.floor=0.1",
 )  # fmt: skip
 
@@ -41,11 +43,14 @@ def metadata_of(ids: np.ndarray, rewards: np.ndarray, **fields: np.ndarray) -> S
 
 
 def roll_out(selection: Selection, accuracy: np.ndarray, *, seed: int = 0) -> StepMetadata:
-    """Return metadata of a selection's rollouts, where prompt i is right with probability accuracy[i]."""
+    """Return metadata of a selection's rollouts, where prompt i is right with probability
+    accuracy[i]."""
     ids = np.sort(selection.prompt_ids)
     draws = np.random.default_rng([seed, *ids.tolist()]).random((len(ids), SAMPLES))
     rewards = (draws < accuracy[ids][:, None]).astype(float)
-    return metadata_of(ids, rewards, prompt_inclusion=selection.inclusion[np.argsort(selection.prompt_ids)])
+    return metadata_of(
+        ids, rewards, prompt_inclusion=selection.inclusion[np.argsort(selection.prompt_ids)]
+    )
 
 
 def assert_same(one: Selection, other: Selection) -> None:
@@ -73,7 +78,8 @@ def test_selection_depends_on_earlier_rewards_alone(rule: str) -> None:
 
 
 def test_paper_rule_scores_normalised_advantages() -> None:
-    """Of groups one in eight and four in eight right, |A| is 0.66 and 1, whatever the scale of the rewards."""
+    """Of groups one in eight and four in eight right, |A| is 0.66 and 1, whatever the scale of the
+    rewards."""
     sampler = make_sampler("pruning.prompts.rule=threshold", "pruning.prompts.keep=0.3")
     ids = np.arange(WINDOW)
     rewards = (np.arange(SAMPLES) < np.where(ids % 2 == 0, 1, 4)[:, None]).astype(float)
@@ -93,8 +99,8 @@ RESUMED = (
 
 @pytest.mark.parametrize("words", RESUMED)
 def test_resumed_sampler_draws_as_before(words: tuple[str, ...]) -> None:
-    """Over several epochs of two sources, with windows across their ends, and windows that grow with the variance of
-    pruning."""
+    """Over several epochs of two sources, with windows across their ends, and windows that grow
+    with the variance of pruning."""
     prompts = made_up_pool(2 * WINDOW + 7)
     accuracy = np.random.default_rng(0).random(len(prompts))
     pool = PromptPool([SourcePool(prompts[:20], 1.0), SourcePool(prompts[20:], 2.0)])
@@ -112,9 +118,12 @@ def test_resumed_sampler_draws_as_before(words: tuple[str, ...]) -> None:
 
 
 def test_remembered_squares_have_no_weight_of_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight answers of 20 tokens half are right: each has the square of an advantage of 1 over 20."""
+    """Of eight answers of 20 tokens half are right: each has the square of an advantage of 1 over
+    20."""
     learned: list[Outcomes] = []
-    monkeypatch.setattr(PromptForecast, "judge_and_learn", lambda self, visits: learned.append(visits))
+    monkeypatch.setattr(
+        PromptForecast, "judge_and_learn", lambda self, visits: learned.append(visits)
+    )
     rewards = np.tile([1.0, 0.0], (6, SAMPLES // 2))
     inclusion = np.linspace(0.2, 1.0, 6)
     make_sampler().remember(metadata_of(np.arange(6), rewards, prompt_inclusion=inclusion))
@@ -124,8 +133,8 @@ def test_remembered_squares_have_no_weight_of_the_draw(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("loss", "by_minibatch"), [("reinforce_pp", True), ("dr_grpo", False)])
 def test_baseline_of_the_minibatch_favours_wrong_prompts(loss: str, by_minibatch: bool) -> None:
-    """Where most answers are right, those of prompts that are never right are the furthest from the minibatch's mean.
-    Their own group has no variance."""
+    """Where most answers are right, those of prompts that are never right are the furthest from the
+    minibatch's mean. Their own group has no variance."""
     never, some = np.arange(6), np.arange(6, 12)
     rewards = np.ones((WINDOW, SAMPLES))
     rewards[never], rewards[some, ::2] = 0.0, 0.0
@@ -143,8 +152,11 @@ def test_draws_differ_from_step_to_step() -> None:
 
 
 def test_schedule_of_prompts_is_obeyed() -> None:
-    """Linear over half of twenty steps down to 0.5, then constant; nothing is pruned in the last tenth."""
-    words = [f"pruning.prompts.schedule.{word}" for word in ("shape=linear", "ramp=0.5", "off_last=0.1")]
+    """Linear over half of twenty steps down to 0.5, then constant; nothing is pruned in the last
+    tenth."""
+    words = [
+        f"pruning.prompts.schedule.{word}" for word in ("shape=linear", "ramp=0.5", "off_last=0.1")
+    ]
     sampler = make_sampler(*words, pool=4 * WINDOW)
     selections = [sampler.select(step) for step in range(20)]
     kept = [len(selection.prompt_ids) for selection in selections]
@@ -161,7 +173,9 @@ def test_schedule_of_prompts_is_obeyed() -> None:
         (2 * WINDOW - 1, ("pruning.noise=0.5",), f"windows of {2 * WINDOW} with pruning.noise"),
     ],
 )
-def test_pool_smaller_than_a_window_is_refused(pool: int, overrides: tuple[str, ...], problem: str) -> None:
+def test_pool_smaller_than_a_window_is_refused(
+    pool: int, overrides: tuple[str, ...], problem: str
+) -> None:
     with pytest.raises(UserError, match=problem):
         make_sampler(*overrides, pool=pool)
 
@@ -170,7 +184,8 @@ SAMPLING = "pruning.prompts.rule=dynamic_sampling"
 
 
 def test_step_rolls_out_a_window_of_mixed_groups() -> None:
-    """A third of the pool is always right: each round has the missing prompts, none of them twice."""
+    """A third of the pool is always right: each round has the missing prompts, none of them
+    twice."""
     sampler = make_sampler(SAMPLING, pool=3 * WINDOW)
     accuracy = np.where(np.arange(3 * WINDOW) % 3 == 0, 1.0, 0.5)
     seen = roll_out(sampler.select(0), accuracy)
@@ -179,7 +194,9 @@ def test_step_rolls_out_a_window_of_mixed_groups() -> None:
         missing = WINDOW - len(mixed(seen))
         assert missing <= len(more.prompt_ids) <= WINDOW
         assert not set(more.prompt_ids) & set(seen.prompt_ids)
-        seen = gather_metadata([seen, roll_out(more, accuracy, seed=rounds)], window=seen.window + more.window)
+        seen = gather_metadata(
+            [seen, roll_out(more, accuracy, seed=rounds)], window=seen.window + more.window
+        )
         rounds += 1
     assert len(mixed(seen)) >= WINDOW
     assert rounds > 1
@@ -199,7 +216,8 @@ def test_rounds_end_with_their_limit_the_pool_or_the_rule() -> None:
 
 
 def test_longest_expected_prompts_are_requested_first() -> None:
-    """Unless ``rollout.longest_first`` is false: the same prompts and probabilities in the order of the epoch."""
+    """Unless ``rollout.longest_first`` is false: the same prompts and probabilities in the order of
+    the epoch."""
     samplers = make_sampler(), make_sampler("rollout.longest_first=false")
     for step in range(4):
         ids = np.arange(WINDOW)
@@ -207,15 +225,22 @@ def test_longest_expected_prompts_are_requested_first() -> None:
         lengths = np.broadcast_to(ids[:, None] + 10, metadata.rewards.shape)
         for sampler in samplers:
             sampler.select(step)
-            sampler.remember(dataclasses.replace(metadata, response_lengths=lengths, sampled_lengths=lengths))
+            sampler.remember(
+                dataclasses.replace(metadata, response_lengths=lengths, sampled_lengths=lengths)
+            )
     longest, plain = (sampler.select(4) for sampler in samplers)
     assert inclusion_by_prompt(longest) == inclusion_by_prompt(plain)
     places = np.arange(len(plain.prompt_ids))
-    assert np.corrcoef(longest.prompt_ids, places)[0, 1] < -0.8 < np.corrcoef(plain.prompt_ids, places)[0, 1]
+    assert (
+        np.corrcoef(longest.prompt_ids, places)[0, 1]
+        < -0.8
+        < np.corrcoef(plain.prompt_ids, places)[0, 1]
+    )
 
 
 def test_window_of_equal_noise_ends_where_a_source_ends() -> None:
-    """Steps with 50 times the variance would need hundreds of prompts; the first source has 20 prompts, a quarter."""
+    """Steps with 50 times the variance would need hundreds of prompts; the first source has 20
+    prompts, a quarter."""
     prompts = made_up_pool(120)
     pool = PromptPool([SourcePool(prompts[:20], 1.0), SourcePool(prompts[20:], 3.0)])
     sampler = make_sampler("pruning.prompts.rule=none", "pruning.noise=1", pool=pool)
@@ -230,7 +255,9 @@ Sources = list[tuple[int, float]]
 SOURCE = st.integers(1, 30).flatmap(
     lambda size: st.tuples(st.just([(size, 1.0)]), st.lists(st.integers(1, size), max_size=40))
 )
-SOURCES = st.lists(st.tuples(st.integers(8, 20), st.sampled_from((1.0, 2.0, 0.3, 7.0))), min_size=2, max_size=4)
+SOURCES = st.lists(
+    st.tuples(st.integers(8, 20), st.sampled_from((1.0, 2.0, 0.3, 7.0))), min_size=2, max_size=4
+)
 CASES = SOURCE | st.tuples(SOURCES, st.lists(st.integers(1, 8), min_size=1, max_size=40))
 """Sources, and the sizes of windows."""
 
@@ -241,11 +268,16 @@ def order_of(sources: Sources, seed: int) -> PromptOrder:
 
 @settings(max_examples=120, deadline=None)
 @given(CASES, st.integers(0, 2**70))
-def test_sources_have_weighted_shares_in_full_passes(case: tuple[Sources, list[int]], seed: int) -> None:
+def test_sources_have_weighted_shares_in_full_passes(
+    case: tuple[Sources, list[int]], seed: int
+) -> None:
     sources, windows = case
     order = order_of(sources, seed)
     owner = [number for number, (size, _) in enumerate(sources) for _ in range(size)]
-    visits = [Counter({prompt: 0 for prompt, of in enumerate(owner) if of == number}) for number in range(len(sources))]
+    visits = [
+        Counter({prompt: 0 for prompt, of in enumerate(owner) if of == number})
+        for number in range(len(sources))
+    ]
     total = sum(weight for _, weight in sources)
     for n in windows:
         window = order.next_window(n).tolist()
@@ -256,7 +288,9 @@ def test_sources_have_weighted_shares_in_full_passes(case: tuple[Sources, list[i
         drawn = sum(of.total() for of in visits)
         for (_, weight), of in zip(sources, visits, strict=True):
             assert abs(of.total() - weight / total * drawn) < len(sources) + waiting
-            assert max(of.values()) - min(of.values()) <= 1  # an epoch begins after equally many visits of all
+            assert (
+                max(of.values()) - min(of.values()) <= 1
+            )  # an epoch begins after equally many visits of all
 
 
 def test_epochs_seeds_and_sources_differ() -> None:
@@ -269,7 +303,8 @@ def test_epochs_seeds_and_sources_differ() -> None:
 
 
 def test_a_second_draw_of_a_step_repeats_no_prompt() -> None:
-    """Over ends of epochs, and with prompts that an earlier window has deferred. No prompt is lost."""
+    """Over ends of epochs, and with prompts that an earlier window has deferred. No prompt is
+    lost."""
     order = PromptOrder([10], seed=0)
     held = order.next_window(4)
     again = [order.next_window(3, besides=held) for _ in range(5)]
@@ -277,17 +312,24 @@ def test_a_second_draw_of_a_step_repeats_no_prompt() -> None:
     assert all(len({*window.tolist(), *held.tolist()}) == 7 for window in again)
     assert all(len({*window.tolist()}) == 5 for window in later)
     counts = Counter(prompt for window in (held, *again, *later) for prompt in window.tolist())
-    assert {counts[prompt] for prompt in range(10)} == {4, 5}, "49 visits are five epochs but for one prompt"
+    assert {counts[prompt] for prompt in range(10)} == {4, 5}, (
+        "49 visits are five epochs but for one prompt"
+    )
 
 
 def test_order_of_another_number_of_prompts_is_refused() -> None:
     state = PromptOrder([14], 0).state_dict()
-    with pytest.raises(UserError, match=r"data\.train = 6 prompts: the checkpoint was written with 14 prompts"):
+    with pytest.raises(
+        UserError, match=r"data\.train = 6 prompts: the checkpoint was written with 14 prompts"
+    ):
         PromptOrder([6], 0).load_state_dict(state)
 
 
 def test_a_source_too_small_for_a_share_is_named() -> None:
     pool = Pool([SourcePool(range(9), 1.0), SourcePool(range(5), 3.0)])
     check_shares(pool, 6)
-    with pytest.raises(UserError, match=r"data\.train\[1\]\.weight = 3: takes 6 prompts of 8 from a source that has 5"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.train\[1\]\.weight = 3: takes 6 prompts of 8 from a source that has 5",
+    ):
         check_shares(pool, 8)

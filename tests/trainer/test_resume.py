@@ -1,4 +1,5 @@
-"""Results of a run keep the name of the settings that made them; all other settings may change at a resume."""
+"""Results of a run keep the name of the settings that made them; all other settings may change at a
+resume."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ from tests.trainer.test_preflight import write_marks
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
-    return load_config(None, [f"run.dir={folder}", "loss.name=grpo", "model.path=policy", *overrides])
+    return load_config(
+        None, [f"run.dir={folder}", "loss.name=grpo", "model.path=policy", *overrides]
+    )
 
 
 @pytest.fixture
@@ -50,7 +53,8 @@ def saved(tmp_path: Path) -> Path:
 
 KEPT = (
     "model.path=other", "data.train=other.jsonl", "reward.function=exact", "loss.name=gspo",
-    "pruning.completions.keep=0.3", "rollout.temperature=0.7", "run.seed=2", "rollout.conversation=a:b",
+    "pruning.completions.keep=0.3", "rollout.temperature=0.7", "run.seed=2",
+    "rollout.conversation=a:b",
     "rollout.tree.baseline=depth",
 )  # fmt: skip
 
@@ -69,7 +73,9 @@ def test_settings_of_results_change_only_on_request(override: str, saved: Path) 
 
 def test_every_setting_has_a_rule() -> None:
     """The longest beginning of its name decides, and every rule decides for a setting."""
-    longest = {max((start for start in RULES if key.startswith(start)), key=len) for key in settings()}
+    longest = {
+        max((start for start in RULES if key.startswith(start)), key=len) for key in settings()
+    }
     assert longest == {*RULES}
     assert rule_of("reward.workers") == "free"
     assert rule_of("reward.function: reward.py") == "kept"
@@ -102,7 +108,10 @@ def train_as_megatron_0_19(rank: int, size: int, configs: list[Config]) -> None:
     for name in ("optimizer", "distrib_optimizer"):
         module: Any = import_module(f"megatron.core.optimizer.{name}")
         known = module.param_group_identifier_keys
-        module.param_group_identifier_keys = (*known, *(key for key in ("max_lr", "min_lr") if key not in known))
+        module.param_group_identifier_keys = (
+            *known,
+            *(key for key in ("max_lr", "min_lr") if key not in known),
+        )
     for config in configs:
         preflight(config, "train")
         live(rank, size, config)
@@ -121,7 +130,11 @@ def test_run_resumes_with_all_free_settings_changed(ranks: RankPool, tmp_path: P
 
 @pytest.mark.parametrize(
     ("teachers", "moved"),
-    [("{a: http://h:2, b: ./dir, c: null}", True), ("{a: http://h:1, b: other, c: null}", False), ("{a: dir}", False)],
+    [
+        ("{a: http://h:2, b: ./dir, c: null}", True),
+        ("{a: http://h:1, b: other, c: null}", False),
+        ("{a: dir}", False),
+    ],
 )
 def test_teacher_may_move(teachers: str, moved: bool, tmp_path: Path) -> None:
     setting = "loss.distillation.teachers="
@@ -160,7 +173,9 @@ def test_each_step_keeps_the_settings_of_the_time(tmp_path: Path) -> None:
         ("rollout.servers=[http://me:x@host]", 0o002, 0o600),
     ],
 )
-def test_settings_with_keys_are_private(override: str, umask: int, mode: int, tmp_path: Path) -> None:
+def test_settings_with_keys_are_private(
+    override: str, umask: int, mode: int, tmp_path: Path
+) -> None:
     (tmp_path / f"{IN_FORCE}.partial").touch(0o666)
     before = os.umask(umask)
     try:
@@ -192,7 +207,11 @@ def test_torn_history_is_read_to_the_last_whole_line(tmp_path: Path) -> None:
     ("name", "text"),
     [
         (IN_FORCE, "run: &a {x: *a}"),
-        (IN_FORCE, "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40))),
+        (
+            IN_FORCE,
+            "a0: &a0 {x: 1}\n"
+            + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40)),
+        ),
         (HISTORY, '{"step": 0, "settings": ' + '{"a":' * 100_000),
         (HISTORY, '{"step": 0, "settings": {"a": ' + '{"a":' * 100 + "1" + "}" * 102),
         (HISTORY, '{"step": 1e400, "settings": {}}'),
@@ -205,24 +224,36 @@ def test_settings_without_end_are_none(name: str, text: str, tmp_path: Path) -> 
 
 def test_other_prompts_begin_a_new_order(tmp_path: Path) -> None:
     record(tmp_path, 0, config_of(tmp_path))
-    for override, same in (("loss.name=gspo", True), ("data.arithmetic.seed=3", False), ("run.seed=3", False)):
+    for override, same in (
+        ("loss.name=gspo", True),
+        ("data.arithmetic.seed=3", False),
+        ("run.seed=3", False),
+    ):
         assert is_unchanged(tmp_path, 3, config_of(tmp_path, override), PROMPTS) == same
 
 
 def test_groups_of_another_tree_are_other_groups(tmp_path: Path) -> None:
     def tree(roots: int, children: int) -> Config:
         return config_of(
-            tmp_path, f"rollout.tree.branches=[{{at: 2, children: {children}}}]", f"rollout.tree.roots={roots}"
+            tmp_path,
+            f"rollout.tree.branches=[{{at: 2, children: {children}}}]",
+            f"rollout.tree.roots={roots}",
         )
 
     record(tmp_path, 0, tree(4, 2))
-    assert [is_unchanged(tmp_path, 3, config, SEGMENTS) for config in (tree(4, 2), tree(2, 4))] == [True, False]
+    assert [is_unchanged(tmp_path, 3, config, SEGMENTS) for config in (tree(4, 2), tree(2, 4))] == [
+        True,
+        False,
+    ]
 
 
 def test_policy_after_sft_is_not_warmed_up_again(tmp_path: Path) -> None:
     config = load_config(None, [f"model.path={tmp_path}"])
     check_warm_up(config)
-    for left, source in ((json.dumps({"model.path": "runs/initial"}), "runs/initial"), ("{", "THE_INITIAL_POLICY")):
+    for left, source in (
+        (json.dumps({"model.path": "runs/initial"}), "runs/initial"),
+        ("{", "THE_INITIAL_POLICY"),
+    ):
         (tmp_path / WARM_UP).write_text(left)
         with pytest.raises(UserError) as caught:
             check_warm_up(config)

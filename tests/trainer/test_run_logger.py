@@ -1,4 +1,5 @@
-"""Files of a run in its folder are resumed or refused by name, and settings without effect are named."""
+"""Files of a run in its folder are resumed or refused by name, and settings without effect are
+named."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ from tests.damage import DAMAGE, Damage, replace_file
 from tests.rollout.scripted import world_of
 
 STEPS = 4
-TORN = ("flipped", "truncated", "four bytes", "empty", "zeros", "another pickle", "another's", "foreign")
+TORN = (
+    "flipped",
+    "truncated",
+    "four bytes",
+    "empty",
+    "zeros",
+    "another pickle",
+    "another's",
+    "foreign",
+)
 """Damage of a row that a kill might have left, too: such a row is passed over."""
 
 
@@ -55,11 +65,15 @@ OTHER: dict[str, Damage] = {
 }
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "pruning.jsonl", "answers.jsonl", "summary.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "pruning.jsonl", "answers.jsonl", "summary.json", "config.yaml"]
+)
 def test_run_resumes_or_names_the_damaged_file(name: str, whole: Path, tmp_path: Path) -> None:
     rng = random.Random(name)
     for kind, damage in {**DAMAGE, **OTHER}.items():
-        if kind == "missing" or ((whole / name).stat().st_size == 0 and kind in ("flipped", "truncated")):
+        if kind == "missing" or (
+            (whole / name).stat().st_size == 0 and kind in ("flipped", "truncated")
+        ):
             continue
         folder = tmp_path / kind
         shutil.copytree(whole, folder)
@@ -131,8 +145,15 @@ IDLE = {
 
 @pytest.mark.parametrize("idle", IDLE)
 def test_unread_setting_is_named(idle: str) -> None:
-    common = ("run.steps=50", "run.checkpoint_every=10", "eval.every=10", "data.eval=held_out.jsonl")
-    unread, read = (load_config(None, [*common, idle, *([word] if word else [])]) for word in IDLE[idle])
+    common = (
+        "run.steps=50",
+        "run.checkpoint_every=10",
+        "eval.every=10",
+        "data.eval=held_out.jsonl",
+    )
+    unread, read = (
+        load_config(None, [*common, idle, *([word] if word else [])]) for word in IDLE[idle]
+    )
     assert {*idle_settings(unread)} - {"data.eval", "eval.every"} == {idle.partition("=")[0]}
     assert idle_settings(read) == []
 
@@ -145,7 +166,9 @@ def test_unread_setting_is_named(idle: str) -> None:
         ("async def f(args, samples): ...", True),
     ],
 )
-def test_concurrency_is_named_without_awaiting_rewards(tmp_path: Path, function: str, idle: bool) -> None:
+def test_concurrency_is_named_without_awaiting_rewards(
+    tmp_path: Path, function: str, idle: bool
+) -> None:
     (tmp_path / "reward.py").write_text(function)
     config = load_config(None, [f"reward.function={tmp_path}/reward.py:f", "reward.concurrency=8"])
     assert ("reward.concurrency" in idle_settings(config)) == idle

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Hugging Face → Megatron: ``python tools/convert_ckpt/hf_to_megatron.py HF OUT [--verify] [--dry-run]``."""
+"""Hugging Face → Megatron: ``python tools/convert_ckpt/hf_to_megatron.py HF OUT [--verify]
+[--dry-run]``."""
 
 import sys
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Megatron → Hugging Face: ``python tools/convert_ckpt/megatron_to_hf.py CKPT OUT [--verify] [--dry-run]``."""
+"""Megatron → Hugging Face: ``python tools/convert_ckpt/megatron_to_hf.py CKPT OUT [--verify]
+[--dry-run]``."""
 
 import sys
 

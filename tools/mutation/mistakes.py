@@ -1,10 +1,12 @@
-"""Make each mistake of ``mistakes.txt`` in a copy of the package, run the tests that must notice, print the survivors.
+"""Make each mistake of ``mistakes.txt`` in a copy of the package, run the tests that must notice,
+print the survivors.
 
-    python tools/mutation/mistakes.py [--only TEXT] [--part 3/12]
-    python tools/mutation/mistakes.py --check  # that each right text stands once and its tests exist; lint.sh does
+    python tools/mutation/mistakes.py [--only TEXT] [--part 3/12] python tools/mutation/mistakes.py
+    --check  # that each right text stands once and its tests exist; lint.sh does
 
-The list holds mistakes in code that needs ranks or servers, where mutmut is too slow. A mistake has three lines: a
-name and its tests, the file with the right text, and the wrong text. The right text stands in the file once.
+The list holds mistakes in code that needs ranks or servers, where mutmut is too slow. A mistake has
+three lines: a name and its tests, the file with the right text, and the wrong text. The right text
+stands in the file once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("megatron_dppo", "tests", "configs", "benchmarks", "docs", "scripts", "tools", "pyproject.toml", "README.md")
+COPIED = (
+    "megatron_dppo",
+    "tests",
+    "configs",
+    "benchmarks",
+    "docs",
+    "scripts",
+    "tools",
+    "pyproject.toml",
+    "README.md",
+)
 TIMEOUT_S = 600.0
 """A mistake whose tests hang for so long is caught, too."""
 
@@ -58,32 +70,55 @@ def find_outcome(mistake: Mistake, copy: Path) -> str:
     file = copy / "megatron_dppo" / mistake.file
     text = file.read_text(encoding="utf-8")
     if text.count(mistake.right) != 1:
-        return f"not made: {mistake.right!r} stands {text.count(mistake.right)} times in {mistake.file}"
+        return (
+            f"not made: {mistake.right!r} stands {text.count(mistake.right)} times in "
+            f"{mistake.file}"
+        )
     file.write_text(text.replace(mistake.right, mistake.wrong), encoding="utf-8")
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mistake.tests]
-    environ = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {
+        "PYTHONPATH": str(copy),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     try:
-        done = subprocess.run(words, cwd=copy, env=environ, capture_output=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            words, cwd=copy, env=environ, capture_output=True, timeout=TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return "caught"
     finally:
         file.write_text(text, encoding="utf-8")
-    return {0: "survived", 1: "caught"}.get(done.returncode, f"not run: pytest's exit code is {done.returncode}")
+    return {0: "survived", 1: "caught"}.get(
+        done.returncode, f"not run: pytest's exit code is {done.returncode}"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", metavar="TEXT", default="", help="mistakes whose name has this text in it")
-    parser.add_argument("--part", default="0/1", help="K/N: only the K-th of N equal parts of the list, from 0")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="mistakes whose name has this text in it"
+    )
+    parser.add_argument(
+        "--part", default="0/1", help="K/N: only the K-th of N equal parts of the list, from 0"
+    )
     parser.add_argument("--list", type=Path, default=Path(__file__).with_name("mistakes.txt"))
-    parser.add_argument("--check", action="store_true", help="make none, and see whether all can be made")
+    parser.add_argument(
+        "--check", action="store_true", help="make none, and see whether all can be made"
+    )
     options = parser.parse_args()
     if options.check:
-        problems = [*filter(None, map(find_problem, read_mistakes(options.list.read_text(encoding="utf-8"))))]
+        problems = [
+            *filter(
+                None, map(find_problem, read_mistakes(options.list.read_text(encoding="utf-8")))
+            )
+        ]
         print(*problems, sep="\n", end="\n" * bool(problems))
         return int(bool(problems))
     part, parts = map(int, options.part.split("/"))
-    mistakes = [m for m in read_mistakes(options.list.read_text(encoding="utf-8")) if options.only in m.name]
+    mistakes = [
+        m for m in read_mistakes(options.list.read_text(encoding="utf-8")) if options.only in m.name
+    ]
     chosen = mistakes[part::parts]
     survivors = 0
     with tempfile.TemporaryDirectory(prefix="mistakes-") as folder:

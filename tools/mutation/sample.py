@@ -1,8 +1,10 @@
-"""Run a random sample of mutmut's mutants of the packages that need no ranks, and print those that no test caught.
+"""Run a random sample of mutmut's mutants of the packages that need no ranks, and print those that
+no test caught.
 
     python tools/mutation/sample.py --size 1500 [--seed 7] [--part 3/15]
 
-``[tool.mutmut]`` in pyproject.toml names the packages and their tests. mutmut works in the folder ``mutants``.
+``[tool.mutmut]`` in pyproject.toml names the packages and their tests. mutmut works in the folder
+``mutants``.
 """
 
 from __future__ import annotations
@@ -26,10 +28,14 @@ def run_mutmut(*words: str) -> str:
     Raises:
         RuntimeError: the tests fail without a mutant, or mutmut itself fails.
     """
-    done = subprocess.run([sys.executable, "-m", "mutmut", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "mutmut", *words], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         last_lines = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
-        raise RuntimeError(f"mutmut {words[0]} ended with exit code {done.returncode}:\n{last_lines}")
+        raise RuntimeError(
+            f"mutmut {words[0]} ended with exit code {done.returncode}:\n{last_lines}"
+        )
     return done.stdout
 
 
@@ -39,7 +45,9 @@ def read_mutants() -> tuple[list[str], set[str]]:
     for file in sorted(FOLDER.rglob("*.meta")):
         names += json.loads(file.read_text(encoding="utf-8"))["exit_code_by_key"]
     stats = json.loads((FOLDER / "mutmut-stats.json").read_text(encoding="utf-8"))
-    reached = {function for function, tests in stats["tests_by_mangled_function_name"].items() if tests}
+    reached = {
+        function for function, tests in stats["tests_by_mangled_function_name"].items() if tests
+    }
     return names, reached
 
 
@@ -47,13 +55,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", type=int, default=1500, help="mutants of the whole sample")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--part", default="0/1", help="K/N: only the K-th of N equal parts of the sample, from 0")
+    parser.add_argument(
+        "--part", default="0/1", help="K/N: only the K-th of N equal parts of the sample, from 0"
+    )
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
 
     run_mutmut("run", SMALLEST)
     names, reached = read_mutants()
-    sample = random.Random(options.seed).sample(sorted(names), min(options.size, len(names)))[part::parts]
+    sample = random.Random(options.seed).sample(sorted(names), min(options.size, len(names)))[
+        part::parts
+    ]
     tested = [name for name in sample if name.rpartition("__mutmut_")[0] in reached]
     run_mutmut("run", *tested)
 
@@ -66,7 +78,10 @@ def main() -> int:
     for function in sorted({name.rpartition("__mutmut_")[0] for name in unreached}):
         print(f"no test reaches: {function}")
     caught = len(tested) - len(survivors)
-    print(f"{caught} of {len(sample)} mutants were caught; {len(unreached)} lie in functions that no test reaches")
+    print(
+        f"{caught} of {len(sample)} mutants were caught; {len(unreached)} lie in functions that no "
+        "test reaches"
+    )
     return 0
 
 

@@ -14,19 +14,23 @@ from megatron_dppo.cli import COMMANDS, build_parsers
 PAGE = Path(__file__).parents[2] / "docs/command_line.md"
 INTRODUCTION = """# Command line
 
-The option `--help` of each command prints its options, as listed here. `CONFIG SETTING=VALUE` is a YAML
-file with [settings](settings.md) that override it. The exit code is 2 for a mistake that you can mend.
+The option `--help` of each command prints its options, as listed here. `CONFIG SETTING=VALUE` is a
+YAML file with [settings](settings.md) that override it. The exit code is 2 for a mistake that you
+can mend.
 """
 
 
 def command_page() -> str:
-    """The text of the page. The heading of a command has its name as the anchor: ``command_line.md#probe-batch``."""
+    """The text of the page. The heading of a command has its name as the anchor:
+    ``command_line.md#probe-batch``."""
     _, parsers = build_parsers()
     lines = [INTRODUCTION]
     for group, commands in COMMANDS.items():
         lines.append(f"## {group}\n")
         for command, meaning in commands.items():
-            lines.append(f'<a id="{command.replace(" ", "-")}"></a>\n\n### `{command}`\n\n{meaning}\n')
+            lines.append(
+                f'<a id="{command.replace(" ", "-")}"></a>\n\n### `{command}`\n\n{meaning}\n'
+            )
             rows = list(_rows(parsers[command]))
             lines.extend(["| option | meaning |\n|---|---|", *rows, ""] if rows else [])
     return "\n".join(lines)
@@ -41,7 +45,9 @@ def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
         )
         takes = f" {value}" if action.nargs != 0 else ""
         name = action.option_strings[-1] + takes if action.option_strings else str(value)
-        meaning = parser._get_formatter()._expand_help(action).replace("`", "") if action.help else ""
+        meaning = (
+            parser._get_formatter()._expand_help(action).replace("`", "") if action.help else ""
+        )
         yield f"| `{_escaped(name)}` | {_escaped(meaning)} |"
 
 

@@ -1,7 +1,8 @@
-"""Write the tables of the documentation that show measurements, from the figures stored in ``benchmarks/results``.
+"""Write the tables of the documentation that show measurements, from the figures stored in
+``benchmarks/results``.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. ``bash scripts/figures.sh`` makes all of
-them, after running the named benchmarks again.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. ``bash
+scripts/figures.sh`` makes all of them, after running the named benchmarks again.
 """
 
 from __future__ import annotations
@@ -124,9 +125,17 @@ EARLIER = (
         "packs that repeat the prompt",
     ),
     Figure(
-        "guesses of 4 tokens, 8 rows, times faster", "local_rollout.py --policy", "{times_faster[rows_8]}", "no guesses"
+        "guesses of 4 tokens, 8 rows, times faster",
+        "local_rollout.py --policy",
+        "{times_faster[rows_8]}",
+        "no guesses",
     ),
-    Figure("… 128 rows, times faster", "local_rollout.py --policy", "{times_faster[rows_128]}", "no guesses"),
+    Figure(
+        "… 128 rows, times faster",
+        "local_rollout.py --policy",
+        "{times_faster[rows_128]}",
+        "no guesses",
+    ),
     Figure(
         "a step on 1,000,000 rows at TP 2, first time, seconds",
         "loading.py",
@@ -135,10 +144,22 @@ EARLIER = (
     ),
     Figure("… again, seconds", "loading.py", "{seconds[again]}", "{seconds[rows_64]}, on 64 rows"),
     Figure(
-        "adapters of rank 16, memory of training state, relative", "lora.py", "{relative_memory}", "all weights trained"
+        "adapters of rank 16, memory of training state, relative",
+        "lora.py",
+        "{relative_memory}",
+        "all weights trained",
     ),
-    Figure("adapters of rank 16, time of an update, relative", "lora.py", "{relative_time}", "all weights trained"),
-    Figure("adapters merged in bf16, fraction of the update lost to rounding", "lora.py", "{lost_to_rounding}"),
+    Figure(
+        "adapters of rank 16, time of an update, relative",
+        "lora.py",
+        "{relative_time}",
+        "all weights trained",
+    ),
+    Figure(
+        "adapters merged in bf16, fraction of the update lost to rounding",
+        "lora.py",
+        "{lost_to_rounding}",
+    ),
     Figure(
         "SmolLM2's training on one thread, times faster",
         "real_model.py",
@@ -191,7 +212,9 @@ ARMS_BESIDE_TRL = {
     "pruned_to_0.3": "prompts 0.7, tokens 0.3",
     "fastest": "prompts 0.4, tokens 0.3",
 }
-SMOLLM2 = "efficiency.py --task smollm2_steps --prompts 32 --windows 6 --draws 40 --further 1 --steps 24"
+SMOLLM2 = (
+    "efficiency.py --task smollm2_steps --prompts 32 --windows 6 --draws 40 --further 1 --steps 24"
+)
 PAGES = {
     "efficiency.py": "pruning_measured.md#beside-a-smaller-batch",
     "time_to_accuracy.py": "pruning_measured.md#time-to-an-accuracy",
@@ -219,7 +242,10 @@ def rows(figures: Iterable[Figure]) -> Iterator[str]:
     for row in figures:
         found = results[row.command]
         value, baseline = (text.format(**found["figures"]) for text in (row.value, row.baseline))
-        yield f"| {row.name} | {value} | {baseline} | `{row.command}` | `{found['commit']}`, {found['date']} |"
+        yield (
+            f"| {row.name} | {value} | {baseline} | `{row.command}` | `{found['commit']}`, "
+            f"{found['date']} |"
+        )
 
 
 def elsewhere() -> Iterator[str]:
@@ -246,30 +272,58 @@ def efficiency(command: str) -> Iterator[str]:
 
 
 def curves() -> Iterator[str]:
-    """The real language model's arms: accuracy at the end, and seconds to an accuracy on the way."""
+    """The real language model's arms: accuracy at the end, and seconds to an accuracy on the
+    way."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     benchmark = import_module("real_curves")
     runs = stored()["real_curves.py"]["figures"]["runs"]
     yield _row(
         "arm",
-        ("learning rate", "s/step", "steps", "accuracy [%]", "to 50% [s]", f"times faster than {benchmark.BASELINE}"),
+        (
+            "learning rate",
+            "s/step",
+            "steps",
+            "accuracy [%]",
+            "to 50% [s]",
+            f"times faster than {benchmark.BASELINE}",
+        ),
     )
     yield "|---" * 7 + "|"
     for name in dict.fromkeys(run["arm"] for run in runs):
         arm, found = benchmark.ARMS[name], benchmark.compared(runs, name, 0.5)
         times, ratio = found["seconds_to_accuracy"], found["time_to_accuracy_ratio"]
         taken = "not reached" if None in times else f"{statistics.geometric_mean(times):.0f}"
-        faster = "" if not ratio else "1" if name == benchmark.BASELINE else "{:.2f} [{:.2f}, {:.2f}]".format(
+        faster = "" if not ratio else "1" if name == benchmark.BASELINE else ("{:.2f} [{:.2f}, "
+                                                                              "{:.2f}]").format(
             ratio["ratio"], *ratio["interval"]
         )  # fmt: skip
         accuracy = f"{100 * found['final_accuracy']:.1f}"
-        yield _row(name, (f"{arm.lr:g}", f"{found['seconds_per_step']:.1f}", str(arm.steps), accuracy, taken, faster))
+        yield _row(
+            name,
+            (
+                f"{arm.lr:g}",
+                f"{found['seconds_per_step']:.1f}",
+                str(arm.steps),
+                accuracy,
+                taken,
+                faster,
+            ),
+        )
 
 
 def errors() -> Iterator[str]:
-    """Squared error of the pruned gradient by rule, at two budgets of each stage: loss ``grpo``, weights up to 5."""
-    rows = [row for row in stored()["estimator.py"]["figures"]["rows"] if row["max_weight"] in (None, 5.0)]
-    found = {(row["rule"], row["stage"], row["budget"]): row["error"] for row in rows if row["objective"] == "grpo"}
+    """Squared error of the pruned gradient by rule, at two budgets of each stage: loss ``grpo``,
+    weights up to 5."""
+    rows = [
+        row
+        for row in stored()["estimator.py"]["figures"]["rows"]
+        if row["max_weight"] in (None, 5.0)
+    ]
+    found = {
+        (row["rule"], row["stage"], row["budget"]): row["error"]
+        for row in rows
+        if row["objective"] == "grpo"
+    }
     cells = [(stage, budget) for stage in ("early", "middle", "late") for budget in (0.5, 0.3)]
     yield _row("rule", (f"{stage}, {budget}" for stage, budget in cells))
     yield "|---" * (len(cells) + 1) + "|"
@@ -287,16 +341,24 @@ def beside_trl() -> Iterator[str]:
     yield "| pruning here | answers of varied length | answers of equal length |"
     yield "|---|---|---|"
     for arm, pruning in ARMS_BESIDE_TRL.items():
-        yield _row(pruning, (f"{found[workload][arm]['seconds_ratio']:.1f}" for workload in ("varied", "equal")))
+        yield _row(
+            pruning,
+            (f"{found[workload][arm]['seconds_ratio']:.1f}" for workload in ("varied", "equal")),
+        )
 
 
 def group_size() -> Iterator[str]:
     """Relative noise × seconds of groups of 8 over that of groups of other sizes."""
     stages = stored()["group_size.py"]["figures"]["stages"]
-    yield _row("completions per prompt", (f"{each}, {stage['stage']}" for stage in stages for each in stage["arms"]))
+    yield _row(
+        "completions per prompt",
+        (f"{each}, {stage['stage']}" for stage in stages for each in stage["arms"]),
+    )
     yield "|---" * (1 + sum(len(stage["arms"]) for stage in stages)) + "|"
     for size in stages[0]["arms"]["unpruned"]:
-        yield _row(size, (_with_reach(arm[size]) for stage in stages for arm in stage["arms"].values()))
+        yield _row(
+            size, (_with_reach(arm[size]) for stage in stages for arm in stage["arms"].values())
+        )
 
 
 def rehearsed() -> Iterator[str]:
@@ -324,7 +386,9 @@ def _row(name: str, cells: Iterable[str]) -> str:
 
 def _in_words(arm: str) -> str:
     """``0.7 / auto, the default``: prompts 0.7, tokens auto, the default."""
-    name = re.sub(r"^(\S+) / (\S+?),", r"prompts \1, tokens \2,", arm).replace("completions", "tokens")
+    name = re.sub(r"^(\S+) / (\S+?),", r"prompts \1, tokens \2,", arm).replace(
+        "completions", "tokens"
+    )
     return f"**{name}**" if "default" in arm else name
 
 
@@ -335,9 +399,14 @@ def _with_reach(found: dict[str, Any]) -> str:
 
 def times(task: str) -> Iterator[str]:
     """Seconds to an accuracy, the fastest arm first."""
-    commands = (each["figures"] for name, each in stored().items() if name.startswith("time_to_accuracy.py"))
+    commands = (
+        each["figures"] for name, each in stored().items() if name.startswith("time_to_accuracy.py")
+    )
     (found,) = (figures for figures in commands if figures["task"] == task)
-    yield f"| arm | learning rate | to {100 * found['accuracy']:g}% [s] | times faster than {found['control']} |"
+    yield (
+        f"| arm | learning rate | to {100 * found['accuracy']:g}% [s] | times faster than "
+        f"{found['control']} |"
+    )
     yield "|---|---|---|---|"
     for name, arm in sorted(found["arms"].items(), key=lambda each: each[1]["seconds"]):
         low, high = arm["time_ratio"]["interval"]
@@ -351,7 +420,9 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "elsewhere": elsewhere,
     "efficiency_sums": partial(efficiency, "efficiency.py"),
     "efficiency_smollm2_steps": partial(efficiency, SMOLLM2),
-    "efficiency_word_problems": partial(efficiency, "efficiency.py --task word_problems --prompts 48"),
+    "efficiency_word_problems": partial(
+        efficiency, "efficiency.py --task word_problems --prompts 48"
+    ),
     "beside_trl": beside_trl,
     "curves": curves,
     "errors": errors,
@@ -365,12 +436,17 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
 
 def with_tables(text: str) -> str:
     """A page with each of its tables made anew."""
-    return TABLE.sub(lambda found: "\n".join([f"{found['name']} -->", *TABLES[found["name"]](), ""]), text)
+    return TABLE.sub(
+        lambda found: "\n".join([f"{found['name']} -->", *TABLES[found["name"]](), ""]), text
+    )
 
 
 def pages() -> dict[Path, str]:
     """The pages that have tables of measurements."""
-    texts = {file: file.read_text(encoding="utf-8") for file in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]}
+    texts = {
+        file: file.read_text(encoding="utf-8")
+        for file in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    }
     return {file: text for file, text in texts.items() if TABLE.search(text)}
 
 

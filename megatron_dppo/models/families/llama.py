@@ -1,4 +1,5 @@
-"""Llama 2 and 3, SmolLM2: no norms of queries and keys, no biases; from 3.1 on with scaled rotary positions.
+"""Llama 2 and 3, SmolLM2: no norms of queries and keys, no biases; from 3.1 on with scaled rotary
+positions.
 
 Mistral is a Llama with a sliding window, which only some of its checkpoints have.
 """
@@ -14,7 +15,8 @@ from megatron_dppo.models.family import ATTENTION, MLP, Family, RopeScaling
 
 @dataclass(frozen=True, slots=True)
 class LlamaRopeScaling(RopeScaling):
-    """Llama 3.1's: low frequencies are divided by ``factor``, high ones stay, and those between are interpolated.
+    """Llama 3.1's: low frequencies are divided by ``factor``, high ones stay, and those between are
+    interpolated.
 
     Source: https://github.com/meta-llama/llama-models, ``apply_scaling``.
     """
@@ -32,11 +34,15 @@ class LlamaRopeScaling(RopeScaling):
         """
         low, high = self.low_freq_factor, self.high_freq_factor
         if low >= high:
-            raise ValueError(f"low_freq_factor = {low:g}, which is not below high_freq_factor = {high:g}")
+            raise ValueError(
+                f"low_freq_factor = {low:g}, which is not below high_freq_factor = {high:g}"
+            )
 
     def scale(self, frequencies: Any) -> Any:
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        unscaled = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0, 1)
+        unscaled = (
+            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        ).clip(0, 1)
         return frequencies * ((1 - unscaled) / self.factor + unscaled)
 
 

@@ -1,5 +1,5 @@
-"""Qwen2.5, which transformers calls Qwen2, has biases of queries, keys and values. Qwen3 has norms of queries and keys,
-and is dense or has experts in every layer."""
+"""Qwen2.5, which transformers calls Qwen2, has biases of queries, keys and values. Qwen3 has norms
+of queries and keys, and is dense or has experts in every layer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,32 @@ from typing import Any
 
 from megatron_dppo.models.family import ATTENTION, EXPERTS, MLP, QK_NORMS, QKV_BIASES, Family
 
-SUPPORTED = {"attention_bias": (False, None), "hidden_act": ("silu",), "use_sliding_window": (False, None)}
+SUPPORTED = {
+    "attention_bias": (False, None),
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False, None),
+}
 
 
-def sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> dict[str, Any]:
+def sizes(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False
+) -> dict[str, Any]:
     """The shape of a published Qwen3."""
-    own = {"num_layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "tied": tied}
-    return own | {"head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6, "rms_eps": 1e-6, "max_positions": 40960}
+    own = {
+        "num_layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+        "tied": tied,
+    }
+    return own | {
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rope_theta": 1e6,
+        "rms_eps": 1e-6,
+        "max_positions": 40960,
+    }
 
 
 QWEN2 = Family(

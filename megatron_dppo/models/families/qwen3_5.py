@@ -1,9 +1,9 @@
-"""Qwen3.5: three layers of four are gated delta networks, the fourth is attention with an output gate. It is dense, or
-has experts in every layer, one of which is every token's.
+"""Qwen3.5: three layers of four are gated delta networks, the fourth is attention with an output
+gate. It is dense, or has experts in every layer, one of which is every token's.
 
-Published checkpoints have a vision tower and heads for further tokens besides. Neither is trained: an export carries
-both along. A norm's weight is its distance from one, but for that behind the delta rule. Files hold the experts of a
-layer in two tensors.
+Published checkpoints have a vision tower and heads for further tokens besides. Neither is trained:
+an export carries both along. A norm's weight is its distance from one, but for that behind the
+delta rule. Files hold the experts of a layer in two tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from megatron_dppo.models.family import (
 _ATTENTION: dict[str, Any] = {"layers": "full_attention"}
 _DELTA: dict[str, Any] = {"layers": "linear_attention"}
 _MIXED = ((0, "query", "delta_keys"), (0, "key", "delta_keys"), (0, "value", "delta_values"))
-_IN_PROJ = (*_MIXED, (1, "z", "delta_values"), (2, "beta", "delta_heads"), (3, "alpha", "delta_heads"))
+_IN_PROJ = (
+    *_MIXED,
+    (1, "z", "delta_values"),
+    (2, "beta", "delta_heads"),
+    (3, "alpha", "delta_heads"),
+)
 
 MIXERS = (
     layer_row(
@@ -38,7 +43,10 @@ MIXERS = (
         **_ATTENTION,
     ),
     layer_row(
-        GATED_QKV, "self_attention.linear_qkv.weight", *(f"self_attn.{x}_proj.weight" for x in "qkv"), **_ATTENTION
+        GATED_QKV,
+        "self_attention.linear_qkv.weight",
+        *(f"self_attn.{x}_proj.weight" for x in "qkv"),
+        **_ATTENTION,
     ),
     layer_row(ROW, "self_attention.linear_proj.weight", "self_attn.o_proj.weight", **_ATTENTION),
     *(replace(row, **_ATTENTION) for row in QK_NORMS),
@@ -55,10 +63,22 @@ MIXERS = (
         sections=_IN_PROJ,
         **_DELTA,
     ),
-    layer_row(SECTIONS, "self_attention.conv1d.weight", "linear_attn.conv1d.weight", sections=_MIXED, **_DELTA),
+    layer_row(
+        SECTIONS,
+        "self_attention.conv1d.weight",
+        "linear_attn.conv1d.weight",
+        sections=_MIXED,
+        **_DELTA,
+    ),
     layer_row(COLUMN, "self_attention.dt_bias", "linear_attn.dt_bias", **_DELTA),
     layer_row(COLUMN, "self_attention.A_log", "linear_attn.A_log", exact=True, **_DELTA),
-    layer_row(REPLICATED, "self_attention.out_norm.weight", "linear_attn.norm.weight", exact=True, **_DELTA),
+    layer_row(
+        REPLICATED,
+        "self_attention.out_norm.weight",
+        "linear_attn.norm.weight",
+        exact=True,
+        **_DELTA,
+    ),
     layer_row(ROW, "self_attention.out_proj.weight", "linear_attn.out_proj.weight", **_DELTA),
 )
 _NORM, _ROUTER, _FC1, _FC2 = EXPERTS
@@ -70,13 +90,20 @@ MIXTURE_ROWS = (
     _ROUTER,
     replace(_FC1, fused=_FUSED + "gate_up_proj"),
     replace(_FC2, fused=_FUSED + "down_proj"),
-    layer_row(COLUMN, f"{_SHARED}s.linear_fc1.weight", f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight"),
+    layer_row(
+        COLUMN,
+        f"{_SHARED}s.linear_fc1.weight",
+        f"{_SHARED}.gate_proj.weight",
+        f"{_SHARED}.up_proj.weight",
+    ),
     layer_row(ROW, f"{_SHARED}s.linear_fc2.weight", f"{_SHARED}.down_proj.weight"),
     layer_row(REPLICATED, f"{_SHARED}s.gate_weight", f"{_SHARED}_gate.weight"),
 )
 
 
-def sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, delta: int, tied: bool) -> dict[str, Any]:
+def sizes(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, delta: int, tied: bool
+) -> dict[str, Any]:
     """The shape of a published Qwen3.5, whose delta networks have so many value heads."""
     own: dict[str, Any] = {
         "num_layers": layers,
@@ -86,9 +113,21 @@ def sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, delt
         "ffn": ffn,
         "tied": tied,
     }
-    own |= {"delta_keys": 16, "delta_values": delta, "delta_key_dim": 128, "delta_value_dim": 128, "delta_taps": 4}
+    own |= {
+        "delta_keys": 16,
+        "delta_values": delta,
+        "delta_key_dim": 128,
+        "delta_value_dim": 128,
+        "delta_taps": 4,
+    }
     own |= {"rotary_fraction": 0.25, "attention_interval": 4}
-    return own | {"head_dim": 256, "vocab_size": 248320, "rope_theta": 1e7, "rms_eps": 1e-6, "max_positions": 262144}
+    return own | {
+        "head_dim": 256,
+        "vocab_size": 248320,
+        "rope_theta": 1e7,
+        "rms_eps": 1e-6,
+        "max_positions": 262144,
+    }
 
 
 TEXT = Family(
@@ -166,7 +205,9 @@ _WHOLE: dict[str, Any] = {
     "carried": ("model.visual.", "mtp."),
     "published": {},
 }
-WITH_VISION = replace(TEXT, architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5", **_WHOLE)
+WITH_VISION = replace(
+    TEXT, architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5", **_WHOLE
+)
 MIXTURE_WITH_VISION = replace(
     MIXTURE, architecture="Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe", **_WHOLE
 )

@@ -1,4 +1,5 @@
-"""Expressions, equations and inequalities: the same by their values at points, never by truth or by their solutions."""
+"""Expressions, equations and inequalities: the same by their values at points, never by truth or by
+their solutions."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_dppo.rewards.math.expressions import MINUS_ONE, Node, UnreadableError, product, read
-from megatron_dppo.rewards.math.notation import OPEN_SET, UNION, bracketed, enclosed, parts, split, united
+from megatron_dppo.rewards.math.notation import (
+    OPEN_SET,
+    UNION,
+    bracketed,
+    enclosed,
+    parts,
+    split,
+    united,
+)
 from megatron_dppo.rewards.math.quantities import Number, number_of
 from megatron_dppo.rewards.math.values import (
     DIGITS,
@@ -34,7 +43,8 @@ POINTS: tuple[tuple[int, Fraction | int], ...] = (
     *((1, 1), (-1, 1), (0, 1), (0, 1), (0, 9)),
     *((0, Fraction(1, 9)), (0, 1000), (0, 100), (1, Fraction(1, 9))),
 )
-"""Signs and sizes of the unknowns at the points where two expressions are compared; 0: each has its own sign."""
+"""Signs and sizes of the unknowns at the points where two expressions are compared; 0: each has its
+own sign."""
 STEPPED = (("call", "floor"), ("call", "ceil"))
 STEPS = tuple((sign, size) for size in (10, 100, 1000) for sign in (1, -1, 0) for _ in range(6))
 """More of them, where values are rounded to integers."""
@@ -53,7 +63,8 @@ class NarrowerError(Exception):
 
 
 def same_algebra(label: str, answer: str) -> bool:
-    """Whether two whole texts in ``spelled``'s spelling are one expression, equation, inequality or ratio."""
+    """Whether two whole texts in ``spelled``'s spelling are one expression, equation, inequality or
+    ratio."""
     if any(CLOCK.fullmatch(text) for text in (label, answer)):
         return False
     try:
@@ -64,25 +75,30 @@ def same_algebra(label: str, answer: str) -> bool:
             return False
         sides = read(*(text for _, text in (*expected, *found)))
         signs = [[sign for sign, _ in chain[1:]] for chain in (expected, found)]
-        return _same_chain(signs[0], sides[: len(expected)], signs[1], sides[len(expected) :], label)
+        return _same_chain(
+            signs[0], sides[: len(expected)], signs[1], sides[len(expected) :], label
+        )
     except (UnreadableError, TooLargeError, NarrowerError):
         return False
 
 
 def without_approximation(text: str) -> str:
-    r"""The exact value of ``2\pi \approx 6.28``, if the decimal is its value, rounded or cut off. In any other text an
-    approximate equality is an equality."""
+    r"""The exact value of ``2\pi \approx 6.28``, if the decimal is its value, rounded or cut off.
+    In any other text an approximate equality is an equality."""
     exact, *others = split(text, r"\\approx(?![a-zA-Z])")
     number = number_of(others[0]) if len(others) == 1 else None
     if number is not None and number.decimals is not None:
         value = constant(split(exact, "=")[-1])
-        if value is not None and abs(_fraction(value) - number.value) < Fraction(1, 10**number.decimals):
+        if value is not None and abs(_fraction(value) - number.value) < Fraction(
+            1, 10**number.decimals
+        ):
             return exact
     return re.sub(r"\\approx(?![a-zA-Z])", "=", text).strip(" =")
 
 
 def constant(text: str) -> Value | None:
-    """The value of an expression without unknowns that is a real number; None for any other text."""
+    """The value of an expression without unknowns that is a real number; None for any other
+    text."""
     try:
         (node,) = read(text)
         if symbols(node):
@@ -118,19 +134,27 @@ def _same_expression(label: str, answer: str) -> bool:
     return _compared(one, other, label, _equal)
 
 
-def _same_chain(signs: list[str], sides: list[Node], others: list[str], found: list[Node], seed: str) -> bool:
+def _same_chain(
+    signs: list[str], sides: list[Node], others: list[str], found: list[Node], seed: str
+) -> bool:
     turned = [TURNED.get(sign) for sign in reversed(others)]
     closed = not symbols(("sum", *sides, *found))
 
     def same(one: Node, other: Node) -> bool:
-        # All truths about numbers are worth the same, so that only their writing can tell them apart.
+        # All truths about numbers are worth the same, so that only their writing can tell them
+        # apart.
         return _ordered(one) == _ordered(other) if closed else _compared(one, other, seed, _equal)
 
     if signs == others and all(map(same, sides, found)):
         return True
     if signs == turned and all(map(same, sides, reversed(found))):
         return True
-    if closed or len(signs) != 1 or signs[0] not in TURNED or others[0] not in (signs[0], TURNED[signs[0]]):
+    if (
+        closed
+        or len(signs) != 1
+        or signs[0] not in TURNED
+        or others[0] not in (signs[0], TURNED[signs[0]])
+    ):
         return False
     one, other = (("sum", left, product(MINUS_ONE, right)) for left, right in (sides, found))
     equation = signs[0] in ("=", r"\ne")
@@ -146,7 +170,8 @@ def _same_chain(signs: list[str], sides: list[Node], others: list[str], found: l
 
 
 def _ordered(node: Node) -> Node:
-    """The expression with the terms of sums and the factors of products in one order, and numbers divided out."""
+    """The expression with the terms of sums and the factors of products in one order, and numbers
+    divided out."""
     parts = tuple(_ordered(part) if isinstance(part, tuple) else part for part in node[1:])
     if node[0] in ("sum", "product"):
         inner: list[Node] = []
@@ -161,7 +186,9 @@ def _ordered(node: Node) -> Node:
 
 
 def _is_number(node: Node) -> bool:
-    inverse = node[0] == "power" and node[2] == MINUS_ONE and node[1][0] == "number" and node[1][1] != 0
+    inverse = (
+        node[0] == "power" and node[2] == MINUS_ONE and node[1][0] == "number" and node[1][1] != 0
+    )
     return node[0] == "number" or inverse
 
 
@@ -194,8 +221,11 @@ def _factor(one: Node, other: Node, seed: str) -> Value | None:
     return factors[0] if _compared(one, other, seed, same_factor) and factors else None
 
 
-def _compared(one: Node, other: Node, seed: str, same: Callable[[Value, Value, Point], bool]) -> bool:
-    """Whether a comparison holds at all points; where roots and logarithms are real, if there are such points."""
+def _compared(
+    one: Node, other: Node, seed: str, same: Callable[[Value, Value, Point], bool]
+) -> bool:
+    """Whether a comparison holds at all points; where roots and logarithms are real, if there are
+    such points."""
     nodes = [*subexpressions(one), *subexpressions(other)]
     imaginary = ("symbol", "i") in nodes
     closed = not symbols(one) and not symbols(other)
@@ -215,13 +245,16 @@ def _compared(one: Node, other: Node, seed: str, same: Callable[[Value, Value, P
 
 
 def _values(one: Node, other: Node, seed: str, *, imaginary: bool = False) -> Iterator[Pair]:
-    """The values of two expressions at the points where both have one, to as many digits as they need."""
+    """The values of two expressions at the points where both have one, to as many digits as they
+    need."""
     closed = not symbols(one) and not symbols(other)
     stepped = any(node[:2] in STEPPED for node in (*subexpressions(one), *subexpressions(other)))
     points = (*POINTS, *STEPS) if stepped else POINTS
     for number, (sign, size) in enumerate(POINTS[:1] if closed else points):
         try:
-            yield _at(one, other, Point(f"{seed}{number}", sign, Fraction(size), imaginary=imaginary))
+            yield _at(
+                one, other, Point(f"{seed}{number}", sign, Fraction(size), imaginary=imaginary)
+            )
         except UndefinedError:
             continue
         except NarrowerError:
@@ -233,19 +266,24 @@ def _values(one: Node, other: Node, seed: str, *, imaginary: bool = False) -> It
 
 
 def _signs_matter(label: Node, answer: Node) -> bool:
-    """Whether the label may have the logarithm of an unknown below zero: it is of one unknown, or of an absolute value.
+    """Whether the label may have the logarithm of an unknown below zero: it is of one unknown, or
+    of an absolute value.
 
     The unknowns in ln(a/b) are taken to be positive, so that ln a − ln b is the same.
     """
     logarithms = [
-        [n for n in subexpressions(of) if n[:2] in (("call", "ln"), ("call", "log"))] for of in (label, answer)
+        [n for n in subexpressions(of) if n[:2] in (("call", "ln"), ("call", "log"))]
+        for of in (label, answer)
     ]
     absolute = any(n[:2] == ("call", "abs") for log in logarithms[0] for n in subexpressions(log))
-    return absolute or (bool(logarithms[0]) and len(symbols(("sum", *logarithms[0], *logarithms[1]))) == 1)
+    return absolute or (
+        bool(logarithms[0]) and len(symbols(("sum", *logarithms[0], *logarithms[1]))) == 1
+    )
 
 
 def _at(one: Node, other: Node, point: Point) -> Pair:
-    """The values at a point; worked out again with more digits, where terms of unlike sizes took too many."""
+    """The values at a point; worked out again with more digits, where terms of unlike sizes took
+    too many."""
     try:
         values = _pair(one, other, point)
         if point.unlike <= SPARE_BITS or all(isinstance(value, Fraction) for value in values):
@@ -315,7 +353,11 @@ def _intervals(text: str) -> tuple[list[Interval], str | None] | None:
     unequal = [found for member in members if (found := UNEQUAL.fullmatch(member))]
     if unequal and len(members) > 1:  # x ≠ 1, x ≠ 2 leaves both out, and is no union
         same = len(unequal) == len(members) and len({found[1] for found in unequal}) == 1
-        return _without(unequal[0][1] + r"\ne " + ",".join(found[2] for found in unequal)) if same else None
+        return (
+            _without(unequal[0][1] + r"\ne " + ",".join(found[2] for found in unequal))
+            if same
+            else None
+        )
     for member in members:
         some = _without(member) or _one_interval(member)
         if some is None:
@@ -335,7 +377,9 @@ def _without(text: str) -> tuple[list[Interval], str | None] | None:
     if points is None:
         return None
     ends: list[End] = [-math.inf, *sorted(points), math.inf]
-    return [Interval(low, False, high, False) for low, high in pairwise(ends)], unequal and unequal[1]
+    return [Interval(low, False, high, False) for low, high in pairwise(ends)], unequal and unequal[
+        1
+    ]
 
 
 def _one_interval(text: str) -> tuple[list[Interval], str | None] | None:
@@ -380,7 +424,9 @@ def _joined(intervals: list[Interval]) -> list[Interval]:
         if one.low > one.high or (one.low == one.high and not (one.with_low and one.with_high)):
             continue
         before = joined[-1] if joined else None
-        touch = before and (one.low < before.high or (one.low == before.high and (one.with_low or before.with_high)))
+        touch = before and (
+            one.low < before.high or (one.low == before.high and (one.with_low or before.with_high))
+        )
         if before and touch:
             high, with_high = max((before.high, before.with_high), (one.high, one.with_high))
             joined[-1] = before._replace(high=high, with_high=with_high)

@@ -1,4 +1,5 @@
-"""The answer in a completion, after its thoughts: the last box, the last number signs, else the declared fallbacks."""
+"""The answer in a completion, after its thoughts: the last box, the last number signs, else the
+declared fallbacks."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from fractions import Fraction
 THINKING_TAGS = ("<think>", "</think>")
 """The default of ``reward.thinking_tags``."""
 MARKED = re.compile(r"^.*#[ \t]*+([^#\n]+)$", re.MULTILINE)
-"""Text after number signs on a line: ``#### 72`` as GSM8K has it, ``#72`` as the arithmetic generator has it."""
+"""Text after number signs on a line: ``#### 72`` as GSM8K has it, ``#72`` as the arithmetic
+generator has it."""
 NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 BOXED = re.compile(r"\\f?boxed\s*(?:\{|([^\s{}\\]))")
 BRACE = re.compile(r"[{}]")
@@ -38,7 +40,8 @@ BETWEEN = re.compile(
 LONGEST_BETWEEN = 60
 WORD = r"[a-zA-Z'-]+(?:\([^()\s]*\))?"
 SUBJECT = re.compile(
-    rf"{WORD}[ \t]+(?:(?:{WORD}|[0-9]+|\$[^$\n]+\$|\\\([^\n]+?\\\))[ \t]+){{0,19}}(?:is|are|equals)\s+(?:exactly\s+)?",
+    rf"{WORD}[ \t]+(?:(?:{WORD}|[0-9]+|\$[^$\n]+\$|\\\([^\n]+?\\\))[ "
+    rf"\t]+){{0,19}}(?:is|are|equals)\s+(?:exactly\s+)?",
     re.IGNORECASE,
 )
 """Words that say of what the answer is told: ``The volume is`` 120."""
@@ -66,10 +69,12 @@ def after_thoughts(text: str, prompt: str = "", tags: Sequence[str] = THINKING_T
 
 
 def stated_answer(text: str) -> str | None:
-    r"""The contents of the last ``\boxed{}``, else what follows the last number signs; None without either.
+    r"""The contents of the last ``\boxed{}``, else what follows the last number signs; None without
+    either.
 
-    A line with number signs that is neither the last one nor ends in a plain number is a Markdown heading. A box that
-    is cut off before it closes holds no answer: the empty string, and no earlier box counts in its place.
+    A line with number signs that is neither the last one nor ends in a plain number is a Markdown
+    heading. A box that is cut off before it closes holds no answer: the empty string, and no
+    earlier box counts in its place.
     """
     boxes = stated_boxes(text)
     if boxes:
@@ -82,7 +87,8 @@ def stated_answer(text: str) -> str | None:
 
 
 def stated_boxes(text: str) -> list[str]:
-    r"""The contents of the last box; of all, where nothing but commas, "and", "or" and names stand between them.
+    r"""The contents of the last box; of all, where nothing but commas, "and", "or" and names stand
+    between them.
 
     The same one twice counts once.
     """
@@ -105,7 +111,8 @@ def stated_boxes(text: str) -> list[str]:
 
 
 def said_answer(text: str) -> str:
-    """Where no answer is marked: the end of the last "answer is …", else the last formula, else the last number."""
+    """Where no answer is marked: the end of the last "answer is …", else the last formula, else the
+    last number."""
     text = text[-TAIL:]
     said = list(SAID.finditer(text))
     if said:
@@ -124,7 +131,8 @@ def said_answer(text: str) -> str:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """The value of text that is one decimal number (currency sign, thousands' commas, full stop allowed), else None."""
+    """The value of text that is one decimal number (currency sign, thousands' commas, full stop
+    allowed), else None."""
     text = text.strip().rstrip(".").strip()
     if len(text) > 1000 or not any(c in "0123456789" for c in text) or not NUMBER.fullmatch(text):
         return None

@@ -1,9 +1,11 @@
-r"""LaTeX expressions, read whole: what is not understood makes a text unreadable, and never a shorter one.
+r"""LaTeX expressions, read whole: what is not understood makes a text unreadable, and never a
+shorter one.
 
-A node is a tuple that begins with its kind: ``("number", Fraction)``, ``("symbol", name)``, ``("sum", *terms)``,
-``("product", *factors)``, ``("power", base, exponent)`` or ``("call", name, *arguments)``. Implicit products bind
-closer than a slash (``1/2x`` is 1/(2x)). A proper fraction right behind an integer makes a mixed number of it, and an
-improper one is not readable, for it may be meant as a product or as a sum.
+A node is a tuple that begins with its kind: ``("number", Fraction)``, ``("symbol", name)``,
+``("sum", *terms)``, ``("product", *factors)``, ``("power", base, exponent)`` or ``("call", name,
+*arguments)``. Implicit products bind closer than a slash (``1/2x`` is 1/(2x)). A proper fraction
+right behind an integer makes a mixed number of it, and an improper one is not readable, for it may
+be meant as a product or as a sum.
 """
 
 from __future__ import annotations
@@ -43,8 +45,10 @@ LARGE = _names("sum prod int iint oint lim sup inf limsup liminf bigcup bigcap")
 ACCENTS = _names("overline bar hat tilde vec dot ddot underline widehat widetilde overrightarrow")
 ALPHABETS = {"mathbb", "mathcal", "mathfrak", "mathscr"}
 LETTERS = _names(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi"
-    " omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega varepsilon vartheta varphi varrho varsigma varpi"
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau "
+    "upsilon phi chi psi"
+    " omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega varepsilon vartheta varphi "
+    "varrho varsigma varpi"
     " ell hbar infty emptyset nabla aleph top bot complement star ast dagger"
 )
 """Commands that are symbols."""
@@ -67,8 +71,14 @@ def tokens(text: str) -> list[tuple[str, str]]:
         if found is None:
             raise UnreadableError(text[place:])
         kind = found.lastgroup or ""
-        product_of_letters = kind == "word" and len(found[kind]) < 4 and found[kind] not in FUNCTIONS
-        pieces += [("word", letter) for letter in found[kind]] if product_of_letters else [(kind, found[kind])]
+        product_of_letters = (
+            kind == "word" and len(found[kind]) < 4 and found[kind] not in FUNCTIONS
+        )
+        pieces += (
+            [("word", letter) for letter in found[kind]]
+            if product_of_letters
+            else [(kind, found[kind])]
+        )
         place = found.end()
     return pieces
 
@@ -80,7 +90,14 @@ APPLIED = re.compile(r"(?:[fghpquvFGHPQT]|\\phi|\\psi|\\varphi|\\zeta|[a-zA-Z]'+
 VALUE = re.compile(r"\([0-9.]+(?:,[0-9.]+)*\)(?!\^)")
 NUMBERS = {"e", "i", r"\pi"}
 """Letters that are numbers."""
-PAIRS = {"(": ")", "[": "]", "{": "}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil", r"\lVert": r"\rVert"}
+PAIRS = {
+    "(": ")",
+    "[": "]",
+    "{": "}",
+    r"\lfloor": r"\rfloor",
+    r"\lceil": r"\rceil",
+    r"\lVert": r"\rVert",
+}
 WRAPS = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lVert": "norm"}
 TIMES, OVER = ("*", r"\cdot", r"\times", r"\ast"), ("/", ":", r"\div")
 NO_FACTOR = {*TIMES, *OVER, *PAIRS.values(), r"\prime"}
@@ -90,9 +107,11 @@ MINUS_ONE: Node = ("number", Fraction(-1))
 
 
 def read(*texts: str) -> list[Node]:
-    """The expressions that whole texts are; in ``spelled``'s spelling, and without relations such as ``=``.
+    """The expressions that whole texts are; in ``spelled``'s spelling, and without relations such
+    as ``=``.
 
-    A name that stands before brackets in one of them, and without brackets in none, is a function in all of them.
+    A name that stands before brackets in one of them, and without brackets in none, is a function
+    in all of them.
 
     Raises:
         UnreadableError: if one is no expression that is read here.
@@ -179,11 +198,17 @@ class _Reader:
         factors = [self.factor()]
         while self.begins_factor() and (calls or self.peek().removeprefix("\\") not in FUNCTIONS):
             start, before = self.place, self.tokens[self.place - 1][0]
-            power = before != "number" and self.tokens[self.place + 1][1] == "^"  # 2x 3^x, and not 2 3^x
+            power = (
+                before != "number" and self.tokens[self.place + 1][1] == "^"
+            )  # 2x 3^x, and not 2 3^x
             if self.kind() == "number" and self.tokens[self.place - 1][1] != ")" and not power:
                 raise UnreadableError("a number behind another factor")
             right = self.factor()
-            mixed = factors[-1][0] == before == "number" and self.tokens[start][1] == r"\frac" and len(factors) == 1
+            mixed = (
+                factors[-1][0] == before == "number"
+                and self.tokens[start][1] == r"\frac"
+                and len(factors) == 1
+            )
             factors[-1:] = [_mixed(factors[-1], right)] if mixed else [factors[-1], right]
         return product(*factors)
 
@@ -222,7 +247,8 @@ class _Reader:
         return negated(node) if negative else node
 
     def enclosed(self, closing: str, comma: str | None = None) -> list[Node]:
-        """One sum, or several between commas, and the bracket that closes them. A bar in here opens a pair of bars."""
+        """One sum, or several between commas, and the bracket that closes them. A bar in here opens
+        a pair of bars."""
         bars, self.bars = self.bars, 0
         found = [self.sum()]
         while self.peek() == comma:
@@ -338,7 +364,8 @@ class _Reader:
         return self.enclosed(")", ",")
 
     def named(self, name: str) -> Node:
-        """A symbol with its subscript and primes; or a function of what stands in the brackets behind it."""
+        """A symbol with its subscript and primes; or a function of what stands in the brackets
+        behind it."""
         if self.peek() == "_":
             self.take()
             name += "_" + re.sub(r"\\text\{([^{}]*)\}", r"\1", self.raw())
@@ -350,11 +377,18 @@ class _Reader:
             self.bare.add(name)
             return ("symbol", name)
         self.called.add(name)
-        of_a_number = VALUE.match("".join(self.ahead(9))) and name not in NUMBERS  # I(0) is no product by zero
-        return ("call", name, *self.arguments()) if name in self.functions or of_a_number else ("symbol", name)
+        of_a_number = (
+            VALUE.match("".join(self.ahead(9))) and name not in NUMBERS
+        )  # I(0) is no product by zero
+        return (
+            ("call", name, *self.arguments())
+            if name in self.functions or of_a_number
+            else ("symbol", name)
+        )
 
     def call(self, name: str) -> Node:
-        """A function with a name of its own, with the power and the base that stand before its argument."""
+        """A function with a name of its own, with the power and the base that stand before its
+        argument."""
         name = INVERSES.get(name, name)
         power = base = None
         for _ in range(2):
@@ -392,9 +426,19 @@ class _Reader:
 def _mixed(whole: Node, fraction: Node) -> Node:
     r"""2\frac{1}{2}: the sum where both are written out, else the product."""
     parts = fraction[1:] if fraction[0] == "product" else ()
-    if len(parts) != 2 or parts[0][0] != "number" or parts[1][:1] != ("power",) or parts[1][1][0] != "number":
+    if (
+        len(parts) != 2
+        or parts[0][0] != "number"
+        or parts[1][:1] != ("power",)
+        or parts[1][1][0] != "number"
+    ):
         return ("product", whole, fraction)
     top, bottom = parts[0][1], parts[1][1][1]
-    if whole[1].denominator != 1 or not 0 < top < bottom or bottom.denominator != 1 or top.denominator != 1:
+    if (
+        whole[1].denominator != 1
+        or not 0 < top < bottom
+        or bottom.denominator != 1
+        or top.denominator != 1
+    ):
         raise UnreadableError("neither a mixed number nor a product")
     return ("number", whole[1] + top / bottom)

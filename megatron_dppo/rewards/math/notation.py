@@ -1,4 +1,5 @@
-"""How answers are written: one spelling for LaTeX, Unicode and Markdown; lists, brackets, names and words in it."""
+"""How answers are written: one spelling for LaTeX, Unicode and Markdown; lists, brackets, names and
+words in it."""
 
 from __future__ import annotations
 
@@ -9,14 +10,18 @@ from dataclasses import dataclass
 from itertools import groupby
 
 SIGNS = {
-    "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "∞": r"\infty ",
-    "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ",
-    "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
+    "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/",
+    "⁄": "/", "∞": r"\infty ",
+    "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ", "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}",
     "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "′": "'", "º": "°", "μm": "um",
     "≈": r"\approx ",
 }  # fmt: skip
 GREEK = re.compile(
-    "GREEK (SMALL|CAPITAL) LETTER (ALPHA|BETA|GAMMA|DELTA|EPSILON|ZETA|ETA|THETA|IOTA|KAPPA|LAMDA|MU|NU|XI|PI|RHO"
+    "GREEK (SMALL|CAPITAL) LETTER "
+    "(ALPHA|BETA|GAMMA|DELTA|EPSILON|ZETA|ETA|THETA|IOTA|KAPPA|LAMDA|MU|NU|XI|PI|RHO"
     "|SIGMA|TAU|UPSILON|PHI|CHI|PSI|OMEGA)"
 )
 OPEN_SET, CLOSE_SET = "⦃", "⦄"
@@ -25,9 +30,12 @@ FINITE = r"⦃(?:(?!\\mid)[^⦃⦄|:<>])*⦄"
 """A set whose members are listed."""
 
 COMMANDS = {
-    "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "leq": r"\le ", "leqslant": r"\le ", "geq": r"\ge ",
-    "geqslant": r"\ge ", "lt": "<", "gt": ">", "neq": r"\ne ", "simeq": r"\approx ", "vert": "|", "lvert": "|",
-    "rvert": "|", "langle": "⟨", "rangle": "⟩", "backslash": r"\setminus ", "smallsetminus": r"\setminus ",
+    "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "leq": r"\le ", "leqslant": r"\le ",
+    "geq": r"\ge ",
+    "geqslant": r"\ge ", "lt": "<", "gt": ">", "neq": r"\ne ", "simeq": r"\approx ", "vert": "|",
+    "lvert": "|",
+    "rvert": "|", "langle": "⟨", "rangle": "⟩", "backslash": r"\setminus ",
+    "smallsetminus": r"\setminus ",
     "varnothing": r"\emptyset ",
 }  # fmt: skip
 """Commands that have a simpler or a shorter name."""
@@ -36,10 +44,12 @@ COMMAND = re.compile(r"\\([a-zA-Z]+)")
 REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<=[0-9])(?:,\\!|\{,\}(?:\\!)?)\s*(?=[0-9]{3}(?![0-9]))", ""),
     (r",\\!\s*", ","),
-    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad)(?![a-zA-Z])\.?", " "),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad)(?![a-zA-Z])\.?",
+    " "),
     (r"\\(?:lbrace(?![a-zA-Z])|\{)", OPEN_SET),
     (r"\\(?:rbrace(?![a-zA-Z])|\})", CLOSE_SET),
-    (r"\\(?:mathbf|boldsymbol|bm|pmb|textbf|mathit)\s*\{\s*(\\?[a-zA-Z]|\\[a-zA-Z]+)\s*\}", r"{\1}"),
+    (r"\\(?:mathbf|boldsymbol|bm|pmb|textbf|mathit)\s*\{\s*(\\?[a-zA-Z]|\\[a-zA-Z]+)\s*\}",
+    r"{\1}"),
     (r"\\(?:mathrm|mathbf|mathit|mathsf|mathtt|mathnormal|textbf|textit|textrm|textsf|texttt|textnormal|textup|mbox|hbox"
      r"|operatorname\*?|boldsymbol|bm|pmb|rm|bf)\s*\{", r"\\text{"),
     (r"\\text\{d\}(?=\s*[a-zA-Z^}])", "d"),
@@ -81,7 +91,8 @@ COMPILED = [(re.compile(pattern), into) for pattern, into in REWRITINGS]
 
 
 def spelled(text: str) -> str:
-    """The text in one spelling: typography, spacing, fraction forms, bracket sizes, fonts; no outer dollar signs."""
+    """The text in one spelling: typography, spacing, fraction forms, bracket sizes, fonts; no outer
+    dollar signs."""
     if not text.isascii():
         text = _in_ascii(text)
     text = COMMAND.sub(lambda found: COMMANDS.get(found[1], found[0]), _without_delimiters(text))
@@ -92,17 +103,23 @@ def spelled(text: str) -> str:
 
 def _in_ascii(text: str) -> str:
     """LaTeX for Unicode's signs, Greek letters, fractions, and raised and lowered characters."""
-    text = re.sub("µ([a-zA-Z]+)", r"\\mu\\text{\1}", text)  # U+00B5, which is a prefix; Greek's mu is a letter
+    # U+00B5 is a prefix; Greek's mu is a letter.
+    text = re.sub("µ([a-zA-Z]+)", r"\\mu\\text{\1}", text)
     for sign, latex in SIGNS.items():
         text = text.replace(sign, latex)
     latex_parts = []
-    for kind, run in groupby(text, key=lambda character: unicodedata.decomposition(character).partition(" ")[0]):
+    for kind, run in groupby(
+        text, key=lambda character: unicodedata.decomposition(character).partition(" ")[0]
+    ):
         if kind in ("<super>", "<sub>"):
-            latex_parts.append(f"{'^' if kind == '<super>' else '_'}{{{unicodedata.normalize('NFKC', ''.join(run))}}}")
+            sign = "^" if kind == "<super>" else "_"
+            latex_parts.append(f"{sign}{{{unicodedata.normalize('NFKC', ''.join(run))}}}")
         else:
             latex_parts += map(_latex, run)
     text = unicodedata.normalize("NFKC", "".join(latex_parts).replace("°", r"^\circ "))
-    return "".join(c for c in text if unicodedata.category(c) != "Cf").replace("−", "-")  # marks of no width
+    # Marks of no width are dropped.
+    visible = "".join(c for c in text if unicodedata.category(c) != "Cf")
+    return visible.replace("−", "-")
 
 
 def _latex(character: str) -> str:
@@ -118,7 +135,8 @@ def _latex(character: str) -> str:
 
 
 def unspaced(text: str) -> str:
-    """Spelling for comparisons, without spaces, which LaTeX passes over; those between two digits stay."""
+    """Spelling for comparisons, without spaces, which LaTeX passes over; those between two digits
+    stay."""
     return re.sub(r"(?<![0-9]) | (?![0-9])", "", text)
 
 
@@ -175,11 +193,14 @@ class Bracketed:
         """Whether the brackets say the same: of a vector of three or more they say nothing."""
         if len(self.elements) != 2:
             return True
-        return [b in "[]" for b in (self.opening, self.closing)] == [b in "[]" for b in (other.opening, other.closing)]
+        return [b in "[]" for b in (self.opening, self.closing)] == [
+            b in "[]" for b in (other.opening, other.closing)
+        ]
 
 
 def parts(text: str, separator: str) -> list[tuple[str, str]]:
-    """The parts of ``text`` between separators (a regular expression) that stand in no bracket, each behind its own."""
+    """The parts of ``text`` between separators (a regular expression) that stand in no bracket,
+    each behind its own."""
     found, before, start, depth = [], "", 0, 0
     for match in re.finditer(rf"(?P<separator>{separator})|[{re.escape(OPENING + CLOSING)}]", text):
         if match["separator"] is None:
@@ -196,7 +217,8 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def enclosed(text: str) -> tuple[str, str, str] | None:
-    """Opening bracket, contents and closing bracket, where one pair holds the whole text; ``(1, 2]`` is a pair."""
+    """Opening bracket, contents and closing bracket, where one pair holds the whole text; ``(1,
+    2]`` is a pair."""
     if len(text) < 2 or text[0] not in OPENING or text[-1] not in CLOSING:
         return None
     depth = 0
@@ -208,7 +230,8 @@ def enclosed(text: str) -> tuple[str, str, str] | None:
 
 
 def united(text: str, separator: str) -> list[str]:
-    """The parts of a union between separators; parts in round brackets that are unions themselves are taken apart."""
+    """The parts of a union between separators; parts in round brackets that are unions themselves
+    are taken apart."""
     found = []
     for part in split(text, separator):
         whole = enclosed(part)
@@ -218,7 +241,8 @@ def united(text: str, separator: str) -> list[str]:
 
 
 def sides(text: str) -> tuple[str | None, str]:
-    """The name before the one equals sign and what stands behind; None where not just one name is given a value."""
+    """The name before the one equals sign and what stands behind; None where not just one name is
+    given a value."""
     found = SIDE.fullmatch(text)
     if found is None or RELATION.search(text) or len(split(found[2], GIVEN)) > 1:
         return None, text
@@ -226,14 +250,17 @@ def sides(text: str) -> tuple[str | None, str]:
 
 
 def members(text: str) -> tuple[list[tuple[str | None, str]], bool]:
-    """The members of a list or set, each with its name, a plus-minus sign making two of one; and whether in braces.
+    """The members of a list or set, each with its name, a plus-minus sign making two of one; and
+    whether in braces.
 
     A name counts for what is listed behind it: n is 3, too, in ``n = 2, 3``.
     """
     name, value = sides(text)
     whole = enclosed(value)
     if whole is not None and whole[0] == OPEN_SET:
-        return [(None, member) for part in split(whole[1], COMMA) if part for member in _signs(part)], True
+        return [
+            (None, member) for part in split(whole[1], COMMA) if part for member in _signs(part)
+        ], True
     found, name = [], None
     for part in split(text, COMMA):
         own, value = sides(part)
@@ -243,7 +270,8 @@ def members(text: str) -> tuple[list[tuple[str | None, str]], bool]:
 
 
 def unpacked(text: str) -> list[tuple[str | None, str]] | None:
-    """The members of a tuple of names that is given one of values: ``(x, y) = (1, 2)``; None for any other text."""
+    """The members of a tuple of names that is given one of values: ``(x, y) = (1, 2)``; None for
+    any other text."""
     name, value = sides(text)
     names, values = enclosed(name or ""), bracketed(value)
     if names is None or values is None or len(split(names[1], ",")) != len(values.elements):
@@ -252,23 +280,30 @@ def unpacked(text: str) -> list[tuple[str | None, str]] | None:
 
 
 def with_tuples(text: str, other: str) -> str:
-    """Return named solutions as tuples: ``(p,q)=(5,2),(p,q)=(7,2)`` for ``p=5,q=2;p=7,q=2``. Other texts do not change.
+    """Return named solutions as tuples: ``(p,q)=(5,2),(p,q)=(7,2)`` for ``p=5,q=2;p=7,q=2``. Other
+    texts do not change.
 
-    Elements are in the names' alphabetical order. A single solution becomes a tuple if ``other`` is a bare one.
+    Elements are in the names' alphabetical order. A single solution becomes a tuple if ``other`` is
+    a bare one.
     """
     listed, _ = members(text)
     names = sorted({name for name, _ in listed if name})
-    rows = [dict(listed[start : start + len(names)]) for start in range(0, len(listed), len(names) or 1)]
+    rows = [
+        dict(listed[start : start + len(names)]) for start in range(0, len(listed), len(names) or 1)
+    ]
     if len(names) < 2 or any(sorted(map(str, row)) != names for row in rows):
         return text
     whole = enclosed(other)
     if len(rows) == 1 and not (whole and whole[0] in "(["):
         return text
-    return ",".join(f"({','.join(names)})=({','.join(row[name] for name in names)})" for row in rows)
+    return ",".join(
+        f"({','.join(names)})=({','.join(row[name] for name in names)})" for row in rows
+    )
 
 
 def links(text: str) -> list[str]:
-    """The sides of a chain of equations; the whole text where there is no equals sign, or another relation."""
+    """The sides of a chain of equations; the whole text where there is no equals sign, or another
+    relation."""
     return [text] if RELATION.search(text) else split(text, "=")
 
 
@@ -278,7 +313,8 @@ def is_name(text: str) -> bool:
 
 
 def bracketed(text: str) -> Bracketed | None:
-    """A tuple, vector or interval; an inequality in one unknown is the interval of its solutions."""
+    """A tuple, vector or interval; an inequality in one unknown is the interval of its
+    solutions."""
     built = BUILDER.fullmatch(text)
     text = built[2].strip() if built else text
     if unspaced(text) == r"\mathbb{R}":
@@ -336,7 +372,24 @@ CHOSEN = re.compile(
 )
 OTHER = re.compile(r"\([A-J]\)|(?<![a-zA-Z])[A-J](?:[.):]|$)")
 """Another letter that is chosen behind the first one."""
-SHORT = {"yes", "no", "odd", "one", "two", "six", "ten", "red", "all", "any", "dne", "mon", "tue", "sun", "max", "min"}
+SHORT = {
+    "yes",
+    "no",
+    "odd",
+    "one",
+    "two",
+    "six",
+    "ten",
+    "red",
+    "all",
+    "any",
+    "dne",
+    "mon",
+    "tue",
+    "sun",
+    "max",
+    "min",
+}
 EMPTY = {"no solution", "none", "empty set", "no such", r"\emptyset", "⦃⦄", "⦃ ⦄"}
 
 
@@ -345,7 +398,8 @@ def choice_of(text: str, *, bare: bool = False) -> frozenset[str] | None:
 
     Args:
         text: as ``spelled`` returns it.
-        bare: whether the letters must be all there is; an answer may also say what stands behind its letter.
+        bare: whether the letters must be all there is; an answer may also say what stands behind
+            its letter.
     """
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip(" .")
     whole = re.fullmatch(r"\(([^()]*)\)", text)
@@ -368,7 +422,8 @@ def told_choice(text: str) -> tuple[str, str] | None:
 
 
 def words_of(text: str) -> str | None:
-    """Words of a text, without case, punctuation, articles and the s of the plural; None for a formula."""
+    """Words of a text, without case, punctuation, articles and the s of the plural; None for a
+    formula."""
     if text in EMPTY:
         return "no solution"
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
@@ -379,6 +434,8 @@ def words_of(text: str) -> str | None:
     if plain != text and not re.search(r"[a-zA-Z]{2}", plain):
         return None
     words = re.sub(r"[^a-zA-Z0-9 ]", " ", plain.replace("'", "")).split()
-    lowered = [word.lower() if len(word) > 1 or word == "A" else word for word in words]  # a letter is a name
+    lowered = [
+        word.lower() if len(word) > 1 or word == "A" else word for word in words
+    ]  # a letter is a name
     said = " ".join(word.removesuffix("s") for word in lowered if word not in ("the", "a", "an"))
     return "no solution" if said in EMPTY else said

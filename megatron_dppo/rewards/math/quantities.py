@@ -1,4 +1,5 @@
-"""Numbers as answers write them, read as exact fractions, and what they count: units, money, percent, degrees."""
+"""Numbers as answers write them, read as exact fractions, and what they count: units, money,
+percent, degrees."""
 
 from __future__ import annotations
 
@@ -10,8 +11,13 @@ from fractions import Fraction
 
 from megatron_dppo.rewards.math.notation import unspaced
 
-DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)?(?:\.[0-9]+)?"
-POWER = r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([-+]?[0-9]{1,4})\s*\}?|[eE]\{?([-+]?[0-9]{1,4})\}?)"
+DIGITS = (
+    r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)?(?:\.[0-9]+)?"
+)
+POWER = (
+    r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*([-+]?[0-9]{1,4})\s*\}?"
+    r"|[eE]\{?([-+]?[0-9]{1,4})\}?)"
+)
 DECIMAL = re.compile(rf"(-?)\+?({DIGITS}){POWER}?\.?")
 FRACTION = re.compile(rf"(-?)\+?\s*(?:([0-9]+)\s*)?\\frac\{{(-?{DIGITS})\}}\{{(-?{DIGITS})\}}")
 SLASHED = re.compile(r"(-?)\+?\s*(?:([0-9]+) )?\(?(-?[0-9,.]+)\)?\s*/\s*\(?(-?[0-9,.]+)\)?")
@@ -20,7 +26,9 @@ REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]{1,
 NUMERAL = re.compile(r"([0-9A-Z]+)_(?:([a-z0-9]+)|\{([a-z0-9]+)\}|\{?\\text\{([a-z0-9]+)\}\}?)")
 BASES = {
     name: str(base)
-    for base, name in enumerate(("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"), start=2)
+    for base, name in enumerate(
+        ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"), start=2
+    )
 }
 MOST_DIGITS = 4000
 
@@ -58,7 +66,10 @@ def number_of(text: str) -> Number | None:
         return Number((-1 if found[1] else 1) * Fraction(10) ** int(found[2]))
     if found := REPEATING.fullmatch(text):
         sign, whole, fixed, period = found.groups()
-        lead, tail = Fraction(f"{whole or 0}.{fixed or 0}"), Fraction(int(period), 10 ** len(period) - 1)
+        lead, tail = (
+            Fraction(f"{whole or 0}.{fixed or 0}"),
+            Fraction(int(period), 10 ** len(period) - 1),
+        )
         return Number((-1 if sign else 1) * (lead + tail / 10 ** len(fixed)))
     if found := DECIMAL.fullmatch(text):
         return _decimal(*found.groups())
@@ -104,13 +115,17 @@ def _fraction(sign: str, whole: str | None, top: str, bottom: str) -> Number | N
 # A line is one dimension; each unit has its size in the first one and its names.
 TABLE: dict[str, dict[str, str]] = {
     "length": {
-        "1": "m meter metre", "1/1000": "mm millimeter millimetre", "1/100": "cm centimeter centimetre",
-        "1/10": "dm decimeter decimetre", "1000": "km kilometer kilometre", "0.0254": "in inch inche",
-        "0.3048": "ft foot feet", "0.9144": "yd yard", "1609.344": "mi mile", "1/1000000000": "nm nanometer",
+        "1": "m meter metre", "1/1000": "mm millimeter millimetre", "1/100": "cm centimeter "
+                                                                             "centimetre",
+        "1/10": "dm decimeter decimetre", "1000": "km kilometer kilometre",
+        "0.0254": "in inch inche",
+        "0.3048": "ft foot feet", "0.9144": "yd yard", "1609.344": "mi mile",
+        "1/1000000000": "nm nanometer",
         "1/1000000": "um micrometer micron",
     },
     "time": {
-        "1": "s sec second", "1/1000": "ms millisecond", "60": "min minute", "3600": "h hr hour", "86400": "day",
+        "1": "s sec second", "1/1000": "ms millisecond", "60": "min minute", "3600": "h hr hour",
+        "86400": "day",
         "604800": "week",
     },
     "month": {"1": "month", "12": "yr year"},
@@ -146,9 +161,34 @@ UPRIGHT = {"A": "ampere", "C": "coulomb", "F": "farad", "H": "henry"}
 """Units only if they are set upright: ``\\frac{1}{2} C V^2`` is a product."""
 PREFIXES = {"p": -12, "n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9}
 """Powers of ten."""
-PREFIXED = {"m", "s", "g", "L", "l", "J", "T", "ohm", "Pa", "W", "N", "V", "K", "eV", "Hz", "mol", *UPRIGHT.values()}
+PREFIXED = {
+    "m",
+    "s",
+    "g",
+    "L",
+    "l",
+    "J",
+    "T",
+    "ohm",
+    "Pa",
+    "W",
+    "N",
+    "V",
+    "K",
+    "eV",
+    "Hz",
+    "mol",
+    *UPRIGHT.values(),
+}
 MICRO = re.compile(rf"\\mu\s*(?=(?:{'|'.join(PREFIXED)})(?![a-zA-Z]))")
-MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+MULTIPLES = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 1000,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 MULTIPLE = re.compile(rf"(\\text\{{)?\s*({'|'.join(MULTIPLES)})s?\b\s*")
 SPEEDS = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour"}
 NAMES = {
@@ -161,7 +201,8 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A product of powers of dimensions. A word that is no unit, such as ``apples``, is a dimension of its own."""
+    """A product of powers of dimensions. A word that is no unit, such as ``apples``, is a dimension
+    of its own."""
 
     dimensions: frozenset[tuple[str, int]]
     size: Fraction
@@ -169,19 +210,33 @@ class Unit:
     @property
     def dimension(self) -> str | None:
         """The one dimension that it measures, where there is only one."""
-        return next((name for name, power in self.dimensions if power == 1 and len(self.dimensions) == 1), None)
+        return next(
+            (name for name, power in self.dimensions if power == 1 and len(self.dimensions) == 1),
+            None,
+        )
 
 
 def unit_of(text: str) -> Unit | None:
-    r"""The unit that ``text`` names (``cm^2``, ``\text{km}/\text{h}``, ``miles per hour``); None if it is none."""
+    r"""The unit that ``text`` names (``cm^2``, ``\text{km}/\text{h}``, ``miles per hour``); None if
+    it is none."""
     text = re.sub(r"°\s*(?:\\text\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))", r" deg\1\2 ", text)
-    text = re.sub(r"\\text\{([^{}]*)\}", lambda found: f" {UPRIGHT_LETTER.sub(_upright, found[1])} ", text)
+    text = re.sub(
+        r"\\text\{([^{}]*)\}", lambda found: f" {UPRIGHT_LETTER.sub(_upright, found[1])} ", text
+    )
     text = re.sub(r"\s*\^\s*\{?\s*(-?[1-9])\s*\}?", r"^\1", text.replace(r"\cdot", " "))
     text = re.sub(r"([kM]?)\s*\\Omega(?![a-zA-Z])", r" \1ohm", text)
     text = MICRO.sub("u", text)
     text = re.sub(r"\bper\b", "/", text).strip(" .")
-    text = re.sub(r"\b(square|sq\.?|cubic)\s+([a-zA-Z]+)", lambda m: f"{m[2]}^{3 if m[1] == 'cubic' else 2}", text)
-    text = re.sub(r"\b([a-zA-Z]+)\s+(squared|cubed)\b", lambda m: f"{m[1]}^{3 if m[2] == 'cubed' else 2}", text)
+    text = re.sub(
+        r"\b(square|sq\.?|cubic)\s+([a-zA-Z]+)",
+        lambda m: f"{m[2]}^{3 if m[1] == 'cubic' else 2}",
+        text,
+    )
+    text = re.sub(
+        r"\b([a-zA-Z]+)\s+(squared|cubed)\b",
+        lambda m: f"{m[1]}^{3 if m[2] == 'cubed' else 2}",
+        text,
+    )
     for name, means in SPEEDS.items():
         text = re.sub(rf"\b{name}\b", means, text)
     powers: Counter[str] = Counter()
@@ -206,7 +261,9 @@ def unit_of(text: str) -> Unit | None:
 
 def is_named(word: str) -> bool:
     """Whether a bare word after a number is a unit of the table."""
-    return word in MULTIPLES or any(word in NAMES or word.lower() in NAMES for word in (word, word.removesuffix("s")))
+    return word in MULTIPLES or any(
+        word in NAMES or word.lower() in NAMES for word in (word, word.removesuffix("s"))
+    )
 
 
 def multiple_of(text: str) -> tuple[int, str]:
@@ -223,7 +280,9 @@ def _upright(found: re.Match[str]) -> str:
 
 
 def _named(word: str) -> tuple[str, Fraction]:
-    for spelling in (word, word.lower(), word.lower().removesuffix("s")) if len(word) > 1 else (word,):
+    for spelling in (
+        (word, word.lower(), word.lower().removesuffix("s")) if len(word) > 1 else (word,)
+    ):
         if spelling in NAMES:
             return NAMES[spelling]
     if word[0] in PREFIXES and word[1:] in PREFIXED:
@@ -232,8 +291,12 @@ def _named(word: str) -> tuple[str, Fraction]:
     return word.lower().removesuffix("s"), Fraction(1)
 
 
-UPRIGHT_LETTER = re.compile(rf"(?<![a-zA-Z])([{''.join(PREFIXES)}]?)([{''.join(UPRIGHT)}])(?![a-zA-Z])")
-START = re.compile(r"\\mu\s*(?=\\text\{|\\Omega)|\\text\{|\\Omega(?![a-zA-Z])|[°%¢€£]|\\\$|(?<![a-zA-Z\\{_])[a-zA-Z]+")
+UPRIGHT_LETTER = re.compile(
+    rf"(?<![a-zA-Z])([{''.join(PREFIXES)}]?)([{''.join(UPRIGHT)}])(?![a-zA-Z])"
+)
+START = re.compile(
+    r"\\mu\s*(?=\\text\{|\\Omega)|\\text\{|\\Omega(?![a-zA-Z])|[°%¢€£]|\\\$|(?<![a-zA-Z\\{_])[a-zA-Z]+"
+)
 CLOCK = re.compile(r"([0-9]{1,2})\s*:\s*([0-5][0-9])\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
 """A time of day, whose half may be missing from the answer."""
 CURRENCY = re.compile(r"(-?)\s*(\\\$|€|£)\s*(-?.+)")
@@ -272,7 +335,8 @@ def same_number(label: str, answer: str) -> bool | None:
 
 
 def same_share(label: str, answer: str, same: Same) -> bool | None:
-    """Whether two texts are one share, of which one at least is written with a percent sign; else None."""
+    """Whether two texts are one share, of which one at least is written with a percent sign; else
+    None."""
     one, other = quantity_of(label), quantity_of(answer)
     units = [q.unit for q in (one, other) if q.unit is not None]
     if "share" not in [unit.dimension for unit in units]:
@@ -289,9 +353,14 @@ def same_share(label: str, answer: str, same: Same) -> bool | None:
 
 def same_amount(label: str, answer: str, same: Same) -> bool | None:
     """Whether two texts are the same amount of the same; None if neither names a unit."""
-    clocks = [CLOCK.fullmatch(re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip()) for text in (label, answer)]
+    clocks = [
+        CLOCK.fullmatch(re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip())
+        for text in (label, answer)
+    ]
     if clocks[0] and clocks[1]:
-        (hour, minute, half), (other_hour, other_minute, other_half) = (clock.groups() for clock in clocks if clock)
+        (hour, minute, half), (other_hour, other_minute, other_half) = (
+            clock.groups() for clock in clocks if clock
+        )
         same_half = other_half is None or (half or "").lower() == other_half.lower()
         return int(hour) == int(other_hour) and minute == other_minute and same_half
     one, other = quantity_of(label), quantity_of(answer)
@@ -299,16 +368,26 @@ def same_amount(label: str, answer: str, same: Same) -> bool | None:
         return False  # a bare number may count the dozens, or what they hold
     if one.unit is None and other.unit is None:
         multiple = one.number is not None and other.number is not None
-        return _same_value(one, other, same) if multiple and {one.text, other.text} != {label, answer} else None
-    if any(q.unit is None and "°" in q.text for q in (one, other)):  # the sign stands within: a sum of degrees
+        return (
+            _same_value(one, other, same)
+            if multiple and {one.text, other.text} != {label, answer}
+            else None
+        )
+    if any(
+        q.unit is None and "°" in q.text for q in (one, other)
+    ):  # the sign stands within: a sum of degrees
         return None
     dimensions = [q.unit.dimension for q in (one, other) if q.unit is not None]
-    in_radians = dimensions == ["angle"] and any(r"\pi" in q.text for q in (one, other) if q.unit is None)
+    in_radians = dimensions == ["angle"] and any(
+        r"\pi" in q.text for q in (one, other) if q.unit is None
+    )
     if in_radians or {*dimensions} == {"angle", "radian"}:
         return same(_radians(one), _radians(other))
     if one.unit is None or other.unit is None or one.unit == other.unit:
         letters = {unspaced(re.sub(r"\\text\{([^{}]*)\}", r"\1", text)) for text in (label, answer)}
-        return len(letters) == 1 or _same_value(one, other, same)  # one side alone may set them upright
+        return len(letters) == 1 or _same_value(
+            one, other, same
+        )  # one side alone may set them upright
     if one.unit.dimensions != other.unit.dimensions or one.number is None or other.number is None:
         return False
     return _scaled(one, one.unit.size).same(_scaled(other, other.unit.size))
@@ -320,7 +399,11 @@ def quantity_of(text: str) -> Quantity:
         return Quantity(text, number, None)
     if money := CURRENCY.fullmatch(text):
         amount = quantity_of(money[1] + money[3])
-        return replace(amount, unit=unit_of(money[2])) if amount.unit is None else Quantity(text, None, None)
+        return (
+            replace(amount, unit=unit_of(money[2]))
+            if amount.unit is None
+            else Quantity(text, None, None)
+        )
     for start in START.finditer(text):
         value, named = text[: start.start()].strip(), text[start.start() :]
         if not value or NO_NOUN.search(named) or not _may_name(text, start, value):
@@ -337,7 +420,8 @@ def quantity_of(text: str) -> Quantity:
 
 
 def _may_name(text: str, start: re.Match[str], value: str) -> bool:
-    """Whether what begins here is a unit and no factor: ``5 m`` is five metres, ``5m`` a product."""
+    """Whether what begins here is a unit and no factor: ``5 m`` is five metres, ``5m`` a
+    product."""
     word = start[0]
     if value[-1] in "%°¢€£" or (word == "°" and ROUND_ARGUMENT.search(value)):
         return False

@@ -1,4 +1,5 @@
-"""Values of an expression at a point: exact if rational, else to as many digits as its terms need."""
+"""Values of an expression at a point: exact if rational, else to as many digits as its terms
+need."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ LARGEST_FACTORIAL = 3000
 
 
 class UndefinedError(Exception):
-    """The expression has no value at this point: a quotient by zero, a root of a negative number."""
+    """The expression has no value at this point: a quotient by zero, a root of a negative
+    number."""
 
 
 class TooLargeError(Exception):
@@ -49,7 +51,11 @@ def subexpressions(node: Node) -> Iterator[Node]:
 def symbols(expression: Node) -> set[str]:
     """The unknowns of an expression, and the functions in it that are not worked out."""
     known = {"symbol": NUMBERS, "call": WORKED_OUT}
-    return {node[1] for node in subexpressions(expression) if node[0] in known and node[1] not in known[node[0]]}
+    return {
+        node[1]
+        for node in subexpressions(expression)
+        if node[0] in known and node[1] not in known[node[0]]
+    }
 
 
 class Point:
@@ -63,13 +69,22 @@ class Point:
         digits: significant ones of what is not rational.
     """
 
-    def __init__(self, seed: str, sign: int, scale: Fraction, *, imaginary: bool, digits: int = DIGITS) -> None:
-        self.seed, self.sign, self.scale, self.imaginary, self.digits = seed, sign, scale, imaginary, digits
+    def __init__(
+        self, seed: str, sign: int, scale: Fraction, *, imaginary: bool, digits: int = DIGITS
+    ) -> None:
+        self.seed, self.sign, self.scale, self.imaginary, self.digits = (
+            seed,
+            sign,
+            scale,
+            imaginary,
+            digits,
+        )
         self.mp = _context(digits)
         self.rounding = self.mp.mpf(10) ** (ROUNDED - digits)
         """Relative size below which a result counts as zero: rounding alone is left of it."""
         self.unlike = 0.0
-        """Bits by which terms of a sum differ in size, added up: as many are lost in what is not rational."""
+        """Bits by which terms of a sum differ in size, added up: as many are lost in what is not
+        rational."""
 
     def with_digits(self, digits: int) -> Point:
         """The same point, with so many significant digits."""
@@ -114,7 +129,9 @@ class Point:
         return self._drawn(name)
 
     def _drawn(self, name: str) -> Fraction:
-        draw = int.from_bytes(blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest(), "big")
+        draw = int.from_bytes(
+            blake2b(f"{self.seed} {name}".encode(), digest_size=8).digest(), "big"
+        )
         sign = self.sign or 1 - 2 * (draw & 1)
         return sign * self.scale * Fraction(3001 + (draw >> 1) % 26993, 10007)
 
@@ -125,7 +142,10 @@ class Point:
         if all(isinstance(term, Fraction) for term in terms):
             return sum(terms, Fraction(0))
         found = self.mp.fsum(self.inexact(term) for term in terms)
-        if found == 0 or abs(found) <= max(abs(self.inexact(term)) for term in terms) * self.rounding:
+        if (
+            found == 0
+            or abs(found) <= max(abs(self.inexact(term)) for term in terms) * self.rounding
+        ):
             return Fraction(0)
         self.unlike += max(0.0, max(sizes) - self.size(found))
         return found
@@ -151,14 +171,26 @@ class Point:
             raise TooLargeError
         if isinstance(base, Fraction) and isinstance(exponent, Fraction):
             if exponent.denominator == 1:
-                length = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent.numerator)
-                return base**exponent.numerator if length <= EXACT_BITS else self.inexact(base) ** exponent.numerator
-            if exponent.denominator <= 64 and base > 0 and (root := _exact_root(base, exponent.denominator)):
+                length = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(
+                    exponent.numerator
+                )
+                return (
+                    base**exponent.numerator
+                    if length <= EXACT_BITS
+                    else self.inexact(base) ** exponent.numerator
+                )
+            if (
+                exponent.denominator <= 64
+                and base > 0
+                and (root := _exact_root(base, exponent.denominator))
+            ):
                 return self._power(root, Fraction(exponent.numerator))
         if isinstance(exponent, Fraction) and exponent.denominator == 1:
             return self.inexact(base) ** int(exponent)
         self.unlike += max(0.0, -self.size(exponent) - SMALL_BITS)
-        if not self.imaginary and (not self.is_real(base) or base < 0 or not self.is_real(exponent)):
+        if not self.imaginary and (
+            not self.is_real(base) or base < 0 or not self.is_real(exponent)
+        ):
             raise UndefinedError
         return self.mp.power(self.inexact(base), self.inexact(exponent))
 
@@ -178,7 +210,9 @@ class Point:
         if name in ("log", "ln"):
             return self._logarithm(first, arguments[1] if name == "log" else None)
         argument = self.inexact(first)
-        if argument != 0:  # of a large one the digits behind the point count, of a small one its square beside 1
+        if (
+            argument != 0
+        ):  # of a large one the digits behind the point count, of a small one its square beside 1
             self.unlike += max(0.0, self.size(argument), -2 * self.size(argument) - SMALL_BITS)
         if self.size(argument) > 200 and argument != 0:
             raise TooLargeError
@@ -192,7 +226,9 @@ class Point:
             raise UndefinedError
         if not self.imaginary and not self.is_real(found):
             raise UndefinedError
-        if abs(found) * self.rounding > 1:  # the tangent of a right angle is rounding's, and no value
+        if (
+            abs(found) * self.rounding > 1
+        ):  # the tangent of a right angle is rounding's, and no value
             raise UndefinedError
         return Fraction(0) if abs(found) <= abs(argument) * self.rounding else found
 
@@ -216,9 +252,12 @@ class Point:
         return Fraction(int(getattr(self.mp, name)(value)))
 
     def _counted(self, name: str, arguments: list[Value]) -> Value:
-        """Factorials and binomial coefficients: of natural numbers exactly, of others by the gamma function."""
+        """Factorials and binomial coefficients: of natural numbers exactly, of others by the gamma
+        function."""
         whole = [a.numerator for a in arguments if isinstance(a, Fraction) and a.denominator == 1]
-        if len(whole) == len(arguments) and all(0 <= number <= LARGEST_FACTORIAL for number in whole):
+        if len(whole) == len(arguments) and all(
+            0 <= number <= LARGEST_FACTORIAL for number in whole
+        ):
             return Fraction(math.factorial(whole[0]) if name == "!" else math.comb(*whole))
         if any(self.size(argument) > 16 for argument in arguments if argument != 0):
             raise TooLargeError
@@ -248,7 +287,11 @@ class Point:
 
     def inexact(self, value: Value) -> Value:
         """A number of ``mpmath``, for a fraction too."""
-        return self.mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+        return (
+            self.mp.mpf(value.numerator) / value.denominator
+            if isinstance(value, Fraction)
+            else value
+        )
 
     def size(self, value: Value) -> float:
         """The binary logarithm of a value other than zero, to the next integer."""
@@ -261,7 +304,8 @@ class Point:
         return isinstance(value, Fraction) or not isinstance(value, self.mp.mpc) or value.imag == 0
 
     def _clean(self, value: Value) -> Value:
-        """Without a part that only rounding left; and a long fraction as a number of some digits."""
+        """Without a part that only rounding left; and a long fraction as a number of some
+        digits."""
         if isinstance(value, Fraction):
             long = value.numerator.bit_length() + value.denominator.bit_length() > EXACT_BITS
             return self.inexact(value) if long else value
@@ -271,12 +315,18 @@ class Point:
             real, imaginary = value.real, value.imag
             if abs(imaginary) <= abs(real) * self.rounding:
                 return real
-            return self.mp.mpc(0, imaginary) if abs(real) <= abs(imaginary) * self.rounding else value
+            return (
+                self.mp.mpc(0, imaginary) if abs(real) <= abs(imaginary) * self.rounding else value
+            )
         return value
 
 
 WORKED_OUT = {
-    *(prefix + name for prefix in ("", "a") for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh")),
+    *(
+        prefix + name
+        for prefix in ("", "a")
+        for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh")
+    ),
     *("tanh", "coth", "atanh", "acoth", "abs", "root", "floor", "ceil", "!", "binom", "log", "ln"),
 }
 

@@ -41,19 +41,23 @@ from megatron_dppo.rewards.math.notation import (
 from megatron_dppo.rewards.math.quantities import numeral_of, same_amount, same_number, same_share
 
 LONGEST = 1000
-"""Characters of an answer that is read at all; a longer one is right only if it is the label letter by letter."""
+"""Characters of an answer that is read at all; a longer one is right only if it is the label letter
+by letter."""
 DEEPEST = 24
 """Brackets within brackets that are read."""
 MOST_MEMBERS = 64
 LETTER = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]")
 PRODUCT = re.compile(r"(?:[a-z](?:_\{?\w+\}?)?){2,}")
 """A name that is a product: ``xy = 6`` is an equation."""
-NAMED = re.compile(r"the (?!.*\b(?:negative|inverse|reciprocal|opposite|half|twice)\b)", re.IGNORECASE)
+NAMED = re.compile(
+    r"the (?!.*\b(?:negative|inverse|reciprocal|opposite|half|twice)\b)", re.IGNORECASE
+)
 """How a sentence begins whose subject is what was asked for: the largest n is 34."""
 OPERATORS = r"\\(?:cup|cap|setminus)(?![a-zA-Z])"
 SETS = rf"{OPERATORS}|\\ne(?![a-zA-Z])"
 BUILT = re.compile(r":|\\mid(?![a-zA-Z])|^[^|]*(?:\|[^|]*\|[^|]*)*\|[^|]*$")
-"""A set that is told by what its members have in common: by a colon, or a bar that closes no absolute value."""
+"""A set that is told by what its members have in common: by a colon, or a bar that closes no
+absolute value."""
 Member = tuple[str | None, str]
 """Name and value."""
 
@@ -94,8 +98,8 @@ def judge(label: str, answer: str) -> Verdict:
 class _Comparison:
     """Compares one label with one answer, and their parts with each other.
 
-    Each ``by_`` method is a declared equivalence. It says whether two texts are the same by it, or None where they are
-    not its case.
+    Each ``by_`` method is a declared equivalence. It says whether two texts are the same by it, or
+    None where they are not its case.
     """
 
     def __init__(self) -> None:
@@ -155,7 +159,11 @@ class _Comparison:
             if two_names:
                 return False
             same = same_real_set(expected, found)
-            return self.matched_sets(expected, found) if same is None and re.search(OPERATORS, both) else same
+            return (
+                self.matched_sets(expected, found)
+                if same is None and re.search(OPERATORS, both)
+                else same
+            )
         one, two = bracketed(expected), bracketed(found)
         if one is None or two is None:
             return None
@@ -168,11 +176,15 @@ class _Comparison:
         """Unions of the same sets, and differences or intersections of the same in one order."""
         for operator in ("setminus", "cup", "cap"):
             parted = united if operator == "cup" else split
-            ones, others = (parted(text, rf"\\{operator}(?![a-zA-Z])") for text in (expected, found))
+            ones, others = (
+                parted(text, rf"\\{operator}(?![a-zA-Z])") for text in (expected, found)
+            )
             if max(len(ones), len(others)) > 1:
                 if operator == "setminus":
                     return self.all_same(ones, others)
-                return self.matched([(None, one) for one in ones], [(None, other) for other in others])
+                return self.matched(
+                    [(None, one) for one in ones], [(None, other) for other in others]
+                )
         return same_algebra(expected, found)
 
     def by_list(self, label: str, answer: str) -> bool | None:
@@ -180,13 +192,19 @@ class _Comparison:
         if tuples != (label, answer):
             return self.same(*tuples)
         (expected, braces), (found, others) = members(label), members(answer)
-        if (len(expected) == len(found) == 1 and not (braces or others)) or (bracketed(label) and bracketed(answer)):
+        if (len(expected) == len(found) == 1 and not (braces or others)) or (
+            bracketed(label) and bracketed(answer)
+        ):
             return None
         if any(text.startswith(OPEN_SET) and BUILT.search(text) for text in (label, answer)):
             return None
         if max(len(expected), len(found)) > MOST_MEMBERS:
             return False
-        if len(expected) != len(found) and 1 in (len(expected), len(found)) and not (braces or others):
+        if (
+            len(expected) != len(found)
+            and 1 in (len(expected), len(found))
+            and not (braces or others)
+        ):
             expected, found = unpacked(label) or expected, unpacked(answer) or found
         owners = [sides(text)[0] for text in (label, answer)] if braces and others else [None]
         if None not in owners and len(set(owners)) > 1:
@@ -198,7 +216,8 @@ class _Comparison:
         )
 
     def matched(self, expected: Sequence[Member], found: Sequence[Member]) -> bool:
-        """Whether each member of one is exactly one of the other; in order where one side lacks several names."""
+        """Whether each member of one is exactly one of the other; in order where one side lacks
+        several names."""
         if len(expected) != len(found) or len(found) > MOST_MEMBERS:
             return False
         missing = [any(name is None for name, _ in some) for some in (expected, found)]
@@ -238,7 +257,8 @@ class _Comparison:
         return self.chain(*chains)
 
     def chain(self, expected: list[str], found: list[str]) -> bool | None:
-        """Equations in a row. In front are the same names, or one name on one side; all the rest has one value."""
+        """Equations in a row. In front are the same names, or one name on one side; all the rest
+        has one value."""
         for chain in (expected, found):
             named = [is_name(part) for part in chain]
             if sorted(named, reverse=True) != named:
@@ -248,7 +268,9 @@ class _Comparison:
         few = sorted(map(len, names)) in ([0, 0], [0, 1])
         if not all(values) or not (names[0] == names[1] or few):
             return False
-        if names == [set(), set()] and any(LETTER.search(part) for chain in (expected, found) for part in chain):
+        if names == [set(), set()] and any(
+            LETTER.search(part) for chain in (expected, found) for part in chain
+        ):
             return False  # an equation is no value, unless it is a sum worked out: 2 + 3 = 5
         return all(self.same(values[0][0], value) for value in (*values[0][1:], *values[1]))
 
@@ -262,7 +284,10 @@ class _Comparison:
         alone = [enclosed(text) for text in (label, answer)]
         if not any(whole is not None and whole[0] in "([" for whole in alone):
             return None
-        one, other = (whole[1].strip() if whole else text for whole, text in zip(alone, (label, answer), strict=True))
+        one, other = (
+            whole[1].strip() if whole else text
+            for whole, text in zip(alone, (label, answer), strict=True)
+        )
         return self.same(one, other)
 
     def same_brackets(self, expected: Bracketed, found: Bracketed) -> bool:
@@ -291,7 +316,8 @@ RULES: Mapping[str, Callable[[_Comparison, str, str], bool | None]] = {
     "matrix": _Comparison.by_matrix,
     "algebra": lambda _, label, answer: same_algebra(label, answer),
 }
-"""The equivalences in the order in which they are asked: the first whose case the two texts are decides."""
+"""The equivalences in the order in which they are asked: the first whose case the two texts are
+decides."""
 
 
 def _depth(text: str) -> int:
@@ -311,12 +337,15 @@ def math_verdict(
     prompt: str = "",
     thinking_tags: Sequence[str] = THINKING_TAGS,
 ) -> dict[str, Any]:
-    r"""``score``: 1 if the answer equals the label as mathematics, else 0; ``pred``: the answer; ``by``: why it is.
+    r"""``score``: 1 if the answer equals the label as mathematics, else 0; ``pred``: the answer;
+    ``by``: why it is.
 
-    The answer stands after the thoughts, see :func:`~megatron_dppo.rewards.math.completion.after_thoughts`: in the last
-    ``\boxed{}`` (in all of them, where several are listed), else after the last ``####`` or ``#``, else what
-    :func:`~megatron_dppo.rewards.math.completion.said_answer` finds. The label may be marked in the same way, or be the
-    bare answer. This function has no time limit: the process that it runs in is killed when the time is over.
+    The answer stands after the thoughts, see
+    :func:`~megatron_dppo.rewards.math.completion.after_thoughts`: in the last ``\boxed{}`` (in all
+    of them, where several are listed), else after the last ``####`` or ``#``, else what
+    :func:`~megatron_dppo.rewards.math.completion.said_answer` finds. The label may be marked in the
+    same way, or be the bare answer. This function has no time limit: the process that it runs in is
+    killed when the time is over.
 
     Raises:
         ValueError: if the label is empty: a fault of the data, not of the answer.
@@ -329,7 +358,11 @@ def math_verdict(
     numbers = plain_number(label), plain_number(answer)
     if numbers[0] is not None and numbers[1] is not None and numbers[0] == numbers[1]:
         # Spares the great majority of answers all that follows.
-        return {"score": 1.0, "pred": answer, "by": () if label.strip() == answer.strip() else ("number",)}
+        return {
+            "score": 1.0,
+            "pred": answer,
+            "by": () if label.strip() == answer.strip() else ("number",),
+        }
     verdict = judge(label, answer)
     boxes = stated_boxes(solution_str)
     if not verdict.right and len(boxes) > 1:  # one answer in several forms
@@ -338,5 +371,6 @@ def math_verdict(
     return {"score": float(verdict.right), "pred": answer, "by": verdict.by}
 
 
-# The first call takes longer than many verdicts. It is made here, so that no completion has to wait for it.
+# The first call takes longer than many verdicts. It is made here, so that no completion has to wait
+# for it.
 judge(r"\sqrt{4}", r"2^{1}")

@@ -1,8 +1,8 @@
 """Random pruning with known probabilities: of prompts before rollouts, of completions after them.
 
-``prune`` does it to completions for trainers of others: what of a batch to train on, and with which weights. It
-requires only NumPy, and no configuration. :func:`~megatron_dppo.rl.plan.plan_step` does the same for a run
-of this project, with both levels, minibatches and packs.
+``prune`` does it to completions for trainers of others: what of a batch to train on, and with which
+weights. It requires only NumPy, and no configuration. :func:`~megatron_dppo.rl.plan.plan_step` does
+the same for a run of this project, with both levels, minibatches and packs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatron_dppo.rl.types import Bools, Floats
 class Kept(NamedTuple):
     """Completions to train on. Arrays are [Q, G].
 
-    For a group of one right and three wrong answers half the tokens may leave ``mask`` [[True, False, True, False]] and
-    ``weights`` [[1, 0, 3, 0]].
+    For a group of one right and three wrong answers half the tokens may leave ``mask`` [[True,
+    False, True, False]] and ``weights`` [[1, 0, 3, 0]].
     """
 
     mask: Bools
@@ -53,43 +53,49 @@ def prune(
     max_weight: float = 10.0,
     seed: int | Sequence[int] | np.random.Generator = 0,
 ) -> Kept:
-    """Choose by chance which completions of a batch are trained on, and weigh them so that the gradient stays unbiased.
+    """Choose by chance which completions of a batch are trained on, and weigh them so that the
+    gradient stays unbiased.
 
-    With the advantages A and the normaliser Z of the *whole* batch, Σ weights·A·c·(∇ of the tokens' losses)/Z over the
-    completions that are kept has the expectation of the same sum over all of them: DPPO (arXiv:2603.04135), with the
-    probabilities of least variance (Neyman's) for its default rule. Z must not depend on the draw: dividing by what was
-    kept, as a mean over the kept completions does, is biased.
+    With the advantages A and the normaliser Z of the *whole* batch, Σ weights·A·c·(∇ of the tokens'
+    losses)/Z over the completions that are kept has the expectation of the same sum over all of
+    them: DPPO (arXiv:2603.04135), with the probabilities of least variance (Neyman's) for its
+    default rule. Z must not depend on the draw: dividing by what was kept, as a mean over the kept
+    completions does, is biased.
 
         mask, weights = prune([[12, 30, 18, 25]], [[1.0, 0.0, 0.0, 0.0]], budget=0.5)
 
-    A trainer that sees only the kept completions divides by its own count of them. Multiply the weights by that count
-    over the count of the whole batch:
+    A trainer that sees only the kept completions divides by its own count of them. Multiply the
+    weights by that count over the count of the whole batch:
 
-    - completions kept over completions, for means over rows: ``grpo``, ``sapo``, ``dr_grpo`` and ``luspo`` of TRL,
-      ``seq-mean-…`` of verl;
-    - tokens kept over tokens, for means over the tokens of the kept rows: ``bnpo`` of TRL, ``token-mean`` of verl;
+    - completions kept over completions, for means over rows: ``grpo``, ``sapo``, ``dr_grpo`` and
+      ``luspo`` of TRL, ``seq-mean-…`` of verl;
+    - tokens kept over tokens, for means over the tokens of the kept rows: ``bnpo`` of TRL,
+      ``token-mean`` of verl;
     - 1, if the divisor was counted before the draw: ``dapo`` and ``cispo`` of TRL.
 
-    The product multiplies the whole loss of a completion. A KL term β·KL that the trainer adds to the loss needs the
-    same factor, weights·factor·β in place of β. It then counts the completions of groups whose rewards differ:
-    completions of equal reward are never kept, and their KL is left out.
+    The product multiplies the whole loss of a completion. A KL term β·KL that the trainer adds to
+    the loss needs the same factor, weights·factor·β in place of β. It then counts the completions
+    of groups whose rewards differ: completions of equal reward are never kept, and their KL is left
+    out.
 
     Args:
         lengths: [Q, G], tokens of each response; G completions of each of Q prompts.
         rewards: [Q, G].
-        logprobs: of each prompt's completions, the log-probabilities of their tokens at sampling: lists of lists, or
-            [Q, G, T] with padding at the end. None: what they would tell of the gradients' norms is not used, and the
-            variance is higher.
-        budget: share of all tokens, prompts' included, that is trained on. Under ``threshold`` it is the chance of the
-            low-scored, 1 − r of the paper; under ``top_k`` and ``extremes``, which are biased, a share of completions.
-            ``auto``, for ``neyman``: the share at which variance × (tokens generated and trained on) is least.
-        advantages: [Q, G], the trainer's own. None: rewards less their group's mean. Completions whose advantage is 0
-            are never kept.
+        logprobs: of each prompt's completions, the log-probabilities of their tokens at sampling:
+            lists of lists, or [Q, G, T] with padding at the end. None: what they would tell of the
+            gradients' norms is not used, and the variance is higher.
+        budget: share of all tokens, prompts' included, that is trained on. Under ``threshold`` it
+            is the chance of the low-scored, 1 − r of the paper; under ``top_k`` and ``extremes``,
+            which are biased, a share of completions. ``auto``, for ``neyman``: the share at which
+            variance × (tokens generated and trained on) is least.
+        advantages: [Q, G], the trainer's own. None: rewards less their group's mean. Completions
+            whose advantage is 0 are never kept.
         prompt_lengths: [Q] or one for all, tokens that a completion is trained together with.
         rule: a name in ``COMPLETION_RULES``.
-        normalise: whether advantages are divided by their group's standard deviation (as in GRPO, not in Dr.GRPO);
-            without effect on a trainer's own.
-        sequence_mean: whether a completion's loss is the mean over its tokens (GRPO), or their sum (DAPO, Dr.GRPO).
+        normalise: whether advantages are divided by their group's standard deviation (as in GRPO,
+            not in Dr.GRPO); without effect on a trainer's own.
+        sequence_mean: whether a completion's loss is the mean over its tokens (GRPO), or their sum
+            (DAPO, Dr.GRPO).
         max_weight: no weight is larger.
         seed: of the draw; another one in each step.
 
@@ -98,25 +104,33 @@ def prune(
     """
     length, reward = np.asarray(lengths, np.float64), np.asarray(rewards, np.float64)
     if length.ndim != 2 or length.shape != reward.shape:
-        raise ValueError(f"lengths {length.shape} and rewards {reward.shape} should both be [prompts, completions].")
+        raise ValueError(
+            f"lengths {length.shape} and rewards {reward.shape} should both be [prompts, "
+            "completions]."
+        )
     if rule not in COMPLETION_RULES:
         raise ValueError(f"rule={rule!r} is none of {', '.join(COMPLETION_RULES)}.")
     if budget == "auto" and rule != "neyman":
         raise ValueError(f"budget='auto' is for rule='neyman'; give a share for rule={rule!r}.")
     share = 1.0 if budget == "auto" else budget
     if not (0.0 < share <= 1.0 <= max_weight and (length > 0).all() and np.isfinite(reward).all()):
-        raise ValueError("0 < budget <= 1 <= max_weight is wanted, lengths of at least 1, and finite rewards.")
+        raise ValueError(
+            "0 < budget <= 1 <= max_weight is wanted, lengths of at least 1, and finite rewards."
+        )
     if advantages is None:
         advantage = group_advantages(without_rounding(reward), normalise=normalise)
     else:
         advantage = np.asarray(advantages, np.float64)
         if advantage.shape != length.shape or not np.isfinite(advantage).all():
-            raise ValueError(f"advantages {advantage.shape} should be finite, and {length.shape} as lengths are.")
+            raise ValueError(
+                f"advantages {advantage.shape} should be finite, and {length.shape} as lengths are."
+            )
     norm = 1.0 if logprobs is None else _score_norms(logprobs, length)
     candidates = CompletionCandidates(
         advantage=advantage,
         score=np.abs(advantage) * norm / (length if sequence_mean else 1.0),
-        cost=length + np.broadcast_to(np.asarray(prompt_lengths, np.float64).reshape(-1, 1), length.shape),
+        cost=length
+        + np.broadcast_to(np.asarray(prompt_lengths, np.float64).reshape(-1, 1), length.shape),
         floor=np.full_like(length, 1.0 / max_weight),
         zero_advantage=advantage == 0.0,
     )
@@ -147,18 +161,28 @@ def draw_from(
     share = efficient_keep(rule, candidates, generated) if budget == "auto" else budget
     inclusion = completion_inclusion(rule, candidates, share)
     mask = draw_completions(rule, candidates, inclusion, np.random.default_rng(seed))
-    return Kept(mask, np.where(mask, completion_weight(rule, candidates, inclusion, share), 0.0)), inclusion
+    return Kept(
+        mask, np.where(mask, completion_weight(rule, candidates, inclusion, share), 0.0)
+    ), inclusion
 
 
 def _score_norms(logprobs: Sequence[Sequence[ArrayLike]], lengths: Floats) -> Floats:
-    """[Q, G], √Σ_t (1 − p_t)², in proportion to which the norm of a completion's score is expected to grow."""
+    """[Q, G], √Σ_t (1 − p_t)², in proportion to which the norm of a completion's score is expected
+    to grow."""
     if [len(group) for group in logprobs] != [lengths.shape[1]] * len(lengths):
-        raise ValueError("logprobs should have {} prompts of {} completions, as lengths has.".format(*lengths.shape))
+        raise ValueError(
+            "logprobs should have {} prompts of {} completions, as lengths has.".format(
+                *lengths.shape
+            )
+        )
     norms = np.empty_like(lengths)
     for (prompt, completion), length in np.ndenumerate(lengths):
         tokens = np.asarray(logprobs[prompt][completion], np.float64)
         if len(tokens) < length:
             where = f"logprobs[{prompt}][{completion}]"
-            raise ValueError(f"{where} has {len(tokens)} log-probabilities, and the response {length:.0f} tokens.")
+            raise ValueError(
+                f"{where} has {len(tokens)} log-probabilities, and the response {length:.0f} "
+                "tokens."
+            )
         norms[prompt, completion] = np.linalg.norm(np.expm1(tokens[: int(length)]))
     return norms

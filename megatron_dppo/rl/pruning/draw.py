@@ -1,4 +1,5 @@
-"""The draw of one minibatch, and a step's ``prune/…`` metrics and pruning statistics from its draws.
+"""The draw of one minibatch, and a step's ``prune/…`` metrics and pruning statistics from its
+draws.
 
 Advantages and the normaliser come from whole groups, before anything is drawn.
 """
@@ -37,8 +38,9 @@ from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 class PruningDraw:
     """A minibatch of Q groups after its draw. Arrays are [Q, G].
 
-    The paper's rule at ``keep`` 0.5 on one right and two wrong answers has ``inclusion`` [[1, 0.5, 0.5]] and ``weight``
-    [[1, 2, 2]] if the prompt was kept for certain. Its draw may have ``kept`` [[True, False, True]].
+    The paper's rule at ``keep`` 0.5 on one right and two wrong answers has ``inclusion`` [[1, 0.5,
+    0.5]] and ``weight`` [[1, 2, 2]] if the prompt was kept for certain. Its draw may have ``kept``
+    [[True, False, True]].
     """
 
     advantage: Floats
@@ -47,14 +49,15 @@ class PruningDraw:
     inclusion: Floats
     """π of the completion, given its prompt; 0 for zero advantage."""
     weight: Floats
-    """1/(π_prompt·π), the Horvitz-Thompson weight that it has if it is kept; 0 for zero advantage. A biased rule has
-    weights of its own in place of 1/π."""
+    """1/(π_prompt·π), the Horvitz-Thompson weight that it has if it is kept; 0 for zero advantage.
+    A biased rule has weights of its own in place of 1/π."""
     kept: Bools
     zero_advantage: Bools
-    """A = 0, no KL term and no teacher, or masked: the gradient is exactly 0. No rule trains on these, and none is said
-    to save them."""
+    """A = 0, no KL term and no teacher, or masked: the gradient is exactly 0. No rule trains on
+    these, and none is said to save them."""
     segments: Floats
-    """[Q, G, S], the advantage of each segment, of which ``advantage`` is a mean; S = 1 where a completion has one."""
+    """[Q, G, S], the advantage of each segment, of which ``advantage`` is a mean; S = 1 where a
+    completion has one."""
     normaliser: float
     """Z"""
     magnitude: Floats
@@ -62,11 +65,17 @@ class PruningDraw:
 
 
 def prune_minibatch(
-    part: StepMetadata, config: Config, objective: Objective, *, keep: Keep, rng: np.random.Generator
+    part: StepMetadata,
+    config: Config,
+    objective: Objective,
+    *,
+    keep: Keep,
+    rng: np.random.Generator,
 ) -> PruningDraw:
     """Draw what a minibatch trains on.
 
-    No weight exceeds ``pruning.max_weight``, since no completion's probability is below 1/(max_weight·π_prompt).
+    No weight exceeds ``pruning.max_weight``, since no completion's probability is below
+    1/(max_weight·π_prompt).
 
     Args:
         part: metadata of the minibatch's groups, with the part of the window that they stand for.
@@ -78,15 +87,22 @@ def prune_minibatch(
     pruning = config.pruning.completions
     candidates, segments, c, magnitude = completion_terms(part, config, objective)
     if keep == "auto":
-        keep = efficient_keep(pruning.named, candidates, generated=float(part.response_lengths.sum()))
+        keep = efficient_keep(
+            pruning.named, candidates, generated=float(part.response_lengths.sum())
+        )
     inclusion = completion_inclusion(pruning.named, candidates, keep)
     kept = draw_completions(pruning.named, candidates, inclusion, rng, draw=pruning.draw)
-    weight = completion_weight(pruning.named, candidates, inclusion, keep) / part.prompt_inclusion[:, None]
+    weight = (
+        completion_weight(pruning.named, candidates, inclusion, keep)
+        / part.prompt_inclusion[:, None]
+    )
     z = normaliser(
         objective.aggregation,
         sampled_lengths=part.sampled_lengths,
         prompt_inclusion=part.prompt_inclusion,
-        prompts=len(part.prompt_ids) if prompt_rule(config.pruning.prompts.named).biased else part.window,
+        prompts=len(part.prompt_ids)
+        if prompt_rule(config.pruning.prompts.named).biased
+        else part.window,
         max_response_tokens=config.rollout.max_response_tokens,
     )
     if pruning.normaliser == "kept":
@@ -131,21 +147,26 @@ def completion_terms(
         advantage=advantage,
         score=magnitude * c * score_norms / prompt_inclusion,
         cost=part.tokens.astype(np.float64),
-        floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
+        floor=np.broadcast_to(
+            np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape
+        ),
         zero_advantage=(advantage == 0.0) & rewards_alone | masked,
     )
     return candidates, segments, c, magnitude
 
 
 def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
-    """Return the root mean square of the factors of a completion's token scores, [Q, G]. Without a teacher: |A|.
+    """Return the root mean square of the factors of a completion's token scores, [Q, G]. Without a
+    teacher: |A|.
 
-    A server's tokens have the advantages A + β·log q/p, whose mean square is (A + β·mean)² + (β·deviation)².
+    A server's tokens have the advantages A + β·log q/p, whose mean square is (A + β·mean)² +
+    (β·deviation)².
 
-    With a teacher's whole distribution a token's gradient by the logits is −A·(e_t − p) + β·p·(log(p/q) − KL). The
-    log-ratios are known only once the teacher has read the rollouts. They are taken to be of size 1, and the two terms
-    to be orthogonal: √(A² + β²). Either vanishes where the policy is certain, so that both are multiplied by the norm
-    of the scores. That is a guess: it sets probabilities, and no weight depends on its being right.
+    With a teacher's whole distribution a token's gradient by the logits is −A·(e_t − p) +
+    β·p·(log(p/q) − KL). The log-ratios are known only once the teacher has read the rollouts. They
+    are taken to be of size 1, and the two terms to be orthogonal: √(A² + β²). Either vanishes where
+    the policy is certain, so that both are multiplied by the norm of the scores. That is a guess:
+    it sets probabilities, and no weight depends on its being right.
     """
     pull = config.loss.distillation_coef * part.log_ratios
     return np.hypot(advantage + pull[..., 0], pull[..., 1])
@@ -153,7 +174,8 @@ def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
 
 # The coordinates of the census's tables are rounded, so that the tables stay small.
 PER_GROUP = 16
-"""The share of a group's answers that are better than its mean is exact for groups of up to this size."""
+"""The share of a group's answers that are better than its mean is exact for groups of up to this
+size."""
 PER_DEVIATION = 2
 PER_OCTAVE_OF_LENGTH = 4
 PER_OCTAVE_OF_SCORE = 2
@@ -162,39 +184,47 @@ WIDEST_SCORE = 4
 
 
 def prune_metrics(
-    window: float, parts: Sequence[tuple[StepMetadata, PruningDraw]], *, biased_prompts: bool = False
+    window: float,
+    parts: Sequence[tuple[StepMetadata, PruningDraw]],
+    *,
+    biased_prompts: bool = False,
 ) -> dict[str, float]:
     """``prune/…`` of a step.
 
     The tokens of a completion are those of its prompt and of its response.
 
     - ``kept_prompt_fraction``: prompts rolled out, over the window.
-    - ``kept_completion_fraction``, ``kept_token_fraction``: completions trained on, and their tokens, over those rolled
-      out.
+    - ``kept_completion_fraction``, ``kept_token_fraction``: completions trained on, and their
+      tokens, over those rolled out.
     - ``zero_advantage_fraction``: completions with an advantage of 0, or masked.
     - ``max_weight``: the largest Horvitz-Thompson weight among the kept completions.
-    - ``effective_sample_size``: (Σw)²/Σw² over the kept completions, as a share of their number (Kish); left out
-      where nothing was kept.
-    - ``saved_tokens_prompts``: tokens of the prompts that were not rolled out, estimated by Σ T_q·(1/π_q − 1), T_q the
-      tokens of a group that was. A biased rule gives no π; there each counts with the mean of those rolled out.
-    - ``saved_tokens_completions``: tokens of completions that were rolled out, have a gradient, and were pruned.
-    - ``zero_advantage_tokens``: tokens of completions whose gradient is exactly 0. They are not trained on without
-      pruning either, so that they are no saving.
+    - ``effective_sample_size``: (Σw)²/Σw² over the kept completions, as a share of their number
+      (Kish); left out where nothing was kept.
+    - ``saved_tokens_prompts``: tokens of the prompts that were not rolled out, estimated by Σ
+      T_q·(1/π_q − 1), T_q the tokens of a group that was. A biased rule gives no π; there each
+      counts with the mean of those rolled out.
+    - ``saved_tokens_completions``: tokens of completions that were rolled out, have a gradient, and
+      were pruned.
+    - ``zero_advantage_tokens``: tokens of completions whose gradient is exactly 0. They are not
+      trained on without pruning either, so that they are no saving.
     - ``variance_inflation``: see the function of that name.
-    - ``noise_share_prompts``, ``noise_share_completions``: the shares of prompt and completion pruning in the
-      gradient's noise, see ``gradient_noise``. The rest is the share of sampling.
+    - ``noise_share_prompts``, ``noise_share_completions``: the shares of prompt and completion
+      pruning in the gradient's noise, see ``gradient_noise``. The rest is the share of sampling.
 
-    The last three are left out if the rule of either level is biased: its error is its bias as well as its variance.
-    A biased rule for completions is recognised by its weights.
+    The last three are left out if the rule of either level is biased: its error is its bias as well
+    as its variance. A biased rule for completions is recognised by its weights.
 
     Args:
         window: N, the prompts that the step considered.
-        parts: its minibatches, each with its draw; and the groups that a rule left out, see ``left_out``.
+        parts: its minibatches, each with its draw; and the groups that a rule left out, see
+            ``left_out``.
         biased_prompts: whether the rule for prompts is biased.
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
     tokens = np.concatenate([part.tokens for part, _ in parts])
-    kept, zero_advantage, advantage, weight = _of_all(parts, "kept", "zero_advantage", "advantage", "weight")
+    kept, zero_advantage, advantage, weight = _of_all(
+        parts, "kept", "zero_advantage", "advantage", "weight"
+    )
     weight = weight[kept]
     metrics = {
         "prune/kept_prompt_fraction": prompts / window if window else 0.0,
@@ -202,14 +232,18 @@ def prune_metrics(
         "prune/kept_token_fraction": float(tokens[kept].sum() / tokens.sum()) if kept.size else 0.0,
         "prune/zero_advantage_fraction": float((advantage == 0.0).mean()) if kept.size else 0.0,
         "prune/max_weight": float(weight.max(initial=0.0)),
-        "prune/saved_tokens_prompts": max(window - prompts, 0.0) * float(tokens.sum()) / max(prompts, 1)
+        "prune/saved_tokens_prompts": max(window - prompts, 0.0)
+        * float(tokens.sum())
+        / max(prompts, 1)
         if biased_prompts
         else sum(_tokens_not_rolled_out(part) for part, _ in parts),
         "prune/saved_tokens_completions": float(tokens[~kept & ~zero_advantage].sum()),
         "prune/zero_advantage_tokens": float(tokens[~kept & zero_advantage].sum()),
     }
     if weight.size:
-        metrics["prune/effective_sample_size"] = float(weight.sum() ** 2 / (weight.size * (weight**2).sum()))
+        metrics["prune/effective_sample_size"] = float(
+            weight.sum() ** 2 / (weight.size * (weight**2).sum())
+        )
     if not biased_prompts and all(_weighted_by_inclusion(part, pruned) for part, pruned in parts):
         sampling, by_prompts, by_completions = gradient_noise(parts)
         total = sampling + by_prompts + by_completions
@@ -243,28 +277,36 @@ def left_out(part: StepMetadata) -> PruningDraw:
 
 
 def variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> float:
-    """By how much pruning multiplies the sum of squares of the terms: Σ h²/(π_prompt·π) over Σ h²; 1 without pruning.
+    """By how much pruning multiplies the sum of squares of the terms: Σ h²/(π_prompt·π) over Σ h²;
+    1 without pruning.
 
-    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, with ``magnitude`` for |A| where there is a teacher. Both sums
-    run over the window, and are estimated from the prompts rolled out. This is the variance of *independent* draws with
-    the same probabilities. A systematic draw has less, of which there is no unbiased estimate. 1 if every h is 0.
+    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, with ``magnitude`` for |A| where there is a
+    teacher. Both sums run over the window, and are estimated from the prompts rolled out. This is
+    the variance of *independent* draws with the same probabilities. A systematic draw has less, of
+    which there is no unbiased estimate. 1 if every h is 0.
     """
     squares = [(_squares(part, pruned), pruned.weight) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)
-    return sum(float((square * weight).sum()) for square, weight in squares) / full if full > 0.0 else 1.0
+    return (
+        sum(float((square * weight).sum()) for square, weight in squares) / full
+        if full > 0.0
+        else 1.0
+    )
 
 
 def gradient_noise(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> tuple[float, float, float]:
     """Where the noise of the gradient comes from, of a step whose weights are 1/(π_prompt·π).
 
-    Each sum is over the window, and an unbiased estimate from the prompts rolled out. Only their ratios are of use.
-    They take the terms for orthogonal and the draws for *independent*; a systematic draw adds less noise than that. h
-    is that of ``variance_inflation``, which times the first sum is the sum of all three.
+    Each sum is over the window, and an unbiased estimate from the prompts rolled out. Only their
+    ratios are of use. They take the terms for orthogonal and the draws for *independent*; a
+    systematic draw adds less noise than that. h is that of ``variance_inflation``, which times the
+    first sum is the sum of all three.
 
     Returns:
         - Σ h², the noise of the full batch, whose completions are sampled. Estimated by Σ h²/π_q.
         - Σ h²·(1/π_q − 1), which the draw of prompts adds. Estimated by Σ (h²/π_q)·(1/π_q − 1).
-        - Σ (h²/π_q)·(1/π − 1), which that of completions adds. Estimated by Σ (h²/π_q)·(1/π_q)·(1/π − 1).
+        - Σ (h²/π_q)·(1/π − 1), which that of completions adds. Estimated by Σ (h²/π_q)·(1/π_q)·(1/π
+          − 1).
     """
     sampling = prompts = completions = 0.0
     for part, pruned in parts:
@@ -288,7 +330,8 @@ def _term_norm(part: StepMetadata, pruned: PruningDraw) -> Floats:
 
 
 def _weighted_by_inclusion(part: StepMetadata, pruned: PruningDraw) -> bool:
-    """Whether every completion with an advantage may be kept, and then has the weight 1/(π_prompt·π)."""
+    """Whether every completion with an advantage may be kept, and then has the weight
+    1/(π_prompt·π)."""
     has_advantage = pruned.advantage != 0.0
     back = (pruned.weight * pruned.inclusion * part.prompt_inclusion[:, None])[has_advantage]
     return bool(np.allclose(back, 1.0))
@@ -300,18 +343,27 @@ def _tokens_not_rolled_out(part: StepMetadata) -> float:
 
 
 def census(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> PruningStats:
-    """Count a step's completions: of all its minibatches, and of the groups that were ``left_out``."""
-    rewards, tokens = (np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens"))
+    """Count a step's completions: of all its minibatches, and of the groups that were
+    ``left_out``."""
+    rewards, tokens = (
+        np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens")
+    )
     lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
-    score = np.concatenate([_term_norm(part, pruned) / part.prompt_inclusion[:, None] for part, pruned in parts])
-    kept, zero_advantage, advantage, inclusion = _of_all(parts, "kept", "zero_advantage", "advantage", "inclusion")
+    score = np.concatenate(
+        [_term_norm(part, pruned) / part.prompt_inclusion[:, None] for part, pruned in parts]
+    )
+    kept, zero_advantage, advantage, inclusion = _of_all(
+        parts, "kept", "zero_advantage", "advantage", "inclusion"
+    )
     has_advantage = advantage != 0.0
 
     def total(which: Bools) -> tuple[int, int]:
         return int(which.sum()), int(tokens[which].sum())
 
     def table(x: Floats, y: Floats) -> tuple[Cell, ...]:
-        return _table(x[has_advantage], y[has_advantage], inclusion[has_advantage], kept[has_advantage])
+        return _table(
+            x[has_advantage], y[has_advantage], inclusion[has_advantage], kept[has_advantage]
+        )
 
     deviations = group_advantages(rewards, normalise=True)
     low, high = rewards.min(axis=1, keepdims=True), rewards.max(axis=1, keepdims=True)
@@ -326,7 +378,9 @@ def census(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> PruningStats:
         binary=bool(((rewards == low) | (rewards == high)).all()),
         by_group=table(_rounded(better, min(samples, PER_GROUP)), side),
         by_reward=table(_rounded(deviations, PER_DEVIATION), side),
-        by_cause=table(_rounded(_log2(lengths), PER_OCTAVE_OF_LENGTH), _rounded(octaves, PER_OCTAVE_OF_SCORE)),
+        by_cause=table(
+            _rounded(_log2(lengths), PER_OCTAVE_OF_LENGTH), _rounded(octaves, PER_OCTAVE_OF_SCORE)
+        ),
     )
 
 
@@ -334,7 +388,8 @@ def _table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[Cell, 
     """One cell for each pair of coordinates that occurs, in ascending order. All [n]."""
     places, cell = np.unique(np.stack([x, y], axis=1), axis=0, return_inverse=True)
     counts, expected, drawn = (
-        np.bincount(cell.ravel(), weights, minlength=len(places)) for weights in (None, inclusion, kept)
+        np.bincount(cell.ravel(), weights, minlength=len(places))
+        for weights in (None, inclusion, kept)
     )
     return tuple(
         (float(x), float(y), int(count), round(float(pi), 6), int(keep))
@@ -343,7 +398,8 @@ def _table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[Cell, 
 
 
 def _log2(values: Floats) -> Floats:
-    """log2. A score of 0, of a completion whose tokens were all certain, is put far below all others."""
+    """log2. A score of 0, of a completion whose tokens were all certain, is put far below all
+    others."""
     return np.log2(np.maximum(values, 1e-12))
 
 

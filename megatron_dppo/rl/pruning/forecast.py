@@ -1,7 +1,9 @@
-"""Predictions of a prompt's next group, by regressions on its features, also for prompts never seen.
+"""Predictions of a prompt's next group, by regressions on its features, also for prompts never
+seen.
 
-Any predictor that has not seen a step's rollouts may set its inclusion probabilities: the gradient stays unbiased, and
-the better the prediction, the less its variance. So every group is predicted before the regressions learn of it.
+Any predictor that has not seen a step's rollouts may set its inclusion probabilities: the gradient
+stays unbiased, and the better the prediction, the less its variance. So every group is predicted
+before the regressions learn of it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from megatron_dppo.rl.types import Floats, Ints, Prompt
 class Outcomes:
     """A step's Q groups, as its predictions are compared with them.
 
-        Outcomes(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3], tokens=[2.5])
+        Outcomes(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3],
+        tokens=[2.5])
 
     is one group with a right and a wrong answer. The lists stand for arrays.
     """
@@ -46,27 +49,31 @@ class Outcomes:
 class PromptForecast(PromptHistory):
     """The records of prompts, and models that know a prompt by its features.
 
-    E[Σ h²] of a prompt's next group is E[Σ A²] · (Σ h²/Σ A²). Where rewards are 0 and 1, the first factor is Σ_k P(k of
-    G are right) · Σ A² of such a group, for which the estimator is tried out. Where they are not, the chance that the
-    group's rewards differ stands for it, which is predicted itself; or the prompt's mean Σ A², if groups of equal
-    reward have advantages, too. The second factor, and the tokens, are regressions of their logarithms on the features:
-    what two visits to a prompt have in common beyond these was measured to be nothing.
+    E[Σ h²] of a prompt's next group is E[Σ A²] · (Σ h²/Σ A²). Where rewards are 0 and 1, the first
+    factor is Σ_k P(k of G are right) · Σ A² of such a group, for which the estimator is tried out.
+    Where they are not, the chance that the group's rewards differ stands for it, which is predicted
+    itself; or the prompt's mean Σ A², if groups of equal reward have advantages, too. The second
+    factor, and the tokens, are regressions of their logarithms on the features: what two visits to
+    a prompt have in common beyond these was measured to be nothing.
 
     Args:
         features: of the pool.
         estimator: of advantages, by its name.
-        taught: whether a teacher gives every group a gradient, also those whose rewards are equal. Then E[Σ h²] is the
-            regression alone, over all groups.
+        taught: whether a teacher gives every group a gradient, also those whose rewards are equal.
+            Then E[Σ h²] is the regression alone, over all groups.
     """
 
-    def __init__(self, features: PromptFeatures, estimator: str = "grpo", *, taught: bool = False) -> None:
+    def __init__(
+        self, features: PromptFeatures, estimator: str = "grpo", *, taught: bool = False
+    ) -> None:
         super().__init__()
         self._features, self._estimator, self._taught = features, estimator, taught
         self._success = SuccessModel(features.size)
         self._size, self._tokens = SizeModel(features.size), SizeModel(features.size)
 
     def expected_square(self, prompt_ids: Ints, *, group_size: int) -> Floats:
-        """Return E[Σ_i h_i²] of the next group of each prompt, [N], up to a factor common to all."""
+        """Return E[Σ_i h_i²] of the next group of each prompt, [N], up to a factor common to
+        all."""
         features = self._features.of(prompt_ids)
         if self._taught:
             return self._size.predict(features)
@@ -81,8 +88,8 @@ class PromptForecast(PromptHistory):
         return square * self._size.predict(features)
 
     def expected_tokens(self, prompt_ids: Ints) -> Floats:
-        """Return the tokens that a completion of each prompt takes to generate, [N]; 1 for all before anything is
-        known."""
+        """Return the tokens that a completion of each prompt takes to generate, [N]; 1 for all
+        before anything is known."""
         return self._tokens.predict(self._features.of(prompt_ids))
 
     def judge_and_learn(self, visits: Outcomes) -> dict[str, float]:
@@ -103,7 +110,9 @@ class PromptForecast(PromptHistory):
     def _judge(self, visits: Outcomes) -> dict[str, float]:
         right, trials = self._outcomes(visits)
         observed = right / trials
-        predicted = self._success.predict(visits.prompt_ids, self._features.of(visits.prompt_ids)).mean()
+        predicted = self._success.predict(
+            visits.prompt_ids, self._features.of(visits.prompt_ids)
+        ).mean()
         return {
             "prune/brier_model": float(((predicted - observed) ** 2).mean()),
             "prune/brier_pool": float(((self.pool_mean - observed) ** 2).mean()),
@@ -121,7 +130,8 @@ class PromptForecast(PromptHistory):
         self.update(visits.prompt_ids, visits.rewards, visits.advantages)
 
     def _outcomes(self, visits: Outcomes) -> tuple[Floats, Floats]:
-        """[Q] and [Q]: successes and trials: right answers of all, or whether the rewards of the group differ."""
+        """[Q] and [Q]: successes and trials: right answers of all, or whether the rewards of the
+        group differ."""
         if self.binary:
             right = (visits.rewards == 1.0).sum(axis=1)
             return right.astype(np.float64), np.full(len(right), float(visits.rewards.shape[1]))
@@ -129,8 +139,11 @@ class PromptForecast(PromptHistory):
         return differ.astype(np.float64), np.ones(len(differ))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, for JSON: Python writes floats so that they read back bit for bit."""
-        return super().state_dict() | {"models": {name: model.state_dict() for name, model in self._models().items()}}
+        """All that a resumed run needs, for JSON: Python writes floats so that they read back bit
+        for bit."""
+        return super().state_dict() | {
+            "models": {name: model.state_dict() for name, model in self._models().items()}
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned, before or after it was written as JSON."""
@@ -158,14 +171,16 @@ WIDEST = 4.0
 
 
 class PromptFeatures:
-    """The features of a pool's prompts, D = 59 for each: a 1, and others of mean 0 and deviation 1 over the pool.
+    """The features of a pool's prompts, D = 59 for each: a 1, and others of mean 0 and deviation 1
+    over the pool.
 
-    They are lengths, the numbers in the text (how many, their sum, the largest; plain, as logarithm and squared), the
-    data source, and hashed tokens and pairs of tokens. A prompt is read when it is first asked for. The scale comes
-    from the pool alone, so that a resumed run has the same features without any state.
+    They are lengths, the numbers in the text (how many, their sum, the largest; plain, as logarithm
+    and squared), the data source, and hashed tokens and pairs of tokens. A prompt is read when it
+    is first asked for. The scale comes from the pool alone, so that a resumed run has the same
+    features without any state.
 
-    The plain features of "2+3=" are, before they are scaled, [4, 1.61, 1.61, 2, 1.10, 5, 1.79, 3, 1.39]: 4 tokens, two
-    numbers of sum 5, the largest 3.
+    The plain features of "2+3=" are, before they are scaled, [4, 1.61, 1.61, 2, 1.10, 5, 1.79, 3,
+    1.39]: 4 tokens, two numbers of sum 5, the largest 3.
     """
 
     size = 1 + PLAIN + SOURCES + TOKENS + PAIRS + PLAIN
@@ -178,7 +193,9 @@ class PromptFeatures:
 
     def of(self, prompt_ids: Ints) -> Floats:
         """[N, D]"""
-        return np.array([self._of(prompt_id) for prompt_id in prompt_ids.tolist()]).reshape(-1, self.size)
+        return np.array([self._of(prompt_id) for prompt_id in prompt_ids.tolist()]).reshape(
+            -1, self.size
+        )
 
     def _of(self, prompt_id: int) -> Floats:
         if prompt_id not in self._known:
@@ -191,8 +208,13 @@ class PromptFeatures:
 
     @cached_property
     def _scale(self) -> Floats:
-        """[3, raw features]: means, deviations, and mean squares of what is scaled by these. Only the leader asks."""
-        sample = np.linspace(0, len(self._pool) - 1, min(len(self._pool), SAMPLE)).round().astype(np.int64)
+        """[3, raw features]: means, deviations, and mean squares of what is scaled by these. Only
+        the leader asks."""
+        sample = (
+            np.linspace(0, len(self._pool) - 1, min(len(self._pool), SAMPLE))
+            .round()
+            .astype(np.int64)
+        )
         raw = np.array([_read(self._pool[i]) for i in sample.tolist()])
         mean, spread = raw.mean(axis=0), raw.std(axis=0)
         return np.array([mean, spread, (_scaled(raw, mean, spread) ** 2).mean(axis=0)])
@@ -200,7 +222,9 @@ class PromptFeatures:
 
 def _scaled(raw: Floats, mean: Floats, spread: Floats) -> Floats:
     varies = spread > 1e-9
-    return np.clip(np.divide(raw - mean, spread, out=np.zeros_like(raw), where=varies), -WIDEST, WIDEST)
+    return np.clip(
+        np.divide(raw - mean, spread, out=np.zeros_like(raw), where=varies), -WIDEST, WIDEST
+    )
 
 
 def _read(prompt: Prompt) -> Floats:
@@ -208,13 +232,26 @@ def _read(prompt: Prompt) -> Floats:
     tokens = prompt.token_ids.tolist()
     sizes = np.array([len(tokens), len(numbers), numbers.sum(), numbers.max(initial=0.0)])
     length, count, total, largest = np.log1p(sizes)
-    plain = [sizes[0], length, np.log1p(len(prompt.text)), sizes[1], count, sizes[2], total, sizes[3], largest]
+    plain = [
+        sizes[0],
+        length,
+        np.log1p(len(prompt.text)),
+        sizes[1],
+        count,
+        sizes[2],
+        total,
+        sizes[3],
+        largest,
+    ]
     source = _hashed([prompt.data_source], SOURCES)
-    return np.concatenate([plain, source, np.sqrt(_hashed(tokens, TOKENS)), np.sqrt(_hashed(pairwise(tokens), PAIRS))])
+    return np.concatenate(
+        [plain, source, np.sqrt(_hashed(tokens, TOKENS)), np.sqrt(_hashed(pairwise(tokens), PAIRS))]
+    )
 
 
 def _hashed(items: Iterable[object], buckets: int) -> Floats:
-    """[buckets], how many of the items fall into each. Python's own hash differs from process to process."""
+    """[buckets], how many of the items fall into each. Python's own hash differs from process to
+    process."""
     counts = np.zeros(buckets)
     for item in items:
         counts[zlib.crc32(repr(item).encode()) % buckets] += 1.0

@@ -27,9 +27,9 @@ RECORD = {
     "easy": 0.0,
     "mixed": 0.0,
 }
-"""The decayed evidence of one prompt; here that of one never seen. A visit counts 1 when made, and ``DECAY`` times as
-much at each later one. With three right and one wrong answer at its only visit, a prompt has right = 3, wrong = 1,
-visits = 1, square = 4 and magnitude = 0.87.
+"""The decayed evidence of one prompt; here that of one never seen. A visit counts 1 when made, and
+``DECAY`` times as much at each later one. With three right and one wrong answer at its only visit,
+a prompt has right = 3, wrong = 1, visits = 1, square = 4 and magnitude = 0.87.
 
 - ``right``: completions of reward 1; ``wrong``: all others.
 - ``square``: Σ over visits of Σ_i A_i².
@@ -41,9 +41,11 @@ visits = 1, square = 4 and magnitude = 0.87.
 
 @dataclass(slots=True)
 class Exploration:
-    """GRESO's p of easy and of hard prompts (arXiv:2506.02177): how often prompts of equal reward are visited again.
+    """GRESO's p of easy and of hard prompts (arXiv:2506.02177): how often prompts of equal reward
+    are visited again.
 
-    At every step each moves a little, so that its share of the rolled-out groups approaches its target.
+    At every step each moves a little, so that its share of the rolled-out groups approaches its
+    target.
     """
 
     easy: float = 0.5
@@ -55,7 +57,8 @@ class Exploration:
     LIMITS: ClassVar[tuple[float, float]] = (0.05, 0.95)
 
     def follow(self, easy: float, hard: float) -> None:
-        """Move by a step's groups: the share whose rewards were all 1, and the share that were equal but not 1."""
+        """Move by a step's groups: the share whose rewards were all 1, and the share that were
+        equal but not 1."""
         self.easy = self._moved(self.easy, easy < self.EASY_TARGET)
         self.hard = self._moved(self.hard, hard < self.HARD_TARGET)
 
@@ -72,8 +75,9 @@ def is_binary(rewards: Floats) -> bool:
 class PromptHistory:
     """A record for each prompt that has been rolled out.
 
-    A step selects its prompts first, and updates the history with their rewards afterwards. If the history included the
-    step's own rollouts, inclusion probabilities would depend on what was drawn, and the weights would be wrong.
+    A step selects its prompts first, and updates the history with their rewards afterwards. If the
+    history included the step's own rollouts, inclusion probabilities would depend on what was
+    drawn, and the weights would be wrong.
     """
 
     def __init__(self) -> None:
@@ -122,30 +126,35 @@ class PromptHistory:
         return self._records.of(prompt_ids)["equal_visits"].astype(np.int64)
 
     def explore(self, prompt_ids: Ints) -> Floats:
-        """[N], GRESO's p: that of easy prompts where the last visit's rewards were all 1, else that of hard ones."""
+        """[N], GRESO's p: that of easy prompts where the last visit's rewards were all 1, else that
+        of hard ones."""
         easy = self._records.of(prompt_ids)["easy"]
         return np.where(easy > 0.0, self._exploration.easy, self._exploration.hard)
 
     def mean_square(self, prompt_ids: Ints) -> Floats:
-        """Return the decayed mean of Σ_i A_i² over each prompt's visits, [N]; for prompts never seen the pool's."""
+        """Return the decayed mean of Σ_i A_i² over each prompt's visits, [N]; for prompts never
+        seen the pool's."""
         record = self._records.of(prompt_ids)
         pool = np.full(len(prompt_ids), self._sum("square") / self._sum("visits"))
         return np.divide(record["square"], record["visits"], out=pool, where=record["visits"] > 0.0)
 
     @property
     def pool_mean(self) -> float:
-        """The share of right answers, or of groups whose rewards differ, over the records of all prompts."""
+        """The share of right answers, or of groups whose rewards differ, over the records of all
+        prompts."""
         right = self._sum("right" if self.binary else "mixed")
         wrong = self._sum("wrong") if self.binary else self._sum("visits", less="mixed")
         return (right + 1.0) / (right + wrong + 2.0)
 
     def _sum(self, name: str, *, less: str | None = None) -> float:
-        # fsum is exact, so that the sum does not depend on the order in which prompts were first seen.
+        # fsum is exact, so that the sum does not depend on the order in which prompts were first
+        # seen.
         seen = self._records.seen
         return math.fsum((seen[name] - seen[less] if less else seen[name]).tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, for JSON: Python writes floats so that they read back bit for bit."""
+        """All that a resumed run needs, for JSON: Python writes floats so that they read back bit
+        for bit."""
         return {
             "binary": self.binary,
             "exploration": [self._exploration.easy, self._exploration.hard],
@@ -212,9 +221,13 @@ class PromptTable:
             self._rows[name][rows] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows by the ids of their prompts, for JSON: Python writes floats so that they read back bit for bit."""
+        """The rows by the ids of their prompts, for JSON: Python writes floats so that they read
+        back bit for bit."""
         ids = np.flatnonzero(self._row_of)
-        return {str(prompt_id): list(row) for prompt_id, row in zip(ids.tolist(), self.of(ids).tolist(), strict=True)}
+        return {
+            str(prompt_id): list(row)
+            for prompt_id, row in zip(ids.tolist(), self.of(ids).tolist(), strict=True)
+        }
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         """Restore the result of ``state_dict``, before or after it was written as JSON."""

@@ -1,7 +1,8 @@
-"""The rules by which prompts of a window are rolled out, and their draw. Nothing is generated for the others.
+"""The rules by which prompts of a window are rolled out, and their draw. Nothing is generated for
+the others.
 
-A new rule is a function from candidates and a share to keep to inclusion probabilities, and an entry of
-``PROMPT_RULES``.
+A new rule is a function from candidates and a share to keep to inclusion probabilities, and an
+entry of ``PROMPT_RULES``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from numpy.typing import ArrayLike
 
 from megatron_dppo.config import PromptPruningConfig
 from megatron_dppo.rl.pruning.forecast import PromptForecast
-from megatron_dppo.rl.pruning.sampling import DRAWS, Rule, below_mean, capped_proportional, draw_bernoulli, own_rule
+from megatron_dppo.rl.pruning.sampling import (
+    DRAWS,
+    Rule,
+    below_mean,
+    capped_proportional,
+    draw_bernoulli,
+    own_rule,
+)
 from megatron_dppo.rl.types import Floats, Ints, Selection
 
 FUNCTION = "pruning.prompts.function"
@@ -24,20 +32,22 @@ FUNCTION = "pruning.prompts.function"
 class PromptCandidates:
     """The N prompts of a window as a rule sees them: earlier visits, and nothing of this step.
 
-    For two prompts, the first seen once with one right answer of four and the second never, ``last_magnitude`` is
-    [0.87, nan] and ``equal_visits`` [0, 0].
+    For two prompts, the first seen once with one right answer of four and the second never,
+    ``last_magnitude`` is [0.87, nan] and ``equal_visits`` [0, 0].
     """
 
     last_magnitude: Floats
     """[N], mean |A| of the last visit; NaN for prompts never seen."""
     expected_square: Floats
-    """[N], E[Σ_i h_i²] of the next group, up to a common factor, h a proxy of the norm of a completion's term."""
+    """[N], E[Σ_i h_i²] of the next group, up to a common factor, h a proxy of the norm of a
+    completion's term."""
     expected_tokens: Floats
     """[N], positive: what a completion takes to generate, up to a common factor."""
     equal_visits: Ints
     """[N], how many of the latest visits, without a break, gave equal rewards."""
     explore: Floats
-    """[N], GRESO's p: that of easy prompts if the last visit's rewards were all 1, else that of hard ones."""
+    """[N], GRESO's p: that of easy prompts if the last visit's rewards were all 1, else that of
+    hard ones."""
     floor: float
     """Least inclusion probability."""
 
@@ -48,10 +58,11 @@ def keep_all(candidates: PromptCandidates, keep: float) -> Floats:
 
 
 def threshold(candidates: PromptCandidates, keep: float) -> Floats:
-    """The DPPO paper's rule (arXiv:2603.04135): ``keep``, its 1 − r, for scores below the window's mean, else 1.
+    """The DPPO paper's rule (arXiv:2603.04135): ``keep``, its 1 − r, for scores below the window's
+    mean, else 1.
 
-    The paper gives no formula for the history score. Here it is the mean |A| of the last visit. A prompt never seen has
-    none: it is left out of the mean, and always kept.
+    The paper gives no formula for the history score. Here it is the mean |A| of the last visit. A
+    prompt never seen has none: it is left out of the mean, and always kept.
     """
     seen = ~np.isnan(candidates.last_magnitude)
     if not seen.any():
@@ -61,10 +72,12 @@ def threshold(candidates: PromptCandidates, keep: float) -> Floats:
 
 
 def neyman(candidates: PromptCandidates, keep: float) -> Floats:
-    """The least variance at a budget of generated tokens: proportional to √(E[Σ h²]/E[tokens]), between floor and 1.
+    """The least variance at a budget of generated tokens: proportional to √(E[Σ h²]/E[tokens]),
+    between floor and 1.
 
-    In units of a prompt of mean length, the budget is the whole number nearest to keep·N, and at least 1. Where all
-    are expected to take as many tokens, a systematic draw keeps exactly that number.
+    In units of a prompt of mean length, the budget is the whole number nearest to keep·N, and at
+    least 1. Where all are expected to take as many tokens, a systematic draw keeps exactly that
+    number.
     """
     budget = max(1, round(keep * len(candidates.expected_square)))
     cost = candidates.expected_tokens / candidates.expected_tokens.mean()
@@ -72,10 +85,12 @@ def neyman(candidates: PromptCandidates, keep: float) -> Floats:
 
 
 def greso(candidates: PromptCandidates, keep: float) -> Floats:
-    """GRESO's rule (arXiv:2506.02177): max(p^z, 0.01), where the latest z visits, without a break, gave equal rewards.
+    """GRESO's rule (arXiv:2506.02177): max(p^z, 0.01), where the latest z visits, without a break,
+    gave equal rewards.
 
-    The more often a prompt gave equal rewards, the more often it is skipped. Kept prompts have weight 1, so that the
-    objective drifts toward prompts of mixed reward. ``keep`` has one use: the rule is off if it is 1.
+    The more often a prompt gave equal rewards, the more often it is skipped. Kept prompts have
+    weight 1, so that the objective drifts toward prompts of mixed reward. ``keep`` has one use: the
+    rule is off if it is 1.
     """
     if keep == 1.0:
         return np.ones_like(candidates.explore)
@@ -83,7 +98,8 @@ def greso(candidates: PromptCandidates, keep: float) -> Floats:
 
 
 def dynamic_sampling(candidates: PromptCandidates, keep: float) -> Floats:
-    """DAPO's rule (arXiv:2503.14476, section 3.2): 1, since groups of equal reward are dropped after their rollouts.
+    """DAPO's rule (arXiv:2503.14476, section 3.2): 1, since groups of equal reward are dropped
+    after their rollouts.
 
     ``next_round`` in ``schedule.py`` says how many more prompts are rolled out in their place.
     """
@@ -97,7 +113,8 @@ PROMPT_RULES: Mapping[str, Rule[PromptCandidates]] = {
     "greso": Rule(greso, draw_bernoulli, biased="prompts that it keeps seldom are not weighted up"),
     "dynamic_sampling": Rule(
         dynamic_sampling,
-        biased="groups of equal reward are replaced by others, so that the mean is over mixed ones only",
+        biased="groups of equal reward are replaced by others, so that the mean is over mixed ones "
+        "only",
     ),
 }
 
@@ -106,9 +123,12 @@ _OWN: dict[str, Rule[PromptCandidates]] = {}
 
 
 def adopt(name: str, function: Callable[[PromptCandidates, float], ArrayLike]) -> None:
-    """Have a user's function be the rule of this name, in this process. Below the floor its probabilities are that."""
+    """Have a user's function be the rule of this name, in this process. Below the floor its
+    probabilities are that."""
     own = own_rule(FUNCTION, name, function, lambda candidates: candidates.expected_square.shape)
-    _OWN[name] = Rule(lambda candidates, keep: np.maximum(own.inclusion(candidates, keep), candidates.floor))
+    _OWN[name] = Rule(
+        lambda candidates, keep: np.maximum(own.inclusion(candidates, keep), candidates.floor)
+    )
 
 
 def prompt_rule(name: str) -> Rule[PromptCandidates]:
@@ -135,13 +155,14 @@ def select(
         group_size: G, completions per prompt.
         keep: the share to keep at this step, that is ``config.keep`` under its schedule.
         rng: the step's generator for ``Purpose.PROMPTS``.
-        longest_first: whether the prompts that are expected to take longest are asked first, so that no long one begins
-            when the others are done (longest processing time first; Graham, 1969).
+        longest_first: whether the prompts that are expected to take longest are asked first, so
+            that no long one begins when the others are done (longest processing time first; Graham,
+            1969).
 
     Returns:
-        The prompts kept in the order in which they are asked, that of the window unless longest first, each with its
-        inclusion probability. The draw does not depend on the order. Under a biased rule, which weighs nothing up, the
-        probabilities are given as 1.
+        The prompts kept in the order in which they are asked, that of the window unless longest
+        first, each with its inclusion probability. The draw does not depend on the order. Under a
+        biased rule, which weighs nothing up, the probabilities are given as 1.
     """
     rule = prompt_rule(config.named)
     candidates = PromptCandidates(
@@ -155,6 +176,10 @@ def select(
     inclusion = rule.inclusion(candidates, keep)
     kept = (DRAWS[config.draw] if config.draw else rule.draw)(inclusion, rng)
     weighted = np.ones_like(inclusion) if rule.biased else inclusion
-    order = np.argsort(-candidates.expected_tokens, kind="stable") if longest_first else np.arange(len(window))
+    order = (
+        np.argsort(-candidates.expected_tokens, kind="stable")
+        if longest_first
+        else np.arange(len(window))
+    )
     asked = order[kept[order]]
     return Selection(prompt_ids=window[asked], inclusion=weighted[asked], window=len(window))

@@ -1,4 +1,5 @@
-"""Sampling with unequal probabilities: from scores and a budget to inclusion probabilities, and from them to a draw."""
+"""Sampling with unequal probabilities: from scores and a budget to inclusion probabilities, and
+from them to a draw."""
 
 from __future__ import annotations
 
@@ -17,16 +18,19 @@ Draw = Callable[[Floats, np.random.Generator], Bools]
 """From inclusion probabilities [n] to what is kept [n]."""
 
 GRID = 1 << 43
-"""Probabilities are rounded to multiples of 1/GRID (1e-13), whose sums are exact in 64 bits for a million units."""
+"""Probabilities are rounded to multiples of 1/GRID (1e-13), whose sums are exact in 64 bits for a
+million units."""
 
 
 def systematic(inclusion: Floats, offset: float) -> Bools:
-    """Madow's systematic draw: lay the probabilities end to end, keep the units that contain offset, offset + 1, …
+    """Madow's systematic draw: lay the probabilities end to end, keep the units that contain
+    offset, offset + 1, …
 
-    Every unit is kept with its own probability. The number kept is the sum of the probabilities to within one, and the
-    sum itself if that is a whole number. Neighbours are seldom kept together, so the order of the units stratifies the
-    draw. The sums are sums of integers, which are exact. In floating point the last interval would end a little early
-    or late, and a unit of probability 1 could be missed.
+    Every unit is kept with its own probability. The number kept is the sum of the probabilities to
+    within one, and the sum itself if that is a whole number. Neighbours are seldom kept together,
+    so the order of the units stratifies the draw. The sums are sums of integers, which are exact.
+    In floating point the last interval would end a little early or late, and a unit of probability
+    1 could be missed.
 
     Args:
         inclusion: [n], in [0, 1].
@@ -38,12 +42,15 @@ def systematic(inclusion: Floats, offset: float) -> Bools:
     shares = np.rint(inclusion * GRID).astype(np.int64)
     _complete(shares)
     start = int(offset * GRID)
-    below = -((start - np.cumsum(shares)) // GRID)  # how many of start, start + GRID, … lie below each unit's end
+    below = -(
+        (start - np.cumsum(shares)) // GRID
+    )  # how many of start, start + GRID, … lie below each unit's end
     return np.diff(below, prepend=0) > 0
 
 
 def _complete(shares: NDArray[np.int64]) -> None:
-    """If the shares miss a multiple of GRID by no more than rounding, make them add up to it, in place."""
+    """If the shares miss a multiple of GRID by no more than rounding, make them add up to it, in
+    place."""
     fractional = np.flatnonzero((shares > 0) & (shares < GRID))
     total = int(shares.sum())
     missing = (total + GRID // 2) // GRID * GRID - total
@@ -76,13 +83,13 @@ class Rule(Generic[Candidates]):
     """
 
     inclusion: Callable[[Candidates, float], Floats]
-    """From candidates and ``keep`` to inclusion probabilities, in the candidates' shape. For completions the caller
-    applies the floors, and drops what has zero advantage."""
+    """From candidates and ``keep`` to inclusion probabilities, in the candidates' shape. For
+    completions the caller applies the floors, and drops what has zero advantage."""
     draw: Draw = draw_systematic
     """How units are drawn, unless ``pruning.….draw`` names another way."""
     biased: str = ""
-    """Why the expected gradient is not the full batch's, for the log. Empty for an unbiased rule, whose kept units are
-    weighted with 1/π."""
+    """Why the expected gradient is not the full batch's, for the log. Empty for an unbiased rule,
+    whose kept units are weighted with 1/π."""
     weight: Callable[[Candidates, float], Floats] | None = None
     """The weights of what a biased rule keeps; None: 1."""
 
@@ -93,7 +100,8 @@ def own_rule(
     function: Callable[[Candidates, float], ArrayLike],
     shape: Callable[[Candidates], Sequence[int]],
 ) -> Rule[Candidates]:
-    """A user's function as an unbiased rule, which raises UserError for what cannot be inclusion probabilities.
+    """A user's function as an unbiased rule, which raises UserError for what cannot be inclusion
+    probabilities.
 
     Args:
         setting: that names the function, and ``name``, its value.
@@ -106,30 +114,37 @@ def own_rule(
             found = np.asarray(function(candidates, keep), np.float64)
         except (Exception, SystemExit) as error:
             problem = f"failed ({type(error).__name__}: {error})"
-            raise UserError(setting, name, problem, "Mend it; it is given candidates and a share") from error
+            raise UserError(
+                setting, name, problem, "Mend it; it is given candidates and a share"
+            ) from error
         if found.shape != tuple(shape(candidates)) or not ((found >= 0.0) & (found <= 1.0)).all():
             problem = f"returned {found!r:.100} for candidates of shape {tuple(shape(candidates))}"
-            raise UserError(setting, name, problem, "Return an inclusion probability between 0 and 1 for each")
+            raise UserError(
+                setting, name, problem, "Return an inclusion probability between 0 and 1 for each"
+            )
         return found
 
     return Rule(inclusion)
 
 
-def capped_proportional(scores: Floats, costs: Floats, budget: float, floor: Floats | float) -> Floats:
+def capped_proportional(
+    scores: Floats, costs: Floats, budget: float, floor: Floats | float
+) -> Floats:
     """Neyman allocation: π = clip(c·s/√cost, floor, 1), with c such that Σ π·cost is the budget.
 
-    If s is the norm of a unit's term, these probabilities minimise the variance Σ s²(1/π − 1) of independent draws that
-    cost the budget in expectation. The floor bounds the weights 1/π.
+    If s is the norm of a unit's term, these probabilities minimise the variance Σ s²(1/π − 1) of
+    independent draws that cost the budget in expectation. The floor bounds the weights 1/π.
 
     Args:
         scores: [n], not negative.
         costs: [n], positive, in the budget's unit (tokens, or prompts).
-        budget: what Σ π·cost is to be. If all fit into it, π is 1. If the floors alone exceed it, π is the floor.
+        budget: what Σ π·cost is to be. If all fit into it, π is 1. If the floors alone exceed it, π
+            is the floor.
         floor: least probability, for all or for each.
 
     Returns:
-        [n], in [floor, 1]. Units of score 0 get their floor. If units of positive score, each at 1, leave some of the
-        budget over, units of score 0 share that as if their scores were equal.
+        [n], in [floor, 1]. Units of score 0 get their floor. If units of positive score, each at 1,
+        leave some of the budget over, units of score 0 share that as if their scores were equal.
     """
     least: Floats = np.minimum(np.broadcast_to(floor, scores.shape), 1.0)
     if costs.sum() <= budget:
@@ -145,15 +160,19 @@ def capped_proportional(scores: Floats, costs: Floats, budget: float, floor: Flo
         return inclusion
     inclusion[~scored] = least[~scored]
     left = budget - float(costs[~scored] @ least[~scored])
-    inclusion[scored] = _proportional(scores[scored] / np.sqrt(costs[scored]), costs[scored], left, least[scored])
+    inclusion[scored] = _proportional(
+        scores[scored] / np.sqrt(costs[scored]), costs[scored], left, least[scored]
+    )
     return inclusion
 
 
 def _proportional(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floats:
-    """clip(c·rate, floor, 1) for positive rates and a budget between what the floors and what all of them cost.
+    """clip(c·rate, floor, 1) for positive rates and a budget between what the floors and what all
+    of them cost.
 
-    The cost grows with c and is linear between the values of c at which a unit leaves its floor or meets its cap.
-    A bisection over these finds the stretch in which the budget is met, and there c has a closed form.
+    The cost grows with c and is linear between the values of c at which a unit leaves its floor or
+    meets its cap. A bisection over these finds the stretch in which the budget is met, and there c
+    has a closed form.
     """
     rate = np.maximum(rate / rate.max(), 1e-300)  # keeps the breakpoints finite
 

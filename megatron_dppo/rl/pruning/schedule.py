@@ -23,9 +23,9 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
 def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps: int) -> Keep:
     """The share to keep at one step.
 
-    ``constant``: ``keep`` from the first step. ``linear``, ``cosine``: from 1 to ``keep`` over the first
-    ``schedule.ramp`` of the run. Over the last ``schedule.off_last`` of the run nothing is pruned, as in InfoBatch
-    (arXiv:2303.04947), so that training ends without the noise of pruning.
+    ``constant``: ``keep`` from the first step. ``linear``, ``cosine``: from 1 to ``keep`` over the
+    first ``schedule.ramp`` of the run. Over the last ``schedule.off_last`` of the run nothing is
+    pruned, as in InfoBatch (arXiv:2303.04947), so that training ends without the noise of pruning.
 
     Args:
         keep: the share that the schedule goes to.
@@ -45,10 +45,11 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
 
 
 def window_size(config: Config, inflation: float = 1.0) -> int:
-    """N of a step, the number of prompts that it considers: ``rollout.prompts_per_step``, times ``inflation`` over
-    ``pruning.noise`` if that is set.
+    """N of a step, the number of prompts that it considers: ``rollout.prompts_per_step``, times
+    ``inflation`` over ``pruning.noise`` if that is set.
 
-    The variance of a step is proportional to inflation/N. N is fixed before any draw, so that nothing is biased.
+    The variance of a step is proportional to inflation/N. N is fixed before any draw, so that
+    nothing is biased.
 
     Args:
         config: of the run.
@@ -59,7 +60,8 @@ def window_size(config: Config, inflation: float = 1.0) -> int:
 
 
 def in_rounds(pruning: PruningConfig) -> bool:
-    """Whether a step rolls out in rounds until it has enough groups of mixed reward, and leaves the others out."""
+    """Whether a step rolls out in rounds until it has enough groups of mixed reward, and leaves the
+    others out."""
     rule = pruning.prompts.rule
     return rule == "dynamic_sampling" or (rule == "greso" and pruning.refill == "prompts")
 
@@ -71,7 +73,8 @@ def mixed(metadata: StepMetadata) -> Ints:
 
 
 def next_round(wanted: int, found: int, looked_at: int) -> int:
-    """How many prompts to look at next: the missing groups over the share of prompts that were mixed so far.
+    """How many prompts to look at next: the missing groups over the share of prompts that were
+    mixed so far.
 
     That is GRESO's adaptive batch (arXiv:2506.02177, section 4.2). DAPO takes a whole batch again.
 

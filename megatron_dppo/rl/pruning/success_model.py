@@ -1,9 +1,10 @@
-"""Predictions for a prompt from its features and its own visits, by models that learn from step to step.
+"""Predictions for a prompt from its features and its own visits, by models that learn from step to
+step.
 
-An online Bayesian logistic regression, with a random intercept for each prompt (a generalised linear mixed model),
-predicts whether answers are right. Approximations are Laplace's; expectations are taken by Gauss-Hermite quadrature. A
-linear model predicts gradient sizes and answer lengths. Both have a Gaussian belief about weights, which fades as the
-policy moves on.
+An online Bayesian logistic regression, with a random intercept for each prompt (a generalised
+linear mixed model), predicts whether answers are right. Approximations are Laplace's; expectations
+are taken by Gauss-Hermite quadrature. A linear model predicts gradient sizes and answer lengths.
+Both have a Gaussian belief about weights, which fades as the policy moves on.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from megatron_dppo.rl.pruning.history import PromptTable
 from megatron_dppo.rl.types import Floats, Ints
 
 INTERCEPT_KEPT = 0.97
-"""Factor of a prompt's intercept from one update of the policy to the next: a visit 23 updates ago counts half."""
+"""Factor of a prompt's intercept from one update of the policy to the next: a visit 23 updates ago
+counts half."""
 SPREADS = 0.05 * 2.0 ** np.arange(8)
-"""τ², from 0.05 to 6.4: candidates for the variance of intercepts, that is how much prompts of like features differ."""
+"""τ², from 0.05 to 6.4: candidates for the variance of intercepts, that is how much prompts of like
+features differ."""
 USUAL_SPREAD = 0.4
 """τ² before anything is known."""
 EVIDENCE_DECAY = 0.95
@@ -76,16 +79,18 @@ class Chance:
 
 
 INTERCEPT = {"mean": 0.0, "share": 1.0, "update": 0.0}
-"""Intercept of a prompt never seen. With mean = 0.6, share = 0.4 and update = 12 it was last updated before the
-policy's 13th update. The prompt is easier than its features predict; 0.4 of τ² is unknown."""
+"""Intercept of a prompt never seen. With mean = 0.6, share = 0.4 and update = 12 it was last
+updated before the policy's 13th update. The prompt is easier than its features predict; 0.4 of τ²
+is unknown."""
 
 
 class SuccessModel:
-    """logit P(right) = weights · features + the prompt's own intercept. Weights and intercepts fade with the policy's
-    updates, and not with visits: a policy that has moved on has made all of them uncertain.
+    """logit P(right) = weights · features + the prompt's own intercept. Weights and intercepts fade
+    with the policy's updates, and not with visits: a policy that has moved on has made all of them
+    uncertain.
 
-    An intercept is N(0, τ²) before the prompt's first visit, and goes back there. τ² is the candidate under which the
-    groups had the highest likelihood when they were predicted.
+    An intercept is N(0, τ²) before the prompt's first visit, and goes back there. τ² is the
+    candidate under which the groups had the highest likelihood when they were predicted.
     """
 
     def __init__(self, size: int) -> None:
@@ -107,8 +112,8 @@ class SuccessModel:
         return Chance(logit + mean, variance + share * self.spread)
 
     def learn(self, prompt_ids: Ints, features: Floats, right: Floats, trials: Floats) -> None:
-        """Learn from Q prompts with features [Q, D]: ``right`` of ``trials`` answers, both [Q]. One update of the
-        policy follows."""
+        """Learn from Q prompts with features [Q, D]: ``right`` of ``trials`` answers, both [Q]. One
+        update of the policy follows."""
         if len(prompt_ids):
             mean, share = self._intercepts_of(prompt_ids)
             self._weigh_spreads(features, mean, share, right, trials)
@@ -122,24 +127,32 @@ class SuccessModel:
         self._weights.fade()
         self._update += 1
 
-    def _weigh_spreads(self, features: Floats, mean: Floats, share: Floats, right: Floats, trials: Floats) -> None:
+    def _weigh_spreads(
+        self, features: Floats, mean: Floats, share: Floats, right: Floats, trials: Floats
+    ) -> None:
         logit, variance = self._weights.predict(features)
         chances = [Chance(logit + mean, variance + share * spread) for spread in SPREADS]
         likelihood = [chance.log_likelihood(right, trials).sum() for chance in chances]
         self._evidence = EVIDENCE_DECAY * self._evidence + np.array(likelihood)
 
-    def _fit_weights(self, features: Floats, mean: Floats, prior: Floats, right: Floats, trials: Floats) -> None:
-        """Newton's steps to the weights' mode, intercepts integrated out by Laplace's approximation.
+    def _fit_weights(
+        self, features: Floats, mean: Floats, prior: Floats, right: Floats, trials: Floats
+    ) -> None:
+        """Newton's steps to the weights' mode, intercepts integrated out by Laplace's
+        approximation.
 
-        Near the present weights a group says as much as a Gaussian observation of its logit, whose variance is that of
-        the intercept and that of the answers. Each step starts from the belief before these groups.
+        Near the present weights a group says as much as a Gaussian observation of its logit, whose
+        variance is that of the intercept and that of the answers. Each step starts from the belief
+        before these groups.
         """
         mean_before, covariance_before = self._weights.mean, self._weights.covariance
         for _ in range(NEWTON_STEPS):
             offset = features @ self._weights.mean + mean
             moved, information = _shift(offset, prior, right, trials)
             variance = prior + 1.0 / np.maximum(information, 1e-3)
-            seen = offset - mean + moved * variance / prior  # moved / prior is the slope of the group's likelihood
+            seen = (
+                offset - mean + moved * variance / prior
+            )  # moved / prior is the slope of the group's likelihood
             self._weights.mean, self._weights.covariance = mean_before, covariance_before
             self._weights.condition(features, seen, variance)
 
@@ -165,31 +178,35 @@ class SuccessModel:
 
 
 def _shift(offset: Floats, prior: Floats, right: Floats, trials: Floats) -> tuple[Floats, Floats]:
-    """[Q] and [Q]: by how much each group moves its intercept, N(0, prior), from the logit ``offset``; and the
-    information of its answers there."""
+    """[Q] and [Q]: by how much each group moves its intercept, N(0, prior), from the logit
+    ``offset``; and the information of its answers there."""
     moved = np.zeros_like(offset)
     for _ in range(2 * NEWTON_STEPS):
         p = sigmoid(offset + moved)
         slope, information = right - trials * p - moved / prior, trials * p * (1.0 - p)
-        moved = moved + np.clip(slope / (information + 1.0 / prior), -2.0, 2.0)  # an unbounded step can diverge
+        moved = moved + np.clip(
+            slope / (information + 1.0 / prior), -2.0, 2.0
+        )  # an unbounded step can diverge
     p = sigmoid(offset + moved)
     return moved, trials * p * (1.0 - p)
 
 
 PRIOR_VARIANCE = 0.05
-"""Prior variance of a feature's weight, at deviation 1: 59 features give a logit the deviation 1.7 before any data."""
+"""Prior variance of a feature's weight, at deviation 1: 59 features give a logit the deviation 1.7
+before any data."""
 CONSTANT_VARIANCE = 4.0
 """The same of the constant."""
 WEIGHTS_KEPT = 0.999
-"""Factor of a weight's mean from one update of the policy to the next. Its variance goes back to the prior's as fast,
-so that an observation 700 updates ago counts half."""
+"""Factor of a weight's mean from one update of the policy to the next. Its variance goes back to
+the prior's as fast, so that an observation 700 updates ago counts half."""
 
 
 class Weights:
     """A Gaussian belief about D weights, the first of them that of the constant.
 
-    Between updates the weights are taken to move as an Ornstein-Uhlenbeck process: w' = c·w + noise, whose stationary
-    variance is the prior's. So means fade, and without data the covariance ends where it began.
+    Between updates the weights are taken to move as an Ornstein-Uhlenbeck process: w' = c·w +
+    noise, whose stationary variance is the prior's. So means fade, and without data the covariance
+    ends where it began.
     """
 
     def __init__(self, size: int) -> None:
@@ -201,18 +218,23 @@ class Weights:
     def fade(self) -> None:
         """One update of the policy goes by."""
         self.mean = WEIGHTS_KEPT * self.mean
-        self.covariance = WEIGHTS_KEPT**2 * self.covariance + np.diag((1.0 - WEIGHTS_KEPT**2) * self._prior)
+        self.covariance = WEIGHTS_KEPT**2 * self.covariance + np.diag(
+            (1.0 - WEIGHTS_KEPT**2) * self._prior
+        )
 
     def predict(self, features: Floats) -> tuple[Floats, Floats]:
         """[N] and [N]: mean and variance of the weighted sum of each row of features [N, D]."""
         return features @ self.mean, ((features @ self.covariance) * features).sum(axis=1)
 
     def condition(self, features: Floats, values: Floats, variance: Floats) -> None:
-        """Learn that the weighted sums of features [Q, D] were seen as values [Q] with noise of this variance [Q]."""
+        """Learn that the weighted sums of features [Q, D] were seen as values [Q] with noise of
+        this variance [Q]."""
         told = features.T / variance
         precision = np.linalg.inv(self.covariance)
         covariance = np.linalg.inv(precision + told @ features)
-        self.covariance = (covariance + covariance.T) / 2.0  # rounding would let it drift away from symmetry
+        self.covariance = (
+            covariance + covariance.T
+        ) / 2.0  # rounding would let it drift away from symmetry
         self.mean = self.mean + self.covariance @ (told @ (values - features @ self.mean))
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,10 +246,11 @@ class Weights:
 
 
 class SizeModel:
-    """Predicts something positive, such as a length: a Bayesian linear regression of its logarithm on the features.
+    """Predicts something positive, such as a length: a Bayesian linear regression of its logarithm
+    on the features.
 
-    A mean of logarithms is not the logarithm of a mean. So predictions are multiplied by what was seen over what had
-    been predicted, both as decayed sums.
+    A mean of logarithms is not the logarithm of a mean. So predictions are multiplied by what was
+    seen over what had been predicted, both as decayed sums.
     """
 
     NOISE_VARIANCE = 0.5
@@ -244,9 +267,12 @@ class SizeModel:
         return expected
 
     def learn(self, features: Floats, sizes: Floats) -> None:
-        """Learn from Q prompts with features [Q, D]: positive sizes [Q]. One update of the policy follows."""
+        """Learn from Q prompts with features [Q, D]: positive sizes [Q]. One update of the policy
+        follows."""
         if len(sizes):
-            self._weights.condition(features, np.log(sizes), np.full(len(sizes), self.NOISE_VARIANCE))
+            self._weights.condition(
+                features, np.log(sizes), np.full(len(sizes), self.NOISE_VARIANCE)
+            )
             fitted = np.exp(self._weights.predict(features)[0])
             self._seen = self.DECAY * self._seen + float(sizes.sum())
             self._predicted = self.DECAY * self._predicted + float(fitted.sum())
@@ -254,7 +280,11 @@ class SizeModel:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return {"weights": self._weights.state_dict(), "seen": self._seen, "predicted": self._predicted}
+        return {
+            "weights": self._weights.state_dict(),
+            "seen": self._seen,
+            "predicted": self._predicted,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._weights.load_state_dict(state["weights"])

@@ -33,7 +33,8 @@ class PartialCompletion:
     entropies: list[Entropies] = field(default_factory=list)
     """Entropies of the parts, if requested."""
     server: ServerClient | None = None
-    """Server of the last part, or before any part the server whose cache holds the prefix; None: no server."""
+    """Server of the last part, or before any part the server whose cache holds the prefix; None: no
+    server."""
     ended: bool = False
 
     @property
@@ -103,14 +104,21 @@ class RequestBatch:
     def progress(self) -> list[PartialRollout]:
         """How far it is, where nothing forks."""
         begun = [one for each in self.samples for one in each if not one.fresh]
-        return [PartialRollout(one.prefix.prompt.id, one.slot, joined(one.parts), one.ended) for one in begun]
+        return [
+            PartialRollout(one.prefix.prompt.id, one.slot, joined(one.parts), one.ended)
+            for one in begun
+        ]
 
-    def _samples(self, prompt: Prompt, known: Mapping[tuple[int, int], PartialRollout]) -> list[PartialCompletion]:
+    def _samples(
+        self, prompt: Prompt, known: Mapping[tuple[int, int], PartialRollout]
+    ) -> list[PartialCompletion]:
         """Completions that begin with a prompt. ``known`` has partial ones by prompt and slot."""
         root = make_root(prompt, self.sampling.samples, self.sampling.branches)
         so_far = [(slot, known.get((prompt.id, slot))) for slot in root.slots]
         return [
-            PartialCompletion(root, slot, [one.completion], ended=one.ended) if one else PartialCompletion(root, slot)
+            PartialCompletion(root, slot, [one.completion], ended=one.ended)
+            if one
+            else PartialCompletion(root, slot)
             for slot, one in so_far
         ]
 
@@ -127,18 +135,23 @@ class RequestBatch:
         self.finished += 1
         self._complete.append(index)
 
-    def some_ended(self, index: int, samples: Sequence[PartialCompletion]) -> list[list[PartialCompletion]]:
+    def some_ended(
+        self, index: int, samples: Sequence[PartialCompletion]
+    ) -> list[list[PartialCompletion]]:
         """Samples of a prompt have ended, or none of them.
 
         Returns:
-            what is to be continued after their forks: for each fork, samples that have the same tokens so far.
+            what is to be continued after their forks: for each fork, samples that have the same
+            tokens so far.
         """
         continued = []
         for sample in samples:
             self.progressed = time.monotonic()
             self.paths[index].append(path := sample.make_path())
             for prefix in path.fork(self.sampling.branches):
-                continued.append([PartialCompletion(prefix, slot, server=sample.server) for slot in prefix.slots])
+                continued.append(
+                    [PartialCompletion(prefix, slot, server=sample.server) for slot in prefix.slots]
+                )
         return continued
 
     def over(self, error: Exception | None) -> None:
@@ -147,7 +160,8 @@ class RequestBatch:
 
 
 def alike_so_far(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialCompletion]]:
-    """Return samples by request: one for all samples without tokens after the prefix, and one for each other sample."""
+    """Return samples by request: one for all samples without tokens after the prefix, and one for
+    each other sample."""
     fresh = [sample for sample in samples if sample.fresh]
     return [*([fresh] if fresh else []), *([sample] for sample in samples if not sample.fresh)]
 

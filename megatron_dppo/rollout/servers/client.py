@@ -1,4 +1,5 @@
-"""Requests of the trainer to one server, of either kind. ``sglang.py`` and ``vllm.py`` translate them."""
+"""Requests of the trainer to one server, of either kind. ``sglang.py`` and ``vllm.py`` translate
+them."""
 
 from __future__ import annotations
 
@@ -26,11 +27,13 @@ InFlight = Literal["retract", "keep", "abort"]
 """Fate of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
 
 INCOMPLETE = "incomplete"
-"""Version of a server between the beginning and the end of an update: it may hold weights of two."""
+"""Version of a server between the beginning and the end of an update: it may hold weights of
+two."""
 ROUTING_FLAG = "--enable-return-routed-experts"
 """Flag of SGLang and vLLM alike that has them report the experts they chose."""
 TOP_LOGPROBS = 20
-"""Tokens whose log-probabilities a server reports when entropies are requested: vLLM's default limit."""
+"""Tokens whose log-probabilities a server reports when entropies are requested: vLLM's default
+limit."""
 ADAPTER = "policy"
 """Name of a run's adapter at the servers."""
 CONTROL_S = 30.0
@@ -63,14 +66,15 @@ class ServerInfo:
 class GenerateResult:
     """One continuation as a server gave it.
 
-    ``GenerateResult(token_ids=[8, 2, 0], logprobs=[-0.1, -2.3, -0.7], versions=(("3", 2), ("4", 1)), reason="stop")``:
-    an update came before the third token.
+    ``GenerateResult(token_ids=[8, 2, 0], logprobs=[-0.1, -2.3, -0.7], versions=(("3", 2), ("4",
+    1)), reason="stop")``: an update came before the third token.
     """
 
     token_ids: NDArray[np.int32]
     """[L]"""
     logprobs: NDArray[np.float32]
-    """[L], under the temperature-scaled distribution (at temperature 0, under that of temperature 1)."""
+    """[L], under the temperature-scaled distribution (at temperature 0, under that of temperature
+    1)."""
     versions: tuple[tuple[str, int], ...]
     """Version and number of consecutive tokens, in order; the counts sum to L."""
     reason: Literal["stop", "length", "abort"]
@@ -96,7 +100,8 @@ class WeightGroup:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of a bucket: tensors one after the other in one flat buffer of bytes, without gaps."""
+    """Content of a bucket: tensors one after the other in one flat buffer of bytes, without
+    gaps."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
@@ -115,8 +120,8 @@ class Manifest:
 def least_entropies(top: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     """Entropies of distributions of which the likeliest tokens are known, with all others as one.
 
-    That is less than the true entropy by what the others' would be among themselves. It depends on the tokens before
-    alone, which a fork wants, and not on the token that was drawn.
+    That is less than the true entropy by what the others' would be among themselves. It depends on
+    the tokens before alone, which a fork wants, and not on the token that was drawn.
 
     Args:
         top: [L][k], log-probabilities of each position's k likeliest tokens.
@@ -133,14 +138,20 @@ def least_entropies(top: Sequence[Sequence[float]]) -> NDArray[np.float64]:
 
 
 def ask_all(
-    world: World, http: Http, clients: Sequence[ServerClient], ask: Callable[[ServerClient], Awaitable[None]]
+    world: World,
+    http: Http,
+    clients: Sequence[ServerClient],
+    ask: Callable[[ServerClient], Awaitable[None]],
 ) -> dict[str, str]:
-    """Ask one thing of all servers at once, from the leader; what went wrong, by URL, on every rank. Collective."""
+    """Ask one thing of all servers at once, from the leader; what went wrong, by URL, on every
+    rank. Collective."""
 
     async def ask_each() -> dict[str, str]:
         asked = (readable(client.url, ask(client)) for client in clients)
         problems = {}
-        for client, result in zip(clients, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+        for client, result in zip(
+            clients, await asyncio.gather(*asked, return_exceptions=True), strict=True
+        ):
             if isinstance(result, ServerError):
                 problems[client.url] = result.problem
             elif result is not None:
@@ -154,12 +165,14 @@ def ask_all(
 class ServerClient(ABC):
     """One server. Every method raises :class:`ServerError` where the server fails it.
 
-    ``SglangClient("http://127.0.0.1:30000", http, process=0, life=1)`` is the first server that the run started; it was
-    started again once. Clients are sent between ranks, and each rank sets ``http``. Clients of one life are equal.
+    ``SglangClient("http://127.0.0.1:30000", http, process=0, life=1)`` is the first server that the
+    run started; it was started again once. Clients are sent between ranks, and each rank sets
+    ``http``. Clients of one life are equal.
 
-    The order of an update is: ``pause``, ``begin_update``, any number of ``update_from_distributed`` (or one
-    ``update_from_disk``, ``load_adapter`` or ``load_adapter_from``), ``end_update``, ``flush`` unless requests are
-    kept in flight, ``resume``. ``version`` then returns the new version.
+    The order of an update is: ``pause``, ``begin_update``, any number of
+    ``update_from_distributed`` (or one ``update_from_disk``, ``load_adapter`` or
+    ``load_adapter_from``), ``end_update``, ``flush`` unless requests are kept in flight,
+    ``resume``. ``version`` then returns the new version.
     """
 
     url: str
@@ -196,10 +209,15 @@ class ServerClient(ABC):
         return self.url.partition("//")[2]
 
     async def get(self, path: str, *, timeout_s: float = CONTROL_S, **query: str) -> Any:
-        return await self.http.call("GET", self.url, path, query=query or None, secret=self.secret, timeout_s=timeout_s)
+        return await self.http.call(
+            "GET", self.url, path, query=query or None, secret=self.secret, timeout_s=timeout_s
+        )
 
-    async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str) -> Any:
-        """A request; where a time limit is named, as of completions, a busy server is asked again within it."""
+    async def post(
+        self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str
+    ) -> Any:
+        """A request; where a time limit is named, as of completions, a busy server is asked again
+        within it."""
         call = self.http.call if timeout_s is None else self.http.call_patiently
         return await call(
             "POST",
@@ -212,11 +230,17 @@ class ServerClient(ABC):
         )
 
     def routing(
-        self, sampling: Sampling, prompt: int, length: int, reason: str, told: NDArray[np.integer] | None
+        self,
+        sampling: Sampling,
+        prompt: int,
+        length: int,
+        reason: str,
+        told: NDArray[np.integer] | None,
     ) -> Routing | None:
         """Parse a server's routing for ``length`` tokens after a prompt of ``prompt`` tokens.
 
-        A request that is aborted while it waits has none. The next request's begins with the prompt again.
+        A request that is aborted while it waits has none. The next request's begins with the prompt
+        again.
 
         Raises:
             ServerError: the requested routing is missing or impossible.
@@ -226,16 +250,28 @@ class ServerClient(ABC):
         if shape is None or length == 0 or (told is None and reason == "abort"):
             return None
         if told is None:
-            raise ServerError(self.url, f"did not say which experts it chose: start it with {ROUTING_FLAG}", alive=True)
+            raise ServerError(
+                self.url,
+                f"did not say which experts it chose: start it with {ROUTING_FLAG}",
+                alive=True,
+            )
         wanted = (prompt + length - 1, shape.layers, shape.per_token)
-        if told.size != math.prod(wanted) or told.min(initial=0) < 0 or told.max(initial=0) >= shape.experts:
+        if (
+            told.size != math.prod(wanted)
+            or told.min(initial=0) < 0
+            or told.max(initial=0) >= shape.experts
+        ):
             experts = f"{told.size} experts up to number {told.max(initial=0)}"
-            problem = f"named {experts}, not {wanted[1]} x {wanted[2]} of {shape.experts} for {wanted[0]} tokens"
+            problem = (
+                f"named {experts}, not {wanted[1]} x {wanted[2]} of {shape.experts} for "
+                f"{wanted[0]} tokens"
+            )
             raise ServerError(self.url, problem, alive=True)
         return told.reshape(wanted).astype(shape.dtype)
 
     async def routes(self) -> frozenset[str]:
-        """The paths that the server serves: what it can do is asked, not inferred from its version."""
+        """The paths that the server serves: what it can do is asked, not inferred from its
+        version."""
         return frozenset((await self.get("/openapi.json"))["paths"])
 
     @abstractmethod
@@ -246,7 +282,9 @@ class ServerClient(ABC):
         """Return once the server has shown that it can generate."""
 
     @abstractmethod
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float) -> list[GenerateResult]:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float
+    ) -> list[GenerateResult]:
         """Return ``sampling.samples`` continuations of ``token_ids``, in no particular order."""
 
     @abstractmethod
@@ -268,7 +306,8 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def abandon_update(self) -> None:
-        """Close an update that failed half-way, if one is open. The weights are mixed until another update."""
+        """Close an update that failed half-way, if one is open. The weights are mixed until another
+        update."""
 
     @abstractmethod
     async def join(self, group: WeightGroup) -> None:
@@ -279,14 +318,19 @@ class ServerClient(ABC):
         """Leave a group, if the server is in it."""
 
     @abstractmethod
-    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
-        """Receive one bucket that the group's rank 0 broadcasts, and load it. ``version`` goes with the last one."""
+    async def update_from_distributed(
+        self, manifest: Manifest, group: str, version: str | None
+    ) -> None:
+        """Receive one bucket that the group's rank 0 broadcasts, and load it. ``version`` goes with
+        the last one."""
 
     @abstractmethod
     async def update_from_disk(self, folder: Path, version: str) -> None:
         """Load a Hugging Face directory that the server can read."""
 
-    async def load_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    async def load_adapter(
+        self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
         """Put an adapter in the place of the one before, which no request may have in use.
 
         Args:
@@ -296,19 +340,24 @@ class ServerClient(ABC):
         raise ServerError(self.url, "is of a kind that takes adapters from disk only", alive=True)
 
     async def load_adapter_from(self, folder: Path) -> None:
-        """As :meth:`load_adapter`, from PEFT's directory, which the server can read. It does not need that later."""
-        raise ServerError(self.url, "is of a kind that takes adapters with a request only", alive=True)
+        """As :meth:`load_adapter`, from PEFT's directory, which the server can read. It does not
+        need that later."""
+        raise ServerError(
+            self.url, "is of a kind that takes adapters with a request only", alive=True
+        )
 
     @abstractmethod
     async def version(self) -> str: ...
 
     @abstractmethod
     async def checksums(self) -> dict[str, str]:
-        """SHA-256 in hex, or the beginning of it, of its parameters, by ``name@rank``; {} where it has none."""
+        """SHA-256 in hex, or the beginning of it, of its parameters, by ``name@rank``; {} where it
+        has none."""
 
     @abstractmethod
     async def release_memory(self) -> None:
-        """Give the GPU's memory back, weights and cache, until ``regain_weights`` and ``regain_cache``."""
+        """Give the GPU's memory back, weights and cache, until ``regain_weights`` and
+        ``regain_cache``."""
 
     @abstractmethod
     async def regain_weights(self) -> None: ...

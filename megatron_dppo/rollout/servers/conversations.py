@@ -1,7 +1,8 @@
 """Conversations with servers: each has one server for all of its turns.
 
-The user's functions run in a thread of their own, so that what they do between their requests holds up nobody's
-heartbeat. Requests go out in the HTTP thread. Where a server breaks off, another one is asked for the whole prompt.
+The user's functions run in a thread of their own, so that what they do between their requests holds
+up nobody's heartbeat. Requests go out in the HTTP thread. Where a server breaks off, another one is
+asked for the whole prompt.
 """
 
 from __future__ import annotations
@@ -18,18 +19,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import AGAIN_S, Client, ConversationFunction, TryAgainError, joined
+from megatron_dppo.rollout.conversation import (
+    AGAIN_S,
+    Client,
+    ConversationFunction,
+    TryAgainError,
+    joined,
+)
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
 
 ReadVersions = Callable[[Sequence[tuple[str, int]]], NDArray[np.int32]]
-"""A run's own version of each token, from those that a server tells. It raises :class:`ServerError` where the step must
-not use them. In the HTTP thread."""
+"""A run's own version of each token, from those that a server tells. It raises :class:`ServerError`
+where the step must not use them. In the HTTP thread."""
 
 
 class ConversationError(ServerError):
-    """A conversation came to nothing, by no fault of the server that it was with: it may be tried again."""
+    """A conversation came to nothing, by no fault of the server that it was with: it may be tried
+    again."""
 
 
 def completion_of(result: GenerateResult, versions: NDArray[np.int32]) -> Completion:
@@ -54,11 +62,17 @@ class Conversations:
         """When the conversations of each prompt under way were last begun, by the prompt's id."""
 
     def late(self, seconds: float) -> str:
-        """The prompt whose conversations are under way longest, if for so long; else empty. From any thread."""
-        prompt, began = min(list(self._begun.items()), key=lambda each: each[1], default=(-1, math.inf))
+        """The prompt whose conversations are under way longest, if for so long; else empty. From
+        any thread."""
+        prompt, began = min(
+            list(self._begun.items()), key=lambda each: each[1], default=(-1, math.inf)
+        )
         if (under_way := time.monotonic() - began) < seconds:
             return ""
-        return f"{self._function.spec} has been about prompt {prompt} for {under_way:.0f} s and has not returned"
+        return (
+            f"{self._function.spec} has been about prompt {prompt} for {under_way:.0f} s and "
+            "has not returned"
+        )
 
     def close(self) -> None:
         self._thread.close()
@@ -71,15 +85,23 @@ class Conversations:
         Raises:
             ServerError: the server failed.
             ConversationError: the function gave one of them up, or took too long.
-            UserError: the function raised, cancelled others' tasks, or returned what cannot be trained on.
+            UserError: the function raised, cancelled others' tasks, or returned what cannot be
+                trained on.
         """
-        problem = f"was spoken to by {self._function.spec} for {self._timeout_s:g} s, with no completion in the end"
+        problem = (
+            f"was spoken to by {self._function.spec} for {self._timeout_s:g} s, with no "
+            "completion in the end"
+        )
 
         def turn(*request: Any) -> Awaitable[Completion]:
             """In the conversations' thread."""
-            return asyncio.wrap_future(server.http.start(self._turn(server, read_versions, *request)))
+            return asyncio.wrap_future(
+                server.http.start(self._turn(server, read_versions, *request))
+            )
 
-        client = partial(Client, function=self._function, prompt=prompt, sampling=sampling, turn=turn)
+        client = partial(
+            Client, function=self._function, prompt=prompt, sampling=sampling, turn=turn
+        )
         clients = [client(number=number, failure=ServerError) for number in range(sampling.samples)]
         future = self._thread.start(run_all(map(self._function.have, clients)))
         self._begun[prompt.id] = time.monotonic()
@@ -98,13 +120,20 @@ class Conversations:
         raise ConversationError(server.url, problem, alive=True)
 
     async def _turn(
-        self, server: ServerClient, read_versions: ReadVersions, client: Client, context: list[int], sampling: Sampling
+        self,
+        server: ServerClient,
+        read_versions: ReadVersions,
+        client: Client,
+        context: list[int],
+        sampling: Sampling,
     ) -> Completion:
         """Request one turn. A turn that the server aborts is resumed there."""
         parts: list[Completion] = []
         made: list[int] = []
         while len(made) < sampling.max_tokens:
-            seed = sampling.seed_at(client.prompt.id, client.number, len(client.generated), len(made))
+            seed = sampling.seed_at(
+                client.prompt.id, client.number, len(client.generated), len(made)
+            )
             rest = replace(sampling, max_tokens=sampling.max_tokens - len(made), seed=seed)
             answer = server.generate([*context, *made], rest, timeout_s=self._timeout_s)
             (result,) = await readable(server.url, answer)

@@ -1,14 +1,16 @@
-"""Dispatch of one rank's prompts to servers, until every sample of every prompt is complete exactly once.
+"""Dispatch of one rank's prompts to servers, until every sample of every prompt is complete exactly
+once.
 
 The code runs in the HTTP thread. The main thread waits for a :class:`RequestBatch`.
 
 - A prompt is one request for all samples of the prompt.
 - A request that fails is sent again, whole, to another server.
 - A request that a server aborts is continued after the tokens received so far.
-- Slow groups are kept. Slow groups are the long ones, and the gradient would be biased without them.
+- Slow groups are kept. Slow groups are the long ones, and the gradient would be biased without
+  them.
 
-With ``Sampling.branches`` a prompt is one request for all paths from the prompt. Each fork of a path is another
-request, sent as soon as the path has ended. Prompts do not wait for each other.
+With ``Sampling.branches`` a prompt is one request for all paths from the prompt. Each fork of a
+path is another request, sent as soon as the path has ended. Prompts do not wait for each other.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.engine import PartialRollout, Sampling
 from megatron_dppo.rollout.servers.batch import PartialCompletion, RequestBatch, alike_so_far
 from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
-from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
+from megatron_dppo.rollout.servers.conversations import (
+    ConversationError,
+    Conversations,
+    completion_of,
+)
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
 
 PROBE_S = 5.0
@@ -39,10 +45,12 @@ PROBE_S = 5.0
 FAILURES = 8
 """Requests in a row that a server may fail."""
 PAUSE_S = 0.3
-"""Seconds before a prompt is requested again, if all servers have just failed or aborted the prompt."""
+"""Seconds before a prompt is requested again, if all servers have just failed or aborted the
+prompt."""
 
 ReadVersion = Callable[[str], int | None]
-"""From a server's version to the run's version number; None if the version belongs to another run."""
+"""From a server's version to the run's version number; None if the version belongs to another
+run."""
 
 
 class PromptFailedError(Exception):
@@ -55,7 +63,8 @@ class Dispatcher:
     Args:
         http: HTTP thread.
         read_version: see :data:`ReadVersion`.
-        first: index of the preferred server among equally busy ones. Ranks prefer different servers.
+        first: index of the preferred server among equally busy ones. Ranks prefer different
+            servers.
         max_in_flight: maximum of pending prompts per server.
         request_timeout_s: timeout of a request, in seconds.
         attempts: maximum of attempts per prompt, before the batch fails.
@@ -75,8 +84,14 @@ class Dispatcher:
     ) -> None:
         self._conversations = conversations
         self._http, self._read_version, self._first = http, read_version, first
-        self._max_in_flight, self._timeout_s, self._attempts = max_in_flight, request_timeout_s, attempts
-        self._asked: dict[ServerClient, set[asyncio.Task[Sequence[GenerateResult | Completion]]]] = {}
+        self._max_in_flight, self._timeout_s, self._attempts = (
+            max_in_flight,
+            request_timeout_s,
+            attempts,
+        )
+        self._asked: dict[
+            ServerClient, set[asyncio.Task[Sequence[GenerateResult | Completion]]]
+        ] = {}
         """Pending requests of this rank, by server."""
         self._failures = Counter[ServerClient]()
         """Consecutive failures."""
@@ -101,14 +116,19 @@ class Dispatcher:
         self._http.run(self._serve_from(clients))
 
     def begin(
-        self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, so_far: Sequence[PartialRollout] = ()
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        oldest: int,
+        so_far: Sequence[PartialRollout] = (),
     ) -> RequestBatch:
         """Start requests for prompts, without waiting.
 
         Args:
             prompts: prompts, in the order of requests and groups.
             sampling: sampling of all prompts.
-            oldest: oldest version that may generate a token. A server with an older version is removed.
+            oldest: oldest version that may generate a token. A server with an older version is
+                removed.
             so_far: partial rollouts to resume. Completions that have ended are not requested.
         """
         batch = RequestBatch(prompts, sampling, oldest, next(self._numbers), so_far)
@@ -123,7 +143,9 @@ class Dispatcher:
             batch.broken_off = True
         self._http.run(self._let_go())
 
-    def progress(self, batches: Sequence[RequestBatch], wait_s: float) -> list[list[PartialRollout]]:
+    def progress(
+        self, batches: Sequence[RequestBatch], wait_s: float
+    ) -> list[list[PartialRollout]]:
         """Return the partial rollouts of stopped batches, after servers have aborted the requests.
 
         Requests without an answer after ``wait_s`` seconds are cancelled.
@@ -187,7 +209,9 @@ class Dispatcher:
         alike: list[Sequence[PartialCompletion]] = [samples]
         while alike == [samples]:
             if attempt >= self._attempts:
-                raise PromptFailedError(f"prompt {prompt.id} was asked {attempt} times, the last time {last}")
+                raise PromptFailedError(
+                    f"prompt {prompt.id} was asked {attempt} times, the last time {last}"
+                )
             before = sum(sample.length for sample in samples)
             if failure := await self._part(batch, index, samples, attempt, avoided):
                 attempt, last = attempt + 1, failure
@@ -200,7 +224,9 @@ class Dispatcher:
                 # All servers have just failed, or are paused and abort requests.
                 await asyncio.sleep(PAUSE_S)
         forks = batch.some_ended(index, [sample for sample in samples if sample.ended])
-        continued = [self._samples(batch, index, each, attempt, frozenset(avoided)) for each in alike]
+        continued = [
+            self._samples(batch, index, each, attempt, frozenset(avoided)) for each in alike
+        ]
         await run_all([*continued, *(self._samples(batch, index, each) for each in forks)])
 
     async def _part(
@@ -214,7 +240,8 @@ class Dispatcher:
         """Request a continuation of samples with equal tokens so far, from one server.
 
         Args:
-            failed: servers that failed the prompt, used only without alternatives. The server is added if it fails.
+            failed: servers that failed the prompt, used only without alternatives. The server is
+                added if it fails.
 
         Returns:
             The reason for another attempt; None if there is no reason.
@@ -235,13 +262,18 @@ class Dispatcher:
                 sampling,
                 samples=len(samples),
                 max_tokens=sampling.max_tokens - first.length,
-                # A new seed, because the old one would repeat the random numbers of the first tokens.
+                # A new seed, because the old one would repeat the random numbers of the first
+                # tokens.
                 seed=sampling.seed_at(first.prefix.prompt.id, first.slot, attempt, first.length),
             )
             answer = client.generate(first.token_ids, sampling, timeout_s=self._timeout_s)
         asked = self._asked[client]
-        task: asyncio.Task[Sequence[GenerateResult | Completion]] = asyncio.create_task(readable(client.url, answer))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio complains
+        task: asyncio.Task[Sequence[GenerateResult | Completion]] = asyncio.create_task(
+            readable(client.url, answer)
+        )
+        task.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # or asyncio complains
         asked.add(task)
         try:
             await asyncio.wait([task])
@@ -249,8 +281,13 @@ class Dispatcher:
                 return f"server {client.url} was taken out"
             results = task.result()
             if len(results) != len(samples):
-                raise ServerError(client.url, f"gave {len(results)} samples, not {len(samples)}", alive=True)
-            parts = [r if isinstance(r, Completion) else completion_of(r, read_versions(r.versions)) for r in results]
+                raise ServerError(
+                    client.url, f"gave {len(results)} samples, not {len(samples)}", alive=True
+                )
+            parts = [
+                r if isinstance(r, Completion) else completion_of(r, read_versions(r.versions))
+                for r in results
+            ]
         except ServerError as error:
             failed.add(client)
             if not isinstance(error, ConversationError):
@@ -270,23 +307,29 @@ class Dispatcher:
             sample.ended = not aborted or sample.length == batch.sampling.max_tokens
         return None
 
-    def _versions(self, client: ServerClient, oldest: int, versions: Sequence[tuple[str, int]]) -> NDArray[np.int32]:
+    def _versions(
+        self, client: ServerClient, oldest: int, versions: Sequence[tuple[str, int]]
+    ) -> NDArray[np.int32]:
         known = []
         for told, _ in versions:
             version = self._read_version(told)
             if version is None or version < oldest:
-                problem = f"generates with weights of version {told!r}, which this step must not use"
+                problem = (
+                    f"generates with weights of version {told!r}, which this step must not use"
+                )
                 self._lose(client, problem)
                 raise ServerError(client.url, problem, alive=True)
             known.append(version)
         return np.repeat(np.array(known, np.int32), [count for _, count in versions])
 
     async def _blame(self, client: ServerClient, error: ServerError) -> None:
-        """Remove a server after ``FAILURES`` consecutive failures, or after a broken connection without an answer to a
-        health check."""
+        """Remove a server after ``FAILURES`` consecutive failures, or after a broken connection
+        without an answer to a health check."""
         self._failures[client] += 1
         if self._failures[client] >= FAILURES:
-            self._lose(client, f"failed {FAILURES} requests in a row, the last time it {error.problem}")
+            self._lose(
+                client, f"failed {FAILURES} requests in a row, the last time it {error.problem}"
+            )
         elif not error.alive:
             try:
                 await asyncio.wait_for(client.version(), PROBE_S)
@@ -306,13 +349,16 @@ class Dispatcher:
     async def _server(
         self, place: tuple[int, int], avoided: set[ServerClient], preferred: ServerClient | None
     ) -> ServerClient:
-        """Wait for a server with capacity, and return the preferred server or else the least busy one.
+        """Wait for a server with capacity, and return the preferred server or else the least busy
+        one.
 
-        Avoided servers are used only without alternatives. Requests wait in the order of (batch, prompt), so that
-        repeated and continued requests come before new prompts.
+        Avoided servers are used only without alternatives. Requests wait in the order of (batch,
+        prompt), so that repeated and continued requests come before new prompts.
         """
         while True:
-            clients = [client for client in self._asked if client not in avoided] or list(self._asked)
+            clients = [client for client in self._asked if client not in avoided] or list(
+                self._asked
+            )
             first = self._first % max(len(clients), 1)
             order = clients[first:] + clients[:first]
             free = [client for client in order if len(self._asked[client]) < self._max_in_flight]
@@ -325,7 +371,8 @@ class Dispatcher:
             await turn
 
     def _wake(self) -> None:
-        """Wake the waiting requests after the current task, which may continue on the same server."""
+        """Wake the waiting requests after the current task, which may continue on the same
+        server."""
         asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:

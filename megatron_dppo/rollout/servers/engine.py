@@ -1,7 +1,8 @@
-"""Servers as one rollout engine: every rank asks them for its own share, and the leader watches over them.
+"""Servers as one rollout engine: every rank asks them for its own share, and the leader watches
+over them.
 
-All ranks must know alike who serves, who is lost, and whether to go on. They exchange that over gloo in small messages
-while they wait for rollouts. Weights and completions do not travel so.
+All ranks must know alike who serves, who is lost, and whether to go on. They exchange that over
+gloo in small messages while they wait for rollouts. Weights and completions do not travel so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.conversation_functions import conversation_of
-from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollout, Sampling, WeightSource
+from megatron_dppo.rollout.engine import (
+    Completions,
+    GroupCallback,
+    PartialRollout,
+    Sampling,
+    WeightSource,
+)
 from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.conversations import Conversations
@@ -33,7 +40,8 @@ from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import open_transport
 
 BREAK_OFF_S = 10.0
-"""How long aborted requests may take to come back. A server that was paused as they arrived keeps them."""
+"""How long aborted requests may take to come back. A server that was paused as they arrived keeps
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +58,8 @@ class _Report:
 
 
 class ServerEngine:
-    """See :class:`RolloutEngine`. Starts the servers of ``rollout.launch``, or meets those of ``rollout.servers``, and
-    waits for them. Made on every rank at once.
+    """See :class:`RolloutEngine`. Starts the servers of ``rollout.launch``, or meets those of
+    ``rollout.servers``, and waits for them. Made on every rank at once.
 
     Args:
         config: of the run.
@@ -63,11 +71,15 @@ class ServerEngine:
         UserError: on every rank, if the servers cannot serve this run; none is left behind then.
     """
 
-    def __init__(self, config: Config, world: World, shape: PolicyShape, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, world: World, shape: PolicyShape, say: Callable[[str], None]
+    ) -> None:
         rollout = config.rollout
         self._config, self._world, self._say = config, world, say
         # One word tells this run's versions from another's, and one secret opens its servers.
-        run, given, new = world.from_leader(lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret()))
+        run, given, new = world.from_leader(
+            lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret())
+        )
         self._run, self.secret = run, new if rollout.launch.count else given
         sync = rollout.sync
         self.servers: tuple[ServerClient, ...] = ()
@@ -82,18 +94,24 @@ class ServerEngine:
             self._http = Http()
             opened.callback(self._http.close)
             self._conversations: Conversations | None = None
-            if function := world.together(lambda: conversation_of(config), what="import of a conversation"):
+            if function := world.together(
+                lambda: conversation_of(config), what="import of a conversation"
+            ):
                 self._conversations = Conversations(function, timeout_s=rollout.request_timeout_s)
                 opened.callback(self._conversations.close)
             self._pool: ServerPool | None = None
             if world.leads:
                 architecture, secret = shape.architecture, self.secret
-                self._pool = ServerPool(config, self._http, architecture=architecture, secret=secret, say=say)
+                self._pool = ServerPool(
+                    config, self._http, architecture=architecture, secret=secret, say=say
+                )
                 opened.callback(self._pool.close)
             transport = open_transport(config, world, self._http, shape, run=run)
             opened.callback(transport.close)
             # A request would keep the adapter that it began with.
-            self._sync = Sync(world, self._http, transport, "abort" if sync.adapter else sync.in_flight)
+            self._sync = Sync(
+                world, self._http, transport, "abort" if sync.adapter else sync.in_flight
+            )
             self._dispatcher = self._new_dispatcher(rollout.attempts, self._conversations)
             self._http.run_on_leader(world, lambda: self._leaders_pool.open())
             self._set_servers(lambda pool: pool.servers)
@@ -113,7 +131,8 @@ class ServerEngine:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
     def break_off(self, pending: Sequence[RequestBatch]) -> list[list[PartialRollout]] | None:
-        """Not for conversations and trees: servers know nothing of a function's turns or of forks."""
+        """Not for conversations and trees: servers know nothing of a function's turns or of
+        forks."""
         if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
         self._dispatcher.ask_no_more(pending)
@@ -124,16 +143,19 @@ class ServerEngine:
         self.resume()
         return progress
 
-    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Sequence[PartialRollout]) -> RequestBatch:
+    def go_on(
+        self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Sequence[PartialRollout]
+    ) -> RequestBatch:
         known = () if self._conversations is not None or sampling.branches else so_far
         return self._dispatcher.begin(prompts, sampling, self._version, known)
 
     def finish(self, pending: RequestBatch, look: GroupCallback | None = None) -> Completions:
-        """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at least once a second.
+        """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at
+        least once a second.
 
         Raises:
-            UserError: on every rank, if no server can serve any more, nothing was answered for ``rollout.timeout_s``,
-                or a prompt failed ``rollout.attempts`` times.
+            UserError: on every rank, if no server can serve any more, nothing was answered for
+                ``rollout.timeout_s``, or a prompt failed ``rollout.attempts`` times.
         """
         began = self._spoke = self._checked = time.monotonic()
         self._checking = None  # of an earlier wait; a sync may have come between
@@ -159,12 +181,19 @@ class ServerEngine:
                 asked = sum(self._world.gather(self._dispatcher.under_way()), Counter())
                 at = ", ".join(f"{count} at server {url}" for url, count in sorted(asked.items()))
                 problem = f"no prompt was answered for so long; unanswered: {_by_rank(left)}"
-                problem = "; ".join(filter(None, (problem, at and f"requests under way: {at}", late)))
-                remedy = ("Look for what it waits for" if late else "Look into the servers' logs") + ", or raise it"
-                raise UserError("rollout.timeout_s", f"{self._config.rollout.timeout_s:g}", problem, remedy)
+                problem = "; ".join(
+                    filter(None, (problem, at and f"requests under way: {at}", late))
+                )
+                remedy = (
+                    "Look for what it waits for" if late else "Look into the servers' logs"
+                ) + ", or raise it"
+                raise UserError(
+                    "rollout.timeout_s", f"{self._config.rollout.timeout_s:g}", problem, remedy
+                )
 
     def pause(self) -> None:
-        """Have servers that share the trainer's GPUs give their memory back, until the next update."""
+        """Have servers that share the trainer's GPUs give their memory back, until the next
+        update."""
         failed: Mapping[str, str] | None = None
         while self._config.rollout.colocated and failed != {}:
             self._wait_for_starting()
@@ -172,7 +201,8 @@ class ServerEngine:
             self._lose(failed)  # and start it again, for which the step waits, too
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Bring every server to a version. Servers that fail are lost; servers that have come back serve again.
+        """Bring every server to a version. Servers that fail are lost; servers that have come back
+        serve again.
 
         Raises:
             UserError: on every rank, if none is left, or servers fail again and again.
@@ -186,12 +216,16 @@ class ServerEngine:
                 self._wait_for_servers()
             every = self._config.rollout.sync.check_every
             verify = not self._synced or (every > 0 and version % every == 0)
-            problems = self._sync.update(self.servers, source, f"{self._run}-{version}", verify=verify)
+            problems = self._sync.update(
+                self.servers, source, f"{self._run}-{version}", verify=verify
+            )
             if problems is None:
                 self._synced = True
                 return
             self._retries += 1
-            self._say_on_leader(f"an update of the weights failed and is tried again: {_list(problems)}")
+            self._say_on_leader(
+                f"an update of the weights failed and is tried again: {_list(problems)}"
+            )
             self._lose(problems)
         problem = f"the servers could not be brought to version {version}: {_list(problems)}"
         remedy = "Look into the servers' logs; raise it, or try rollout.sync.transport=disk"
@@ -225,14 +259,20 @@ class ServerEngine:
                 batch.wait(EXCHANGE_S)
             if not any(batch.unfinished for batch in asked.values()):
                 return None
-            failed = {server.url: f"{batch.error}" for server, batch in asked.items() if batch.error is not None}
+            failed = {
+                server.url: f"{batch.error}"
+                for server, batch in asked.items()
+                if batch.error is not None
+            }
             return {**self._unhealthy(self._leaders_pool), **failed}
 
         while (lost := self._world.from_leader(look)) is not None:
             self._lose(lost)
             if not self.servers:
                 self._recover()
-        return self._world.from_leader(lambda: {server.name: batches[server].groups() for server in self.servers})
+        return self._world.from_leader(
+            lambda: {server.name: batches[server].groups() for server in self.servers}
+        )
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
         """There are no notes: they were logged when they came up."""
@@ -259,11 +299,16 @@ class ServerEngine:
         if self._pool is not None:
             lost = {**self._unhealthy(self._pool), **lost}
         idle = time.monotonic() - max(began, batch.progressed)
-        late = self._conversations.late(self._config.run.late_s) if self._conversations is not None else ""
+        late = (
+            self._conversations.late(self._config.run.late_s)
+            if self._conversations is not None
+            else ""
+        )
         return _Report(batch.unfinished, lost, batch.error, idle, late)
 
     def _unhealthy(self, pool: ServerPool) -> dict[str, str]:
-        """Findings of the leader's health checks since the last call. They run in the HTTP thread."""
+        """Findings of the leader's health checks since the last call. They run in the HTTP
+        thread."""
         timeout_s = self._config.rollout.health_timeout_s
         if self._checking is not None and self._checking.done():
             checking, self._checking, self._checked = self._checking, None, time.monotonic()
@@ -287,7 +332,8 @@ class ServerEngine:
         self.resume()
 
     def _wait_for_starting(self) -> None:
-        """Wait for servers that are being started again: they would take the memory that a step trains in."""
+        """Wait for servers that are being started again: they would take the memory that a step
+        trains in."""
 
         def look(pool: ServerPool) -> tuple[ServerClient, ...] | None:
             servers = pool.welcome()
@@ -312,11 +358,17 @@ class ServerEngine:
                 return servers
             if pool.hopeless:
                 problem = f"are used up, and no rollout server is left: {pool.losses}"
-                remedy = "Look into the servers' logs; raise it, and run the same command again: it resumes"
+                remedy = (
+                    "Look into the servers' logs; raise it, and run the same command again: "
+                    "it resumes"
+                )
                 raise UserError("rollout.launch.restarts", restarts, problem, remedy)
             if time.monotonic() - began > timeout_s:
                 problem = f"no rollout server is left, and none came back in time: {pool.losses}"
-                remedy = "Look into the servers' logs, start them again, and run the same command again: it resumes"
+                remedy = (
+                    "Look into the servers' logs, start them again, and run the same command "
+                    "again: it resumes"
+                )
                 raise UserError("rollout.timeout_s", f"{timeout_s:g}", problem, remedy)
             time.sleep(EXCHANGE_S)
             return None
@@ -324,12 +376,15 @@ class ServerEngine:
         self._set_servers(look)
 
     def _set_servers(self, look: Callable[[ServerPool], tuple[ServerClient, ...] | None]) -> None:
-        """Set the servers as soon as ``look`` returns them, called with the leader's pool. Collective."""
+        """Set the servers as soon as ``look`` returns them, called with the leader's pool.
+        Collective."""
         self.servers = self._world.poll(lambda: look(self._leaders_pool))
         for server in self.servers:
             server.http = self._http
 
-    def _new_dispatcher(self, attempts: int, conversations: Conversations | None = None) -> Dispatcher:
+    def _new_dispatcher(
+        self, attempts: int, conversations: Conversations | None = None
+    ) -> Dispatcher:
         rollout = self._config.rollout
         return Dispatcher(
             self._http,

@@ -1,6 +1,7 @@
 """HTTP beside the trainer: one event loop in a thread of its own, one connection pool, orjson.
 
-Only HTTP lives in that thread. Collectives and tensors stay on the main thread, which waits for futures.
+Only HTTP lives in that thread. Collectives and tensors stay on the main thread, which waits for
+futures.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ async def readable(url: str, answer: Awaitable[T]) -> T:
     """Await ``answer``.
 
     Raises:
-        ServerError: as ``answer`` does; also if the answer of the server at ``url`` lacks something.
+        ServerError: as ``answer`` does; also if the answer of the server at ``url`` lacks
+            something.
     """
     try:
         return await answer
@@ -85,7 +87,8 @@ async def readable(url: str, answer: Awaitable[T]) -> T:
 
 
 async def _quiet(work: Coroutine[Any, Any, T]) -> T:
-    """Have asyncio not complain where whoever waited has given up, and the work has failed since."""
+    """Have asyncio not complain where whoever waited has given up, and the work has failed
+    since."""
     task = asyncio.current_task()
     assert task is not None
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -106,7 +109,8 @@ class Http:
         return asyncio.run_coroutine_threadsafe(_quiet(work), self._loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine in the loop and wait for it, from any other thread; it is cancelled at the timeout."""
+        """Run a coroutine in the loop and wait for it, from any other thread; it is cancelled at
+        the timeout."""
         future = self.start(work)
         try:
             return future.result(timeout_s)
@@ -119,8 +123,8 @@ class Http:
 
         Args:
             world: the ranks.
-            work: makes the coroutine; called on the leader alone. Its errors, and the coroutine's, are raised on
-                every rank.
+            work: makes the coroutine; called on the leader alone. Its errors, and the coroutine's,
+                are raised on every rank.
         """
         futures: list[Future[T]] = []
 
@@ -146,8 +150,8 @@ class Http:
         """One request; what came back, read as JSON (None where there was nothing).
 
         Raises:
-            ServerError: no connection, no answer within ``timeout_s``, an answer that is no JSON, or one of another
-                status than 200.
+            ServerError: no connection, no answer within ``timeout_s``, an answer that is no JSON,
+                or one of another status than 200.
         """
         import aiohttp
         import orjson
@@ -168,9 +172,13 @@ class Http:
                 content = await answer.read()
                 status = answer.status
         except aiohttp.ConnectionTimeoutError:
-            raise ServerError(url, f"took no connection within {connect_s:g} s", alive=False) from None
+            raise ServerError(
+                url, f"took no connection within {connect_s:g} s", alive=False
+            ) from None
         except TimeoutError:
-            raise ServerError(url, f"did not answer {path} within {timeout_s:g} s", alive=False) from None
+            raise ServerError(
+                url, f"did not answer {path} within {timeout_s:g} s", alive=False
+            ) from None
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise ServerError(url, f"broke off at {path} ({reason})", alive=False) from None
@@ -183,7 +191,9 @@ class Http:
         except orjson.JSONDecodeError:
             return None  # some routes say in plain words that all is well
 
-    async def call_patiently(self, method: str, url: str, path: str, *, timeout_s: float, **rest: Any) -> Any:
+    async def call_patiently(
+        self, method: str, url: str, path: str, *, timeout_s: float, **rest: Any
+    ) -> Any:
         """:meth:`call`, again and again while the server is busy, within ``timeout_s`` in all.
 
         Raises:
@@ -215,7 +225,8 @@ class Http:
         if self._session is None:  # within the loop, as aiohttp wants it
             import aiohttp
 
-            # Servers close idle connections after 5 s: one that is reused just then would look like a death.
+            # Servers close idle connections after 5 s: one that is reused just then would look like
+            # a death.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
             # A proxy of the environment has no business between a trainer and its servers.
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)

@@ -1,4 +1,5 @@
-"""Where servers are, and what the run starts its own with: URLs, addresses, GPUs, command line and environment."""
+"""Where servers are, and what the run starts its own with: URLs, addresses, GPUs, command line and
+environment."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from megatron_dppo.rollout.servers.http import in_url
 OVERRIDE = "MEGATRON_DPPO_SERVERS"
 """Environment variable with URLs, separated by commas, that take the place of what Slurm says."""
 HOSTS = "MEGATRON_DPPO_SERVER_HOSTS"
-"""Environment variable with the address of every server, separated by commas: a job script asks Slurm for them, since
-containers lack its commands. Servers on one address have one port after the other."""
+"""Environment variable with the address of every server, separated by commas: a job script asks
+Slurm for them, since containers lack its commands. Servers on one address have one port after the
+other."""
 NODES = "SLURM_JOB_NODELIST_HET_GROUP_1"
 SERVER_PYTHON = "SERVER_PYTHON"
 """Environment variable with the interpreter of the servers' Python environment."""
@@ -32,8 +34,8 @@ SECRET = "MEGATRON_DPPO_SERVER_SECRET"
 """Environment variable with the API key that given servers were started with."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of torch's allocator. Segments that expand are good for training; servers that give memory back refuse
-them."""
+"""Variables of torch's allocator. Segments that expand are good for training; servers that give
+memory back refuse them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +44,27 @@ class EngineSpec:
 
     client: type[ServerClient]
     command: tuple[str, ...]
-    """Command that starts a server, unless ``rollout.launch.command`` or ``SERVER_PYTHON`` names one."""
+    """Command that starts a server, unless ``rollout.launch.command`` or ``SERVER_PYTHON`` names
+    one."""
     module: str
     """Module that starts a server, for an interpreter of another environment."""
     reserved_flags: tuple[str, ...]
-    """Flags that ``rollout.launch.flags`` may not have: they would contradict the run's settings, or show the
-    secret."""
+    """Flags that ``rollout.launch.flags`` may not have: they would contradict the run's settings,
+    or show the secret."""
     lossy_flags: tuple[str, ...]
-    """Parts of flags with which drafts of speculative decoding change what is sampled. The log-probabilities of the
-    tokens stay right, so that no comparison of them shows it."""
+    """Parts of flags with which drafts of speculative decoding change what is sampled. The
+    log-probabilities of the tokens stay right, so that no comparison of them shows it."""
     memory_flag: tuple[str, str]
     """The flag that bounds a server's memory, and what it is a share of."""
     memory_of_free: bool
-    """Whether that share is of the memory that is free when the server starts, not of the whole GPU."""
+    """Whether that share is of the memory that is free when the server starts, not of the whole
+    GPU."""
     flags: Callable[[Config, Path], list[str]]
-    """Flags of a run's server for the policy, the secret and the run's own requests. The path is that of a YAML file
-    with the secret."""
+    """Flags of a run's server for the policy, the secret and the run's own requests. The path is
+    that of a YAML file with the secret."""
     adapter_flags: Callable[[LoraConfig], list[str]]
-    """Flags for a server that takes a run's adapters: one at a time, besides none at all. It raises UserError for
-    adapters that this kind does not take."""
+    """Flags for a server that takes a run's adapters: one at a time, besides none at all. It raises
+    UserError for adapters that this kind does not take."""
     adapter_files: bool = False
     """Whether servers read adapters from files; else adapters come with a request."""
     adapter_environment: Mapping[str, str] = field(default_factory=dict)
@@ -68,8 +72,8 @@ class EngineSpec:
     environment: Callable[[str], dict[str, str]] = lambda secret: {}
     """Environment variables of a server with this secret."""
     rank_environment: Mapping[str, str] = field(default_factory=dict)
-    """NCCL's variables that the trainer's ranks and the servers must share in a group for weights. Servers that the run
-    starts inherit them from its ranks."""
+    """NCCL's variables that the trainer's ranks and the servers must share in a group for weights.
+    Servers that the run starts inherit them from its ranks."""
 
     @property
     def installed(self) -> bool:
@@ -86,11 +90,12 @@ def spec_of(engine: str) -> EngineSpec:
 
 
 def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The URLs of ``rollout.servers``, each as ``http://host:port``; none where the run starts its servers itself.
+    """The URLs of ``rollout.servers``, each as ``http://host:port``; none where the run starts its
+    servers itself.
 
     Raises:
-        UserError: for what is no such URL, for one that is there twice, and for ``slurm`` outside of a heterogeneous
-            job.
+        UserError: for what is no such URL, for one that is there twice, and for ``slurm`` outside
+            of a heterogeneous job.
     """
     servers = config.rollout.servers
     if servers != "slurm":
@@ -98,7 +103,9 @@ def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tupl
     if given := environ.get(OVERRIDE):
         return normal_urls(OVERRIDE, given.split(","))
     if given := environ.get(HOSTS):
-        return normal_urls(HOSTS, _one_port_each(given.split(","), config.rollout.launch.first_port))
+        return normal_urls(
+            HOSTS, _one_port_each(given.split(","), config.rollout.launch.first_port)
+        )
     nodes = environ.get(NODES)
     if not nodes:
         problem = f"this is no rank of a heterogeneous Slurm job: {NODES} is not set"
@@ -108,7 +115,10 @@ def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tupl
 
 
 def _one_port_each(hosts: Sequence[str], first_port: int) -> list[str]:
-    return [f"http://{in_url(host)}:{first_port + hosts[:i].count(host)}" for i, host in enumerate(hosts)]
+    return [
+        f"http://{in_url(host)}:{first_port + hosts[:i].count(host)}"
+        for i, host in enumerate(hosts)
+    ]
 
 
 def normal_urls(origin: str, urls: Iterable[str]) -> tuple[str, ...]:
@@ -125,7 +135,9 @@ def normal_urls(origin: str, urls: Iterable[str]) -> tuple[str, ...]:
     for given in urls:
         url = _normal(given.strip())
         if url is None:
-            raise UserError(origin, given, "is no server's URL", "Write http://HOST:PORT, without a path")
+            raise UserError(
+                origin, given, "is no server's URL", "Write http://HOST:PORT, without a path"
+            )
         if url in found:
             raise UserError(origin, given, "is named twice", "Name every server once")
         found.append(url)
@@ -138,8 +150,19 @@ def _normal(given: str) -> str | None:
         port = parts.port
     except ValueError:
         return None
-    plain = parts.path in ("", "/") and not parts.query and not parts.fragment and parts.username is None
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port or not plain or " " in given:
+    plain = (
+        parts.path in ("", "/")
+        and not parts.query
+        and not parts.fragment
+        and parts.username is None
+    )
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or not port
+        or not plain
+        or " " in given
+    ):
         return None
     return f"{parts.scheme}://{in_url(parts.hostname)}:{port}"
 
@@ -149,10 +172,19 @@ def _expand(nodes: str) -> list[str]:
     if "[" not in nodes and "," not in nodes:
         return [nodes]
     if shutil.which("scontrol") is None:
-        raise UserError(NODES, nodes, "scontrol, which tells the nodes' names, is not on the path", f"Set {OVERRIDE}")
-    listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+        raise UserError(
+            NODES,
+            nodes,
+            "scontrol, which tells the nodes' names, is not on the path",
+            f"Set {OVERRIDE}",
+        )
+    listed = subprocess.run(
+        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False
+    )
     if listed.returncode:
-        raise UserError(NODES, nodes, f"scontrol cannot read it: {listed.stderr.strip()}", f"Set {OVERRIDE}")
+        raise UserError(
+            NODES, nodes, f"scontrol cannot read it: {listed.stderr.strip()}", f"Set {OVERRIDE}"
+        )
     return listed.stdout.split()
 
 
@@ -172,10 +204,13 @@ def gpus_to_reserve(rollout: RolloutConfig) -> int:
     return 0 if rollout.colocated else sum(tensor_parallel(rollout))
 
 
-def base_command(rollout: RolloutConfig, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+def base_command(
+    rollout: RolloutConfig, environ: Mapping[str, str] = os.environ
+) -> tuple[str, ...]:
     """Return the command that starts a server, without flags.
 
-    The first of these: ``rollout.launch.command``; the engine's module in ``SERVER_PYTHON``; the engine's own command.
+    The first of these: ``rollout.launch.command``; the engine's module in ``SERVER_PYTHON``; the
+        engine's own command.
     """
     spec, python = spec_of(rollout.engine), environ.get(SERVER_PYTHON)
     if rollout.launch.command is not None:
@@ -183,8 +218,11 @@ def base_command(rollout: RolloutConfig, environ: Mapping[str, str] = os.environ
     return (python, "-m", spec.module) if python else spec.command
 
 
-def server_command(config: Config, index: int, *, host: str, port: int, secret_file: Path) -> list[str]:
-    """The command line of one server. Everybody on the machine can read it, so the secret is not in it.
+def server_command(
+    config: Config, index: int, *, host: str, port: int, secret_file: Path
+) -> list[str]:
+    """The command line of one server. Everybody on the machine can read it, so the secret is not in
+    it.
 
     Args:
         config: of the run.
@@ -195,9 +233,19 @@ def server_command(config: Config, index: int, *, host: str, port: int, secret_f
     rollout, tp = config.rollout, tensor_parallel(config.rollout)[index]
     spec = spec_of(rollout.engine)
     words = [*base_command(rollout), *spec.flags(config, secret_file), "--host", host]
-    words += ["--port", str(port), "--tensor-parallel-size", str(tp), "--dtype", DTYPES[config.model.dtype]]
+    words += [
+        "--port",
+        str(port),
+        "--tensor-parallel-size",
+        str(tp),
+        "--dtype",
+        DTYPES[config.model.dtype],
+    ]
     if config.model.checkpoint is not None:
-        words += ["--load-format", "dummy"]  # the directory may hold no weights; the first sync brings them
+        words += [
+            "--load-format",
+            "dummy",
+        ]  # the directory may hold no weights; the first sync brings them
     if config.loss.replay_routing == "rollout":
         words += [ROUTING_FLAG]
     if rollout.sync.adapter:
@@ -206,13 +254,17 @@ def server_command(config: Config, index: int, *, host: str, port: int, secret_f
 
 
 def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]:
-    """Environment variables that this kind of server needs, besides those of ``rollout.launch.env``."""
+    """Environment variables that this kind of server needs, besides those of
+    ``rollout.launch.env``."""
     spec = spec_of(rollout.engine)
-    return spec.environment(secret) | (dict(spec.adapter_environment) if rollout.sync.adapter else {})
+    return spec.environment(secret) | (
+        dict(spec.adapter_environment) if rollout.sync.adapter else {}
+    )
 
 
 def rank_environment(rollout: RolloutConfig) -> Mapping[str, str]:
-    """NCCL's variables that both ends of the group for weights must share, unless the user sets them."""
+    """NCCL's variables that both ends of the group for weights must share, unless the user sets
+    them."""
     collective = rollout.served and rollout.sync.transport == "collective"
     return spec_of(rollout.engine).rank_environment if collective else {}
 
@@ -230,9 +282,14 @@ def listening_address(environ: Mapping[str, str]) -> str:
         return LOOPBACK
     for name in (environ.get("MASTER_ADDR", ""), socket.gethostname()):
         for address in _addresses(name):
-            if not address.startswith("127."):  # some systems give a machine's own name one of these
+            if not address.startswith(
+                "127."
+            ):  # some systems give a machine's own name one of these
                 return address
-    problem = "is not an address at which ranks on other machines could reach a server that this one starts"
+    problem = (
+        "is not an address at which ranks on other machines could reach a server that this "
+        "one starts"
+    )
     remedy = "Set it to this machine's address in their network"
     raise UserError("MASTER_ADDR", environ.get("MASTER_ADDR", ""), problem, remedy)
 
@@ -253,7 +310,8 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def gpu_shares(config: Config, gpus: Sequence[str], local_ranks: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each server: the GPUs after those of the trainer's ranks, or, colocated, the same ones.
+    """CUDA_VISIBLE_DEVICES of each server: the GPUs after those of the trainer's ranks, or,
+    colocated, the same ones.
 
     Args:
         config: of the run.
@@ -269,9 +327,19 @@ def gpu_shares(config: Config, gpus: Sequence[str], local_ranks: int) -> list[st
     colocated = config.rollout.colocated
     free = list(gpus[:local_ranks] if colocated else gpus[local_ranks:])
     if sum(sizes) > len(free):
-        whose = "the trainer's ranks on it have" if colocated else f"its {local_ranks} ranks of the trainer leave"
-        problem = f"{len(sizes)} servers need {sum(sizes)} GPUs on this machine, and {whose} {len(free)} of {len(gpus)}"
-        remedy = "Lower rollout.launch.count or tp, or start servers elsewhere and name them in rollout.servers"
+        whose = (
+            "the trainer's ranks on it have"
+            if colocated
+            else f"its {local_ranks} ranks of the trainer leave"
+        )
+        problem = (
+            f"{len(sizes)} servers need {sum(sizes)} GPUs on this machine, and {whose} "
+            f"{len(free)} of {len(gpus)}"
+        )
+        remedy = (
+            "Lower rollout.launch.count or tp, or start servers elsewhere and name them in "
+            "rollout.servers"
+        )
         raise UserError("rollout.launch.tp", config.rollout.launch.tp, problem, remedy)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [",".join(free[start : start + size]) for start, size in zip(starts, sizes, strict=True)]

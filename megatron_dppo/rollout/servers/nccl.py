@@ -9,12 +9,15 @@ import torch.distributed as dist
 
 from megatron_dppo.errors import UserError
 
-MISMATCH = re.compile(r"Mismatched NCCL version detected\s*: rank \d+ version (\d+) rank \d+ version (\d+)")
+MISMATCH = re.compile(
+    r"Mismatched NCCL version detected\s*: rank \d+ version (\d+) rank \d+ version (\d+)"
+)
 """NCCL's message about two versions, on every rank."""
 
 
 def loaded() -> str | None:
-    """Return the version of the NCCL that runs in this process, ``2.29.7``; None for a torch without NCCL."""
+    """Return the version of the NCCL that runs in this process, ``2.29.7``; None for a torch
+    without NCCL."""
     if not dist.is_nccl_available():
         return None
     version = dist.ProcessGroupNCCL.get_runtime_nccl_version()  # type: ignore[call-arg]  # torch's stub has a self
@@ -36,10 +39,14 @@ def refuse_mismatch(message: str) -> None:
     """Raise a UserError if ``message``, of a failed group, has NCCL's words about two versions."""
     if (found := MISMATCH.search(message)) is None:
         return
-    older, newer = (f"{code // 10000}.{code // 100 % 100}.{code % 100}" for code in sorted(map(int, found.groups())))
+    older, newer = (
+        f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+        for code in sorted(map(int, found.groups()))
+    )
     problem = f"needs one NCCL for the trainer and its servers, and they have {older} and {newer}"
     remedy = (
-        f"Run pip install --no-deps nvidia-nccl-cu13=={newer} (cu12 with a torch of CUDA 12) in the environment of the "
+        f"Run pip install --no-deps nvidia-nccl-cu13=={newer} (cu12 with a torch of CUDA 12) in "
+        "the environment of the "
         "older one, or set rollout.sync.transport=disk"
     )
     raise UserError("rollout.sync.transport", "collective", problem, remedy)

@@ -1,8 +1,9 @@
-"""The servers of a run: which serve, which are lost, and which have come back. The leader alone keeps the list.
+"""The servers of a run: which serve, which are lost, and which have come back. The leader alone
+keeps the list.
 
-A server that is lost serves again only after the next update of the weights: until then nobody knows what it would
-generate with. A server that the run started is killed and started again meanwhile. A given one is asked every few
-seconds whether it is there again.
+A server that is lost serves again only after the next update of the weights: until then nobody
+knows what it would generate with. A server that the run started is killed and started again
+meanwhile. A given one is asked every few seconds whether it is there again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient, ServerInfo
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.launch import server_urls, spec_of
-from megatron_dppo.rollout.servers.processes import ServerProcess, servers_to_start, stop_all, wait_ready
+from megatron_dppo.rollout.servers.processes import (
+    ServerProcess,
+    servers_to_start,
+    stop_all,
+    wait_ready,
+)
 
 ASK_AGAIN_S = 3.0
 """Seconds between questions to a given server that is lost."""
@@ -62,7 +68,9 @@ class ServerPool:
         self._serving: list[ServerClient] = []
         self._returning: dict[ServerClient, Future[ServerClient]] = {}
         """Lost servers; done when the server can generate again."""
-        self._lost: dict[str, str] = {}  # why servers were taken out that have not come back, by their URLs
+        self._lost: dict[
+            str, str
+        ] = {}  # why servers were taken out that have not come back, by their URLs
         self._misses = Counter[ServerClient]()
         self._heard: dict[str, str] = {}
         """Last report of a given server that cannot generate yet, by its URL."""
@@ -73,7 +81,8 @@ class ServerPool:
         """Start the servers that are ours, and wait until they and the given ones can generate.
 
         Raises:
-            UserError: one of them ends, takes too long, is of another model or is too small for the run.
+            UserError: one of them ends, takes too long, is of another model or is too small for the
+                run.
         """
         launch = self._config.rollout.launch
         if launch.count:
@@ -123,7 +132,8 @@ class ServerPool:
         return "; ".join(f"server {url} {problem}" for url, problem in self._lost.items())
 
     def welcome(self) -> tuple[ServerClient, ...]:
-        """Take servers in that can generate again. They need an update of the weights. Who serves then."""
+        """Take servers in that can generate again. They need an update of the weights. Who serves
+        then."""
         for server, returning in list(self._returning.items()):
             if not returning.done():
                 continue
@@ -150,22 +160,33 @@ class ServerPool:
         return any(server.process is not None for server in self._returning)
 
     async def check(self, timeout_s: float) -> dict[str, str]:
-        """Ask those that serve whether they can still generate; what is wrong with those that cannot, by URL.
+        """Ask those that serve whether they can still generate; what is wrong with those that
+        cannot, by URL.
 
-        One that is silent is named after half of ``timeout_s``, and after ten seconds at the latest.
+        One that is silent is named after half of ``timeout_s``, and after ten seconds at the
+        latest.
         """
         serving = self.servers
 
         def silent(server: ServerClient, taken: float) -> str:
             limit = f"rollout.health_timeout_s = {timeout_s:g}"
-            return f"server {server.name} is silent: no answer to a health check for {taken:.0f} s ({limit})"
+            return (
+                f"server {server.name} is silent: no answer to a health check for {taken:.0f} "
+                "s "
+                f"({limit})"
+            )
 
         first = min(SAY_AFTER_S, timeout_s / 2)
-        asked = [self._said(server.health(timeout_s), partial(silent, server), first) for server in serving]
+        asked = [
+            self._said(server.health(timeout_s), partial(silent, server), first)
+            for server in serving
+        ]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         unfit = {}
         for server, answer in zip(serving, answers, strict=True):
-            self._misses[server] = self._misses[server] + 1 if isinstance(answer, ServerError) else 0
+            self._misses[server] = (
+                self._misses[server] + 1 if isinstance(answer, ServerError) else 0
+            )
             if isinstance(answer, ServerError) and self._misses[server] >= MISSES:
                 unfit[server.url] = answer.problem
         return unfit
@@ -188,12 +209,18 @@ class ServerPool:
 
         def say(taken: float) -> str:
             heard = self._heard.get(server, what)
-            return f"waiting for {taken:.0f} s, of rollout.launch.wait_s = {most:g}, for server {server}: {heard}"
+            return (
+                f"waiting for {taken:.0f} s, of rollout.launch.wait_s = {most:g}, for server "
+                f"{server}: {heard}"
+            )
 
         return say
 
     async def _said(
-        self, waiting: Coroutine[Any, Any, T], words: Callable[[float], str], wait_s: float | None = None
+        self,
+        waiting: Coroutine[Any, Any, T],
+        words: Callable[[float], str],
+        wait_s: float | None = None,
     ) -> T:
         """Wait for a server, and say so where it takes long.
 
@@ -215,7 +242,8 @@ class ServerPool:
     async def _given(self, url: str, wait_s: float) -> list[ServerClient]:
         """A given server, or the servers behind it if it is a router, once each can generate.
 
-        A router is spoken to no more after that: it would go on asking a server that is not up to date.
+        A router is spoken to no more after that: it would go on asking a server that is not up to
+            date.
 
         Raises:
             UserError: at the timeout.
@@ -226,7 +254,10 @@ class ServerPool:
                 while True:
                     try:
                         workers = await self._workers(self._client(url))
-                        clients = [self._client(worker) for worker in ([url] if workers is None else workers)]
+                        clients = [
+                            self._client(worker)
+                            for worker in ([url] if workers is None else workers)
+                        ]
                         await asyncio.gather(*(self._come_to_life(client) for client in clients))
                         if clients:
                             if workers is not None:
@@ -237,7 +268,12 @@ class ServerPool:
                         self._heard[url] = str(error)
                     await asyncio.sleep(ASK_AGAIN_S)
         remedy = "Start it, mend the URL, or raise rollout.launch.wait_s"
-        raise UserError("rollout.servers", url, f"cannot generate after {wait_s:g} s: {self._heard[url]}", remedy)
+        raise UserError(
+            "rollout.servers",
+            url,
+            f"cannot generate after {wait_s:g} s: {self._heard[url]}",
+            remedy,
+        )
 
     async def _workers(self, door: ServerClient) -> list[str] | None:
         """The URLs of a router's servers; None if it is a server itself.
@@ -254,7 +290,8 @@ class ServerPool:
         return [worker["url"].rstrip("/") for worker in answer["workers"]]
 
     async def _come_to_life(self, client: ServerClient) -> None:
-        """See to it that a given server can generate: an update that nobody ended has left it paused.
+        """See to it that a given server can generate: an update that nobody ended has left it
+        paused.
 
         Raises:
             ServerError: it cannot.
@@ -270,10 +307,15 @@ class ServerPool:
             self._returning[server] = self._http.start(self._return(connect(server.url)))
         elif self._restarts < restarts:
             self._restarts += 1
-            self._returning[server] = self._http.start(self._restart(self.processes[server.process], connect))
+            self._returning[server] = self._http.start(
+                self._restart(self.processes[server.process], connect)
+            )
         else:
             words = self.processes[server.process].last_words()
-            self._say(f"rollout.launch.restarts = {restarts} are used up" + (f":\n{words}" if words else ""))
+            self._say(
+                f"rollout.launch.restarts = {restarts} are used up"
+                + (f":\n{words}" if words else "")
+            )
 
     async def _return(self, client: ServerClient) -> ServerClient:
         """A given server, once it can generate again; it may take as long as it likes."""
@@ -284,7 +326,9 @@ class ServerPool:
                 await self._check(client)
                 return client
 
-    async def _restart(self, process: ServerProcess, connect: Callable[[str], ServerClient]) -> ServerClient:
+    async def _restart(
+        self, process: ServerProcess, connect: Callable[[str], ServerClient]
+    ) -> ServerClient:
         await asyncio.to_thread(self._restart_unless_closed, process)
         client = await wait_ready(process, connect, self._config.rollout.launch.wait_s)
         await self._check(client)
@@ -318,29 +362,53 @@ class ServerPool:
         try:
             info = await client.info()
         except ServerError as error:
-            remedy = f"{'Start it as that says' if error.alive else 'Look into its log'}, or name another server"
+            remedy = (
+                f"{'Start it as that says' if error.alive else 'Look into its log'}, or name "
+                "another server"
+            )
             raise UserError(setting, client.url, error.problem, remedy) from None
         rollout, dtype = self._config.rollout, DTYPES[self._config.model.dtype]
         longest = self._config.longest_context
         if info.architecture not in (None, self._architecture):
-            problem = f"serves another model: {info.architecture} from {info.model}, the policy is {self._architecture}"
+            problem = (
+                f"serves another model: {info.architecture} from {info.model}, the policy "
+                "is "
+                f"{self._architecture}"
+            )
             remedy = "Start it with model.path, or name another server"
         elif info.max_tokens is not None and info.max_tokens < longest:
-            problem = f"takes {info.max_tokens} tokens, and the longest prompt with its response has {longest}"
+            problem = (
+                f"takes {info.max_tokens} tokens, and the longest prompt with its response "
+                f"has {longest}"
+            )
             limit = "eval" if longest > self._config.longest else "rollout"
-            remedy = f"Start it with a longer context, or lower data.max_prompt_tokens or {limit}.max_response_tokens"
+            remedy = (
+                "Start it with a longer context, or lower data.max_prompt_tokens or "
+                f"{limit}.max_response_tokens"
+            )
         elif info.stages > 1 and rollout.sync.transport == "collective":
-            problem = f"has {info.stages} pipeline stages, and each of them would join as the ranks of the first"
+            problem = (
+                f"has {info.stages} pipeline stages, and each of them would join as the "
+                "ranks of the first"
+            )
             remedy = "Start it with --pp-size 1, or set rollout.sync.transport to disk"
         elif info.dtype not in (None, dtype):
-            problem = f"holds its weights in {info.dtype}, and model.dtype is {self._config.model.dtype}"
+            problem = (
+                f"holds its weights in {info.dtype}, and model.dtype is {self._config.model.dtype}"
+            )
             remedy = f"Start it with --dtype {dtype}, or set model.dtype"
         elif self._config.loss.replay_routing == "rollout" and not info.routing:
-            problem = "does not say which experts it chose, and loss.replay_routing = rollout replays them"
+            problem = (
+                "does not say which experts it chose, and loss.replay_routing = rollout "
+                "replays them"
+            )
             remedy = f"Start it with {ROUTING_FLAG}, or set loss.replay_routing"
         elif rollout.sync.adapter and not _takes(info, self._config.model.lora):
             takes = f"up to rank {info.lora_rank} on {', '.join(sorted(info.lora_targets))}"
-            problem = f"takes {takes if info.lora_rank else 'no'} adapters, and rollout.sync.adapter sends it others"
+            problem = (
+                f"takes {takes if info.lora_rank else 'no'} adapters, and "
+                "rollout.sync.adapter sends it others"
+            )
             spec = spec_of(rollout.engine)
             words = shlex.join(spec.adapter_flags(self._config.model.lora))
             for name, value in spec.adapter_environment.items():
@@ -353,4 +421,6 @@ class ServerPool:
 
 def _takes(info: ServerInfo, lora: LoraConfig) -> bool:
     """Whether a server can have these adapters."""
-    return info.lora_rank >= lora.rank and ("all" in info.lora_targets or info.lora_targets.issuperset(lora.targets))
+    return info.lora_rank >= lora.rank and (
+        "all" in info.lora_targets or info.lora_targets.issuperset(lora.targets)
+    )

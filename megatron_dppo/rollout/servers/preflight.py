@@ -41,19 +41,34 @@ def check_launch(config: Config) -> None:
     spec = spec_of(config.rollout.engine)
     for entry in launch.env:
         if not VARIABLE.match(entry):
-            raise UserError("rollout.launch.env", entry, "is no environment variable", "Write NAME=value")
+            raise UserError(
+                "rollout.launch.env", entry, "is no environment variable", "Write NAME=value"
+            )
     for flag in launch.flags:
         if flag.partition("=")[0] in spec.reserved_flags:
-            problem = "is set by the run itself: for all servers, for each, or where nobody can read it"
-            raise UserError("rollout.launch.flags", flag, problem, "Leave it out; see the settings of rollout.launch")
+            problem = (
+                "is set by the run itself: for all servers, for each, or where nobody can read it"
+            )
+            raise UserError(
+                "rollout.launch.flags",
+                flag,
+                problem,
+                "Leave it out; see the settings of rollout.launch",
+            )
         if any(part in flag.replace("_", "-") for part in spec.lossy_flags):
-            problem = "takes drafts more often than the policy would sample them, and no log-probability shows it"
+            problem = (
+                "takes drafts more often than the policy would sample them, and no "
+                "log-probability shows it"
+            )
             remedy = "Leave it out: the engine's own default samples as without drafts"
             raise UserError("rollout.launch.flags", flag, problem, remedy)
 
 
-def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str] = os.environ) -> None:
-    """Check the settings of servers against the policy and this machine. Externally managed servers are asked later.
+def check_servers(
+    config: Config, shape: PolicyShape, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Check the settings of servers against the policy and this machine. Externally managed servers
+    are asked later.
 
     Raises:
         UserError: for the first thing that is wrong.
@@ -63,7 +78,9 @@ def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str]
     check_split(config, shape)
 
 
-def server_checks(config: Config, environ: Mapping[str, str] = os.environ) -> Iterator[Callable[[], object]]:
+def server_checks(
+    config: Config, environ: Mapping[str, str] = os.environ
+) -> Iterator[Callable[[], object]]:
     """Yield the checks of ``check_servers`` that need no policy."""
     rollout = config.rollout
     if not rollout.served:
@@ -81,7 +98,9 @@ def server_checks(config: Config, environ: Mapping[str, str] = os.environ) -> It
 
 def _are_started(config: Config) -> bool:
     """Return whether the run or its Slurm job starts servers."""
-    return config.rollout.served and bool(config.rollout.launch.count or config.rollout.servers == "slurm")
+    return config.rollout.served and bool(
+        config.rollout.launch.count or config.rollout.servers == "slurm"
+    )
 
 
 def _check_sync_folder(config: Config) -> None:
@@ -89,7 +108,9 @@ def _check_sync_folder(config: Config) -> None:
     place = next(place for place in (folder, *folder.parents) if place.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         problem = f"{place} is no directory that can be written to"
-        raise UserError("rollout.sync.folder", folder, problem, "Name one that you and the servers share")
+        raise UserError(
+            "rollout.sync.folder", folder, problem, "Name one that you and the servers share"
+        )
 
 
 def _check_both_ends(config: Config, environ: Mapping[str, str]) -> None:
@@ -97,7 +118,11 @@ def _check_both_ends(config: Config, environ: Mapping[str, str]) -> None:
     for name, value in rank_environment(config.rollout).items():
         ours = environ.get(name, value)
         if given.get(name, ours) != ours:
-            problem = f"the trainer has {name}={ours}, and NCCL wants the same at both ends of the group for weights"
+            problem = (
+                f"the trainer has {name}={ours}, and NCCL wants the same at both ends of "
+                "the "
+                "group for weights"
+            )
             remedy = f"Leave it out, or run the trainer with {name}={given[name]}, too"
             raise UserError("rollout.launch.env", f"{name}={given[name]}", problem, remedy)
 
@@ -112,7 +137,9 @@ def check_split(config: Config, shape: PolicyShape) -> None:
         return
     for tp in tensor_parallel(config.rollout) or (config.rollout.launch.tp,):
         assert isinstance(tp, int)
-        shared = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0  # a server copies heads where it has more ranks
+        shared = (
+            shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
+        )  # a server copies heads where it has more ranks
         if shape.heads % tp or not shared:
             heads = f"the policy's {shape.heads} query heads and {shape.kv_heads} key-value heads"
             fit = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
@@ -127,8 +154,13 @@ def _check_memory(config: Config) -> None:
     flag, share = spec_of(rollout.engine).memory_flag
     given = {word.partition("=")[0].replace("_", "-") for word in rollout.launch.flags}
     if rollout.launch.count and flag not in given:
-        problem = f"has no {flag}: a server would take nearly all of the GPU that it shares with the trainer"
-        remedy = f"Add {flag} with {share}; megatron-dppo plan says what the trainer keeps meanwhile"
+        problem = (
+            f"has no {flag}: a server would take nearly all of the GPU that it shares with "
+            "the trainer"
+        )
+        remedy = (
+            f"Add {flag} with {share}; megatron-dppo plan says what the trainer keeps meanwhile"
+        )
         flags = "rollout.launch.flags"
         raise UserError(flags, public(flags, [*rollout.launch.flags]), problem, remedy)
     import torch
@@ -145,7 +177,10 @@ def _check_command(config: Config, environ: Mapping[str, str]) -> None:
         _check_python(python, spec)
     elif command is None and not spec.installed:
         problem = f"{config.rollout.engine} is not installed in this environment"
-        ways = f"{SERVER_PYTHON}=/ITS/bin/python, or rollout.launch.command=[/ITS/bin/python,-m,{spec.module}]"
+        ways = (
+            f"{SERVER_PYTHON}=/ITS/bin/python, or "
+            f"rollout.launch.command=[/ITS/bin/python,-m,{spec.module}]"
+        )
         remedy = f"Install it in one of its own (docs/gpu.md), and set the variable {ways}"
         raise UserError("rollout.launch.command", "null", problem, remedy)
     elif command is not None and (not command or shutil.which(command[0]) is None):
@@ -156,10 +191,17 @@ def _check_command(config: Config, environ: Mapping[str, str]) -> None:
 
 def _check_python(python: str, spec: EngineSpec) -> None:
     package = spec.module.partition(".")[0]
-    code = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({package!r}) is None)"
-    remedy = f"Name an interpreter that has {package}, by a path that exists on every node with servers"
+    code = (
+        f"import sys; from importlib.util import find_spec; sys.exit(find_spec({package!r}) is "
+        "None)"
+    )
+    remedy = (
+        f"Name an interpreter that has {package}, by a path that exists on every node with servers"
+    )
     try:
-        found = subprocess.run([python, "-c", code], capture_output=True, timeout=ASK_S, check=False)
+        found = subprocess.run(
+            [python, "-c", code], capture_output=True, timeout=ASK_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(SERVER_PYTHON, python, f"cannot be run ({error})", remedy) from error
     if found.returncode:

@@ -45,9 +45,18 @@ LINES = 25
 LOG_BYTES = 2**16
 """Bytes at the end of a log that are searched for them."""
 
-OURS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+OURS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
 OUR_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS", *ALLOCATOR)
-"""Variables, and prefixes of variables, that describe a rank of the trainer and would mislead a server."""
+"""Variables, and prefixes of variables, that describe a rank of the trainer and would mislead a
+server."""
 
 
 class Answers(Protocol):
@@ -60,7 +69,8 @@ Client = TypeVar("Client", bound=Answers)
 
 
 def new_secret() -> str:
-    """A new secret that our servers want with every request. In hex, since a leading minus would look like a flag."""
+    """A new secret that our servers want with every request. In hex, since a leading minus would
+    look like a flag."""
     return secrets.token_hex(24)
 
 
@@ -77,7 +87,14 @@ class ServerProcess:
     """
 
     def __init__(
-        self, config: Config, index: int, *, host: str, secret: str, gpus: str | None = None, name: str | None = None
+        self,
+        config: Config,
+        index: int,
+        *,
+        host: str,
+        secret: str,
+        gpus: str | None = None,
+        name: str | None = None,
     ) -> None:
         self.index, self.host, self.secret, self.gpus = index, host, secret, gpus
         self.name = str(index) if name is None else name
@@ -110,7 +127,9 @@ class ServerProcess:
             return []
         assert self._process is not None
         try:
-            return [child.pid for child in psutil.Process(self._process.pid).children(recursive=True)]
+            return [
+                child.pid for child in psutil.Process(self._process.pid).children(recursive=True)
+            ]
         except psutil.NoSuchProcess:
             return []
 
@@ -158,7 +177,10 @@ class ServerProcess:
                 sockets = psutil.Process(pid).net_connections("tcp")
             except psutil.Error:
                 continue
-            if any(found.status == psutil.CONN_LISTEN and found.laddr.port == self._port for found in sockets):
+            if any(
+                found.status == psutil.CONN_LISTEN and found.laddr.port == self._port
+                for found in sockets
+            ):
                 return True
         return False
 
@@ -193,7 +215,10 @@ class ServerProcess:
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_S)
-            if self._process.poll() in (None, -signal.SIGKILL):  # nobody sees to the server's end but we
+            if self._process.poll() in (
+                None,
+                -signal.SIGKILL,
+            ):  # nobody sees to the server's end but we
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
@@ -206,7 +231,11 @@ class ServerProcess:
 
     def environment(self, ours: Mapping[str, str]) -> dict[str, str]:
         """Environment of the server, from the trainer's, ``ours``."""
-        kept = {name: value for name, value in ours.items() if name not in OURS and not name.startswith(OUR_PREFIXES)}
+        kept = {
+            name: value
+            for name, value in ours.items()
+            if name not in OURS and not name.startswith(OUR_PREFIXES)
+        }
         if self.gpus is not None:
             kept["CUDA_VISIBLE_DEVICES"] = self.gpus
         of_kind = server_environment(self._config.rollout, secret=self.secret)
@@ -222,23 +251,35 @@ class ServerProcess:
         for port in range(launch.first_port + self.index, last, launch.count):
             if _is_free(self.host, port):
                 return port
-        problem = f"no port for server {self.name} is free on {self.host} from {launch.first_port} to {last - 1}"
+        problem = (
+            f"no port for server {self.name} is free on {self.host} from "
+            f"{launch.first_port} "
+            f"to {last - 1}"
+        )
         remedy = "Raise it, or name another rollout.launch.first_port"
         raise UserError("rollout.launch.ports", launch.ports, problem, remedy)
 
 
-def servers_to_start(config: Config, secret: str, environ: Mapping[str, str] = os.environ) -> list[ServerProcess]:
+def servers_to_start(
+    config: Config, secret: str, environ: Mapping[str, str] = os.environ
+) -> list[ServerProcess]:
     """The servers of ``rollout.launch``, not yet started; for the run's first rank.
 
     Raises:
-        UserError: if the GPUs are too few, or no address of this machine is fit for others to reach.
+        UserError: if the GPUs are too few, or no address of this machine is fit for others to
+            reach.
     """
     host = listening_address(environ)
     shares = gpu_shares(config, visible_gpus(environ), local_ranks(environ))
-    return [ServerProcess(config, i, host=host, secret=secret, gpus=share) for i, share in enumerate(shares)]
+    return [
+        ServerProcess(config, i, host=host, secret=secret, gpus=share)
+        for i, share in enumerate(shares)
+    ]
 
 
-async def wait_ready(process: ServerProcess, connect: Callable[[str], Client], wait_s: float) -> Client:
+async def wait_ready(
+    process: ServerProcess, connect: Callable[[str], Client], wait_s: float
+) -> Client:
     """Wait until a started server can generate.
 
     One whose port another process took is started again on another.
@@ -268,7 +309,10 @@ async def wait_ready(process: ServerProcess, connect: Callable[[str], Client], w
             except ServerError:
                 pass  # not yet
         await asyncio.sleep(LOOK_S)
-    problem = f"server {process.name} cannot generate after so long; the end of its log:\n{process.last_words()}"
+    problem = (
+        f"server {process.name} cannot generate after so long; the end of its "
+        f"log:\n{process.last_words()}"
+    )
     remedy = f"Raise it if the server needs longer, or read {process.log}"
     raise UserError("rollout.launch.wait_s", f"{wait_s:g}", problem, remedy)
 
@@ -280,8 +324,12 @@ def stop_all(processes: Sequence[ServerProcess]) -> None:
 
 
 def _ended_early(process: ServerProcess) -> UserError:
-    problem = f"server {process.name} {process.ending()} before it could generate; the end of its log:\n"
-    remedy = f"Read {process.log}, then mend the command, rollout.launch.flags or rollout.launch.env"
+    problem = (
+        f"server {process.name} {process.ending()} before it could generate; the end of its log:\n"
+    )
+    remedy = (
+        f"Read {process.log}, then mend the command, rollout.launch.flags or rollout.launch.env"
+    )
     setting = "rollout.launch.command"
     command = " ".join(public(setting, [*process.command]))
     return UserError(setting, command, problem + process.last_words(), remedy)
@@ -289,13 +337,17 @@ def _ended_early(process: ServerProcess) -> UserError:
 
 def _write_secret(place: Path, text: str) -> None:
     place.unlink(missing_ok=True)
-    with os.fdopen(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
+    with os.fdopen(
+        os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8"
+    ) as file:
         file.write(text)
 
 
 def _is_free(host: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; closed connections linger
+        trial.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as servers do; closed connections linger
         try:
             trial.bind((host, port))
         except OSError:

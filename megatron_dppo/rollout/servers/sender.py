@@ -1,7 +1,9 @@
-"""The weight group: a process group of one sender and all ranks of all servers, through which buckets travel.
+"""The weight group: a process group of one sender and all ranks of all servers, through which
+buckets travel.
 
-Servers and sender make their ends with torch's own constructor, which finds the others by a store of rank 0. A group
-belongs to the servers that it was made with. When one of them is lost, the group is ended and a new one is made.
+Servers and sender make their ends with torch's own constructor, which finds the others by a store
+of rank 0. A group belongs to the servers that it was made with. When one of them is lost, the group
+is ended and a new one is made.
 """
 
 from __future__ import annotations
@@ -38,14 +40,16 @@ GRACE_S = 5.0
 JOIN_S = 30.0
 """How long servers may take to join a gloo group."""
 FIRST = Manifest(["model.rotary_emb.inv_freq"], ["uint8"], [[1]])
-"""One byte under a name that loaders pass over: old checkpoints hold such a buffer, which models compute themselves."""
+"""One byte under a name that loaders pass over: old checkpoints hold such a buffer, which models
+compute themselves."""
 
 
 class SyncFailedError(Exception):
     """An update broke off.
 
     Args:
-        problems: what went wrong, by URL of the server at fault. Empty where no single one is known to be.
+        problems: what went wrong, by URL of the server at fault. Empty where no single one is known
+            to be.
         problem: what the sender itself saw.
     """
 
@@ -79,7 +83,9 @@ class _SentBucket:
     @property
     def over(self) -> bool:
         """Whether it has left, or it is known that it will not."""
-        return self.work.done() and (self.work.exception() is not None or self.work.result().is_completed())
+        return self.work.done() and (
+            self.work.exception() is not None or self.work.result().is_completed()
+        )
 
 
 class Sender:
@@ -115,15 +121,19 @@ class Sender:
         self._sent: _SentBucket | None = None
         """The bucket on its way."""
         backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
-        # For gloo this limits joining; each bucket has a limit of its own. For NCCL it limits breaking off, and our own
-        # limit must be reached before it.
-        limit = timedelta(seconds=2 * timeout_s + 60 if backend == "nccl" else min(timeout_s, JOIN_S))
+        # For gloo this limits joining; each bucket has a limit of its own. For NCCL it limits
+        # breaking off, and our own limit must be reached before it.
+        limit = timedelta(
+            seconds=2 * timeout_s + 60 if backend == "nccl" else min(timeout_s, JOIN_S)
+        )
         size = 1 + sum(client.ranks for client in clients)
         # Not by rendezvous: under torchrun it would look for torchrun's own store, at any address.
         store = open_store(host, limit, size)
         joins, offset = {}, 1
         for client in clients:
-            joins[client.url] = http.start(client.join(WeightGroup(name, host, store.port, backend, offset, size)))
+            joins[client.url] = http.start(
+                client.join(WeightGroup(name, host, store.port, backend, offset, size))
+            )
             offset += client.ranks
         group: dist.ProcessGroup | None = None
         problem = "not all servers joined the group for weights"
@@ -141,7 +151,9 @@ class Sender:
             _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         except Exception as error:
             problem = f"{problem} ({_said(error)})"
-            error.__traceback__ = None  # it holds the store, and with it the servers that wait there
+            error.__traceback__ = (
+                None  # it holds the store, and with it the servers that wait there
+            )
         self._group: dist.ProcessGroup | None = group
         self._store: dist.TCPStore | None = store
         joined = group is not None
@@ -156,9 +168,10 @@ class Sender:
     def _greet(self) -> None:
         """Send one byte to all ranks, so that the group is known to work before weights are sent.
 
-        NCCL makes its communicator within the first broadcast. That call waits for the last rank, and nothing breaks it
-        off. It therefore runs in a thread of its own, which is left behind where a server never comes. The servers that
-        did come cannot be told apart from it, and are named, too.
+        NCCL makes its communicator within the first broadcast. That call waits for the last rank,
+        and nothing breaks it off. It therefore runs in a thread of its own, which is left behind
+        where a server never comes. The servers that did come cannot be told apart from it, and are
+        named, too.
         """
         try:
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
@@ -174,7 +187,8 @@ class Sender:
             raise SyncFailedError(problems, f"{failed.problem} {hint}") from None
 
     def stage(self, bucket: Bucket) -> StagedBucket:
-        """Copy a bucket into that of two buffers which is not being sent. The caller may then reuse its memory."""
+        """Copy a bucket into that of two buffers which is not being sent. The caller may then reuse
+        its memory."""
         size = sum(tensor.nbytes for tensor in bucket.values())
         self._turn ^= 1
         if self._flats[self._turn].numel() < size:
@@ -190,15 +204,16 @@ class Sender:
     def send(self, staged: StagedBucket, version: str | None) -> None:
         """Set a bucket on its way, once the one before has arrived.
 
-        It waits until all servers have loaded the one before. Two requests on two connections could be read in the
-        wrong order, and only a server's answer says that it has read one.
+        It waits until all servers have loaded the one before. Two requests on two connections could
+        be read in the wrong order, and only a server's answer says that it has read one.
 
         Args:
             staged: the bucket that was staged last.
             version: with the last bucket of an update.
 
         Raises:
-            SyncFailedError: the one before did not arrive. Nothing can be sent through this group any more.
+            SyncFailedError: the one before did not arrive. Nothing can be sent through this group
+                any more.
         """
         self.arrive()
         self._start("a bucket", staged, version, begin=_now)
@@ -214,7 +229,9 @@ class Sender:
         group = self._group
         assert group is not None
         replies = {
-            client.url: self._http.start(client.update_from_distributed(staged.manifest, self.name, version))
+            client.url: self._http.start(
+                client.update_from_distributed(staged.manifest, self.name, version)
+            )
             for client in self._clients
         }
         options = dist.BroadcastOptions()
@@ -238,7 +255,8 @@ class Sender:
         if self._sent is None:
             return
         what, replies, problem = self._sent.what, self._sent.replies, self._wait_for(self._sent)
-        self._sent = None  # the work that it holds keeps the group's connections open, and servers waiting at them
+        # The work that it holds keeps the group's connections open, and servers waiting at them.
+        self._sent = None
         if problem:
             raise self._broken(replies, problem)
         if problems := outcomes(replies, self._timeout_s):
@@ -248,7 +266,8 @@ class Sender:
         """Wait until what was sent has left; or until it is known that it will not, and why."""
         deadline = time.monotonic() + self._timeout_s
         while not sent.over:
-            # A server that refused, or is gone, will not take part; the group would wait for it until it times out.
+            # A server that refused, or is gone, will not take part; the group would wait for it
+            # until it times out.
             if sent.refused:
                 return f"a server left while {sent.what} was on its way"
             if time.monotonic() > deadline:
@@ -263,19 +282,24 @@ class Sender:
     def close(self) -> None:
         """Leave the group at the same time as the servers.
 
-        NCCL ends a group together: on one machine a server that leaves waits until this side closes its connections,
-        and finds an error if this side broke the group off before. Only a bucket that is on its way is broken off
-        first, which frees the servers that wait in it. A destruction that hangs is left behind in its thread.
+        NCCL ends a group together: on one machine a server that leaves waits until this side closes
+        its connections, and finds an error if this side broke the group off before. Only a bucket
+        that is on its way is broken off first, which frees the servers that wait in it. A
+        destruction that hangs is left behind in its thread.
         """
         if self._sent is not None:
             self._end()
         group, self._group, self._store = self._group, None, None
-        leaving = {client.url: self._http.start(client.leave(self.name)) for client in self._clients}
+        leaving = {
+            client.url: self._http.start(client.leave(self.name)) for client in self._clients
+        }
         ours = _aside(partial(_destroy, group), "leaving")
         outcomes(leaving, GRACE_S)
         try:
             ours.result(GRACE_S)
-        except TimeoutError:  # a server that is gone leaves no group: servers that wait in it are freed
+        except (
+            TimeoutError
+        ):  # a server that is gone leaves no group: servers that wait in it are freed
             if group is not None:
                 _aside(group.abort, "breaking off")
 
@@ -287,11 +311,13 @@ class Sender:
             _destroy(group)
 
     def _broken(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
-        """End the group, so that servers that wait in it answer, and find out which servers are at fault.
+        """End the group, so that servers that wait in it answer, and find out which servers are at
+        fault.
 
-        Those are the servers that are gone: others may say that the group broke before a lost one is missed. Where none
-        is gone, they are those that refused while the group was whole, and those that say nothing afterwards. A server
-        that has half a message is among the silent ones, since gloo waits for the rest of it.
+        Those are the servers that are gone: others may say that the group broke before a lost one
+        is missed. Where none is gone, they are those that refused while the group was whole, and
+        those that say nothing afterwards. A server that has half a message is among the silent
+        ones, since gloo waits for the rest of it.
         """
         before = {url: reply for url, reply in replies.items() if reply.done()}
         self._end()
@@ -308,14 +334,18 @@ def address_towards(urls: Iterable[str]) -> str:
     found = []
     for url in urls:
         parts = urlsplit(url)
-        family, *_, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        family, *_, place = socket.getaddrinfo(
+            parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # sends nothing
             found.append(probe.getsockname()[0])
     return next((address for address in found if not is_loopback(address)), found[0])
 
 
-def outcomes(replies: Mapping[str, Future[None]], timeout_s: float, *, refusals: bool = True) -> dict[str, str]:
+def outcomes(
+    replies: Mapping[str, Future[None]], timeout_s: float, *, refusals: bool = True
+) -> dict[str, str]:
     """Problems by server; none for servers that did as they were told.
 
     Args:
@@ -341,9 +371,9 @@ def outcomes(replies: Mapping[str, Future[None]], timeout_s: float, *, refusals:
 def without_watchdog() -> Iterator[None]:
     """NCCL groups made within the block have no watchdog of torch's.
 
-    The watchdog would end this process once a server has died, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING says, since it
-    sets a flag upon which the monitor of the default group does so. Our own limits stand in for it. Torch reads the
-    variable when a group is made.
+    The watchdog would end this process once a server has died, whatever
+    TORCH_NCCL_ASYNC_ERROR_HANDLING says, since it sets a flag upon which the monitor of the default
+    group does so. Our own limits stand in for it. Torch reads the variable when a group is made.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
@@ -394,5 +424,6 @@ def _is_gone(reply: Future[None]) -> bool:
 
 
 def _said(error: Exception) -> str:
-    """An error of torch's in one line, without the stack; NCCL's own words are the last of several lines."""
+    """An error of torch's in one line, without the stack; NCCL's own words are the last of several
+    lines."""
     return " ".join(str(error).partition("\nException raised from")[0].split())[:MOST_SAID]

@@ -1,8 +1,9 @@
-"""``megatron-dppo serve CONFIG``: one rollout server, on a node of its own, for a trainer elsewhere.
+"""``megatron-dppo serve CONFIG``: one rollout server, on a node of its own, for a trainer
+elsewhere.
 
-One task of Slurm is one server: task ``n`` is the ``n``-th of ``rollout.servers``. A server that dies is started again
-at the same address, and the trainer brings it up to date. No Megatron-Core is needed: the container of a stock server
-is enough.
+One task of Slurm is one server: task ``n`` is the ``n``-th of ``rollout.servers``. A server that
+dies is started again at the same address, and the trainer brings it up to date. No Megatron-Core is
+needed: the container of a stock server is enough.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ def serve(config: Config, environ: Mapping[str, str] = os.environ) -> int:
     """Start this task's server and keep it going.
 
     Returns:
-        0 once it is told to end (SIGTERM, SIGINT); 1 if the server died more often than ``rollout.launch.restarts``.
+        0 once it is told to end (SIGTERM, SIGINT); 1 if the server died more often than
+        ``rollout.launch.restarts``.
 
     Raises:
-        UserError: for settings that are wrong, and if the server ends or takes too long before it can generate.
+        UserError: for settings that are wrong, and if the server ends or takes too long before it
+            can generate.
     """
     process = task_server(config, environ)
     lifetime.listen_for_stop()  # it is the trainer's to answer
@@ -57,13 +60,16 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
     """The server of this task, not yet started.
 
     Raises:
-        UserError: there is none for this task; or it cannot be started with these settings on this node.
+        UserError: there is none for this task; or it cannot be started with these settings on this
+            node.
     """
     task, local = int(environ.get("SLURM_PROCID", "0")), int(environ.get("SLURM_LOCALID", "0"))
     urls = server_urls(config, environ)
     if task >= len(urls):
         problem = f"names {len(urls)} servers, and this is task {task}, counted from 0"
-        raise UserError("rollout.servers", config.rollout.servers, problem, "Start one task for each server")
+        raise UserError(
+            "rollout.servers", config.rollout.servers, problem, "Start one task for each server"
+        )
     if not environ.get(SECRET):
         problem = "is not set: without a secret, whoever reaches the server could use it"
         raise UserError(SECRET, "", problem, "Set it to a word of your own, for the trainer too")
@@ -81,18 +87,28 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
     host = url.hostname if is_address else "0.0.0.0"
     node = environ.get("SLURMD_NODENAME") or socket.gethostname()
     name = f"{node}.{local}" if local else node
-    return ServerProcess(config, 0, host=host, secret=environ[SECRET], gpus=_gpus(config, local, environ), name=name)
+    return ServerProcess(
+        config, 0, host=host, secret=environ[SECRET], gpus=_gpus(config, local, environ), name=name
+    )
 
 
 def _gpus(config: Config, local: int, environ: Mapping[str, str]) -> str | None:
-    """The GPUs of the server that is the ``local``-th of its node; None where Slurm does not say which there are."""
-    gpus, tp = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu], config.rollout.launch.tp
+    """The GPUs of the server that is the ``local``-th of its node; None where Slurm does not say
+    which there are."""
+    gpus, tp = (
+        [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu],
+        config.rollout.launch.tp,
+    )
     assert isinstance(tp, int)
     if not gpus:
         return None
     if len(share := gpus[local * tp : (local + 1) * tp]) < tp:
-        problem = f"{local + 1} servers need {(local + 1) * tp} GPUs on this node, and it has {len(gpus)}"
-        raise UserError("rollout.launch.tp", tp, problem, "Lower it, or start fewer servers on a node")
+        problem = (
+            f"{local + 1} servers need {(local + 1) * tp} GPUs on this node, and it has {len(gpus)}"
+        )
+        raise UserError(
+            "rollout.launch.tp", tp, problem, "Lower it, or start fewer servers on a node"
+        )
     return ",".join(share)
 
 
@@ -100,7 +116,9 @@ def _watch(process: ServerProcess, http: Http, config: Config) -> int:
     rollout, begin, deaths = config.rollout, time.monotonic(), 0
 
     def client_at(url: str) -> ServerClient:
-        return spec_of(rollout.engine).client(url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s)
+        return spec_of(rollout.engine).client(
+            url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s
+        )
 
     while True:
         try:
@@ -116,7 +134,10 @@ def _watch(process: ServerProcess, http: Http, config: Config) -> int:
             _say(process, f"is given up: rollout.launch.restarts = {deaths} are used up")
             return 1
         deaths, begin = deaths + 1, time.monotonic()
-        _say(process, f"is started again ({deaths} of rollout.launch.restarts = {rollout.launch.restarts})")
+        _say(
+            process,
+            f"is started again ({deaths} of rollout.launch.restarts = {rollout.launch.restarts})",
+        )
         process.restart()
 
 

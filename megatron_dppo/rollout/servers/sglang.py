@@ -2,15 +2,18 @@
 
 Properties of SGLang:
 
-- Some routes refuse with status 200, others with 400. ``success`` in the answer is always looked at.
-- An update must stand between a begin and an end where the server has those routes. Older ones have not.
+- Some routes refuse with status 200, others with 400. ``success`` in the answer is always looked
+  at.
+- An update must stand between a begin and an end where the server has those routes. Older ones have
+  not.
 - A tensor of another shape kills the server, and so does a token id beyond the vocabulary.
-- With deterministic inference all samples of a request have one seed and are the same. Each sample is then a request of
-  its own.
-- ``ignore_eos`` would switch every stop token off. So the model's own end-of-sequence tokens stop a completion, whether
-  they were asked for or not.
-- A request has the adapter that its name stood for when it was let in, to its end. A paused request is let in later.
-  So the adapter always has the same name, and is replaced while nothing runs. Unloading waits for whatever has it.
+- With deterministic inference all samples of a request have one seed and are the same. Each sample
+  is then a request of its own.
+- ``ignore_eos`` would switch every stop token off. So the model's own end-of-sequence tokens stop a
+  completion, whether they were asked for or not.
+- A request has the adapter that its name stood for when it was let in, to its end. A paused request
+  is let in later. So the adapter always has the same name, and is replaced while nothing runs.
+  Unloading waits for whatever has it.
 """
 
 from __future__ import annotations
@@ -73,7 +76,9 @@ class SglangClient(ServerClient):
             lora_targets=frozenset(server.get("lora_target_modules") or ()),
         )
 
-    async def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str) -> Any:
+    async def post(
+        self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str
+    ) -> Any:
         """Also what functions written for slime ask: they know nothing of adapters."""
         if self.adapted and path == "/generate":
             body = {**body, "lora_path": ADAPTER}
@@ -82,7 +87,9 @@ class SglangClient(ServerClient):
     async def health(self, timeout_s: float) -> None:
         await self.get("/health_generate", timeout_s=timeout_s)
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float) -> list[GenerateResult]:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float
+    ) -> list[GenerateResult]:
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_tokens,
@@ -100,7 +107,10 @@ class SglangClient(ServerClient):
                 parameters | {"sampling_seed": sampling.seed + i} for i in range(sampling.samples)
             ]
         else:
-            body |= {"input_ids": list(token_ids), "sampling_params": parameters | {"n": sampling.samples}}
+            body |= {
+                "input_ids": list(token_ids),
+                "sampling_params": parameters | {"n": sampling.samples},
+            }
         answers = await self.post("/generate", body, timeout_s=timeout_s)
         answers = answers if isinstance(answers, list) else [answers]
         return [self._result(answer, len(token_ids), sampling) for answer in answers]
@@ -142,7 +152,9 @@ class SglangClient(ServerClient):
     async def leave(self, group: str) -> None:
         await self._end_if_any("/destroy_weights_update_group", {"group_name": group})
 
-    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(
+        self, manifest: Manifest, group: str, version: str | None
+    ) -> None:
         body = asdict(manifest) | {"group_name": group, "load_format": "flattened_bucket"}
         await self._order("/update_weights_from_distributed", body | _version(version))
 
@@ -150,11 +162,17 @@ class SglangClient(ServerClient):
         body = {"model_path": str(folder), "load_format": "auto"}
         await self._order("/update_weights_from_disk", body | _version(version))
 
-    async def load_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    async def load_adapter(
+        self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
         await self._end_if_any("/unload_lora_adapter", {"lora_name": ADAPTER})
         # By value: SGLang's own way passes file descriptors, and is for processes of one machine.
         every = base64.b64encode(pickle.dumps(dict(tensors))).decode()
-        body = {"lora_name": ADAPTER, "config_dict": dict(config), "serialized_named_tensors": [every] * self.ranks}
+        body = {
+            "lora_name": ADAPTER,
+            "config_dict": dict(config),
+            "serialized_named_tensors": [every] * self.ranks,
+        }
         await self._order("/load_lora_adapter_from_tensors", body)
 
     async def version(self) -> str:
@@ -180,11 +198,15 @@ class SglangClient(ServerClient):
         await self.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
     async def _call_it(self, version: str) -> None:
-        await self._order("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        await self._order(
+            "/update_weight_version", {"new_version": version, "abort_all_requests": False}
+        )
 
     async def _deterministic(self) -> bool:
         if self._known_deterministic is None:
-            self._known_deterministic = bool((await self.get("/server_info")).get("enable_deterministic_inference"))
+            self._known_deterministic = bool(
+                (await self.get("/server_info")).get("enable_deterministic_inference")
+            )
         return self._known_deterministic
 
     async def _has(self, route: str) -> bool:
@@ -193,7 +215,8 @@ class SglangClient(ServerClient):
         return route in self._known_routes
 
     async def _end_if_any(self, path: str, body: Mapping[str, Any]) -> None:
-        """End an update or a group. A server that lives refuses this where there is none, which is as well."""
+        """End an update or a group. A server that lives refuses this where there is none, which is
+        as well."""
         if await self._has(path):
             try:
                 await self._order(path, body)
@@ -213,21 +236,32 @@ class SglangClient(ServerClient):
         reason = meta["finish_reason"]["type"]
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
         if len(logprobs) != len(tokens) or reason not in ("stop", "length", "abort"):
-            said = f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, finish reason {meta['finish_reason']}"
+            said = (
+                f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, finish reason "
+                f"{meta['finish_reason']}"
+            )
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         entropies = None
         if sampling.entropies:
-            entropies = least_entropies([[entry[0] for entry in top] for top in meta.get("output_top_logprobs") or ()])
+            entropies = least_entropies(
+                [[entry[0] for entry in top] for top in meta.get("output_top_logprobs") or ()]
+            )
             if len(entropies) != len(tokens):
                 said = f"{len(tokens)} tokens, and the likeliest ones of {len(entropies)}"
-                raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
-        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+                raise ServerError(
+                    self.url, f"gave an answer that cannot be used: {said}", alive=True
+                )
+        spans = meta.get("weight_versions") or [
+            {"version": meta["weight_version"], "start": 0, "end": len(tokens)}
+        ]
         told = meta.get("routed_experts")
         routing = None if told is None else np.frombuffer(base64.b64decode(told), np.int32)
         return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=as_logprobs(logprobs),
-            versions=tuple((str(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]),
+            versions=tuple(
+                (str(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]
+            ),
             reason=reason,
             routing=self.routing(sampling, prompt, len(tokens), reason, routing),
             entropies=entropies,
@@ -235,7 +269,8 @@ class SglangClient(ServerClient):
 
 
 def _version(version: str | None) -> dict[str, Any]:
-    """The caches of prompts are flushed once, at the end of an update, and not with every bucket."""
+    """The caches of prompts are flushed once, at the end of an update, and not with every
+    bucket."""
     return {"flush_cache": False} | ({} if version is None else {"weight_version": version})
 
 
@@ -260,8 +295,10 @@ SPEC = EngineSpec(
     client=SglangClient,
     command=(sys.executable, "-m", "sglang.launch_server"),
     module="sglang.launch_server",
-    reserved_flags=("--model-path", "--model", "--host", "--port", "--tp", "--tp-size", "--tensor-parallel-size",
-                    "--dtype", "--pp-size", "--pipeline-parallel-size", "--api-key", "--admin-api-key", "--config"),
+    reserved_flags=("--model-path", "--model", "--host", "--port", "--tp", "--tp-size",
+    "--tensor-parallel-size",
+                    "--dtype", "--pp-size", "--pipeline-parallel-size", "--api-key",
+                    "--admin-api-key", "--config"),
     lossy_flags=("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
     memory_flag=("--mem-fraction-static", "a share of what is free when it starts"),
     memory_of_free=True,

@@ -1,7 +1,7 @@
 """An update of the servers' weights: pause, begin, buckets, end, flush, check, and then resume.
 
-It is not known which weights a server holds that fails in one of these. It is named and left paused, and gets no
-request before an update has brought it up to date.
+It is not known which weights a server holds that fails in one of these. It is named and left
+paused, and gets no request before an update has brought it up to date.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Sync:
 
         async def release(client: ServerClient) -> None:
             if client not in self._without_cache:
-                # Not as rollout.sync.in_flight says: nothing is in flight, and SGLang, paused in place, may still hold
-                # the batch that ended last. It would end over that.
+                # Not as rollout.sync.in_flight says: nothing is in flight, and SGLang, paused in
+                # place, may still hold the batch that ended last. It would end over that.
                 await client.pause("retract")
                 await client.release_memory()
                 self._without_weights.add(client)
@@ -89,8 +89,8 @@ class Sync:
             verify: whether to compare checksums, where servers have them.
 
         Returns:
-            None if all of them have it. Else what went wrong, by URL, as far as it is known whose fault it was; the
-            others can be tried again at once.
+            None if all of them have it. Else what went wrong, by URL, as far as it is known whose
+            fault it was; the others can be tried again at once.
         """
         began = time.perf_counter()
         if problems := self._ask_all(clients, self._begin):
@@ -99,8 +99,12 @@ class Sync:
         try:
             sent = self.transport.send(clients, digests if verify else source, version)
         except SyncFailedError as failed:
-            stuck = self._ask_all([client for client in clients if client.url not in failed.problems], _abandon)
-            return {**stuck, **failed.problems} or {"nobody knows which server failed:": failed.problem}
+            stuck = self._ask_all(
+                [client for client in clients if client.url not in failed.problems], _abandon
+            )
+            return {**stuck, **failed.problems} or {
+                "nobody knows which server failed:": failed.problem
+            }
         loaded = time.perf_counter()
         if problems := self._ask_all(clients, lambda client: self._end(client, version)):
             return problems
@@ -146,13 +150,20 @@ class Sync:
         if self.in_flight != "keep":
             await client.flush()
         if (told := await client.version()) != version:
-            raise ServerError(client.url, f"says that its weights are of version {told!r} after an update", alive=True)
+            raise ServerError(
+                client.url,
+                f"says that its weights are of version {told!r} after an update",
+                alive=True,
+            )
 
-    def _verify(self, clients: Sequence[ServerClient], expected: Mapping[str, str]) -> dict[str, str]:
-        """Servers whose checksums are not the actor's, or not those of others with as many ranks, with the reason.
+    def _verify(
+        self, clients: Sequence[ServerClient], expected: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Servers whose checksums are not the actor's, or not those of others with as many ranks,
+        with the reason.
 
-        A checksum that is shorter than a SHA-256 is SGLang's. On a CPU it is the beginning of one. On a GPU SGLang has
-        a checksum of its own, which only tells whether servers hold the same.
+        A checksum that is shorter than a SHA-256 is SGLang's. On a CPU it is the beginning of one.
+        On a GPU SGLang has a checksum of its own, which only tells whether servers hold the same.
         """
         on_cpu = self.world.device.type == "cpu"
         first: dict[int, Mapping[str, str]] = {}
@@ -164,10 +175,16 @@ class Sync:
                 known = on_cpu or len(checksum) == SHA256_DIGITS
                 of_actor = expected.get(name.partition("@")[0], checksum)
                 if known and not of_actor.startswith(checksum):
-                    raise ServerError(client.url, f"holds another {name} than the actor after an update", alive=True)
+                    raise ServerError(
+                        client.url,
+                        f"holds another {name} than the actor after an update",
+                        alive=True,
+                    )
                 if others.get(name) != checksum:
                     raise ServerError(
-                        client.url, f"holds another {name} than other servers after an update", alive=True
+                        client.url,
+                        f"holds another {name} than other servers after an update",
+                        alive=True,
                     )
 
         return self._ask_all(clients, verify)
@@ -182,7 +199,9 @@ async def _abandon(client: ServerClient) -> None:
     try:
         await asyncio.wait_for(client.abandon_update(), ABANDON_S)
     except TimeoutError:
-        raise ServerError(client.url, f"hangs in an update that failed, for {ABANDON_S:g} s", alive=False) from None
+        raise ServerError(
+            client.url, f"hangs in an update that failed, for {ABANDON_S:g} s", alive=False
+        ) from None
 
 
 class _Digests:

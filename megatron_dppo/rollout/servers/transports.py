@@ -1,7 +1,8 @@
-"""Ways for a version of the weights to reach the servers: a process group, files, and, for adapters, a request.
+"""Ways for a version of the weights to reach the servers: a process group, files, and, for
+adapters, a request.
 
-A transport only moves tensors. ``sync.py`` pauses servers, opens and closes the update, and tries again. Every
-transport is collective, and says on every rank alike which server failed and why.
+A transport only moves tensors. ``sync.py`` pauses servers, opens and closes the update, and tries
+again. Every transport is collective, and says on every rank alike which server failed and why.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from typing import Protocol
 import torch
 
 from megatron_dppo.bridge.export import describe_policy, write_stream
-from megatron_dppo.bridge.hf_directory import adapter_config, plan_adapter_file, plan_files, write_adapter_config
+from megatron_dppo.bridge.hf_directory import (
+    adapter_config,
+    plan_adapter_file,
+    plan_files,
+    write_adapter_config,
+)
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.models.shape import PolicyShape
@@ -52,11 +58,13 @@ class Transport(Protocol):
 class CollectiveTransport:
     """One process group per pipeline stage: its first rank, and behind it all ranks of all servers.
 
-    Stages send one after the other, since a server takes one update at a time. Within a stage the next bucket is
-    gathered and copied while one travels.
+    Stages send one after the other, since a server takes one update at a time. Within a stage the
+    next bucket is gathered and copied while one travels.
     """
 
-    def __init__(self, http: Http, world: World, *, run: str, bucket_mib: int, timeout_s: float) -> None:
+    def __init__(
+        self, http: Http, world: World, *, run: str, bucket_mib: int, timeout_s: float
+    ) -> None:
         self._http, self._world, self._run = http, world, run
         self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
         self._sender: Sender | None = None
@@ -69,7 +77,10 @@ class CollectiveTransport:
                 self.close()
                 _by_stage(self._world, lambda: self._join(clients))
                 self._joined = list(clients)
-            return _by_stage(self._world, lambda: self._stage(source, version if self._world.last_stage else None))
+            return _by_stage(
+                self._world,
+                lambda: self._stage(source, version if self._world.last_stage else None),
+            )
         except SyncFailedError:
             self.close()
             raise
@@ -93,7 +104,8 @@ class CollectiveTransport:
         return 0
 
     def _stage(self, source: WeightSource, version: str | None) -> int:
-        """Send the stage's buckets, ``version`` with the last of them; how many bytes. Collective over the stage."""
+        """Send the stage's buckets, ``version`` with the last of them; how many bytes. Collective
+        over the stage."""
         buckets = source(to=Consumers.STAGE_LEADERS, bucket_mib=self._bucket_mib)
         if self._sender is None:
             for _ in buckets:
@@ -102,28 +114,40 @@ class CollectiveTransport:
         sent, bucket = 0, next(buckets, None)
         try:
             while bucket is not None:
-                # Copied before the next one is asked for, which may use the same memory; whether this is the last
-                # one is known only afterwards.
+                # Copied before the next one is asked for, which may use the same memory; whether
+                # this is the last one is known only afterwards.
                 staged = self._sender.stage(bucket)
                 sent += staged.flat.nbytes
                 bucket = next(buckets, None)
                 self._sender.send(staged, version if bucket is None else None)
             self._sender.arrive()
         finally:
-            for _ in buckets:  # the others of the stage wait for whoever does not take it to the end
+            for (
+                _
+            ) in buckets:  # the others of the stage wait for whoever does not take it to the end
                 pass
         return sent
 
 
 class DiskTransport:
-    """The leader writes a directory, which servers on the same file system load: the policy, or adapters for PEFT."""
+    """The leader writes a directory, which servers on the same file system load: the policy, or
+    adapters for PEFT."""
 
     def __init__(
-        self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig, folder: Path, adapter: bool
+        self,
+        http: Http,
+        world: World,
+        *,
+        shape: PolicyShape,
+        model: ModelConfig,
+        folder: Path,
+        adapter: bool,
     ) -> None:
         self._http, self._world, self._folder, self._adapter = http, world, folder, adapter
         dtype = model.torch_dtype
-        self._plan = plan_adapter_file(shape, model.lora, dtype) if adapter else plan_files(shape, dtype)
+        self._plan = (
+            plan_adapter_file(shape, model.lora, dtype) if adapter else plan_files(shape, dtype)
+        )
         self._describe: Callable[[Path], None] = (
             partial(write_adapter_config, base=model.path, lora=model.lora)
             if adapter
@@ -135,7 +159,9 @@ class DiskTransport:
         buckets = source(to=Consumers.LEADER) if self._world.in_first_copy else iter(())
         write_stream(buckets, self._world, self._plan, place, self._describe, "rollout.sync.folder")
         try:
-            problems = ask_all(self._world, self._http, clients, lambda client: self._load(client, place, version))
+            problems = ask_all(
+                self._world, self._http, clients, lambda client: self._load(client, place, version)
+            )
         finally:
             if self._world.leads:
                 shutil.rmtree(place, ignore_errors=True)
@@ -147,11 +173,16 @@ class DiskTransport:
         pass
 
     async def _load(self, client: ServerClient, place: Path, version: str) -> None:
-        await (client.load_adapter_from(place) if self._adapter else client.update_from_disk(place, version))
+        await (
+            client.load_adapter_from(place)
+            if self._adapter
+            else client.update_from_disk(place, version)
+        )
 
 
 class AdapterTransport:
-    """The leader sends the adapters to each server in one request. The rest of the policy is there already."""
+    """The leader sends the adapters to each server in one request. The rest of the policy is there
+    already."""
 
     def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig) -> None:
         self._http, self._world = http, world
@@ -161,8 +192,15 @@ class AdapterTransport:
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         tensors: dict[str, torch.Tensor] = {}
         for bucket in source(to=Consumers.LEADER) if self._world.in_first_copy else ():
-            tensors |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket.items()}
-        problems = ask_all(self._world, self._http, clients, lambda client: client.load_adapter(self._config, tensors))
+            tensors |= {
+                name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket.items()
+            }
+        problems = ask_all(
+            self._world,
+            self._http,
+            clients,
+            lambda client: client.load_adapter(self._config, tensors),
+        )
         if problems:
             raise SyncFailedError(problems, "a server did not load the adapters")
         return self._plan.total_bytes
@@ -171,20 +209,27 @@ class AdapterTransport:
         pass
 
 
-def open_transport(config: Config, world: World, http: Http, shape: PolicyShape, *, run: str) -> Transport:
+def open_transport(
+    config: Config, world: World, http: Http, shape: PolicyShape, *, run: str
+) -> Transport:
     """The transport that ``rollout.sync`` names. See :class:`CollectiveTransport` for ``run``."""
     sync = config.rollout.sync
     if sync.adapter and not syncs_by_files(config.rollout):
         return AdapterTransport(http, world, shape=shape, model=config.model)
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
     if sync.transport == "collective" and not sync.adapter:
-        return CollectiveTransport(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s)
+        return CollectiveTransport(
+            http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s
+        )
     folder = sync_folder(config)
-    return DiskTransport(http, world, shape=shape, model=config.model, folder=folder, adapter=sync.adapter)
+    return DiskTransport(
+        http, world, shape=shape, model=config.model, folder=folder, adapter=sync.adapter
+    )
 
 
 def _by_stage(world: World, attempt: Callable[[], int]) -> int:
-    """Run ``attempt`` on the ranks of one pipeline stage after the other, in the leader's copy. Collective.
+    """Run ``attempt`` on the ranks of one pipeline stage after the other, in the leader's copy.
+    Collective.
 
     Args:
         attempt: returns how many bytes it sent. Its errors end the update.
@@ -206,7 +251,9 @@ def _by_stage(world: World, attempt: Callable[[], int]) -> int:
                 mine = error
         found = world.gather(mine)
         failed = [each for each in found if isinstance(each, SyncFailedError)]
-        if other := next((each for each in found if isinstance(each, Exception) and each not in failed), None):
+        if other := next(
+            (each for each in found if isinstance(each, Exception) and each not in failed), None
+        ):
             raise other
         if failed:
             problems = {url: problem for each in failed for url, problem in each.problems.items()}

@@ -1,17 +1,23 @@
-"""Requests to a stock vLLM server (0.32), with our extension of its workers for weights (``vllm_plugin/``).
+"""Requests to a stock vLLM server (0.32), with our extension of its workers for weights
+(``vllm_plugin/``).
 
 Properties of vLLM:
 
-- The model's end-of-sequence tokens stop a completion, whether they were asked for or not. ``ignore_eos`` prevents
-  that, and leaves ``stop_token_ids`` as they are.
+- The model's end-of-sequence tokens stop a completion, whether they were asked for or not.
+  ``ignore_eos`` prevents that, and leaves ``stop_token_ids`` as they are.
 - ``/health`` answers even where the engine hangs.
-- ``keep`` is the only mode of ``/pause`` that leaves requests alive. A second request has their cache computed again.
-- A layer that an update leaves out keeps its old weights, and vLLM only warns. Our extension refuses such an update.
-- The version is whatever it was last told. We set it to ``incomplete`` while weights may be of two versions.
-- A request whose adapter was loaded with ``load_inplace`` has it read from disk again with every step. So we unload it
-  instead, which only forgets the name, and load the next one under that name. That takes the place of the oldest one.
+- ``keep`` is the only mode of ``/pause`` that leaves requests alive. A second request has their
+  cache computed again.
+- A layer that an update leaves out keeps its old weights, and vLLM only warns. Our extension
+  refuses such an update.
+- The version is whatever it was last told. We set it to ``incomplete`` while weights may be of two
+  versions.
+- A request whose adapter was loaded with ``load_inplace`` has it read from disk again with every
+  step. So we unload it instead, which only forgets the name, and load the next one under that name.
+  That takes the place of the oldest one.
 - Cached prompts are told apart by an adapter's name and path, and not by what it holds.
-- Among the likeliest tokens it names the drawn one first, and then leaves out the last of them if it was not one.
+- Among the likeliest tokens it names the drawn one first, and then leaves out the last of them if
+  it was not one.
 - On CPU, its checksums of all parameters that are prepacked are those of empty tensors.
 - On CPU, a request with a seed kills the server where one step computes only a part of its prompt.
 """
@@ -86,21 +92,27 @@ class VllmClient(ServerClient):
     async def info(self) -> ServerInfo:
         """
         Raises:
-            ServerError: it lacks a route, or was started so that it gives other log-probabilities; the message says
-                what to start it with.
+            ServerError: it lacks a route, or was started so that it gives other log-probabilities;
+                the message says what to start it with.
         """
         routes = await self.routes()
         for route, giver in GIVEN_BY.items():
             if route not in routes:
                 raise ServerError(self.url, f"has no {route}: start it with {giver}", alive=True)
         config = await self._config()
-        model, lora = config["model_config"], config.get("lora_config") if LOAD_ADAPTER in routes else None
+        model, lora = (
+            config["model_config"],
+            config.get("lora_config") if LOAD_ADAPTER in routes else None,
+        )
         if model["logprobs_mode"] != "processed_logprobs":
-            problem = f"gives {model['logprobs_mode']}: start it with --logprobs-mode processed_logprobs"
+            problem = (
+                f"gives {model['logprobs_mode']}: start it with --logprobs-mode processed_logprobs"
+            )
             raise ServerError(self.url, problem, alive=True)
         self.ranks = int((await self.get("/get_world_size"))["world_size"])
-        # After a part of a prompt, vLLM sets the seed's generator back. On CPU torch's generator cannot be set back,
-        # and the engine ends. Which prompts are computed in parts depends on all other requests of that moment.
+        # After a part of a prompt, vLLM sets the seed's generator back. On CPU torch's generator
+        # cannot be set back, and the engine ends. Which prompts are computed in parts depends on
+        # all other requests of that moment.
         self.seeded = config["device_config"]["device"] != "cpu"
         return ServerInfo(
             model=model["model"],
@@ -113,16 +125,20 @@ class VllmClient(ServerClient):
         )
 
     async def health(self, timeout_s: float) -> None:
-        """Ask for what the engine answers between two steps, when all of its ranks and their devices are done.
+        """Ask for what the engine answers between two steps, when all of its ranks and their
+        devices are done.
 
-        A request for a token would wait behind all others, and for ever while the server is paused. While a server
-        receives weights it does not answer this.
+        A request for a token would wait behind all others, and for ever while the server is paused.
+        While a server receives weights it does not answer this.
         """
         await self.get("/health", timeout_s=timeout_s)
         await self.post("/collective_rpc", {"method": "synchronize_device"}, timeout_s=timeout_s)
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float) -> list[GenerateResult]:
-        """vLLM makes only one greedy sample, since all are the same; it is returned ``sampling.samples`` times."""
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float
+    ) -> list[GenerateResult]:
+        """vLLM makes only one greedy sample, since all are the same; it is returned
+        ``sampling.samples`` times."""
         greedy = sampling.temperature == 0
         parameters: dict[str, Any] = {
             "n": 1 if greedy else sampling.samples,
@@ -135,7 +151,9 @@ class VllmClient(ServerClient):
             "detokenize": False,
         }
         if self.seeded:
-            parameters["seed"] = sampling.seed & (2**62 - 1)  # vLLM adds the sample's number, in 64 bits with a sign
+            parameters["seed"] = sampling.seed & (
+                2**62 - 1
+            )  # vLLM adds the sample's number, in 64 bits with a sign
         body = {"token_ids": list(token_ids), "sampling_params": parameters}
         if self.adapted:
             body["model"] = ADAPTER
@@ -176,12 +194,15 @@ class VllmClient(ServerClient):
     async def leave(self, group: str) -> None:
         await self._order("leave", name=group)
 
-    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(
+        self, manifest: Manifest, group: str, version: str | None
+    ) -> None:
         """The version comes with the end of the update."""
         await self._order("update_from_distributed", group=group, **asdict(manifest))
 
     async def update_from_disk(self, folder: Path, version: str) -> None:
-        """This works without our extension, too, but not on CPU: there a tied head would keep what it packed before.
+        """This works without our extension, too, but not on CPU: there a tied head would keep what
+        it packed before.
 
         The version comes with the end of the update.
         """
@@ -214,13 +235,19 @@ class VllmClient(ServerClient):
         return named
 
     async def release_memory(self) -> None:
-        """The weights go to the host's memory, so that a server woken without an update still has them.
+        """The weights go to the host's memory, so that a server woken without an update still has
+        them.
 
         On CPU the server says yes and does nothing.
         """
         config = await self._config()
-        if not config["model_config"]["enable_sleep_mode"] and config["device_config"]["device"] != "cpu":
-            raise ServerError(self.url, "cannot release its memory: start it with --enable-sleep-mode", alive=True)
+        if (
+            not config["model_config"]["enable_sleep_mode"]
+            and config["device_config"]["device"] != "cpu"
+        ):
+            raise ServerError(
+                self.url, "cannot release its memory: start it with --enable-sleep-mode", alive=True
+            )
         await self.post("/sleep", {}, level="1", mode="keep")
 
     async def regain_weights(self) -> None:
@@ -247,12 +274,19 @@ class VllmClient(ServerClient):
         """Have every rank's receiver do something. All of them answer, also where one fails."""
         if not await self._extended():
             flag = f"--worker-extension-cls {EXTENSION}"
-            problem = f"can load weights from disk only: start it with {flag} and {PLUGIN} on its PYTHONPATH"
+            problem = (
+                f"can load weights from disk only: start it with {flag} and {PLUGIN} on its "
+                "PYTHONPATH"
+            )
             raise ServerError(self.url, problem, alive=True)
         answers = await self._of_all_ranks("megatron_dppo", {"order": order, **arguments})
         for rank, answer in enumerate(answers):
             if answer is not None:
-                raise ServerError(self.url, f"failed to {order} at its rank {rank}: {answer['problem']}", alive=True)
+                raise ServerError(
+                    self.url,
+                    f"failed to {order} at its rank {rank}: {answer['problem']}",
+                    alive=True,
+                )
 
     async def _of_all_ranks(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
         body = {"method": method, "kwargs": arguments}
@@ -264,33 +298,56 @@ class VllmClient(ServerClient):
     async def _flush(self, **query: str) -> None:
         answer = await self.post("/reset_prefix_cache", {}, timeout_s=CONTROL_S, **query)
         if not answer["success"]:
-            raise ServerError(self.url, "did not drop its cache: requests still hold parts of it", alive=True)
+            raise ServerError(
+                self.url, "did not drop its cache: requests still hold parts of it", alive=True
+            )
 
     def _result(self, choice: Mapping[str, Any], prompt: int, sampling: Sampling) -> GenerateResult:
         tokens, reason = choice["token_ids"], choice["finish_reason"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         spans = choice["weight_versions"] or []
         counts = [span["end"] - span["start"] for span in spans]
-        if not (len(logprobs) == len(tokens) == sum(counts)) or reason not in ("stop", "length", "abort"):
-            said = f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, versions {spans}, finish reason {reason}"
+        if not (len(logprobs) == len(tokens) == sum(counts)) or reason not in (
+            "stop",
+            "length",
+            "abort",
+        ):
+            said = (
+                f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, versions {spans}, "
+                f"finish reason {reason}"
+            )
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         if NO_LOGPROB in logprobs:
-            raise ServerError(self.url, f"gave no log-probability for token {logprobs.index(NO_LOGPROB)}", alive=True)
+            raise ServerError(
+                self.url,
+                f"gave no log-probability for token {logprobs.index(NO_LOGPROB)}",
+                alive=True,
+            )
         told = choice.get("routed_experts")
-        routing = None if told is None else np.load(BytesIO(base64.b64decode(told)))  # which unpickles nothing
+        routing = (
+            None if told is None else np.load(BytesIO(base64.b64decode(told)))
+        )  # which unpickles nothing
         return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=as_logprobs(logprobs),
-            versions=tuple((str(span["version"]), count) for span, count in zip(spans, counts, strict=True)),
+            versions=tuple(
+                (str(span["version"]), count) for span, count in zip(spans, counts, strict=True)
+            ),
             reason=reason,
             routing=self.routing(sampling, prompt, len(tokens), reason, routing),
-            entropies=_least_entropies(choice["logprobs"]["content"]) if sampling.entropies else None,
+            entropies=_least_entropies(choice["logprobs"]["content"])
+            if sampling.entropies
+            else None,
         )
 
 
 def _least_entropies(content: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
-    """Entropy bounds from all reported likeliest tokens but the last, which is missing after some draws."""
-    told = [sorted((entry["logprob"] for entry in token["top_logprobs"]), reverse=True) for token in content]
+    """Entropy bounds from all reported likeliest tokens but the last, which is missing after some
+    draws."""
+    told = [
+        sorted((entry["logprob"] for entry in token["top_logprobs"]), reverse=True)
+        for token in content
+    ]
     return least_entropies([logprobs[: TOP_LOGPROBS - 1] for logprobs in told])
 
 
@@ -302,33 +359,52 @@ def server_environment(secret: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # It would bind the default group to a device, and torch then splits every new group off that one's NCCL
-        # communicator, of which the trainer is no server.
+        # It would bind the default group to a device, and torch then splits every new group off
+        # that one's NCCL communicator, of which the trainer is no server.
         "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "0",
-        # On CPU it would bind every server to the same cores, and refuse more ranks than there are NUMA nodes.
+        # On CPU it would bind every server to the same cores, and refuse more ranks than there are
+        # NUMA nodes.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
     }
 
 
 def server_flags(config: Config, secret_file: Path) -> list[str]:
-    """See :attr:`EngineSpec.flags`. With ``LOCK`` every route requires the secret of VLLM_API_KEY, not only those that
-    generate. A CPU refuses to sleep."""
+    """See :attr:`EngineSpec.flags`. With ``LOCK`` every route requires the secret of VLLM_API_KEY,
+    not only those that generate. A CPU refuses to sleep."""
     flags = ["--model", str(config.model.folder.absolute())]
-    flags += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    flags += [
+        "--enable-scale-out",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--generation-config",
+        "vllm",
+    ]
     flags += ["--worker-extension-cls", EXTENSION, "--middleware", LOCK]
     return flags + (["--enable-sleep-mode"] if config.rollout.colocated else [])
 
 
 def adapter_flags(lora: LoraConfig) -> list[str]:
     """See :attr:`EngineSpec.adapter_flags`."""
-    return ["--enable-lora", "--max-lora-rank", str(min(n for n in ADAPTER_RANKS if n >= lora.rank))]
+    return [
+        "--enable-lora",
+        "--max-lora-rank",
+        str(min(n for n in ADAPTER_RANKS if n >= lora.rank)),
+    ]
 
 
 SPEC = EngineSpec(
     client=VllmClient,
     command=("vllm", "serve"),
     module="vllm.entrypoints.openai.api_server",
-    reserved_flags=("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--dtype", "--api-key"),
+    reserved_flags=(
+        "--model",
+        "--host",
+        "--port",
+        "--tensor-parallel-size",
+        "-tp",
+        "--dtype",
+        "--api-key",
+    ),
     lossy_flags=("synthetic",),
     memory_flag=("--gpu-memory-utilization", "a share of the whole GPU"),
     memory_of_free=False,

@@ -7,7 +7,10 @@ import pytest
 from megatron_dppo.rewards.math.completion import after_thoughts, said_answer, stated_answer
 from megatron_dppo.rewards.math.verdict import math_verdict
 
-GSM8K_LABEL = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
+GSM8K_LABEL = (
+    "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 "
+    "clips.\n#### 72"
+)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,11 @@ def test_without_a_mark_the_last_statement_counts(text: str, said: str) -> None:
     assert said_answer(text) == said
 
 
-PLAIN, OPENED, CLOSED = "user: ?\nassistant: ", "assistant: <think>\n", "assistant: <think>\n\n</think>\n\n"
+PLAIN, OPENED, CLOSED = (
+    "user: ?\nassistant: ",
+    "assistant: <think>\n",
+    "assistant: <think>\n\n</think>\n\n",
+)
 """Ends of prompts. A chat template may open the thoughts, or leave them empty."""
 THOUGHTS = [
     (PLAIN, r"<think>\boxed{42}</think> The answer is 43.", "43"),

@@ -1,4 +1,5 @@
-"""Verdicts of the verifier for mathematics: tables, published answers, generated answers, hostile answers."""
+"""Verdicts of the verifier for mathematics: tables, published answers, generated answers, hostile
+answers."""
 
 from __future__ import annotations
 
@@ -23,18 +24,24 @@ MEBIBYTE = 2**20
 DOCUMENTATION = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text("utf-8")
 ENTRY = re.compile(r"^\| (\w+) \| [^|]+ \| `(.+)`, `(.+)` \| `(.+)`, `(.+)` \|$", re.MULTILINE)
 EQUIVALENCES = {name: pairs for name, *pairs in ENTRY.findall(DOCUMENTATION)}
-"""The declared equivalences: a label and an answer that each makes equal, and the nearest two that differ."""
+"""The declared equivalences: a label and an answer that each makes equal, and the nearest two that
+differ."""
 
 
 def read_table(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(__file__).parents[1] / name).read_text("utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (Path(__file__).parents[1] / name).read_text("utf-8").splitlines()
+    ]
 
 
 ROWS = read_table("verdicts.jsonl")
-"""Hard pairs of label and answer, each with a mathematician's verdict and the equivalence that decides."""
+"""Hard pairs of label and answer, each with a mathematician's verdict and the equivalence that
+decides."""
 PUBLISHED = read_table("published_verdicts.jsonl")
-"""Final answers of four models to the first 200 problems of GSM8K's test set, with the verdicts that its authors
-published (github.com/openai/grade-school-math, example_model_solutions.jsonl, MIT). An empty answer was never given."""
+"""Final answers of four models to the first 200 problems of GSM8K's test set, with the verdicts
+that its authors published (github.com/openai/grade-school-math, example_model_solutions.jsonl,
+MIT). An empty answer was never given."""
 
 
 @pytest.mark.parametrize("name", [*RULES, "spelling"])
@@ -59,7 +66,12 @@ def test_examples_of_the_documentation_are_true(name: str) -> None:
 
 
 def test_published_verdicts_are_ours() -> None:
-    verdicts = [(row["label"], said, kind) for row in PUBLISHED for kind in ("right", "wrong") for said in row[kind]]
+    verdicts = [
+        (row["label"], said, kind)
+        for row in PUBLISHED
+        for kind in ("right", "wrong")
+        for said in row[kind]
+    ]
     assert len(verdicts) == 800
     for label, answer, kind in verdicts:
         verdict = math_verdict("", f"so it is\n#### {answer}", f"#### {label}")
@@ -69,16 +81,27 @@ def test_published_verdicts_are_ours() -> None:
 @pytest.mark.parametrize(
     "answer",
     ["", " ", "?", "{", r"\frac", "$", "I do not know", r"\text{}", "=", ",", r"\cup", r"[\cup",
-     "{=", "A=2=", "[=5", "5$y+", r"\cup x", r"\text{\cup}", r"1\cup", "⦃", "⟩(", r"0.5$\overline{%%e5", "(", "1)"],
+     "{=", "A=2=", "[=5", "5$y+", r"\cup x", r"\text{\cup}", r"1\cup", "⦃", "⟩(",
+     r"0.5$\overline{%%e5", "(", "1)"],
 )  # fmt: skip
 def test_empty_and_malformed_answers_are_wrong(answer: str) -> None:
-    for label in ("5", r"\frac{\sqrt{3}}{2}", "(3, 4]", r"\{1, 2\}", r"\text{(C)}", "x > 3", r"50\%"):
+    for label in (
+        "5",
+        r"\frac{\sqrt{3}}{2}",
+        "(3, 4]",
+        r"\{1, 2\}",
+        r"\text{(C)}",
+        "x > 3",
+        r"50\%",
+    ):
         assert not judge(label, answer).right
         if answer.strip():
             judge(answer, label)
 
 
-@pytest.mark.parametrize("verdict", [lambda: judge(" ", "5"), lambda: math_verdict("", "#### 5", "")])
+@pytest.mark.parametrize(
+    "verdict", [lambda: judge(" ", "5"), lambda: math_verdict("", "#### 5", "")]
+)
 def test_empty_label_is_an_error(verdict: Any) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         verdict()
@@ -111,14 +134,21 @@ def test_long_answers_are_compared_by_letters() -> None:
 
 MADE_UP = [
     "7", "-12", "1234", "0.75", r"\frac{3}{8}", r"-\frac{17}{6}", r"2\frac{3}{4}", r"5\sqrt{3}",
-    r"\frac{\sqrt{6}-\sqrt{2}}{4}", r"3\pi", r"\frac{2\pi}{5}", "(4, -7)", r"\left(1, \frac{5}{2}, -3\right)", "[2, 5)",
-    r"(-\infty, 3] \cup (7, 9)", "1, 4, 9", r"\{2, 3, 5\}", "x=3, y=-8", r"x=-4 \text{ or } x=6", "f(x)=x^2+1, g(x)=3x",
-    "x^2-5x+6", "(a+2)(b-3)", "y=4x-9", "x^2+y^2=25", "3x-2y+z-8=0", "y''+4y=0", r"\frac{dy}{dt}=-3y", "x>12",
-    r"2 \le n < 8", "6-5i", r"2e^{-3t}", r"\ln 5", r"\log_2 (x+1)", r"\sin^2 x - \cos 3x", r"\frac{x^2-1}{x+4}",
-    r"45^\circ", r"30\text{ cm}^2", r"\$18.25", "64\\%", r"\text{(D)}", r"\text{parabola}", "2031_5",
+    r"\frac{\sqrt{6}-\sqrt{2}}{4}", r"3\pi", r"\frac{2\pi}{5}", "(4, -7)", r"\left(1, \frac{5}{2}, "
+                                                                           r"-3\right)", "[2, 5)",
+    r"(-\infty, 3] \cup (7, 9)", "1, 4, 9", r"\{2, 3, 5\}", "x=3, y=-8", r"x=-4 \text{ or } x=6",
+    "f(x)=x^2+1, g(x)=3x",
+    "x^2-5x+6", "(a+2)(b-3)", "y=4x-9", "x^2+y^2=25", "3x-2y+z-8=0", "y''+4y=0",
+    r"\frac{dy}{dt}=-3y", "x>12",
+    r"2 \le n < 8", "6-5i", r"2e^{-3t}", r"\ln 5", r"\log_2 (x+1)", r"\sin^2 x - \cos 3x",
+    r"\frac{x^2-1}{x+4}",
+    r"45^\circ", r"30\text{ cm}^2", r"\$18.25", "64\\%", r"\text{(D)}", r"\text{parabola}",
+    "2031_5",
     r"\frac{2}{3}\mathbf{a}+\frac{1}{3}\mathbf{b}", r"\frac{1}{2^{301}}", r"3-\frac{1}{3^{90}}",
-    r"\begin{pmatrix} 2 & -1 \\ 0 & 7 \end{pmatrix}", r"\binom{n}{3}", r"\lfloor \frac{n+3}{2} \rfloor", "4:7",
-    "2.45e6", r"|x-6|+1", r"n!\,(n+2)", r"\sqrt[3]{x+7}", r"m g \sin \theta", r"\angle BAC", r"f'(x)+x", "2^{40}+1",
+    r"\begin{pmatrix} 2 & -1 \\ 0 & 7 \end{pmatrix}", r"\binom{n}{3}", r"\lfloor \frac{n+3}{2} "
+                                                                       r"\rfloor", "4:7",
+    "2.45e6", r"|x-6|+1", r"n!\,(n+2)", r"\sqrt[3]{x+7}", r"m g \sin \theta", r"\angle BAC",
+    r"f'(x)+x", "2^{40}+1",
     "x^3+2x+7", r"\{-4, 1\}",
 ]  # fmt: skip
 """One label of each kind."""
@@ -127,7 +157,11 @@ MADE_UP = [
 def test_no_answer_with_one_change_is_right() -> None:
     right = [pair for pair in mutated(MADE_UP, 1500) if judge(pair.label, pair.answer).right]
     assert not [pair for pair in right if not equivalent(pair.label, pair.answer)]
-    for pair in [(r"\frac{1}{2^{50}}", r"\frac{1}{2^{51}}"), ("x^2=4", "0=0"), (r"5\mathbf{a}", "5")]:
+    for pair in [
+        (r"\frac{1}{2^{50}}", r"\frac{1}{2^{51}}"),
+        ("x^2=4", "0=0"),
+        (r"5\mathbf{a}", "5"),
+    ]:
         assert not equivalent(*pair), "the excuse for a change is strict"
 
 
@@ -162,14 +196,19 @@ BOXED = [
     "9^{9^{9}}", "9^{" * 30 + "9" + "}" * 30, "2^{20!}", "(((9!)!)!)!", "1e999999999",
     "{" * 10_000 + "5" + "}" * 10_000, "(" * 10_000 + "5" + ")" * 10_000,
     r"\frac{1}{1+" * 300 + "1" + "}" * 300, r"\text{" * 400, "\\" * 900, "," * 900, r"\frac{0}{0}",
-    "5" + "\u0301" * 900, "\0", "\u0665", "\u0445", r"\sum_{k=1}^{100000000} \frac{1}{k}", r"\binom{10000000}{5000000}",
-    r"\Gamma(10^{9})", "(x+y+z+w+a+b)^{99}", "(x+1)^{999}" * 80, "2999!" * 100, "x^{x^{x^{x^{x^{x}}}}}",
-    "+".join(f"e^{{-{i}00}}" for i in range(1, 90)), "+".join(["99999^{7999}"] * 70), r"\sin(10^{60})" * 60,
+    "5" + "\u0301" * 900, "\0", "\u0665", "\u0445", r"\sum_{k=1}^{100000000} \frac{1}{k}",
+    r"\binom{10000000}{5000000}",
+    r"\Gamma(10^{9})", "(x+y+z+w+a+b)^{99}", "(x+1)^{999}" * 80, "2999!" * 100,
+    "x^{x^{x^{x^{x^{x}}}}}",
+    "+".join(f"e^{{-{i}00}}" for i in range(1, 90)), "+".join(["99999^{7999}"] * 70),
+    r"\sin(10^{60})" * 60,
     r"\sin(" * 20 + "x" + ")" * 20, r"[0,1]\cup " * 60 + "[0,1]", r"x\in " * 180,
 ]  # fmt: skip
 HOSTILE = [
-    *(f"\\boxed{{{text}}}" for text in BOXED), "the answer is 9**9**9**9", r"\boxed{" * 10_000, "$" * 5_000_000,
-    "a" * 5_000_000, "9" * 5_000_000, "#" + " " * 1_000_000 + "x#", "# 1\n" * 500_000, "answer is " * 500_000,
+    *(f"\\boxed{{{text}}}" for text in BOXED), "the answer is 9**9**9**9", r"\boxed{" * 10_000,
+    "$" * 5_000_000,
+    "a" * 5_000_000, "9" * 5_000_000, "#" + " " * 1_000_000 + "x#", "# 1\n" * 500_000,
+    "answer is " * 500_000,
     "```python\nwhile True: pass\n```",
 ]  # fmt: skip
 """Completions that are to halt or to fool the verifier."""

@@ -41,23 +41,43 @@ def candidates(rewards, *, floor: float = 0.2, needs_all: bool = False) -> Compl
     ids=["majority", "mean", "rounding"],
 )
 def test_threshold_prunes_the_majority_outcome_of_each_group(rewards, expected):
-    np.testing.assert_array_equal(completion_inclusion("threshold", candidates(rewards), 0.4), expected)
+    np.testing.assert_array_equal(
+        completion_inclusion("threshold", candidates(rewards), 0.4), expected
+    )
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(0.3, 0.3 * 16), (0.8, 12)])
 def test_neyman_budget_is_a_share_of_all_rolled_out_tokens(keep, expected):
-    assert completion_inclusion("neyman", candidates([*MIXED, [1] * 4]), keep).sum() == pytest.approx(expected)
+    assert completion_inclusion(
+        "neyman", candidates([*MIXED, [1] * 4]), keep
+    ).sum() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("rule", "keep", "rewards", "expected"),
     [
-        # Of the three prunable completions floor(0.6·3) = 1 goes, in the order of sampling. Others weigh 1/0.4.
-        ("threshold_deterministic", 0.4, [[1, 0, 0, 0], [1, 1, 0, 0]], [[1, 0, 2.5, 2.5], [0, 0, 2.5, 2.5]]),
+        # Of the three prunable completions floor(0.6·3) = 1 goes, in the order of sampling. Others
+        # weigh 1/0.4.
+        (
+            "threshold_deterministic",
+            0.4,
+            [[1, 0, 0, 0], [1, 1, 0, 0]],
+            [[1, 0, 2.5, 2.5], [0, 0, 2.5, 2.5]],
+        ),
         ("threshold_deterministic", 0.5, [[0.1, 0.2, 0.3, 5.0]], [[2, 2, 0, 1]]),
-        ("top_k", 0.5, [[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0]], [[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1]]),
+        (
+            "top_k",
+            0.5,
+            [[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0]],
+            [[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1]],
+        ),
         # Ties are spread over prompts.
-        ("top_k", 0.75, [[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0]], [[1, 1, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]]),
+        (
+            "top_k",
+            0.75,
+            [[1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0]],
+            [[1, 1, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]],
+        ),
         (
             "extremes",
             0.6,
@@ -102,13 +122,16 @@ def test_systematic_draw_is_spread_over_prompts_and_outcomes(keep, kept):
 
 
 def test_draw_setting_replaces_the_draw_of_the_rule():
-    """The number of kept completions is the budget's under the rule's own draw, and varies under independent ones."""
+    """The number of kept completions is the budget's under the rule's own draw, and varies under
+    independent ones."""
     given = candidates(MIXED * 10)
     inclusion = completion_inclusion("neyman", given, 0.4)
 
     def counts(draw: str | None) -> set[int]:
         rngs = [np.random.default_rng(seed) for seed in range(20)]
-        return {int(draw_completions("neyman", given, inclusion, rng, draw=draw).sum()) for rng in rngs}
+        return {
+            int(draw_completions("neyman", given, inclusion, rng, draw=draw).sum()) for rng in rngs
+        }
 
     assert len(counts(None)) <= 2
     assert counts(None) == counts("systematic")
@@ -118,7 +141,10 @@ def test_draw_setting_replaces_the_draw_of_the_rule():
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (lambda given, keep: np.full(len(given.advantage), keep), r"for candidates of shape \(3, 4\)"),
+        (
+            lambda given, keep: np.full(len(given.advantage), keep),
+            r"for candidates of shape \(3, 4\)",
+        ),
         (lambda given, keep: np.full_like(given.advantage, 3 * keep), r"returned array\(\[\[1\.5"),
         (lambda given, keep: given.advantage * np.nan, "returned array"),
         (lambda given, keep: given.advantages, "AttributeError"),
@@ -130,4 +156,7 @@ def test_result_of_a_users_rule_is_refused(function, problem):
     adopt("own.py:rule", function)
     with pytest.raises(UserError, match=problem) as refused:
         completion_inclusion("own.py:rule", candidates(MIXED), 0.5)
-    assert (refused.value.setting, refused.value.value) == ("pruning.completions.function", "own.py:rule")
+    assert (refused.value.setting, refused.value.value) == (
+        "pruning.completions.function",
+        "own.py:rule",
+    )

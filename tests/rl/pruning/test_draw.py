@@ -15,7 +15,14 @@ from megatron_dppo.config import DistillationConfig
 from megatron_dppo.rl.census import Cell
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import take_groups
-from megatron_dppo.rl.pruning.draw import PruningDraw, census, gradient_noise, left_out, prune_metrics, prune_minibatch
+from megatron_dppo.rl.pruning.draw import (
+    PruningDraw,
+    census,
+    gradient_noise,
+    left_out,
+    prune_metrics,
+    prune_minibatch,
+)
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 from tests.rl.plans import step_config, step_metadata
 
@@ -23,9 +30,13 @@ NOISE = ("prune/noise_share_prompts", "prune/noise_share_completions")
 INFLATION = "prune/variance_inflation"
 
 
-def draw(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5, **loss: Any) -> PruningDraw:
+def draw(
+    metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5, **loss: Any
+) -> PruningDraw:
     config = step_config(rule=rule, keep=keep, **loss)
-    return prune_minibatch(metadata, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0))
+    return prune_minibatch(
+        metadata, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0)
+    )
 
 
 def outcomes(chances: Floats) -> Iterator[tuple[float, Bools]]:
@@ -36,7 +47,8 @@ def outcomes(chances: Floats) -> Iterator[tuple[float, Bools]]:
 
 
 def test_noise_and_saved_tokens_are_estimated_without_bias():
-    """Terms of norm h have directions of their own. The variance is integrated over all 2^12 draws of both levels."""
+    """Terms of norm h have directions of their own. The variance is integrated over all 2^12 draws
+    of both levels."""
     rewards = np.array([[1.0, 0, 0], [1, 1, 0], [0, 1, 0]])
     metadata = step_metadata(3, 3, rewards=rewards)
     pi, inclusion = np.array([0.4, 1.0, 0.7]), np.random.default_rng(3).uniform(0.3, 1.0, (3, 3))
@@ -45,7 +57,16 @@ def test_noise_and_saved_tokens_are_estimated_without_bias():
     h = np.abs(pruned.advantage) * pruned.coefficient * metadata.score_norms
     estimates, variance, saved, truth = np.zeros(3), 0.0, 0.0, 0.0
     for chance, prompts in outcomes(pi):
-        arrays = ("advantage", "coefficient", "inclusion", "weight", "kept", "zero_advantage", "segments", "magnitude")
+        arrays = (
+            "advantage",
+            "coefficient",
+            "inclusion",
+            "weight",
+            "kept",
+            "zero_advantage",
+            "segments",
+            "magnitude",
+        )
         rows = replace(pruned, **{name: getattr(pruned, name)[prompts] for name in arrays})
         parts = [(take_groups(metadata, np.flatnonzero(prompts)), rows)]
         estimates += chance * np.array(gradient_noise(parts))
@@ -55,7 +76,9 @@ def test_noise_and_saved_tokens_are_estimated_without_bias():
             error = h * (prompts[:, None] & completions) * pruned.weight - h
             variance += chance * share * float((error**2).sum())
     by_prompts = (h**2 * (1.0 / pi[:, None] - 1.0)).sum()
-    np.testing.assert_allclose(estimates, [(h**2).sum(), by_prompts, variance - by_prompts], rtol=1e-9)
+    np.testing.assert_allclose(
+        estimates, [(h**2).sum(), by_prompts, variance - by_prompts], rtol=1e-9
+    )
     assert saved == pytest.approx(truth, rel=1e-9)
 
 
@@ -63,12 +86,18 @@ def test_noise_and_saved_tokens_are_estimated_without_bias():
 def test_masked_completions_are_no_noise_and_no_saving(rule, teacher):
     """With a teacher they would have a gradient too."""
     truncated = np.random.default_rng(2).random((24, 8)) < 0.4
-    metadata = step_metadata(24, log_ratios=np.full((24, 8, 2), 1.0 if teacher else 0.0), truncated=truncated)
-    pruned = draw(metadata, rule=rule, mask_truncated=True, distillation=DistillationConfig(teacher=teacher))
+    metadata = step_metadata(
+        24, log_ratios=np.full((24, 8, 2), 1.0 if teacher else 0.0), truncated=truncated
+    )
+    pruned = draw(
+        metadata, rule=rule, mask_truncated=True, distillation=DistillationConfig(teacher=teacher)
+    )
     metrics = prune_metrics(24.0, [(metadata, pruned)])
     assert not pruned.kept[truncated].any()
     assert pruned.zero_advantage[truncated].all()
-    squares = np.where(truncated, 0.0, pruned.magnitude * pruned.coefficient * metadata.score_norms) ** 2
+    squares = (
+        np.where(truncated, 0.0, pruned.magnitude * pruned.coefficient * metadata.score_norms) ** 2
+    )
     assert metrics[INFLATION] == pytest.approx((squares * pruned.weight).sum() / squares.sum())
     idle = ~pruned.kept & pruned.zero_advantage
     assert metrics["prune/saved_tokens_completions"] == metadata.tokens[~pruned.kept & ~idle].sum()
@@ -88,7 +117,9 @@ def test_tokens_are_trained_on_or_saved_or_of_zero_advantage():
     parts = [(part, draw(part)) for part in (step_metadata(16, seed=1), step_metadata(16, seed=2))]
     metrics = prune_metrics(32.0, parts)
     kept = sum(int(part.tokens[pruned.kept].sum()) for part, pruned in parts)
-    total = sum(int((part.prompt_lengths[:, None] + part.response_lengths).sum()) for part, _ in parts)
+    total = sum(
+        int((part.prompt_lengths[:, None] + part.response_lengths).sum()) for part, _ in parts
+    )
     zero_advantage = sum(int(part.tokens[pruned.advantage == 0.0].sum()) for part, pruned in parts)
     assert metrics["prune/zero_advantage_tokens"] == zero_advantage > 0
     assert kept + metrics["prune/saved_tokens_completions"] + zero_advantage == total
@@ -96,7 +127,8 @@ def test_tokens_are_trained_on_or_saved_or_of_zero_advantage():
 
 
 def test_biased_completion_rule_has_no_variance():
-    """CPPO keeps the largest without weights; another rule keeps all, with a weight that is not 1/π."""
+    """CPPO keeps the largest without weights; another rule keeps all, with a weight that is not
+    1/π."""
     metadata = step_metadata(16)
     unpruned = draw(metadata, rule="none")
     heavy = replace(unpruned, weight=2.0 * unpruned.weight)
@@ -108,7 +140,8 @@ def test_biased_completion_rule_has_no_variance():
 
 
 def test_biased_prompt_rule_saves_its_prompts_at_the_mean_of_the_others():
-    """Four of ten prompts were rolled out without known probabilities; then all of six, and two left out."""
+    """Four of ten prompts were rolled out without known probabilities; then all of six, and two
+    left out."""
     metadata = step_metadata(6, 4)
     tokens = metadata.tokens.sum(axis=1)
     used, discarded = (take_groups(metadata, np.arange(*ends)) for ends in ((0, 4), (4, 6)))
@@ -116,7 +149,9 @@ def test_biased_prompt_rule_saves_its_prompts_at_the_mean_of_the_others():
     assert metrics["prune/saved_tokens_prompts"] == pytest.approx(6 * tokens[:4].mean())
     assert not {INFLATION, *NOISE} & set(metrics)
 
-    metrics = prune_metrics(6.0, [(used, draw(used)), (discarded, left_out(discarded))], biased_prompts=True)
+    metrics = prune_metrics(
+        6.0, [(used, draw(used)), (discarded, left_out(discarded))], biased_prompts=True
+    )
     assert metrics["prune/kept_prompt_fraction"] == 1.0
     assert metrics["prune/saved_tokens_prompts"] == 0.0
     assert metrics["prune/zero_advantage_tokens"] >= tokens[4:].sum()
@@ -135,7 +170,8 @@ def test_census_counts_every_completion_once_in_every_table():
     parts = [(half, draw(half)) for half in halves]
     counted = census(parts)
     advantage, inclusion = (
-        np.concatenate([getattr(pruned, name) for _, pruned in parts]) for name in ("advantage", "inclusion")
+        np.concatenate([getattr(pruned, name) for _, pruned in parts])
+        for name in ("advantage", "inclusion")
     )
     useful = advantage != 0.0
     assert counted.kept[0] + counted.pruned[0] + counted.zero_advantage[0] == useful.size
@@ -176,11 +212,17 @@ def test_census_places_scores_by_octaves_of_their_median():
     """|A| = 1 and 1/L = 1/16 for all; the score norms have the median 3."""
     norms = np.array([[1.0, 2, 4, 8]])
     counted = count_one([[1.0, 0, 1, 0]], response_lengths=np.full((1, 4), 16), score_norms=norms)
-    assert cells(counted.by_cause, 3) == [(4.0, -1.5, 1), (4.0, -0.5, 1), (4.0, 0.5, 1), (4.0, 1.5, 1)]
+    assert cells(counted.by_cause, 3) == [
+        (4.0, -1.5, 1),
+        (4.0, -0.5, 1),
+        (4.0, 0.5, 1),
+        (4.0, 1.5, 1),
+    ]
 
 
 def test_census_places_graded_rewards_by_deviations_from_the_mean():
-    """The mean is 3, the standard deviation √3.5; the third completion has no advantage, and one of four is better."""
+    """The mean is 3, the standard deviation √3.5; the third completion has no advantage, and one of
+    four is better."""
     counted = count_one([[1.0, 2.0, 3.0, 6.0]])
     assert not counted.binary
     assert cells(counted.by_reward, 3) == [(-1.0, -1.0, 1), (-0.5, -1.0, 1), (1.5, 1.0, 1)]

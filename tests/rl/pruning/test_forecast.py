@@ -30,7 +30,9 @@ ACCURACY = 1.0 / (1.0 + np.exp((TOTALS - 22.0) / 4.0))
 
 
 def prompt(row: int, text: str, **fields: str) -> Prompt:
-    return Prompt(id=row, token_ids=np.frombuffer(text.encode(), np.uint8), text=text, label="", **fields)
+    return Prompt(
+        id=row, token_ids=np.frombuffer(text.encode(), np.uint8), text=text, label="", **fields
+    )
 
 
 SUMS = [prompt(row, "+".join(map(str, terms))) for row, terms in enumerate(TERMS)]
@@ -68,7 +70,9 @@ def show_features() -> None:
 def test_features_are_the_same_in_another_process(capsys):
     """Python's hash of a text differs from process to process."""
     code = f"from {__name__} import show_features; show_features()"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     show_features()
     assert other == capsys.readouterr().out
 
@@ -94,9 +98,14 @@ def expected(known: PromptForecast, ids: Ints) -> Floats:
     return known.expected_square(ids, group_size=GROUP)
 
 
-def learn(known: PromptForecast, ids: Ints = IDS, *tables: Floats, **fields: Floats) -> list[dict[str, float]]:
+def learn(
+    known: PromptForecast, ids: Ints = IDS, *tables: Floats, **fields: Floats
+) -> list[dict[str, float]]:
     """Learn from windows of prompts, one after the other."""
-    return [known.judge_and_learn(visits(window, *tables, **fields)) for window in ids.reshape(-1, WINDOW)]
+    return [
+        known.judge_and_learn(visits(window, *tables, **fields))
+        for window in ids.reshape(-1, WINDOW)
+    ]
 
 
 SEEN, UNSEEN = IDS[:-WINDOW], IDS[-WINDOW:]
@@ -104,7 +113,9 @@ SEEN, UNSEEN = IDS[:-WINDOW], IDS[-WINDOW:]
 
 def test_model_predicts_prompts_at_their_first_visit():
     found = learn(forecast(), np.random.default_rng(0).permutation(IDS))
-    model, pool = (np.mean([each[f"prune/brier_{name}"] for each in found[3:]]) for name in ("model", "pool"))
+    model, pool = (
+        np.mean([each[f"prune/brier_{name}"] for each in found[3:]]) for name in ("model", "pool")
+    )
     assert model < 0.6 * pool
 
 
@@ -121,12 +132,16 @@ def test_step_is_predicted_before_the_models_learn():
     """All answers are right; when nothing is known, one half is predicted."""
     known, step = forecast(), visits(UNSEEN, RIGHT)
     first, again = (known.judge_and_learn(step) for _ in range(2))
-    assert first == {"prune/brier_model": pytest.approx(0.25), "prune/brier_pool": pytest.approx(0.25)}
+    assert first == {
+        "prune/brier_model": pytest.approx(0.25),
+        "prune/brier_pool": pytest.approx(0.25),
+    }
     assert again["prune/brier_model"] < 0.05
 
 
 def test_expected_square_is_the_square_of_mixed_groups_times_their_chance():
-    """Sums of many terms are always wrong. Those of two terms have 16 times the square of those of three."""
+    """Sums of many terms are always wrong. Those of two terms have 16 times the square of those of
+    three."""
     known, rng = forecast(), np.random.default_rng(1)
     squares = np.where(COUNTS == 2, 16.0, 1.0) * rng.lognormal(0.0, 0.3, len(IDS))
     learn(known, IDS, (rng.random(RIGHT.shape) < 0.5) * (COUNTS <= 3.0)[:, None], squares=squares)
@@ -155,7 +170,9 @@ def test_prompts_far_from_the_mean_of_the_minibatch_have_large_squares(scale):
 
 def test_graded_rewards_are_predicted_to_differ_or_not():
     hard, known = ACCURACY < 0.5, forecast()
-    *_, last = learn(known, IDS, np.where(hard[:, None], 0.3, np.random.default_rng(0).random(RIGHT.shape)))
+    *_, last = learn(
+        known, IDS, np.where(hard[:, None], 0.3, np.random.default_rng(0).random(RIGHT.shape))
+    )
     assert not known.binary
     assert last["prune/brier_model"] < 0.6 * last["prune/brier_pool"]
     square = expected(known, IDS)

@@ -41,7 +41,9 @@ def test_equal_visits_are_counted_until_rewards_differ():
 
 
 def test_exploration_of_easy_prompts_falls_with_easy_visits():
-    (easy, other), (hard, unseen) = (visited((7, rewards)).explore(np.array([7, 9])) for rewards in (SOLVED, FAILED))
+    (easy, other), (hard, unseen) = (
+        visited((7, rewards)).explore(np.array([7, 9])) for rewards in (SOLVED, FAILED)
+    )
     assert easy < other
     assert hard == unseen
 

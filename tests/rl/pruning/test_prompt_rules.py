@@ -7,7 +7,13 @@ from megatron_dppo.config import PromptPruningConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.pruning.forecast import PromptForecast
-from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, adopt, prompt_rule, select
+from megatron_dppo.rl.pruning.prompt_rules import (
+    PROMPT_RULES,
+    PromptCandidates,
+    adopt,
+    prompt_rule,
+    select,
+)
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Floats, Selection
 from tests.rl.plans import Foretold
@@ -39,7 +45,9 @@ def inclusion(rule: str, keep: float, square, *, floor: float = 0.2, **known) ->
     ],
 )
 def test_threshold_prunes_seen_prompts_below_the_mean(magnitude, expected):
-    np.testing.assert_array_equal(inclusion("threshold", 0.3, [1.0] * len(magnitude), magnitude=magnitude), expected)
+    np.testing.assert_array_equal(
+        inclusion("threshold", 0.3, [1.0] * len(magnitude), magnitude=magnitude), expected
+    )
 
 
 @given(st.lists(st.floats(0.0, 8.0), min_size=1, max_size=100), st.floats(0.25, 1.0))
@@ -51,7 +59,10 @@ def test_neyman_probabilities_add_up_to_whole_prompts(square, keep):
 
 
 def test_neyman_spends_its_token_budget_by_square_over_tokens():
-    square, tokens = np.array([4.0, 4.0, 1.0, 1.0, 9.0, 2.0]), np.array([10.0, 40.0, 10.0, 40.0, 90.0, 20.0])
+    square, tokens = (
+        np.array([4.0, 4.0, 1.0, 1.0, 9.0, 2.0]),
+        np.array([10.0, 40.0, 10.0, 40.0, 90.0, 20.0]),
+    )
     pi = inclusion("neyman", 1 / 3, square, tokens=tokens, floor=0.01)
     assert (pi < 1.0).all()
     np.testing.assert_allclose(pi / pi[0], np.sqrt(square / tokens) / np.sqrt(0.4))
@@ -60,12 +71,16 @@ def test_neyman_spends_its_token_budget_by_square_over_tokens():
 
 def test_greso_skips_more_after_more_visits_of_equal_reward():
     known = {"equal_visits": [0, 1, 2, 3, 9], "explore": [0.5, 0.5, 0.5, 0.4, 0.5]}
-    np.testing.assert_allclose(inclusion("greso", 0.7, [1.0] * 5, **known), [1.0, 0.5, 0.25, 0.064, 0.01])
+    np.testing.assert_allclose(
+        inclusion("greso", 0.7, [1.0] * 5, **known), [1.0, 0.5, 0.25, 0.064, 0.01]
+    )
 
 
 @pytest.mark.parametrize("rule", PROMPT_RULES)
 def test_share_of_one_keeps_all_prompts(rule):
-    np.testing.assert_array_equal(inclusion(rule, 1.0, [0.0, 1.0, 2.0], magnitude=[0.0, 1.0, np.nan]), 1.0)
+    np.testing.assert_array_equal(
+        inclusion(rule, 1.0, [0.0, 1.0, 2.0], magnitude=[0.0, 1.0, np.nan]), 1.0
+    )
 
 
 def draw(rule: str, history: PromptForecast) -> Selection:
@@ -109,4 +124,7 @@ def test_users_rule_has_the_floor_and_a_checked_shape():
     adopt("own.py:one", lambda candidates, keep: keep)
     with pytest.raises(UserError, match=r"for candidates of shape \(3,\)") as refused:
         inclusion("own.py:one", 0.7, [1.0] * 3)
-    assert (refused.value.setting, refused.value.value) == ("pruning.prompts.function", "own.py:one")
+    assert (refused.value.setting, refused.value.value) == (
+        "pruning.prompts.function",
+        "own.py:one",
+    )

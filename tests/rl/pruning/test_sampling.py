@@ -28,7 +28,12 @@ def test_systematic_keeps_the_sum_to_within_one(inclusion, offset):
     assert not kept[inclusion == 0.0].any()
 
 
-@given(st.integers(1, 200), st.integers(0, 2**32), st.one_of(offsets, st.sampled_from([0.0, ALMOST_ONE])), st.data())
+@given(
+    st.integers(1, 200),
+    st.integers(0, 2**32),
+    st.one_of(offsets, st.sampled_from([0.0, ALMOST_ONE])),
+    st.data(),
+)
 def test_systematic_keeps_n_if_probabilities_add_up_to_n(size, seed, offset, data):
     count = data.draw(st.integers(1, size))
     scores = np.random.default_rng(seed).lognormal(0.0, 2.0, size)
@@ -57,7 +62,9 @@ def problems(draw):
 def test_budget_is_met_where_floors_and_caps_allow(problem):
     scores, costs, budget, floor = problem
     inclusion = capped_proportional(scores, costs, budget, floor)
-    assert inclusion @ costs == pytest.approx(np.clip(budget, (costs * floor).sum(), costs.sum()), rel=1e-11)
+    assert inclusion @ costs == pytest.approx(
+        np.clip(budget, (costs * floor).sum(), costs.sum()), rel=1e-11
+    )
     assert (inclusion >= np.minimum(floor, 1.0)).all()
     assert (inclusion <= 1.0).all()
 
@@ -77,7 +84,9 @@ def test_probabilities_are_proportional_to_score_over_root_cost(problem):
     ("scores", "expected"), [([1.0, 0.0, 0.0, 0.0], [1.0, 0.5, 0.5, 0.5]), ([0.0] * 4, [0.625] * 4)]
 )
 def test_units_of_score_zero_share_the_rest(scores, expected):
-    np.testing.assert_allclose(capped_proportional(np.array(scores), np.ones(4), 2.5, 0.1), expected)
+    np.testing.assert_allclose(
+        capped_proportional(np.array(scores), np.ones(4), 2.5, 0.1), expected
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1e200])

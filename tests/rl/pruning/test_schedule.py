@@ -1,4 +1,5 @@
-"""The kept share follows its schedule or is the most efficient one; rules differ in their divisor."""
+"""The kept share follows its schedule or is the most efficient one; rules differ in their
+divisor."""
 
 import numpy as np
 import pytest
@@ -57,7 +58,9 @@ def test_window_grows_with_the_noise_of_earlier_steps(noise, sizes):
     assert [window_size(config, inflation) for inflation in (1.25, 2.0)] == sizes
 
 
-@pytest.mark.parametrize(("found", "seen", "more"), [(70, 80, 0), (32, 64, 64), (48, 64, 22), (0, 64, 64)])
+@pytest.mark.parametrize(
+    ("found", "seen", "more"), [(70, 80, 0), (32, 64, 64), (48, 64, 22), (0, 64, 64)]
+)
 def test_next_round_is_the_missing_number_over_the_useful_share(found, seen, more):
     assert next_round(64, found, seen) == more
 
@@ -78,7 +81,9 @@ def test_groups_of_equal_reward_are_left_out_and_not_divided_by():
 
 
 def test_step_without_mixed_groups_trains_on_nothing():
-    found = plan_with(step_metadata(3, 4, rewards=np.ones((3, 4))), "pruning.prompts.rule=dynamic_sampling")
+    found = plan_with(
+        step_metadata(3, 4, rewards=np.ones((3, 4))), "pruning.prompts.rule=dynamic_sampling"
+    )
     assert [m.capacity for m in found.minibatches] == [0]
     assert any("nothing was kept" in note for note in found.notes)
     assert any("pruning.max_rounds" in note for note in found.notes)
@@ -92,7 +97,12 @@ def test_step_without_mixed_groups_trains_on_nothing():
         ("completions.rule=top_k", 9 * 4),
         ("completions.rule=top_k completions.normaliser=kept", 9 * 2),
     ],
-    ids=["none", "greso divides by rolled-out prompts", "top_k", "CPPO divides by kept completions"],
+    ids=[
+        "none",
+        "greso divides by rolled-out prompts",
+        "top_k",
+        "CPPO divides by kept completions",
+    ],
 )
 def test_divisor_and_weights_of_a_rule(rule, z):
     """Eight of nine prompts were rolled out, with probability 1."""

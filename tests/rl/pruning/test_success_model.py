@@ -22,12 +22,17 @@ FEATURES, GROUP = 6, 8
 
 
 class Prompts:
-    """Made-up pool: a logit is a weighted sum of the features and an intercept of the prompt's own."""
+    """Made-up pool: a logit is a weighted sum of the features and an intercept of the prompt's
+    own."""
 
     def __init__(self, count: int, *, slope: float, spread: float) -> None:
         self.rng = np.random.default_rng(0)
-        self.features = np.column_stack([np.ones(count), self.rng.standard_normal((count, FEATURES - 1))])
-        self.logits = slope * self.features[:, 1] - 0.5 + np.sqrt(spread) * self.rng.standard_normal(count)
+        self.features = np.column_stack(
+            [np.ones(count), self.rng.standard_normal((count, FEATURES - 1))]
+        )
+        self.logits = (
+            slope * self.features[:, 1] - 0.5 + np.sqrt(spread) * self.rng.standard_normal(count)
+        )
         self.chance = sigmoid(self.logits)
 
     def train(self, ids: Ints, steps: int) -> SuccessModel:
@@ -48,7 +53,9 @@ def test_features_predict_unseen_prompts_with_a_true_variance():
     assert prompts.error(prompts.train(np.arange(400), 10), unseen) < 0.15
 
     prompts = Prompts(1000, slope=1.0, spread=0.8)
-    chance = prompts.train(np.arange(600), 10).predict(ids := np.arange(600, 1000), prompts.features[ids])
+    chance = prompts.train(np.arange(600), 10).predict(
+        ids := np.arange(600, 1000), prompts.features[ids]
+    )
     assert 0.7 < np.mean((prompts.logits[ids] - chance.logit) ** 2 / chance.variance) < 1.4
 
 

@@ -1,4 +1,5 @@
-"""One rank of a server, as far as weights go, in a process of its own. Light to import: tests spawn it."""
+"""One rank of a server, as far as weights go, in a process of its own. Light to import: tests spawn
+it."""
 
 from __future__ import annotations
 
@@ -22,9 +23,17 @@ def serve(pipe: Connection) -> None:
             if not isinstance(order, int):
                 name, host, port, rank, size, backend = order
                 device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-                prefix = dist.PrefixStore(name, dist.TCPStore(host, port, size, timeout=timedelta(seconds=60)))
+                prefix = dist.PrefixStore(
+                    name, dist.TCPStore(host, port, size, timeout=timedelta(seconds=60))
+                )
                 group, _ = _new_process_group_helper(
-                    size, rank, [], dist.Backend(backend), prefix, group_name=name, timeout=timedelta(seconds=60)
+                    size,
+                    rank,
+                    [],
+                    dist.Backend(backend),
+                    prefix,
+                    group_name=name,
+                    timeout=timedelta(seconds=60),
                 )
                 pipe.send(None)
             else:

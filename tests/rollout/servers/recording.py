@@ -10,14 +10,21 @@ from typing import Any
 from megatron_dppo.rollout.servers.vllm import EXTENSION, GIVEN_BY
 
 VLLM = {
-    "model_config": {"model": "/m", "dtype": "float32", "max_model_len": 64, "logprobs_mode": "processed_logprobs"},
+    "model_config": {
+        "model": "/m",
+        "dtype": "float32",
+        "max_model_len": 64,
+        "logprobs_mode": "processed_logprobs",
+    },
     "parallel_config": {"worker_extension_cls": EXTENSION},
     "device_config": {"device": "cuda"},  # because vLLM takes no seeds on a CPU
 }
 ANSWERS: dict[str, dict[str, Any]] = {
     "/model_info": {"model_path": "/m"},
     "/server_info": {"tp_size": 1, "enable_deterministic_inference": True, "vllm_config": VLLM},
-    "/openapi.json": {"paths": dict.fromkeys([*GIVEN_BY, "/begin_weight_update", "/end_weight_update"])},
+    "/openapi.json": {
+        "paths": dict.fromkeys([*GIVEN_BY, "/begin_weight_update", "/end_weight_update"])
+    },
     "/get_world_size": {"world_size": 1},
     "/collective_rpc": {"results": [None]},
 }
@@ -25,10 +32,12 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 
 class RecordingServer:
-    """``answer`` serves ``script.answering``; ``requests`` has the path and body of each request, in order.
+    """``answer`` serves ``script.answering``; ``requests`` has the path and body of each request,
+    in order.
 
     - Health checks are not recorded, because the clock decides when a client sends one.
-    - A completion depends on its prompt and seed alone. It has random log-probabilities and ends with token 2.
+    - A completion depends on its prompt and seed alone. It has random log-probabilities and ends
+      with token 2.
     """
 
     def __init__(self) -> None:
@@ -55,14 +64,22 @@ class RecordingServer:
         return [text.replace(str(folder), "FOLDER").replace(run, "RUN") for text in self.requests]
 
     def _answer_sglang(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
-        tokens, logprobs = draw_completion(prompt, sampling["sampling_seed"], sampling["max_new_tokens"])
+        tokens, logprobs = draw_completion(
+            prompt, sampling["sampling_seed"], sampling["max_new_tokens"]
+        )
         pairs = list(zip(logprobs, tokens, strict=True))
-        meta = {"finish_reason": {"type": "stop"}, "weight_version": self.version, "output_token_logprobs": pairs}
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_version": self.version,
+            "output_token_logprobs": pairs,
+        }
         return {"output_ids": tokens, "meta_info": meta}
 
     def _answer_vllm(self, body: dict[str, Any], sample: int) -> dict[str, Any]:
         sampling = body["sampling_params"]
-        tokens, logprobs = draw_completion(body["token_ids"], sampling["seed"] + sample, sampling["max_tokens"])
+        tokens, logprobs = draw_completion(
+            body["token_ids"], sampling["seed"] + sample, sampling["max_tokens"]
+        )
         return {
             "token_ids": tokens,
             "logprobs": {"content": [{"logprob": logprob} for logprob in logprobs]},

@@ -46,7 +46,11 @@ class Script(SglangClient):
     """
 
     def __init__(
-        self, http: Http, answer: Answer, name: str = "a", holds: Callable[[Request], bool] | None = None
+        self,
+        http: Http,
+        answer: Answer,
+        name: str = "a",
+        holds: Callable[[Request], bool] | None = None,
     ) -> None:
         super().__init__(f"http://{name}:1", http)
         self._answer, self._holds = answer, holds
@@ -54,7 +58,9 @@ class Script(SglangClient):
         self.alive = True
         self.in_flight = self.most_in_flight = 0
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float) -> list[GenerateResult]:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float
+    ) -> list[GenerateResult]:
         request = Request(token_ids, sampling)
         self.requests.append(request)
         self.in_flight += 1
@@ -81,7 +87,9 @@ class Script(SglangClient):
 Answer: TypeAlias = Callable[[Script, Request], list[GenerateResult]]
 
 
-def result_of(tokens: Sequence[int], *, version: str = str(VERSION), reason: str = "stop") -> GenerateResult:
+def result_of(
+    tokens: Sequence[int], *, version: str = str(VERSION), reason: str = "stop"
+) -> GenerateResult:
     """Return a result whose log-probabilities are the negative token ids."""
     ids = np.array(tokens, np.int32)
     versions = ((version, len(tokens)),) if tokens else ()
@@ -145,12 +153,15 @@ class _Handler(BaseHTTPRequestHandler):
 class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     handle_error = lambda *_: None  # noqa: E731
-    request_queue_size = 64  # of all requests at once: beyond 5, a connection would be tried after a second
+    request_queue_size = (
+        64  # of all requests at once: beyond 5, a connection would be tried after a second
+    )
 
 
 @contextmanager
 def answering(answer: Callable[[str, dict[str, Any]], tuple[int, Any]]) -> Iterator[str]:
-    """Serve a function of a request's path and content, which returns status and answer; return the URL."""
+    """Serve a function of a request's path and content, which returns status and answer; return the
+    URL."""
     with _HttpServer(("127.0.0.1", 0), _Handler) as server:
         server.answer = answer
         threading.Thread(target=server.serve_forever, daemon=True).start()

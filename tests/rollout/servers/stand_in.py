@@ -1,8 +1,10 @@
-"""What the tests of process handling start in a server's place: it takes a server's flags, and answers /health.
+"""What the tests of process handling start in a server's place: it takes a server's flags, and
+answers /health.
 
 ``STAND_IN`` says what else it does: ``fails`` ends at once, ``stubborn`` ignores SIGTERM and
-``late`` waits for the file named by ``STAND_IN_WAITS_FOR`` before it listens. Each has a child in a session of its own
-(unless ``together``), which has a child in turn, and neither of them notices anything.
+``late`` waits for the file named by ``STAND_IN_WAITS_FOR`` before it listens. Each has a child in a
+session of its own (unless ``together``), which has a child in turn, and neither of them notices
+anything.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-GRANDCHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+GRANDCHILD = (
+    "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+)
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -36,7 +40,9 @@ def main(flags: list[str]) -> None:
     subprocess.Popen([sys.executable, "-c", GRANDCHILD], start_new_session=does != "together")
     while does == "late" and not Path(os.environ["STAND_IN_WAITS_FOR"]).exists():
         time.sleep(0.01)
-    HTTPServer((flags[flags.index("--host") + 1], int(flags[flags.index("--port") + 1])), Answer).serve_forever()
+    HTTPServer(
+        (flags[flags.index("--host") + 1], int(flags[flags.index("--port") + 1])), Answer
+    ).serve_forever()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Requests to SGLang and vLLM servers and their answers, as both clients translate them; no server runs."""
+"""Requests to SGLang and vLLM servers and their answers, as both clients translate them; no server
+runs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ import pytest
 from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.types import RoutingShape
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.client import ROUTING_FLAG, Manifest, ServerClient, least_entropies
+from megatron_dppo.rollout.servers.client import (
+    ROUTING_FLAG,
+    Manifest,
+    ServerClient,
+    least_entropies,
+)
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.vllm import EXTENSION, GIVEN_BY, LOAD_ADAPTER, VllmClient
@@ -69,7 +75,9 @@ class Sglang(Recorded, SglangClient):
         self.completion["finish_reason"] = {"type": reason}
 
     def route(self, table: np.ndarray) -> None:
-        self.completion["routed_experts"] = base64.b64encode(table.astype(np.int32).tobytes()).decode()
+        self.completion["routed_experts"] = base64.b64encode(
+            table.astype(np.int32).tobytes()
+        ).decode()
 
     def offer_all(self, targets: list[str] | None) -> None:
         self.settings |= {"enable_return_routed_experts": True}
@@ -88,7 +96,9 @@ class Vllm(Recorded, VllmClient):
             "device_config": {"device": "cuda"},
         }
         self.answers = {
-            "/openapi.json": {"paths": {route: {} for route in (*GIVEN_BY, LOAD_ADAPTER, "/weight_checker")}},
+            "/openapi.json": {
+                "paths": {route: {} for route in (*GIVEN_BY, LOAD_ADAPTER, "/weight_checker")}
+            },
             "/server_info": {"vllm_config": self.settings},
             "/weight_info": {"weight_version": "4"},
             "/get_world_size": {"world_size": 2},
@@ -140,10 +150,16 @@ def test_an_answer_becomes_a_result(client: Any) -> None:
         (Vllm, {"token_ids": [7, 8]}, "cannot be used"),
         (Vllm, {"weight_versions": None}, "cannot be used"),
         (Vllm, {"weight_versions": [{"version": "1", "start": 0, "end": 2}]}, "cannot be used"),
-        (Vllm, {"logprobs": {"content": [{"logprob": p} for p in (-0.5, -9999.0, -1.0)]}}, "for token 1"),
+        (
+            Vllm,
+            {"logprobs": {"content": [{"logprob": p} for p in (-0.5, -9999.0, -1.0)]}},
+            "for token 1",
+        ),
     ],
 )
-def test_an_inconsistent_answer_is_refused(http: Http, kind: Any, changed: dict[str, Any], problem: str) -> None:
+def test_an_inconsistent_answer_is_refused(
+    http: Http, kind: Any, changed: dict[str, Any], problem: str
+) -> None:
     client = kind(http)
     client.completion |= changed
     with pytest.raises(ServerError, match=problem):
@@ -151,9 +167,15 @@ def test_an_inconsistent_answer_is_refused(http: Http, kind: Any, changed: dict[
 
 
 def test_a_server_samples_as_requested_and_by_no_default(client: Any) -> None:
-    for sampling, expected in ((SAMPLING, (1.0, -1)), (replace(SAMPLING, top_p=0.9, top_k=20), (0.9, 20))):
+    for sampling, expected in (
+        (SAMPLING, (1.0, -1)),
+        (replace(SAMPLING, top_p=0.9, top_k=20), (0.9, 20)),
+    ):
         generate(client, sampling)
-        assert (client.sampling["top_p"], client.sampling["top_k"], client.sampling["min_p"]) == (*expected, 0.0)
+        assert (client.sampling["top_p"], client.sampling["top_k"], client.sampling["min_p"]) == (
+            *expected,
+            0.0,
+        )
         assert client.sampling["stop_token_ids"] == [5, 6]
 
 
@@ -166,11 +188,17 @@ def test_properties_are_those_reported(client: Any) -> None:
         client.offer_all(targets)
         info = client.http.run(client.info())
         everything = {"all"} if isinstance(client, Vllm) else set()
-        assert (info.routing, info.lora_rank, info.lora_targets) == (True, 8, set(targets or everything))
+        assert (info.routing, info.lora_rank, info.lora_targets) == (
+            True,
+            8,
+            set(targets or everything),
+        )
 
 
 def test_answers_bring_the_experts_of_all_tokens_but_the_last(client: Any) -> None:
-    assert generate(client, ROUTED).routing is None, "an aborted request's experts come with its continuation"
+    assert generate(client, ROUTED).routing is None, (
+        "an aborted request's experts come with its continuation"
+    )
     client.end("stop")
     with pytest.raises(ServerError, match=f"start it with {ROUTING_FLAG}"):
         generate(client, ROUTED)
@@ -179,7 +207,10 @@ def test_answers_bring_the_experts_of_all_tokens_but_the_last(client: Any) -> No
     assert result.routing.dtype == np.uint8
     np.testing.assert_array_equal(result.routing, EXPERTS)
     assert generate(client).routing is None, "not requested"
-    for table, problem in ((EXPERTS[1:], "not 3 x 2 of 6 for 4 tokens"), (EXPERTS + 1, "up to number 6, not")):
+    for table, problem in (
+        (EXPERTS[1:], "not 3 x 2 of 6 for 4 tokens"),
+        (EXPERTS + 1, "up to number 6, not"),
+    ):
         client.route(table)
         with pytest.raises(ServerError, match=problem):
             generate(client, ROUTED)
@@ -204,8 +235,12 @@ def test_entropies_come_from_the_likeliest_tokens(http: Http) -> None:
     client, sampling = Sglang(http), replace(SAMPLING, branches=(BranchConfig(entropy=1.0),))
     with pytest.raises(ServerError, match="3 tokens, and the likeliest ones of 0"):
         generate(client, sampling)
-    client.completion["output_top_logprobs"] = [[[float(np.log(share)), 1] for share in (0.5, 0.25)]] * 3
-    assert generate(client, sampling).entropies == pytest.approx([1.5 * np.log(2)] * 3), "all others count as one"
+    client.completion["output_top_logprobs"] = [
+        [[float(np.log(share)), 1] for share in (0.5, 0.25)]
+    ] * 3
+    assert generate(client, sampling).entropies == pytest.approx([1.5 * np.log(2)] * 3), (
+        "all others count as one"
+    )
     assert client.body["top_logprobs_num"] == 20
     assert least_entropies([[0.0, -np.inf]]) == [0.0]
 
@@ -242,7 +277,9 @@ def test_vllm_with_other_flags_is_refused(vllm: Vllm) -> None:
     with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
         vllm.http.run(vllm.info())
     del vllm.answers["/openapi.json"]["paths"]["/inference/v1/generate"]
-    with pytest.raises(ServerError, match="has no /inference/v1/generate: start it with --enable-scale-out"):
+    with pytest.raises(
+        ServerError, match="has no /inference/v1/generate: start it with --enable-scale-out"
+    ):
         vllm.http.run(vllm.info())
 
 
@@ -258,5 +295,7 @@ def test_a_vllm_update_fails_in_words(vllm: Vllm) -> None:
 def test_vllm_checksums_leave_out_prepacked_weights(vllm: Vllm) -> None:
     norm, nothing = (hashlib.sha256(content).hexdigest() for content in (b"norm", b""))
     rank = "dp0:pp0:pcp0:tp1"
-    vllm.answers["/weight_checker"] = {"checksums": {f"{rank}:model.norm.weight": norm, f"{rank}:a.weight": nothing}}
+    vllm.answers["/weight_checker"] = {
+        "checksums": {f"{rank}:model.norm.weight": norm, f"{rank}:a.weight": nothing}
+    }
     assert vllm.http.run(vllm.checksums()) == {f"model.norm.weight@{rank}": norm}

@@ -1,4 +1,5 @@
-"""Faults of a conversation are charged to whoever is at fault; the policy's server is a few lines."""
+"""Faults of a conversation are charged to whoever is at fault; the policy's server is a few
+lines."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ class Conversing:
         self.sampling: list[dict[str, Any]] = []
 
     def answer(self, path: str, content: dict[str, Any]) -> tuple[int, Any]:
-        """Answer 5 6, and an aborted 5 to a context that ends with ``ABORTS``. Inference is deterministic."""
+        """Answer 5 6, and an aborted 5 to a context that ends with ``ABORTS``. Inference is
+        deterministic."""
         self.sampling += content.get("sampling_params", [])
         (context,) = content.get("input_ids", [[0]])
         aborts = context[-1:] == [ABORTS]
@@ -106,18 +108,27 @@ class Conversing:
         return conversation_of(load_config(None, [f"model.path={self._policy}", spec, *settings]))
 
     def converse(self, name: str, *settings: str, attempts: int = 3, **more: Any) -> Any:
-        """Have a function answer all prompts. Lost servers and prompts' extras become attributes of the batch."""
+        """Have a function answer all prompts. Lost servers and prompts' extras become attributes of
+        the batch."""
         conversations = Conversations(self.function(name, *settings), timeout_s=20.0)
         client = SglangClient(self.url, self.http)
-        dispatcher = dispatcher_of(self.http, client, attempts=attempts, conversations=conversations)
+        dispatcher = dispatcher_of(
+            self.http, client, attempts=attempts, conversations=conversations
+        )
         extra: list[dict[str, Any]] = [{"turns": []} for _ in range(PROMPTS)]
-        prompts = [Prompt(i, np.array([7, 8], np.int32), "7 8", "", extra=extra[i]) for i in range(PROMPTS)]
-        sampling = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1, **more)
+        prompts = [
+            Prompt(i, np.array([7, 8], np.int32), "7 8", "", extra=extra[i]) for i in range(PROMPTS)
+        ]
+        sampling = Sampling(
+            SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1, **more
+        )
         batch = dispatcher.begin(prompts, sampling, 3)
         batch.wait(60.0)
         conversations.close()
         assert dispatcher.take_lost() == {}, "a server is blamed"
-        assert [each["turns"] for each in extra] == [[]] * PROMPTS, "a conversation wrote into the prompt"
+        assert [each["turns"] for each in extra] == [[]] * PROMPTS, (
+            "a conversation wrote into the prompt"
+        )
         return batch
 
     def completions(self, name: str, *settings: str, **more: Any) -> list[Completion]:
@@ -149,26 +160,48 @@ def test_turns_are_joined_across_an_abort(conversing: Conversing) -> None:
     for completion in conversing.completions("rollout"):
         assert completion.token_ids.tolist() == [5, 6, 1, ABORTS, 5, 5, 6]
         assert completion.loss_mask.tolist() == [True, True, False, False, True, True, True]
-        assert completion.logprobs[completion.loss_mask].tolist() == [-0.5, -0.25, -0.5, -0.5, -0.25]
+        assert completion.logprobs[completion.loss_mask].tolist() == [
+            -0.5,
+            -0.25,
+            -0.5,
+            -0.5,
+            -0.25,
+        ]
         assert (completion.versions.tolist(), completion.finish_reason) == ([3] * 7, "stop")
 
 
 def test_each_token_has_its_role(conversing: Conversing) -> None:
     for completion in conversing.completions("speak_in_roles", "rollout.roles=[answerer,asker]"):
-        assert completion.segments is not None and completion.segments.tolist() == [1, 1, -1, -1, 0, 0, 0]
+        assert completion.segments is not None and completion.segments.tolist() == [
+            1,
+            1,
+            -1,
+            -1,
+            0,
+            0,
+            0,
+        ]
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("forget_what_was_told", "turn 1 that was generated after other tokens than stand before it"),
-        ("ask_of_unknown_tokens", "from a context with the token id 1000000; the policy's vocabulary"),
+        (
+            "forget_what_was_told",
+            "turn 1 that was generated after other tokens than stand before it",
+        ),
+        (
+            "ask_of_unknown_tokens",
+            "from a context with the token id 1000000; the policy's vocabulary",
+        ),
         ("go_on_from_nothing", "no token to go on from"),
         ("end_the_program", "SystemExit: 0"),
         ("stumble", "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
     ],
 )
-def test_an_unusable_conversation_ends_the_run(conversing: Conversing, name: str, problem: str) -> None:
+def test_an_unusable_conversation_ends_the_run(
+    conversing: Conversing, name: str, problem: str
+) -> None:
     error = conversing.converse(name).error
     assert isinstance(error, UserError) and error.setting == "rollout.conversation"
     assert problem in str(error)
@@ -181,7 +214,9 @@ def test_an_unusable_conversation_ends_the_run(conversing: Conversing, name: str
         ("stumbl", "Perhaps 'stumble' was meant"),
     ],
 )
-def test_a_function_of_another_form_is_refused(conversing: Conversing, name: str, problem: str) -> None:
+def test_a_function_of_another_form_is_refused(
+    conversing: Conversing, name: str, problem: str
+) -> None:
     with pytest.raises(UserError) as raised:
         conversing.function(name)
     assert raised.value.setting == "rollout.conversation" and problem in str(raised.value)
@@ -192,7 +227,9 @@ def test_a_conversation_that_blocks_is_named_and_fails(conversing: Conversing) -
     conversations = Conversations(conversing.function("block"), timeout_s=1.0)
     http, prompt = conversing.http, Prompt(7, np.array([7, 8], np.int32), "7 8", "")
     sampling = Sampling(1, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
-    begun = http.start(conversations(SglangClient(conversing.url, http), prompt, sampling, lambda told: []))
+    begun = http.start(
+        conversations(SglangClient(conversing.url, http), prompt, sampling, lambda told: [])
+    )
     while not (named := conversations.late(0.1)):
         time.sleep(0.05)
     assert "tools.py:block has been about prompt 7 for" in named

@@ -1,4 +1,5 @@
-"""Every prompt of a rank is answered exactly once, as flat completions and as trees, whatever its servers do."""
+"""Every prompt of a rank is answered exactly once, as flat completions and as trees, whatever its
+servers do."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from tests.rollout.servers.script import (
 
 
 def echo(server: Script, request: Request) -> list[GenerateResult]:
-    """Answer with the prompt's first token twice and the stop token; continue from what there is of them."""
+    """Answer with the prompt's first token twice and the stop token; continue from what there is of
+    them."""
     first, made = request.token_ids[0], len(request.token_ids) - 2
     return [result_of([first, first, 0][made:]) for _ in range(request.sampling.samples)]
 
@@ -45,7 +47,9 @@ def check_echoed(batch: RequestBatch, count: int) -> None:
     for prompt, group in enumerate(batch.groups()):
         assert [c.token_ids.tolist() for c in group] == [[prompt + 1, prompt + 1, 0]] * SAMPLES
         assert all(c.logprobs.tolist() == [-prompt - 1, -prompt - 1, 0] for c in group)
-        assert all(c.versions.tolist() == [VERSION] * 3 and c.finish_reason == "stop" for c in group)
+        assert all(
+            c.versions.tolist() == [VERSION] * 3 and c.finish_reason == "stop" for c in group
+        )
 
 
 def test_prompts_are_shared_and_returned_in_order(http: Http) -> None:
@@ -59,7 +63,11 @@ def test_requests_carry_the_sampling_settings(http: Http) -> None:
     sampling = replace(SAMPLING, temperature=0.6, stop_token_ids=(0, 3), top_p=0.9, top_k=20)
     request_all(dispatcher_of(http, server), 1, sampling)
     (request,) = server.requests
-    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.6, 0.9, 20)
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (
+        0.6,
+        0.9,
+        20,
+    )
     assert request.sampling.stop_token_ids == (0, 3)
 
 
@@ -72,7 +80,9 @@ def test_partial_rollouts_resume_from_their_tokens(http: Http) -> None:
         part = result_of([first], reason="abort")
         return {1: whole, 2: [whole[0], part, part]}.get(first, [part] * SAMPLES)
 
-    server = Script(http, answer_some, holds=lambda request: request.token_ids[0] > 1 and not over.is_set())
+    server = Script(
+        http, answer_some, holds=lambda request: request.token_ids[0] > 1 and not over.is_set()
+    )
     dispatcher = dispatcher_of(http, server, max_in_flight=2)
     batch = dispatcher.begin(prompts_of(4), SAMPLING, VERSION)
     assert happens(lambda: len(server.requests) == 3)
@@ -87,7 +97,8 @@ def test_partial_rollouts_resume_from_their_tokens(http: Http) -> None:
     batch.wait(20.0)
     check_echoed(batch, 4)
     requested = Counter(
-        (tuple(each.token_ids), each.sampling.samples, each.sampling.max_tokens) for each in other.requests
+        (tuple(each.token_ids), each.sampling.samples, each.sampling.max_tokens)
+        for each in other.requests
     )
     assert requested == {((2, 7, 2), 1, 7): 2, ((3, 7, 3), 1, 7): 3, ((4, 7), 3, 8): 1}
     assert len({request.sampling.seed for request in server.requests + other.requests}) == 3 + 6
@@ -109,7 +120,9 @@ def test_requests_of_a_dead_server_are_resubmitted_whole(http: Http) -> None:
     assert dispatcher.take_lost() == {}, "a server that serves again is not lost"
 
 
-@pytest.mark.parametrize("fault", ["breaks off once", "refuses once", "is one sample short", "answers nonsense"])
+@pytest.mark.parametrize(
+    "fault", ["breaks off once", "refuses once", "is one sample short", "answers nonsense"]
+)
 def test_a_failed_request_is_repeated_with_another_seed(http: Http, fault: str) -> None:
     def fail_first(server, request):
         if len(server.requests) > 1:
@@ -130,7 +143,10 @@ def test_a_failed_request_is_repeated_with_another_seed(http: Http, fault: str) 
 
 @pytest.mark.parametrize("version", ["4", "default"])
 def test_answers_of_other_weights_are_not_taken(http: Http, version: str) -> None:
-    stale = Script(http, lambda server, request: [result_of([9] * 3, version=version)] * request.sampling.samples)
+    stale = Script(
+        http,
+        lambda server, request: [result_of([9] * 3, version=version)] * request.sampling.samples,
+    )
     dispatcher = dispatcher_of(http, stale, Script(http, echo, "b"))
     check_echoed(request_all(dispatcher, 4), 4)
     assert f"{version!r}" in dispatcher.take_lost()["http://a:1"]
@@ -157,7 +173,9 @@ def test_prompts_wait_for_a_server_and_for_room(http: Http) -> None:
     batch.wait(20.0)
     check_echoed(batch, 7)
     assert server.most_in_flight == 2
-    assert [request.token_ids[0] for request in server.requests] == list(range(1, 8)), "in the order of the prompts"
+    assert [request.token_ids[0] for request in server.requests] == list(range(1, 8)), (
+        "in the order of the prompts"
+    )
 
 
 def test_requests_hung_at_a_removed_server_are_resubmitted(http: Http) -> None:
@@ -237,14 +255,17 @@ class Numbers:
     def __call__(self, server: Script, request: Request) -> list[GenerateResult]:
         return [self.result(request.sampling.max_tokens) for _ in range(request.sampling.samples)]
 
-    def result(self, length: int, version: str = str(VERSION), reason: str = "length") -> GenerateResult:
+    def result(
+        self, length: int, version: str = str(VERSION), reason: str = "length"
+    ) -> GenerateResult:
         first = self.last + 1
         self.last += length
         return result_of(range(first, first + length), version=version, reason=reason)
 
 
 def check_tree(group: Sequence[Completion]) -> None:
-    """Two roots, each with three continuations after two tokens, each of which has two after five."""
+    """Two roots, each with three continuations after two tokens, each of which has two after
+    five."""
     assert len(group) == 12
     tokens = [leaf.token_ids.tolist() for leaf in group]
     for leaf, ids in zip(group, tokens, strict=True):
@@ -261,13 +282,16 @@ def test_every_fork_is_a_request_from_its_tokens(http: Http) -> None:
     (group,) = request_all(dispatcher_of(http, server), 1, TREES).groups()
     check_tree(group)
     requested = Counter(
-        (len(each.token_ids) - 2, each.sampling.samples, each.sampling.max_tokens) for each in server.requests
+        (len(each.token_ids) - 2, each.sampling.samples, each.sampling.max_tokens)
+        for each in server.requests
     )
     assert requested == {(0, 2, 8): 1, (2, 2, 6): 2, (5, 1, 3): 6}
     assert len({each.sampling.seed for each in server.requests}) == 9
     for request in server.requests[1:]:
         assert request.token_ids[:2] == [1, 7]
-        assert request.token_ids[2:] in [leaf.token_ids[: len(request.token_ids) - 2].tolist() for leaf in group]
+        assert request.token_ids[2:] in [
+            leaf.token_ids[: len(request.token_ids) - 2].tolist() for leaf in group
+        ]
 
 
 def test_forks_go_to_the_server_with_their_tokens(http: Http) -> None:
@@ -293,7 +317,12 @@ def test_a_death_between_levels_repeats_no_root(http: Http) -> None:
     for group in batch.groups():
         check_tree(group)
     assert list(dispatcher.take_lost()) == ["http://a:1"]
-    roots = [each.token_ids[0] for server in servers for each in server.requests if len(each.token_ids) == 2]
+    roots = [
+        each.token_ids[0]
+        for server in servers
+        for each in server.requests
+        if len(each.token_ids) == 2
+    ]
     assert sorted(roots) == [1, 2, 3, 4]
 
 
@@ -306,19 +335,27 @@ def test_an_aborted_fork_resumes_and_keeps_versions(http: Http) -> None:
         if len(request.token_ids) == 4 and not aborted:
             aborted.append(request)
             return [numbers.result(1, reason="abort"), numbers.result(0, reason="abort")]
-        return [numbers.result(request.sampling.max_tokens, version="6") for _ in range(request.sampling.samples)]
+        return [
+            numbers.result(request.sampling.max_tokens, version="6")
+            for _ in range(request.sampling.samples)
+        ]
 
     server = Script(http, abort_once)
     (group,) = request_all(dispatcher_of(http, server), 1, TREES).groups()
     check_tree(group)
-    spans = [tuple(len(list(same)) for _, same in groupby(leaf.versions.tolist())) for leaf in group]
+    spans = [
+        tuple(len(list(same)) for _, same in groupby(leaf.versions.tolist())) for leaf in group
+    ]
     assert spans[:2] == [(8,), (5, 3)]
-    assert (spans.count((3, 5)), spans.count((2, 6))) == (2, 6), "two leaves' path had a token at the abort"
+    assert (spans.count((3, 5)), spans.count((2, 6))) == (2, 6), (
+        "two leaves' path had a token at the abort"
+    )
     assert len({request.sampling.seed for request in server.requests}) == len(server.requests)
 
 
 def test_forks_by_entropy_follow_the_servers_entropies(http: Http) -> None:
-    """The second root is never uncertain; the others are before their fourth and their seventh token."""
+    """The second root is never uncertain; the others are before their fourth and their seventh
+    token."""
     numbers = Numbers()
 
     def report(server, request):
@@ -330,7 +367,9 @@ def test_forks_by_entropy_follow_the_servers_entropies(http: Http) -> None:
             entropies[1] = np.zeros(LENGTH)
         return [replace(numbers.result(len(each)), entropies=each) for each in entropies]
 
-    by_entropy = replace(SAMPLING, samples=8, branches=(BranchConfig(entropy=1.0), BranchConfig(entropy=1.0)))
+    by_entropy = replace(
+        SAMPLING, samples=8, branches=(BranchConfig(entropy=1.0), BranchConfig(entropy=1.0))
+    )
     (group,) = request_all(dispatcher_of(http, Script(http, report)), 1, by_entropy).groups()
     assert [forks_of(leaf) for leaf in group] == [(3, 6)] * 4 + [(8, 8)] * 4
 
@@ -341,11 +380,16 @@ def test_siblings_keep_the_experts_of_their_shared_tokens(http: Http) -> None:
 
     def route(server, request):
         assert request.sampling.routing == shape
-        number, read = len(server.requests) - 1, len(request.token_ids) + request.sampling.max_tokens - 1
+        number, read = (
+            len(server.requests) - 1,
+            len(request.token_ids) + request.sampling.max_tokens - 1,
+        )
         table = np.full((read, 1, 1), number, shape.dtype)
         return [replace(result, routing=table) for result in numbers(server, request)]
 
-    (group,) = request_all(dispatcher_of(http, Script(http, route)), 1, replace(TREES, routing=shape)).groups()
+    (group,) = request_all(
+        dispatcher_of(http, Script(http, route)), 1, replace(TREES, routing=shape)
+    ).groups()
     tables = np.stack([leaf.routing[:, 0, 0] for leaf in group])
     assert tables.shape == (12, 9) and not tables[0].any()
     assert not tables[:, :4].any(), "prompt and two tokens, all read by the root's request"

@@ -11,8 +11,11 @@ from megatron_dppo.rollout.servers.sglang import SglangClient
 from tests.rollout.servers.script import answering
 
 
-def test_a_busy_server_is_asked_again_within_the_time_limit(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has no room for the first two requests of a completion, nor for any other request."""
+def test_a_busy_server_is_asked_again_within_the_time_limit(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has no room for the first two requests of a completion, nor for any other
+    request."""
     monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.1)
     asked: list[str] = []
 

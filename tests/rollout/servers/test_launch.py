@@ -30,7 +30,11 @@ from megatron_dppo.settings import load_config
 
 
 def urls(servers: str, **environ: str) -> tuple[str, ...]:
-    settings = ["rollout.engine=sglang", "rollout.launch.first_port=31000", f"rollout.servers={servers}"]
+    settings = [
+        "rollout.engine=sglang",
+        "rollout.launch.first_port=31000",
+        f"rollout.servers={servers}",
+    ]
     return server_urls(load_config(None, settings), environ)
 
 
@@ -57,7 +61,10 @@ def test_a_malformed_url_is_refused(url: str) -> None:
 
 
 def test_ipv6_servers_are_reached_over_loopback() -> None:
-    assert urls("slurm", **{HOSTS: "::1,10.0.0.2"}) == ("http://[::1]:31000", "http://10.0.0.2:31000")
+    assert urls("slurm", **{HOSTS: "::1,10.0.0.2"}) == (
+        "http://[::1]:31000",
+        "http://10.0.0.2:31000",
+    )
     with listen("::1") as listener:
         port = listener.getsockname()[1]
         assert address_towards([f"http://[::1]:{port}"]) == "::1"
@@ -73,7 +80,9 @@ def test_ipv6_servers_are_reached_over_loopback() -> None:
 def test_slurm_nodes_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The override comes first, then the hosts that a job script looked up, then the nodes."""
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"\n')
+    scontrol.write_text(
+        '#!/bin/sh\n[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"\n'
+    )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     nodes = {NODES: "node[3-4]"}
@@ -81,7 +90,11 @@ def test_slurm_nodes_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert urls("slurm", **{NODES: "node7"}) == ("http://node7:31000",)
     assert "cannot read it" in refusal("slurm", **{NODES: "node[9-"}).problem
     nodes[HOSTS] = "10.0.0.1,10.0.0.1,10.0.0.2"
-    assert urls("slurm", **nodes) == ("http://10.0.0.1:31000", "http://10.0.0.1:31001", "http://10.0.0.2:31000")
+    assert urls("slurm", **nodes) == (
+        "http://10.0.0.1:31000",
+        "http://10.0.0.1:31001",
+        "http://10.0.0.2:31000",
+    )
     nodes[OVERRIDE] = "http://a:1, http://b:2"
     assert urls("slurm", **nodes) == ("http://a:1", "http://b:2")
     assert refusal("slurm", **{OVERRIDE: "a:1"}).setting == OVERRIDE
@@ -90,7 +103,12 @@ def test_slurm_nodes_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_servers_listen_on_loopback_for_ranks_of_one_machine() -> None:
     four = {"WORLD_SIZE": "4"}
-    for alone in ({}, {"WORLD_SIZE": "1"}, four | {"LOCAL_WORLD_SIZE": "4"}, four | {"SLURM_STEP_NUM_NODES": "1"}):
+    for alone in (
+        {},
+        {"WORLD_SIZE": "1"},
+        four | {"LOCAL_WORLD_SIZE": "4"},
+        four | {"SLURM_STEP_NUM_NODES": "1"},
+    ):
         assert listening_address(alone) == "127.0.0.1"
     several = four | {"LOCAL_WORLD_SIZE": "2"}
     assert listening_address(several | {"MASTER_ADDR": "192.0.2.7"}) == "192.0.2.7"
@@ -120,7 +138,9 @@ def test_servers_take_the_gpus_after_the_trainers() -> None:
 
 
 LORA = "model.lora.targets=[q_proj,v_proj] rollout.sync.adapter=true"
-SGLANG_FLAGS = "--enable-lora --max-loras-per-batch 2 --max-lora-rank 4 --lora-target-modules q_proj v_proj"
+SGLANG_FLAGS = (
+    "--enable-lora --max-loras-per-batch 2 --max-lora-rank 4 --lora-target-modules q_proj v_proj"
+)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +158,11 @@ def test_servers_are_started_for_routing_and_adapters(settings: str, flags: str)
     commands, updating = [], []
     for words in (plain, [*plain, last]):
         config = load_config(None, ["rollout.launch.count=1", "model.path=.", *words])
-        commands.append(server_command(config, 0, host="127.0.0.1", port=1, secret_file=Path("secret")))
-        updating.append("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in server_environment(config.rollout, secret=""))
+        commands.append(
+            server_command(config, 0, host="127.0.0.1", port=1, secret_file=Path("secret"))
+        )
+        updating.append(
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in server_environment(config.rollout, secret="")
+        )
     assert commands[1] == commands[0] + flags.split()
     assert updating == [False, "vllm" in settings]

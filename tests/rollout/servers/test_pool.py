@@ -61,7 +61,9 @@ LORA = "model.lora.rank=4 model.lora.targets=[q_proj,v_proj] rollout.sync.adapte
         ({"lora_rank": 4, "lora_targets": {"q_proj"}}, LORA, "on q_proj"),
     ],
 )
-def test_an_unfit_server_is_refused(http: Http, properties: dict[str, Any], settings: str, problem: str) -> None:
+def test_an_unfit_server_is_refused(
+    http: Http, properties: dict[str, Any], settings: str, problem: str
+) -> None:
     client = Described(URL, http)
     client.properties = properties
     with pytest.raises(UserError) as refused:
@@ -88,7 +90,9 @@ def test_a_started_server_that_never_listens_is_named(
     http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "SAY_AFTER_S", 0.4)
-    settings = f"run.dir={tmp_path} model.path={tmp_path} rollout.launch.wait_s=1 rollout.servers=[]"
+    settings = (
+        f"run.dir={tmp_path} model.path={tmp_path} rollout.launch.wait_s=1 rollout.servers=[]"
+    )
     sleeps = f"rollout.launch.command=[{sys.executable},-c,import time; time.sleep(60)]"
     said: list[str] = []
     opened = pool_of(http, *settings.split(), "rollout.launch.count=1", sleeps, say=said.append)
@@ -99,7 +103,9 @@ def test_a_started_server_that_never_listens_is_named(
     assert [f"{tmp_path}/servers/server-0.log" in text for text in said] == [True]
 
 
-def test_a_silent_server_is_named_before_its_removal(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_named_before_its_removal(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pool, "SAY_AFTER_S", 0.2)
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -109,7 +115,9 @@ def test_a_silent_server_is_named_before_its_removal(http: Http, monkeypatch: py
         assert http.run(serving.check(0.5)) == {}, "one miss is no loss"
         (named,) = said
         assert client.url.removeprefix("http://") in named and "is silent" in named
-        assert http.run(serving.check(0.5)) == {client.url: "did not answer /health_generate within 0.5 s"}
+        assert http.run(serving.check(0.5)) == {
+            client.url: "did not answer /health_generate within 0.5 s"
+        }
 
 
 def test_a_lost_given_server_comes_back(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +135,8 @@ def test_a_lost_given_server_comes_back(http: Http, monkeypatch: pytest.MonkeyPa
 
 @contextmanager
 def silent_server(*silent: str, then: tuple[str, ...] = ()) -> Iterator[str]:
-    """Answer SGLang's requests, but for those of ``silent`` and, after one of a completion, of ``then``.
+    """Answer SGLang's requests, but for those of ``silent`` and, after one of a completion, of
+    ``then``.
 
     The server has no weights and makes no token.
     """
@@ -160,23 +169,32 @@ def last_words(ranks: RankPool, policy: Path, folder: Path, url: str, *words: st
     return first
 
 
-def test_a_run_names_a_server_that_never_answers(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_a_run_names_a_server_that_never_answers(
+    ranks: RankPool, policy: Path, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = url_of(silent)
         said = last_words(ranks, policy, tmp_path, url, "rollout.launch.wait_s=1.5")
-    assert said.startswith(f"rollout.servers = {url}: cannot generate after 1.5 s: it has given no answer")
+    assert said.startswith(
+        f"rollout.servers = {url}: cannot generate after 1.5 s: it has given no answer"
+    )
 
 
-def test_a_run_names_a_well_server_without_completions(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_a_run_names_a_well_server_without_completions(
+    ranks: RankPool, policy: Path, tmp_path: Path
+) -> None:
     with silent_server("/generate") as url:
         said = last_words(ranks, policy, tmp_path, url)
     assert said.startswith(
-        "rollout.timeout_s = 4: no prompt was answered for so long; unanswered: 12 of rank 0, 12 of rank 1; "
+        "rollout.timeout_s = 4: no prompt was answered for so long; unanswered: 12 of rank 0, 12 "
+        "of rank 1; "
         f"requests under way: 24 at server {url}."
     )
 
 
-def test_a_run_names_servers_that_became_silent(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
+def test_a_run_names_servers_that_became_silent(
+    ranks: RankPool, policy: Path, tmp_path: Path
+) -> None:
     with silent_server("/generate", then=("/health_generate", "/continue_generation")) as url:
         said = last_words(ranks, policy, tmp_path, url, "rollout.health_timeout_s=0.5")
     assert said.startswith(

@@ -33,7 +33,12 @@ def check(tmp_path: Path, *overrides: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        (*STARTED, "rollout.launch.tp=[2,8]", "rollout.launch.env=[A=,_b=c=d]", "rollout.max_batch=1"),
+        (
+            *STARTED,
+            "rollout.launch.tp=[2,8]",
+            "rollout.launch.env=[A=,_b=c=d]",
+            "rollout.max_batch=1",
+        ),
         DISK,
         (*GIVEN, "rollout.timeout_s=240", "rollout.sync.timeout_s=120"),
         (*SENT, "model.lora.rank=512", "model.lora.targets=[k_proj,up_proj]"),
@@ -41,7 +46,9 @@ def check(tmp_path: Path, *overrides: str) -> None:
         (*GIVEN, "rollout.launch.command=[/nowhere/python]", "rollout.launch.tp=3"),  # unused
     ],
 )
-def test_fitting_settings_pass_and_write_nothing(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_fitting_settings_pass_and_write_nothing(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     check(tmp_path, *overrides)
     assert list(tmp_path.iterdir()) == []
 
@@ -104,7 +111,10 @@ def test_server_python_starts_and_is_checked(engine: str, tmp_path: Path) -> Non
     python.chmod(0o755)
     check_servers(config, SHAPE, {SERVER_PYTHON: str(python)})
     assert base_command(config.rollout, {SERVER_PYTHON: str(python)})[:2] == (str(python), "-m")
-    for wrong, problem in (("/nowhere/python", "cannot be run"), (sys.executable, f"has no package {engine}")):
+    for wrong, problem in (
+        ("/nowhere/python", "cannot be run"),
+        (sys.executable, f"has no package {engine}"),
+    ):
         with pytest.raises(UserError, match=f"{SERVER_PYTHON} = {wrong}: {problem}"):
             check_servers(config, SHAPE, {SERVER_PYTHON: wrong})
     named = load_config(None, [*words, "rollout.launch.command=[sh]"])

@@ -1,4 +1,5 @@
-"""A server that the run starts has its port, its log and its secret, and leaves nothing behind when it ends."""
+"""A server that the run starts has its port, its log and its secret, and leaves nothing behind when
+it ends."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     servers = []
 
     def start(*more: str, does: str = "", index: int = 0, secret: str = "s3cret") -> ServerProcess:
-        config = load_config(None, settings_of(tmp_path, f"rollout.launch.env=[STAND_IN={does}]", *more))
+        config = load_config(
+            None, settings_of(tmp_path, f"rollout.launch.env=[STAND_IN={does}]", *more)
+        )
         servers.append(ServerProcess(config, index, host=HOST, secret=secret))
         servers[-1].start()
         return servers[-1]
@@ -153,7 +156,9 @@ def test_a_taken_port_is_skipped_and_no_port_is_shared(start: Start) -> None:
     assert f"from {FIRST_PORT} to {FIRST_PORT}" in caught.value.problem
 
 
-def test_a_port_lost_before_listening_is_exchanged(start: Start, http: Http, tmp_path: Path) -> None:
+def test_a_port_lost_before_listening_is_exchanged(
+    start: Start, http: Http, tmp_path: Path
+) -> None:
     server = start(does=f"late,STAND_IN_WAITS_FOR={tmp_path}/go")
     # The stranger answers as a server would, so that an answer alone proves nothing.
     words = [sys.executable, "-m", "http.server", str(FIRST_PORT), "--bind", HOST, "-d", tmp_path]
@@ -203,11 +208,17 @@ def test_the_secret_reaches_the_server_alone(start: Start, http: Http) -> None:
 def test_a_server_has_no_variable_of_a_rank(tmp_path: Path, engine: str) -> None:
     given = "rollout.launch.env=[A=1=2,PYTORCH_ALLOC_CONF=max_split_size_mb:64]"
     config = load_config(None, settings_of(tmp_path, f"rollout.engine={engine}", given))
-    ours = dict.fromkeys(["RANK", "TORCHELASTIC_RUN_ID", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"], "0")
+    ours = dict.fromkeys(
+        ["RANK", "TORCHELASTIC_RUN_ID", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"], "0"
+    )
     kept = {"KEPT": "1", "NCCL_CUMEM_ENABLE": "0"}
     server = ServerProcess(config, 0, host=HOST, secret="s", gpus="2")
     environment = server.environment(ours | kept | {"VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "1"})
-    expected = kept | {"A": "1=2", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "CUDA_VISIBLE_DEVICES": "2"}
+    expected = kept | {
+        "A": "1=2",
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+        "CUDA_VISIBLE_DEVICES": "2",
+    }
     assert expected.items() <= environment.items()
     assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys()
     # Else torch would split the weights' group off vLLM's default group.

@@ -1,4 +1,5 @@
-"""Buckets arrive byte by byte at every rank of a group; when a member fails, the others are free at once."""
+"""Buckets arrive byte by byte at every rank of a group; when a member fails, the others are free at
+once."""
 
 from __future__ import annotations
 
@@ -42,14 +43,20 @@ class Process(SglangClient):
         self.received: list[bytes] = []
 
     async def join(self, group: WeightGroup) -> None:
-        await self._do((group.name, group.host, group.port, group.offset, group.size, group.backend))
+        await self._do(
+            (group.name, group.host, group.port, group.offset, group.size, group.backend)
+        )
 
     async def leave(self, group: str) -> None:
         pass
 
-    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(
+        self, manifest: Manifest, group: str, version: str | None
+    ) -> None:
         tensors = zip(manifest.shapes, manifest.dtypes, strict=True)
-        came = await self._do(sum(torch.Size(s).numel() * getattr(torch, dtype).itemsize for s, dtype in tensors))
+        came = await self._do(
+            sum(torch.Size(s).numel() * getattr(torch, dtype).itemsize for s, dtype in tensors)
+        )
         if manifest is not FIRST:  # loaders ignore that one
             self.received.append(came)
 
@@ -67,15 +74,21 @@ class Process(SglangClient):
 class Late(Process):
     """Joins, and never receives."""
 
-    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
+    async def update_from_distributed(
+        self, manifest: Manifest, group: str, version: str | None
+    ) -> None:
         await asyncio.sleep(60)
 
 
 class Refuses(Process):
     """Joins, and refuses to receive."""
 
-    async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
-        raise ServerError(self.url, f"refused /update_weights_from_distributed: {self._problem}", alive=True)
+    async def update_from_distributed(
+        self, manifest: Manifest, group: str, version: str | None
+    ) -> None:
+        raise ServerError(
+            self.url, f"refused /update_weights_from_distributed: {self._problem}", alive=True
+        )
 
 
 class Absent(Process):
@@ -126,7 +139,9 @@ def test_buckets_arrive_though_their_memory_is_reused(servers: list[Process]) ->
     sent = []
     for number in range(4):
         bucket = {"a": memory.fill_(number), "b": torch.full((7,), number, dtype=torch.bfloat16)}
-        sent.append(b"".join(t.flatten().view(torch.uint8).numpy().tobytes() for t in bucket.values()))
+        sent.append(
+            b"".join(t.flatten().view(torch.uint8).numpy().tobytes() for t in bucket.values())
+        )
         sender.send(sender.stage(bucket), None)
     sender.arrive()
     assert [server.received for server in servers] == [sent, sent]
@@ -151,7 +166,11 @@ def test_a_death_within_a_bucket_frees_the_others(servers: list[Process]) -> Non
     [
         (Absent, "", "is not there"),
         (Late, "", "the first byte"),
-        (Refuses, "NCCL error: unhandled system error", "unhandled system error.*the trainer has NCCL 2.29.7"),
+        (
+            Refuses,
+            "NCCL error: unhandled system error",
+            "unhandled system error.*the trainer has NCCL 2.29.7",
+        ),
     ],
 )
 def test_a_failed_join_names_the_server_and_frees_the_others(
@@ -171,8 +190,12 @@ def test_a_failed_join_names_the_server_and_frees_the_others(
     check_receives(servers[:1])
 
 
-def test_two_versions_of_nccl_stop_the_run(servers: list[Process], process: Callable[..., Process]) -> None:
-    said = "Last error:\nMismatched NCCL version detected : rank 1 version 23007 rank 0 version 22907"
+def test_two_versions_of_nccl_stop_the_run(
+    servers: list[Process], process: Callable[..., Process]
+) -> None:
+    said = (
+        "Last error:\nMismatched NCCL version detected : rank 1 version 23007 rank 0 version 22907"
+    )
     with pytest.raises(UserError) as refused:
         sender_of([servers[0], process(Refuses, said)], "versions")
     assert "2.29.7 and 2.30.7" in refused.value.problem
@@ -212,7 +235,9 @@ def test_a_broadcast_that_raises_fails_the_update(
 
     def fails(group: Any, *arguments: Any) -> Any:
         if next(calls) == at:
-            raise dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, internal error\nLast error:\nno such device")
+            raise dist.DistBackendError(
+                "NCCL error in: NCCLUtils.cpp:94, internal error\nLast error:\nno such device"
+            )
         return broadcast(group, *arguments)
 
     monkeypatch.setattr(dist.ProcessGroup, "broadcast", fails)
@@ -220,7 +245,9 @@ def test_a_broadcast_that_raises_fails_the_update(
         sender = sender_of(servers, "raises")
         send(sender)
         sender.arrive()
-    problem = "could not be sent (NCCL error in: NCCLUtils.cpp:94, internal error Last error: no such"
+    problem = (
+        "could not be sent (NCCL error in: NCCLUtils.cpp:94, internal error Last error: no such"
+    )
     assert problem in failed.value.problem
     check_receives(servers)
 
@@ -234,13 +261,19 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     async def leave(server: Process, group: str) -> None:
         seen.append("leave")
 
-    monkeypatch.setattr(dist.ProcessGroup, "abort", lambda group: (seen.append("abort"), abort(group)))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda group: (seen.append("destroy"), destroy(group)))
+    monkeypatch.setattr(
+        dist.ProcessGroup, "abort", lambda group: (seen.append("abort"), abort(group))
+    )
+    monkeypatch.setattr(
+        dist, "destroy_process_group", lambda group: (seen.append("destroy"), destroy(group))
+    )
     monkeypatch.setattr(Process, "leave", leave)
     return seen
 
 
-def test_a_bucket_on_its_way_is_aborted_before_servers_leave(servers: list[Process], ends: list[str]) -> None:
+def test_a_bucket_on_its_way_is_aborted_before_servers_leave(
+    servers: list[Process], ends: list[str]
+) -> None:
     sender = sender_of(servers, "on its way")
     os.kill(servers[0].process.pid, signal.SIGSTOP)
     send(sender, 4_000_000)
@@ -263,7 +296,9 @@ def test_servers_may_wait_for_the_sender_to_leave(
     assert ends == ["destroy", "leave", "leave"]
 
 
-def test_an_end_that_hangs_is_abandoned(servers: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_hangs_is_abandoned(
+    servers: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
     over = threading.Event()
     sender = sender_of(servers, "hangs")
     monkeypatch.setattr(sender_module, "GRACE_S", 0.5)
@@ -274,7 +309,9 @@ def test_an_end_that_hangs_is_abandoned(servers: list[Process], monkeypatch: pyt
     assert time.monotonic() - began < 10
 
 
-def test_the_group_alone_has_no_watchdog(servers: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_group_alone_has_no_watchdog(
+    servers: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, seen = "TORCH_NCCL_BLOCKING_WAIT", []
     monkeypatch.delenv(name, raising=False)
     make = sender_module._new_process_group_helper

@@ -1,4 +1,5 @@
-"""``megatron-dppo serve`` runs the server of its place, restarts it if it dies, and ends it on request."""
+"""``megatron-dppo serve`` runs the server of its place, restarts it if it dies, and ends it on
+request."""
 
 from __future__ import annotations
 
@@ -40,7 +41,11 @@ class Served:
     def __init__(self, *settings: str) -> None:
         words = [sys.executable, "-m", "megatron_dppo", "serve", *settings]
         self.process = subprocess.Popen(
-            words, env=os.environ | NODE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            words,
+            env=os.environ | NODE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self.said = ""
 
@@ -56,7 +61,9 @@ class Served:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def kill_server(self) -> None:
-        next(process for process in self.children() if str(STAND_IN) in process.cmdline()[1:2]).kill()
+        next(
+            process for process in self.children() if str(STAND_IN) in process.cmdline()[1:2]
+        ).kill()
 
 
 @pytest.fixture
@@ -129,7 +136,9 @@ def test_each_task_has_its_own_name_port_and_gpus(settings: list[str]) -> None:
         ("rollout.launch.command=[/no/program]", {}, "rollout.launch.command"),
     ],
 )
-def test_an_impossible_place_is_refused(more: str, environ: dict[str, str], setting: str, settings: list[str]) -> None:
+def test_an_impossible_place_is_refused(
+    more: str, environ: dict[str, str], setting: str, settings: list[str]
+) -> None:
     with pytest.raises(UserError) as caught:
         place_of(settings, *more.split(), **environ)
     assert caught.value.setting == setting

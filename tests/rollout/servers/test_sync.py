@@ -1,4 +1,5 @@
-"""After an update, a server with other weights than the actor, or than other servers, does not pass."""
+"""After an update, a server with other weights than the actor, or than other servers, does not
+pass."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from megatron_dppo.rollout.servers.sync import Sync
 from tests.rollout.scripted import world_of
 
 WEIGHT = torch.tensor([0.5, 1.5])
-NORM, OTHER = (hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor in (WEIGHT, 2 * WEIGHT))
+NORM, OTHER = (
+    hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor in (WEIGHT, 2 * WEIGHT)
+)
 SAME = {"model.norm.weight@0": NORM[:16], "model.qkv.weight@0": "1"}
 
 
@@ -54,7 +57,11 @@ class Transport:
         self._problem = problem
 
     def send(self, apis: Sequence[ServerClient], source: WeightSource, version: str) -> int:
-        sent = sum(tensor.nbytes for bucket in source(to=Consumers.STAGE_LEADERS) for tensor in bucket.values())
+        sent = sum(
+            tensor.nbytes
+            for bucket in source(to=Consumers.STAGE_LEADERS)
+            for tensor in bucket.values()
+        )
         if self._problem:
             raise SyncFailedError({}, self._problem)
         return sent
@@ -64,7 +71,9 @@ class Transport:
 
 def problems_of(http: Http, *servers: Holds, device: str = "cpu", problem: str = "") -> Any:
     world = replace(world_of(1, 0), device=torch.device(device))
-    return Sync(world, http, Transport(problem), "retract").update(servers, actor_weights, "run-1", verify=True)
+    return Sync(world, http, Transport(problem), "retract").update(
+        servers, actor_weights, "run-1", verify=True
+    )
 
 
 A, B = "http://a:1", "http://b:1"
@@ -75,10 +84,21 @@ WHOLE, OWN = {"model.norm.weight@tp0": OTHER}, {"model.norm.weight@0": OTHER[:16
     ("servers", "device", "url", "problem"),
     [
         ([Holds(SAME), Holds(SAME, "b")], "cpu", None, ""),
-        ([Holds(SAME | OWN)], "cpu", A, "holds another model.norm.weight@0 than the actor after an update"),
-        ([Holds(SAME), Holds(SAME | {"model.qkv.weight@0": "2"}, "b")], "cpu", B, "model.qkv.weight@0 than other"),
+        (
+            [Holds(SAME | OWN)],
+            "cpu",
+            A,
+            "holds another model.norm.weight@0 than the actor after an update",
+        ),
+        (
+            [Holds(SAME), Holds(SAME | {"model.qkv.weight@0": "2"}, "b")],
+            "cpu",
+            B,
+            "model.qkv.weight@0 than other",
+        ),
         ([Holds(SAME, version="run-0")], "cpu", A, "'run-0'"),
-        # vLLM's are SHA-256 everywhere; on a GPU, SGLang's are sixteen digits of a kernel of its own.
+        # vLLM's are SHA-256 everywhere; on a GPU, SGLang's are sixteen digits of a kernel of its
+        # own.
         ([Holds(WHOLE)], "cuda", A, "model.norm.weight@tp0"),
         ([Holds(OWN)], "cuda", None, ""),
     ],

@@ -16,7 +16,9 @@ def test_vllm_that_splits_its_default_group_is_refused(monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(PLUGIN))
     group = importlib.import_module("megatron_dppo_vllm.group")
     device = torch.device("cuda:0")
-    monkeypatch.setattr(group, "_get_default_group", lambda: SimpleNamespace(bound_device_id=device))
+    monkeypatch.setattr(
+        group, "_get_default_group", lambda: SimpleNamespace(bound_device_id=device)
+    )
     places = {"host": "127.0.0.1", "port": 1, "rank": 1, "size": 2, "timeout_s": 1.0}
     with pytest.raises(RuntimeError, match="set VLLM_DISTRIBUTED_USE_SPLIT_GROUP=0"):
         group.ReceiverGroup(name="weights", backend="nccl", device=device, **places)

@@ -1,9 +1,11 @@
-"""Stands in for what a stock SGLang imports and, without CUDA, never calls: ``sgl_kernel`` and ``torchvision``.
+"""Stands in for what a stock SGLang imports and, without CUDA, never calls: ``sgl_kernel`` and
+``torchvision``.
 
-The first holds CUDA kernels; the second comes from the registry linked against another torch, and breaks the model
-classes of transformers. Both are only imported: their functions are taken from them and never called. Should one be
-called after all, it says so, raises, and leaves a line in the file that ``SGLANG_CPU_CANARY`` names, so that the tests
-fail even where the server swallows what it raises.
+The first holds CUDA kernels; the second comes from the registry linked against another torch, and
+breaks the model classes of transformers. Both are only imported: their functions are taken from
+them and never called. Should one be called after all, it says so, raises, and leaves a line in the
+file that ``SGLANG_CPU_CANARY`` names, so that the tests fail even where the server swallows what it
+raises.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def assign_req_to_token_pool_cpu(
     locations: torch.Tensor,
     stride: int,
 ) -> None:
-    """The one kernel that a CPU server does call: where each request's tokens ``start … end`` lie in the cache."""
+    """The one kernel that a CPU server does call: where each request's tokens ``start … end`` lie
+    in the cache."""
     offset = 0
     for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
         pool[request, start:end] = locations[offset : offset + end - start].to(pool.dtype)
@@ -79,12 +82,14 @@ def assign_req_to_token_pool_cpu(
 
 
 def cudart() -> Any:
-    """With ``--enable-return-routed-experts`` the server pins a buffer, whatever its device: here that does nothing."""
+    """With ``--enable-return-routed-experts`` the server pins a buffer, whatever its device: here
+    that does nothing."""
     return types.SimpleNamespace(cudaHostRegister=lambda *_: 0)
 
 
 def without_pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """With ``--enable-lora`` the server pins small tensors, whatever its device. Torch refuses that without CUDA."""
+    """With ``--enable-lora`` the server pins small tensors, whatever its device. Torch refuses that
+    without CUDA."""
     return lambda *size, pin_memory=False, **kind: make(*size, **kind)
 
 
@@ -96,8 +101,13 @@ def install() -> None:
     AbsentPackage("sgl_kernel", assign_req_to_token_pool_cpu=assign_req_to_token_pool_cpu)
     from transformers.utils import is_torchvision_available
 
-    if is_torchvision_available():  # asked before there is a placeholder: transformers remembers the answer
-        sys.exit("torchvision is installed beside SGLang: uninstall it, it does not go with a CPU build of torch")
+    if (
+        is_torchvision_available()
+    ):  # asked before there is a placeholder: transformers remembers the answer
+        sys.exit(
+            "torchvision is installed beside SGLang: uninstall it, it does not go with a CPU build "
+            "of torch"
+        )
     functional = AbsentPackage("torchvision.transforms.functional")
     transforms = AbsentPackage("torchvision.transforms", functional=functional)
     AbsentPackage("torchvision", transforms=transforms)

@@ -1,4 +1,5 @@
-"""A stock SGLang server on a machine without CUDA: ``python server.py FLAGS…``, as ``python -m sglang.launch_server``.
+"""A stock SGLang server on a machine without CUDA: ``python server.py FLAGS…``, as ``python -m
+sglang.launch_server``.
 
 Its processes import this file again, so that each of them has the placeholders.
 """
@@ -18,12 +19,13 @@ CPU_FLAGS = """
 """
 """What has no kernel here is switched off, and memory is bounded. Later flags win."""
 MEMORY_SAVER = "--enable-memory-saver"
-"""What a server that shares the trainer's GPUs is started with. Without CUDA nobody has it: the routes that release and
-regain memory are there all the same, and leave it alone."""
+"""What a server that shares the trainer's GPUs is started with. Without CUDA nobody has it: the
+routes that release and regain memory are there all the same, and leave it alone."""
 
 
 def cores(port: int) -> str:
-    """A core for each tensor-parallel rank; servers at neighbouring ports begin with different ones."""
+    """A core for each tensor-parallel rank; servers at neighbouring ports begin with different
+    ones."""
     ours = sorted(os.sched_getaffinity(0))
     return "|".join(str(ours[(port + i) % len(ours)]) for i in range(max(2, len(ours))))
 

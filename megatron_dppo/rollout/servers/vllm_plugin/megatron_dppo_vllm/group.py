@@ -1,6 +1,7 @@
 """The server's end of a process group for weights; the sender is rank 0.
 
-It is built as SGLang builds its own, behind a store of the sender, so that one sender serves both kinds of server.
+It is built as SGLang builds its own, behind a store of the sender, so that one sender serves both
+kinds of server.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class ReceiverGroup:
         device: where buckets arrive.
 
     Raises:
-        RuntimeError: the sender is not there; or vLLM was started so that NCCL would split the group off its own.
+        RuntimeError: the sender is not there; or vLLM was started so that NCCL would split the
+            group off its own.
     """
 
     def __init__(
@@ -44,9 +46,13 @@ class ReceiverGroup:
         device: torch.device,
     ) -> None:
         if backend == "nccl" and _get_default_group().bound_device_id is not None:
-            raise RuntimeError("the group would be split off vLLM's: set VLLM_DISTRIBUTED_USE_SPLIT_GROUP=0 for it")
+            raise RuntimeError(
+                "the group would be split off vLLM's: set VLLM_DISTRIBUTED_USE_SPLIT_GROUP=0 for it"
+            )
         self._timeout, self._device = timedelta(seconds=timeout_s), device
-        self._store = dist.TCPStore(host, port, size, is_master=False, timeout=self._timeout, wait_for_workers=False)
+        self._store = dist.TCPStore(
+            host, port, size, is_master=False, timeout=self._timeout, wait_for_workers=False
+        )
         with _without_watchdog():
             self._group, _ = _new_process_group_helper(
                 size,
@@ -80,7 +86,8 @@ class ReceiverGroup:
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """NCCL groups made meanwhile have no watchdog, which would end the worker where the trainer breaks off a bucket."""
+    """NCCL groups made meanwhile have no watchdog, which would end the worker where the trainer
+    breaks off a bucket."""
     before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:

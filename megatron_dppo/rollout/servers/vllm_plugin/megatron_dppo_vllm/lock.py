@@ -1,4 +1,5 @@
-"""A lock on every route: vLLM's own guards only those that generate, and leaves those that change weights open."""
+"""A lock on every route: vLLM's own guards only those that generate, and leaves those that change
+weights open."""
 
 from __future__ import annotations
 
@@ -27,6 +28,11 @@ class Lock:
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": b'{"error": "a secret is wanted with every request"}'})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": b'{"error": "a secret is wanted with every request"}',
+                }
+            )
         else:
             await send({"type": "websocket.close", "code": 1008})

@@ -1,11 +1,13 @@
 """Weights for a running vLLM worker: flat buckets from process groups, or a directory.
 
-An extension of vLLM's workers, by its own flag ``--worker-extension-cls``, and not one of its weight transfer engines.
-Those report a failure by raising, and after that vLLM's executor reads the answers of all ranks but the first one call
-late, for ever: a refusal would be taken for a success, and a success for a refusal. Our methods always answer.
+An extension of vLLM's workers, by its own flag ``--worker-extension-cls``, and not one of its
+weight transfer engines. Those report a failure by raising, and after that vLLM's executor reads the
+answers of all ranks but the first one call late, for ever: a refusal would be taken for a success,
+and a success for a refusal. Our methods always answer.
 
-vLLM's layerwise reload does the loading: it collects what belongs to a layer, has the layer process it (on CPU, linears
-are prepacked), and copies the result to where the old weights were. A bare ``load_weights`` would write past all that.
+vLLM's layerwise reload does the loading: it collects what belongs to a layer, has the layer process
+it (on CPU, linears are prepacked), and copies the result to where the old weights were. A bare
+``load_weights`` would write past all that.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ import safetensors
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_dppo_vllm.group import ReceiverGroup
 
 logger = init_logger("vllm.megatron_dppo")
 
-ORDERS = frozenset({"join", "leave", "begin", "update_from_distributed", "update_from_disk", "end", "abandon"})
+ORDERS = frozenset(
+    {"join", "leave", "begin", "update_from_distributed", "update_from_disk", "end", "abandon"}
+)
 
 
 class WorkerExtension:
@@ -53,14 +60,25 @@ class WorkerExtension:
 class Receiver:
     """One worker's handlers of orders.
 
-    The order of an update is: ``begin``, any number of ``update_from_distributed`` (or one ``update_from_disk``),
-    ``end``. An update that failed half-way is ended by ``abandon``, or by the next ``begin``.
+    The order of an update is: ``begin``, any number of ``update_from_distributed`` (or one
+    ``update_from_disk``), ``end``. An update that failed half-way is ended by ``abandon``, or by
+    the next ``begin``.
     """
 
     def __init__(self, worker: Any) -> None:
         self._worker, self._groups = worker, dict[str, ReceiverGroup]()
 
-    def join(self, *, name: str, host: str, port: int, backend: str, offset: int, size: int, timeout_s: float) -> None:
+    def join(
+        self,
+        *,
+        name: str,
+        host: str,
+        port: int,
+        backend: str,
+        offset: int,
+        size: int,
+        timeout_s: float,
+    ) -> None:
         """Join a group; several may stand at once, one for each pipeline stage of the trainer.
 
         Args:
@@ -71,7 +89,14 @@ class Receiver:
         rank = offset + self._rank
         device = self._worker.device if backend == "nccl" else torch.device("cpu")
         self._groups[name] = ReceiverGroup(
-            name=name, host=host, port=port, backend=backend, rank=rank, size=size, timeout_s=timeout_s, device=device
+            name=name,
+            host=host,
+            port=port,
+            backend=backend,
+            rank=rank,
+            size=size,
+            timeout_s=timeout_s,
+            device=device,
         )
 
     def leave(self, *, name: str) -> None:
@@ -84,9 +109,15 @@ class Receiver:
         initialize_layerwise_reload(self._model)
 
     def update_from_distributed(
-        self, *, group: str, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+        self,
+        *,
+        group: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
     ) -> None:
-        """Load one bucket that the group's rank 0 broadcasts: tensors one after the other, without gaps."""
+        """Load one bucket that the group's rank 0 broadcasts: tensors one after the other, without
+        gaps."""
         if group not in self._groups:
             raise ValueError(f"no group named {group} was joined; there are {sorted(self._groups)}")
         types = [getattr(torch, name) for name in dtypes]
@@ -107,9 +138,14 @@ class Receiver:
         """
         missing, tied = self._without_own_weights()
         if missing:
-            raise ValueError(f"the update is not whole: {len(missing)} layers got no weights, such as {missing[0]}")
+            raise ValueError(
+                f"the update is not whole: {len(missing)} layers got no weights, such as "
+                f"{missing[0]}"
+            )
         self._finalize()
-        for layer in tied:  # vLLM forgets them: on CPU, a tied head would keep what it packed of the old embeddings
+        for layer in (
+            tied
+        ):  # vLLM forgets them: on CPU, a tied head would keep what it packed of the old embeddings
             layer.quant_method.process_weights_after_loading(layer)
 
     def abandon(self) -> None:
@@ -146,23 +182,31 @@ class Receiver:
         except Exception as error:  # vLLM's own loaders do not say of which tensor they speak
             raise ValueError(f"the server cannot load {last}: {error!r}") from error
         if self._worker.device.type != "cpu":
-            torch.accelerator.synchronize()  # the sender may reuse its buffer, and the next step sees the new weights
+            # The sender may reuse its buffer, and the next step sees the new weights.
+            torch.accelerator.synchronize()
 
     def _finalize(self) -> None:
         finalize_layerwise_reload(self._model, self._worker.model_config)
 
     def _without_own_weights(self) -> tuple[list[str], list[torch.nn.Module]]:
-        """Layers that got none: names of those that miss them, and those that share another's, as with tied heads."""
-        layers = [(name, layer, get_layerwise_info(layer)) for name, layer in self._model.named_modules()]
+        """Layers that got none: names of those that miss them, and those that share another's, as
+        with tied heads."""
+        layers = [
+            (name, layer, get_layerwise_info(layer)) for name, layer in self._model.named_modules()
+        ]
         loaded: set[int] = set()
         for _, layer, info in layers:
             if not info.can_load():
                 loaded.update(map(id, layer.parameters(recurse=False)))
             elif info.load_numel > 0:
                 loaded.update(map(id, info.kernel_tensors[0].values()))
-        without = [(name, layer, info.kernel_tensors[0]) for name, layer, info in layers if info.can_load()]
+        without = [
+            (name, layer, info.kernel_tensors[0]) for name, layer, info in layers if info.can_load()
+        ]
         missing = [name for name, _, own in without if not loaded.issuperset(map(id, own.values()))]
-        return missing, [layer for _, layer, own in without if own and get_layerwise_info(layer).load_numel == 0]
+        return missing, [
+            layer for _, layer, own in without if own and get_layerwise_info(layer).load_numel == 0
+        ]
 
 
 def _tensors_of(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -178,9 +222,13 @@ def _size(dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> int
 
 
 def _views(
-    flat: torch.Tensor, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]
+    flat: torch.Tensor,
+    names: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    shapes: Sequence[Sequence[int]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the flat bytes, or copies where a dtype does not sit on a multiple of its own size."""
+    """Views of the flat bytes, or copies where a dtype does not sit on a multiple of its own
+    size."""
     start = 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         end = start + prod(shape) * dtype.itemsize
