@@ -47,9 +47,9 @@ from time_to_accuracy import FEW, FEWER, LESS, MILD, OFF, SEVEN_TENTHS, pruned
 from training_stages import TASKS, Stage, measure, training_stages
 
 from megatron_dppo.config import Config, replace
-from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.plan import take_groups
-from megatron_dppo.rl.pruning.draw import prune_minibatch, variance_inflation
+from megatron_dppo.rl.objectives import resolve_objective
+from megatron_dppo.rl.plan import select_groups
+from megatron_dppo.rl.pruning.draw import compute_variance_inflation, prune_minibatch
 from megatron_dppo.rl.pruning.forecast import PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.types import Floats, Ints, Selection, StepMetadata
@@ -137,7 +137,7 @@ class Way:
         """Scales of all completions [n], tokens generated and trained on, and the estimated
         inflation."""
         metadata, pruning = self.metadata, self.config.pruning
-        objective = objective_for(self.config.loss)
+        objective = resolve_objective(self.config.loss)
         if self.fraction > 1:
             count = len(metadata.prompt_ids) // self.fraction
             chosen = rng.choice(metadata.prompt_ids, count, replace=False)
@@ -154,7 +154,7 @@ class Way:
         order = np.argsort(selection.prompt_ids)
         groups = np.searchsorted(metadata.prompt_ids, selection.prompt_ids[order])
         part = dataclasses.replace(
-            take_groups(metadata, groups),
+            select_groups(metadata, groups),
             prompt_inclusion=selection.inclusion[order],
             window=float(selection.window),
         )
@@ -167,7 +167,7 @@ class Way:
         scales[groups] = np.where(
             drawn.kept, drawn.weight * drawn.coefficient / drawn.normaliser, 0.0
         )
-        inflation = variance_inflation([(part, drawn)])
+        inflation = compute_variance_inflation([(part, drawn)])
         return (
             scales.ravel(),
             float(part.response_lengths.sum()),

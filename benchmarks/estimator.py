@@ -28,7 +28,7 @@ from training_stages import TASKS, Stage, first_prompts, training_stages
 from megatron_dppo import config
 from megatron_dppo.config import PruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import estimate_advantages, group_advantages, read_columns
+from megatron_dppo.rl.advantages import compute_group_advantages, estimate_advantages, read_columns
 from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.pruning.sampling import draw_bernoulli
@@ -273,7 +273,7 @@ def correlations(stage: Stage, *, weighed: bool) -> dict[str, float]:
     plain = {"advantage": np.ones_like(lengths)} if weighed else {"√length": np.sqrt(lengths)}
     proxies = {"engine": metadata.score_norms, **plain}
     share = (
-        np.abs(group_advantages(metadata.rewards, normalise=True)) / lengths
+        np.abs(compute_group_advantages(metadata.rewards, normalise=True)) / lengths
         if weighed
         else np.ones_like(lengths)
     )

@@ -64,14 +64,14 @@ from harness import (
 from megatron_dppo import config as settings
 from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.estimate.assumptions import GIB, Assumptions
-from megatron_dppo.estimate.memory import actor_memory
+from megatron_dppo.estimate.memory import estimate_actor_memory
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.models.actor import Actor, Sums
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
-from megatron_dppo.parallel.layout import capacity_multiple
+from megatron_dppo.parallel.layout import compute_capacity_multiple
 from megatron_dppo.parallel.world import initialize
-from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences
 from megatron_dppo.rl.types import Pack
@@ -139,7 +139,7 @@ def make_rows(setting: Setting, vocabulary: int) -> list[TrainingSample]:
 def packed(rows: list[TrainingSample], setting: Setting, hidden: int) -> list[Pack]:
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
     limit = setting.pack_tokens // setting.scale
-    multiple = capacity_multiple(LayoutConfig(dp=1), limit, cuda=torch.cuda.is_available())
+    multiple = compute_capacity_multiple(LayoutConfig(dp=1), limit, cuda=torch.cuda.is_available())
     packing = pack_sequences(
         lengths, ranks=1, max_tokens=limit, capacity_multiple=multiple, hidden=hidden
     )
@@ -158,7 +158,9 @@ def padded(rows: list[TrainingSample], setting: Setting) -> list[Pack]:
 
 def update(actor: Actor, packs: list[Pack]) -> None:
     """The trainer's own, by so small a rate that the next one's figures are no others."""
-    loss = PolicyLoss(objective_for(settings.LossConfig()), kl_coef=0.0, tis_cap=None, version=0)
+    loss = PolicyLoss(
+        resolve_objective(settings.LossConfig()), kl_coef=0.0, tis_cap=None, version=0
+    )
     loss.take_scored()  # of which a run compares those of a step's first update
     actor.update(packs, loss, lr=1e-7)
 
@@ -206,7 +208,7 @@ def planned_gib(setting: Setting, shape: PolicyShape, pack_tokens: int) -> float
         model=setting.model, layout=layout, optimizer=setting.optimizer, pack=pack
     )
     placement = Placement(layout, ranks=1, servers=(1,), shared=True, gpus=1)
-    parts = actor_memory(Setup(config, shape, placement, Assumptions())).parts
+    parts = estimate_actor_memory(Setup(config, shape, placement, Assumptions())).parts
     return sum(size for part, size in parts.items() if part not in NOT_ALLOCATED) / GIB
 
 

@@ -12,14 +12,14 @@ import torch
 from harness import be_the_only_rank
 from step_watch import StepWatch
 
-from megatron_dppo.launch.rank import quieten
+from megatron_dppo.launch.rank import filter_upstream_warnings
 from megatron_dppo.observe.metrics import read_metrics
-from megatron_dppo.parallel.world import initialize, shut_down
+from megatron_dppo.parallel.world import initialize, shutdown
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.settings import load_config
 from megatron_dppo.train import Trainer
-from megatron_dppo.trainer.preflight import preflight
+from megatron_dppo.trainer.preflight import run_preflight
 
 
 class InTurn(Trainer):
@@ -51,15 +51,15 @@ def figures(run: Path) -> dict[str, object]:
 def main(arguments: list[str]) -> None:
     watch = StepWatch()
     torch.set_num_threads(1)
-    quieten()
+    filter_upstream_warnings()
     be_the_only_rank()
     config = load_config(None, arguments)
-    preflight(config, "train")
+    run_preflight(config, "train")
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     with ExitStack() as to_close:
-        workers = to_close.enter_context(closing(RewardWorkers.of(config.reward)))
+        workers = to_close.enter_context(closing(RewardWorkers.from_config(config.reward)))
         InTurn(watch, config, world, workers, to_close).run()
-    shut_down()
+    shutdown()
 
 
 if __name__ == "__main__":

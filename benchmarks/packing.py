@@ -34,8 +34,8 @@ from harness import arguments, finish
 
 from megatron_dppo.api import step_metadata
 from megatron_dppo.config import Config
-from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.packing import pack_sequences, sequence_costs
+from megatron_dppo.rl.objectives import resolve_objective
+from megatron_dppo.rl.packing import compute_sequence_costs, pack_sequences
 from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.types import Floats, Ints
 
@@ -70,7 +70,7 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
     step = step_metadata(rewards, responses, prompts, score_norms=norms)
     config = Config()
     kept = prune_minibatch(
-        step, config, objective_for(config.loss), keep=config.pruning.completions.share, rng=rng
+        step, config, resolve_objective(config.loss), keep=config.pruning.completions.share, rng=rng
     ).kept
     sequences = prompts[:, None] + responses
     return {"whole": sequences.ravel(), "pruned": sequences[kept]}
@@ -95,7 +95,7 @@ def measured(
 ) -> Packed:
     """Deal out, and measure. ``capacity`` None: the tokens of the fullest pack."""
     packs = packs + [[] for _ in range(-len(packs) % ranks)]
-    work = sequence_costs(lengths)
+    work = compute_sequence_costs(lengths)
     load = dealt([float(work[pack].sum()) for pack in packs], ranks)
     seconds = time.process_time() - start
     fullest = max(int(lengths[pack].sum()) for pack in packs)

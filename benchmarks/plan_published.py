@@ -17,9 +17,9 @@ from typing import Any
 from harness import arguments, finish
 
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.servers import server_memory
-from megatron_dppo.estimate.time import StepTime, step_time
-from megatron_dppo.estimate.workload import Setup, place, without_pruning
+from megatron_dppo.estimate.servers import estimate_server_memory
+from megatron_dppo.estimate.time import StepTime, estimate_step_time
+from megatron_dppo.estimate.workload import Setup, assign_gpus, disable_pruning
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.settings import load_config
 
@@ -218,7 +218,7 @@ RUNS = (
 
 def plan_run(run: Run) -> StepTime:
     """Plan a published run with its own lengths and the planner's other assumptions."""
-    config = without_pruning(
+    config = disable_pruning(
         load_config(None, [*run.settings, "cluster.gpus_per_node=8", "run.steps=1"])
     )
     assume = Assumptions(
@@ -226,13 +226,15 @@ def plan_run(run: Run) -> StepTime:
         prompt_tokens=run.prompt,
         server_memory_share=run.server_share,
     )
-    placement = place(config, run.shape)
+    placement = assign_gpus(config, run.shape)
     if run.server_ranks is not None:
         placement = replace(
             placement, servers=(run.server_ranks,) * (sum(placement.servers) // run.server_ranks)
         )
     setup = Setup(config, run.shape, placement, assume)
-    step = step_time(setup, concurrency=max(server_memory(setup, resident=0.0).concurrency, 1))
+    step = estimate_step_time(
+        setup, concurrency=max(estimate_server_memory(setup, resident=0.0).concurrency, 1)
+    )
     return with_old_pass(step, ahead=bool(config.rollout.ahead)) if run.old_pass else step
 
 

@@ -100,7 +100,7 @@ def chunked(sizes: Sizes) -> Head:
 
 def with_operators(sizes: Sizes) -> Head:
     """On a GPU, without the kernels, in all of this process."""
-    mock.patch.object(policy_head, "_passes", lambda on_cuda: policy_head_torch).start()
+    mock.patch.object(policy_head, "_select_kernels", lambda on_cuda: policy_head_torch).start()
     return chunked(sizes)
 
 

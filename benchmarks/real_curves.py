@@ -13,9 +13,9 @@ then, and evaluated as the others are.
 Held-out accuracy is the mean over four answers to each problem, sampled as rollouts are. Times to
 an accuracy are interpolated between evaluations. ``time_to_accuracy_ratio`` is that of the unpruned
 arm over each, the geometric mean over the seeds with its 95% interval; None where an arm did not
-come so far. ``longer_than`` has, for each run that ended before, how many times as long as the
-unpruned one it had taken by then. ``equal_noise`` compares whole runs: ``EQUAL_NOISE`` has the
-learning rate, the prompts and the number of steps of ``LIKE``, with ``pruning.noise=1``.
+come so far. ``compute_tail_fraction`` has, for each run that ended before, how many times as long
+as the unpruned one it had taken by then. ``equal_noise`` compares whole runs: ``EQUAL_NOISE`` has
+the learning rate, the prompts and the number of steps of ``LIKE``, with ``pruning.noise=1``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.models.actor import Actor, Loss
-from megatron_dppo.parallel.exchange import deliver
+from megatron_dppo.parallel.exchange import exchange_samples
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Floats, Group, MinibatchPlan, Pack
@@ -56,7 +56,7 @@ def planned(
     in the plan."""
     return [
         build_pack(samples, minibatch.capacity, pad_id, align=1)
-        for samples in deliver(world, minibatch, held)
+        for samples in exchange_samples(world, minibatch, held)
     ]
 
 

@@ -143,7 +143,7 @@ class Task:
     """To be reached."""
     max_response_tokens: int
     folder: Path
-    """With ``train.jsonl`` and ``held_out.jsonl``, TRL's problems."""
+    """With ``train.jsonl`` and ``load_problems.jsonl``, TRL's problems."""
 
     @classmethod
     def named(cls, name: str) -> Task:

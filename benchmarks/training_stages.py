@@ -17,10 +17,10 @@ from word_problems import Prepared, prepared
 
 from megatron_dppo.config import Config
 from megatron_dppo.init import write_model
-from megatron_dppo.parallel.world import initialize, shut_down
+from megatron_dppo.parallel.world import initialize, shutdown
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.objectives import OBJECTIVES
-from megatron_dppo.rl.pruning.schedule import mixed
+from megatron_dppo.rl.pruning.schedule import find_nonzero_variance_groups
 from megatron_dppo.rl.types import Floats, Ints, Selection, StepMetadata
 from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.settings import load_config
@@ -167,14 +167,14 @@ def alone() -> Iterator[None]:
         try:
             yield
         finally:
-            shut_down()
+            shutdown()
 
 
 def _train(
     task: Task, config: Config, to_close: ExitStack, visit: Callable[[Trainer, str], T]
 ) -> Iterator[T]:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
-    workers = to_close.enter_context(closing(RewardWorkers.of(config.reward)))
+    workers = to_close.enter_context(closing(RewardWorkers.from_config(config.reward)))
     trainer = Trainer(config, world, workers, to_close)
     trainer.sync(0)
     left, accuracy = dict(task.stages), [0.0, 0.0, 0.0]
@@ -217,7 +217,7 @@ def measure(
     loss = PolicyLoss(OBJECTIVES["grpo"], kl_coef=0.0, tis_cap=None, version=trainer.version)
     loss.take_scored()
     samples = metadata.rewards.shape[1]
-    live = (mixed(metadata)[:, None] * samples + np.arange(samples)).ravel()
+    live = (find_nonzero_variance_groups(metadata)[:, None] * samples + np.arange(samples)).ravel()
     products = np.zeros((metadata.rewards.size, metadata.rewards.size))
     if len(live):
         products[np.ix_(live, live)] = gram(

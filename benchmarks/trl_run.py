@@ -8,8 +8,8 @@ nothing saved, PyTorch's fused AdamW.
 The only argument is a JSON object: ``policy`` (Hugging Face directory), ``pool`` (JSONL with prompt
 and label), ``steps``, ``prompts`` per step, ``samples`` per prompt, ``max_response_tokens``,
 ``batch`` (sequences per forward and backward pass), ``lr``, ``threads``, ``reward`` (``sum``,
-``exact`` or ``calculation``), ``settings`` (more of GRPOConfig, which win), and, if it evaluates
-itself, ``held_out`` (a file like ``pool``) and ``evaluate_every`` (steps).
+``exact`` or ``calculation``), ``settings`` (more of GRPOConfig, which win), and, if it
+evaluates itself, ``load_problems`` (a file like ``pool``) and ``evaluate_every`` (steps).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from megatron_dppo.evaluation.benchmarks import (
     find_file,
     read_benchmark,
 )
-from megatron_dppo.rewards.math.completion import stated_answer
-from megatron_dppo.rewards.math.verdict import judge, math_verdict
+from megatron_dppo.rewards.math.completion import extract_marked_answer
+from megatron_dppo.rewards.math.verdict import grade_answer, math_verdict
 
 TRAINING = ("gsm8k_train.jsonl", "math_train_rllm.json")
 """Files to train on, whose labels count where they are there."""
@@ -43,7 +43,7 @@ Judge = Callable[[str, str], bool]
 
 
 def ours(label: str, answer: str) -> bool:
-    return judge(label, answer).right
+    return grade_answer(label, answer).right
 
 
 def plain(label: str, answer: str) -> bool:
@@ -82,10 +82,12 @@ def labels_and_solutions(folder: Path) -> tuple[list[str], list[tuple[str, str]]
         if (folder / name).is_file():
             for row in read_rows(str(folder / name), "data.train"):
                 text = str(row["answer"])
-                label = stated_answer(text) or text
+                label = extract_marked_answer(text) or text
                 if label.strip():
                     labels[label] = None
-                    solutions.append((text if stated_answer(text) else _boxed(label), label))
+                    solutions.append(
+                        (text if extract_marked_answer(text) else _boxed(label), label)
+                    )
     return list(labels), solutions
 
 

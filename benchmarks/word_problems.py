@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_dppo.init import write_model
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.files import replace_file
 
 HELD_OUT, POOL, LESSONS = 400, 1024, 8192
 """Problems of each."""
@@ -261,5 +261,5 @@ def _write(file: Path, problems: Sequence[WordProblem]) -> None:
         {"prompt": one.question, "label": one.label, "response": one.worked_answer}
         for one in problems
     ]
-    with replacing_file(file) as draft:
+    with replace_file(file) as draft:
         draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

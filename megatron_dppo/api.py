@@ -33,14 +33,20 @@ from numpy.typing import ArrayLike
 from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, replace
 from megatron_dppo.config.types import AnySection, Command
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerRow, out_folder, policy_in
-from megatron_dppo.launch.start import ranks_to_start, start_ranks
+from megatron_dppo.evaluation.answers import (
+    ANSWERS,
+    SCORES,
+    AnswerRow,
+    find_policy,
+    resolve_out_folder,
+)
+from megatron_dppo.launch.start import resolve_rank_count, start_ranks
 from megatron_dppo.observe.metrics import RowFollower, read_metrics
-from megatron_dppo.plugins import load_function, source_of
-from megatron_dppo.process.files import refuse_if_held, replace_text, replacing_file
+from megatron_dppo.plugins import get_source, load_function
+from megatron_dppo.process.files import check_not_held, replace_file, replace_text
 from megatron_dppo.process.lifetime import SAVED
 from megatron_dppo.rl import advantages, plan
-from megatron_dppo.rl.numbers import without_rounding
+from megatron_dppo.rl.numbers import round_rewards
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.settings import load_config as load_words
@@ -171,11 +177,11 @@ def step_metadata(
         raise UserError(
             "prompt_inclusion", more["prompt_inclusion"], problem, "Give window as well"
         )
-    given = without_rounding(np.asarray(rewards, np.float64))
+    given = round_rewards(np.asarray(rewards, np.float64))
     lengths = np.asarray(response_lengths, np.int64)
     asked = np.asarray(prompt_lengths, np.int64)
     prompts, samples = given.shape
-    plain = plan.plain_fields(asked, samples) | {
+    plain = plan.build_default_fields(asked, samples) | {
         "prompt_ids": np.arange(prompts),
         "prompt_inclusion": np.ones(prompts),
         "prompt_lengths": asked,
@@ -217,10 +223,10 @@ def plan_step(
     ):
         setting = SETTINGS[what]
         if given is not None:
-            config = _with_settings(config, setting.split("."), _name_of(given))
+            config = _with_settings(config, setting.split("."), _get_name(given))
         name = attrgetter(setting)(config)
         if name is not None and name not in advantages.ESTIMATORS:
-            functions.adopt(name, given or load_function(setting, name))
+            functions.register(name, given or load_function(setting, name))
     return plan.plan_step(metadata, config, **of_layout)
 
 
@@ -268,7 +274,7 @@ def train(
         RunFailedError: if the run fails.
         KeyboardInterrupt: if the run is interrupted.
     """
-    _refuse_to_be_a_rank("train")
+    _check_not_rank("train")
     folder = Path(config.run.dir)
     config = _with_functions(
         config,
@@ -285,13 +291,13 @@ def train(
     if on_step is not None:
         _check_call("on_step", on_step, 1)
     follower = RowFollower(folder, on_step)
-    code = _run("train", config, follower.look)
-    follower.look()
+    code = _run("train", config, follower.read_new_rows)
+    follower.read_new_rows()
     return Run(folder, finished=code == 0)
 
 
 def evaluate(
-    what: Config | Run,
+    target: Config | Run,
     *,
     model: str | Path | Run | None = None,
     reward: Callable[..., Any] | None = None,
@@ -301,30 +307,30 @@ def evaluate(
     Answers that the folder has already are not generated again.
 
     Args:
-        what: settings, with the choice of problems in ``eval`` and ``data``; or a run, with the
+        target: settings, with the choice of problems in ``eval`` and ``data``; or a run, with the
             run's settings and policy.
-        model: Hugging Face directory, run, or checkpoint of a run; None: the policy of ``what``.
+        model: Hugging Face directory, run, or checkpoint of a run; None: the policy of ``target``.
         reward: replacement for ``reward.function``, which judges the answers.
 
     Raises:
         UserError, RunFailedError, KeyboardInterrupt: see ``train``.
     """
-    _refuse_to_be_a_rank("evaluate")
-    if isinstance(what, Run):
-        model = what if model is None else model
-        config = load_config(what.folder / IN_FORCE)
+    _check_not_rank("evaluate")
+    if isinstance(target, Run):
+        model = target if model is None else model
+        config = load_config(target.folder / IN_FORCE)
     else:
-        config = what
+        config = target
     if model is not None:
-        found = policy_in(Path(model.folder if isinstance(model, Run) else model))
+        found = find_policy(Path(model.folder if isinstance(model, Run) else model))
         config = replace(config, model=replace(config.model, **found))
-    folder = out_folder(config)
+    folder = resolve_out_folder(config)
     config = _with_functions(config, folder, reward=reward)
     _run("eval", config)
     return Evaluation(folder)
 
 
-def _refuse_to_be_a_rank(function: str) -> None:
+def _check_not_rank(function: str) -> None:
     if "RANK" in os.environ:
         problem = f"makes this process a rank, and {function}() starts ranks of its own"
         raise UserError(
@@ -335,10 +341,12 @@ def _refuse_to_be_a_rank(function: str) -> None:
         )
 
 
-def _run(command: Command, config: Config, meanwhile: Callable[[], None] = lambda: None) -> int:
+def _run(command: Command, config: Config, on_poll: Callable[[], None] = lambda: None) -> int:
     """Start the ranks of a command and wait for their end. Return 0 or ``SAVED``."""
     reasons: list[str] = []
-    code = start_ranks(command, config, ranks_to_start(command, config), meanwhile, reasons.append)
+    code = start_ranks(
+        command, config, resolve_rank_count(command, config), on_poll, reasons.append
+    )
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code not in (0, SAVED):
@@ -371,15 +379,15 @@ def _with_functions(
         config = _with_settings(
             config, SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}"
         )
-    pickled = {what: _pickled(what, function) for what, function in given.items()}
-    texts = {what: source_of(function) for what, function in given.items()}
+    pickled = {what: _pickle_function(what, function) for what, function in given.items()}
+    texts = {what: get_source(function) for what, function in given.items()}
     if given:
         check_run_dir(folder)
         check(config, {SETTINGS[what]: text for what, text in texts.items()})
-        refuse_if_held(folder)
+        check_not_held(folder)
         folder.mkdir(parents=True, exist_ok=True)
     for what, function in given.items():
-        with replacing_file(folder / f"{what}{PICKLED}") as draft:
+        with replace_file(folder / f"{what}{PICKLED}") as draft:
             draft.write_bytes(pickled[what])
         (folder / f"{what}{TEXT}").unlink(missing_ok=True)
         if (text := texts[what]) is not None:
@@ -410,13 +418,13 @@ def _check_call(name: str, function: object, arguments: int | None) -> None:
     except TypeError as error:
         problem = f"cannot be called with {arguments} argument ({error})"
         raise UserError(
-            name, _name_of(function), problem, "Give it one parameter, the row of a step"
+            name, _get_name(function), problem, "Give it one parameter, the row of a step"
         ) from error
     except ValueError:  # functions built into Python may have no signature
         return
 
 
-def _pickled(what: str, function: Callable[..., Any]) -> bytes:
+def _pickle_function(name: str, function: Callable[..., Any]) -> bytes:
     """Return the function, pickled by value.
 
     Raises:
@@ -430,10 +438,10 @@ def _pickled(what: str, function: Callable[..., Any]) -> bytes:
             "Open files, locks and connections within the function, or name it in a file: "
             "FILE.py:FUNCTION"
         )
-        raise UserError(what, _name_of(function), problem, remedy) from error
+        raise UserError(name, _get_name(function), problem, remedy) from error
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _get_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 

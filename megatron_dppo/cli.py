@@ -18,18 +18,22 @@ from typing import NoReturn
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
-from megatron_dppo.errors import MistakesError, UserError, error_text, missing_extra
+from megatron_dppo.errors import MistakesError, UserError, format_error, format_missing_extra
 from megatron_dppo.evaluation.options import (
     MODEL,
     add_eval_arguments,
-    eval_settings,
-    model_settings,
+    build_eval_overrides,
+    build_model_overrides,
 )
-from megatron_dppo.process.files import too_few_files
+from megatron_dppo.process.files import make_file_limit_error
 from megatron_dppo.process.guard import run_guarded
 from megatron_dppo.process.lifetime import MARKER, exit_process
-from megatron_dppo.process.streams import escape_unencodable, quieten, tell
-from megatron_dppo.settings import as_yaml, load_whole, nearest
+from megatron_dppo.process.streams import (
+    escape_unencodable,
+    filter_upstream_warnings,
+    print_message,
+)
+from megatron_dppo.settings import as_yaml, find_nearest_settings, load_whole
 
 COMMANDS = {
     "Train": {
@@ -103,14 +107,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     escape_unencodable()
-    quieten()
+    filter_upstream_warnings()
     try:
         return _run(arguments)
     except (UserError, MistakesError) as error:
-        tell(error_text(error))
+        print_message(format_error(error))
         return 2
     except ModuleNotFoundError as error:
-        tell(missing_extra(error))
+        print_message(format_missing_extra(error))
         return 2
     except KeyboardInterrupt:
         return 130
@@ -122,10 +126,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             problem = "is longer than the name of a file can be"
             found = UserError("argument", error.filename, problem, "Give a shorter name")
         elif error.errno == errno.EMFILE:
-            found = too_few_files(error)
+            found = make_file_limit_error(error)
         else:
             raise
-        tell(error_text(found))
+        print_message(format_error(found))
         return 2
 
 
@@ -139,22 +143,22 @@ def entry() -> NoReturn:
 def _run(arguments: Sequence[str]) -> int:
     if " ".join(arguments[:2]) in OF_MODULES:  # a command of two words
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
-    parser, _ = build_parsers(options_of=arguments[:1])
+    parser, _ = build_parsers(commands_with_options=arguments[:1])
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
     _check_command(arguments[0])
-    chosen, rest = parser.parse_known_args([*_with_a_number_of_ranks(arguments)])
+    chosen, rest = parser.parse_known_args([*_add_rank_count(arguments)])
     # argparse takes no positional after an option: overrides that stand there come back as the rest
     options = [word for word in rest if word.startswith("-")]
     if options and "settings" in chosen:
-        raise _no_option(options[0], chosen.command)
+        raise _build_option_error(options[0], chosen.command)
     if rest and "settings" not in chosen:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return (
         _run_settings(chosen, [*chosen.settings, *rest])
         if "settings" in chosen
-        else _run_alone(chosen)
+        else _run_without_config(chosen)
     )
 
 
@@ -168,9 +172,9 @@ def _check_command(word: str) -> None:
     raise UserError("command", word, "does not exist", remedy)
 
 
-def _no_option(word: str, command: str) -> UserError:
+def _build_option_error(word: str, command: str) -> UserError:
     """A setting is no option, as in other programs it is."""
-    meant = nearest(word.partition("=")[0].lstrip("-").replace("-", "_"))
+    meant = find_nearest_settings(word.partition("=")[0].lstrip("-").replace("-", "_"))
     example = f"{meant[0]}=… perhaps" if meant else "section.setting=value"
     remedy = (
         f"Settings are written without dashes: {example}; `megatron-dppo {command} --help` "
@@ -179,77 +183,81 @@ def _no_option(word: str, command: str) -> UserError:
     return UserError("argument", word, f"is no option of {command}", remedy)
 
 
-def _with_a_number_of_ranks(arguments: Sequence[str]) -> Iterator[str]:
+def _add_rank_count(arguments: Sequence[str]) -> Iterator[str]:
     """``--check`` with what it takes: a number, where one follows, and no other word."""
     for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         unnumbered = word == "--check" and not following.isdecimal() and arguments[0] != "serve"
         yield "--check=0" if unnumbered else word
 
 
-def _run_alone(chosen: argparse.Namespace) -> int:
+def _run_without_config(arguments: argparse.Namespace) -> int:
     """A command that reads no run's settings."""
-    if chosen.command in OF_MODULES:
-        return resolve_name(f"megatron_dppo.{OF_MODULES[chosen.command][1]}")(chosen) or 0
-    if chosen.command == "doctor":
-        from megatron_dppo.doctor import doctor
+    if arguments.command in OF_MODULES:
+        return resolve_name(f"megatron_dppo.{OF_MODULES[arguments.command][1]}")(arguments) or 0
+    if arguments.command == "doctor":
+        from megatron_dppo.doctor import print_diagnostics
 
-        return doctor(as_json=chosen.json)
+        return print_diagnostics(as_json=arguments.json)
     from megatron_dppo.report.page import report
 
-    report(chosen.runs, chosen.out, png=chosen.png, price=chosen.price)
+    report(arguments.runs, arguments.out, png=arguments.png, price=arguments.price)
     return 0
 
 
-def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
+def _run_settings(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     """A command for CONFIG and overrides."""
-    if chosen.command == "plan":
+    if arguments.command == "plan":
         assumed = [word for word in words if word.startswith("assume.")]
         config = read_config([word for word in words if word not in assumed])
         from megatron_dppo.estimate.report import plan, plan_search
 
-        if chosen.search or chosen.gpus is not None:
-            return plan_search(config, assumed, chosen.gpus, json_wanted=chosen.json)
-        return plan(config, assumed, json_wanted=chosen.json)
-    if chosen.command == "eval":
-        if chosen.against and chosen.out and not words and not chosen.model:
+        if arguments.search or arguments.gpus is not None:
+            return plan_search(config, assumed, arguments.gpus, json_output=arguments.json)
+        return plan(config, assumed, json_output=arguments.json)
+    if arguments.command == "eval":
+        if arguments.against and arguments.out and not words and not arguments.model:
             from megatron_dppo.evaluation.scores import compare_folders
 
-            print("\n".join(compare_folders(Path(chosen.out), Path(chosen.against))))
+            print("\n".join(compare_folders(Path(arguments.out), Path(arguments.against))))
             return 0
-        first, last = eval_settings(chosen)
+        first, last = build_eval_overrides(arguments)
         words = [*first, *words, *last]
-    if chosen.command == "probe-batch" and chosen.model:
-        words = [*words, *model_settings(chosen.model)]
-    checked = chosen.command in ("train", "sft") and chosen.check is not None
+    if arguments.command == "probe-batch" and arguments.model:
+        words = [*words, *build_model_overrides(arguments.model)]
+    checked = arguments.command in ("train", "sft") and arguments.check is not None
     config = read_config(words)
-    if chosen.print_config:
+    if arguments.print_config:
         print(as_yaml(config), end="")
         return 0
-    if chosen.command == "probe-batch":
-        return _probe_batch(config, steps=chosen.steps, as_json=chosen.json)
-    if chosen.command == "launch":
+    if arguments.command == "probe-batch":
+        return _probe_batch(config, steps=arguments.steps, as_json=arguments.json)
+    if arguments.command == "launch":
         from megatron_dppo.launch.job import launch
 
         return launch(
-            config, words, executor=chosen.executor, dry_run=chosen.dry_run, detach=chosen.detach
+            config,
+            words,
+            executor=arguments.executor,
+            dry_run=arguments.dry_run,
+            detach=arguments.detach,
         )
-    if chosen.command == "serve":
+    if arguments.command == "serve":
         from megatron_dppo.rollout.servers.serve import serve, task_server
 
-        if chosen.check:
+        if arguments.check:
             print(f"server {task_server(config, os.environ).name}: no mistake was found")
             return 0
         return serve(config)
     if checked:
         from megatron_dppo.launch.start import check
 
-        done = check(config, chosen.command, ranks=chosen.check)
-        tell("no mistake was found")  # what is printed is for job scripts
+        done = check(config, arguments.command, ranks=arguments.check)
+        print_message("no mistake was found")  # what is printed is for job scripts
         print(done)
         return 0
     from megatron_dppo.launch.start import run
 
-    return run(chosen.command, config)
+    return run(arguments.command, config)
 
 
 def _probe_batch(config: Config, *, steps: int, as_json: bool) -> int:
@@ -290,12 +298,12 @@ def _is_file(word: str) -> bool:
 
 
 def build_parsers(
-    *, options_of: Collection[str] = OF_MODULES.keys()
+    *, commands_with_options: Collection[str] = OF_MODULES.keys()
 ) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the parser of the program and those of its commands.
 
     Args:
-        options_of: commands of ``OF_MODULES`` whose options are added.
+        commands_with_options: commands of ``OF_MODULES`` whose options are added.
     """
     groups = (
         f"{group}:\n" + "\n".join(f"  {command:<18}{what}" for command, what in commands.items())
@@ -337,7 +345,7 @@ def build_parsers(
     )
     what = "price of one GPU-hour; overrides cluster.price_per_gpu_hour"
     report.add_argument("--price", type=float, help=what)
-    for command in OF_MODULES.keys() & {*options_of}:
+    for command in OF_MODULES.keys() & {*commands_with_options}:
         resolve_name(f"megatron_dppo.{OF_MODULES[command][0]}")(parsers[command])
     parsers["doctor"].add_argument("--json", action="store_true", help="print JSON")
     return parser, parsers

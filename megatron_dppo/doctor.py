@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 from megatron_dppo import __version__
 from megatron_dppo.config.rollout import ServerKind
-from megatron_dppo.launch.start import usable_cores
-from megatron_dppo.rollout.servers.launch import spec_of
+from megatron_dppo.launch.start import count_usable_cores
+from megatron_dppo.rollout.servers.launch import load_engine_spec
 
 PACKAGES: dict[str, tuple[str, str]] = {
     "torch": ("torch", "torch"),
@@ -32,34 +32,38 @@ project)."""
 REQUIRED = ("torch", "megatron-core", "transformers")
 
 
-def doctor(*, as_json: bool) -> int:
+def print_diagnostics(*, as_json: bool) -> int:
     """Print the findings; returns 1 if something without which nothing runs is missing, else 0."""
-    findings = examine()
+    findings = collect_diagnostics()
     if as_json:
         print(json.dumps(findings, indent=2))
     else:
-        _show(findings)
+        _print_table(findings)
     return 1 if any(findings["installed"][name] is None for name in REQUIRED) else 0
 
 
-def examine() -> dict[str, Any]:
+def collect_diagnostics() -> dict[str, Any]:
     """The findings, JSON-able: ``installed`` (versions, None where absent), ``machine``,
     ``will_use``."""
-    installed = {name: _version(*where) for name, where in PACKAGES.items()}
-    cuda = _cuda() if installed["torch"] else {"cuda": None, "nccl": None, "gpus": []}
+    installed = {name: _find_version(*where) for name, where in PACKAGES.items()}
+    cuda = _collect_cuda() if installed["torch"] else {"cuda": None, "nccl": None, "gpus": []}
     return {
         "megatron-dppo": __version__,
         "installed": {"Python": platform.python_version(), **installed},
-        "machine": {"cores": usable_cores(), "memory_gib": round(_memory_gib(), 1), **cuda},
-        "will_use": _choices(installed, on_gpu=bool(cuda["gpus"])),
+        "machine": {
+            "cores": count_usable_cores(),
+            "memory_gib": round(_get_memory_gib(), 1),
+            **cuda,
+        },
+        "will_use": _describe_choices(installed, on_gpu=bool(cuda["gpus"])),
     }
 
 
-def _choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str]:
+def _describe_choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str]:
     engine = on_gpu and installed["Transformer Engine"] is not None
     fused = "Transformer Engine" if engine else "Apex" if on_gpu and installed["Apex"] else None
     # Servers that a run can start without being told how.
-    found = [kind for kind in get_args(ServerKind) if spec_of(kind).installed]
+    found = [kind for kind in get_args(ServerKind) if load_engine_spec(kind).installed]
     return {
         "device": "CUDA over NCCL" if on_gpu else "CPU over gloo",
         "layers (model.spec auto)": "te for bf16, torch for fp32" if engine else "torch",
@@ -71,7 +75,7 @@ def _choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str
     }
 
 
-def _version(distribution: str, module: str) -> str | None:
+def _find_version(distribution: str, module: str) -> str | None:
     """The installed version, without importing the package; None if it or its proof is missing."""
     try:
         version = metadata.version(distribution)
@@ -80,23 +84,23 @@ def _version(distribution: str, module: str) -> str | None:
         return None
 
 
-def _cuda() -> dict[str, Any]:
+def _collect_cuda() -> dict[str, Any]:
     """CUDA's version, NCCL's that runs, the one that torch was built with and what pip has, and the
     GPUs."""
     import torch
 
-    from megatron_dppo.rollout.servers.nccl import loaded, packages
+    from megatron_dppo.rollout.servers.nccl import get_loaded_version, list_packages
 
     nccl = None
-    if (version := loaded()) is not None:
+    if (version := get_loaded_version()) is not None:
         built = ".".join(map(str, torch.cuda.nccl.version()[:3]))
-        nccl = {"loaded": version, "built_with": built, "packages": packages()}
+        nccl = {"loaded": version, "built_with": built, "packages": list_packages()}
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     sizes = [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus]
     return {"cuda": torch.version.cuda, "nccl": nccl, "gpus": sizes}
 
 
-def _memory_gib() -> float:
+def _get_memory_gib() -> float:
     """The machine's memory, or its container's share of it."""
     total, limit = (
         os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -107,7 +111,7 @@ def _memory_gib() -> float:
     return total / 2**30
 
 
-def _show(findings: dict[str, Any]) -> None:
+def _print_table(findings: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -28,7 +28,9 @@ class UserError(Exception):
 
     def __init__(self, setting: str, value: object, problem: str, remedy: str) -> None:
         self.setting, self.value, self.problem, self.remedy = setting, value, problem, remedy
-        super().__init__(printable(f"{setting} = {value}: {problem}. {_capitalised(remedy)}."))
+        super().__init__(
+            sanitize_text(f"{setting} = {value}: {problem}. {_format_remedy(remedy)}.")
+        )
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
         return type(self), (self.setting, self.value, self.problem, self.remedy)
@@ -60,7 +62,7 @@ class MistakesError(Exception):
         super().__init__("\n".join(map(str, self.errors)))
 
 
-def missing_extra(error: ModuleNotFoundError) -> str:
+def format_missing_extra(error: ModuleNotFoundError) -> str:
     """Return the line for a command that needs a package of the extras ``cpu`` and ``gpu``, which
     is not installed.
 
@@ -99,42 +101,45 @@ def install_command(extra: str) -> str:
             if of_git
             else f" @ {origin['url']}"
         )
-    return f"pip install {shlex.quote(without_passwords(f'megatron-dppo[{extra}]{place}'))}"
+    return f"pip install {shlex.quote(remove_passwords(f'megatron-dppo[{extra}]{place}'))}"
 
 
-def error_text(error: UserError | MistakesError) -> str:
+def format_error(error: UserError | MistakesError) -> str:
     """An error's text for the user: the setting, the problem and the remedy, wrapped, without a
     final newline.
 
     Lines of the error's own, as of a traceback or a list, are kept.
     """
     if isinstance(error, MistakesError):
-        return "\n".join(map(error_text, error.errors))
+        return "\n".join(map(format_error, error.errors))
     value = f" = {error.value}" if str(error.value) else " is empty"
-    parts = _under("problem", error.problem), _under("remedy", _capitalised(error.remedy))
-    return printable("\n".join([f"error: {error.setting}{value}", *parts]))
+    parts = (
+        _format_paragraph("problem", error.problem),
+        _format_paragraph("remedy", _format_remedy(error.remedy)),
+    )
+    return sanitize_text("\n".join([f"error: {error.setting}{value}", *parts]))
 
 
-def printable(text: str) -> str:
+def sanitize_text(text: str) -> str:
     """Return a text that is safe for a terminal: control characters are escaped, passwords in URLs
     are removed."""
-    text = without_passwords(text)
+    text = remove_passwords(text)
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
 
 
-def without_passwords(text: str) -> str:
+def remove_passwords(text: str) -> str:
     """Return a text without the user and password of its URLs."""
     return _USER_OF_URL.sub(r"\1***@", text)
 
 
-def _capitalised(text: str) -> str:
+def _format_remedy(text: str) -> str:
     """With a capital, unless it begins with the name of a setting or a command."""
     return text[0].upper() + text[1:] if text.partition(" ")[0].isalpha() else text
 
 
-def _under(title: str, text: str) -> str:
+def _format_paragraph(title: str, text: str) -> str:
     margin = " " * 11
     wrapper = textwrap.TextWrapper(
         WIDTH - len(margin), break_long_words=False, break_on_hyphens=False, drop_whitespace=False

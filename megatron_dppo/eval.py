@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
+from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, parse_step
 from megatron_dppo.config import Config, replace
 from megatron_dppo.data.date import with_date
 from megatron_dppo.data.tokenizer import load_tokenizer
@@ -24,30 +24,30 @@ from megatron_dppo.evaluation.answers import (
     SCORES,
     AnswerLog,
     AnswerRow,
-    finished_benchmarks,
-    out_folder,
+    list_finished_benchmarks,
     read_finished,
+    resolve_out_folder,
     write_questions,
     write_scores,
 )
-from megatron_dppo.evaluation.benchmarks import sources
+from megatron_dppo.evaluation.benchmarks import list_sources
 from megatron_dppo.evaluation.evaluator import (
     EvalAnswers,
     EvalProblem,
     Evaluator,
-    held_out,
-    indices_by,
-    open_verifiers,
-    temperature_of,
+    group_indices,
+    load_problems,
+    resolve_temperature,
+    start_verifiers,
 )
-from megatron_dppo.evaluation.scores import by_benchmark, compare, score, table
+from megatron_dppo.evaluation.scores import compare, format_table, group_by_benchmark, score
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
-from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.process.streams import progress
-from megatron_dppo.rl.score import Score, tracebacks
+from megatron_dppo.parallel.world import World, initialize, shutdown
+from megatron_dppo.process.streams import report_progress
+from megatron_dppo.rl.score import Score, collect_tracebacks
 from megatron_dppo.rollout.scoring import check_failures
 from megatron_dppo.trainer.agreement import MAX_TOKENS, check_agreement
 from megatron_dppo.trainer.assemble import assemble_frozen
@@ -60,23 +60,25 @@ def evaluate_model(config: Config) -> None:
         UserError: on every rank, for what the user can mend.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
-    with closing(Watchdog.of(config, world, PhaseTimers())):
+    with closing(Watchdog.from_config(config, world, PhaseTimers())):
         _evaluate(config, world)
-    shut_down()
+    shutdown()
 
 
 def _evaluate(config: Config, world: World) -> None:
-    policy, folder = config.model.folder, out_folder(config)
+    policy, folder = config.model.folder, resolve_out_folder(config)
     config = replace(
-        config, data=world.from_leader(lambda: with_date(config.data, policy, folder, keep=True))
+        config, data=world.broadcast(lambda: with_date(config.data, policy, folder, keep=True))
     )
-    tokenizer = world.together(lambda: load_tokenizer(policy))
-    positions = world.together(lambda: read_shape(policy)).max_positions
-    found = world.together(lambda: held_out(config, tokenizer, max_positions=positions))
-    shown = {source.name: source.shown for source in sources(config)}
+    tokenizer = world.run_on_all_ranks(lambda: load_tokenizer(policy))
+    positions = world.run_on_all_ranks(lambda: read_shape(policy)).max_positions
+    found = world.run_on_all_ranks(
+        lambda: load_problems(config, tokenizer, max_positions=positions)
+    )
+    shown = {source.name: source.display_name for source in list_sources(config)}
     problems = [dataclasses.replace(problem, name=shown[problem.name]) for problem in found]
     size = config.eval.batch
-    indices = indices_by(problem.name for problem in problems)
+    indices = group_indices(problem.name for problem in problems)
     batches = [
         [problems[i] for i in of[at : at + size]]
         for of in indices.values()
@@ -84,51 +86,57 @@ def _evaluate(config: Config, world: World) -> None:
     ]
     with ExitStack() as to_close:
 
-        def opened() -> AnswerLog | None:
+        def open_log() -> AnswerLog | None:
             keys = [[(problem.name, problem.number) for problem in batch] for batch in batches]
-            log = AnswerLog(folder, _settings(config, problems), keys, config.eval.samples)
+            log = AnswerLog(folder, _collect_settings(config, problems), keys, config.eval.samples)
             return to_close.enter_context(closing(log))
 
-        log = world.together(lambda: opened() if world.leads else None)
-        whole = world.from_leader(lambda: log.whole if log else [])
+        log = world.run_on_all_ranks(lambda: open_log() if world.is_rank0 else None)
+        whole = world.broadcast(lambda: log.whole if log else [])
         left = [batch for batch, there in zip(batches, whole, strict=True) if not there]
         if left:
-            _answer(config, world, problems, left, log, to_close)
-        world.from_leader(lambda: _report(config, folder, list(indices), log.rows() if log else ()))
+            _generate_answers(config, world, problems, left, log, to_close)
+        world.broadcast(
+            lambda: _report(config, folder, list(indices), log.read_rows() if log else ())
+        )
 
 
-def _answer(
+def _generate_answers(
     config: Config,
     world: World,
     problems: Sequence[EvalProblem],
-    left: Sequence[Sequence[EvalProblem]],
+    pending: Sequence[Sequence[EvalProblem]],
     log: AnswerLog | None,
     to_close: ExitStack,
 ) -> None:
-    workers = open_verifiers(config, world, problems, to_close, {})
+    workers = start_verifiers(config, world, problems, to_close, {})
     parts = assemble_frozen(config, world, temperature=config.rollout.temperature)
-    engine = to_close.enter_context(closing(parts.engine()))
+    engine = to_close.enter_context(closing(parts.build_engine()))
     parts.sync(engine, 0)
     short = config.pack.max_tokens - MAX_TOKENS
     if pool := [problem.prompt for problem in problems if len(problem.prompt.token_ids) <= short]:
         check_agreement(parts, engine, pool, version=0)
-    evaluator = Evaluator(config, world, parts.collectors(engine, workers))
-    done = len(problems) - sum(map(len, left))
+    evaluator = Evaluator(config, world, parts.build_collectors(engine, workers))
+    done = len(problems) - sum(map(len, pending))
     console = Console(0)
-    if done and world.leads:
-        console.note(f"{done} of {len(problems)} problems are answered already")
+    if done and world.is_rank0:
+        console.print_note(f"{done} of {len(problems)} problems are answered already")
     failed: list[Score] = []
     scores: list[Score] = []
     of_all = config.eval.samples * len(problems)
-    with progress("problems", len(problems), done=done, shown=world.leads) as advance:
-        for batch in left:
-            found = evaluator.answer(batch, keep=len(batch), of_all=of_all)
+    with report_progress(
+        "problems", len(problems), initial=done, enabled=world.is_rank0
+    ) as advance:
+        for batch in pending:
+            found = evaluator.generate_answers(batch, keep=len(batch), total=of_all)
             failed += found.failed
             check_failures(config.reward, failed, of_all)
             if log:
-                log.append([row for i in range(len(batch)) for row in _rows(batch[i], found, i)])
-                for note in tracebacks(found.failed):
-                    console.note(note)
+                log.append(
+                    [row for i in range(len(batch)) for row in _build_rows(batch[i], found, i)]
+                )
+                for note in collect_tracebacks(found.failed):
+                    console.print_note(note)
                 scores += [
                     answer.score for group in found.answers for answer in group if answer.score
                 ]
@@ -136,7 +144,7 @@ def _answer(
             advance(len(batch), f"{right / len(scores):.1%} right" if scores else "")
 
 
-def _rows(problem: EvalProblem, found: EvalAnswers, index: int) -> list[AnswerRow]:
+def _build_rows(problem: EvalProblem, answers: EvalAnswers, index: int) -> list[AnswerRow]:
     """Lines of ``answers.jsonl`` for one problem, one for each answer."""
     return [
         {
@@ -153,26 +161,31 @@ def _rows(problem: EvalProblem, found: EvalAnswers, index: int) -> list[AnswerRo
             "metrics": dict(answer.score.metrics) if answer.score else {},
             "tokens": answer.tokens,
             "finish": answer.finish_reason,
-            "majority": None if math.isnan(found.votes[index]) else float(found.votes[index]),
+            "majority": None if math.isnan(answers.votes[index]) else float(answers.votes[index]),
         }
-        for sample, answer in enumerate(found.answers[index])
+        for sample, answer in enumerate(answers.answers[index])
     ]
 
 
-def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[AnswerRow]) -> None:
+def _report(
+    config: Config, folder: Path, benchmarks: Sequence[str], rows: Sequence[AnswerRow]
+) -> None:
     checkpoint, samples = config.model.checkpoint, config.eval.samples
-    finished = {*asked, *finished_benchmarks(folder)}  # of others a kill may have left a part
+    finished = {
+        *benchmarks,
+        *list_finished_benchmarks(folder),
+    }  # of others a kill may have left a part
     rows = [row for row in rows if row["benchmark"] in finished]
-    found = {name: score(problems) for name, problems in by_benchmark(rows).items()}
+    found = {name: score(problems) for name, problems in group_by_benchmark(rows).items()}
     scores = {
         "model": checkpoint or config.model.path,
-        "step": None if checkpoint is None else step_of(find_checkpoint(Path(checkpoint))),
+        "step": None if checkpoint is None else parse_step(find_checkpoint(Path(checkpoint))),
         "engine": config.rollout.engine,
         "samples": samples,
-        "temperature": temperature_of(config),
+        "temperature": resolve_temperature(config),
         "top_p": config.eval.top_p,
         "top_k": config.eval.top_k,
-        "max_response_tokens": config.answer_tokens,
+        "max_response_tokens": config.max_answer_tokens,
         "benchmarks": found,
     }
     write_scores(folder, scores)
@@ -182,37 +195,43 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[A
         "answers": folder / ANSWERS,
         "to read": write_questions(folder),
     }
-    console.banner(
-        [*table(found, samples), "", *(f"{what:<7}  {place}" for what, place in places.items())]
+    console.print_banner(
+        [
+            *format_table(found, samples),
+            "",
+            *(f"{what:<7}  {place}" for what, place in places.items()),
+        ]
     )
     if config.eval.against:
         others = read_finished(Path(config.eval.against), "eval.against")
-        console.banner(compare(rows, others, against=config.eval.against))
+        console.print_banner(compare(rows, others, baseline_name=config.eval.against))
 
 
-def _settings(config: Config, problems: Sequence[EvalProblem]) -> dict[str, Any]:
+def _collect_settings(config: Config, problems: Sequence[EvalProblem]) -> dict[str, Any]:
     """All that the answers depend on where the engine can be seeded, except the number of ranks."""
-    indices = indices_by(problem.name for problem in problems)
+    indices = group_indices(problem.name for problem in problems)
     return {
         "model": str(Path(config.model.checkpoint or config.model.folder).resolve()),
-        "weights": _weights(config),
+        "weights": _compute_weight_fingerprint(config),
         "model.dtype": config.model.dtype,
         "rollout.engine": config.rollout.engine,
         "rollout.max_response_tokens": config.rollout.max_response_tokens,
         "rollout.stop_token_ids": config.rollout.stop_token_ids,
         "run.seed": config.run.seed,
         "eval.samples": config.eval.samples,
-        "eval.temperature": temperature_of(config),
+        "eval.temperature": resolve_temperature(config),
         **{
             f"eval.{name}": getattr(config.eval, name)
             for name in ("top_p", "top_k", "max_response_tokens")
         },
         "eval.batch": config.eval.batch,
-        "problems": {name: _fingerprint([problems[i] for i in of]) for name, of in indices.items()},
+        "problems": {
+            name: _compute_fingerprint([problems[i] for i in of]) for name, of in indices.items()
+        },
     }
 
 
-def _weights(config: Config) -> str:
+def _compute_weight_fingerprint(config: Config) -> str:
     """A fingerprint of the files that the weights are read from. It changes once they have been
     written again."""
     checkpoint = config.model.checkpoint
@@ -222,7 +241,7 @@ def _weights(config: Config) -> str:
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
 
-def _fingerprint(problems: Sequence[EvalProblem]) -> str:
+def _compute_fingerprint(problems: Sequence[EvalProblem]) -> str:
     asked = [
         (problem.prompt.text, problem.prompt.label_text, problem.verifier) for problem in problems
     ]

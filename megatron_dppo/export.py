@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
-from megatron_dppo.bridge.chunks import dtype_in, read_tensor, tensor_bytes
+from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, parse_step
+from megatron_dppo.bridge.chunks import promote_dtype, read_tensor, tensor_bytes
 from megatron_dppo.bridge.convert import WORKERS, check_files, write_weights
 from megatron_dppo.bridge.convert_commands import (
-    chosen_dtype,
     describe_weights,
-    directory_of,
-    stored_policy,
+    find_hf_directory,
+    open_stored_policy,
+    resolve_dtype,
 )
 from megatron_dppo.bridge.export import describe_policy
 from megatron_dppo.bridge.hf_directory import (
@@ -32,17 +32,17 @@ from megatron_dppo.bridge.hf_directory import (
     plan_files,
     write_adapter_config,
 )
-from megatron_dppo.bridge.mapping import adapters_of_tensor, entries, parameters
+from megatron_dppo.bridge.mapping import count_parameters, get_adapter_names, list_entries
 from megatron_dppo.bridge.safetensors_files import Chunk, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.config import DTYPES, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.files import check_replaceable, in_place, replace_text
-from megatron_dppo.report.card import TAG, base_of, model_card
+from megatron_dppo.process.files import check_replaceable, replace_text, write_directory
+from megatron_dppo.report.card import TAG, find_base_model, render_model_card
 from megatron_dppo.report.run import read_run
-from megatron_dppo.trainer.fingerprints import fingerprint
+from megatron_dppo.trainer.fingerprints import compute_weight_fingerprint
 from megatron_dppo.trainer.writer import Adapters, read_state
 
 CARD = "README.md"
@@ -78,7 +78,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def export(chosen: argparse.Namespace) -> None:
+def export(arguments: argparse.Namespace) -> None:
     """Convert the run's last checkpoint; write the card, and upload both, where that is asked for.
 
     Raises:
@@ -87,34 +87,34 @@ def export(chosen: argparse.Namespace) -> None:
             be merged where the policy that they were trained beside is not there any more, or is
             another one now.
     """
-    run, out = chosen.run, chosen.out or chosen.run / "export"
+    run, out = arguments.run, arguments.out or arguments.run / "export"
     found = read_run(run, run.resolve().name)
     checkpoint = find_checkpoint(run / "checkpoints", "RUN")
     writer = stored.writer if (stored := read_state(checkpoint)) else None
     adapters = writer.adapters if writer else None
-    if chosen.merge and adapters is None:
+    if arguments.merge and adapters is None:
         raise UserError(
             "--merge", run, "trained all weights, and has no adapters to merge", "Leave it out"
         )
-    if chosen.push and adapters and adapters.setting == "checkpoint" and not chosen.merge:
+    if arguments.push and adapters and adapters.setting == "checkpoint" and not arguments.merge:
         problem = "would be of adapters beside model.checkpoint, a policy that nobody else finds"
         raise UserError(
-            "--push", chosen.push, problem, "Add --merge: the whole policy is then uploaded"
+            "--push", arguments.push, problem, "Add --merge: the whole policy is then uploaded"
         )
-    base = _base(adapters) if chosen.merge and adapters else None
-    if chosen.push:
-        make_repository(chosen.push)
-    hf, shape = directory_of(checkpoint)
-    policy = stored_policy(checkpoint, shape, adapters.settings if adapters else None)
+    base = _find_base(adapters) if arguments.merge and adapters else None
+    if arguments.push:
+        make_repository(arguments.push)
+    hf, shape = find_hf_directory(checkpoint)
+    policy = open_stored_policy(checkpoint, shape, adapters.settings if adapters else None)
     trained = ModelConfig(dtype=writer.dtype).torch_dtype if writer and base else policy.dtype
-    dtype = chosen_dtype(chosen, trained)
+    dtype = resolve_dtype(arguments, trained)
     if adapters and base is None:
         kind, plan = ADAPTERS, plan_adapter_file(shape, adapters.settings, dtype)
         name = (
-            base_of(found) if chosen.push else adapters.base
+            find_base_model(found) if arguments.push else adapters.base
         )  # a place on this machine is nobody else's
         describe = partial(write_adapter_config, base=name, lora=adapters.settings)
-        millions = parameters(shape, adapters.settings) / 1e6
+        millions = count_parameters(shape, adapters.settings) / 1e6
         weights = f"adapters of rank {adapters.rank}, {millions:,.2f} million weights, of {name}"
     else:
         kind, plan = MODEL, plan_files(shape, dtype)
@@ -126,29 +126,31 @@ def export(chosen: argparse.Namespace) -> None:
         kind = kind._replace(files=(*kind.files, CARD))
     sources = [checkpoint, hf, *filter(None, [base])]
     check_replaceable(
-        out, plan.total_bytes, "OUT", kind, sources=sources, overwrite=chosen.overwrite
+        out, plan.total_bytes, "OUT", kind, sources=sources, overwrite=arguments.overwrite
     )
     check_files(policy, WORKERS)
     rows: Rows = (
-        _merge(policy, adapters, base, shape, trained) if adapters and base else policy.rows
+        _merge(policy, adapters, base, shape, trained)
+        if adapters and base
+        else policy.read_tensor_rows
     )
-    with in_place(out, "OUT") as draft:
+    with write_directory(out, "OUT") as draft:
         describe(draft)
         write_weights(plan, draft, lambda name: rows(name, dtype), WORKERS)
     print(f"{out}: {weights}")
-    if chosen.card:
-        step = step_of(checkpoint)
-        name = chosen.push.rpartition("/")[2] if chosen.push else found.name
-        text = model_card(
+    if arguments.card:
+        step = parse_step(checkpoint)
+        name = arguments.push.rpartition("/")[2] if arguments.push else found.name
+        text = render_model_card(
             found, step=step or 0, name=name, adapters=adapters is not None and base is None
         )
         replace_text(card, text)
         print(f"{card}: read it before you show it to anybody")
-    if chosen.push:
-        _upload(out, chosen.push)
+    if arguments.push:
+        _upload(out, arguments.push)
 
 
-def _base(adapters: Adapters) -> Path:
+def _find_base(adapters: Adapters) -> Path:
     """The policy that adapters were trained beside.
 
     Raises:
@@ -156,7 +158,7 @@ def _base(adapters: Adapters) -> Path:
     """
     is_checkpoint, setting = adapters.setting == "checkpoint", f"model.{adapters.setting}"
     base = Path(adapters.base) if is_checkpoint else policy_folder(adapters.base, setting)
-    if fingerprint(base, base if is_checkpoint else None) != adapters.fingerprint:
+    if compute_weight_fingerprint(base, base if is_checkpoint else None) != adapters.fingerprint:
         problem = "has other weights than the adapters were trained beside"
         raise UserError(setting, base, problem, "Put those back, or leave --merge out")
     return base
@@ -173,7 +175,7 @@ def make_repository(repo: str) -> None:
     try:
         HfApi().create_repo(repo, private=True, exist_ok=True)
     except Exception as error:  # of the hub's client, of HTTP, of the network
-        raise _refused(repo, error, "leave --push out") from error
+        raise _build_push_error(repo, error, "leave --push out") from error
 
 
 def _upload(out: Path, repo: str) -> None:
@@ -186,18 +188,20 @@ def _upload(out: Path, repo: str) -> None:
             )
         )
     except Exception as error:
-        raise _refused(
+        raise _build_push_error(
             repo, error, f"{out} is whole: `hf upload {repo} {out}` sends it later"
         ) from error
 
 
-def _refused(repo: str, error: Exception, otherwise: str) -> UserError:
+def _build_push_error(repo: str, error: Exception, alternative: str) -> UserError:
     """In the words of what happened: no network, no token, no right, or no such name."""
     said = next(
         (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
     )
     problem = f"the hub does not take it ({type(error).__name__}: {said:.200})"
-    remedy = f"log in with `hf auth login`, look at HF_HUB_OFFLINE and the network, or {otherwise}"
+    remedy = (
+        f"log in with `hf auth login`, look at HF_HUB_OFFLINE and the network, or {alternative}"
+    )
     return UserError("--push", repo, problem, remedy)
 
 
@@ -225,24 +229,24 @@ def _merge(
     if adapters.setting == "checkpoint":
         whole = StoredPolicy(find_checkpoint(base, "model.checkpoint"), shape, "model.checkpoint")
         check_files(whole, WORKERS)
-        chunks = whole.chunks
+        chunks = whole.list_chunks
     else:
         chunks = {name: [each] for name, each in check_weights(base, shape).items()}.__getitem__
-    of_name = {name: entry for entry in entries(shape) for name in entry.tensors}
+    of_name = {name: entry for entry in list_entries(shape) for name in entry.tensors}
 
     def adapter(name: str) -> torch.Tensor | None:
         if (entry := policy.entries.get(name)) is None:
             return None
-        return read_tensor(entry.tensors[name], policy.chunks(name), torch.float32)
+        return read_tensor(entry.tensors[name], policy.list_chunks(name), torch.float32)
 
     def rows(name: str, dtype: torch.dtype) -> Iterable[memoryview]:
         entry = of_name[name]
-        weight = read_tensor(entry.tensors[name], chunks(name), dtype_in(trained, entry))
-        a, b = map(adapter, adapters_of_tensor(name))
+        weight = read_tensor(entry.tensors[name], chunks(name), promote_dtype(trained, entry))
+        a, b = map(adapter, get_adapter_names(name))
         if a is not None and b is not None:
             weight = torch.addmm(weight.float(), b, a, alpha=adapters.alpha / adapters.rank).to(
                 trained
             )
-        return [tensor_bytes(weight.to(dtype_in(dtype, entry)))]
+        return [tensor_bytes(weight.to(promote_dtype(dtype, entry)))]
 
     return rows

@@ -68,11 +68,11 @@ def policy_folder(path: str, setting: str = "model.path", *, weights: bool = Tru
         raise UserError(setting, path, f"is no directory ({error.strerror})", remedy) from error
     if not is_id(path):
         return folder  # its reader says what is missing there
-    found = _cached(path, "model")
+    found = _find_cached(path, "model")
     if found is None or not _is_whole(found, weights=weights):
         found = _fetch(path, "model", setting, OF_A_POLICY if weights else OF_A_POLICY[1:])
         if not _is_whole(found, weights=weights):
-            raise _unfetched(
+            raise _build_fetch_error(
                 path, "model", setting, "no config.json or not all of its safetensors came"
             )
     return found
@@ -94,23 +94,23 @@ def data_files(name: str, setting: str, *, split: str) -> list[Path]:
     repo, _, rest = name.partition(":")
     configuration, _, named = rest.partition(":")
     wanted = configuration, named or split
-    folder = _cached(repo, "dataset")
+    folder = _find_cached(repo, "dataset")
     if folder is not None:
-        files = _chosen(_names(folder), _readme(folder), name, setting, *wanted)
+        files = _select_files(_list_names(folder), _read_readme(folder), name, setting, *wanted)
         if _are_all(files):
             return [folder / file for file in files]
     _fetch(repo, "dataset", setting, ("README.md",))  # which says what there is
-    listed, readme = _listed(repo, setting), _readme(_cached(repo, "dataset"))
-    files = _chosen(listed, readme, name, setting, *wanted)
+    listed, readme = _list_files(repo, setting), _read_readme(_find_cached(repo, "dataset"))
+    files = _select_files(listed, readme, name, setting, *wanted)
     if not files:
-        raise _lacks(name, setting, wanted[1], listed)
+        raise _build_split_error(name, setting, wanted[1], listed)
     folder = _fetch(repo, "dataset", setting, tuple(files))
     if not all((folder / file).is_file() for file in files):
-        raise _unfetched(repo, "dataset", setting, "not all of its files came")
+        raise _build_fetch_error(repo, "dataset", setting, "not all of its files came")
     return [folder / file for file in files]
 
 
-def _cached(repo: str, kind: Kind) -> Path | None:
+def _find_cached(repo: str, kind: Kind) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -124,25 +124,25 @@ def _fetch(repo: str, kind: Kind, setting: str, patterns: Sequence[str]) -> Path
     from huggingface_hub import constants, snapshot_download
 
     if constants.HF_HUB_OFFLINE:  # the client would return what there is, whole or not
-        raise _unfetched(repo, kind, setting, "HF_HUB_OFFLINE is set")
+        raise _build_fetch_error(repo, kind, setting, "HF_HUB_OFFLINE is set")
     try:
         return Path(snapshot_download(repo, repo_type=kind, allow_patterns=list(patterns)))
     except (
         Exception
     ) as error:  # of the connection, of the hub, of the disk: each library has its own
-        raise _unfetched(repo, kind, setting, error) from error
+        raise _build_fetch_error(repo, kind, setting, error) from error
 
 
-def _listed(repo: str, setting: str) -> list[str]:
+def _list_files(repo: str, setting: str) -> list[str]:
     from huggingface_hub import HfApi
 
     try:
         return sorted(HfApi().list_repo_files(repo, repo_type="dataset"))
     except Exception as error:
-        raise _unfetched(repo, "dataset", setting, error) from error
+        raise _build_fetch_error(repo, "dataset", setting, error) from error
 
 
-def _unfetched(repo: str, kind: Kind, setting: str, reason: Exception | str) -> UserError:
+def _build_fetch_error(repo: str, kind: Kind, setting: str, reason: Exception | str) -> UserError:
     from huggingface_hub import constants
 
     reason = next(iter(str(reason).splitlines()), type(reason).__name__)
@@ -183,13 +183,13 @@ def _are_all(files: Sequence[str]) -> bool:
     return bool(files) and all(sets[name] == count for name, count in wanted.items())
 
 
-def _names(folder: Path) -> list[str]:
+def _list_names(folder: Path) -> list[str]:
     return sorted(
         file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
     )
 
 
-def _readme(folder: Path | None) -> Mapping[str, Any]:
+def _read_readme(folder: Path | None) -> Mapping[str, Any]:
     """Metadata at the head of a data set's README."""
     file = folder and folder / "README.md"
     if not file or not file.is_file():
@@ -199,7 +199,7 @@ def _readme(folder: Path | None) -> Mapping[str, Any]:
     return declared if isinstance(declared, dict) else {}
 
 
-def _chosen(
+def _select_files(
     files: Sequence[str],
     readme: Mapping[str, Any],
     name: str,
@@ -216,8 +216,11 @@ def _chosen(
         if "data_files" in each
     }
     if declared:
-        patterns = _declared(
-            declared[_one_of(list(declared), name, setting, configuration)]["data_files"], split
+        patterns = _list_patterns(
+            declared[_select_configuration(list(declared), name, setting, configuration)][
+                "data_files"
+            ],
+            split,
         )
         return [file for file in files if any(fnmatch(file, pattern) for pattern in patterns)]
     called = [file for file in files if re.search(rf"(^|[/_.-]){re.escape(split)}([/_.-]|$)", file)]
@@ -230,21 +233,21 @@ def _chosen(
     folders = sorted({file.partition("/")[0] for file in called if "/" in file} - {"data", split})
     if not folders:
         return called
-    folder = _one_of(folders, name, setting, configuration)
+    folder = _select_configuration(folders, name, setting, configuration)
     return [file for file in called if file.startswith(f"{folder}/")]
 
 
-def _one_of(names: list[str], name: str, setting: str, wanted: str) -> str:
-    if wanted in names:
-        return wanted
-    if not wanted and (len(names) == 1 or "default" in names):
+def _select_configuration(names: list[str], name: str, setting: str, requested: str) -> str:
+    if requested in names:
+        return requested
+    if not requested and (len(names) == 1 or "default" in names):
         return "default" if "default" in names else names[0]
     repo = name.partition(":")[0]
-    problem = f"has no configuration {wanted!r}" if wanted else "has several configurations"
+    problem = f"has no configuration {requested!r}" if requested else "has several configurations"
     raise UserError(setting, name, problem, f"Name one of {', '.join(names)}, as {repo}:{names[0]}")
 
 
-def _declared(data_files: Any, split: str) -> list[str]:
+def _list_patterns(data_files: Any, split: str) -> list[str]:
     """The patterns of a split's files. What names no split is ``train``."""
     if isinstance(data_files, str):
         data_files = [data_files]
@@ -260,7 +263,7 @@ def _declared(data_files: Any, split: str) -> list[str]:
     return patterns
 
 
-def _lacks(name: str, setting: str, split: str, files: Sequence[str]) -> UserError:
+def _build_split_error(name: str, setting: str, split: str, files: Sequence[str]) -> UserError:
     shown = ", ".join(file for file in files if file.endswith(DATA_SUFFIXES))
     problem = (
         f"has no files of the split {split!r} in JSONL or parquet (it has {shown[:200] or 'none'})"

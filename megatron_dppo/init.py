@@ -16,15 +16,15 @@ from typing import Any, Literal
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_dppo.bridge.chunks import TYPES, FilePlan, tensor_bytes, writing
+from megatron_dppo.bridge.chunks import TYPES, FilePlan, create_files, tensor_bytes
 from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL, plan_files, write_index
-from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.bridge.mapping import count_parameters
 from megatron_dppo.config import DTYPES, ModelConfig
-from megatron_dppo.data.rows import read_rows, strings
+from megatron_dppo.data.rows import iter_strings, read_rows
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
-from megatron_dppo.process.files import check_replaceable, in_place, write_json
+from megatron_dppo.process.files import check_replaceable, write_directory, write_json
 
 DEFAULT_BPE_VOCABULARY = 4096
 MAX_POSITIONS = 40960
@@ -120,20 +120,24 @@ def write_model(
     if "shared_ffn" in size.family.keys:
         size = replace(size, shared_ffn=ffn)
     if shape:
-        size = _published(shape)
+        size = _get_published_shape(shape)
     _check(size, std)
     check_replaceable(out, 0, "out", MODEL, overwrite=overwrite)
-    vocabulary = character_tokenizer() if tokenizer == "arithmetic" else _train(corpus, vocab_size)
+    vocabulary = (
+        build_character_tokenizer()
+        if tokenizer == "arithmetic"
+        else _train_tokenizer(corpus, vocab_size)
+    )
     size = replace(
-        size, vocab_size=_rows(vocab_size or size.vocab_size, vocabulary.get_vocab_size())
+        size, vocab_size=_resolve_rows(vocab_size or size.vocab_size, vocabulary.get_vocab_size())
     )
     plan = plan_files(size, ModelConfig(dtype=dtype).torch_dtype, max_shard_bytes)
     check_replaceable(out, plan.total_bytes, "out", MODEL)
-    with in_place(out, "out") as folder:
+    with write_directory(out, "out") as folder:
         write_tokenizer(vocabulary, folder, max_tokens=MAX_POSITIONS)
         _write_config(folder, size, plan.dtype, std, vocabulary)
         _write_weights(folder, plan, size, seed=seed, std=std)
-    return parameters(size)
+    return count_parameters(size)
 
 
 def add_init_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,7 +191,7 @@ def init_from_arguments(arguments: argparse.Namespace) -> None:
     print(f"{options['out']}: a fresh policy of {parameters / 1e6:.2f} million parameters")
 
 
-def _published(shape: str) -> PolicyShape:
+def _get_published_shape(shape: str) -> PolicyShape:
     name = shape.lower() if shape.lower() in PUBLISHED else f"qwen3-{shape.lower()}"
     if name not in PUBLISHED:
         raise UserError(
@@ -196,12 +200,12 @@ def _published(shape: str) -> PolicyShape:
     return PUBLISHED[name]
 
 
-def _rows(wanted: int, tokens: int) -> int:
+def _resolve_rows(requested: int, tokens: int) -> int:
     """Rows of the embedding, for a tokenizer with so many tokens; 0: as many as it has."""
-    if wanted and wanted < tokens:
+    if requested and requested < tokens:
         problem = f"is less than the tokenizer's {tokens} tokens"
-        raise UserError("--vocab-size", wanted, problem, f"Give {tokens} or more")
-    return wanted or tokens
+        raise UserError("--vocab-size", requested, problem, f"Give {tokens} or more")
+    return requested or tokens
 
 
 def _check(size: PolicyShape, std: float) -> None:
@@ -250,7 +254,7 @@ def _check(size: PolicyShape, std: float) -> None:
         )
 
 
-def _train(corpus: Path | None, vocab_size: int | None) -> Any:
+def _train_tokenizer(corpus: Path | None, vocab_size: int | None) -> Any:
     if corpus is None:
         raise UserError(
             "--corpus",
@@ -292,7 +296,7 @@ def _write_weights(
         if shape.family.megatron.get("layernorm_zero_centered_gamma")
         else (".bias",)
     )
-    with writing(plan, folder) as write:
+    with create_files(plan, folder) as write:
         for name, place in plan.places.items():
             size = place.shape
             tensor = torch.full(
@@ -332,13 +336,13 @@ CHAT_TEMPLATE = (
 """ChatML, as Qwen writes it."""
 
 
-def character_tokenizer() -> Tokenizer:
+def build_character_tokenizer() -> Tokenizer:
     """One token for each character that sums are written in; any other is one visible
     ``<|unknown|>`` for each byte."""
     to_byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters = [to_byte_level.pre_tokenize_str(character)[0][0] for character in SUM_CHARACTERS]
     vocabulary = {token: number for number, token in enumerate([*SPECIALS, UNKNOWN, *characters])}
-    return _dressed(
+    return _configure_tokenizer(
         Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN)), specials=(*SPECIALS, UNKNOWN)
     )
 
@@ -356,7 +360,7 @@ def train_bpe(corpus: Path, vocab_size: int) -> Tokenizer:
         raise UserError(
             "--vocab-size", vocab_size, "is too small for byte-level BPE", f"Give {least} or more"
         )
-    tokenizer = _dressed(Tokenizer(models.BPE()), specials=())
+    tokenizer = _configure_tokenizer(Tokenizer(models.BPE()), specials=())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIALS),
@@ -367,7 +371,9 @@ def train_bpe(corpus: Path, vocab_size: int) -> Tokenizer:
     for row in rows:
         for column, value in row.values.items():
             row.check_strings(value, column)
-    tokenizer.train_from_iterator((text for row in rows for text in strings(row.values)), trainer)
+    tokenizer.train_from_iterator(
+        (text for row in rows for text in iter_strings(row.values)), trainer
+    )
     return tokenizer
 
 
@@ -394,7 +400,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> N
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
-def _dressed(tokenizer: Tokenizer, *, specials: tuple[str, ...]) -> Tokenizer:
+def _configure_tokenizer(tokenizer: Tokenizer, *, specials: tuple[str, ...]) -> Tokenizer:
     # No normaliser: with one, decoding would not give back the text that was encoded.
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

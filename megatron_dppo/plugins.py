@@ -100,7 +100,7 @@ NAMES: Mapping[str, Mapping[str, Any]] = {
 
 
 @contextmanager
-def standing_in_for_slime() -> Iterator[None]:
+def install_slime_modules() -> Iterator[None]:
     """Have imports of slime's modules find those of the table, as long as a user's function is
     imported.
 
@@ -108,7 +108,7 @@ def standing_in_for_slime() -> Iterator[None]:
     it was before. Where it is not, the modules stay, for functions that import them when they are
     called.
     """
-    before = _slimes_modules()
+    before = _find_slime_modules()
     for name in before:
         del sys.modules[name]
     spec = importlib.util.find_spec("slime")
@@ -131,12 +131,12 @@ def standing_in_for_slime() -> Iterator[None]:
         yield
     finally:
         if folders:
-            for name in _slimes_modules():
+            for name in _find_slime_modules():
                 del sys.modules[name]
             sys.modules.update(before)
 
 
-def _slimes_modules() -> dict[str, ModuleType]:
+def _find_slime_modules() -> dict[str, ModuleType]:
     return {
         name: module for name, module in sys.modules.items() if name.partition(".")[0] == "slime"
     }
@@ -166,15 +166,17 @@ def load_function(setting: str, spec: str) -> Callable[..., Any]:
         else _from_module(where, setting, spec)
     )
     # Modules that import what is asked of them only then (TRL's) have it in no dictionary.
-    function = _imported(lambda: getattr(module, name, None), setting, spec)
+    function = _import_plugin(lambda: getattr(module, name, None), setting, spec)
     if function is None:
-        raise UserError(setting, spec, f"{where} has no function {name!r}", _remedy(module, name))
+        raise UserError(
+            setting, spec, f"{where} has no function {name!r}", _describe_remedy(module, name)
+        )
     if not callable(function):
         raise UserError(setting, spec, f"{name!r} is no function", "Give a function")
     return function
 
 
-def in_this_process(function: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a user's function with a limit: a process that the function forks ends where the
     function returns."""
     process = os.getpid()
@@ -189,7 +191,7 @@ def in_this_process(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def file_of(spec: str | None) -> Path | None:
+def find_source_file(spec: str | None) -> Path | None:
     """The file of the function that a setting names, found without importing anything; None if
     there is none."""
     where = (spec or "").rpartition(":")[0]
@@ -205,7 +207,7 @@ def file_of(spec: str | None) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-def source_of(function: Callable[..., Any]) -> str | None:
+def get_source(function: Callable[..., Any]) -> str | None:
     """The text of a function, or of the class of an object that is called; None if Python does not
     have it, as of what is built in or was typed at a prompt."""
     while isinstance(function, functools.partial):
@@ -219,11 +221,11 @@ def source_of(function: Callable[..., Any]) -> str | None:
         return None
 
 
-def _from_file(where: str, setting: str, spec: str) -> ModuleType:
-    path = Path(where).resolve()
+def _from_file(file: str, setting: str, spec: str) -> ModuleType:
+    path = Path(file).resolve()
     if not path.is_file():
         raise UserError(
-            setting, spec, f"there is no file {where}", f"Give a path that holds from {Path.cwd()}"
+            setting, spec, f"there is no file {file}", f"Give a path that holds from {Path.cwd()}"
         )
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -231,20 +233,20 @@ def _from_file(where: str, setting: str, spec: str) -> ModuleType:
     assert found is not None and found.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module
-    _imported(functools.partial(found.loader.exec_module, module), setting, spec)
+    _import_plugin(functools.partial(found.loader.exec_module, module), setting, spec)
     return module
 
 
-def _from_module(where: str, setting: str, spec: str) -> ModuleType:
+def _from_module(module: str, setting: str, spec: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))
-    return _imported(lambda: importlib.import_module(where), setting, spec)
+    return _import_plugin(lambda: importlib.import_module(module), setting, spec)
 
 
-def _imported(load: Callable[[], Any], setting: str, spec: str) -> Any:
+def _import_plugin(load: Callable[[], Any], setting: str, spec: str) -> Any:
     try:
-        with standing_in_for_slime():
-            return in_this_process(load)()
+        with install_slime_modules():
+            return wrap_function(load)()
     except FAILURES as error:
         of_slime = (
             isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "slime"
@@ -255,7 +257,7 @@ def _imported(load: Callable[[], Any], setting: str, spec: str) -> Any:
         ) from error
 
 
-def _remedy(module: ModuleType, name: str) -> str:
+def _describe_remedy(module: ModuleType, name: str) -> str:
     known = vars(module)
     functions = [
         name for name, value in known.items() if callable(value) and not name.startswith("_")

@@ -26,19 +26,19 @@ from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_sharing
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
-from megatron_dppo.parallel.world import initialize, shut_down
-from megatron_dppo.process.streams import tell
+from megatron_dppo.parallel.world import initialize, shutdown
+from megatron_dppo.process.streams import print_message
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.intervals import Estimate, student_t
-from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.plan import take_groups
-from megatron_dppo.rl.pruning.draw import gradient_noise, prune_minibatch
+from megatron_dppo.rl.intervals import Estimate, compute_student_t
+from megatron_dppo.rl.objectives import resolve_objective
+from megatron_dppo.rl.plan import select_groups
+from megatron_dppo.rl.pruning.draw import estimate_gradient_noise, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import select
-from megatron_dppo.rl.pruning.schedule import mixed
+from megatron_dppo.rl.pruning.schedule import find_nonzero_variance_groups
 from megatron_dppo.rl.types import Floats, Selection, StepMetadata
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
-from megatron_dppo.train import planner
+from megatron_dppo.train import make_planner
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, load_training_pool
 from megatron_dppo.trainer.learner import Learner
@@ -70,25 +70,25 @@ def probe_batch(config: Config, *, steps: int, as_json: bool = False) -> None:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     with ExitStack() as to_close:
         timers = PhaseTimers()
-        to_close.enter_context(closing(Watchdog.of(config, world, timers)))
-        workers = to_close.enter_context(closing(RewardWorkers.of(config.reward)))
-        world.together(workers.wait_ready)
+        to_close.enter_context(closing(Watchdog.from_config(config, world, timers)))
+        workers = to_close.enter_context(closing(RewardWorkers.from_config(config.reward)))
+        world.run_on_all_ranks(workers.wait_ready)
         parts = assemble_policy(
-            pruned(config, UNPRUNED), world, temperature=config.rollout.temperature
+            configure_pruning(config, UNPRUNED), world, temperature=config.rollout.temperature
         )
-        engine = to_close.enter_context(closing(parts.engine()))
+        engine = to_close.enter_context(closing(parts.build_engine()))
         probe = _BatchProbe(config, parts, engine, workers, timers)
         for step in range(steps):
-            if world.leads:
-                tell(f"step {step + 1} of {steps}")
+            if world.is_rank0:
+                print_message(f"step {step + 1} of {steps}")
             probe.step(step)
-        found = world.from_leader(probe.report)
-        if world.leads:
+        found = world.broadcast(probe.report)
+        if world.is_rank0:
             print(json.dumps(found.as_json()) if as_json else found)
-    shut_down()
+    shutdown()
 
 
-def pruned(config: Config, pair: Pair) -> Config:
+def configure_pruning(config: Config, pair: Pair) -> Config:
     """The configuration with the rule ``neyman`` at these shares; a share of 1 is the rule
     ``none``."""
     prompts, completions = (
@@ -108,7 +108,7 @@ def pruned(config: Config, pair: Pair) -> Config:
     return replace(config, pruning=pruning)
 
 
-def own_pair(config: Config) -> Pair | None:
+def get_configured_pair(config: Config) -> Pair | None:
     """Shares of the configuration; None if a rule is neither ``neyman`` nor ``none``."""
     prompts, completions = config.pruning.prompts, config.pruning.completions
     if not {prompts.named, completions.named} <= {"neyman", "none"}:
@@ -118,16 +118,16 @@ def own_pair(config: Config) -> Pair | None:
     )
 
 
-def jackknife(figure: Callable[[list[int]], float], count: int) -> tuple[float, float]:
+def compute_jackknife(statistic: Callable[[list[int]], float], count: int) -> tuple[float, float]:
     """A figure of ``count`` items by their indices, and half of its 95% interval by Student's t."""
     everything = list(range(count))
-    value = figure(everything)
-    without = [figure([i for i in everything if i != left]) for left in everything]
+    value = statistic(everything)
+    without = [statistic([i for i in everything if i != left]) for left in everything]
     pseudo = count * value - (count - 1) * np.array(without)  # Tukey's
-    return value, student_t(count - 1) * float(pseudo.std(ddof=1)) / math.sqrt(count)
+    return value, compute_student_t(count - 1) * float(pseudo.std(ddof=1)) / math.sqrt(count)
 
 
-def noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Estimate:
+def estimate_noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Estimate:
     """The simple noise scale B = S/|G|² in prompts: McCandlish et al., arXiv:1812.06162, appendix
     A.1.
 
@@ -146,7 +146,7 @@ def noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Estimate:
         2.0 * big - small,
         1e-9 * float(big.sum()),
     )  # b = batch/2
-    ratio, reach = jackknife(
+    ratio, reach = compute_jackknife(
         lambda rows: float(signal[rows].sum() / max(noise[rows].sum(), least)), len(big)
     )
     return Estimate(
@@ -154,7 +154,7 @@ def noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Estimate:
     )
 
 
-def line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
+def estimate_cost_line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
     """Fixed seconds and seconds per token: the line through the medians of the smaller and of the
     larger sizes.
 
@@ -191,27 +191,32 @@ class Costs:
     trained: float
     """Per token trained on."""
 
-    def of(self, generated: float, trained: float) -> float:
+    def estimate_seconds(self, generated: float, trained: float) -> float:
         return self.rollout + self.rest + self.generated * generated + self.trained * trained
 
 
-def gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Estimate:
+def estimate_gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Estimate:
     """Unpruned over pruned variance × seconds on the same windows, with its interval over windows.
     A smaller batch has 1 if no seconds are fixed.
 
     Args:
         pruning: [n, 4], of each window the means over draws at one pair of shares: variance of
-            sampling and with pruning, both by ``gradient_noise``; tokens generated and trained on.
+            sampling and with pruning, both by ``estimate_gradient_noise``; tokens generated and
+            trained on.
         unpruned: [n, 4], likewise without pruning.
         costs: seconds of a step and its tokens, taken as exact.
     """
 
     def product(windows: Floats) -> float:
         sampling, noise, generated, trained = windows.mean(axis=0).tolist()
-        return (noise / sampling if sampling > 0.0 else 1.0) * costs.of(generated, trained)
+        return (noise / sampling if sampling > 0.0 else 1.0) * costs.estimate_seconds(
+            generated, trained
+        )
 
     full, ours = np.asarray(unpruned, np.float64), np.asarray(pruning, np.float64)
-    value, reach = jackknife(lambda rows: product(full[rows]) / product(ours[rows]), len(full))
+    value, reach = compute_jackknife(
+        lambda rows: product(full[rows]) / product(ours[rows]), len(full)
+    )
     return Estimate(value, value - reach, value + reach)
 
 
@@ -233,7 +238,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        return self.costs.of(self.generated, self.trained)
+        return self.costs.estimate_seconds(self.generated, self.trained)
 
     @property
     def rollout_share(self) -> float:
@@ -243,13 +248,15 @@ class Report:
     def best(self) -> Pair:
         return max(self.gains, key=lambda pair: self.gains[pair].value)
 
-    def half(self) -> tuple[float, float]:
+    def estimate_half_batch(self) -> tuple[float, float]:
         """Steps and time that half of the prompts need, relative to all of them. Steps are
         proportional to 1 + B/batch (section 2.2 of the paper); they are twice as many if B is not
         known."""
         known = math.isfinite(self.noise.value)
         steps = 1.0 + self.noise.value / (self.batch + self.noise.value) if known else 2.0
-        return steps, steps * self.costs.of(self.generated / 2, self.trained / 2) / self.seconds
+        return steps, steps * self.costs.estimate_seconds(
+            self.generated / 2, self.trained / 2
+        ) / self.seconds
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain numbers; null for an infinite bound."""
@@ -263,7 +270,7 @@ class Report:
         computed = {
             name: getattr(self, name) for name in ("seconds", "rollout_share", "best", "conclusion")
         }
-        half = dict(zip(("steps", "time"), self.half(), strict=True))
+        half = dict(zip(("steps", "time"), self.estimate_half_batch(), strict=True))
         return asdict(self) | computed | {"noise": noise, "gains": gains, "half": half}
 
     def __str__(self) -> str:
@@ -312,7 +319,7 @@ class Report:
     @property
     def conclusion(self) -> str:
         """The sentence that closes the table; a second one if the noise scale is not bounded."""
-        noise, (steps, time) = self.noise.value, self.half()
+        noise, (steps, time) = self.noise.value, self.estimate_half_batch()
         of_best = (
             f"pruning at {self.best[0]:g} / {self.best[1]} is worth {self.gains[self.best]} "
             "of a smaller batch"
@@ -360,19 +367,24 @@ class _BatchProbe:
         timers: PhaseTimers,
     ) -> None:
         self._parts, self._engine, self._timers = parts, engine, timers
-        self._pool, self._collector = load_training_pool(parts), parts.collector(engine, workers)
+        self._pool, self._collector = (
+            load_training_pool(parts),
+            parts.build_collector(engine, workers),
+        )
         self._learner, self._sampler = (
             Learner(parts, timers),
             PromptSampler(parts.config, self._pool),
         )
         parts.sync(engine, 0)
         check_agreement(parts, engine, self._pool, version=0)
-        self._configured = own_pair(config)
+        self._configured = get_configured_pair(config)
         prompts, completions = self._configured or UNPRUNED
         known = {c for c in (*SHARES[1], completions) if c != "auto"}
         columns: list[Keep] = [1.0, "auto", *sorted(known - {1.0}, reverse=True)]
         rows = sorted({*SHARES[0], prompts}, reverse=True)
-        self._configs = {pair: pruned(config, pair) for pair in itertools.product(rows, columns)}
+        self._configs = {
+            pair: configure_pruning(config, pair) for pair in itertools.product(rows, columns)
+        }
         self._windows: dict[Pair, list[Floats]] = {pair: [] for pair in self._configs}
         self._rng = np.random.default_rng(config.run.seed)
         self._squares, self._generated, self._trained = Samples(), Samples(), Samples()
@@ -382,7 +394,10 @@ class _BatchProbe:
         """Roll out, measure gradients, and let the predictor learn. Collective."""
         parts, timers = self._parts, self._timers
         rollouts, generated = self._roll_out(step)
-        metadata, plan_with = rollouts.metadata, planner(parts, self._pool, rollouts.metadata, step)
+        metadata, plan_with = (
+            rollouts.metadata,
+            make_planner(parts, self._pool, rollouts.metadata, step),
+        )
         if parts.config.rollout.colocated:
             self._engine.pause()
         config = choose_sharing(parts.config, parts.shape)
@@ -391,12 +406,14 @@ class _BatchProbe:
             for count in (1, 2)
         )
         with timers("plan"):
-            whole = parts.world.from_leader(lambda: plan_with(one))
-        halves = parts.world.from_leader(lambda: plan_with(two))
+            whole = parts.world.broadcast(lambda: plan_with(one))
+        halves = parts.world.broadcast(lambda: plan_with(two))
         fixed = sum(timers.take().values())
         squares, trained = [], []
         for minibatch in (*whole.minibatches, *halves.minibatches):
-            squares.append(self._learner.gradient_norm(minibatch, rollouts.held, version=0) ** 2)
+            squares.append(
+                self._learner.compute_gradient_norm(minibatch, rollouts.held, version=0) ** 2
+            )
             trained.append((float(minibatch.lengths.sum()), sum(timers.take().values())))
         if not np.isfinite(squares).all():
             remedy = "Look for weights in model.path that are not finite, or set model.dtype=fp32"
@@ -410,38 +427,40 @@ class _BatchProbe:
             self._generated += generated
             self._trained += trained
             self._fixed.append(fixed + sum(timers.take().values()))
-        parts.world.from_leader(lambda: self._learn(metadata, step))
+        parts.world.broadcast(lambda: self._record_window(metadata, step))
 
     def _roll_out(self, step: int) -> tuple[CompleteRollouts, Samples]:
         """A window's rollouts; and tokens and seconds of each round. Learning steps have two rounds
         of half of the prompts, so that seconds of two sizes are known."""
-        selection = self._parts.world.from_leader(lambda: self._sampler.select(step))
+        selection = self._parts.world.broadcast(lambda: self._sampler.select(step))
         ids, rounds, taken = selection.prompt_ids, [], []
         for number, chosen in enumerate([ids[::2], ids[1::2]] if step < LEARNING_STEPS else [ids]):
             part = Selection(chosen, np.ones(len(chosen)), window=len(chosen))
             with self._timers("rollout"):
                 request = self._collector.request(
-                    self._pool, StepRollouts(part, step), again=number
+                    self._pool, StepRollouts(part, step), attempt=number
                 )
                 rounds.append(self._collector.finish(request))
             tokens = float(rounds[-1].metadata.response_lengths.sum())
             taken.append((tokens, self._timers.take()["perf/rollout_time"]))
-        return self._collector.collected(rounds), taken
+        return self._collector.merge(rounds), taken
 
-    def _learn(self, metadata: StepMetadata, step: int) -> None:
+    def _record_window(self, metadata: StepMetadata, step: int) -> None:
         """On the leader: prune the window as its prompts were predicted before it, then learn from
         it."""
-        self._mixed.append(len(mixed(metadata)) / max(len(metadata.prompt_ids), 1))
+        self._mixed.append(
+            len(find_nonzero_variance_groups(metadata)) / max(len(metadata.prompt_ids), 1)
+        )
         if step >= LEARNING_STEPS:
             for pair, config in self._configs.items():
                 self._windows[pair].append(
                     np.mean([self._draw(metadata, config) for _ in range(DRAWS)], axis=0)
                 )
-        self._sampler.remember(metadata)
+        self._sampler.update_history(metadata)
 
     def _draw(self, metadata: StepMetadata, config: Config) -> tuple[float, float, int, int]:
         """One draw's row for ``gain``."""
-        objective, prompts = objective_for(config.loss), config.pruning.prompts
+        objective, prompts = resolve_objective(config.loss), config.pruning.prompts
         ids, size = metadata.prompt_ids, metadata.rewards.shape[1]
         selection = select(
             ids, self._sampler.history, prompts, group_size=size, keep=prompts.keep, rng=self._rng
@@ -449,14 +468,14 @@ class _BatchProbe:
         order = np.argsort(selection.prompt_ids)
         groups = np.searchsorted(metadata.prompt_ids, selection.prompt_ids[order])
         part = dataclasses.replace(
-            take_groups(metadata, groups),
+            select_groups(metadata, groups),
             prompt_inclusion=selection.inclusion[order],
             window=metadata.window,
         )
         drawn = prune_minibatch(
             part, config, objective, keep=config.pruning.completions.keep, rng=self._rng
         )
-        noise = gradient_noise([(part, drawn)])
+        noise = estimate_gradient_noise([(part, drawn)])
         return noise[0], sum(noise), part.response_lengths.sum(), part.tokens[drawn.kept].sum()
 
     def report(self) -> Report:
@@ -476,18 +495,21 @@ class _BatchProbe:
                 "can do in part"
             )
             raise UserError("reward.function", config.reward.function, problem, remedy)
-        rolling, per_generated = line(*np.array(self._generated).T)
-        training, per_trained = line(*np.array(self._trained).T)
+        rolling, per_generated = estimate_cost_line(*np.array(self._generated).T)
+        training, per_trained = estimate_cost_line(*np.array(self._trained).T)
         costs = Costs(rolling, training + float(np.median(self._fixed)), per_generated, per_trained)
         unpruned = np.array(self._windows[UNPRUNED])
         generated, trained = unpruned[:, 2:].mean(axis=0).tolist()
         return Report(
             batch=config.rollout.prompts_per_step // config.loss.updates_per_rollout,
-            noise=noise_scale(whole, halves, config.rollout.prompts_per_step),
+            noise=estimate_noise_scale(whole, halves, config.rollout.prompts_per_step),
             costs=costs,
             generated=generated,
             trained=trained,
             mixed=float(np.mean(self._mixed)),
-            gains={pair: gain(windows, unpruned, costs) for pair, windows in self._windows.items()},
+            gains={
+                pair: estimate_gain(windows, unpruned, costs)
+                for pair, windows in self._windows.items()
+            },
             configured=self._configured,
         )

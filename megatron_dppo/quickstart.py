@@ -25,7 +25,7 @@ def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--copy", metavar="DIR", type=Path, help=what)
 
 
-def configs(chosen: argparse.Namespace) -> None:
+def configs(arguments: argparse.Namespace) -> None:
     """List the configurations and Slurm scripts of this version, each with its first sentence, or
     copy them.
 
@@ -38,7 +38,7 @@ def configs(chosen: argparse.Namespace) -> None:
         for folder in ("configs", "scripts/slurm")
         for file in sorted((EXAMPLES / folder).glob("*.*"))
     ]
-    if chosen.copy is None:
+    if arguments.copy is None:
         for file in files:
             if file.suffix != ".py" and file != JOB:
                 comment = next(
@@ -49,7 +49,7 @@ def configs(chosen: argparse.Namespace) -> None:
                 sentence = comment.removeprefix("# ").partition(". ")[0].rstrip(".:")
                 print(f"{file.relative_to(EXAMPLES)!s:<38} {sentence}")
         return
-    places = {file: chosen.copy / file.relative_to(EXAMPLES) for file in files}
+    places = {file: arguments.copy / file.relative_to(EXAMPLES) for file in files}
     try:
         for file, place in places.items():
             if place.exists() and place.read_bytes() != file.read_bytes():
@@ -64,9 +64,9 @@ def configs(chosen: argparse.Namespace) -> None:
             place.write_bytes(file.read_bytes())
     except OSError as error:
         raise UserError(
-            "--copy", chosen.copy, f"cannot be written ({error})", "Name another directory"
+            "--copy", arguments.copy, f"cannot be written ({error})", "Name another directory"
         ) from error
-    print(f"{chosen.copy}: {len(files)} files in configs and scripts/slurm")
+    print(f"{arguments.copy}: {len(files)} files in configs and scripts/slurm")
 
 
 def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help=what)
 
 
-def quickstart(chosen: argparse.Namespace) -> int:
+def quickstart(arguments: argparse.Namespace) -> int:
     """Make a policy of a million parameters, warm it up on sums, and train it. What is there
     already is not made again.
 
@@ -89,15 +89,15 @@ def quickstart(chosen: argparse.Namespace) -> int:
     from megatron_dppo.launch.start import count_gpus, prepare_environment, run
 
     file = str(EXAMPLES / "configs/quickstart.yaml")
-    config, plain = load_config(file, chosen.overrides), load_config(file, ())
+    config, plain = load_config(file, arguments.overrides), load_config(file, ())
     prepare_environment(config)
     layout = ONE_GPU if count_gpus() == 1 else ()
-    config = load_config(file, [*layout, *chosen.overrides])
+    config = load_config(file, [*layout, *arguments.overrides])
     warm, initial = Path(str(plain.model.path)), Path(plain.run.dir, "initial")
     if not (warm / "config.json").exists():
         if not (initial / "config.json").exists():
             write_model(initial, std=0.05)
-        of_warm_up = [word for word in chosen.overrides if word.startswith("sft.")]
+        of_warm_up = [word for word in arguments.overrides if word.startswith("sft.")]
         folders = f"model.path={initial}", f"sft.out={warm}"
         if code := run("sft", load_config(file, [*of_warm_up, *WARM_UP, *layout, *folders])):
             return code

@@ -108,30 +108,32 @@ def load_whole(
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        mistakes += _explain(error)
+        mistakes += _convert_errors(error)
     if mistakes:
         raise MistakesError(mistakes)
     return config
 
 
 @cache
-def settings() -> Mapping[str, Setting]:
+def get_settings() -> Mapping[str, Setting]:
     """Every setting by its dotted key, in the order of ``config/``."""
-    return {setting.key: setting for setting in _leaves(Config, "")}
+    return {setting.key: setting for setting in _iterate_settings(Config, "")}
 
 
 @cache
-def sections() -> frozenset[str]:
-    """The dotted names that hold settings or further sections: ``pruning``, ``pruning.prompts``,
-    …"""
-    return frozenset(key[:i] for key in settings() for i, letter in enumerate(key) if letter == ".")
+def get_sections() -> frozenset[str]:
+    """The dotted names that hold settings or further sections: ``pruning``,
+    ``pruning.prompts``, …"""
+    return frozenset(
+        key[:i] for key in get_settings() for i, letter in enumerate(key) if letter == "."
+    )
 
 
-def _leaves(section: type[Section], prefix: str) -> Iterator[Setting]:
+def _iterate_settings(section: type[Section], prefix: str) -> Iterator[Setting]:
     for name, field in section.model_fields.items():
         kind, key = field.annotation, prefix + name
         if isinstance(kind, type) and issubclass(kind, Section):
-            yield from _leaves(kind, key + ".")
+            yield from _iterate_settings(kind, key + ".")
         else:
             yield Setting(
                 key,
@@ -145,13 +147,13 @@ MOST_MISTAKES = 20
 """After so many, the remaining settings are not checked."""
 
 
-def flattened(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_tree(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys in nested sections, and their values. A null section, whose lines are
     all comments, has none."""
     for name, value in tree.items():
         key = f"{prefix}{name}"  # YAML reads some names as numbers and the like
-        if key in sections() and isinstance(value, Mapping | None):
-            yield from flattened(value or {}, f"{key}.")
+        if key in get_sections() and isinstance(value, Mapping | None):
+            yield from flatten_tree(value or {}, f"{key}.")
         else:
             yield key, value
 
@@ -175,7 +177,9 @@ def _from_file(path: str | None) -> dict[str, Any]:
     try:
         tree = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError("CONFIG", path, f"is not YAML: {_where(error)}", "mend that line") from None
+        raise UserError(
+            "CONFIG", path, f"is not YAML: {_format_position(error)}", "mend that line"
+        ) from None
     if not isinstance(tree, Mapping | None):
         raise UserError(
             "CONFIG",
@@ -184,7 +188,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
             "write sections and settings, as the files in configs/ do",
         )
     given: dict[str, Any] = {}
-    for key, value in flattened(tree or {}):
+    for key, value in flatten_tree(tree or {}):
         if key in given:
             raise UserError(
                 "CONFIG",
@@ -200,15 +204,15 @@ def _from_override(override: str) -> dict[str, Any]:
     key, equals, text = override.partition("=")
     if not equals:
         raise UserError("override", override, "has no value", "write it as section.setting=value")
-    setting = settings().get(key.strip())
+    setting = get_settings().get(key.strip())
     return {key.strip(): _value(setting, text) if setting else text}
 
 
 def _from_python(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _plain_value(value) for key, value in flattened(values)}
+    return {key: _plain_value(value) for key, value in flatten_tree(values)}
 
 
-def _where(error: Exception) -> str:
+def _format_position(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return (
             f"{error.problem}, line {error.problem_mark.line + 1}, column "
@@ -225,49 +229,49 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
             name: a boolean for anything else, anything else for a boolean (pydantic reads ``true``
             as 1, and ``yes`` as true), text that no file can hold.
     """
-    if key in sections():
-        first = next(each for each in settings() if each.startswith(f"{key}."))
+    if key in get_sections():
+        first = next(each for each in get_settings() if each.startswith(f"{key}."))
         raise UserError(
-            key, short(value), "is a section, and holds settings", f"write {first} and so on"
+            key, format_value(value), "is a section, and holds settings", f"write {first} and so on"
         )
-    if key not in settings():
-        raise _unknown(key, value)
-    setting = settings()[key]
+    if key not in get_settings():
+        raise _build_unknown_error(key, value)
+    setting = get_settings()[key]
     if isinstance(value, bool) != (setting.type is bool):
-        raise _wrong(
+        raise _build_value_error(
             setting,
             value,
             "is true or false" if isinstance(value, bool) else "is neither true nor false",
         )
     if not _is_writable(value):
         problem = "holds a character that no file can hold, null or half of another one"
-        raise UserError(key, short(ascii(value)), problem, "take it out")
+        raise UserError(key, format_value(ascii(value)), problem, "take it out")
     *path, leaf = key.split(".")
     for name in path:
         tree = tree.setdefault(name, {})
-    tree[leaf] = _listed(setting, value)
+    tree[leaf] = _split_list(setting, value)
 
 
-def _listed(setting: Setting, value: Any) -> Any:
+def _split_list(setting: Setting, value: Any) -> Any:
     """A list where a list is meant and words stand without brackets:
     ``eval.benchmarks=gsm8k,math500``."""
     if not any(get_origin(kind) is tuple for kind in setting.kinds) or not isinstance(
         value, str | int | float
     ):
         return value
-    if type(value) in map(_plain, setting.kinds) or str(value) in _words(setting):
+    if type(value) in map(_strip_constraints, setting.kinds) or str(value) in _list_words(setting):
         return value
     if not isinstance(value, str) or any(letter in value for letter in "[]{}'\""):
         return [value]
     return [word.strip() for word in value.split(",")]
 
 
-def _plain(kind: Any) -> Any:
+def _strip_constraints(kind: Any) -> Any:
     """A type without its limits."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
-def _words(setting: Setting) -> set[str]:
+def _list_words(setting: Setting) -> set[str]:
     return {
         str(word)
         for kind in setting.kinds
@@ -276,19 +280,21 @@ def _words(setting: Setting) -> set[str]:
     }
 
 
-def _unknown(key: str, value: object) -> UserError:
-    near = " or ".join(nearest(key))
+def _build_unknown_error(key: str, value: object) -> UserError:
+    near = " or ".join(find_nearest_settings(key))
     remedy = f"write {near}, if that was meant" if near else "--print-config shows every setting"
     if key in ("rollout.top_p", "rollout.top_k"):
         problem = (
             "is refused in training, whose log-probabilities are those of the distribution "
             "of all tokens"
         )
-        return UserError(key, short(value), problem, f"leave it out; evaluations have {near}")
-    return UserError(key, short(value), "there is no such setting", remedy)
+        return UserError(
+            key, format_value(value), problem, f"leave it out; evaluations have {near}"
+        )
+    return UserError(key, format_value(value), "there is no such setting", remedy)
 
 
-def nearest(key: str) -> list[str]:
+def find_nearest_settings(key: str) -> list[str]:
     """The settings or the section that an unknown dotted key may have meant, empty if none is like
     it.
 
@@ -298,15 +304,15 @@ def nearest(key: str) -> list[str]:
     """
     section, _, leaf = key.lower().rpartition(".")
     initials = f"{section}.{''.join(word[:1] for word in leaf.split('_'))}"
-    if initials in settings():
+    if initials in get_settings():
         return [initials]
 
-    def likeness(other: str) -> float:
+    def compute_likeness(other: str) -> float:
         whole = difflib.SequenceMatcher(None, key.lower(), other).ratio()
         end = difflib.SequenceMatcher(None, leaf, other.rpartition(".")[2]).ratio()
         return max(whole, 0.75 * end + 0.25 * whole)
 
-    same_name = [other for other in settings() if other.rpartition(".")[2] == leaf]
+    same_name = [other for other in get_settings() if other.rpartition(".")[2] == leaf]
     if same_name:
         misspelt = difflib.get_close_matches(key.lower(), same_name, 1, 0.9)
         return (
@@ -314,8 +320,8 @@ def nearest(key: str) -> list[str]:
             or misspelt
             or same_name
         )
-    best = max([*settings(), *sorted(sections())], key=likeness)
-    return [best] if likeness(best) > 0.65 else []
+    best = max([*get_settings(), *sorted(get_sections())], key=compute_likeness)
+    return [best] if compute_likeness(best) > 0.65 else []
 
 
 def _plain_value(value: Any) -> Any:
@@ -361,12 +367,12 @@ def _value(setting: Setting, text: str) -> Any:
         return text
 
 
-def _explain(error: ValidationError) -> Iterator[UserError]:
+def _convert_errors(error: ValidationError) -> Iterator[UserError]:
     """Yield one error for each setting that is wrong."""
     wrong: dict[str, ErrorDetails] = {}
     for each in error.errors():
         names = [str(part) for part in each["loc"]]
-        key = next(key for key in accumulate(names, "{}.{}".format) if key in settings())
+        key = next(key for key in accumulate(names, "{}.{}".format) if key in get_settings())
         # Of a setting that may be of several types, the error that got farthest is of the type that
         # was meant.
         if key not in wrong or len(names) > len(wrong[key]["loc"]):
@@ -379,30 +385,30 @@ def _explain(error: ValidationError) -> Iterator[UserError]:
             inside := details["loc"][-1], str
         ):
             problem = f"{inside}: {problem}"
-        yield _wrong(settings()[key], details["input"], problem)
+        yield _build_value_error(get_settings()[key], details["input"], problem)
 
 
-def _wrong(setting: Setting, value: object, problem: str) -> UserError:
-    default = short(
+def _build_value_error(setting: Setting, value: object, problem: str) -> UserError:
+    default = format_value(
         list(setting.default) if isinstance(setting.default, tuple) else setting.default
     )
-    remedy = f"set {setting.key} to {allowed(setting.type)} (its default is {default})"
-    return UserError(setting.key, short(value), problem, remedy)
+    remedy = f"set {setting.key} to {describe_type(setting.type)} (its default is {default})"
+    return UserError(setting.key, format_value(value), problem, remedy)
 
 
-def allowed(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """Values that a type allows, in words."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return f"{allowed(arguments[0])} {' and '.join(map(_limit, arguments[1:]))}"
+        return f"{describe_type(arguments[0])} {' and '.join(map(_describe_limit, arguments[1:]))}"
     if origin is Literal:
         return " or ".join(str(argument) for argument in arguments)
     if origin in (Union, UnionType):
-        return " or ".join(allowed(argument) for argument in arguments)
+        return " or ".join(describe_type(argument) for argument in arguments)
     if origin is tuple:
-        return f"a list, each element {allowed(arguments[0])}"
+        return f"a list, each element {describe_type(arguments[0])}"
     if origin is dict:
-        return f"names, each with {allowed(arguments[1])}"
+        return f"names, each with {describe_type(arguments[1])}"
     if isinstance(kind, type) and issubclass(kind, Section):
         return f"any of {', '.join(kind.model_fields)}"
     words = {
@@ -415,13 +421,13 @@ def allowed(kind: Any) -> str:
     return "any value" if kind is Any else words[kind]
 
 
-def _limit(limit: Any) -> str:
+def _describe_limit(limit: Any) -> str:
     name = type(limit).__name__
     words = {"Ge": "at least", "Gt": "above", "Le": "at most", "Lt": "below"}
     return f"{words[name]} {getattr(limit, name.lower()):g}"
 
 
-def short(value: object) -> str:
+def format_value(value: object) -> str:
     """A setting's value as YAML would write it, cut to 80 characters."""
     text = (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -432,18 +438,18 @@ def short(value: object) -> str:
 def as_yaml(config: Config) -> str:
     """Every value, under its meaning as a comment; reading the text back gives the same
     configuration."""
-    lines = [f"# Every setting of megatron-dppo {__version__}.", *_section(config, "")]
+    lines = [f"# Every setting of megatron-dppo {__version__}.", *_render_section(config, "")]
     return "\n".join(lines) + "\n"
 
 
-def _section(section: Section, prefix: str) -> Iterator[str]:
+def _render_section(section: Section, prefix: str) -> Iterator[str]:
     indent = "  " * prefix.count(".")
     for name, value in section:
         if isinstance(value, Section):
             yield from ([""] if not prefix else []) + [f"{indent}{name}:"]
-            yield from _section(value, f"{prefix}{name}.")
+            yield from _render_section(value, f"{prefix}{name}.")
             continue
-        setting = settings()[prefix + name]
+        setting = get_settings()[prefix + name]
         meaning = setting.meaning.replace("``", "")
         if setting.choices:
             meaning = f"{meaning} [{', '.join(setting.choices)}]".strip()

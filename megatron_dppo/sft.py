@@ -11,19 +11,19 @@ import numpy as np
 import torch
 
 from megatron_dppo.config import Config, OptimizerConfig
-from megatron_dppo.data.prompts import Pool, WorkedAnswer, load_worked_answers
+from megatron_dppo.data.prompts import Pool, SupervisedExample, load_supervised_examples
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.actor import Responses, Sums, learning_rate
+from megatron_dppo.models.actor import Responses, Sums, compute_learning_rate
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
-from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.process.streams import progress_bar
+from megatron_dppo.parallel.world import World, initialize, shutdown
+from megatron_dppo.process.streams import make_progress_bar
 from megatron_dppo.rl.pack import TrainingSample
-from megatron_dppo.rl.packing import packs_wanted
-from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, lock_run
-from megatron_dppo.trainer.prompt_sampler import check_shares, order_of
+from megatron_dppo.rl.packing import resolve_min_packs
+from megatron_dppo.trainer.assemble import PolicyParts, acquire_run_lock, assemble_policy
+from megatron_dppo.trainer.prompt_sampler import check_shares, make_order
 from megatron_dppo.trainer.resume import record_warm_up
 
 CONSOLE_ROWS = 20
@@ -40,27 +40,27 @@ def sft(config: Config) -> None:
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     with ExitStack() as to_close:
-        check_lock = lock_run(config, world, to_close)
-        to_close.enter_context(closing(Watchdog.of(config, world, PhaseTimers())))
-        _warm_up(config, world, check_lock)
-    shut_down()
+        check_lock = acquire_run_lock(config, world, to_close)
+        to_close.enter_context(closing(Watchdog.from_config(config, world, PhaseTimers())))
+        _run_warm_up(config, world, check_lock)
+    shutdown()
 
 
-def _warm_up(config: Config, world: World, check_lock: Callable[[], None]) -> None:
+def _run_warm_up(config: Config, world: World, check_lock: Callable[[], None]) -> None:
     parts = assemble_policy(config, world, temperature=1.0)
-    answers = world.together(lambda: _load(config, parts))
+    answers = world.run_on_all_ranks(lambda: _load_answers(config, parts))
     out = Path(config.sft.out or Path(config.run.dir) / "sft")
     parts.check_export(out, setting="sft.out")
-    log = MetricsLog(Path(config.run.dir) / "sft-log", resume_step=-1) if world.leads else None
-    console = Console(config.sft.steps) if world.leads else None
+    log = MetricsLog(Path(config.run.dir) / "sft-log", resume_step=-1) if world.is_rank0 else None
+    console = Console(config.sft.steps) if world.is_rank0 else None
     row_every = max(1, config.sft.steps // CONSOLE_ROWS)
     order, timers, size = (
-        order_of(answers, config.run.seed),
+        make_order(answers, config.run.seed),
         PhaseTimers(),
         min(config.sft.batch, len(answers)),
     )
     check_shares(answers, size, "sft.batch")
-    with progress_bar("warm-up steps", config.sft.steps, shown=world.leads) as advance:
+    with make_progress_bar("warm-up steps", config.sft.steps, enabled=world.is_rank0) as advance:
         for step in range(config.sft.steps):
             with timers("step"):
                 batch = [answers[int(i)] for i in order.next_window(size)]
@@ -71,18 +71,18 @@ def _warm_up(config: Config, world: World, check_lock: Callable[[], None]) -> No
             if advance:
                 advance(1, f"loss {metrics['train/loss']:.3f}")
             elif console and (step + 1) % row_every == 0:
-                console.step(step + 1, metrics)
+                console.print_step(step + 1, metrics)
     if log:
         log.close()
-    world.from_leader(check_lock)
+    world.broadcast(check_lock)
     parts.export(out, setting="sft.out")
-    world.from_leader(lambda: record_warm_up(out, config))
+    world.broadcast(lambda: record_warm_up(out, config))
     if console:
-        console.banner([f"warmed-up policy: {out}"])
+        console.print_banner([f"warmed-up policy: {out}"])
 
 
-def _load(config: Config, parts: PolicyParts) -> Pool[WorkedAnswer]:
-    answers = load_worked_answers(parts.config.data, parts.tokenizer)
+def _load_answers(config: Config, parts: PolicyParts) -> Pool[SupervisedExample]:
+    answers = load_supervised_examples(parts.config.data, parts.tokenizer)
     unit = config.layout.pack_multiple
     longest = answers.longest
     if longest > config.usable_pack:
@@ -96,14 +96,17 @@ def _load(config: Config, parts: PolicyParts) -> Pool[WorkedAnswer]:
 
 
 def _update(
-    parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], step: int
+    parts: PolicyParts, config: Config, batch: Sequence[SupervisedExample], step: int
 ) -> dict[str, float]:
     tokens = sum(len(answer.response_ids) for answer in batch)
-    rate, least = _rate(config, step), packs_wanted(config.pack.min_per_rank, config.layout.pp)
-    packs = parts.pack(
-        [_row(a, tokens) for a in batch], replicas=parts.world.dp, min_per_rank=least
+    rate, least = (
+        _compute_rate(config, step),
+        resolve_min_packs(config.pack.min_per_rank, config.layout.pp),
     )
-    result = parts.actor.update([pack for _, pack in packs], _negative_log_likelihood, lr=rate)
+    packs = parts.pack(
+        [_build_sample(a, tokens) for a in batch], replicas=parts.world.dp, min_per_rank=least
+    )
+    result = parts.actor.update([pack for _, pack in packs], _compute_loss, lr=rate)
     return {
         "train/loss": result.sums["train/loss"],
         "train/entropy_loss": result.sums["entropy"] / tokens,
@@ -113,7 +116,7 @@ def _update(
     }
 
 
-def _row(answer: WorkedAnswer, tokens: int) -> TrainingSample:
+def _build_sample(answer: SupervisedExample, tokens: int) -> TrainingSample:
     length = len(answer.response_ids)
     return TrainingSample(
         prompt_ids=answer.prompt_ids,
@@ -126,13 +129,13 @@ def _row(answer: WorkedAnswer, tokens: int) -> TrainingSample:
     )
 
 
-def _negative_log_likelihood(responses: Responses) -> tuple[torch.Tensor, Sums]:
+def _compute_loss(responses: Responses) -> tuple[torch.Tensor, Sums]:
     loss = -(responses.logprobs * responses.columns["scale"]).sum()
     return loss, {"train/loss": loss.detach(), "entropy": responses.entropy.sum()}
 
 
-def _rate(config: Config, step: int) -> float:
+def _compute_rate(config: Config, step: int) -> float:
     settings = OptimizerConfig(
         lr=config.sft.lr, schedule="cosine", warmup_steps=config.sft.warmup_steps
     )
-    return learning_rate(settings, step, config.sft.steps)
+    return compute_learning_rate(settings, step, config.sft.steps)

@@ -18,22 +18,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron_dppo.bridge.checkpoint_folder import TRACKER, damaged
+from megatron_dppo.bridge.checkpoint_folder import TRACKER, build_corruption_error
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.estimate.assumptions import GPUS
-from megatron_dppo.estimate.memory import parameters_of
-from megatron_dppo.evaluation.evaluator import Evaluator, evaluate, open_verifiers
+from megatron_dppo.estimate.memory import count_parameter_kinds
+from megatron_dppo.evaluation.evaluator import Evaluator, evaluate, start_verifiers
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_sharing
 from megatron_dppo.observe.timers import PhaseTimers, Profiler, Usage
 from megatron_dppo.observe.watchdog import Watchdog
-from megatron_dppo.parallel.world import World, initialize, shut_down
+from megatron_dppo.parallel.world import World, initialize, shutdown
 from megatron_dppo.process import lifetime
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import StepMetadata, StepPlan
-from megatron_dppo.rollout.metadata import staleness
+from megatron_dppo.rollout.metadata import compute_staleness
 from megatron_dppo.rollout.step_rollouts import (
     CompleteRollouts,
     StepRollouts,
@@ -41,10 +41,15 @@ from megatron_dppo.rollout.step_rollouts import (
     write_in_flight,
 )
 from megatron_dppo.trainer.agreement import check_agreement
-from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, load_pools, lock_run
+from megatron_dppo.trainer.assemble import (
+    PolicyParts,
+    acquire_run_lock,
+    assemble_policy,
+    load_pools,
+)
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.collapse import CollapseGuard
-from megatron_dppo.trainer.functions import adopt_functions
+from megatron_dppo.trainer.functions import register_functions
 from megatron_dppo.trainer.learner import Learner
 from megatron_dppo.trainer.prompt_sampler import PromptSampler
 from megatron_dppo.trainer.resume import PROMPTS, SEGMENTS, is_unchanged
@@ -62,9 +67,9 @@ def train(config: Config) -> None:
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     with ExitStack() as to_close:  # also when the run fails
-        workers = to_close.enter_context(closing(RewardWorkers.of(config.reward)))
+        workers = to_close.enter_context(closing(RewardWorkers.from_config(config.reward)))
         Trainer(config, world, workers, to_close).run()
-    shut_down()
+    shutdown()
 
 
 class Trainer:
@@ -79,31 +84,35 @@ class Trainer:
         self.profile = Profiler(
             self.folder, config.run.profile, rank=world.rank, on_cuda=on_cuda, timers=self.timers
         )
-        self.check_lock = lock_run(config, world, to_close)
-        to_close.enter_context(closing(Watchdog.of(config, world, self.timers)))
-        world.together(workers.wait_ready)
+        self.check_lock = acquire_run_lock(config, world, to_close)
+        to_close.enter_context(closing(Watchdog.from_config(config, world, self.timers)))
+        world.run_on_all_ranks(workers.wait_ready)
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
         # A bad row is named before any server is started.
         self.pool, self.held_out, offline = load_pools(self.policy)
-        world.together(lambda: adopt_functions(config), what="import of functions")
+        world.run_on_all_ranks(
+            lambda: register_functions(config), description="import of functions"
+        )
         self.learner = Learner(self.policy, self.timers)
-        weights, gpu = parameters_of(self.policy.shape), GPUS[config.cluster.gpu]
+        weights, gpu = count_parameter_kinds(self.policy.shape), GPUS[config.cluster.gpu]
         self.usage = Usage(
             world,
             self.policy.shape,
             weights.matrices,
             weights.head,
-            gpu.rate(config.model.dtype),
+            gpu.get_peak_flops(config.model.dtype),
             frozen=config.model.lora.rank > 0,
         )
-        self.engine = to_close.enter_context(closing(self.policy.engine()))
+        self.engine = to_close.enter_context(closing(self.policy.build_engine()))
         self.collector = to_close.enter_context(
-            closing(self.policy.collector(self.engine, workers, offline))
+            closing(self.policy.build_collector(self.engine, workers, offline))
         )
-        verifiers = open_verifiers(
+        verifiers = start_verifiers(
             config, world, self.held_out, to_close, {config.reward.spec: workers}
         )
-        self.evaluator = Evaluator(config, world, self.policy.collectors(self.engine, verifiers))
+        self.evaluator = Evaluator(
+            config, world, self.policy.build_collectors(self.engine, verifiers)
+        )
         self.sampler = PromptSampler(config, self.pool)
         self.checkpoints = Checkpoints(config, world)
         self.guard = CollapseGuard(config.run)
@@ -120,7 +129,7 @@ class Trainer:
         """All the steps that are left."""
         last = self.config.run.steps
         if self.step >= last:
-            self._show()
+            self._print_result()
             return
         self.sync(self.version)
         agreement = self.check_agreement()
@@ -135,36 +144,42 @@ class Trainer:
                 if self.config.rollout.colocated:
                     self.engine.pause()
                 plan = self.plan(rollouts)
-                self.ask_ahead()
+                self.request_ahead()
                 metrics = self.train(plan, rollouts)
             self.step += 1
             events, notes = self.engine.take_events()
-            notes = (*notes, *lifetime.taken_signals())
+            notes = (*notes, *lifetime.list_replaced_handlers())
             seconds = self.timers.take()
             usage = self.usage.measure(plan, seconds)
             self.logger.record(rollouts, plan, metrics | events | seconds | usage, notes)
-            if self.step == last or _due(self.step, self.config.eval.every):
+            if self.step == last or _is_due(self.step, self.config.eval.every):
                 self.evaluate()
-            self.world.from_leader(self.check_lock)
+            self.world.broadcast(self.check_lock)
             self.logger.write(self.step)
-            state = lifetime.stop_asked(), self.checkpoints.is_written()
+            state = lifetime.is_stop_requested(), self.checkpoints.is_written()
             asked, written = zip(*self.world.gather(state), strict=True)
             if all(written):
                 self.checkpoints.finish()
-            stopping = self.step < last and (any(asked) or self.guard.hopeless)
-            if stopping or self.step == last or _due(self.step, self.config.run.checkpoint_every):
+            stopping = self.step < last and (any(asked) or self.guard.is_collapsed)
+            if (
+                stopping
+                or self.step == last
+                or _is_due(self.step, self.config.run.checkpoint_every)
+            ):
                 self.save()
             if stopping:
                 self.checkpoints.finish()
                 raise (
-                    self.guard.error() if self.guard.hopeless else lifetime.StoppedError(self.step)
+                    self.guard.build_error()
+                    if self.guard.is_collapsed
+                    else lifetime.StoppedError(self.step)
                 )
         self.checkpoints.finish()
         if self.config.run.export:
             self.policy.export_run()
         self.logger.finish(self.guard.best)
 
-    def _show(self) -> None:
+    def _print_result(self) -> None:
         """Show the final result of a finished run, and write only files that a kill has left
         out."""
         exported, tracker = (
@@ -172,16 +187,16 @@ class Trainer:
             self.folder / "checkpoints" / TRACKER,
         )
         due = partial(_is_older, exported, tracker)
-        if self.config.run.export and self.world.from_leader(due):
+        if self.config.run.export and self.world.broadcast(due):
             self.policy.export_run()
         self.logger.finish()
 
     def select(self, step: int) -> StepRollouts:
         """Draw a step's prompts from the next window of candidates; the draw's probabilities come
         with them."""
-        return StepRollouts(self.world.from_leader(lambda: self.sampler.select(step)), step)
+        return StepRollouts(self.world.broadcast(lambda: self.sampler.select(step)), step)
 
-    def ask_ahead(self) -> None:
+    def request_ahead(self) -> None:
         """Ask for the rollouts of the next ``rollout.ahead`` steps, and wait for nothing."""
         for place in range(min(self.config.rollout.ahead, self.config.run.steps - self.step - 1)):
             if place == len(self.queue):
@@ -191,28 +206,30 @@ class Trainer:
 
     def request(self, rollouts: StepRollouts) -> None:
         """Ask for a step's rollouts, or for the rest of them, if that is not done."""
-        if not rollouts.under_way and rollouts.complete is None:
+        if not rollouts.is_pending and rollouts.complete is None:
             self.collector.request(self.pool, rollouts)
 
     def roll_out(self, rollouts: StepRollouts) -> CompleteRollouts:
         """Generate and score; every rank its own share."""
         with self.timers("rollout"):
             self.request(rollouts)
-            return self.complete(rollouts)
+            return self.collect_rollouts(rollouts)
 
-    def complete(self, rollouts: StepRollouts) -> CompleteRollouts:
+    def collect_rollouts(self, rollouts: StepRollouts) -> CompleteRollouts:
         """Wait for a step's rollouts; where its rule replaces prompts that are of no use, roll out
         more of them."""
         if rollouts.complete is not None:
             return rollouts.complete
         rounds, step = [self.collector.finish(rollouts)], rollouts.step
-        collected, select_more = self.collector.collected(rounds), self.sampler.select_more
-        while more := self.world.from_leader(
+        collected, select_more = self.collector.merge(rounds), self.sampler.select_round
+        while more := self.world.broadcast(
             partial(select_more, step, collected.metadata, len(rounds))
         ):
-            request = self.collector.request(self.pool, StepRollouts(more, step), again=len(rounds))
+            request = self.collector.request(
+                self.pool, StepRollouts(more, step), attempt=len(rounds)
+            )
             rounds.append(self.collector.finish(request))
-            collected = self.collector.collected(rounds)
+            collected = self.collector.merge(rounds)
         rollouts.finish(collected)
         return collected
 
@@ -220,32 +237,34 @@ class Trainer:
         """Decide on one rank what is trained on, with which weight, and where: from lengths and
         rewards, and from the prompts for what packs share."""
         config, metadata = choose_sharing(self.config, self.policy.shape), rollouts.metadata
-        plan_with = planner(self.policy, self.pool, metadata, self.step)
+        plan_with = make_planner(self.policy, self.pool, metadata, self.step)
 
         def decide() -> StepPlan:
             plan = plan_with(config)
             inflation = plan.metrics.get("prune/variance_inflation", 1.0)
             return replace(
-                plan, metrics={**plan.metrics, **self.sampler.remember(metadata, inflation)}
+                plan, metrics={**plan.metrics, **self.sampler.update_history(metadata, inflation)}
             )
 
         with self.timers("plan"):
-            return self.world.from_leader(decide)
+            return self.world.broadcast(decide)
 
     def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
         """Update the actor as planned, and the engine with it. A plan that keeps nothing leaves
         their version alone."""
         colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
-        metrics = staleness(rollouts.metadata, self.version, bound=self.config.rollout.ahead)
-        learned = self.learner.learn(plan, rollouts.held, self.step, version=self.version)
+        metrics = compute_staleness(
+            rollouts.metadata, self.version, bound=self.config.rollout.ahead
+        )
+        learned = self.learner.train(plan, rollouts.held, self.step, version=self.version)
         has_gradient = learned.get("train/grad_norm", 0.0) > 0.0
-        self.guard.trained(updated=has_gradient, reward=rollouts.metrics["rollout/raw_reward"])
+        self.guard.record_step(updated=has_gradient, reward=rollouts.metrics["rollout/raw_reward"])
         if plan.updates or colocated:  # an engine that gave its memory back has no weights left
             with self.timers("update_weights"):
                 self.sync(
                     self.version + plan.updates
                 )  # one step's update is one version: the bound counts them
-        if plan.updates and _due(self.version, every):
+        if plan.updates and _is_due(self.version, every):
             metrics |= self.check_agreement()
         return metrics | learned
 
@@ -264,21 +283,21 @@ class Trainer:
         if self.held_out:
             with self.timers("eval"):
                 result = evaluate(self.evaluator, self.held_out, self.config)
-            self.guard.evaluated(result.metrics.get("eval/accuracy"))
-            self.logger.evaluated(self.step, result, self.timers.take())
+            self.guard.record_evaluation(result.metrics.get("eval/accuracy"))
+            self.logger.add_evaluation(self.step, result, self.timers.take())
             if self.step == 0:
                 self.logger.write(0)
 
     def save(self) -> None:
         """Write a checkpoint. Partial rollouts are part of it, and resume at once. Restarting them
         would favour short completions: a batch is rarely unfinished without a long completion."""
-        under_way = [rollouts for rollouts in self.queue if rollouts.under_way]
-        broken_off = self.collector.break_off(under_way)
+        under_way = [rollouts for rollouts in self.queue if rollouts.is_pending]
+        broken_off = self.collector.interrupt(under_way)
         for rollouts in under_way:
-            self.request(rollouts) if broken_off else self.complete(rollouts)
+            self.request(rollouts) if broken_off else self.collect_rollouts(rollouts)
         steps = list(self.queue)
         write = partial(write_in_flight, steps=steps, world=self.world) if steps else None
-        best = self.guard.saving(self.step)
+        best = self.guard.update_best(self.step)
         state = {"version": self.version, **self.guard.state_dict(), **self.sampler.state_dict()}
         with self.timers("save"):
             self.checkpoints.save(self.policy.actor, self.step, state, write, also_keep=best)
@@ -292,7 +311,7 @@ class Trainer:
         try:
             self.version = state.get("version", self.step)
             self.guard.load_state_dict(state)
-            same_prompts, same_segments = self.world.from_leader(
+            same_prompts, same_segments = self.world.broadcast(
                 lambda: [
                     is_unchanged(self.folder, self.step, self.config, keys)
                     for keys in (PROMPTS, SEGMENTS)
@@ -311,7 +330,9 @@ class Trainer:
             ValueError,
             AttributeError,
         ) as error:  # without checksums none knew
-            raise damaged(place, "run.dir", f"does not hold a run's state ({error!r})") from error
+            raise build_corruption_error(
+                place, "run.dir", f"does not hold a run's state ({error!r})"
+            ) from error
         self.queue.extend(steps)
         for later, rollouts in enumerate(
             steps
@@ -320,24 +341,26 @@ class Trainer:
                 self.version + later - self.config.rollout.ahead,
                 self.policy.routing is not None,
             )
-            fits = same_segments and rollouts.fit(self.config, oldest=oldest, routed=routed)
+            fits = same_segments and rollouts.can_resume(
+                self.config, min_version=oldest, needs_routing=routed
+            )
             if not all(self.world.gather(fits)):
-                rollouts.restart()
+                rollouts.reset()
 
 
-def planner(
+def make_planner(
     parts: PolicyParts[Actor], pool: PromptPool, metadata: StepMetadata, step: int
 ) -> Callable[[Config], StepPlan]:
     """Return ``plan_step`` of a configuration for a step's groups on these ranks. Only the leader
     may call it."""
     config, world = choose_sharing(parts.config, parts.shape), parts.world
-    shares = world.leads and config.pack.share_prefixes != "off"
+    shares = world.is_rank0 and config.pack.share_prefixes != "off"
     return partial(
         plan_step,
         metadata,
         replicas=world.dp,
         align=config.layout.row_multiple,
-        capacity_multiple=world.capacity_multiple(config.layout, config.pack.max_tokens),
+        capacity_multiple=world.compute_capacity_multiple(config.layout, config.pack.max_tokens),
         step=step,
         pipeline=config.layout.pp,
         hidden=parts.shape.hidden,
@@ -345,10 +368,10 @@ def planner(
     )
 
 
-def _is_older(file: Path, than: Path) -> bool:
+def _is_older(file: Path, reference: Path) -> bool:
     """Also where there is none."""
-    return not file.exists() or file.stat().st_mtime < than.stat().st_mtime
+    return not file.exists() or file.stat().st_mtime < reference.stat().st_mtime
 
 
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0

@@ -145,10 +145,10 @@ def policy(
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> object:
     """A tokenizer of single characters, of at most 512 tokens."""
     from megatron_dppo.data.tokenizer import load_tokenizer
-    from megatron_dppo.init import character_tokenizer, write_tokenizer
+    from megatron_dppo.init import build_character_tokenizer, write_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(character_tokenizer(), folder, max_tokens=512)
+    write_tokenizer(build_character_tokenizer(), folder, max_tokens=512)
     return load_tokenizer(folder)
 
 

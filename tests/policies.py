@@ -12,7 +12,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.init import character_tokenizer, write_model, write_tokenizer
+from megatron_dppo.init import build_character_tokenizer, write_model, write_tokenizer
 from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.shape import check_megatron, read_shape
 
@@ -58,7 +58,7 @@ def make_policy(
 def write_policy(path: Path, **options: Any) -> Path:
     """Write ``make_policy`` with a tokenizer of single characters."""
     make_policy(**options).save_pretrained(path)
-    write_tokenizer(character_tokenizer(), path, max_tokens=512)
+    write_tokenizer(build_character_tokenizer(), path, max_tokens=512)
     return path
 
 

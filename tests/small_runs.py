@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import Config
-from megatron_dppo.init import character_tokenizer, write_tokenizer
+from megatron_dppo.init import build_character_tokenizer, write_tokenizer
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import StepPlan
@@ -40,7 +40,7 @@ def write_run(folder: Path) -> Path:
     """Write a policy, and a file for each of ``REWARDS``."""
     folder.mkdir(exist_ok=True)
     write_policy(folder / "hf", layers=2)
-    write_tokenizer(character_tokenizer(), folder / "hf", max_tokens=128)
+    write_tokenizer(build_character_tokenizer(), folder / "hf", max_tokens=128)
     for name, reward in REWARDS.items():
         (folder / f"{name}.py").write_text(REWARD.format(reward=reward))
     return folder

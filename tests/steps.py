@@ -26,7 +26,7 @@ from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rl.pack import LEAST_SHARED
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan
-from megatron_dppo.rollout.metadata import metadata_of
+from megatron_dppo.rollout.metadata import build_metadata
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 from megatron_dppo.trainer.learner import Learner
 from tests.ranks import RankPool
@@ -79,7 +79,7 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
             completions[2].token_ids[: len(common)] = common
         rewards = rng.permutation([1.0, 0.0, 0.0, 1.0 if index % 2 else 0.0])
         groups.append(Group(prompt, completions, rewards))
-    made = metadata_of(
+    made = build_metadata(
         groups, np.array([1.0, 0.5, 0.25, 0.2, 0.7, 1.0]), samples=SAMPLES, segments=0, owner=0
     )
     score_norms = rng.uniform(0.5, 2.0, (QUERIES, SAMPLES))
@@ -135,7 +135,7 @@ def step_of_sequences(ranks: int) -> tuple[StepMetadata, list[Group]]:
 def describe_again(metadata: StepMetadata, groups: list[Group]) -> StepMetadata:
     """Return the metadata of changed groups, with the owners, score norms and window of
     ``metadata``."""
-    made = metadata_of(groups, metadata.prompt_inclusion, samples=SAMPLES, segments=0, owner=0)
+    made = build_metadata(groups, metadata.prompt_inclusion, samples=SAMPLES, segments=0, owner=0)
     same = {
         "score_norms": metadata.score_norms,
         "owners": metadata.owners,

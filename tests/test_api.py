@@ -152,14 +152,14 @@ def test_a_failed_run_gives_the_calling_process_its_reason(
     config = load_config(run={"dir": str(tmp_path)})
     with ThreadPoolExecutor() as pool:
         code = pool.submit(
-            start_ranks, "tests.launch.jobs:fail_everywhere", config, 2, failed=reasons.append
+            start_ranks, "tests.launch.jobs:fail_everywhere", config, 2, on_failure=reasons.append
         ).result()
     said = "error: layout.tp = 3\n  problem  is a mistake seen everywhere\n  remedy   Mend it"
     assert (code, reasons) == (2, [said]) and capfd.readouterr().err == f"{said}\n"
     failed = RunFailedError(code, *reasons)
     assert (failed.code, str(failed)) == (2, f"the run ended with exit code 2:\n{said}")
     assert pickle.loads(pickle.dumps(failed)).reason == said
-    code = start_ranks("tests.launch.jobs:killed_on_rank_one", config, 2, failed=reasons.append)
+    code = start_ranks("tests.launch.jobs:killed_on_rank_one", config, 2, on_failure=reasons.append)
     assert (
         code == 137
         and reasons[1] == "error: rank 1 was ended by SIGKILL (was the machine out of memory?)"
@@ -206,11 +206,11 @@ def test_rows_are_reported_once_and_whole_by_a_resumed_run(tmp_path: Path) -> No
     file, draft = tmp_path / "metrics.jsonl", tmp_path / "draft"
     file.write_text('{"step": 1, "of": 1}\n')
     follower = RowFollower(tmp_path, told.append)
-    follower.look()
+    follower.read_new_rows()
     draft.write_text('{"step": 1, "of": 2}\n{"step"')
     draft.replace(file)
-    follower.look()
+    follower.read_new_rows()
     assert told == [{"step": 1, "of": 2}]
     file.write_text('{"step": 1, "of": 2}\n{"step": 2, "of": 2}\n')
-    follower.look()
+    follower.read_new_rows()
     assert told == [{"step": 1, "of": 2}, {"step": 2, "of": 2}]

@@ -9,11 +9,11 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS
-from megatron_dppo.bridge.hf_directory import adapter_config
+from megatron_dppo.bridge.hf_directory import build_adapter_config
 from megatron_dppo.cli import main
 from megatron_dppo.config.run import LoraConfig
 from megatron_dppo.settings import as_yaml, load_config
-from megatron_dppo.trainer.writer import Writer, write_state
+from megatron_dppo.trainer.writer import CheckpointFormat, write_state
 from tests.bridge.conversions import same, to_megatron, weights
 from tests.report.made_up import write_run
 from tests.small_runs import write_run as write_with_tokenizer
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_an_earlier_version_is_exported(run: Path, tmp_path: Pat
     """Its checksums have another form, so that nothing is checked."""
     old = shutil.copytree(run, tmp_path / "old")
     place = old / "checkpoints/iter_0000004"
-    write_state(place, {}, Writer("fp32", "fully_reshardable"))
+    write_state(place, {}, CheckpointFormat("fp32", "fully_reshardable"))
     (place / CHECKSUMS).write_text('{"format": 1, "files": {}}')
     assert main(["export", str(old), str(tmp_path / "out")]) == 0
     assert same(weights(tmp_path / "out"), weights(run / "initial/hf"))
@@ -125,7 +125,7 @@ def test_an_adapter_names_its_base_by_an_absolute_path(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "policy").mkdir(parents=True)
     named = [
-        adapter_config(base, LoraConfig(rank=4))["base_model_name_or_path"]
+        build_adapter_config(base, LoraConfig(rank=4))["base_model_name_or_path"]
         for base in ("models/policy", "a/b")
     ]
     assert named == [str(tmp_path / "models" / "policy"), "a/b"]

@@ -21,8 +21,8 @@ import pytest
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MistakesError, UserError
-from megatron_dppo.settings import load_config, settings
-from megatron_dppo.trainer.preflight import mistakes, prepare_data
+from megatron_dppo.settings import get_settings, load_config
+from megatron_dppo.trainer.preflight import find_mistakes, prepare_data
 from tests.policies import write_policy
 
 CASES, FIRST = int(os.environ.get("FUZZ_CASES", "100")), int(os.environ.get("FUZZ_SEED", "0"))
@@ -120,7 +120,7 @@ def words_of(folder: Path) -> list[str]:
 
 def of_settings(folder: Path, rng: random.Random) -> Config:
     """Some settings have hostile values."""
-    keys = rng.sample([key for key in settings() if key != "run.dir"], rng.randint(1, 4))
+    keys = rng.sample([key for key in get_settings() if key != "run.dir"], rng.randint(1, 4))
     odd = [f"{key}={rng.choice(VALUES)}" for key in keys]
     return load_config(None, [*words_of(folder), *odd])
 
@@ -189,7 +189,7 @@ def find_fault(number: int, whole: Path, folder: Path) -> str:
     try:
         with limit_time():
             config = kind(folder, rng)
-            if not (found := [*mistakes(config, "train")]):
+            if not (found := [*find_mistakes(config, "train")]):
                 prepare_data(config, "train")
             assert all(
                 str(each).isprintable() or "\n" in str(each) or "\t" in str(each) for each in found

@@ -13,7 +13,7 @@ from megatron_dppo.config import DataConfig
 from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.estimate.memory import shape_of
+from megatron_dppo.estimate.memory import resolve_shape
 from megatron_dppo.hub import data_files, is_id, policy_folder
 from megatron_dppo.init import write_model
 
@@ -87,7 +87,8 @@ def test_a_policy_is_named_by_id_folder_or_run(
     snapshot = publish(cache, "model", "Org/Tiny", model_files)
     assert policy_folder("Org/Tiny") == snapshot
     assert (
-        shape_of("Org/Tiny").num_layers == 2 and len(load_tokenizer(policy_folder("Org/Tiny"))) > 9
+        resolve_shape("Org/Tiny").num_layers == 2
+        and len(load_tokenizer(policy_folder("Org/Tiny"))) > 9
     )
     (tmp_path / "run").mkdir()
     assert policy_folder("run") == Path("run")

@@ -19,12 +19,12 @@ from megatron_dppo.models.actor import Actor
 from megatron_dppo.probe_batch import (
     LEARNING_STEPS,
     Costs,
-    gain,
-    line,
-    noise_scale,
-    own_pair,
+    configure_pruning,
+    estimate_cost_line,
+    estimate_gain,
+    estimate_noise_scale,
+    get_configured_pair,
     probe_batch,
-    pruned,
 )
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
@@ -53,39 +53,43 @@ def test_the_interval_holds_the_noise_scale_in_95_of_100_runs() -> None:
     whole, halves = (
         np.reshape(each, (200, 12)) for each in squares(0.1, 9.0, batch=64, steps=2400)
     )
-    found = [noise_scale(*each, batch=64) for each in zip(whole, halves, strict=True)]
+    found = [estimate_noise_scale(*each, batch=64) for each in zip(whole, halves, strict=True)]
     assert 0.9 <= np.mean([each.low < 90.0 < each.high for each in found]) <= 0.99
 
 
 def test_a_gradient_of_noise_alone_has_no_upper_bound() -> None:
-    found = noise_scale(*squares(0.0, 9.0, batch=64, steps=12), batch=64)
+    found = estimate_noise_scale(*squares(0.0, 9.0, batch=64, steps=12), batch=64)
     assert found.high == math.inf and found.low > 64.0
 
 
 def test_seconds_are_fitted_by_size_and_never_negative() -> None:
-    assert line([100, 200, 110, 190], [12, 22, 13, 21]) == pytest.approx((2.0, 0.1))
-    assert line([100, 105], [10, 12]) == pytest.approx((0.0, 12 / 105)), (
+    assert estimate_cost_line([100, 200, 110, 190], [12, 22, 13, 21]) == pytest.approx((2.0, 0.1))
+    assert estimate_cost_line([100, 105], [10, 12]) == pytest.approx((0.0, 12 / 105)), (
         "sizes are too near to each other"
     )
-    assert line([100, 200], [5, 20]) == pytest.approx((0.0, 0.1)), "the line is negative at 0"
-    assert line([0, 0], [1, 1]) == (1.0, 0.0)
+    assert estimate_cost_line([100, 200], [5, 20]) == pytest.approx((0.0, 0.1)), (
+        "the line is negative at 0"
+    )
+    assert estimate_cost_line([0, 0], [1, 1]) == (1.0, 0.0)
 
 
 def test_a_smaller_batch_gains_nothing() -> None:
     costs = Costs(0.0, 0.0, generated=0.3, trained=0.1)
     unpruned = np.array([[1.0, 1.0, 100.0, 80.0], [2.0, 2.0, 120.0, 70.0]])
     half = unpruned * [1.0, 2.0, 0.5, 0.5]
-    assert gain(unpruned, unpruned, costs).value == 1.0
-    assert gain(half, unpruned, costs).value == pytest.approx(1.0)
+    assert estimate_gain(unpruned, unpruned, costs).value == 1.0
+    assert estimate_gain(half, unpruned, costs).value == pytest.approx(1.0)
     fixed = Costs(0.0, 10.0, generated=0.3, trained=0.1)
-    assert gain(half, unpruned, fixed).value < 0.9, "fixed seconds are spent whatever the batch"
+    assert estimate_gain(half, unpruned, fixed).value < 0.9, (
+        "fixed seconds are spent whatever the batch"
+    )
 
 
 def test_shares_are_those_of_the_configuration() -> None:
-    assert own_pair(load_config("configs/quickstart.yaml", ())) == (0.85, "auto")
-    assert own_pair(load_config(None, ["pruning.completions.rule=top_k"])) is None
-    assert own_pair(
-        pruned(load_config(None, ["pruning.completions.rule=top_k"]), (0.3, "auto"))
+    assert get_configured_pair(load_config("configs/quickstart.yaml", ())) == (0.85, "auto")
+    assert get_configured_pair(load_config(None, ["pruning.completions.rule=top_k"])) is None
+    assert get_configured_pair(
+        configure_pruning(load_config(None, ["pruning.completions.rule=top_k"]), (0.3, "auto"))
     ) == (0.3, "auto")
 
 
@@ -101,12 +105,12 @@ def run_probe(rank: int, size: int, config: Config, as_json: bool) -> dict[str, 
 
     def measure(whole: Any, halves: Any, batch: int) -> Any:
         squares.append((whole, halves))
-        return noise_scale(whole, halves, batch)
+        return estimate_noise_scale(whole, halves, batch)
 
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
         mock.patch.object(command, "assemble_policy", assemble),
-        mock.patch.object(command, "noise_scale", measure),
+        mock.patch.object(command, "estimate_noise_scale", measure),
     ):
         probe_batch(config, steps=STEPS, as_json=as_json)
     ((after, before),) = assembled

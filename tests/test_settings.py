@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from megatron_dppo.config import BranchConfig, Config, replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.settings import as_yaml, load_config, nearest, settings
+from megatron_dppo.settings import as_yaml, find_nearest_settings, get_settings, load_config
 
 REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
 CORE = [12, 31, 15, "1_0", 3, "1:30", True, 0.5, math.inf, None]
@@ -68,7 +68,8 @@ def test_overrides_win_over_the_file_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", VALUES)
 def test_an_override_has_the_type_of_its_setting(override: str) -> None:
     assert (
-        dict(load_config(None, [override]).leaves())[override.partition("=")[0]] == VALUES[override]
+        dict(load_config(None, [override]).iter_settings())[override.partition("=")[0]]
+        == VALUES[override]
     )
 
 
@@ -100,8 +101,8 @@ def test_numpy_numbers_and_paths_are_taken() -> None:
 
 def test_every_setting_is_printed_with_its_meaning() -> None:
     text = as_yaml(Config())
-    assert list(settings()) == [key for key, _ in Config().leaves()]
-    for key in settings():
+    assert list(get_settings()) == [key for key, _ in Config().iter_settings()]
+    for key in get_settings():
         assert f"{key.rpartition('.')[2]}:" in text
     assert "# Tensor-parallel ranks.\n  tp: 1\n" in text
 
@@ -109,7 +110,7 @@ def test_every_setting_is_printed_with_its_meaning() -> None:
 @pytest.mark.parametrize("key", REFUSALS["unknown"])
 def test_an_unknown_key_names_the_nearest(key: str) -> None:
     meant = REFUSALS["unknown"][key]
-    assert nearest(key) == meant
+    assert find_nearest_settings(key) == meant
     with pytest.raises(UserError) as caught:
         load_config(None, [f"{key}=1"])
     assert caught.value.setting == key

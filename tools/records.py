@@ -38,7 +38,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 from safetensors import safe_open  # noqa: E402
 
-from megatron_dppo.init import character_tokenizer, write_tokenizer  # noqa: E402
+from megatron_dppo.init import build_character_tokenizer, write_tokenizer  # noqa: E402
 from tests.commands import Command  # noqa: E402
 from tests.laws.test_resume import kill_when  # noqa: E402
 from tests.policies import write_family, write_policy  # noqa: E402
@@ -113,10 +113,10 @@ def write_policies(folder: Path) -> None:
     write_policy(folder / "teacher", layers=3, hidden=64, seed=11)
     write_family(folder / "experts", "Qwen3MoeForCausalLM")
     for name in ("teacher", "experts"):
-        write_tokenizer(character_tokenizer(), folder / name, max_tokens=128)
+        write_tokenizer(build_character_tokenizer(), folder / name, max_tokens=128)
 
 
-def take(folder: Path, name: str) -> Record:
+def make_record(folder: Path, name: str) -> Record:
     """Run ``name`` in ``folder``, which holds the policies, and return its record."""
     began = time.monotonic()
     run, server = folder / name, RecordingServer()
@@ -142,12 +142,14 @@ def take(folder: Path, name: str) -> Record:
         record["metrics"] = {f"step {row['step']}": row for row in rows(run)}
         record["pruning.jsonl"] = hashlib.sha256((run / "pruning.jsonl").read_bytes()).hexdigest()
         exported = sorted(file for file in (run / "hf").rglob("*") if file.is_file())
-        record["export"] = {str(file.relative_to(run / "hf")): digest(file) for file in exported}
+        record["export"] = {
+            str(file.relative_to(run / "hf")): compute_digest(file) for file in exported
+        }
         record["requests"] = dict(enumerate(server.read_requests(folder)))
     return record
 
 
-def digest(file: Path) -> str:
+def compute_digest(file: Path) -> str:
     """Return SHA-256 of a file; of a safetensors file, of the tensors, because equal tensors may
     have other headers."""
     if file.suffix != ".safetensors":
@@ -160,12 +162,14 @@ def digest(file: Path) -> str:
     return content.hexdigest()
 
 
-def differences(before: Any, after: Any, place: str = "") -> list[str]:
+def find_differences(before: Any, after: Any, place: str = "") -> list[str]:
     """Return a line for each value that differs: place, exact text before, exact text after (null:
     absent)."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = dict.fromkeys([*before, *after])
-        parts = [differences(before.get(key), after.get(key), f"{place} / {key}") for key in keys]
+        parts = [
+            find_differences(before.get(key), after.get(key), f"{place} / {key}") for key in keys
+        ]
         return [line for part in parts for line in part]
     old, new = (
         "{…}" if isinstance(value, dict) else json.dumps(value) for value in (before, after)
@@ -191,7 +195,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.command == "compare":
         before, after = (json.loads((folder / FILE).read_text()) for folder in options.folders)
-        found = differences(before, after)
+        found = find_differences(before, after)
         print(*found, f"{len(found)} differences", sep="\n")
         return int(bool(found))
 
@@ -203,7 +207,9 @@ def main() -> int:
     folder.mkdir(parents=True)
     write_policies(folder / "policies")
     with ThreadPoolExecutor(options.workers) as workers:
-        records = dict(zip(names, workers.map(lambda name: take(folder, name), names), strict=True))
+        records = dict(
+            zip(names, workers.map(lambda name: make_record(folder, name), names), strict=True)
+        )
     (folder / FILE).write_text(json.dumps(records, indent=1) + "\n")
     failed = [
         f"{name}: see {folder}/{name}.log"
@@ -211,7 +217,7 @@ def main() -> int:
         if record["exit code"]
     ]
     if {"default", "resume"} <= records.keys():
-        failed += differences(records["default"], records["resume"], "default and resume")
+        failed += find_differences(records["default"], records["resume"], "default and resume")
     print(*failed, f"{len(records)} records in {folder / FILE}", sep="\n")
     return int(bool(failed))
 

@@ -49,7 +49,7 @@ def find_modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def carries_data(node: ast.stmt) -> bool:
+def is_data_type(node: ast.stmt) -> bool:
     """Return whether a definition is a type that can carry a step's data."""
     if isinstance(node, ast.ClassDef):
         words = " ".join(map(ast.unparse, [*node.decorator_list, *node.bases]))
@@ -91,7 +91,7 @@ class Names:
         self.types = {
             name
             for name, (_, node) in self.defined.items()
-            if carries_data(node) and not NO_STEP_DATA.match(name)
+            if is_data_type(node) and not NO_STEP_DATA.match(name)
         }
 
     def find_names(self, module: str, *nodes: ast.AST | None) -> set[str]:
@@ -117,7 +117,7 @@ class Names:
         return taken, self.find_names(module, function.returns) & self.types
 
 
-def reach(start: str, edges: Mapping[str, set[str]]) -> set[str]:
+def find_reachable(start: str, edges: Mapping[str, set[str]]) -> set[str]:
     """Return the start and all nodes to which edges lead from the start."""
     found, pending = {start}, [start]
     while pending:
@@ -166,7 +166,7 @@ def find_types(root: Path) -> set[str]:
     for one, other in edges:
         after[one].add(other)
         before[other].add(one)
-    found = {LAST, FIRST, *(reach(FIRST, after) & reach(LAST, before))}
+    found = {LAST, FIRST, *(find_reachable(FIRST, after) & find_reachable(LAST, before))}
     return found.union(*(touched | passed for touched, passed in handled if touched & found))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.process.streams import tell
+from megatron_dppo.process.streams import print_message
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -36,28 +36,30 @@ HF_FOLDER = "hf"
 Face."""
 
 
-def iteration_name(step: int) -> str:
+def format_iteration_name(step: int) -> str:
     """Megatron's name of the folder of a step."""
     return f"iter_{step:07d}"
 
 
-def step_of(checkpoint: Path) -> int | None:
+def parse_step(checkpoint: Path) -> int | None:
     """The step of a checkpoint, by its folder's name; None where weights were converted and not
     trained."""
     text = checkpoint.name.removeprefix("iter_")
     return int(text) if _is_step(text) else None
 
 
-def steps_in(folder: Path) -> list[int]:
+def list_steps(folder: Path) -> list[int]:
     """The steps that have a checkpoint in ``folder``, in order. Folders with another form of name
     are left out."""
-    steps = {step_of(path) for path in folder.iterdir()} if folder.is_dir() else set()
+    steps = {parse_step(path) for path in folder.iterdir()} if folder.is_dir() else set()
     return sorted(
-        step for step in steps if step is not None and (folder / iteration_name(step)).is_dir()
+        step
+        for step in steps
+        if step is not None and (folder / format_iteration_name(step)).is_dir()
     )
 
 
-def latest_step(folder: Path) -> int | None:
+def find_latest_step(folder: Path) -> int | None:
     """The step of the last good checkpoint that a run left in ``folder``, None if there is none.
 
     It is the one that the tracker names. A run writes the tracker after every checkpoint. Where it
@@ -77,18 +79,18 @@ def latest_step(folder: Path) -> int | None:
         )
     tracker = folder / TRACKER
     if not os.path.lexists(tracker):
-        if not (steps := steps_in(folder)):
+        if not (steps := list_steps(folder)):
             return None
-        if (step := _newest_whole(folder)) is not None:
+        if (step := _find_latest_intact(folder)) is not None:
             return step
         problem = (
             f"{folder} has no {TRACKER}, and no whole checkpoint "
-            f"({_flaw(folder / iteration_name(steps[-1]))})"
+            f"({_find_corruption(folder / format_iteration_name(steps[-1]))})"
         )
         raise UserError(
             "run.dir", folder.parent, problem, "Fetch its files again, or name another run.dir"
         )
-    text = _text(tracker)
+    text = _read_tracker(tracker)
     if text == RELEASE:
         problem = f"{tracker} says {text!r}: no run can go on from there"
         remedy = (
@@ -97,7 +99,7 @@ def latest_step(folder: Path) -> int | None:
         )
         raise UserError("run.dir", folder.parent, problem, remedy)
     if not _is_step(text):
-        newest = _newest_whole(folder)
+        newest = _find_latest_intact(folder)
         write = (
             f"Write {newest} into that file, of which the checkpoint is whole, or name"
             if newest
@@ -112,19 +114,19 @@ def latest_step(folder: Path) -> int | None:
     return int(text)
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
+def find_latest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint that a run goes on from, None if there is none.
 
     Raises:
-        UserError: as :func:`latest_step`; and if the checkpoint that the tracker names is not
+        UserError: as :func:`find_latest_step`; and if the checkpoint that the tracker names is not
             there.
     """
-    if (step := latest_step(folder)) is None:
+    if (step := find_latest_step(folder)) is None:
         return None
     return (
         find_checkpoint(folder, "run.dir")
         if (folder / TRACKER).exists()
-        else folder / iteration_name(step)
+        else folder / format_iteration_name(step)
     )
 
 
@@ -153,7 +155,9 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
     if not tracker.is_file():
         inside = [p.parent for p in sorted(folder.glob(f"*/{TRACKER}"))]
         inside += (
-            [folder / iteration_name(step)] if (step := _newest_whole(folder)) is not None else []
+            [folder / format_iteration_name(step)]
+            if (step := _find_latest_intact(folder)) is not None
+            else []
         )
         problem = (
             f"holds neither {TRACKER} nor a checkpoint in Megatron's distributed format ({FORMAT})"
@@ -161,7 +165,7 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
         raise UserError(
             setting, folder, problem, f"Name {inside[0] if inside else f'one that has {TRACKER}'}"
         )
-    text = _text(tracker)
+    text = _read_tracker(tracker)
     if text != RELEASE and not _is_step(text):
         problem = f"{TRACKER} says {text[:40]!r}, which is neither a step nor {RELEASE!r}"
         raise UserError(
@@ -170,7 +174,7 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
             problem,
             "Write the step to take into that file, or name its folder itself",
         )
-    checkpoint = folder / (RELEASE if text == RELEASE else iteration_name(int(text)))
+    checkpoint = folder / (RELEASE if text == RELEASE else format_iteration_name(int(text)))
     if not (checkpoint / FORMAT).is_file():
         lacking = f"where no checkpoint in Megatron's distributed format is ({FORMAT})"
         problem = f"{TRACKER} names {checkpoint.name}, {lacking}"
@@ -184,10 +188,10 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
     return checkpoint
 
 
-def damaged(checkpoint: Path, setting: str, problem: str) -> UserError:
+def build_corruption_error(checkpoint: Path, setting: str, problem: str) -> UserError:
     """The error for a checkpoint with a damaged file. It names a whole checkpoint to use instead,
     if there is one."""
-    step = _newest_whole(checkpoint.parent, besides=checkpoint)
+    step = _find_latest_intact(checkpoint.parent, excluded=checkpoint)
     if step is None:
         return UserError(
             setting,
@@ -196,45 +200,45 @@ def damaged(checkpoint: Path, setting: str, problem: str) -> UserError:
             "Fetch its files again; no other checkpoint beside it is whole",
         )
     instead = (
-        f"write {step} into {checkpoint.parent / TRACKER}: {iteration_name(step)} beside it "
+        f"write {step} into {checkpoint.parent / TRACKER}: {format_iteration_name(step)} beside it "
         "is whole"
     )
     return UserError(setting, checkpoint, problem, f"Fetch its files again, or {instead}")
 
 
 @contextmanager
-def refusing_damage(checkpoint: Path, setting: str) -> Iterator[None]:
-    """Raise a ``DamagedError`` as a ``UserError`` that names ``setting``."""
+def convert_corruption_errors(checkpoint: Path, setting: str) -> Iterator[None]:
+    """Raise a ``CorruptCheckpointError`` as a ``UserError`` that names ``setting``."""
     try:
         yield
-    except DamagedError as error:
-        raise damaged(checkpoint, setting, str(error)) from error
+    except CorruptCheckpointError as error:
+        raise build_corruption_error(checkpoint, setting, str(error)) from error
 
 
 @cache
-def warn_unchecked(checkpoint: Path) -> None:
+def warn_missing_checksums(checkpoint: Path) -> None:
     """Print once that a checkpoint's files cannot be checked."""
     text = f"note: {checkpoint} has no {CHECKSUMS} of this version: damage to it may go unnoticed"
-    tell(text)
+    print_message(text)
 
 
-def _newest_whole(folder: Path, besides: Path | None = None) -> int | None:
-    """The last step with a whole checkpoint in ``folder``, other than ``besides``; None if there is
-    none."""
-    for step in reversed(steps_in(folder)):
-        checkpoint = folder / iteration_name(step)
-        if checkpoint != besides and _flaw(checkpoint) is None:
+def _find_latest_intact(folder: Path, excluded: Path | None = None) -> int | None:
+    """The last step with a whole checkpoint in ``folder``, other than ``excluded``; None if there
+    is none."""
+    for step in reversed(list_steps(folder)):
+        checkpoint = folder / format_iteration_name(step)
+        if checkpoint != excluded and _find_corruption(checkpoint) is None:
             return step
     return None
 
 
-def _flaw(checkpoint: Path) -> str | None:
+def _find_corruption(checkpoint: Path) -> str | None:
     """Flaw of a checkpoint, by its small files and the sizes of all; None if none is found."""
     try:
         checksums = Checksums.read(checkpoint)
         if checksums is not None:
             checksums.check_small_files()
-    except DamagedError as error:
+    except CorruptCheckpointError as error:
         return f"{checkpoint.name}: {error}"
     for name in (FORMAT, METADATA):
         if not (checkpoint / name).is_file() or not (checkpoint / name).stat().st_size:
@@ -242,7 +246,7 @@ def _flaw(checkpoint: Path) -> str | None:
     return None
 
 
-def _text(tracker: Path) -> str:
+def _read_tracker(tracker: Path) -> str:
     """Content of a tracker; empty if unreadable."""
     try:
         return tracker.read_text(encoding="utf-8", errors="replace").strip()
@@ -260,7 +264,7 @@ _BUFFER_BYTES = 1 << 20
 _SMALL_FILE_BYTES = 1 << 20
 
 
-class DamagedError(Exception):
+class CorruptCheckpointError(Exception):
     """A file does not hold what was written; the message begins with its name."""
 
 
@@ -271,7 +275,7 @@ class FileChecksum(NamedTuple):
     crc: int
 
     @classmethod
-    def of(cls, file: Path) -> FileChecksum:
+    def from_file(cls, file: Path) -> FileChecksum:
         """Read a file.
 
         Raises:
@@ -314,13 +318,16 @@ class Checksums:
                 name: FileChecksum(int(size), int(crc))
                 for name, (size, crc) in stored["files"].items()
             }
-            is_whole = (stored["format"], stored["crc32"]) == (_CHECKSUMS_FORMAT, _crc_of(files))
+            is_whole = (stored["format"], stored["crc32"]) == (
+                _CHECKSUMS_FORMAT,
+                _compute_crc(files),
+            )
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise DamagedError(
+            raise CorruptCheckpointError(
                 f"{CHECKSUMS} cannot be read ({type(error).__name__}: {error})"
             ) from error
         if not is_whole:
-            raise DamagedError(f"{CHECKSUMS} is not what was written")
+            raise CorruptCheckpointError(f"{CHECKSUMS} is not what was written")
         return cls(folder, files)
 
     def write(self) -> None:
@@ -328,8 +335,12 @@ class Checksums:
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder).as_posix()
             if path.is_file() and name not in self._files and name != CHECKSUMS:
-                self._files[name] = FileChecksum.of(path)
-        content = {"format": _CHECKSUMS_FORMAT, "crc32": _crc_of(self._files), "files": self._files}
+                self._files[name] = FileChecksum.from_file(path)
+        content = {
+            "format": _CHECKSUMS_FORMAT,
+            "crc32": _compute_crc(self._files),
+            "files": self._files,
+        }
         (self._folder / CHECKSUMS).write_text(json.dumps(content, separators=(",", ":")))
 
     def check_small_files(self) -> None:
@@ -344,34 +355,40 @@ class Checksums:
             [name for name, checksum in self._files.items() if checksum.size <= _SMALL_FILE_BYTES]
         )
 
-    def check(self, names: Iterable[str] | None = None, *, share: int = 0, of: int = 1) -> None:
+    def check(
+        self, names: Iterable[str] | None = None, *, share: int = 0, num_shares: int = 1
+    ) -> None:
         """Read files and compare them with their checksums.
 
         Args:
             names: of files, those without a checksum are left out; None: all.
-            share: take every ``of``-th file, from this one on.
+            share: take every ``num_shares``-th file, from this one on.
 
         Raises:
             DamagedError: for the first file that differs.
         """
         listed = [name for name in (self._files if names is None else names) if name in self._files]
-        for name in listed[share::of]:
+        for name in listed[share::num_shares]:
             self._check_size(name)
             try:
-                found = FileChecksum.of(self._folder / name)
+                found = FileChecksum.from_file(self._folder / name)
             except OSError as error:
-                raise DamagedError(f"{name} cannot be read ({error})") from error
+                raise CorruptCheckpointError(f"{name} cannot be read ({error})") from error
             if found != self._files[name]:
-                raise DamagedError(f"{name} is damaged: its content is not what was written")
+                raise CorruptCheckpointError(
+                    f"{name} is damaged: its content is not what was written"
+                )
 
     def _check_size(self, name: str) -> None:
         path, size = self._folder / name, self._files[name].size
         if not path.is_file():
-            raise DamagedError(f"{name} is {'no file' if os.path.lexists(path) else 'missing'}")
+            raise CorruptCheckpointError(
+                f"{name} is {'no file' if os.path.lexists(path) else 'missing'}"
+            )
         if (found := path.stat().st_size) != size:
             what = "truncated" if found < size else "longer than it was"
-            raise DamagedError(f"{name} is {what}: {found:,} bytes of {size:,}")
+            raise CorruptCheckpointError(f"{name} is {what}: {found:,} bytes of {size:,}")
 
 
-def _crc_of(files: Mapping[str, FileChecksum]) -> int:
+def _compute_crc(files: Mapping[str, FileChecksum]) -> int:
     return zlib.crc32(json.dumps(files, sort_keys=True, separators=(",", ":")).encode())

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megatron_dppo.bridge.mapping import Entry, Slice, Stored, exact_tensors
+from megatron_dppo.bridge.mapping import Entry, Slice, StoredRows, exact_tensors
 from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
@@ -33,12 +33,12 @@ TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
-def dtype_in(dtype: torch.dtype, entry: Entry) -> torch.dtype:
+def promote_dtype(dtype: torch.dtype, entry: Entry) -> torch.dtype:
     """The type of a parameter in a policy of type ``dtype``."""
     return torch.promote_types(dtype, torch.float32) if entry.mapping.exact else dtype
 
 
-def stored_dtype(tensors: Mapping[str, Chunk], shape: PolicyShape) -> torch.dtype:
+def find_stored_dtype(tensors: Mapping[str, Chunk], shape: PolicyShape) -> torch.dtype:
     """The type that holds all weights of a directory but those that are fp32 in every policy."""
     exact = exact_tensors(shape)
     return reduce(
@@ -47,35 +47,35 @@ def stored_dtype(tensors: Mapping[str, Chunk], shape: PolicyShape) -> torch.dtyp
     )
 
 
-def parameter_chunks(part: Stored, tensors: Mapping[str, Chunk]) -> list[Chunk]:
+def list_parameter_chunks(part: StoredRows, tensors: Mapping[str, Chunk]) -> list[Chunk]:
     """Chunks of a parameter's rows, without the padding of a vocabulary.
 
     Args:
         tensors: the Hugging Face tensors of its entry.
     """
     return [
-        tensors[rows.name].cut(rows.start, rows.length, top)
-        for rows, top in _stacked(part)
+        tensors[rows.name].select_rows(rows.start, rows.length, top)
+        for rows, top in _iterate_rows(part)
         if rows.name
     ]
 
 
-def tensor_chunks(name: str, part: Stored, chunks: Iterable[Chunk]) -> list[Chunk]:
+def list_tensor_chunks(name: str, part: StoredRows, chunks: Iterable[Chunk]) -> list[Chunk]:
     """The way back: chunks of a Hugging Face tensor that lie in a parameter's rows.
 
     Args:
         chunks: of these rows, cut in any way.
     """
     found = []
-    for rows, top in _stacked(part):
+    for rows, top in _iterate_rows(part):
         for chunk in chunks if rows.name == name else ():
             low, high = max(top, chunk.row), min(top + rows.length, chunk.row + chunk.rows)
             if low < high:
-                found.append(chunk.cut(low - chunk.row, high - low, rows.start + low - top))
+                found.append(chunk.select_rows(low - chunk.row, high - low, rows.start + low - top))
     return found
 
 
-def _stacked(part: Stored) -> Iterator[tuple[Slice, int]]:
+def _iterate_rows(part: StoredRows) -> Iterator[tuple[Slice, int]]:
     """The rows of tensors, and where each begins in the parameter's rows."""
     lengths = [rows.length for rows in part.rows]
     return zip(part.rows, accumulate(lengths, initial=0), strict=False)
@@ -111,7 +111,7 @@ def read_rows(
                 low, high = max(top, chunk.row), min(bottom, chunk.row + chunk.rows)
                 if low >= high:
                     continue
-                wanted = chunk.cut(low - chunk.row, high - low, low - top)
+                wanted = chunk.select_rows(low - chunk.row, high - low, low - top)
                 descriptor = files[chunk.file].fileno()
                 if chunk.columns == columns and chunk.dtype == TYPE_NAMES[dtype]:
                     _read(
@@ -151,15 +151,15 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
 
 
-def _read(file: int, chunk: Chunk, into: memoryview) -> None:
+def _read(file: int, chunk: Chunk, buffer: memoryview) -> None:
     start = chunk.start
-    while into:
-        read = os.preadv(file, [into], start)
+    while buffer:
+        read = os.preadv(file, [buffer], start)
         if not read:
             raise UserError(
                 "file", chunk.file, f"ends at byte {start:,}, within a tensor", "Fetch it again"
             )
-        into, start = into[read:], start + read
+        buffer, start = buffer[read:], start + read
 
 
 K = TypeVar("K")
@@ -195,7 +195,9 @@ class FilePlan(Generic[K]):
 
 
 @contextmanager
-def writing(plan: FilePlan[K], folder: Path) -> Iterator[Callable[[K, Iterable[memoryview]], None]]:
+def create_files(
+    plan: FilePlan[K], folder: Path
+) -> Iterator[Callable[[K, Iterable[memoryview]], None]]:
     """Make the files of a plan. Within the block each tensor is written once, in any order, from
     any thread.
 

@@ -20,16 +20,22 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, RELEASE, TRACKER, FileChecksum
-from megatron_dppo.bridge.chunks import FilePlan, dtype_in, parameter_chunks, read_rows, writing
+from megatron_dppo.bridge.chunks import (
+    FilePlan,
+    create_files,
+    list_parameter_chunks,
+    promote_dtype,
+    read_rows,
+)
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer, write_index
-from megatron_dppo.bridge.mapping import Stored, parameters
+from megatron_dppo.bridge.mapping import StoredRows, count_parameters
 from megatron_dppo.bridge.safetensors_files import Chunk, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import write_metadata
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.streams import progress
+from megatron_dppo.process.streams import report_progress
 
 K = TypeVar("K")
 WORKERS = min(4, os.cpu_count() or 1)
@@ -37,7 +43,7 @@ WORKERS = min(4, os.cpu_count() or 1)
 
 
 def write_megatron(
-    tensors: Mapping[str, Chunk], plan: FilePlan[Stored], source: Path, out: Path, workers: int
+    tensors: Mapping[str, Chunk], plan: FilePlan[StoredRows], source: Path, out: Path, workers: int
 ) -> None:
     """Write a folder of checkpoints with one in it, ``release``, which every layout loads.
 
@@ -57,17 +63,17 @@ def write_megatron(
     hf.mkdir()
     checksums: dict[str, FileChecksum] = {}
 
-    def rows(part: Stored) -> Iterable[memoryview]:
+    def rows(part: StoredRows) -> Iterable[memoryview]:
         return read_rows(
-            part.shape, parameter_chunks(part, tensors), dtype_in(plan.dtype, part.entry)
+            part.shape, list_parameter_chunks(part, tensors), promote_dtype(plan.dtype, part.entry)
         )
 
     write_tensors(plan, release, rows, workers, "to Megatron")
 
     def compute_checksum(name: str) -> None:
-        checksums[name] = FileChecksum.of(release / name)
+        checksums[name] = FileChecksum.from_file(release / name)
 
-    in_threads(compute_checksum, plan.frames, workers)
+    run_in_threads(compute_checksum, plan.frames, workers)
     copy_config_and_tokenizer(source, hf, plan.dtype)
     write_metadata(release, plan, checksums)
     (out / TRACKER).write_text(RELEASE + "\n")
@@ -92,13 +98,16 @@ def write_tensors(
     Raises:
         OSError: if the disk is full.
     """
-    with writing(plan, out) as write, progress(title, plan.total_bytes, unit="bytes") as advance:
+    with (
+        create_files(plan, out) as write,
+        report_progress(title, plan.total_bytes, unit="bytes") as advance,
+    ):
 
         def convert(key: K) -> None:
             write(key, rows(key))
             advance(plan.places[key].length)
 
-        in_threads(convert, plan.places, workers)
+        run_in_threads(convert, plan.places, workers)
 
 
 def write_weights(
@@ -113,21 +122,23 @@ def write_weights(
     write_index(out, plan)
 
 
-def check_files(policy: StoredPolicy, workers: int, *, every: bool = False) -> None:
+def check_files(policy: StoredPolicy, workers: int, *, all_files: bool = False) -> None:
     """Compare the files that hold a policy's weights with their checksums, in as many threads.
 
     Args:
-        every: of the checkpoint, whatever it holds.
+        all_files: of the checkpoint, whatever it holds.
 
     Raises:
         UserError: naming a file that is damaged.
     """
-    in_threads(
-        lambda share: policy.check(share=share, of=workers, every=every), range(workers), workers
+    run_in_threads(
+        lambda share: policy.check(share=share, num_shares=workers, all_files=all_files),
+        range(workers),
+        workers,
     )
 
 
-def in_threads(work: Callable[[K], None], items: Iterable[K], workers: int) -> None:
+def run_in_threads(work: Callable[[K], None], items: Iterable[K], workers: int) -> None:
     """Call ``work`` for every item, in as many threads; the first exception ends it and is
     raised."""
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -141,14 +152,15 @@ take the output layer once more in fp32. 1.3 to 1.8 were measured."""
 
 
 def compare_tensors(
-    policy: StoredPolicy, hf: Path, shape: PolicyShape, *, written: torch.dtype, workers: int
+    policy: StoredPolicy, hf: Path, shape: PolicyShape, *, output_dtype: torch.dtype, workers: int
 ) -> str:
     """Compare the SHA-256 of every tensor.
 
     Args:
         policy: what the checkpoint holds.
         hf: Hugging Face directory.
-        written: the type that was written; the other side is cast to it, as the conversion did.
+        output_dtype: the type that was written; the other side is cast to it, as the conversion
+            did.
 
     Returns:
         The SHA-256 over the names and hashes of all tensors, in hexadecimal.
@@ -158,27 +170,29 @@ def compare_tensors(
     """
     tensors = check_weights(hf, shape)
     digests: dict[str, bytes] = {}
-    with progress("verifying", parameters(shape) * written.itemsize, unit="bytes") as advance:
+    with report_progress(
+        "verifying", count_parameters(shape) * output_dtype.itemsize, unit="bytes"
+    ) as advance:
 
         def compare(name: str) -> None:
-            tensor, dtype = tensors[name], dtype_in(written, policy.entries[name])
-            digests[name] = _digest(policy.rows(name, written))
-            if digests[name] != _digest(read_rows(tensor.shape, [tensor], dtype)):
+            tensor, dtype = tensors[name], promote_dtype(output_dtype, policy.entries[name])
+            digests[name] = _compute_digest(policy.read_tensor_rows(name, output_dtype))
+            if digests[name] != _compute_digest(read_rows(tensor.shape, [tensor], dtype)):
                 raise UserError(
                     "--verify",
                     name,
                     "differs between the two forms",
                     "Convert again, and report it",
                 )
-            advance(tensor.rows * tensor.columns * written.itemsize)
+            advance(tensor.rows * tensor.columns * output_dtype.itemsize)
 
-        in_threads(compare, tensors, workers)
+        run_in_threads(compare, tensors, workers)
     return hashlib.sha256(
         b"".join(name.encode() + digests[name] for name in sorted(digests))
     ).hexdigest()
 
 
-def logits_dtype(shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
+def choose_logits_dtype(shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
     """The type to compute logits in: fp32, in which they are told apart best, or bf16 where there
     is no room for that.
 
@@ -187,7 +201,7 @@ def logits_dtype(shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
     """
     free = psutil.virtual_memory().available
     candidates = [torch.float32] + [torch.bfloat16] * (stored is torch.bfloat16)
-    needed = {dtype: parameters(shape) * dtype.itemsize * MEMORY for dtype in candidates}
+    needed = {dtype: count_parameters(shape) * dtype.itemsize * MEMORY for dtype in candidates}
     if fitting := [dtype for dtype in candidates if needed[dtype] <= free]:
         return fitting[0]
     gib = f"{needed[candidates[-1]] / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
@@ -195,7 +209,7 @@ def logits_dtype(shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
     raise UserError("--verify", "all", f"logits take the whole model in memory: {gib}", remedy)
 
 
-def _digest(data: Iterable[memoryview]) -> bytes:
+def _compute_digest(data: Iterable[memoryview]) -> bytes:
     digest = hashlib.sha256()
     for buffer in data:
         digest.update(buffer)
@@ -209,7 +223,7 @@ LIMITS = {"fp32": 1e-3, "bf16": 0.1}
 
 
 def compare_logits(
-    checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype, *, written: torch.dtype
+    checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype, *, output_dtype: torch.dtype
 ) -> float:
     """Run both models on a few tokens, one after the other.
 
@@ -217,8 +231,8 @@ def compare_logits(
         checkpoint: Megatron's.
         hf: Hugging Face directory.
         dtype: to compute in, fp32 or bf16.
-        written: the type that was written; the other side's weights are cast to it first, as the
-            conversion did.
+        output_dtype: the type that was written; the other side's weights are cast to it first, as
+            the conversion did.
 
     Returns:
         The largest difference of two logits, over the standard deviation of all.
@@ -228,9 +242,9 @@ def compare_logits(
     """
     tokens = draw_tokens(shape)
     with torch.no_grad():
-        theirs = load_transformers(hf, written).to(dtype)(tokens).logits[0]
-        ours = _megatron(
-            checkpoint, shape, tokens, "bf16" if dtype == torch.bfloat16 else "fp32", written
+        theirs = load_transformers(hf, output_dtype).to(dtype)(tokens).logits[0]
+        ours = _compute_megatron_logits(
+            checkpoint, shape, tokens, "bf16" if dtype == torch.bfloat16 else "fp32", output_dtype
         )
     return measure_difference(ours, theirs)
 
@@ -271,18 +285,18 @@ def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def _megatron(
+def _compute_megatron_logits(
     checkpoint: Path,
     shape: PolicyShape,
     tokens: torch.Tensor,
     dtype: Literal["fp32", "bf16"],
-    written: torch.dtype,
+    output_dtype: torch.dtype,
 ) -> torch.Tensor:
     """[tokens, vocabulary] fp32, of a model that Megatron itself loads, in a process group of this
     process alone."""
     from megatron_dppo.bridge.load import load_checkpoint
-    from megatron_dppo.models.policy import build_policy, packed_sequence
-    from megatron_dppo.parallel.world import initialize, shut_down
+    from megatron_dppo.models.policy import build_packed_sequence, build_policy
+    from megatron_dppo.parallel.world import initialize, shutdown
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -292,9 +306,11 @@ def _megatron(
         model.to(world.device, settings.torch_dtype).eval()
         load_checkpoint([model], checkpoint, world)
         for parameter in model.parameters():
-            parameter.data.copy_(parameter.data.to(written))
-        packed = packed_sequence(np.array([0, TOKENS], dtype=np.int32), TOKENS, world.device)
+            parameter.data.copy_(parameter.data.to(output_dtype))
+        packed = build_packed_sequence(np.array([0, TOKENS], dtype=np.int32), TOKENS, world.device)
         positions = torch.arange(TOKENS)[None]
-        return model.logits(tokens.to(world.device), positions.to(world.device), packed).cpu()
+        return model.compute_logits(
+            tokens.to(world.device), positions.to(world.device), packed
+        ).cpu()
     finally:
-        shut_down()
+        shutdown()

@@ -18,15 +18,15 @@ from megatron_dppo.bridge.checkpoint_folder import (
     RELEASE,
     TRACKER,
     find_checkpoint,
-    warn_unchecked,
+    warn_missing_checksums,
 )
-from megatron_dppo.bridge.chunks import BUFFER_BYTES, stored_dtype
+from megatron_dppo.bridge.chunks import BUFFER_BYTES, find_stored_dtype
 from megatron_dppo.bridge.convert import (
     WORKERS,
     check_files,
+    choose_logits_dtype,
     compare_logits,
     compare_tensors,
-    logits_dtype,
     write_megatron,
     write_weights,
 )
@@ -36,7 +36,7 @@ from megatron_dppo.bridge.hf_directory import (
     copy_config_and_tokenizer,
     plan_files,
 )
-from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.bridge.mapping import count_parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
@@ -44,7 +44,7 @@ from megatron_dppo.config import DTYPES, LoraConfig, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.process.files import DirectoryKind, check_replaceable, in_place
+from megatron_dppo.process.files import DirectoryKind, check_replaceable, write_directory
 from megatron_dppo.process.streams import GB
 
 CONVERTED = DirectoryKind(
@@ -60,23 +60,23 @@ def add_from_hf_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
 
 
-def from_hf(chosen: argparse.Namespace) -> None:
+def from_hf(arguments: argparse.Namespace) -> None:
     """Convert, and verify where that is asked for.
 
     Raises:
         UserError: for a source that is not whole, a destination that cannot be written, or forms
             that differ; ``OUT`` is as it was.
     """
-    with naming("HF"):
-        source = policy_folder(str(chosen.source))
+    with rename_error_setting("HF"):
+        source = policy_folder(str(arguments.source))
         shape = read_shape(source)
         tensors = check_weights(source, shape)
-    plan = plan_checkpoint(shape, chosen_dtype(chosen, stored_dtype(tensors, shape)))
-    if _is_ready(chosen, shape, plan.dtype, plan.sizes, CONVERTED, [source]):
-        with in_place(chosen.out, "OUT") as draft:
-            write_megatron(tensors, plan, source, draft, chosen.workers)
-            _verify(chosen, draft / RELEASE, source, shape, plan.dtype)
-        print(f"{chosen.out}: {describe_weights(shape, plan.dtype)}")
+    plan = plan_checkpoint(shape, resolve_dtype(arguments, find_stored_dtype(tensors, shape)))
+    if _is_ready(arguments, shape, plan.dtype, plan.sizes, CONVERTED, [source]):
+        with write_directory(arguments.out, "OUT") as draft:
+            write_megatron(tensors, plan, source, draft, arguments.workers)
+            _verify(arguments, draft / RELEASE, source, shape, plan.dtype)
+        print(f"{arguments.out}: {describe_weights(shape, plan.dtype)}")
 
 
 def add_to_hf_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,64 +97,69 @@ def add_to_hf_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-gb",
         metavar="GB",
-        type=positive(float),
+        type=make_positive_parser(float),
         default=MAX_SHARD_BYTES / GB,
         help="most in a file (default: %(default)s)",
     )
     _add_common(parser)
 
 
-def to_hf(chosen: argparse.Namespace) -> None:
+def to_hf(arguments: argparse.Namespace) -> None:
     """Convert, and verify where that is asked for.
 
     Raises:
         UserError: for a checkpoint that is not whole, a destination that cannot be written, or
             forms that differ; ``OUT`` is as it was.
     """
-    checkpoint = find_checkpoint(chosen.checkpoint, "CKPT")
-    hf, shape = directory_of(checkpoint, chosen.hf)
-    policy = stored_policy(checkpoint, shape)
-    plan = plan_files(shape, chosen_dtype(chosen, policy.dtype), int(chosen.shard_gb * GB))
-    if _is_ready(chosen, shape, plan.dtype, plan.sizes, MODEL, [checkpoint, hf]):
-        check_files(policy, chosen.workers)
-        with in_place(chosen.out, "OUT") as draft:
+    checkpoint = find_checkpoint(arguments.checkpoint, "CKPT")
+    hf, shape = find_hf_directory(checkpoint, arguments.hf)
+    policy = open_stored_policy(checkpoint, shape)
+    plan = plan_files(shape, resolve_dtype(arguments, policy.dtype), int(arguments.shard_gb * GB))
+    if _is_ready(arguments, shape, plan.dtype, plan.sizes, MODEL, [checkpoint, hf]):
+        check_files(policy, arguments.workers)
+        with write_directory(arguments.out, "OUT") as draft:
             copy_config_and_tokenizer(hf, draft, plan.dtype)
-            write_weights(plan, draft, lambda name: policy.rows(name, plan.dtype), chosen.workers)
-            _verify(chosen, checkpoint, draft, shape, plan.dtype)
-        print(f"{chosen.out}: {describe_weights(shape, plan.dtype)}")
+            write_weights(
+                plan,
+                draft,
+                lambda name: policy.read_tensor_rows(name, plan.dtype),
+                arguments.workers,
+            )
+            _verify(arguments, checkpoint, draft, shape, plan.dtype)
+        print(f"{arguments.out}: {describe_weights(shape, plan.dtype)}")
 
 
-def directory_of(checkpoint: Path, chosen: Path | None = None) -> tuple[Path, PolicyShape]:
+def find_hf_directory(checkpoint: Path, folder: Path | None = None) -> tuple[Path, PolicyShape]:
     """Return the directory with a checkpoint's configuration and tokenizer, and the policy's shape.
 
     Raises:
         UserError: there is none.
     """
     beside = checkpoint.absolute().parent / HF_FOLDER
-    if chosen is None and not beside.is_dir():
+    if folder is None and not beside.is_dir():
         problem = (
             f"there is no {HF_FOLDER}/ with the model's config.json and tokenizer beside "
             f"{checkpoint.name}"
         )
         remedy = "Name the Hugging Face directory that the policy began from"
         raise UserError("--hf", "(not given)", problem, remedy)
-    with naming("--hf"):
-        hf = policy_folder(str(chosen), weights=False) if chosen else beside
+    with rename_error_setting("--hf"):
+        hf = policy_folder(str(folder), weights=False) if folder else beside
         return hf, read_shape(hf)
 
 
-def chosen_dtype(chosen: argparse.Namespace, stored: torch.dtype) -> torch.dtype:
+def resolve_dtype(arguments: argparse.Namespace, stored: torch.dtype) -> torch.dtype:
     """Type of the weights to write."""
-    return stored if chosen.dtype == "auto" else ModelConfig(dtype=chosen.dtype).torch_dtype
+    return stored if arguments.dtype == "auto" else ModelConfig(dtype=arguments.dtype).torch_dtype
 
 
-def stored_policy(
+def open_stored_policy(
     checkpoint: Path, shape: PolicyShape, lora: LoraConfig | None = None
 ) -> StoredPolicy:
     """See :class:`StoredPolicy`; says so where the checkpoint's files cannot be checked."""
     policy = StoredPolicy(checkpoint, shape, "CKPT", lora)
     if policy.checksums is None:
-        warn_unchecked(checkpoint)
+        warn_missing_checksums(checkpoint)
     return policy
 
 
@@ -167,7 +172,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="of the weights (default: as stored)",
     )
     parser.add_argument(
-        "--workers", type=positive(int), default=WORKERS, help="threads (default: %(default)s)"
+        "--workers",
+        type=make_positive_parser(int),
+        default=WORKERS,
+        help="threads (default: %(default)s)",
     )
     parser.add_argument(
         "--verify",
@@ -187,7 +195,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+def make_positive_parser(kind: type[int] | type[float]) -> Callable[[str], float]:
     """Parser of an option's value: a finite number above 0."""
 
     def parse(text: str) -> float:
@@ -200,7 +208,7 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 
 @contextmanager
-def naming(setting: str) -> Iterator[None]:
+def rename_error_setting(setting: str) -> Iterator[None]:
     """Errors about a model directory name the argument, not the setting of a run."""
     try:
         yield
@@ -212,7 +220,7 @@ def naming(setting: str) -> Iterator[None]:
 
 
 def _is_ready(
-    chosen: argparse.Namespace,
+    arguments: argparse.Namespace,
     shape: PolicyShape,
     dtype: torch.dtype,
     sizes: Mapping[str, int],
@@ -222,22 +230,30 @@ def _is_ready(
     """Check that OUT can be made. Whether to go on: with ``--dry-run`` what would be done is
     printed instead."""
     check_replaceable(
-        chosen.out, sum(sizes.values()), "OUT", kind, sources=sources, overwrite=chosen.overwrite
+        arguments.out,
+        sum(sizes.values()),
+        "OUT",
+        kind,
+        sources=sources,
+        overwrite=arguments.overwrite,
     )
     logits = (
-        logits_dtype(shape, dtype) if chosen.verify == "all" else None
+        choose_logits_dtype(shape, dtype) if arguments.verify == "all" else None
     )  # refused now, not after the conversion
-    if not chosen.dry_run:
+    if not arguments.dry_run:
         return True
-    table = Table("file", "MiB", title=f"{chosen.out}: {sum(sizes.values()) / GB:.2f} GB", box=None)
+    table = Table(
+        "file", "MiB", title=f"{arguments.out}: {sum(sizes.values()) / GB:.2f} GB", box=None
+    )
     for file, size in sizes.items():
         table.add_row(file, f"{size / 2**20:,.1f}")
     Console().print(table)
     held = (
-        chosen.workers * 5 * BUFFER_BYTES
+        arguments.workers * 5 * BUFFER_BYTES
     )  # what is written, and what it is cast from: four times, of fp64 to bf16
     print(
-        f"memory: at most {held / 2**20:.1f} MiB of weights at a time, in {chosen.workers} workers"
+        f"memory: at most {held / 2**20:.1f} MiB of weights at a time, in {arguments.workers} "
+        "workers"
     )
     if logits:
         print(f"        then the whole model for its logits, {describe_weights(shape, logits)}")
@@ -246,21 +262,25 @@ def _is_ready(
 
 
 def _verify(
-    chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype
+    arguments: argparse.Namespace,
+    checkpoint: Path,
+    hf: Path,
+    shape: PolicyShape,
+    dtype: torch.dtype,
 ) -> None:
-    if chosen.verify is None:
+    if arguments.verify is None:
         return
     policy = StoredPolicy(checkpoint, shape, "--verify")
-    check_files(policy, chosen.workers, every=True)
-    with naming("--verify"):
-        digest = compare_tensors(policy, hf, shape, written=dtype, workers=chosen.workers)
+    check_files(policy, arguments.workers, all_files=True)
+    with rename_error_setting("--verify"):
+        digest = compare_tensors(policy, hf, shape, output_dtype=dtype, workers=arguments.workers)
     print(
         "every tensor is the same in both forms, read again from the disk (sha256 of all: "
         f"{digest})"
     )
-    if chosen.verify == "all":
+    if arguments.verify == "all":
         difference = compare_logits(
-            checkpoint, hf, shape, logits_dtype(shape, dtype), written=dtype
+            checkpoint, hf, shape, choose_logits_dtype(shape, dtype), output_dtype=dtype
         )
         print(
             f"logits of both models differ by at most {difference:.2g} of their standard deviation"
@@ -268,5 +288,5 @@ def _verify(
 
 
 def describe_weights(shape: PolicyShape, dtype: torch.dtype) -> str:
-    millions = parameters(shape) / 1e6
+    millions = count_parameters(shape) / 1e6
     return f"{millions:,.2f} million weights in {str(dtype).removeprefix('torch.')}"

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.bridge.chunks import TYPES, FilePlan, tensor_bytes, writing
+from megatron_dppo.bridge.chunks import TYPES, FilePlan, create_files, tensor_bytes
 from megatron_dppo.bridge.hf_directory import (
     ADAPTERS,
     MAX_SHARD_BYTES,
     MODEL,
+    add_stop_tokens,
     copy_config_and_tokenizer,
-    list_stops,
     plan_adapter_file,
     plan_files,
     write_adapter_config,
@@ -29,7 +29,7 @@ from megatron_dppo.bridge.hf_directory import (
 from megatron_dppo.bridge.stream import Consumers, adapter_stream, weight_stream
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.files import check_replaceable, in_place
+from megatron_dppo.process.files import check_replaceable, write_directory
 
 Stream = Iterator[Mapping[str, torch.Tensor]]
 """Buckets of tensors by name. A consumer must exhaust the stream: producing it is collective."""
@@ -65,7 +65,7 @@ def export_hf(
             written.
     """
     plan = plan_files(chunks[0].shape, dtype, max_shard_bytes)
-    world.from_leader(lambda: check_destination(source, out, plan.total_bytes, setting))
+    world.broadcast(lambda: check_destination(source, out, plan.total_bytes, setting))
     stream = weight_stream(chunks, world, to=Consumers.LEADER, dtype=dtype)
     write_stream(stream, world, plan, out, partial(describe_policy, source, dtype=dtype), setting)
 
@@ -85,7 +85,7 @@ def export_adapter(
     """
     lora = chunks[0].lora
     plan = plan_adapter_file(chunks[0].shape, lora, dtype)
-    world.from_leader(lambda: check_adapter_destination(out, plan))
+    world.broadcast(lambda: check_adapter_destination(out, plan))
     write_stream(
         adapter_stream(chunks, world),
         world,
@@ -120,7 +120,7 @@ def describe_policy(source: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the files of a policy beside its weights, with the tokenizer's end of turn among the
     stop tokens."""
     copy_config_and_tokenizer(source, folder, dtype)
-    list_stops(folder)
+    add_stop_tokens(folder)
 
 
 def write_stream(
@@ -143,22 +143,22 @@ def write_stream(
         UserError: on every rank, for a failing disk.
     """
     failure: Exception | None = None
-    if world.leads:
+    if world.is_rank0:
         try:
-            with in_place(out, setting) as draft:
+            with write_directory(out, setting) as draft:
                 describe(draft)
-                with writing(plan, draft) as write:
+                with create_files(plan, draft) as write:
                     for bucket in stream:
                         for name, tensor in bucket.items():
                             write(name, [tensor_bytes(tensor.to(TYPES[plan.places[name].dtype]))])
                 write_index(draft, plan)
         except Exception as error:  # raised on every rank once the stream has ended
             failure = error
-    if world.in_first_copy:
+    if world.is_in_first_shard_group:
         deque(stream, maxlen=0)
 
     def report() -> None:
         if failure is not None:
             raise failure
 
-    world.together(report)
+    world.run_on_all_ranks(report)

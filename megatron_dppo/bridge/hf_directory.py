@@ -19,22 +19,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.bridge.chunks import TYPE_NAMES, FilePlan, writing
-from megatron_dppo.bridge.mapping import adapter_entries, exact_tensors, file_shape, file_tensors
+from megatron_dppo.bridge.chunks import TYPE_NAMES, FilePlan, create_files
+from megatron_dppo.bridge.mapping import (
+    exact_tensors,
+    file_shape,
+    file_tensors,
+    list_adapter_entries,
+)
 from megatron_dppo.bridge.safetensors_files import (
     CARRIED,
     INDEX,
     SINGLE,
     Chunk,
-    carried_tensors,
+    find_carried_tensors,
     read_header,
     split_chunk,
 )
 from megatron_dppo.config import LoraConfig
 from megatron_dppo.data.tokenizer import (
     NAMED_TEMPLATES,
-    listed_stops,
     load_tokenizer,
+    read_eos_token_ids,
     stop_token_ids,
 )
 from megatron_dppo.errors import UserError
@@ -73,7 +78,9 @@ def plan_files(
 def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) -> FilePlan[str]:
     """Adapters in the order of the forward pass, in the one file that PEFT looks for."""
     sizes = {
-        name: size for entry in adapter_entries(shape, lora) for name, size in entry.tensors.items()
+        name: size
+        for entry in list_adapter_entries(shape, lora)
+        for name, size in entry.tensors.items()
     }
     return plan_file(
         ADAPTER_WEIGHTS, dtype, {name: (TYPE_NAMES[dtype], size) for name, size in sizes.items()}
@@ -158,7 +165,7 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
     config.json then says ``dtype``.
 
     Raises:
-        UserError: as :func:`carried_tensors`.
+        UserError: as :func:`find_carried_tensors`.
     """
     for name in COPIED_FILES:
         if (source / name).is_file():
@@ -172,11 +179,11 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
         if part is not None:
             part["dtype"] = str(dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
-    if carried := carried_tensors(source, shape):
+    if carried := find_carried_tensors(source, shape):
         plan = plan_file(
             CARRIED, dtype, {name: (each.dtype, each.shape) for name, each in carried.items()}
         )
-        with writing(plan, folder) as write:
+        with create_files(plan, folder) as write:
             for name, each in carried.items():
                 write(
                     name,
@@ -184,12 +191,12 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
                 )
 
 
-def list_stops(folder: Path) -> None:
+def add_stop_tokens(folder: Path) -> None:
     """Add the tokenizer's end of turn to the stop tokens in a policy's files. Unreadable files are
     not changed."""
     with suppress(UserError):
         stops = stop_token_ids(folder, load_tokenizer(folder))
-        name, listed = listed_stops(folder)
+        name, listed = read_eos_token_ids(folder)
         if listed != stops:
             file = folder / name
             settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -197,7 +204,7 @@ def list_stops(folder: Path) -> None:
             write_json(file, settings)
 
 
-def adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
+def build_adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
     """PEFT's configuration: the base policy, its matrices that have adapters, and the adapters'
     rank and scale."""
     return {
@@ -215,5 +222,5 @@ def adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
 
 
 def write_adapter_config(folder: Path, *, base: str, lora: LoraConfig) -> None:
-    """Put :func:`adapter_config` where PEFT looks for it."""
-    write_json(folder / ADAPTER_CONFIG, adapter_config(base, lora))
+    """Put :func:`build_adapter_config` where PEFT looks for it."""
+    write_json(folder / ADAPTER_CONFIG, build_adapter_config(base, lora))

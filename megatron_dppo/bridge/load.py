@@ -24,26 +24,26 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_dppo.bridge.checkpoint_folder import (
     FORMAT,
     Checksums,
-    DamagedError,
-    damaged,
+    CorruptCheckpointError,
+    build_corruption_error,
+    convert_corruption_errors,
     find_checkpoint,
-    refusing_damage,
-    warn_unchecked,
+    warn_missing_checksums,
 )
 from megatron_dppo.bridge.chunks import TYPES
 from megatron_dppo.bridge.mapping import (
     Entry,
     Slice,
-    adapter_entries,
-    adapters_of_tensor,
     describe_mismatch,
-    entries,
+    get_adapter_names,
+    list_adapter_entries,
+    list_entries,
 )
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import (
     StoredPolicy,
-    find_foreign_pickle,
-    plain_values_only,
+    disable_unsafe_pickles,
+    find_unsafe_pickle,
     read_metadata,
 )
 from megatron_dppo.bridge.torch_dist import COMMON, WRITTEN_BY
@@ -53,17 +53,17 @@ from megatron_dppo.models.family import REPLICATED
 from megatron_dppo.models.lora import NAME
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.parallel.layout import stage_layers
+from megatron_dppo.parallel.layout import list_stage_layers
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.streams import moved
-from megatron_dppo.rl.seeds import Purpose, engine_seed
+from megatron_dppo.process.streams import record_progress
+from megatron_dppo.rl.seeds import Purpose, derive_engine_seed
 
 _OF_EXPERTS = (r"local_experts\.", r"linear_fc[12]\.weight", r"linear_fc[12]\.lora\.")
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile("|".join(rf"(?<=mlp\.experts\.{name})\d+" for name in _OF_EXPERTS))
 
 
-def bind(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.Tensor]:
+def bind_parameters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.Tensor]:
     """Every entry that this rank has a part of, with its parameter (detached, sharing memory), in
     the mapping's order.
 
@@ -75,7 +75,7 @@ def bind(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.Tenso
             than the mapping says. A fault of the program, not of the user: the model was not built
             for this shape and layout.
     """
-    wanted = entries(chunks[0].shape, _layers(chunks, world))
+    wanted = list_entries(chunks[0].shape, _list_layers(chunks, world))
     return {
         entry: parameter.detach()
         for entry, parameter in _bind(chunks, world, wanted, adapters=False).items()
@@ -85,37 +85,41 @@ def bind(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.Tenso
 def bind_adapters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.nn.Parameter]:
     """The same for the policy's adapters: the parameters themselves. Empty where it has none."""
     lora = chunks[0].lora
-    wanted = adapter_entries(chunks[0].shape, lora, _layers(chunks, world))
+    wanted = list_adapter_entries(chunks[0].shape, lora, _list_layers(chunks, world))
     return _bind(chunks, world, wanted, adapters=True) if lora.rank else {}
 
 
-def _layers(chunks: Sequence[PolicyModel], world: World) -> list[range]:
-    return stage_layers(chunks[0].shape.num_layers, world.pp_rank, world.layout)
+def _list_layers(chunks: Sequence[PolicyModel], world: World) -> list[range]:
+    return list_stage_layers(chunks[0].shape.num_layers, world.pp_rank, world.layout)
 
 
 def _bind(
-    chunks: Sequence[PolicyModel], world: World, wanted: Iterable[Entry], *, adapters: bool
+    chunks: Sequence[PolicyModel], world: World, requested: Iterable[Entry], *, adapters: bool
 ) -> dict[Entry, torch.nn.Parameter]:
     parameters = {
-        name: p for name, p in _counted_over_all(chunks, world) if (f".{NAME}." in name) is adapters
+        name: p
+        for name, p in _iterate_parameters(chunks, world)
+        if (f".{NAME}." in name) is adapters
     }
     held = [
         entry
-        for entry in wanted
+        for entry in requested
         if entry.expert is None or entry.expert_rank(world.layout.ep) == world.ep_rank
     ]
     names = {
-        next((name for name in entry.megatron if name in parameters), entry.key): entry
+        next((name for name in entry.megatron_names if name in parameters), entry.key): entry
         for entry in held
     }
-    expected = {name: entry.shard_shape(entry.parts(world.layout)) for name, entry in names.items()}
+    expected = {
+        name: entry.shard_shape(entry.count_parts(world.layout)) for name, entry in names.items()
+    }
     found = {name: (*parameter.shape,) for name, parameter in parameters.items()}
     if problem := describe_mismatch(chunks[0].shape, expected, found):
         raise ValueError(f"the mapping is not of this model: {problem}")
     return {entry: parameters[name] for name, entry in names.items()}
 
 
-def _counted_over_all(
+def _iterate_parameters(
     chunks: Sequence[PolicyModel], world: World
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters, with the numbers that layers and experts have in the whole policy."""
@@ -127,7 +131,7 @@ def _counted_over_all(
             yield _EXPERT.sub(lambda local: str(first_expert + int(local[0])), of_layer), parameter
 
 
-def part_of(entry: Entry, world: World) -> int:
+def get_shard_index(entry: Entry, world: World) -> int:
     """This rank's number among those that the entry's parameter is cut over."""
     return world.tp_rank if entry.expert is None else world.etp_rank
 
@@ -146,20 +150,20 @@ def fill_parameter(
         parameter: of shape ``entry.shard_shape(tp)``; written in place.
         tensors: at least those of ``entry.tensors``, by name, on the host or on the device.
     """
-    for slice_, held in slices_of(entry, parameter, tp_rank, tp):
+    for slice_, held in iterate_slices(entry, parameter, tp_rank, tp):
         if slice_.name is None:
             held.zero_()
         else:
             held.copy_(tensors[slice_.name].narrow(entry.axis, slice_.start, slice_.length))
 
 
-def slices_of(
+def iterate_slices(
     entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int
 ) -> Iterator[tuple[Slice, torch.Tensor]]:
     """The slices of Hugging Face tensors that rank ``tp_rank`` of ``tp`` holds, each with its view
     of ``parameter``."""
     offset = 0
-    for slice_ in entry.slices(tp_rank, tp):
+    for slice_ in entry.list_slices(tp_rank, tp):
         yield slice_, parameter.narrow(entry.axis, offset, slice_.length)
         offset += slice_.length
 
@@ -181,15 +185,21 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
     """
     stored = check_weights(path, chunks[0].shape)
 
-    bound = bind(chunks, world)
+    bound = bind_parameters(chunks, world)
     for entry, parameter in bound.items():
-        moved()
+        record_progress()
         found = {name: stored[name] for name in entry.tensors}
         tensors = {
-            name: torch.from_numpy(each.values()).view(TYPES[each.dtype])
+            name: torch.from_numpy(each.map_values()).view(TYPES[each.dtype])
             for name, each in found.items()
         }
-        fill_parameter(entry, parameter, tensors, part_of(entry, world), entry.parts(world.layout))
+        fill_parameter(
+            entry,
+            parameter,
+            tensors,
+            get_shard_index(entry, world),
+            entry.count_parts(world.layout),
+        )
     finite = torch.stack(
         [torch.isfinite(parameter).all() for parameter in bound.values()]
     ).tolist()  # waits once
@@ -212,18 +222,18 @@ def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -
         UserError: on every rank, if there is none, if it is of another policy, or cannot be read.
     """
     setting = "model.checkpoint"
-    checkpoint = world.from_leader(lambda: find_checkpoint(folder, setting))
+    checkpoint = world.broadcast(lambda: find_checkpoint(folder, setting))
     shape = chunks[0].shape
-    world.from_leader(lambda: check_policy(checkpoint, shape, setting))
+    world.broadcast(lambda: check_policy(checkpoint, shape, setting))
 
     def check() -> None:
         policy = StoredPolicy(checkpoint, shape, setting)
-        policy.check(share=world.rank, of=world.size)
-        if world.leads and policy.checksums is None:
-            warn_unchecked(checkpoint)
+        policy.check(share=world.rank, num_shares=world.size)
+        if world.is_rank0 and policy.checksums is None:
+            warn_missing_checksums(checkpoint)
 
-    world.together(check, what="check of a checkpoint")
-    state = model_state(chunks, sharding())
+    world.run_on_all_ranks(check, description="check of a checkpoint")
+    state = model_state(chunks, build_sharding_metadata())
     load_model_state(chunks, read_sharded(state, checkpoint, setting, world))
 
 
@@ -241,7 +251,7 @@ def check_policy(
     Raises:
         UserError: naming ``setting`` and the first tensor or file that is amiss.
     """
-    with refusing_damage(checkpoint, setting):
+    with convert_corruption_errors(checkpoint, setting):
         if (checksums := Checksums.read(checkpoint)) is not None:
             checksums.check_small_files()
         StoredPolicy(checkpoint, shape, setting, lora)
@@ -262,7 +272,7 @@ def load_model_state(chunks: Sequence[PolicyModel], state: Mapping[str, Any]) ->
         chunk.load_state_dict(state[f"model{i}"])
 
 
-def sharding() -> dict[str, Any]:
+def build_sharding_metadata() -> dict[str, Any]:
     """The ranks' group that Megatron requires to describe shards."""
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
@@ -281,7 +291,7 @@ def read_sharded(
     def attempt() -> dict[str, Any]:
         failure: BaseException
         try:
-            with plain_values_only():
+            with disable_unsafe_pickles():
                 return dist_checkpointing.load(state, str(checkpoint))
         except (
             CheckpointException
@@ -289,12 +299,12 @@ def read_sharded(
             failure, _ = next(iter(error.failures.values()))
         except CheckpointingException as error:
             failure = error
-        where = find_foreign_pickle(checkpoint) or "a file"
-        raise damaged(
+        where = find_unsafe_pickle(checkpoint) or "a file"
+        raise build_corruption_error(
             checkpoint, setting, f"{where} cannot be read ({type(failure).__name__}: {failure})"
         ) from failure
 
-    return world.together(attempt, what="reading of a checkpoint")
+    return world.run_on_all_ranks(attempt, description="reading of a checkpoint")
 
 
 def _check_common(checkpoint: Path) -> None:
@@ -308,24 +318,24 @@ def _check_common(checkpoint: Path) -> None:
         if "sharded_backend" not in written_by or {**WRITTEN_BY, **written_by} != WRITTEN_BY:
             raise ValueError(f"it says {written_by}, and {WRITTEN_BY} is read here")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise DamagedError(f"{FORMAT} cannot be read ({error})") from error
+        raise CorruptCheckpointError(f"{FORMAT} cannot be read ({error})") from error
     if os.path.lexists(checkpoint / COMMON):  # from Megatron 0.19 on it is among the shards
         try:
-            with plain_values_only():
+            with disable_unsafe_pickles():
                 common = torch.load(checkpoint / COMMON, map_location="cpu")
             if not isinstance(common, dict):
                 raise ValueError(f"it holds a {type(common).__name__}")
         except Exception as error:  # whatever a damaged archive makes of it
-            raise DamagedError(
+            raise CorruptCheckpointError(
                 f"{COMMON} cannot be read ({type(error).__name__}: {error})"
             ) from error
     elif not any(
         key.startswith("common_state") for key in read_metadata(checkpoint).state_dict_metadata
     ):
-        raise DamagedError(f"{COMMON} is missing")
+        raise CorruptCheckpointError(f"{COMMON} is missing")
 
 
-def draw_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> None:
+def init_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> None:
     """Begin as PEFT does: A uniform within ±1/√inputs (Kaiming's with a = √5), B zero, so that
     nothing is added yet.
 
@@ -337,13 +347,17 @@ def draw_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> 
         if not name.endswith("lora_A.weight"):
             parameter.data.zero_()
             continue
-        of_name = engine_seed(seed, zlib.crc32(name.encode()), Purpose.ADAPTERS)
+        of_name = derive_engine_seed(seed, zlib.crc32(name.encode()), Purpose.ADAPTERS)
         bound = 1.0 / math.sqrt(size[1])
         whole = torch.empty(size).uniform_(
             -bound, bound, generator=torch.Generator().manual_seed(of_name)
         )
         fill_parameter(
-            entry, parameter.data, {name: whole}, part_of(entry, world), entry.parts(world.layout)
+            entry,
+            parameter.data,
+            {name: whole},
+            get_shard_index(entry, world),
+            entry.count_parts(world.layout),
         )
 
 
@@ -374,11 +388,13 @@ class MergedParameters(dict[Entry, torch.Tensor]):
 
     def __getitem__(self, entry: Entry) -> torch.Tensor:
         parameter = super().__getitem__(entry)
-        pairs = {name: adapters_of_tensor(name) for name in entry.tensors}
+        pairs = {name: get_adapter_names(name) for name in entry.tensors}
         if not any(a in self._adapters for a, _ in pairs.values()):
             return parameter
-        part, merged = part_of(entry, self._world), parameter.to(torch.float32, copy=True)
-        for slice_, held in slices_of(entry, merged, part, entry.parts(self._world.layout)):
+        part, merged = get_shard_index(entry, self._world), parameter.to(torch.float32, copy=True)
+        for slice_, held in iterate_slices(
+            entry, merged, part, entry.count_parts(self._world.layout)
+        ):
             a, b = (self._adapters.get(name) for name in pairs[slice_.name or ""])
             if a is None or b is None:
                 continue
@@ -393,17 +409,17 @@ def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]
     of the policy's own parameters, and nothing in it depends on the layout."""
     state = {}
     for entry, parameter in bind_adapters(chunks, world).items():
-        leading = list(zip(entry.leading, entry.leading_sizes, strict=True))
+        leading = list(zip(entry.leading_indices, entry.leading_sizes, strict=True))
         offsets = [(axis, index, count) for axis, (index, count) in enumerate(leading)]
-        part, whole = part_of(entry, world), entry.mapping.split is REPLICATED
+        part, whole = get_shard_index(entry, world), entry.mapping.split is REPLICATED
         if not whole:
-            offsets.append((len(leading) + entry.axis, part, entry.parts(world.layout)))
+            offsets.append((len(leading) + entry.axis, part, entry.count_parts(world.layout)))
         copy = (
             parallel_state.get_data_parallel_rank(with_context_parallel=True)
             if entry.expert is None
             else parallel_state.get_expert_data_parallel_rank()
         )
-        state[_name(entry)] = ShardedTensor.from_rank_offsets(
+        state[_get_tensor_name(entry)] = ShardedTensor.from_rank_offsets(
             entry.key,
             parameter,
             *offsets,
@@ -419,9 +435,9 @@ def load_adapter_state(
     """Put what was read for :func:`adapter_state` into the adapters."""
     with torch.no_grad():
         for entry, parameter in bind_adapters(chunks, world).items():
-            parameter.copy_(state["adapters"][_name(entry)])
+            parameter.copy_(state["adapters"][_get_tensor_name(entry)])
 
 
-def _name(entry: Entry) -> str:
+def _get_tensor_name(entry: Entry) -> str:
     (name,) = entry.tensors
     return name

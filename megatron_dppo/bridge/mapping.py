@@ -1,10 +1,10 @@
 """Which Hugging Face tensors a Megatron parameter is made of, and which rows or columns of them
 each rank holds.
 
-A family's rows are read in both directions. :meth:`Entry.slices` says what the parameter of rank r
-is: slices of tensors, put together along one axis. Loading copies these slices into the parameter,
-streaming and export copy them back, and a directory's shapes are checked against the same rows. No
-torch is needed to read them.
+A family's rows are read in both directions. :meth:`Entry.list_slices` says what the parameter of
+rank r is: slices of tensors, put together along one axis. Loading copies these slices into the
+parameter, streaming and export copy them back, and a directory's shapes are checked against the
+same rows. No torch is needed to read them.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Entry:
     """Counted over all ranks; None outside the experts."""
 
     @property
-    def megatron(self) -> tuple[str, ...]:
+    def megatron_names(self) -> tuple[str, ...]:
         """The parameter's possible names."""
-        return tuple(self._numbered(name) for name in self.mapping.megatron)
+        return tuple(self._format_name(name) for name in self.mapping.megatron)
 
     @property
     def key(self) -> str:
@@ -93,11 +93,11 @@ class Entry:
         return self.mapping.key.replace(".{layer}", f".{self.layer}" if self.shape.hybrid else "")
 
     @property
-    def stored(self) -> tuple[Stored, ...]:
+    def stored_rows(self) -> tuple[StoredRows, ...]:
         """What of it has keys of its own in Megatron's distributed format."""
         sections = enumerate(name for _, name, _ in self.mapping.sections)
-        parts = tuple(Stored(self, f"{self.key}.{name}", number) for number, name in sections)
-        return parts or (Stored(self, self.key),)
+        parts = tuple(StoredRows(self, f"{self.key}.{name}", number) for number, name in sections)
+        return parts or (StoredRows(self, self.key),)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -105,14 +105,14 @@ class Entry:
         rank = self.mapping.lora_rank
         return {
             name: _tensor_shape(self.shape, name, rank)
-            for name in map(self._numbered, self.mapping.tensors)
+            for name in map(self._format_name, self.mapping.tensors)
         }
 
     @property
-    def fused(self) -> str:
+    def fused_tensor(self) -> str:
         """The one tensor of files in which its tensors lie with those of all other experts; empty:
         none."""
-        return self._numbered(self.mapping.fused)
+        return self._format_name(self.mapping.fused)
 
     @property
     def elements(self) -> int:
@@ -120,18 +120,18 @@ class Entry:
         return sum(map(prod, self.tensors.values()))
 
     @property
-    def leading(self) -> tuple[int, ...]:
+    def leading_indices(self) -> tuple[int, ...]:
         """Where the parameter lies in the leading dimensions of its key in Megatron's distributed
         format."""
-        return tuple(index for index, _ in self._leading)
+        return tuple(index for index, _ in self._leading_dimensions)
 
     @property
     def leading_sizes(self) -> tuple[int, ...]:
         """Sizes of these dimensions."""
-        return tuple(size for _, size in self._leading)
+        return tuple(size for _, size in self._leading_dimensions)
 
     @property
-    def _leading(self) -> list[tuple[int, int]]:
+    def _leading_dimensions(self) -> list[tuple[int, int]]:
         layer = None if self.shape.hybrid else self.layer
         pairs = ((layer, self.shape.num_layers), (self.expert, self.shape.experts))
         return [(index, size) for index, size in pairs if index is not None]
@@ -141,7 +141,7 @@ class Entry:
         assert self.expert is not None
         return self.expert // (self.shape.experts // ep)
 
-    def parts(self, layout: LayoutConfig) -> int:
+    def count_parts(self, layout: LayoutConfig) -> int:
         """Over how many ranks the parameter is cut."""
         return layout.tp if self.expert is None else layout.expert_tp
 
@@ -153,10 +153,10 @@ class Entry:
     def shard_shape(self, tp: int) -> tuple[int, ...]:
         """Shape of the parameter on each of ``tp`` ranks."""
         shape = list(next(iter(self.tensors.values())))
-        shape[self.axis] = sum(part.length for part in self.slices(0, tp))
+        shape[self.axis] = sum(part.length for part in self.list_slices(0, tp))
         return tuple(shape)
 
-    def slices(self, tp_rank: int, tp: int) -> tuple[Slice, ...]:
+    def list_slices(self, tp_rank: int, tp: int) -> tuple[Slice, ...]:
         """Slices of rank ``tp_rank`` of ``tp``; joined along ``axis``, they are its parameter.
 
         Raises:
@@ -166,12 +166,12 @@ class Entry:
         match self.mapping.split:
             case Split.VOCABULARY:
                 ((name, vocabulary),) = extents.items()
-                start, stop = _part(padded_vocab(vocabulary, tp), tp_rank, tp, "tokens")
+                start, stop = _compute_part(padded_vocab(vocabulary, tp), tp_rank, tp, "tokens")
                 held = Slice(name, min(start, vocabulary), min(stop, vocabulary))
                 padding = Slice(None, max(start, vocabulary), max(stop, vocabulary))
                 return tuple(part for part in (held, padding) if part.length)
             case Split.QKV:
-                groups = range(*_part(self.shape.kv_heads, tp_rank, tp, "query groups"))
+                groups = range(*_compute_part(self.shape.kv_heads, tp_rank, tp, "query groups"))
                 heads = {name: extent // self.shape.kv_heads for name, extent in extents.items()}
                 return tuple(
                     Slice(name, group * size, (group + 1) * size)
@@ -182,7 +182,9 @@ class Entry:
                 size, heads_each = self.shape.head_dim, self.shape.heads // self.shape.kv_heads
                 query, *others = extents
                 pieces: list[tuple[str, int]] = []
-                for group in range(*_part(self.shape.kv_heads, tp_rank, tp, "query groups")):
+                for group in range(
+                    *_compute_part(self.shape.kv_heads, tp_rank, tp, "query groups")
+                ):
                     of_group = range(group * heads_each, (group + 1) * heads_each)
                     pieces += [(query, 2 * head + gate) for gate in (0, 1) for head in of_group]
                     pieces += [(name, group) for name in others]
@@ -197,17 +199,17 @@ class Entry:
         ]
         cut = []
         for name, size in sections or extents.items():
-            start, stop = _part(size, tp_rank, tp, f"features of {name}")
+            start, stop = _compute_part(size, tp_rank, tp, f"features of {name}")
             cut.append(Slice(name, begins[name] + start, begins[name] + stop))
             begins[name] += size
         return tuple(cut)
 
-    def _numbered(self, name: str) -> str:
+    def _format_name(self, name: str) -> str:
         return name.format(layer=self.layer, expert=self.expert, body=self.shape.family.body)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredRows:
     """Rows of a parameter with a key of their own in Megatron's distributed format: most often all
     of them."""
 
@@ -223,7 +225,7 @@ class Stored:
         rows = (
             tuple(Slice(name, 0, size[0]) for name, size in tensors)
             if self.entry.axis
-            else self.entry.slices(0, 1)
+            else self.entry.list_slices(0, 1)
         )
         return rows if self.section is None else rows[self.section : self.section + 1]
 
@@ -235,7 +237,7 @@ class Stored:
     @property
     def block_shape(self) -> tuple[int, ...]:
         """The same as a block of its key's tensor."""
-        return (1,) * len(self.entry.leading) + self.shape
+        return (1,) * len(self.entry.leading_indices) + self.shape
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -243,18 +245,18 @@ class Stored:
         return self.entry.leading_sizes + self.shape
 
 
-def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterator[Entry]:
+def list_entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterator[Entry]:
     """The parameters of a pipeline stage, in the order of the forward pass.
 
     Args:
         shape: of the policy.
-        layers: of the stage, from :func:`stage_layers`; None: those of the whole policy.
+        layers: of the stage, from :func:`list_stage_layers`; None: those of the whole policy.
     """
     layers = layers or [range(shape.num_layers)]
     first, last = layers[0].start == 0, layers[-1].stop == shape.num_layers
     if first:
         yield Entry(EMBEDDING, shape)
-    yield from _of_layers(shape, shape.family.rows, layers)
+    yield from _list_layer_entries(shape, shape.family.rows, layers)
     if last:
         yield Entry(FINAL_NORM, shape)
     if last and not shape.tied:
@@ -263,24 +265,24 @@ def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterat
         yield Entry(TIED_OUTPUT, shape)
 
 
-def adapter_entries(
+def list_adapter_entries(
     shape: PolicyShape, lora: LoraConfig, layers: Sequence[range] | None = None
 ) -> Iterator[Entry]:
     """The same for the adapters of ``lora``, whose tensors have the names that PEFT gives them."""
-    mappings = _adapter_mappings(shape.family.rows, lora.rank, lora.targets)
-    yield from _of_layers(shape, mappings, layers or [range(shape.num_layers)])
+    mappings = _list_adapter_mappings(shape.family.rows, lora.rank, lora.targets)
+    yield from _list_layer_entries(shape, mappings, layers or [range(shape.num_layers)])
 
 
-def _of_layers(
+def _list_layer_entries(
     shape: PolicyShape, mappings: Sequence[ParameterMapping], layers: Sequence[range]
 ) -> Iterator[Entry]:
     kinds = shape.layer_types
     for layer in chain.from_iterable(layers):
         there = [mapping for mapping in mappings if mapping.layers in ("", kinds[layer])]
-        yield from (Entry(mapping, shape, layer) for mapping in there if not mapping.of_expert)
+        yield from (Entry(mapping, shape, layer) for mapping in there if not mapping.is_expert)
         for expert in range(shape.experts):
             yield from (
-                Entry(mapping, shape, layer, expert) for mapping in there if mapping.of_expert
+                Entry(mapping, shape, layer, expert) for mapping in there if mapping.is_expert
             )
 
 
@@ -289,7 +291,7 @@ PEFT = "base_model.model."
 
 
 @cache
-def _adapter_mappings(
+def _list_adapter_mappings(
     rows: tuple[ParameterMapping, ...], rank: int, targets: tuple[str, ...]
 ) -> tuple[ParameterMapping, ...]:
     """A and B of every matrix that is a target. The one is cut as the weight is, and every rank has
@@ -303,7 +305,9 @@ def _adapter_mappings(
                 continue
             splits = (REPLICATED, ROW) if mapping.split is ROW else (COLUMN, REPLICATED)
             for letter, split in zip("ba", splits, strict=True):
-                names = tuple(f"{_adapters_of(of)}.{target}.{letter}" for of in mapping.megatron)
+                names = tuple(
+                    f"{_format_adapter_path(of)}.{target}.{letter}" for of in mapping.megatron
+                )
                 tensor = f"{PEFT}{module}.lora_{letter.upper()}.weight"
                 found.append(
                     ParameterMapping(split, names, (tensor,), lora_rank=rank, layers=mapping.layers)
@@ -311,14 +315,14 @@ def _adapter_mappings(
     return tuple(found)
 
 
-def _adapters_of(parameter: str) -> str:
+def _format_adapter_path(parameter: str) -> str:
     """Where the adapters of a linear layer's weight are; a grouped layer has them once for each
     expert."""
     layer, _, weight = parameter.rpartition(".")
     return f"{layer}.lora" + (".{expert}" if weight != "weight" else "")
 
 
-def adapters_of_tensor(name: str) -> tuple[str, str]:
+def get_adapter_names(name: str) -> tuple[str, str]:
     """PEFT's names of A and B beside a tensor of a Hugging Face directory."""
     module = PEFT + name.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
@@ -327,7 +331,7 @@ def adapters_of_tensor(name: str) -> tuple[str, str]:
 def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of a policy in Hugging Face's form, in the order of the
     forward pass."""
-    return {name: size for entry in entries(shape) for name, size in entry.tensors.items()}
+    return {name: size for entry in list_entries(shape) for name, size in entry.tensors.items()}
 
 
 def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -335,9 +339,9 @@ def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
     that lie in one, one after another. These are several if a file has the experts of a layer in
     one tensor."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for entry in entries(shape):
+    for entry in list_entries(shape):
         for name, size in entry.tensors.items():
-            found.setdefault(entry.fused or name, {})[name] = size
+            found.setdefault(entry.fused_tensor or name, {})[name] = size
     return found
 
 
@@ -357,11 +361,11 @@ def file_shape(
 def exact_tensors(shape: PolicyShape) -> frozenset[str]:
     """Those that are fp32 in every policy and file."""
     return frozenset(
-        name for entry in entries(shape) if entry.mapping.exact for name in entry.tensors
+        name for entry in list_entries(shape) if entry.mapping.exact for name in entry.tensors
     )
 
 
-def redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
+def list_redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
     """Tensors that a directory may hold besides: a copy of the embedding, as the output layer that
     is tied to it.
 
@@ -370,11 +374,12 @@ def redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
     return Entry(UNTIED_OUTPUT, shape).tensors if shape.tied else {}
 
 
-def parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
+def count_parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
     """Weights of the policy, without padding; tied embeddings count once. With ``lora``, of its
     adapters instead."""
     return sum(
-        entry.elements for entry in (adapter_entries(shape, lora) if lora else entries(shape))
+        entry.elements
+        for entry in (list_adapter_entries(shape, lora) if lora else list_entries(shape))
     )
 
 
@@ -399,11 +404,14 @@ def describe_mismatch(
     misshapen = [name for name in found if found[name] != possible.get(name, found[name])]
     problems = []
     if missing:
-        problems.append(f"{_some(missing)} missing{nearest_name(missing[0], unexpected)}")
+        problems.append(
+            f"{_format_names(missing)} missing{format_nearest_name(missing[0], unexpected)}"
+        )
     if unexpected:
         kind = f"{policy.architecture} of {policy.num_layers} layers"
         problems.append(
-            f"{_some(unexpected)} no part of a {kind}{nearest_name(unexpected[0], expected)}"
+            f"{_format_names(unexpected)} no part of a "
+            f"{kind}{format_nearest_name(unexpected[0], expected)}"
         )
     for name in misshapen[:1]:
         problems.append(
@@ -412,14 +420,14 @@ def describe_mismatch(
     return "; ".join(problems)
 
 
-def _some(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     """One tensor by name, many by the first name and their number."""
     return (
         f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors are"
     )
 
 
-def nearest_name(name: str, candidates: Collection[str]) -> str:
+def format_nearest_name(name: str, candidates: Collection[str]) -> str:
     """Return the candidate most like ``name``, as the end of a sentence."""
     near = difflib.get_close_matches(name, candidates, n=1)
     return f" (nearest name: {near[0]})" if near else ""
@@ -434,11 +442,11 @@ def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:
     return size
 
 
-def _part(extent: int, part: int, parts: int, what: str) -> tuple[int, int]:
+def _compute_part(extent: int, part: int, parts: int, name: str) -> tuple[int, int]:
     """Start and stop of one of ``parts`` equal parts."""
     if extent % parts:
         raise ValueError(
-            f"{what} ({extent}) cannot be cut into {parts} equal parts; check_layout refuses such "
+            f"{name} ({extent}) cannot be cut into {parts} equal parts; check_layout refuses such "
             "a layout"
         )
     size = extent // parts

@@ -24,8 +24,8 @@ from megatron_dppo.bridge.mapping import (
     expected_tensors,
     file_shape,
     file_tensors,
-    nearest_name,
-    redundant_tensors,
+    format_nearest_name,
+    list_redundant_tensors,
 )
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
@@ -74,18 +74,18 @@ class Chunk:
         bits = re.search(r"\d+", self.dtype)
         return prod(self.shape) * int(bits[0] if bits else 8) // 8
 
-    def cut(self, first: int, rows: int, row: int) -> Chunk:
-        """``rows`` rows of it from its own row ``first`` on, to lie from row ``row`` of a matrix
-        on."""
+    def select_rows(self, first: int, rows: int, row: int) -> Chunk:
+        """``rows`` rows of it from its own row ``first`` on, to lie from row ``row`` of a
+        matrix on."""
         skipped = replace(self, shape=(first, *self.shape[1:])).length
         return replace(self, start=self.start + skipped, shape=(rows, *self.shape[1:]), row=row)
 
-    def values(self) -> NDArray[Any]:
+    def map_values(self) -> NDArray[Any]:
         """The file's own bytes, not read yet, which changes do not reach; BF16 as integers."""
         return np.memmap(self.file, NUMPY[self.dtype], "c", self.start, self.shape)
 
 
-def stored_tensors(path: Path) -> dict[str, Chunk]:
+def read_tensor_index(path: Path) -> dict[str, Chunk]:
     """Every tensor of the directory's weights, by name, from an index or a single file.
 
     Raises:
@@ -95,17 +95,17 @@ def stored_tensors(path: Path) -> dict[str, Chunk]:
     index = path / INDEX
     if not index.is_file():
         if not path.is_dir():
-            raise _unreadable(path, "is no directory", "give a Hugging Face model directory")
+            raise _build_error(path, "is no directory", "give a Hugging Face model directory")
         if not (path / SINGLE).is_file():
             remedy = "give a Hugging Face model directory with safetensors weights"
-            raise _unreadable(path, f"holds neither {SINGLE} nor {INDEX}", remedy)
+            raise _build_error(path, f"holds neither {SINGLE} nor {INDEX}", remedy)
         return read_header(path / SINGLE)
     files = _weight_map(index)
     found: dict[str, Chunk] = {}
     for name in sorted(set(files.values())):
         if not (path / name).is_file():
             lost = sum(file == name for file in files.values())
-            raise _unreadable(
+            raise _build_error(
                 path, f"{name} is missing, which {INDEX} names for {lost} tensors", "fetch it again"
             )
         found |= read_header(path / name)
@@ -113,9 +113,9 @@ def stored_tensors(path: Path) -> dict[str, Chunk]:
         if tensor not in found or found[tensor].file.name != name:
             problem = (
                 f"{INDEX} says that {tensor} is in {name}, where it is "
-                f"not{nearest_name(tensor, found)}"
+                f"not{format_nearest_name(tensor, found)}"
             )
-            raise _unreadable(
+            raise _build_error(
                 path, problem, f"fetch {INDEX} and {name} again, from one version of the model"
             )
     return found
@@ -138,7 +138,7 @@ def read_header(file: Path) -> dict[str, Chunk]:
             header = json.loads(opened.read(length))
     except (SafetensorError, OSError) as error:
         problem = f"{file.name} is no whole safetensors file ({error})"
-        raise _unreadable(
+        raise _build_error(
             file.parent, problem, "fetch it again (through Git LFS, if it is a pointer)"
         ) from None
     header.pop("__metadata__", None)
@@ -159,8 +159,8 @@ def check_finite(tensors: Mapping[str, Chunk], path: Path, *, most_bytes: int) -
     if sum(tensor.length for tensor in tensors.values()) > most_bytes:
         return
     for name, tensor in tensors.items():
-        if not all(np.isfinite(numbers).all() for numbers in _numbers(tensor)):
-            raise _unreadable(
+        if not all(np.isfinite(numbers).all() for numbers in _iterate_values(tensor)):
+            raise _build_error(
                 path, f"{name} holds values that are not finite", "fetch the model again"
             )
 
@@ -173,11 +173,11 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
         UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape
             or type; and for an output layer of its own in a policy that has none.
     """
-    stored, files = stored_tensors(path), file_tensors(shape)
+    stored, files = read_tensor_index(path), file_tensors(shape)
     found = {
         name: tensor for name, tensor in stored.items() if not name.startswith(shape.family.carried)
     }
-    expected, copies = expected_tensors(shape), redundant_tensors(shape)
+    expected, copies = expected_tensors(shape), list_redundant_tensors(shape)
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parts in files.items():
         wanted.update({name: file_shape(name, parts, shape)} if name in found else parts)
@@ -188,11 +188,11 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
             "take a whole model in Hugging Face's form (no adapter, no quantization) and its "
             "own config.json"
         )
-        raise _unreadable(path, problem, remedy)
+        raise _build_error(path, problem, remedy)
     for name, tensor in found.items():
         if tensor.dtype not in NUMPY:
             problem = f"{name} is stored as {tensor.dtype}, which is none of {', '.join(NUMPY)}"
-            raise _unreadable(path, problem, "take weights that are not quantized")
+            raise _build_error(path, problem, "take weights that are not quantized")
     for name in files.keys() & found.keys():
         found |= split_chunk(found[name], files[name])
     for name in copies:
@@ -206,7 +206,7 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
                 f"set tie_word_embeddings to false in its config.json, or take {name} out of "
                 "its files"
             )
-            raise _unreadable(path, problem, remedy)
+            raise _build_error(path, problem, remedy)
     return {name: found[name] for name in expected}
 
 
@@ -219,7 +219,7 @@ def split_chunk(whole: Chunk, parts: Mapping[str, tuple[int, ...]]) -> dict[str,
     return found
 
 
-def carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
+def find_carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
     """Tensors of a directory that are no part of the policy, and stay beside it: a vision tower,
     heads for further tokens. The directory may have no weights but these.
 
@@ -229,25 +229,25 @@ def carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
     if (path / CARRIED).is_file():
         return read_header(path / CARRIED)
     has_weights = (path / INDEX).is_file() or (path / SINGLE).is_file()
-    found = stored_tensors(path) if has_weights and shape.family.carried else {}
+    found = read_tensor_index(path) if has_weights and shape.family.carried else {}
     carried = {
         name: tensor for name, tensor in found.items() if name.startswith(shape.family.carried)
     }
     if shape.family.text_config and not carried:
         problem = f"has none of the tensors of {shape.architecture} beside its text model"
-        raise _unreadable(path, problem, "take the directory of the whole model, with its weights")
+        raise _build_error(path, problem, "take the directory of the whole model, with its weights")
     return carried
 
 
 def _are_equal(one: Chunk, other: Chunk) -> bool:
     """Whether two tensors of one shape hold the same numbers, be it in different types."""
-    pieces = zip(_numbers(one), _numbers(other), strict=True)
+    pieces = zip(_iterate_values(one), _iterate_values(other), strict=True)
     return all(np.array_equal(first, second) for first, second in pieces)
 
 
-def _numbers(tensor: Chunk) -> Iterator[NDArray[Any]]:
+def _iterate_values(tensor: Chunk) -> Iterator[NDArray[Any]]:
     """The values of some rows at a time."""
-    values = tensor.values()
+    values = tensor.map_values()
     for row in range(0, tensor.rows, ROWS):
         numbers = values[row : row + ROWS]
         yield (
@@ -265,9 +265,9 @@ def _weight_map(index: Path) -> Mapping[str, str]:
             raise TypeError("weight_map does not map tensors to files")
     except (ValueError, KeyError, TypeError) as error:
         problem = f"{INDEX} is no index of safetensors files ({error})"
-        raise _unreadable(index.parent, problem, "fetch it again") from None
+        raise _build_error(index.parent, problem, "fetch it again") from None
     return files
 
 
-def _unreadable(path: Path, problem: str, remedy: str) -> UserError:
+def _build_error(path: Path, problem: str, remedy: str) -> UserError:
     return UserError("model.path", path, problem, remedy)

@@ -37,20 +37,20 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from megatron_dppo.bridge.checkpoint_folder import (
     METADATA,
     Checksums,
-    DamagedError,
-    damaged,
-    refusing_damage,
+    CorruptCheckpointError,
+    build_corruption_error,
+    convert_corruption_errors,
 )
-from megatron_dppo.bridge.chunks import TYPE_NAMES, dtype_in, read_rows, tensor_chunks
+from megatron_dppo.bridge.chunks import TYPE_NAMES, list_tensor_chunks, promote_dtype, read_rows
 from megatron_dppo.bridge.mapping import (
     UNTIED_OUTPUT,
-    Stored,
-    adapter_entries,
+    StoredRows,
     describe_mismatch,
-    entries,
+    list_adapter_entries,
+    list_entries,
 )
 from megatron_dppo.bridge.safetensors_files import Chunk
-from megatron_dppo.bridge.torch_dist import data_offset, locate_data, open_archive
+from megatron_dppo.bridge.torch_dist import data_offset, find_data, open_archive
 from megatron_dppo.config import LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.family import Split
@@ -90,7 +90,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 @contextmanager
-def _classes_unchanged() -> Iterator[None]:
+def _restore_classes() -> Iterator[None]:
     """A pickle can set attributes of the classes themselves, which the whole process would meet."""
     before = {of: dict(vars(of)) for of in _CLASSES}
     try:
@@ -117,7 +117,7 @@ def read_metadata(folder: Path) -> Metadata:
             that no index needs.
         ValueError: if it is no index of a checkpoint whose files lie in this folder.
     """
-    with (folder / METADATA).open("rb") as file, _classes_unchanged():
+    with (folder / METADATA).open("rb") as file, _restore_classes():
         metadata = _Unpickler(file).load()
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError("it is no index of a checkpoint")
@@ -133,7 +133,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 @contextmanager
-def plain_values_only() -> Iterator[None]:
+def disable_unsafe_pickles() -> Iterator[None]:
     """Within this block ``torch.load`` fails for whatever is no tensor or plain value.
 
     It does so with ``weights_only=False`` too, which is what torch's own reader of checkpoints asks
@@ -152,7 +152,7 @@ _PLAIN = ("torch ", "torch._utils ", "collections ", "_codecs encode", "_io Byte
 """Prefixes of the globals in pickles of tensors and plain values."""
 
 
-def find_foreign_pickle(folder: Path) -> str | None:
+def find_unsafe_pickle(folder: Path) -> str | None:
     """The first stored value whose pickle asks for what no tensor or plain value needs, or that is
     no archive."""
     for index, stored in read_metadata(folder).storage_data.items():
@@ -202,12 +202,12 @@ class StoredPolicy:
     ) -> None:
         self._folder, self._setting = folder, setting
         if not (folder / METADATA).is_file():
-            raise damaged(
+            raise build_corruption_error(
                 folder,
                 setting,
                 f"has no {METADATA}, as checkpoints in Megatron's torch_dist format do",
             )
-        with refusing_damage(folder, setting):
+        with convert_corruption_errors(folder, setting):
             self.checksums = Checksums.read(folder)
             """None for a checkpoint without checksums that this version can check."""
             if self.checksums is not None:
@@ -215,20 +215,20 @@ class StoredPolicy:
             try:
                 metadata = read_metadata(folder)
             except Exception as error:  # whatever unpickling a damaged file raises
-                raise DamagedError(f"{METADATA} cannot be read ({error})") from error
+                raise CorruptCheckpointError(f"{METADATA} cannot be read ({error})") from error
             self._storage: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
             self._check_files()
         stored = metadata.state_dict_metadata
         self._tensors = {
             key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)
         }
-        wanted = list(adapter_entries(shape, lora) if lora else entries(shape))
-        self._blocks: dict[Stored, list[ChunkStorageMetadata]] = {}
-        self._find_blocks([part for entry in wanted for part in entry.stored], shape)
+        wanted = list(list_adapter_entries(shape, lora) if lora else list_entries(shape))
+        self._blocks: dict[StoredRows, list[ChunkStorageMetadata]] = {}
+        self._find_blocks([part for entry in wanted for part in entry.stored_rows], shape)
         self.entries = {name: entry for entry in wanted for name in entry.tensors}
         """The parameter that each Hugging Face tensor is a part of."""
         # Tensors of a parameter are asked for one after another.
-        self._located = lru_cache(maxsize=64)(self._locate)
+        self._located = lru_cache(maxsize=64)(self._find_chunks)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -236,12 +236,12 @@ class StoredPolicy:
         kept = {part.key for part in self._blocks if not part.entry.mapping.exact}
         return reduce(torch.promote_types, (self._tensors[key].properties.dtype for key in kept))
 
-    def check(self, *, share: int = 0, of: int = 1, every: bool = False) -> None:
+    def check(self, *, share: int = 0, num_shares: int = 1, all_files: bool = False) -> None:
         """Compare the files that hold the weights with their checksums.
 
         Args:
-            share: take every ``of``-th file, from this one on.
-            every: file of the checkpoint, whatever it holds.
+            share: take every ``num_shares``-th file, from this one on.
+            all_files: file of the checkpoint, whatever it holds.
 
         Raises:
             UserError: naming the first file that is damaged.
@@ -249,13 +249,17 @@ class StoredPolicy:
         if self.checksums is None:
             return
         places = (
-            self._place(part, block) for part, blocks in self._blocks.items() for block in blocks
+            self._get_storage(part, block)
+            for part, blocks in self._blocks.items()
+            for block in blocks
         )
         files = {place.relative_path for place in places}
-        with refusing_damage(self._folder, self._setting):
-            self.checksums.check(None if every else sorted(files), share=share, of=of)
+        with convert_corruption_errors(self._folder, self._setting):
+            self.checksums.check(
+                None if all_files else sorted(files), share=share, num_shares=num_shares
+            )
 
-    def rows(self, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
+    def read_tensor_rows(self, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
         """The bytes of a Hugging Face tensor in a policy of type ``dtype``, as :func:`read_rows`
         gives them.
 
@@ -263,39 +267,41 @@ class StoredPolicy:
             UserError: if a file cannot be read there.
         """
         entry = self.entries[name]
-        return read_rows(entry.tensors[name], self.chunks(name), dtype_in(dtype, entry))
+        return read_rows(entry.tensors[name], self.list_chunks(name), promote_dtype(dtype, entry))
 
-    def chunks(self, name: str) -> list[Chunk]:
+    def list_chunks(self, name: str) -> list[Chunk]:
         """Chunks of a Hugging Face tensor.
 
         Raises:
             UserError: if a file cannot be read there.
         """
         entry = self.entries[name]
-        with refusing_damage(self._folder, self._setting):
+        with convert_corruption_errors(self._folder, self._setting):
             try:
-                blocks = {part: self._located(part) for part in entry.stored}
+                blocks = {part: self._located(part) for part in entry.stored_rows}
             except Exception as error:  # whatever reading a damaged archive raises
-                raise DamagedError(f"{entry.key} cannot be read ({error})") from error
+                raise CorruptCheckpointError(f"{entry.key} cannot be read ({error})") from error
         return [
-            chunk for part, chunks in blocks.items() for chunk in tensor_chunks(name, part, chunks)
+            chunk
+            for part, chunks in blocks.items()
+            for chunk in list_tensor_chunks(name, part, chunks)
         ]
 
-    def _locate(self, part: Stored) -> list[Chunk]:
-        return [self._chunk(part, block) for block in self._blocks[part]]
+    def _find_chunks(self, part: StoredRows) -> list[Chunk]:
+        return [self._build_chunk(part, block) for block in self._blocks[part]]
 
-    def _place(self, part: Stored, block: ChunkStorageMetadata) -> _StorageInfo:
+    def _get_storage(self, part: StoredRows, block: ChunkStorageMetadata) -> _StorageInfo:
         return self._storage[MetadataIndex(part.key, block.offsets)]
 
-    def _chunk(self, part: Stored, block: ChunkStorageMetadata) -> Chunk:
+    def _build_chunk(self, part: StoredRows, block: ChunkStorageMetadata) -> Chunk:
         """A block, whose leading dimensions are one, as a chunk of what comes after these.
 
         Raises:
             ValueError: if it is not stored as Megatron does, or not at all.
         """
-        place, leading = self._place(part, block), len(part.entry.leading)
+        place, leading = self._get_storage(part, block), len(part.entry.leading_indices)
         file, dtype = self._folder / place.relative_path, self._tensors[part.key].properties.dtype
-        start, size = locate_data(file, place.offset, place.length)
+        start, size = find_data(file, place.offset, place.length)
         # Megatron writes contiguous tensors only, so the record is the block.
         if size != prod(block.sizes) * dtype.itemsize:
             raise ValueError(
@@ -313,11 +319,13 @@ class StoredPolicy:
         for name, size in sizes.items():
             file = self._folder / name
             if not file.is_file():
-                raise DamagedError(f"{name} is missing")
+                raise CorruptCheckpointError(f"{name} is missing")
             if (found := file.stat().st_size) < size:
-                raise DamagedError(f"{name} is truncated: {found:,} bytes of at least {size:,}")
+                raise CorruptCheckpointError(
+                    f"{name} is truncated: {found:,} bytes of at least {size:,}"
+                )
 
-    def _find_blocks(self, parts: Sequence[Stored], shape: PolicyShape) -> None:
+    def _find_blocks(self, parts: Sequence[StoredRows], shape: PolicyShape) -> None:
         if not parts[0].entry.mapping.lora_rank and any(".lora." in key for key in self._tensors):
             problem = (
                 "holds the adapters of a run with model.lora, and not the policy that they "
@@ -345,17 +353,17 @@ class StoredPolicy:
         if problem := describe_mismatch(shape, expected, found):
             remedy = "Give the config.json of the policy that it was written of"
             raise UserError(self._setting, self._folder, problem, remedy)
-        leading = {part.key: len(part.entry.leading) for part in parts}
+        leading = {part.key: len(part.entry.leading_indices) for part in parts}
         blocks = defaultdict(list)
         for key, count in leading.items():
             for block in self._tensors[key].chunks:
                 blocks[key, (*block.offsets[:count],)].append(block)
         for part in parts:
-            held = self._blocks[part] = blocks[part.key, part.entry.leading]
+            held = self._blocks[part] = blocks[part.key, part.entry.leading_indices]
             if sum(prod(block.sizes) for block in held) != prod(
                 expected[part.key][leading[part.key] :]
             ):
-                layer = f" of layer {part.entry.layer}" if part.entry.leading else ""
-                raise damaged(
+                layer = f" of layer {part.entry.layer}" if part.entry.leading_indices else ""
+                raise build_corruption_error(
                     self._folder, self._setting, f"{part.key}{layer} is there in part only"
                 )

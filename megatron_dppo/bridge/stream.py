@@ -19,16 +19,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_dppo.bridge.chunks import dtype_in
-from megatron_dppo.bridge.load import MergedParameters, bind, bind_adapters, slices_of
-from megatron_dppo.bridge.mapping import Entry, adapter_entries, entries
+from megatron_dppo.bridge.chunks import promote_dtype
+from megatron_dppo.bridge.load import (
+    MergedParameters,
+    bind_adapters,
+    bind_parameters,
+    iterate_slices,
+)
+from megatron_dppo.bridge.mapping import Entry, list_adapter_entries, list_entries
 from megatron_dppo.config import LayoutConfig, LoraConfig
 from megatron_dppo.models.family import Split
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.parallel.layout import stage_layers
+from megatron_dppo.parallel.layout import list_stage_layers
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.streams import moved
+from megatron_dppo.process.streams import record_progress
 
 Tensors = dict[str, torch.Tensor]
 
@@ -53,11 +58,11 @@ def weight_stream(
     """The policy's tensors by their Hugging Face names, whole, without padding, each in exactly one
     bucket.
 
-    Collective over a copy of the policy (:attr:`World.copy_size` ranks of each pipeline stage), or
-    over one stage of it with ``STAGE_LEADERS``. All of these ranks get the same number of buckets,
-    and those that consume get the same tensors in the same order. Every rank must take the stream
-    to its end, since the others wait for it. Between two buckets a rank may take part in other
-    collectives, if all ranks do so at the same bucket.
+    Collective over a copy of the policy (:attr:`World.shard_group_size` ranks of each pipeline
+    stage), or over one stage of it with ``STAGE_LEADERS``. All of these ranks get the same number
+    of buckets, and those that consume get the same tensors in the same order. Every rank must take
+    the stream to its end, since the others wait for it. Between two buckets a rank may take part in
+    other collectives, if all ranks do so at the same bucket.
 
     A bucket's tensors may be views of the live parameters or of a buffer of the stream. They must
     not be written to. Whoever keeps one past the next bucket, or past the next update of the
@@ -76,7 +81,7 @@ def weight_stream(
         dtype: of the tensors; None: that of the parameters, which must then be one. What is fp32 in
             every policy has buckets of its own, after all others.
     """
-    bound, adapters = bind(chunks, world), bind_adapters(chunks, world)
+    bound, adapters = bind_parameters(chunks, world), bind_adapters(chunks, world)
     if dtype is None:
         (dtype,) = {
             parameter.dtype for entry, parameter in bound.items() if not entry.mapping.exact
@@ -106,22 +111,24 @@ def _stream(
     parameters: Mapping[Entry, torch.Tensor],
     shape: PolicyShape,
     world: World,
-    to: Consumers,
+    target: Consumers,
     bucket_mib: int,
     dtype: torch.dtype,
     lora: LoraConfig | None = None,
 ) -> Iterator[Tensors]:
-    stages = [world.pp_rank] if to is Consumers.STAGE_LEADERS else range(world.layout.pp)
+    stages = [world.pp_rank] if target is Consumers.STAGE_LEADERS else range(world.layout.pp)
     buckets = plan_buckets(
         shape, stages, world.layout, most_bytes=bucket_mib * 2**20, dtype=dtype, lora=lora
     )
-    gathers = _Gathers(buckets, parameters, world, to, bucket_mib * 2**20 // dtype.itemsize, dtype)
+    gathers = _Gathers(
+        buckets, parameters, world, target, bucket_mib * 2**20 // dtype.itemsize, dtype
+    )
     gather = gathers.start(buckets[0])
     for following in [*buckets[1:], None]:
         tensors = gathers.finish(gather)
         if following is not None:
             gather = gathers.start(following)
-        moved()
+        record_progress()
         yield tensors
 
 
@@ -153,12 +160,12 @@ def plan_buckets(
     dtype: torch.dtype,
     lora: LoraConfig | None = None,
 ) -> list[Bucket]:
-    """The entries of ``stages``, which take turns, in buckets as full as that order allows; those
-    of the adapters of ``lora`` instead, if it is given."""
+    """The entries of ``stages``, which take turns, in buckets as full as that order
+    allows; those of the adapters of ``lora`` instead, if it is given."""
     buckets: list[Bucket] = []
-    layers = [stage_layers(shape.num_layers, stage, layout) for stage in stages]
+    layers = [list_stage_layers(shape.num_layers, stage, layout) for stage in stages]
     of_stages = [
-        list(adapter_entries(shape, lora, each) if lora else entries(shape, each))
+        list(list_adapter_entries(shape, lora, each) if lora else list_entries(shape, each))
         for each in layers
     ]
     turns = [list(zip(stages, turn, strict=True)) for turn in zip_longest(*of_stages)]
@@ -167,11 +174,11 @@ def plan_buckets(
         for stage, entry in chain.from_iterable(turns):
             if entry is None or entry.mapping.is_copy or entry.mapping.exact is not exact:
                 continue
-            size = entry.elements * dtype_in(dtype, entry).itemsize
+            size = entry.elements * promote_dtype(dtype, entry).itemsize
             if size > room:
                 buckets.append([])
                 room = most_bytes
-            buckets[-1].append(Item(entry, stage, entry.shard_shape(entry.parts(layout))))
+            buckets[-1].append(Item(entry, stage, entry.shard_shape(entry.count_parts(layout))))
             room -= size
     return buckets
 
@@ -202,25 +209,29 @@ class _Gathers:
         buckets: Sequence[Bucket],
         parameters: Mapping[Entry, torch.Tensor],
         world: World,
-        to: Consumers,
+        target: Consumers,
         most_elements: int,
         dtype: torch.dtype,
     ) -> None:
         self._parameters, self._world, self._dtype = parameters, world, dtype
         self._most_elements = most_elements
-        self._group = _copy_group(world, of_stage=to is Consumers.STAGE_LEADERS)
-        self._first_stage = world.pp_rank if to is Consumers.STAGE_LEADERS else 0
+        self._group = _get_copy_group(world, stage_only=target is Consumers.STAGE_LEADERS)
+        self._first_stage = world.pp_rank if target is Consumers.STAGE_LEADERS else 0
         # Gloo sends from the host's memory, and receives into it.
         self._device = (
             torch.device("cpu") if dist.get_backend(self._group) == "gloo" else world.device
         )
         self._rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        consumers = range(ranks if to is Consumers.EVERYONE else 1)
+        consumers = range(ranks if target is Consumers.EVERYONE else 1)
         self._consumes = self._rank in consumers
         self._receivers = [rank for rank in consumers if rank != self._rank]
         buffered = [bucket for bucket in buckets if not self._is_large_embedding(bucket)]
-        self._received = self._buffer(map(self._elements_exchanged, buffered), buffered)
-        self._assembled = self._buffer(map(self._elements_assembled, buffered), buffered)
+        self._received = self._allocate_buffer(
+            map(self._count_exchanged_elements, buffered), buffered
+        )
+        self._assembled = self._allocate_buffer(
+            map(self._count_assembled_elements, buffered), buffered
+        )
         if (
             ranks > 1
             # NCCL wants every rank in the first operation of a group, and a bucket need not concern
@@ -234,16 +245,16 @@ class _Gathers:
     def start(self, bucket: Bucket) -> _Gather:
         """Send this rank's shards to all who consume, and receive those of others if it consumes.
         Does not wait."""
-        total = self._elements_exchanged(bucket)
+        total = self._count_exchanged_elements(bucket)
         memory = (
             torch.empty(total, dtype=self._dtype, device=self._device)
             if self._is_large_embedding(bucket)
-            else self._received.view(self._dtype_of(bucket))[:total]
+            else self._received.view(self._get_dtype(bucket))[:total]
         )
         shards: dict[tuple[int, Entry], torch.Tensor] = {}
         exchanges: list[dist.P2POp] = []
         start = 0
-        for rank, items in self._exchanged(bucket).items():
+        for rank, items in self._plan_exchanges(bucket).items():
             sizes = [prod(item.shard) for item in items]
             share = memory[start : start + sum(sizes)]
             start += len(share)
@@ -269,25 +280,25 @@ class _Gathers:
         if not self._consumes:
             return {}
         tensors: Tensors = {}
-        start, dtype = 0, self._dtype_of(gather.bucket)
+        start, dtype = 0, self._get_dtype(gather.bucket)
         for item in gather.bucket:
             entry = item.entry
             if self._has_whole(item):
-                tensors |= whole_tensors(entry, self._parameters[entry], dtype)
+                tensors |= extract_tensors(entry, self._parameters[entry], dtype)
             elif self._is_large_embedding(gather.bucket):
-                tensors |= _views(entry, gather.memory)
+                tensors |= _view_tensors(entry, gather.memory)
             else:
-                whole = _views(entry, self._assembled.view(dtype)[start:])
+                whole = _view_tensors(entry, self._assembled.view(dtype)[start:])
                 start += entry.elements
                 shards = [
                     self._parameters[entry] if rank == self._rank else gather.shards[rank, entry]
-                    for rank in self._senders(item)
+                    for rank in self._get_senders(item)
                 ]
                 fill_tensors(entry, shards, whole)
                 tensors |= whole
         return tensors
 
-    def _exchanged(self, bucket: Bucket) -> dict[int, list[Item]]:
+    def _plan_exchanges(self, bucket: Bucket) -> dict[int, list[Item]]:
         """The items of which each rank's shard goes through this rank's memory, by rank, in the
         order of the ranks.
 
@@ -297,7 +308,7 @@ class _Gathers:
         """
         items: dict[int, list[Item]] = {}
         for item in bucket:
-            for rank in self._senders(item):
+            for rank in self._get_senders(item):
                 if rank == self._rank:
                     wanted = bool(self._receivers) or (
                         self._is_large_embedding(bucket) and not self._has_whole(item)
@@ -308,21 +319,24 @@ class _Gathers:
                     items.setdefault(rank, []).append(item)
         return dict(sorted(items.items()))
 
-    def _senders(self, item: Item) -> range:
+    def _get_senders(self, item: Item) -> range:
         """The ranks whose shards make an entry: all that have a part, or the first where each has
         it whole."""
         entry, layout = item.entry, self._world.layout
-        first = (item.stage - self._first_stage) * self._world.copy_size
+        first = (item.stage - self._first_stage) * self._world.shard_group_size
         if entry.expert is not None:
             first += entry.expert_rank(layout.ep) * layout.expert_tp
         return range(
-            first, first + (1 if entry.mapping.split is Split.REPLICATED else entry.parts(layout))
+            first,
+            first + (1 if entry.mapping.split is Split.REPLICATED else entry.count_parts(layout)),
         )
 
     def _has_whole(self, item: Item) -> bool:
         """Whether this rank has the entry whole among its parameters."""
         entry = item.entry
-        whole = entry.parts(self._world.layout) == 1 or entry.mapping.split is Split.REPLICATED
+        whole = (
+            entry.count_parts(self._world.layout) == 1 or entry.mapping.split is Split.REPLICATED
+        )
         return whole and entry in self._parameters
 
     def _is_large_embedding(self, bucket: Bucket) -> bool:
@@ -335,22 +349,24 @@ class _Gathers:
         entry = bucket[0].entry
         return entry.mapping.split is Split.VOCABULARY and entry.elements > self._most_elements
 
-    def _elements_exchanged(self, bucket: Bucket) -> int:
-        return sum(prod(item.shard) for items in self._exchanged(bucket).values() for item in items)
+    def _count_exchanged_elements(self, bucket: Bucket) -> int:
+        return sum(
+            prod(item.shard) for items in self._plan_exchanges(bucket).values() for item in items
+        )
 
-    def _elements_assembled(self, bucket: Bucket) -> int:
+    def _count_assembled_elements(self, bucket: Bucket) -> int:
         return sum(
             item.entry.elements for item in bucket if self._consumes and not self._has_whole(item)
         )
 
-    def _dtype_of(self, bucket: Bucket) -> torch.dtype:
-        return dtype_in(self._dtype, bucket[0].entry)
+    def _get_dtype(self, bucket: Bucket) -> torch.dtype:
+        return promote_dtype(self._dtype, bucket[0].entry)
 
-    def _buffer(self, elements: Iterable[int], buckets: Sequence[Bucket]) -> torch.Tensor:
+    def _allocate_buffer(self, elements: Iterable[int], buckets: Sequence[Bucket]) -> torch.Tensor:
         """Bytes for any one of the buckets, of which each has so many elements; a multiple of every
         type's size."""
         sizes = (
-            count * self._dtype_of(bucket).itemsize
+            count * self._get_dtype(bucket).itemsize
             for count, bucket in zip(elements, buckets, strict=True)
         )
         return torch.empty(
@@ -358,10 +374,10 @@ class _Gathers:
         )
 
 
-def _copy_group(world: World, *, of_stage: bool) -> dist.ProcessGroup:
+def _get_copy_group(world: World, *, stage_only: bool) -> dist.ProcessGroup:
     """The ranks that together have one copy of the policy, stage by stage, or of one stage of
     it."""
-    if world.copy_size == world.layout.tp:
+    if world.shard_group_size == world.layout.tp:
         stage, whole = (
             parallel_state.get_tensor_model_parallel_group,
             parallel_state.get_model_parallel_group,
@@ -369,7 +385,7 @@ def _copy_group(world: World, *, of_stage: bool) -> dist.ProcessGroup:
     else:
         stage = parallel_state.get_expert_tensor_and_model_parallel_group
         whole = parallel_state.get_expert_tensor_model_pipeline_parallel_group
-    return stage() if of_stage else whole()
+    return stage() if stage_only else whole()
 
 
 def fill_tensors(
@@ -383,12 +399,12 @@ def fill_tensors(
         tensors: at least those of ``entry.tensors``, by name; written in place.
     """
     for tp_rank, shard in enumerate(shards):
-        for slice_, held in slices_of(entry, shard, tp_rank, len(shards)):
+        for slice_, held in iterate_slices(entry, shard, tp_rank, len(shards)):
             if slice_.name is not None:
                 tensors[slice_.name].narrow(entry.axis, slice_.start, slice_.length).copy_(held)
 
 
-def whole_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -> Tensors:
+def extract_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -> Tensors:
     """The Hugging Face tensors of a parameter that is not split over ranks, by name.
 
     They are views of the parameter where a tensor lies in it in one piece and ``dtype`` is the
@@ -396,7 +412,7 @@ def whole_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -> 
     """
     sizes = entry.tensors
     tensors: Tensors = {}
-    for slice_, held in slices_of(entry, parameter, 0, 1):
+    for slice_, held in iterate_slices(entry, parameter, 0, 1):
         if slice_.name is None:
             continue
         if held.shape == sizes[slice_.name]:
@@ -408,7 +424,7 @@ def whole_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -> 
     return tensors
 
 
-def _views(entry: Entry, flat: torch.Tensor) -> Tensors:
+def _view_tensors(entry: Entry, flat: torch.Tensor) -> Tensors:
     """The entry's tensors, one after the other from the beginning of ``flat``."""
     tensors: Tensors = {}
     for name, size in entry.tensors.items():

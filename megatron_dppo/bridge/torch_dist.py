@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA, Checksums, FileChecksum
-from megatron_dppo.bridge.chunks import TYPE_NAMES, TYPES, FilePlan, dtype_in
-from megatron_dppo.bridge.mapping import Stored, entries
+from megatron_dppo.bridge.chunks import TYPE_NAMES, TYPES, FilePlan, promote_dtype
+from megatron_dppo.bridge.mapping import StoredRows, list_entries
 from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.models.shape import PolicyShape
 
@@ -52,14 +52,14 @@ WRITTEN_BY = {
 """Content of Megatron's ``metadata.json`` for such a checkpoint."""
 
 
-def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> FilePlan[Stored]:
+def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> FilePlan[StoredRows]:
     """Parameters in the order of the forward pass, as many to a file as fit, each a single
     block."""
-    plan: FilePlan[Stored] = FilePlan(dtype)
+    plan: FilePlan[StoredRows] = FilePlan(dtype)
     file, end = "", FILE_BYTES
-    for part in chain.from_iterable(entry.stored for entry in entries(shape)):
-        kind = dtype_in(dtype, part.entry)
-        head, size, tail = _archive(part.block_shape, kind)
+    for part in chain.from_iterable(entry.stored_rows for entry in list_entries(shape)):
+        kind = promote_dtype(dtype, part.entry)
+        head, size, tail = _build_archive(part.block_shape, kind)
         length = len(head) + size + len(tail)
         if end and end + length > FILE_BYTES:
             file, end = f"__0_{len(plan.frames)}.distcp", 0
@@ -72,7 +72,7 @@ def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> FilePlan[Stored]:
 
 
 def write_metadata(
-    folder: Path, plan: FilePlan[Stored], checksums: Mapping[str, FileChecksum]
+    folder: Path, plan: FilePlan[StoredRows], checksums: Mapping[str, FileChecksum]
 ) -> None:
     """Write the files that make a checkpoint of a folder with all parameters.
 
@@ -82,18 +82,18 @@ def write_metadata(
     common = io.BytesIO()
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, common)
     (folder / COMMON).write_bytes(common.getbuffer())
-    (folder / METADATA).write_bytes(pickle.dumps(_metadata(plan)))
+    (folder / METADATA).write_bytes(pickle.dumps(_build_metadata(plan)))
     (folder / FORMAT).write_text(json.dumps(WRITTEN_BY))
     Checksums(folder, checksums).write()
 
 
-def _metadata(plan: FilePlan[Stored]) -> Metadata:
+def _build_metadata(plan: FilePlan[StoredRows]) -> Metadata:
     """Torch's index of a checkpoint."""
     tensors: dict[str, TensorStorageMetadata] = {}
     indexed: dict[MetadataIndex, _StorageInfo] = {}
     for part, place in plan.places.items():
-        dtype, shape, leading = TYPES[place.dtype], part.block_shape, part.entry.leading
-        head, size, tail = _archive(shape, dtype)
+        dtype, shape, leading = TYPES[place.dtype], part.block_shape, part.entry.leading_indices
+        head, size, tail = _build_archive(shape, dtype)
         whole = TensorStorageMetadata(
             TensorProperties(dtype=dtype), torch.Size(part.stored_shape), []
         )
@@ -107,7 +107,7 @@ def _metadata(plan: FilePlan[Stored]) -> Metadata:
 
 
 @lru_cache
-def _archive(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, int, bytes]:
+def _build_archive(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, int, bytes]:
     """A tensor as ``torch.save`` writes it, but for its data (and their CRC-32, which torch never
     looks at).
 
@@ -119,14 +119,14 @@ def _archive(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, int, by
             torch.serialization.skip_data()
         ):  # leaves a hole in the file, and never touches the tensor's memory
             torch.save(torch.empty(shape, dtype=dtype), file)
-        start, size = locate_data(Path(file.name), 0, file.tell())
+        start, size = find_data(Path(file.name), 0, file.tell())
         file.seek(0)
         head = file.read(start)
         file.seek(start + size)
         return head, size, file.read()
 
 
-def locate_data(file: Path, offset: int, length: int) -> tuple[int, int]:
+def find_data(file: Path, offset: int, length: int) -> tuple[int, int]:
     """Where in the file the data of a saved tensor begins, and how many bytes it has. The data is
     not read.
 

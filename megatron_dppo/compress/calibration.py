@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from megatron_dppo.config import DataConfig, replace
-from megatron_dppo.data.date import prints_date
-from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
+from megatron_dppo.data.date import uses_date
+from megatron_dppo.data.prompts import SupervisedExample, load_supervised_examples
 from megatron_dppo.data.rows import read_rows
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.errors import UserError
@@ -51,7 +51,7 @@ class Batch:
 
 def read_sequences(
     source: Path, tokenizer: Tokenizer, *, prompt_key: str, response_key: str, chat_template: bool
-) -> Sequence[WorkedAnswer]:
+) -> Sequence[SupervisedExample]:
     """Read prompts with responses.
 
     Args:
@@ -62,7 +62,7 @@ def read_sequences(
         UserError: naming the option.
     """
     if source.is_dir():
-        return _read_own_answers(source, tokenizer)
+        return _read_evaluation(source, tokenizer)
     data = DataConfig(
         train=str(source),
         prompt_key=prompt_key,
@@ -71,11 +71,11 @@ def read_sequences(
         chat_template=chat_template,
         max_prompt_tokens=2**31,
     )
-    if source.is_file() and prints_date(Path(tokenizer.name_or_path)):
+    if source.is_file() and uses_date(Path(tokenizer.name_or_path)):
         # The file's date, so that prompts are the same on every day.
         data = replace(data, date=date.fromtimestamp(source.stat().st_mtime).isoformat())
     try:
-        return load_worked_answers(data, tokenizer)
+        return load_supervised_examples(data, tokenizer)
     except UserError as error:
         texts = [str(error.setting), str(error.problem), str(error.remedy)]
         for setting, option in OPTIONS.items():
@@ -83,7 +83,7 @@ def read_sequences(
         raise UserError(texts[0], error.value, *texts[1:]) from error
 
 
-def _read_own_answers(folder: Path, tokenizer: Tokenizer) -> list[WorkedAnswer]:
+def _read_evaluation(folder: Path, tokenizer: Tokenizer) -> list[SupervisedExample]:
     """Read the answers of an evaluation. Truncated answers have no end token; empty answers are
     left out."""
     file = folder / ANSWERS
@@ -109,13 +109,13 @@ def _read_own_answers(folder: Path, tokenizer: Tokenizer) -> list[WorkedAnswer]:
         response = tokenizer(str(row["answer"]), add_special_tokens=False)["input_ids"]
         if row.get("finish") == "stop":
             response = [*response, end]
-        answers.append(WorkedAnswer(np.array(prompt, np.int32), np.array(response, np.int32)))
+        answers.append(SupervisedExample(np.array(prompt, np.int32), np.array(response, np.int32)))
     return answers
 
 
 def draw_sequences(
-    answers: Sequence[WorkedAnswer], count: int, seed: int
-) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
+    answers: Sequence[SupervisedExample], count: int, seed: int
+) -> tuple[list[SupervisedExample], list[SupervisedExample]]:
     """Draw at most ``count`` sequences for the scores, and at most ``count`` other sequences for
     the loss."""
     order = np.random.default_rng(seed).permutation(len(answers))
@@ -123,7 +123,7 @@ def draw_sequences(
 
 
 def make_batches(
-    answers: Sequence[WorkedAnswer], max_tokens: int, device: torch.device
+    answers: Sequence[SupervisedExample], max_tokens: int, device: torch.device
 ) -> list[Batch]:
     """Put sequences of similar lengths together. A sequence ends at ``max_tokens``."""
     rows = []

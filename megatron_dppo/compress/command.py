@@ -12,31 +12,31 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.bridge.chunks import stored_dtype
+from megatron_dppo.bridge.chunks import find_stored_dtype
 from megatron_dppo.bridge.convert import (
     WORKERS,
+    choose_logits_dtype,
     draw_tokens,
     load_transformers,
-    logits_dtype,
     measure_difference,
 )
-from megatron_dppo.bridge.convert_commands import naming, positive
+from megatron_dppo.bridge.convert_commands import make_positive_parser, rename_error_setting
 from megatron_dppo.bridge.hf_directory import MODEL, plan_files
-from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.bridge.mapping import count_parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.compress.calibration import draw_sequences, make_batches, read_sequences
 from megatron_dppo.compress.cut import MULTIPLE, NO_CALIBRATION, PARTS, SCORES, Cut, Recipe
 from megatron_dppo.compress.scores import Scorer, apply_cut, choose_cut
 from megatron_dppo.compress.write import write_policy
-from megatron_dppo.data.prompts import WorkedAnswer
+from megatron_dppo.data.prompts import SupervisedExample
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.process.files import check_replaceable, in_place
-from megatron_dppo.process.streams import progress
+from megatron_dppo.process.files import check_replaceable, write_directory
+from megatron_dppo.process.streams import report_progress
 
-Sequences = Sequence[WorkedAnswer]
+Sequences = Sequence[SupervisedExample]
 
 
 def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template", action="store_true", help="put a file's prompts in the chat template"
     )
-    add_count = partial(parser.add_argument, metavar="N", type=positive(int))
+    add_count = partial(parser.add_argument, metavar="N", type=make_positive_parser(int))
     add_count(
         "--sequences",
         default=256,
@@ -141,36 +141,41 @@ def _parse_seed(text: str) -> int:
     return seed
 
 
-def compress(chosen: argparse.Namespace) -> int:
+def compress(arguments: argparse.Namespace) -> int:
     """Choose the parts to keep, write the smaller policy, and verify it on request. Return the exit
     code.
 
     Raises:
         UserError: naming the option, with ``OUT`` unchanged.
     """
-    source = policy_folder(str(chosen.source), "MODEL")
-    with naming("MODEL"):
+    source = policy_folder(str(arguments.source), "MODEL")
+    with rename_error_setting("MODEL"):
         shape = read_shape(source)
         tensors = check_weights(source, shape)
-    recipe = _make_recipe(chosen)
+    recipe = _make_recipe(arguments)
     recipe.check(shape)
-    dtype = stored_dtype(tensors, shape)
+    dtype = find_stored_dtype(tensors, shape)
     planned = recipe.plan_cut(shape)
-    plan = plan_files(planned.shrink(shape), dtype)
+    plan = plan_files(planned.compute_shape(shape), dtype)
     check_replaceable(
-        chosen.out, plan.total_bytes, "OUT", MODEL, sources=[source], overwrite=chosen.overwrite
+        arguments.out,
+        plan.total_bytes,
+        "OUT",
+        MODEL,
+        sources=[source],
+        overwrite=arguments.overwrite,
     )
-    scored, held_out = _read_calibration(chosen, recipe, source)
-    if chosen.dry_run:
+    scored, held_out = _read_calibration(arguments, recipe, source)
+    if arguments.dry_run:
         size = f"{plan.total_bytes / 2**20:,.1f} MiB in {len(plan.frames)} files"
-        print(f"{_describe_cut(shape, planned)}\n{chosen.out}: {size}; nothing has been written")
+        print(f"{_describe_cut(shape, planned)}\n{arguments.out}: {size}; nothing has been written")
         return 0
     model = None
-    if recipe.score != "random" or scored or chosen.verify:
+    if recipe.score != "random" or scored or arguments.verify:
         model = _load_model(source, _choose_dtype(source, shape, dtype))
-    cut, losses = _choose_and_measure(model, recipe, shape, scored, held_out, chosen.max_tokens)
+    cut, losses = _choose_and_measure(model, recipe, shape, scored, held_out, arguments.max_tokens)
     logits = None
-    if chosen.verify:
+    if arguments.verify:
         with apply_cut(model, cut):
             logits = _compute_logits(model, shape)
     # The smaller policy is loaded after the larger policy has left the memory.
@@ -180,18 +185,18 @@ def compress(chosen: argparse.Namespace) -> int:
             option: getattr(recipe, option)
             for option in ("method", "score", "part", "keep", "seed", "subnetworks")
         },
-        "from": str(chosen.source),
+        "from": str(arguments.source),
         "layers": cut.layers,
         "zero_attention": cut.zero_attention,
         "zero_feed_forward": cut.zero_feed_forward,
-        "weights_before": parameters(shape),
-        "weights_after": parameters(cut.shrink(shape)),
+        "weights_before": count_parameters(shape),
+        "weights_after": count_parameters(cut.compute_shape(shape)),
         **losses,
     }
     difference = None
-    with in_place(chosen.out, "OUT") as draft:
+    with write_directory(arguments.out, "OUT") as draft:
         write_policy(
-            tensors, source, shape, cut, plan, draft, record=record, workers=chosen.workers
+            tensors, source, shape, cut, plan, draft, record=record, workers=arguments.workers
         )
         if logits is not None:
             difference = _verify(draft, logits)
@@ -210,44 +215,47 @@ def compress(chosen: argparse.Namespace) -> int:
             f"its logits are MODEL's without the removed parts, up to {difference:.2g} of their "
             "deviation"
         )
-    print(f"{chosen.out}: train it as any policy, with model.path={chosen.out}")
+    print(f"{arguments.out}: train it as any policy, with model.path={arguments.out}")
     return 0
 
 
-def _make_recipe(chosen: argparse.Namespace) -> Recipe:
-    options = {field.name: getattr(chosen, field.name) for field in fields(Recipe)}
-    options["score"] = chosen.score or SCORES[chosen.method][0]
+def _make_recipe(arguments: argparse.Namespace) -> Recipe:
+    options = {field.name: getattr(arguments, field.name) for field in fields(Recipe)}
+    options["score"] = arguments.score or SCORES[arguments.method][0]
     return Recipe(**options)
 
 
 def _read_calibration(
-    chosen: argparse.Namespace, recipe: Recipe, source: Path
+    arguments: argparse.Namespace, recipe: Recipe, source: Path
 ) -> tuple[Sequences, Sequences]:
     """Return sequences for the scores, and other sequences for the loss. Either list may be
     empty."""
-    if chosen.calibrate is None:
+    if arguments.calibrate is None:
         if recipe.score not in NO_CALIBRATION:
             problem = f"--score {recipe.score} is measured on prompts with responses"
             remedy = "Give the --out folder of `megatron-dppo eval`, or a file"
             raise UserError("--calibrate", "(not given)", problem, remedy)
         return [], []
-    with naming("MODEL"):
+    with rename_error_setting("MODEL"):
         tokenizer = load_tokenizer(source)
     answers = read_sequences(
-        chosen.calibrate,
+        arguments.calibrate,
         tokenizer,
-        prompt_key=chosen.prompt_key,
-        response_key=chosen.response_key,
-        chat_template=chosen.chat_template,
+        prompt_key=arguments.prompt_key,
+        response_key=arguments.response_key,
+        chat_template=arguments.chat_template,
     )
-    scored, held_out = draw_sequences(answers, chosen.sequences, chosen.seed)
+    scored, held_out = draw_sequences(answers, arguments.sequences, arguments.seed)
 
-    def has_response(answer: WorkedAnswer) -> bool:
-        return len(answer.prompt_ids) < chosen.max_tokens and len(answer.response_ids) > 0
+    def has_response(answer: SupervisedExample) -> bool:
+        return len(answer.prompt_ids) < arguments.max_tokens and len(answer.response_ids) > 0
 
     if not any(map(has_response, scored)):
         raise UserError(
-            "--max-tokens", chosen.max_tokens, "ends every sequence within its prompt", "Raise it"
+            "--max-tokens",
+            arguments.max_tokens,
+            "ends every sequence within its prompt",
+            "Raise it",
         )
     return scored, held_out if any(map(has_response, held_out)) else []
 
@@ -257,7 +265,7 @@ def _choose_dtype(source: Path, shape: PolicyShape, stored: torch.dtype) -> torc
     if torch.cuda.is_available():
         return stored
     try:
-        return logits_dtype(shape, stored)
+        return choose_logits_dtype(shape, stored)
     except UserError as error:
         problem = error.problem.replace("logits", "scores")
         raise UserError("MODEL", source, problem, "Use a machine with more memory") from error
@@ -283,7 +291,7 @@ def _choose_and_measure(
     are no losses."""
     measured = held_out or scored
     reads = recipe.count_reads(shape) * len(scored) + 2 * len(measured)
-    with progress("sequences", reads, shown=reads > 0) as advance:
+    with report_progress("sequences", reads, enabled=reads > 0) as advance:
         batches = make_batches(scored, max_tokens, _find_device())
         cut = choose_cut(Scorer(model, batches, advance), shape, recipe)
         if not measured:
@@ -300,24 +308,24 @@ def _compute_logits(model: Any, shape: PolicyShape) -> torch.Tensor:
     return logits
 
 
-def _verify(written: Path, expected: torch.Tensor) -> float:
+def _verify(output_dir: Path, expected: torch.Tensor) -> float:
     """Compare the written policy's logits with the larger policy's under the cut; see
     :func:`measure_difference`.
 
     Raises:
         UserError: a tensor is missing, or the logits differ.
     """
-    with naming("--verify"):
-        shape = read_shape(written)
-        check_weights(written, shape)
+    with rename_error_setting("--verify"):
+        shape = read_shape(output_dir)
+        check_weights(output_dir, shape)
     return measure_difference(
-        _compute_logits(_load_model(written, expected.dtype), shape), expected
+        _compute_logits(_load_model(output_dir, expected.dtype), shape), expected
     )
 
 
 def _describe_cut(shape: PolicyShape, cut: Cut) -> str:
     """Describe the removed parts."""
-    smaller = cut.shrink(shape)
+    smaller = cut.compute_shape(shape)
     changes = []
     if smaller.num_layers != shape.num_layers:
         changes.append(f"layers {shape.num_layers} → {smaller.num_layers}")
@@ -332,6 +340,6 @@ def _describe_cut(shape: PolicyShape, cut: Cut) -> str:
                 f"{part} of {len(zeroed)} of {shape.num_layers} layers → zeros, which keep their "
                 "size"
             )
-    before, after = parameters(shape), parameters(smaller)
+    before, after = count_parameters(shape), count_parameters(smaller)
     weights = f"{before / 1e6:,.2f} → {after / 1e6:,.2f} million weights ({after / before:.0%})"
     return f"{', '.join(changes)}: {weights}"

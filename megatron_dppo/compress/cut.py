@@ -51,7 +51,7 @@ class Cut:
             )
         return replace(self, layers=tuple(layer for layer in self.layers if layer not in layers))
 
-    def shrink(self, larger: PolicyShape) -> PolicyShape:
+    def compute_shape(self, larger: PolicyShape) -> PolicyShape:
         """Return the smaller policy's shape."""
         ffn = len(self.units[0]) if self.units else larger.ffn
         return replace(larger, num_layers=len(self.layers), ffn=ffn)

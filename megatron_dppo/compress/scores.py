@@ -14,7 +14,7 @@ import torch
 from megatron_dppo.compress.calibration import Batch
 from megatron_dppo.compress.cut import Cut, Part, Recipe, count_kept_layers, select_highest
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.streams import tell
+from megatron_dppo.process.streams import print_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,9 @@ class Scorer:
             best = min(losses, key=lambda layer: (losses[layer], layer))
             candidates.remove(best)
             cut = cut.remove(part, [best])
-            tell(f"{part} of layer {best} removed, {turn + 1} of {count}: loss {losses[best]:.4f}")
+            print_message(
+                f"{part} of layer {best} removed, {turn + 1} of {count}: loss {losses[best]:.4f}"
+            )
         return cut
 
 
@@ -227,7 +229,7 @@ def choose_cut(scorer: Scorer, shape: PolicyShape, recipe: Recipe) -> Cut:
             scores = draw_scores((len(layers),), recipe.seed).tolist()
         return whole.remove(recipe.part, set(layers) - set(select_highest(scores, kept)))
     planned = recipe.plan_cut(shape)
-    width = planned.shrink(shape).ffn
+    width = planned.compute_shape(shape).ffn
     if recipe.score == "random":
         unit_scores = draw_scores((len(layers), shape.ffn), recipe.seed)
     elif recipe.score == "magnitude":

@@ -46,7 +46,7 @@ def write_policy(
         UserError: a file is truncated.
     """
     copy_config_and_tokenizer(source, out, plan.dtype)
-    _change_config(out / "config.json", shape, cut)
+    _update_config(out / "config.json", shape, cut)
     write_json(out / RECORD, record)
     write_weights(
         plan,
@@ -75,10 +75,10 @@ def read_cut_tensor(
     return tensor
 
 
-def _change_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
+def _update_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
     """Set the sizes of the smaller policy, and keep the other settings."""
     config = json.loads(file.read_text())
-    changed = cut.shrink(shape).config_sizes.items() - shape.config_sizes.items()
+    changed = cut.compute_shape(shape).config_sizes.items() - shape.config_sizes.items()
     # An older and a newer name of a size may both be there.
     config |= {
         key: size for names, size in changed for key in names.split(" | ") if config.get(key)

@@ -66,7 +66,7 @@ class Config(Section):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
-    def answer_tokens(self) -> int:
+    def max_answer_tokens(self) -> int:
         """Most tokens of an answer in an evaluation."""
         return self.eval.max_response_tokens or self.rollout.max_response_tokens
 
@@ -74,7 +74,7 @@ class Config(Section):
     def longest_context(self) -> int:
         """Tokens of the longest sequence that an engine generates, evaluations included."""
         return self.data.max_prompt_tokens + max(
-            self.rollout.max_response_tokens, self.answer_tokens
+            self.rollout.max_response_tokens, self.max_answer_tokens
         )
 
     @property

@@ -36,7 +36,7 @@ EVERY = "every command"
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class Condition:
     """A condition on settings, as ``exclusions.yaml`` describes them."""
 
     key: str
@@ -47,20 +47,22 @@ class Term:
     """Values, keys of settings and properties to compare with."""
 
     @classmethod
-    def read(cls, text: str) -> Term:
+    def parse(cls, text: str) -> Condition:
         key, order, words = TERM.fullmatch(text).groups()  # type: ignore[union-attr]  # a test reads the table
         return cls(key, order, tuple(words.split("|")) if order else ())
 
-    def holds(self, config: Config, policy: object) -> bool:
-        value = value_of(self.key, config, policy)
+    def matches(self, config: Config, policy: object) -> bool:
+        value = get_value(self.key, config, policy)
         if self.order is None:
             return bool(value)
-        others = [value_of(word, config, policy) if is_key(word) else word for word in self.words]
+        others = [get_value(word, config, policy) if is_key(word) else word for word in self.words]
         if self.order in ORDERS:
             return None not in (value, *others) and ORDERS[self.order](value, float(others[0]))
-        texts = {text_of(each) for each in (value, *(value if isinstance(value, tuple) else ()))}
+        texts = {
+            format_value(each) for each in (value, *(value if isinstance(value, tuple) else ()))
+        }
         wanted = (
-            re.escape(text_of(other)) for other in others
+            re.escape(format_value(other)) for other in others
         )  # a value of a setting may have a star of its own
         patterns = "|".join(
             p if is_key(w) else p.replace(r"\*", ".*")
@@ -73,7 +75,7 @@ class Term:
 class Exclusion:
     """A row of the table: values of settings that are refused together."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[Condition, ...]
     """The first one names the setting that the error is about. The row applies if all terms
     hold."""
     because: str
@@ -83,7 +85,7 @@ class Exclusion:
     commands: tuple[str, ...]
 
     @property
-    def of_policy(self) -> bool:
+    def needs_policy_shape(self) -> bool:
         """Whether the row requires the shape of the policy."""
         return any(
             name.startswith("policy.") for term in self.terms for name in (term.key, *term.words)
@@ -98,77 +100,89 @@ class Exclusion:
         Raises:
             UserError: all terms of the row hold.
         """
-        if not all(term.holds(config, policy) for term in self.terms):
+        if not all(term.matches(config, policy) for term in self.terms):
             return
 
-        def text(key: str) -> str:
+        def format_key(key: str) -> str:
             if key == "with":
-                return " and ".join(f"{term.key} = {text(term.key)}" for term in self.terms[1:])
-            return text_of(value_of(key, config, policy))
+                return " and ".join(
+                    f"{term.key} = {format_key(term.key)}" for term in self.terms[1:]
+                )
+            return format_value(get_value(key, config, policy))
 
         problem, remedy = (
-            PLACE.sub(lambda found: text(found[1]), said) for said in (self.because, self.remedy)
+            PLACE.sub(lambda found: format_key(found[1]), said)
+            for said in (self.because, self.remedy)
         )
-        raise UserError(self.terms[0].key, text(self.terms[0].key), problem, remedy)
+        raise UserError(self.terms[0].key, format_key(self.terms[0].key), problem, remedy)
 
 
 @cache
-def exclusions() -> tuple[Exclusion, ...]:
+def load_exclusions() -> tuple[Exclusion, ...]:
     """The rows of the table, in its order."""
     table = yaml.load(TABLE.read_text(encoding="utf-8"), Loader)
     return tuple(
-        row for commands, rows in table.items() for each in rows for row in _rows(commands, **each)
+        row
+        for commands, rows in table.items()
+        for each in rows
+        for row in _build_rows(commands, **each)
     )
 
 
-def _rows(commands: str, **row: Any) -> Iterator[Exclusion]:
+def _build_rows(commands: str, **row: Any) -> Iterator[Exclusion]:
     commanded = get_args(Command) if commands == EVERY else tuple(commands.split())
-    for texts in _repeated(row):
-        terms = tuple(map(Term.read, texts["when"].split()))
-        yield Exclusion(terms, texts["because"], texts.get("remedy") or _defaults(terms), commanded)
+    for texts in _expand_row(row):
+        terms = tuple(map(Condition.parse, texts["when"].split()))
+        yield Exclusion(
+            terms, texts["because"], texts.get("remedy") or _build_default_remedy(terms), commanded
+        )
 
 
-def _repeated(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+def _expand_row(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     """Yield a row of a table once for each of its texts ``each``, which replaces EACH."""
     for each in row.get("each", [""]):
         yield {name: text.replace("EACH", each) for name, text in row.items() if name != "each"}
 
 
 @cache
-def idle_rows() -> tuple[dict[str, str], ...]:
+def load_idle_rows() -> tuple[dict[str, str], ...]:
     """Return the rows of ``idle.yaml``."""
     table = yaml.load(IDLE.read_text(encoding="utf-8"), Loader)
-    return tuple(texts for row in table for texts in _repeated(row))
+    return tuple(texts for row in table for texts in _expand_row(row))
 
 
-def idle_keys(config: Config) -> tuple[str, ...]:
+def find_idle_keys(config: Config) -> tuple[str, ...]:
     """Return the keys, or beginnings of keys, of settings that ``train`` does not read, given the
     other settings."""
     idle = [
         row
-        for row in idle_rows()
-        if all(Term.read(term).holds(config, None) for term in row["when"].split())
+        for row in load_idle_rows()
+        if all(Condition.parse(term).matches(config, None) for term in row["when"].split())
     ]
     return tuple(key for row in idle for key in row["keys"].split())
 
 
-def _defaults(terms: tuple[Term, ...]) -> str:
+def _build_default_remedy(terms: tuple[Condition, ...]) -> str:
     """The remedy of setting one of the terms' settings to its default, if the term does not hold
     then.
 
     Raises:
         ValueError: there is no such setting, and the row has no remedy of its own.
     """
-    defaults = dict(Config().leaves())
-    others = [term.key for term in terms if term.key in defaults and not term.holds(Config(), None)]
+    defaults = dict(Config().iter_settings())
+    others = [
+        term.key for term in terms if term.key in defaults and not term.matches(Config(), None)
+    ]
     if not others:
         raise ValueError(
             f"row of {terms[0].key} in {TABLE.name}: no default ends it, so it requires a remedy"
         )
-    return f"Set {', or '.join(f'{key}={text_of(defaults[key])}' for key in others)}"
+    return f"Set {', or '.join(f'{key}={format_value(defaults[key])}' for key in others)}"
 
 
-def checks(config: Config, command: Command, policy: object = None) -> Iterator[Callable[[], None]]:
+def build_checks(
+    config: Config, command: Command, policy: object = None
+) -> Iterator[Callable[[], None]]:
     """Each raises UserError if the settings have what a row of the table excludes.
 
     Args:
@@ -176,8 +190,8 @@ def checks(config: Config, command: Command, policy: object = None) -> Iterator[
         command: that is to run.
         policy: the policy's ``PolicyShape``, for the rows that require one; None: for all others.
     """
-    for row in exclusions():
-        if command in row.commands and row.of_policy == (policy is not None):
+    for row in load_exclusions():
+        if command in row.commands and row.needs_policy_shape == (policy is not None):
             yield partial(row.check, config, policy)
 
 
@@ -191,20 +205,20 @@ def is_key(word: str) -> bool:
     )
 
 
-def value_of(key: str, config: Config, policy: object = None) -> Any:
+def get_value(key: str, config: Config, policy: object = None) -> Any:
     """The value of a setting or property by its dotted key."""
     name = key.removeprefix("policy.")
     return operator.attrgetter(name)(config if name == key else policy)
 
 
-def text_of(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value as an override on the command line has it."""
     if isinstance(value, tuple):
-        return f"[{','.join(map(text_of, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Section):
-        return "{" + ", ".join(f"{name}: {text_of(each)}" for name, each in value) + "}"
+        return "{" + ", ".join(f"{name}: {format_value(each)}" for name, each in value) + "}"
     if isinstance(value, Mapping):  # values may be keys or passwords
         return "{" + ", ".join(f"{name}: …" for name in value) + "}"
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
@@ -220,7 +234,7 @@ def check_numbers(config: Config) -> None:
         UserError: naming the first setting whose number is too large. An infinity that is no time
             is a limit left out.
     """
-    for key, value in config.leaves():
+    for key, value in config.iter_settings():
         if not isinstance(value, int | float) or (value == math.inf and not key.endswith("_s")):
             continue
         most = (

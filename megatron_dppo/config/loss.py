@@ -59,20 +59,20 @@ class DistillationConfig(Section):
         """Servers among the teachers, by URL."""
         return tuple(name for name in self.named if is_server(name))
 
-    def teacher_of(self, data_source: str) -> str | None:
+    def get_teacher(self, data_source: str) -> str | None:
         """A prompt's teacher; None: it is not taught."""
         return self.teachers.get(data_source, self.teacher)
 
-    def model_of(self, data_source: str) -> int:
+    def find_model_index(self, data_source: str) -> int:
         """The place of a prompt's teacher among :attr:`models`; −1: it has none there."""
-        name = self.teacher_of(data_source)
+        name = self.get_teacher(data_source)
         return self.models.index(name) if name in self.models else -1
 
-    def served(self, data_source: str) -> bool:
+    def has_server(self, data_source: str) -> bool:
         """Whether a prompt's teacher is a server."""
-        return self.teacher_of(data_source) in self.servers
+        return self.get_teacher(data_source) in self.servers
 
-    def setting_of(self, teacher: str) -> str:
+    def get_setting(self, teacher: str) -> str:
         """The setting that names it."""
         return f"loss.distillation.teacher{'' if teacher == self.teacher else 's'}"
 
@@ -205,8 +205,8 @@ class PromptPruningConfig(Section):
     floor: Fraction = 0.2
     """neyman, function: least inclusion probability of a prompt."""
     draw: Literal["systematic", "bernoulli"] | None = None
-    """``systematic``: the number kept is fixed to within one; ``bernoulli``: each prompt by itself;
-    null: the rule's (threshold and greso by themselves, neyman systematic)."""
+    """``systematic``: the number kept is fixed to within one; ``bernoulli``: each prompt by
+    itself; null: the rule's (threshold and greso by themselves, neyman systematic)."""
     schedule: ScheduleConfig = ScheduleConfig()
 
     @property

@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Le
 from pydantic import field_validator
 
-from megatron_dppo.config.types import Count, Positive, Seconds, Section, Share, each_once
+from megatron_dppo.config.types import Count, Positive, Seconds, Section, Share, check_unique
 
 
 class WeightedReward(Section):
@@ -80,11 +80,11 @@ class RewardConfig(Section):
 
     @field_validator("function")
     @classmethod
-    def _have_names(
+    def _validate_metric_names(
         cls, function: str | tuple[WeightedReward, ...]
     ) -> str | tuple[WeightedReward, ...]:
         if not isinstance(function, str):
-            names = each_once(tuple(each.metric for each in function))
+            names = check_unique(tuple(each.metric for each in function))
             if not names or (reserved := set(names) & set(RESERVED)):
                 raise ValueError(
                     f"names a metric {min(reserved)}, which counts failures"
@@ -95,7 +95,7 @@ class RewardConfig(Section):
 
     @field_validator("thinking_tags")
     @classmethod
-    def _are_two(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
+    def _validate_tag_pair(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
         if tags and (len(tags) != 2 or not all(tags) or tags[0] == tags[1]):
             raise ValueError("is not two different tags, the opening and the closing one")
         return tags

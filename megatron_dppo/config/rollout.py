@@ -19,7 +19,7 @@ from megatron_dppo.config.types import (
     Seconds,
     Section,
     Share,
-    each_once,
+    check_unique,
 )
 
 
@@ -139,7 +139,7 @@ class DataConfig(Section):
 
     @field_validator("date")
     @classmethod
-    def _is_a_day(cls, text: str | None) -> str | None:
+    def _validate_date(cls, text: str | None) -> str | None:
         return text and date.fromisoformat(text).isoformat()
 
     @property
@@ -244,7 +244,7 @@ class BranchConfig(Section):
     """Continuations of each branch."""
 
     @model_validator(mode="after")
-    def _forks_once(self) -> Self:
+    def _validate_fork_condition(self) -> Self:
         if (self.at is None) == (self.entropy is None):
             raise ValueError("is to have either at (tokens of the response) or entropy (nats)")
         return self
@@ -263,15 +263,15 @@ class TreeConfig(Section):
     all levels."""
     baseline: Literal["mixed", "depth"] = "mixed"
     """Baseline of a segment's value, which is the mean reward of the leaves below the segment.
-    ``mixed`` is unbiased: the mean of the siblings' values and of the other roots' mean value.
-    ``depth`` is biased: as in BranchGRPO, mean and standard deviation of all segments of the level
-    normalise the value."""
+    ``mixed`` is unbiased: the mean of the siblings' values and of the other
+    roots' mean value. ``depth`` is biased: as in BranchGRPO, mean and standard deviation of all
+    segments of the level normalise the value."""
     depths: tuple[Count, ...] = ()
     """Depths of the segments to train on: numbers of forks before a segment; empty: all. A list of
     some depths is BranchGRPO's pruning in depth, which is biased."""
     fusion: Literal["mean", "probability"] = "mean"
-    """Value of a branch. ``mean``: mean of the children's values; ``probability``: weighted by the
-    softmax of the children's log-probabilities (BranchGRPO's option), which is biased."""
+    """Value of a branch. ``mean``: mean of the children's values; ``probability``: weighted
+    by the softmax of the children's log-probabilities (BranchGRPO's option), which is biased."""
 
     @field_validator("branches")
     @classmethod
@@ -372,7 +372,7 @@ class RolloutConfig(Section):
     """Largest mean of exp |log p difference|. The run stops if the mean is larger. null: 1.001 in
     fp32, 1.2 in bf16."""
 
-    _once = field_validator("roles")(each_once)
+    _once = field_validator("roles")(check_unique)
 
     @property
     def served(self) -> bool:

@@ -18,7 +18,7 @@ from megatron_dppo.config.types import (
     Positive,
     Seconds,
     Section,
-    each_once,
+    check_unique,
 )
 from megatron_dppo.hub import policy_folder
 
@@ -77,7 +77,7 @@ class RunConfig(Section):
     """Steps, counted from 1, in which torch's profiler watches every rank, and on GPUs the
     allocator is recorded; what they saw is in ``DIR/profile``. Such a step takes longer."""
 
-    _once = field_validator("loggers")(each_once)
+    _once = field_validator("loggers")(check_unique)
 
 
 class EvalConfig(Section):
@@ -190,7 +190,7 @@ class LoraConfig(Section):
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    _once = field_validator("targets")(each_once)
+    _once = field_validator("targets")(check_unique)
 
 
 class ModelConfig(Section):
@@ -275,13 +275,13 @@ class LayoutConfig(Section):
         return self.etp or self.tp
 
     @property
-    def least_ranks(self) -> int:
+    def min_ranks(self) -> int:
         """Ranks that the layout needs at least, if ``dp`` is open: any number of them is a multiple
         of this."""
         return self.pp * math.lcm(self.tp * self.cp, self.expert_tp * self.ep)
 
     @property
-    def least_packs(self) -> int:
+    def min_packs(self) -> int:
         """Packs that a replica has at least: interleaved stages cannot work on fewer than there are
         stages."""
         return self.pp if self.vpp > 1 else 1

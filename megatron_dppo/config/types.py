@@ -43,16 +43,16 @@ class Section(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
-    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    def iter_settings(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Every setting by its dotted key, with its value."""
         for name, value in self:
             if isinstance(value, Section):
-                yield from value.leaves(f"{prefix}{name}.")
+                yield from value.iter_settings(f"{prefix}{name}.")
             else:
                 yield prefix + name, value
 
 
-def each_once(words: tuple[str, ...]) -> tuple[str, ...]:
+def check_unique(words: tuple[str, ...]) -> tuple[str, ...]:
     """The words of a list in which none stands twice, nor is empty.
 
     Raises:

@@ -10,7 +10,7 @@ from megatron_dppo.config import DataConfig, replace
 from megatron_dppo.data.tokenizer import CLOCK, chat_templates
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import replace_text
-from megatron_dppo.process.streams import tell
+from megatron_dppo.process.streams import print_message
 
 DATE = "prompt_date.txt"
 """File of a run's folder with the date of its prompts."""
@@ -40,7 +40,7 @@ def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = Fals
     Raises:
         UserError: the date cannot be read or kept.
     """
-    if data.date or not data.chat_template or not prints_date(policy):
+    if data.date or not data.chat_template or not uses_date(policy):
         return data
     file = folder / DATE
     try:
@@ -50,7 +50,7 @@ def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = Fals
         if keep:
             folder.mkdir(parents=True, exist_ok=True)
             replace_text(file, f"{dated.date}\n")
-            tell(
+            print_message(
                 f"note: the chat template prints a date, always {dated.date} in this run: {file}, "
                 "or data.date"
             )
@@ -62,7 +62,7 @@ def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = Fals
     return dated
 
 
-def stop_clock(template: str, day: str) -> str:
+def freeze_date(template: str, day: str) -> str:
     """Return a chat template for which it is always midnight on a day, such as ``2026-01-31``."""
     now = datetime.fromisoformat(day)
     # Transformers converts functions among a template's variables to text, so a macro must format
@@ -75,6 +75,6 @@ def stop_clock(template: str, day: str) -> str:
     )
 
 
-def prints_date(policy: Path) -> bool:
+def uses_date(policy: Path) -> bool:
     """Return whether a chat template in the policy's folder asks for the date."""
     return any(CLOCK in template for template in chat_templates(policy))

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import DataConfig, replace
-from megatron_dppo.data.date import stop_clock
+from megatron_dppo.data.date import freeze_date
 from megatron_dppo.data.generators import GENERATORS, TOOLS, Split
-from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows, without_nulls
-from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, leading_tokens
+from megatron_dppo.data.rows import Row, as_text, drop_nulls, is_blank, is_too_deep, read_rows
+from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, get_leading_tokens
 from megatron_dppo.data.turns import Tools
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import DATA_SUFFIXES, data_files, is_id
@@ -30,7 +30,7 @@ Messages = list[Mapping[str, Any]]
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that Qwen's chat templates render. They leave out messages of another role, silently."""
 A_LIST = 'a list like [{"role": "user", "content": "..."}]'
-OF_A_CHAT = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
+CHAT_PREFIX = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ class Source:
     """None: that of the settings, as for ``label_key``."""
     label_key: str | None = None
 
-    def columns(self, data: DataConfig) -> DataConfig:
+    def apply_columns(self, data: DataConfig) -> DataConfig:
         """The settings, with the source's own columns."""
         if self.name in GENERATORS:
             return replace(data, prompt_key="prompt", label_key="label", response_key="response")
         own = {"prompt_key": self.prompt_key, "label_key": self.label_key}
         return replace(data, **{name: key for name, key in own.items() if key is not None})
 
-    def files(self) -> list[Path]:
+    def list_files(self) -> list[Path]:
         """Its files, in their order, in a folder that of their names; of a data set of the hub
         after they were fetched.
 
@@ -96,7 +96,7 @@ class Source:
         return files
 
 
-def sources_of(data: DataConfig, split: Split) -> list[Source]:
+def resolve_sources(data: DataConfig, split: Split) -> list[Source]:
     """Where a split comes from; empty: from nowhere."""
     if split == "train" and data.rollouts is not None:
         return [Source(data.rollouts, "data.rollouts")]
@@ -118,18 +118,18 @@ def read_examples(
     """All problems of a source; with ``responses`` their worked answers in the place of labels.
 
     Raises:
-        UserError: for a file that is absent, empty or malformed, and whatever ``example_of``
+        UserError: for a file that is absent, empty or malformed, and whatever ``parse_example``
             refuses.
     """
     if source.name in GENERATORS:
         rows = GENERATORS[source.name].rows(data, split)
     else:
-        rows = [row for file in source.files() for row in read_rows(str(file), source.setting)]
-    columns = source.columns(data)
-    return [example_of(row, columns, responses=responses) for row in rows]
+        rows = [row for file in source.list_files() for row in read_rows(str(file), source.setting)]
+    columns = source.apply_columns(data)
+    return [parse_example(row, columns, responses=responses) for row in rows]
 
 
-def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Example:
+def parse_example(row: Row, data: DataConfig, *, responses: bool = False) -> Example:
     """A row's example, by the columns that ``data`` names.
 
     Raises:
@@ -148,7 +148,7 @@ def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Exampl
     if responses or not isinstance(answer, dict | list):
         answer = _as_text(row, key, answer)
     if responses and is_blank(answer):
-        raise row.error(f"has an empty answer in column {key!r}", "Remove the row")
+        raise row.make_error(f"has an empty answer in column {key!r}", "Remove the row")
     if not isinstance(extra, Mapping):
         left_out = {"completions"} if unlabelled else set()
         extra = {
@@ -164,7 +164,7 @@ def _as_text(row: Row, key: str, value: Any) -> str:
     try:
         return as_text(value)
     except ValueError as error:
-        raise row.error(
+        raise row.make_error(
             f"holds {error} in column {key!r}", "Write it as text, or remove the row"
         ) from error
 
@@ -186,13 +186,13 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
         prompt = _read_text(row, prompt, data.prompt_key)
     if isinstance(prompt, str):
         if is_blank(prompt):
-            raise row.error("has an empty prompt", "Remove the row")
+            raise row.make_error("has an empty prompt", "Remove the row")
         return prompt
     if not data.chat_template:
         problem = f"has a {type(prompt).__name__} as prompt, while data.chat_template is false"
-        raise row.error(problem, "Give a string, or set data.chat_template=true")
+        raise row.make_error(problem, "Give a string, or set data.chat_template=true")
     if not _is_chat(prompt):
-        raise row.error(
+        raise row.make_error(
             "has a prompt that is neither a string nor a list of messages",
             f"Give text, or {A_LIST}",
         )
@@ -208,13 +208,15 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
             "answers "
             "for sft"
         )
-        raise row.error(problem, remedy)
+        raise row.make_error(problem, remedy)
     if not any(message["role"] == "user" for message in prompt):
-        raise row.error("has a prompt without a message of the user", "Add one, or remove the row")
+        raise row.make_error(
+            "has a prompt without a message of the user", "Add one, or remove the row"
+        )
     return prompt
 
 
-def prompt_key(prompt: str | Messages) -> int:
+def hash_prompt(prompt: str | Messages) -> int:
     """A 64-bit hash of what a prompt asks: of its text, or of its user's messages, whatever the
     white space."""
     said = (
@@ -234,7 +236,7 @@ def _read_tools(row: Row) -> Tools:
         return ()
     row.check_strings(given, TOOLS)
     try:
-        tools = without_nulls(json.loads(given)) if isinstance(given, str) else given
+        tools = drop_nulls(json.loads(given)) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         tools = None
     if not isinstance(tools, list) or not all(
@@ -245,7 +247,7 @@ def _read_tools(row: Row) -> Tools:
             "...}}]"
         )
         remedy = f"Give a list like {form}, or call a column of anything else otherwise"
-        raise row.error(
+        raise row.make_error(
             f"holds no list of functions in column {TOOLS!r}, of which the policy is told", remedy
         )
     return tools
@@ -255,17 +257,17 @@ def _read_text(row: Row, text: str, key: str) -> str | Messages:
     """The messages that a text writes down, or the text where it is none of those."""
     if text.lstrip().startswith(("[", "{")):
         try:
-            value = without_nulls(json.loads(text))
+            value = drop_nulls(json.loads(text))
         except (ValueError, RecursionError):
             value = None
         if _is_chat(value) and not is_too_deep(value):
             row.check_strings(value, key)
             return value
-        if _is_chat(value) or OF_A_CHAT.match(text):
+        if _is_chat(value) or CHAT_PREFIX.match(text):
             problem = (
                 f"holds chat messages in column {key!r} as text that is no plain JSON list of them"
             )
-            raise row.error(problem, f"Give {A_LIST}, or JSON text of one")
+            raise row.make_error(problem, f"Give {A_LIST}, or JSON text of one")
     return text
 
 
@@ -281,26 +283,26 @@ def _check_message(row: Row, message: Mapping[str, Any]) -> None:
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         remedy = f"Call it one of {', '.join(ROLES)}: chat templates leave out any other"
-        raise row.error(f"has a prompt with a message of the role {role!r:.60}", remedy)
+        raise row.make_error(f"has a prompt with a message of the role {role!r:.60}", remedy)
     if role == "assistant" and message.get("tool_calls") and not content:
         return
     if isinstance(content, list) and {"image", "image_url", "video"} & set(
         chain.from_iterable(content)
     ):
-        raise row.error(
+        raise row.make_error(
             "has a prompt with an image or a video",
             "Give text alone: vision towers are not trained here",
         )
     if not isinstance(content, str):
         kind = "no content" if content is None else f"a {type(content).__name__} for its content"
-        raise row.error(
+        raise row.make_error(
             f"has a prompt with a message of the {role} that has {kind}",
             "Give its text as a string",
         )
     if (
         is_blank(content) and role != "system"
     ):  # an empty one leaves out the default of Qwen2.5's template
-        raise row.error(
+        raise row.make_error(
             f"has a prompt with an empty message of the {role}", "Fill it in, or remove it"
         )
 
@@ -310,7 +312,7 @@ AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedExample:
     """An example, and what the policy reads of it."""
 
     example: Example
@@ -325,9 +327,9 @@ class Rendered:
         return len(self.token_ids) + len(self.response_ids)
 
 
-def rendered(
+def render_examples(
     examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer, *, responses: bool = False
-) -> list[Rendered]:
+) -> list[RenderedExample]:
     """Render and tokenise examples, whatever their length; with ``responses`` their worked answers,
     too.
 
@@ -335,23 +337,27 @@ def rendered(
         UserError: for a chat template that is absent or fails; with ``responses`` for a tokenizer
             without an end token.
     """
-    texts = texts_of(examples, data, tokenizer)
-    start = [] if data.chat_template else leading_tokens(tokenizer)
+    texts = render_prompts(examples, data, tokenizer)
+    start = [] if data.chat_template else get_leading_tokens(tokenizer)
     mark = tokenizer.decode(start)
     token_ids = [
-        start + ids for ids in _tokenise(tokenizer, [text.removeprefix(mark) for text in texts])
+        start + ids
+        for ids in _tokenize_texts(tokenizer, [text.removeprefix(mark) for text in texts])
     ]
     response_ids: list[list[int]] = [[] for _ in examples]
     if responses:
         end = end_token_id(tokenizer)
         response_ids = [
             [*ids, end]
-            for ids in _tokenise(tokenizer, [str(example.label) for example in examples])
+            for ids in _tokenize_texts(tokenizer, [str(example.label) for example in examples])
         ]
-    return [Rendered(*each) for each in zip(examples, texts, token_ids, response_ids, strict=True)]
+    return [
+        RenderedExample(*each)
+        for each in zip(examples, texts, token_ids, response_ids, strict=True)
+    ]
 
 
-def is_within_limit(each: Rendered, data: DataConfig) -> bool:
+def is_within_limit(rendered: RenderedExample, data: DataConfig) -> bool:
     """Whether a prompt is short enough.
 
     Raises:
@@ -359,18 +365,21 @@ def is_within_limit(each: Rendered, data: DataConfig) -> bool:
             if it is empty.
     """
     limit = data.max_prompt_tokens
-    if not each.token_ids:
-        raise each.example.row.error("has an empty prompt", "Remove the row")
-    if len(each.token_ids) > limit and data.overlong_prompts == "error":
+    if not rendered.token_ids:
+        raise rendered.example.row.make_error("has an empty prompt", "Remove the row")
+    if len(rendered.token_ids) > limit and data.overlong_prompts == "error":
         problem = (
-            f"has a prompt of {len(each.token_ids)} tokens, over data.max_prompt_tokens = {limit}"
+            f"has a prompt of {len(rendered.token_ids)} tokens, over data.max_prompt_tokens "
+            f"= {limit}"
         )
         remedy = "Raise the limit, or set data.overlong_prompts=drop to leave such prompts out"
-        raise each.example.row.error(problem, remedy)
-    return len(each.token_ids) <= limit
+        raise rendered.example.row.make_error(problem, remedy)
+    return len(rendered.token_ids) <= limit
 
 
-def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[str]:
+def render_prompts(
+    examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
+) -> list[str]:
     """Return the policy's input: prompts in the chat template, or prompts behind the tokens that
     begin a text.
 
@@ -379,7 +388,7 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
             ``data.chat_template_kwargs``.
     """
     if not data.chat_template:
-        mark = tokenizer.decode(leading_tokens(tokenizer))
+        mark = tokenizer.decode(get_leading_tokens(tokenizer))
         return [mark + str(example.prompt).removeprefix(mark) for example in examples]
     if not tokenizer.chat_template:
         remedy = "Set data.chat_template=false, or add one"
@@ -387,7 +396,7 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
     texts: list[str] = []
     for tools, run in groupby(examples, lambda example: example.tools):
         alike = list(run)
-        template = chat_template_for(tokenizer, tools)
+        template = select_chat_template(tokenizer, tools)
         for switch in data.chat_template_kwargs:
             if (
                 switch in ("messages", "tools", "add_generation_prompt", "tokenize")
@@ -398,12 +407,14 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
                 raise UserError("data.chat_template_kwargs", switch, problem, remedy)
         if tools and "tools" not in template:
             remedy = "Take a policy whose template tells it of tools, or remove the column"
-            raise alike[0].row.error("has tools, of which the chat template says nothing", remedy)
-        chats = [_chat(example.prompt, data.system) for example in alike]
+            raise alike[0].row.make_error(
+                "has tools, of which the chat template says nothing", remedy
+            )
+        chats = [_build_chat(example.prompt, data.system) for example in alike]
         fixed = {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
         options: dict[str, Any] = {**data.chat_template_kwargs, **fixed}
         if data.date:
-            options["chat_template"] = stop_clock(template, data.date)
+            options["chat_template"] = freeze_date(template, data.date)
         try:
             texts += tokenizer.apply_chat_template(chats, **options)
         except Exception:  # a template may raise anything; one by one tells which row it was
@@ -412,11 +423,11 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
                     texts += tokenizer.apply_chat_template([chat], **options)
                 except Exception as error:
                     problem = f"fails in the chat template ({error})"
-                    raise example.row.error(problem, "Mend the row's messages") from error
+                    raise example.row.make_error(problem, "Mend the row's messages") from error
     return texts
 
 
-def chat_template_for(tokenizer: Tokenizer, tools: Tools) -> str:
+def select_chat_template(tokenizer: Tokenizer, tools: Tools) -> str:
     """Return the chat template that transformers takes for prompts with these tools: of several,
     one by its name.
 
@@ -434,14 +445,14 @@ def chat_template_for(tokenizer: Tokenizer, tools: Tools) -> str:
         raise UserError("data.chat_template", True, problem, remedy) from error
 
 
-def _chat(prompt: str | Messages, system: str | None) -> Messages:
+def _build_chat(prompt: str | Messages, system: str | None) -> Messages:
     chat: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system is None or any(message["role"] == "system" for message in chat):
         return chat
     return [{"role": "system", "content": system}, *chat]
 
 
-def _tokenise(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+def _tokenize_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     # Many in a call, so that the tokenizers library spreads them over its threads; but what it
     # makes of a text, besides its ids, takes far more memory than these.
     token_ids: list[list[int]] = []

@@ -134,7 +134,7 @@ def check_tasks(config: ReasoningGymConfig) -> None:
             or has a value that its generator refuses.
     """
     for task, settings in config.tasks.items():
-        _dataset(task, settings, size=1, seed=0)
+        _build_dataset(task, settings, size=1, seed=0)
 
 
 def make_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
@@ -151,7 +151,7 @@ def make_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
         UserError: as ``check_tasks``; and where there are fewer distinct problems than asked for.
     """
     check_tasks(config)
-    return _rows_of_process("megatron_dppo.data.generators", config, split)
+    return _generate_in_process("megatron_dppo.data.generators", config, split)
 
 
 def check_environment(config: VerifiersConfig) -> None:
@@ -180,7 +180,7 @@ def check_environment(config: VerifiersConfig) -> None:
         )
 
 
-def environment_problems(config: VerifiersConfig, split: Split) -> list[Row]:
+def make_environment_problems(config: VerifiersConfig, split: Split) -> list[Row]:
     """Problems of an environment of verifiers, as rows of a file. ``extra_info`` has what its
     rubric needs.
 
@@ -189,10 +189,10 @@ def environment_problems(config: VerifiersConfig, split: Split) -> list[Row]:
             with tools, or has fewer problems than are to be held out.
     """
     check_environment(config)
-    return _rows_of_process("megatron_dppo.data.verifiers", config, split)
+    return _generate_in_process("megatron_dppo.data.verifiers", config, split)
 
 
-def _rows_of_process(
+def _generate_in_process(
     module: str, config: ReasoningGymConfig | VerifiersConfig, split: Split
 ) -> list[Row]:
     """
@@ -219,15 +219,15 @@ def _rows_of_process(
     return rows
 
 
-def _draw_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
+def _generate_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
     wanted = config.eval_problems + (config.problems if split == "train" else 0)
     each = math.ceil((config.eval_problems + config.problems) / len(config.tasks))
     seen: set[str] = set()
     streams = [
-        _distinct(
+        _iter_distinct(
             task,
             settings,
-            _dataset(task, settings, size=2 * each + REPEATS, seed=config.seed),
+            _build_dataset(task, settings, size=2 * each + REPEATS, seed=config.seed),
             seen,
         )
         for task, settings in config.tasks.items()
@@ -236,7 +236,7 @@ def _draw_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
     return rows if split == "eval" else rows[config.eval_problems :]
 
 
-def _distinct(
+def _iter_distinct(
     task: str, settings: Mapping[str, Any], dataset: Any, seen: set[str]
 ) -> Iterator[Row]:
     number = repeats = 0
@@ -252,7 +252,7 @@ def _distinct(
         worked = label and f"<answer>{label}</answer>"
         extra = {"entry": entry, "settings": dict(settings)}
         source = f"{REASONING_GYM}/{task}"
-        yield _row(
+        yield _make_row(
             entry["question"], label or "", worked, source, extra, "data.reasoning_gym", number
         )
     problem = f"has no more than about {number + 1} distinct problems"
@@ -260,7 +260,7 @@ def _distinct(
     raise UserError("data.reasoning_gym.tasks", task, problem, remedy)
 
 
-def _dataset(task: str, settings: Mapping[str, Any], *, size: int, seed: int) -> Any:
+def _build_dataset(task: str, settings: Mapping[str, Any], *, size: int, seed: int) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
@@ -284,7 +284,7 @@ def _dataset(task: str, settings: Mapping[str, Any], *, size: int, seed: int) ->
 def _main() -> None:
     config, split = pickle.load(sys.stdin.buffer)
     try:
-        made: list[Row] | UserError = _draw_problems(config, split)
+        made: list[Row] | UserError = _generate_problems(config, split)
     except UserError as error:
         made = error
     sys.stdout.buffer.write(pickle.dumps(made))
@@ -301,10 +301,10 @@ class Generator:
     ``extra_info``."""
 
 
-def _sums(data: DataConfig, split: Split) -> list[Row]:
+def _make_sum_rows(data: DataConfig, split: Split) -> list[Row]:
     train, held_out = make_sums(data.arithmetic)
     return [
-        _row(
+        _make_row(
             problem.question,
             problem.label,
             problem.worked_answer,
@@ -317,7 +317,7 @@ def _sums(data: DataConfig, split: Split) -> list[Row]:
     ]
 
 
-def _row(
+def _make_row(
     question: str,
     label: str,
     response: str | None,
@@ -337,14 +337,14 @@ def _row(
 
 
 GENERATORS: Mapping[str, Generator] = {
-    "arithmetic": Generator(check=lambda data: make_sums(data.arithmetic), rows=_sums),
+    "arithmetic": Generator(check=lambda data: make_sums(data.arithmetic), rows=_make_sum_rows),
     REASONING_GYM: Generator(
         check=lambda data: check_tasks(data.reasoning_gym),
         rows=lambda data, split: make_problems(data.reasoning_gym, split),
     ),
     VERIFIERS: Generator(
         check=lambda data: check_environment(data.verifiers),
-        rows=lambda data, split: environment_problems(data.verifiers, split),
+        rows=lambda data, split: make_environment_problems(data.verifiers, split),
     ),
 }
 

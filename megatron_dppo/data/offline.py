@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
-from megatron_dppo.data.prompts import PromptPool, offline_prompts
+from megatron_dppo.data.prompts import PromptPool, load_offline_prompts
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.rl.numbers import as_logprobs, as_mask, as_number, as_truth, is_right
@@ -48,11 +48,11 @@ class OfflineGroup:
     """[G]"""
 
 
-class _BadError(ValueError):
+class _InvalidCompletionError(ValueError):
     """A completion's problem, to stand after its number, and the remedy."""
 
 
-def held_by(rank: int, ranks: int, prompt_ids: Ints) -> Bools:
+def is_on_rank(rank: int, ranks: int, prompt_ids: Ints) -> Bools:
     """Whether one of so many ranks has the groups of these prompts. Each group is on one rank. [n]
     in, [n] out."""
     held: Bools = prompt_ids % ranks == rank
@@ -87,129 +87,135 @@ def load_offline(
 
     samples, limit = config.rollout.samples_per_prompt, config.rollout.max_response_tokens
 
-    def group(row: Row) -> OfflineGroup:
+    def parse_group(row: Row) -> OfflineGroup:
         listed = row.values.get("completions")
         if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
             remedy = (
                 'Give a list like [{"token_ids": [5, 2], "logprobs": [-0.7, -0.1], "reward": 1.0}]'
             )
-            raise row.error("has no list of objects in column 'completions'", remedy)
+            raise row.make_error("has no list of objects in column 'completions'", remedy)
         if len(listed) != samples:
             problem = f"has {len(listed)} completions, and rollout.samples_per_prompt = {samples}"
-            raise row.error(
+            raise row.make_error(
                 problem,
                 "Give every prompt as many, and set rollout.samples_per_prompt to their number",
             )
         made = [
-            _completion(row, i, each, tokenizer, limit, vocab_size, stops)
+            _parse_completion(row, i, each, tokenizer, limit, vocab_size, stops)
             for i, each in enumerate(listed, 1)
         ]
         return OfflineGroup(
             tuple(completion for completion, _ in made), tuple(score for _, score in made)
         )
 
-    pool, rows = offline_prompts(config.data, tokenizer)
-    mine = np.flatnonzero(held_by(rank, ranks, np.arange(len(pool)))).tolist()
-    return pool, {prompt: group(rows[prompt]) for prompt in mine}
+    pool, rows = load_offline_prompts(config.data, tokenizer)
+    mine = np.flatnonzero(is_on_rank(rank, ranks, np.arange(len(pool)))).tolist()
+    return pool, {prompt: parse_group(rows[prompt]) for prompt in mine}
 
 
-def _completion(
+def _parse_completion(
     row: Row,
     number: int,
-    given: Mapping[str, Any],
+    fields: Mapping[str, Any],
     tokenizer: Tokenizer,
     limit: int,
     vocab_size: int,
     stops: Sequence[int],
 ) -> tuple[Completion, Score]:
     try:
-        tokens = _tokens(given, tokenizer, vocab_size)
+        tokens = _parse_tokens(fields, tokenizer, vocab_size)
         if len(tokens) > limit:
-            raise _BadError(
+            raise _InvalidCompletionError(
                 f"has {len(tokens)} tokens, over rollout.max_response_tokens = {limit}",
                 "Raise the limit",
             )
-        mask = given.get("loss_mask")
+        mask = fields.get("loss_mask")
         sampled = (
             np.ones(len(tokens), bool)
             if mask is None
-            else _mask(_numbers(given, "loss_mask", tokens))
+            else _parse_mask(_parse_numbers(fields, "loss_mask", tokens))
         )
         if not sampled.any():
-            raise _BadError(
+            raise _InvalidCompletionError(
                 "has a loss_mask without a token that the policy sampled", "Leave the row out"
             )
-        logprobs = _logprobs(_numbers(given, "logprobs", tokens), sampled)
-        reason = given.get("finish_reason") or ("stop" if tokens[-1] in stops else "length")
+        logprobs = _parse_logprobs(_parse_numbers(fields, "logprobs", tokens), sampled)
+        reason = fields.get("finish_reason") or ("stop" if tokens[-1] in stops else "length")
         if reason not in ("stop", "length"):
-            raise _BadError(
+            raise _InvalidCompletionError(
                 f"has the finish_reason {reason!r:.60}", "Write stop or length, or leave it out"
             )
-        score = _score(given)
-    except _BadError as error:
-        raise row.error(f"has a completion {number} that {error.args[0]}", error.args[1]) from error
+        score = _parse_score(fields)
+    except _InvalidCompletionError as error:
+        raise row.make_error(
+            f"has a completion {number} that {error.args[0]}", error.args[1]
+        ) from error
     versions, end = np.full(len(tokens), OFFLINE, np.int32), cast(Literal["stop", "length"], reason)
     return Completion(np.array(tokens, np.int32), logprobs, sampled, versions, end), score
 
 
-def _tokens(given: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    tokens, text = given.get("token_ids"), given.get("text")
+def _parse_tokens(fields: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    tokens, text = fields.get("token_ids"), fields.get("text")
     if (tokens is None) == (text is None):
-        raise _BadError("wants either token_ids or text", "Give one of the two")
+        raise _InvalidCompletionError("wants either token_ids or text", "Give one of the two")
     if tokens is None:
         if not isinstance(text, str):
-            raise _BadError(f"has a {type(text).__name__} for its text", "Give a string")
+            raise _InvalidCompletionError(
+                f"has a {type(text).__name__} for its text", "Give a string"
+            )
         tokens = tokenizer([text], add_special_tokens=False)["input_ids"][0]
     if not isinstance(tokens, list) or not tokens:
-        raise _BadError(
+        raise _InvalidCompletionError(
             "has no tokens", "Give at least the token that ended it, or leave the row out"
         )
     if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
         problem = f"has token_ids that are none of the policy's {vocab_size}"
-        raise _BadError(problem, "Give token ids of model.path's tokenizer")
+        raise _InvalidCompletionError(problem, "Give token ids of model.path's tokenizer")
     return tokens
 
 
-def _numbers(given: Mapping[str, Any], key: str, tokens: Sequence[int]) -> list[Any]:
-    values = given.get(key)
+def _parse_numbers(fields: Mapping[str, Any], key: str, tokens: Sequence[int]) -> list[Any]:
+    values = fields.get(key)
     if not isinstance(values, list) or not all(
         isinstance(value, numbers.Real | Decimal) for value in values
     ):
-        raise _BadError(f"has no list of numbers under {key!r}", "Give one for each token")
+        raise _InvalidCompletionError(
+            f"has no list of numbers under {key!r}", "Give one for each token"
+        )
     if len(values) != len(tokens):
-        raise _BadError(
+        raise _InvalidCompletionError(
             f"has {len(values)} {key} for {len(tokens)} tokens", "Give one for each token"
         )
     return values
 
 
-def _mask(values: list[Any]) -> Bools:
+def _parse_mask(values: list[Any]) -> Bools:
     try:
         return as_mask(values)
     except ValueError as error:
-        raise _BadError(
+        raise _InvalidCompletionError(
             f"has {error}", "Give true for each token that the policy sampled"
         ) from error
 
 
-def _logprobs(values: list[Any], sampled: Bools) -> NDArray[np.float32]:
+def _parse_logprobs(values: list[Any], sampled: Bools) -> NDArray[np.float32]:
     try:
         return as_logprobs(values, sampled)
     except ValueError as error:
         remedy = "Give natural logarithms of probabilities, at rollout.temperature"
-        raise _BadError(f"has {error}", remedy) from error
+        raise _InvalidCompletionError(f"has {error}", remedy) from error
 
 
-def _score(given: Mapping[str, Any]) -> Score:
-    reward, correct = as_number(given.get("reward")), given.get("correct")
+def _parse_score(fields: Mapping[str, Any]) -> Score:
+    reward, correct = as_number(fields.get("reward")), fields.get("correct")
     if reward is None or not abs(reward) <= LARGEST_REWARD:  # NaN is none
-        raise _BadError(
-            f"has the reward {given.get('reward')!r:.60}",
+        raise _InvalidCompletionError(
+            f"has the reward {fields.get('reward')!r:.60}",
             f"Give a number within ±{LARGEST_REWARD:g}",
         )
     right = is_right(reward) if correct is None else as_truth(correct)
     if right is None:
-        raise _BadError(
+        raise _InvalidCompletionError(
             f"has {correct!r:.60} under 'correct'", "Give true or false, or leave it out"
         )
     return Score(reward, right)

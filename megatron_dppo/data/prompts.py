@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 
 from megatron_dppo.config import DataConfig
 from megatron_dppo.data.examples import (
-    Rendered,
+    RenderedExample,
     Source,
-    example_of,
+    hash_prompt,
     is_within_limit,
-    prompt_key,
+    parse_example,
     read_examples,
-    rendered,
-    sources_of,
-    texts_of,
+    render_examples,
+    render_prompts,
+    resolve_sources,
 )
 from megatron_dppo.data.generators import Split
 from megatron_dppo.data.rows import Row
@@ -56,7 +56,7 @@ class SourcePool(Generic[T]):
     data_sources: frozenset[str] = frozenset()
     """``data_source`` of its prompts."""
     keys: NDArray[np.int64] = field(default_factory=lambda: NO_KEYS)
-    """[N], of prompts: ``prompt_key``."""
+    """[N], of prompts: ``hash_prompt``."""
 
 
 class Pool(Sequence[T]):
@@ -87,10 +87,10 @@ class Pool(Sequence[T]):
 
     def __getitem__(self, index: int | slice) -> T | list[T]:
         if isinstance(index, slice):
-            return [self._at(i) for i in range(len(self))[index]]
-        return self._at(range(len(self))[index])
+            return [self._get_item(i) for i in range(len(self))[index]]
+        return self._get_item(range(len(self))[index])
 
-    def _at(self, index: int) -> T:
+    def _get_item(self, index: int) -> T:
         source = bisect_right(self._ends, index)
         return self.sources[source].items[index - (self._ends[source - 1] if source else 0)]
 
@@ -103,12 +103,12 @@ class PromptPool(Pool[Prompt]):
         """As of a source."""
         return frozenset[str]().union(*(source.data_sources for source in self.sources))
 
-    def repeats(self, held_out: Sequence[Prompt]) -> tuple[int, str]:
+    def find_overlap(self, held_out: Sequence[Prompt]) -> tuple[int, str]:
         """How many held-out prompts are among these, but for white space; and the first, with its
         place in both."""
         keys = np.concatenate([NO_KEYS, *(source.keys for source in self.sources)])
         found = np.flatnonzero(
-            np.isin(known := np.array([prompt_key(p.asked) for p in held_out], np.int64), keys)
+            np.isin(known := np.array([hash_prompt(p.asked) for p in held_out], np.int64), keys)
         )
         if not len(found):
             return 0, ""
@@ -117,13 +117,13 @@ class PromptPool(Pool[Prompt]):
             found
         ), f"{first.place} is {self[int(np.flatnonzero(keys == known[found[0]])[0])].place}"
 
-    def _at(self, index: int) -> Prompt:
-        prompt = super()._at(index)
+    def _get_item(self, index: int) -> Prompt:
+        prompt = super()._get_item(index)
         return prompt if prompt.id == index else dataclasses.replace(prompt, id=index)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkedAnswer:
+class SupervisedExample:
     """A prompt with the answer that supervised training imitates."""
 
     prompt_ids: NDArray[np.int32]
@@ -156,33 +156,36 @@ def load_prompts(
             or with one that ``check`` refuses, a chat template that fails, a prompt over
             ``data.max_prompt_tokens``, or a source that loses all its prompts to that limit.
     """
-    sources = sources_of(data, split)
+    sources = resolve_sources(data, split)
     return PromptPool(
-        [_source_pool(source, data, tokenizer, split, check=check) for source in sources]
+        [_load_source_pool(source, data, tokenizer, split, check=check) for source in sources]
     )
 
 
-def offline_prompts(data: DataConfig, tokenizer: Tokenizer) -> tuple[PromptPool, list[Row]]:
+def load_offline_prompts(data: DataConfig, tokenizer: Tokenizer) -> tuple[PromptPool, list[Row]]:
     """The prompts of ``data.rollouts``, and the row of each, for what else it holds. Raises as
     ``load_prompts``."""
-    [source] = sources_of(data, "train")
+    [source] = resolve_sources(data, "train")
     kept, dropped = _read(source, data, tokenizer, "train")
-    return PromptPool([_in_memory(source, kept, dropped)]), [each.example.row for each in kept]
+    return PromptPool([_make_prompt_pool(source, kept, dropped)]), [
+        each.example.row for each in kept
+    ]
 
 
-def prompts_of(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
+def make_prompts(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of rows that were read elsewhere, whatever their length.
 
     Raises:
         UserError: for a row without its prompt or label, and a chat template that fails.
     """
-    examples = [example_of(row, data) for row in rows]
+    examples = [parse_example(row, data) for row in rows]
     return [
-        _prompt(number, each) for number, each in enumerate(rendered(examples, data, tokenizer))
+        _make_prompt(number, each)
+        for number, each in enumerate(render_examples(examples, data, tokenizer))
     ]
 
 
-def load_worked_answers(data: DataConfig, tokenizer: Tokenizer) -> Pool[WorkedAnswer]:
+def load_supervised_examples(data: DataConfig, tokenizer: Tokenizer) -> Pool[SupervisedExample]:
     """Prompts with the answers of ``data.response_key`` (or the label's column), closed by the
     end-of-turn token.
 
@@ -190,13 +193,13 @@ def load_worked_answers(data: DataConfig, tokenizer: Tokenizer) -> Pool[WorkedAn
         UserError: as ``load_prompts``; and for a row without that column, or a tokenizer without an
             end token.
     """
-    sources = sources_of(data, "train")
+    sources = resolve_sources(data, "train")
     return Pool(
-        [_source_pool(source, data, tokenizer, "train", responses=True) for source in sources]
+        [_load_source_pool(source, data, tokenizer, "train", responses=True) for source in sources]
     )
 
 
-def _source_pool(
+def _load_source_pool(
     source: Source,
     data: DataConfig,
     tokenizer: Tokenizer,
@@ -209,23 +212,30 @@ def _source_pool(
     if not are_stored(source):
         kept, dropped = _read(source, data, tokenizer, split, responses=responses, check=check)
         if not responses:
-            return _in_memory(source, kept, dropped)
-        answers = [_worked_answer(each.token_ids, each.response_ids) for each in kept]
+            return _make_prompt_pool(source, kept, dropped)
+        answers = [_make_supervised_example(each.token_ids, each.response_ids) for each in kept]
         return SourcePool(answers, source.weight, dropped, max(each.length for each in kept))
-    rows = _stored(source, data, Path(tokenizer.name_or_path), responses=responses, check=check)
-    columns = source.columns(data)
+    rows = _open_stored(
+        source, data, Path(tokenizer.name_or_path), responses=responses, check=check
+    )
+    columns = source.apply_columns(data)
 
-    def prompt(index: int) -> Prompt:
-        example = example_of(rows.row(index), columns)
-        return _prompt(
+    def get_prompt(index: int) -> Prompt:
+        example = parse_example(rows.get_row(index), columns)
+        return _make_prompt(
             index,
-            Rendered(example, texts_of([example], columns, tokenizer)[0], rows.tokens(index), []),
+            RenderedExample(
+                example,
+                render_prompts([example], columns, tokenizer)[0],
+                rows.get_tokens(index),
+                [],
+            ),
         )
 
-    def answer(index: int) -> WorkedAnswer:
-        return _worked_answer(rows.tokens(index, 0), rows.tokens(index, 1))
+    def get_answer(index: int) -> SupervisedExample:
+        return _make_supervised_example(rows.get_tokens(index, 0), rows.get_tokens(index, 1))
 
-    items = _Lazy(len(rows), answer if responses else prompt)
+    items = _LazySequence(len(rows), get_answer if responses else get_prompt)
     return SourcePool(
         items, source.weight, rows.dropped, rows.longest, rows.data_sources, rows.keys
     )
@@ -234,7 +244,7 @@ def _source_pool(
 def are_stored(source: Source) -> bool:
     """Whether a source's rows are on the disk with their tokens. Offline rollouts are in memory,
     all of them."""
-    return source.setting != "data.rollouts" and are_large(source.files())
+    return source.setting != "data.rollouts" and are_large(source.list_files())
 
 
 def prepare(
@@ -250,15 +260,15 @@ def prepare(
         check: as for ``load_prompts``.
 
     Raises:
-        UserError: as ``load_prompts`` and ``load_worked_answers``.
+        UserError: as ``load_prompts`` and ``load_supervised_examples``.
     """
-    _stored(source, data, policy, responses=responses, check=check)
+    _open_stored(source, data, policy, responses=responses, check=check)
 
 
-def _stored(
+def _open_stored(
     source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck
 ) -> StoredRows:
-    data, load = source.columns(data), cache(load_tokenizer)
+    data, load = source.apply_columns(data), cache(load_tokenizer)
     names = (
         "prompt_key",
         "label_key",
@@ -274,19 +284,19 @@ def _stored(
         depends_on["response_key"] = data.response_key
 
     def encode(rows: list[Row]) -> list[tuple[int, Columns] | None]:
-        examples = [example_of(row, data, responses=responses) for row in rows]
+        examples = [parse_example(row, data, responses=responses) for row in rows]
         check.look((example.row.place, example.label) for example in examples)
         return [
             (
-                prompt_key(r.example.prompt),
+                hash_prompt(r.example.prompt),
                 (r.token_ids, r.response_ids) if responses else (r.token_ids,),
             )
             if is_within_limit(r, data)
             else None
-            for r in rendered(examples, data, load(policy), responses=responses)
+            for r in render_examples(examples, data, load(policy), responses=responses)
         ]
 
-    return store(source.files(), source.setting, depends_on, policy, encode)
+    return store(source.list_files(), source.setting, depends_on, policy, encode)
 
 
 def _read(
@@ -297,11 +307,14 @@ def _read(
     *,
     responses: bool = False,
     check: LabelCheck = NO_CHECK,
-) -> tuple[list[Rendered], int]:
+) -> tuple[list[RenderedExample], int]:
     """The examples of a small source that are within the limit, and how many are not."""
-    examples, data = read_examples(source, data, split, responses=responses), source.columns(data)
+    examples, data = (
+        read_examples(source, data, split, responses=responses),
+        source.apply_columns(data),
+    )
     check.look((example.row.place, example.label) for example in examples)
-    all_of_it = rendered(examples, data, tokenizer, responses=responses)
+    all_of_it = render_examples(examples, data, tokenizer, responses=responses)
     kept = [each for each in all_of_it if is_within_limit(each, data)]
     if all_of_it and not kept:
         problem = (
@@ -316,31 +329,33 @@ def _read(
     return kept, len(all_of_it) - len(kept)
 
 
-def _in_memory(source: Source, kept: Sequence[Rendered], dropped: int) -> SourcePool[Prompt]:
-    prompts = [_prompt(number, each) for number, each in enumerate(kept)]
+def _make_prompt_pool(
+    source: Source, kept: Sequence[RenderedExample], dropped: int
+) -> SourcePool[Prompt]:
+    prompts = [_make_prompt(number, each) for number, each in enumerate(kept)]
     data_sources = frozenset(prompt.data_source for prompt in prompts)
-    keys = np.array([prompt_key(each.example.prompt) for each in kept], np.int64)
+    keys = np.array([hash_prompt(each.example.prompt) for each in kept], np.int64)
     return SourcePool(prompts, source.weight, dropped, data_sources=data_sources, keys=keys)
 
 
-def _prompt(number: int, of: Rendered) -> Prompt:
+def _make_prompt(number: int, rendered: RenderedExample) -> Prompt:
     return Prompt(
         id=number,
-        token_ids=np.array(of.token_ids, np.int32),
-        text=of.text,
-        label=of.example.label,
-        data_source=of.example.data_source,
-        extra=of.example.extra,
-        asked=of.example.prompt,
-        place=of.example.row.place,
+        token_ids=np.array(rendered.token_ids, np.int32),
+        text=rendered.text,
+        label=rendered.example.label,
+        data_source=rendered.example.data_source,
+        extra=rendered.example.extra,
+        asked=rendered.example.prompt,
+        place=rendered.example.row.place,
     )
 
 
-def _worked_answer(prompt: list[int], response: list[int]) -> WorkedAnswer:
-    return WorkedAnswer(np.array(prompt, np.int32), np.array(response, np.int32))
+def _make_supervised_example(prompt: list[int], response: list[int]) -> SupervisedExample:
+    return SupervisedExample(np.array(prompt, np.int32), np.array(response, np.int32))
 
 
-class _Lazy(Sequence[T]):
+class _LazySequence(Sequence[T]):
     """Items that are made when they are asked for."""
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:

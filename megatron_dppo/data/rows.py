@@ -43,14 +43,14 @@ class Row:
     place: str
     """File and line, or file and row."""
 
-    def error(self, problem: str, remedy: str) -> UserError:
+    def make_error(self, problem: str, remedy: str) -> UserError:
         """An error that names this row."""
         return UserError(self.setting, self.place, problem, remedy)
 
     def __getitem__(self, key: str) -> Any:
         """The value of a column; dots in ``key`` reach into nested objects, unless a column is
         called just so."""
-        return self.values[key] if key in self.values else _descend(self.values, key.split("."))
+        return self.values[key] if key in self.values else _get_nested(self.values, key.split("."))
 
     def require(self, key: str, setting: str) -> Any:
         """The value of a column that the row must have, and that a tokenizer or a log can read.
@@ -63,7 +63,7 @@ class Row:
         try:
             value = self[key]
         except KeyError:
-            columns = list(_paths(self.values))
+            columns = list(_iter_paths(self.values))
             likely = next((c for c in COLUMNS_IN_USE[setting] if c in columns), None)
             others = [
                 c
@@ -74,11 +74,11 @@ class Row:
             remedy = f"Set {setting} to the right column" + (
                 f", perhaps {likely!r}" if likely else ""
             )
-            raise self.error(
+            raise self.make_error(
                 f"has no column {key!r} (it has {', '.join(columns) or 'none'})", remedy
             ) from None
         if value is None:
-            raise self.error(
+            raise self.make_error(
                 f"holds null in column {key!r}",
                 f"Remove the row, or set {setting} to another column",
             )
@@ -91,16 +91,16 @@ class Row:
         Raises:
             UserError: naming the first.
         """
-        for text in strings(value, names=True):
+        for text in iter_strings(value, names=True):
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 half = f"\\u{ord(text[error.start]):04x}"
                 problem = f"holds half a character ({half}, a lone surrogate) in column {key!r}"
-                raise self.error(problem, "Mend the text, or remove the row") from error
+                raise self.make_error(problem, "Mend the text, or remove the row") from error
 
 
-def strings(value: Any, *, names: bool = False) -> Iterator[str]:
+def iter_strings(value: Any, *, names: bool = False) -> Iterator[str]:
     """Every string in a value of JSON; with ``names`` those of columns, too."""
     if isinstance(value, str):
         yield value
@@ -108,10 +108,10 @@ def strings(value: Any, *, names: bool = False) -> Iterator[str]:
         if names:
             yield from value
         for part in value.values():
-            yield from strings(part, names=names)
+            yield from iter_strings(part, names=names)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from strings(part, names=names)
+            yield from iter_strings(part, names=names)
 
 
 def is_too_deep(value: dict[str, Any] | list[Any]) -> bool:
@@ -186,7 +186,7 @@ def read_rows(file: str, setting: str) -> list[Row]:
     return rows
 
 
-def _lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
+def _iter_lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
     """The lines that are not blank, each with its number."""
     # Split on newlines only: str.splitlines would also break lines at U+2028, which JSON strings
     # may hold.
@@ -199,7 +199,7 @@ def _lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
             ) from error
 
 
-def row_of_line(line: str | bytes, number: int, path: Path, setting: str) -> Row:
+def parse_line(line: str | bytes, number: int, path: Path, setting: str) -> Row:
     """Row of a line of JSONL.
 
     Raises:
@@ -209,8 +209,8 @@ def row_of_line(line: str | bytes, number: int, path: Path, setting: str) -> Row
     return _as_row(_parse(line, place, setting, "Mend or remove the line"), place, setting)
 
 
-def row_of_record(values: Any, number: int, path: Path, setting: str) -> Row:
-    """Row of a parquet file or of a JSON list; raises as ``row_of_line``."""
+def parse_record(values: Any, number: int, path: Path, setting: str) -> Row:
+    """Row of a parquet file or of a JSON list; raises as ``parse_line``."""
     return _as_row(values, f"{path}, row {number}", setting)
 
 
@@ -223,7 +223,7 @@ def _read_json(path: Path, setting: str) -> Iterator[Row]:
     if not isinstance(values, list):
         raise UserError(setting, path, "is not a list of objects", "Give a JSON list, or JSONL")
     for number, value in enumerate(values, 1):
-        yield row_of_record(value, number, path, setting)
+        yield parse_record(value, number, path, setting)
 
 
 def _parse(text: str | bytes, place: str, setting: str, remedy: str) -> Any:
@@ -232,7 +232,7 @@ def _parse(text: str | bytes, place: str, setting: str, remedy: str) -> Any:
     except ValueError as error:
         raise UserError(setting, place, f"is not JSON ({error})", remedy) from error
     except RecursionError as error:
-        raise _too_deep(setting, place) from error
+        raise _make_depth_error(setting, place) from error
 
 
 def _as_row(values: Any, place: str, setting: str) -> Row:
@@ -244,18 +244,18 @@ def _as_row(values: Any, place: str, setting: str) -> Row:
             "Give one JSON object for each row",
         )
     if is_too_deep(values):
-        raise _too_deep(setting, place)
-    return Row({name: without_nulls(value) for name, value in values.items()}, setting, place)
+        raise _make_depth_error(setting, place)
+    return Row({name: drop_nulls(value) for name, value in values.items()}, setting, place)
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """A value without the fields of its objects, at any depth, that hold null."""
     if isinstance(value, dict):
-        return {name: without_nulls(part) for name, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+        return {name: drop_nulls(part) for name, part in value.items() if part is not None}
+    return [drop_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _too_deep(setting: str, place: str) -> UserError:
+def _make_depth_error(setting: str, place: str) -> UserError:
     return UserError(
         setting,
         place,
@@ -283,21 +283,21 @@ def read_batches(file: Path, setting: str, size: int) -> Iterator[RowBatch]:
     Raises:
         UserError: as ``read_rows``.
     """
-    return (_batches_of_parquet if file.suffix == ".parquet" else _batches_of_lines)(
+    return (_read_parquet_batches if file.suffix == ".parquet" else _read_line_batches)(
         file, setting, size
     )
 
 
-def _batches_of_lines(path: Path, setting: str, size: int) -> Iterator[RowBatch]:
-    lines, read, total = _lines(path, setting), 0, path.stat().st_size
+def _read_line_batches(path: Path, setting: str, size: int) -> Iterator[RowBatch]:
+    lines, read, total = _iter_lines(path, setting), 0, path.stat().st_size
     while batch := list(islice(lines, size)):
         values = [line.encode() for _, line in batch]
         read += sum(map(len, values))
-        rows = [row_of_line(line, number, path, setting) for number, line in batch]
+        rows = [parse_line(line, number, path, setting) for number, line in batch]
         yield RowBatch(rows, [number for number, _ in batch], values, min(read / total, 1.0))
 
 
-def _batches_of_parquet(path: Path, setting: str, size: int) -> Iterator[RowBatch]:
+def _read_parquet_batches(path: Path, setting: str, size: int) -> Iterator[RowBatch]:
     import pyarrow
     import pyarrow.parquet
 
@@ -310,14 +310,14 @@ def _batches_of_parquet(path: Path, setting: str, size: int) -> Iterator[RowBatc
                     records = batch.to_pylist()
                 # Text that is not UTF-8, dates without room in Python, columns of one name.
                 except Exception as error:
-                    raise _unreadable(batch, path, setting, first) from error
+                    raise _make_read_error(batch, path, setting, first) from error
                 numbers = list(range(first, first + len(records)))
                 rows = [
-                    row_of_record(values, number, path, setting)
+                    parse_record(values, number, path, setting)
                     for number, values in enumerate(records, first)
                 ]
                 values = pyarrow.StructArray.from_arrays(
-                    map(_plain, batch.columns), names=batch.schema.names
+                    map(_decode_dictionary, batch.columns), names=batch.schema.names
                 )
                 first += len(records)
                 yield RowBatch(rows, numbers, values, (first - 1) / total)
@@ -327,14 +327,14 @@ def _batches_of_parquet(path: Path, setting: str, size: int) -> Iterator[RowBatc
         ) from error
 
 
-def _plain(column: Any) -> Any:
+def _decode_dictionary(column: Any) -> Any:
     """Without a dictionary, of which a file of several batches has room for one alone."""
     import pyarrow
 
     return column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
 
 
-def _unreadable(table: Any, path: Path, setting: str, first: int) -> UserError:
+def _make_read_error(table: Any, path: Path, setting: str, first: int) -> UserError:
     """Error for a table with unreadable values, at the first place that has the problem."""
     for name, column in zip(table.column_names, table.columns, strict=True):
         if table.column_names.count(name) > 1:
@@ -355,7 +355,7 @@ def _unreadable(table: Any, path: Path, setting: str, first: int) -> UserError:
     return UserError(setting, path, "holds what cannot be read", "Write it again")
 
 
-def _descend(value: Any, keys: list[str]) -> Any:
+def _get_nested(value: Any, keys: list[str]) -> Any:
     for key in keys:
         if not isinstance(value, Mapping):
             raise KeyError(key)
@@ -363,9 +363,9 @@ def _descend(value: Any, keys: list[str]) -> Any:
     return value
 
 
-def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _iter_paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _paths(value, f"{prefix}{key}.")
+            yield from _iter_paths(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"

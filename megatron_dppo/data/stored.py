@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.data.rows import BATCH, Row, read_batches, row_of_line, row_of_record
+from megatron_dppo.data.rows import BATCH, Row, parse_line, parse_record, read_batches
 from megatron_dppo.data.tokenizer import NAMED_TEMPLATES
 from megatron_dppo.errors import UserError
-from megatron_dppo.process.files import file_digest, replacing_directory
-from megatron_dppo.process.streams import progress, tell
+from megatron_dppo.process.files import file_digest, replace_directory
+from megatron_dppo.process.streams import print_message, report_progress
 
 LARGE = 16 * 2**20
 """Bytes of a file from which on its rows are stored. Smaller ones are read into memory, in
@@ -98,16 +98,16 @@ class StoredRows:
         """[N], of the prompts."""
         return np.asarray(self._table["key"], np.int64)
 
-    def row(self, index: int) -> Row:
+    def get_row(self, index: int) -> Row:
         """The file's row ``index``."""
         file, number, values = (
             self._table[name][index].as_py() for name in ("file", "number", "values")
         )
-        return (row_of_line if self._lines else row_of_record)(
+        return (parse_line if self._lines else parse_record)(
             values, number, self._files[file], self._setting
         )
 
-    def tokens(self, index: int, column: int = 0) -> list[int]:
+    def get_tokens(self, index: int, column: int = 0) -> list[int]:
         """[P]"""
         return list(self._table[f"tokens{column}"][index].values.to_pylist())
 
@@ -139,7 +139,7 @@ def store(
             FORM,
             version("transformers"),
             contents,
-            _hash_of_tokenizer(tokenizer),
+            _hash_tokenizer(tokenizer),
             dict(depends_on),
         ]
         folder = (
@@ -149,15 +149,15 @@ def store(
         is_waiting = False
         while not _is_whole(folder):
             try:
-                with replacing_directory(folder) as draft:
+                with replace_directory(folder) as draft:
                     if _is_whole(folder):
                         raise FileExistsError  # because another process was faster
                     if folder.exists():
-                        tell(f"note: {folder} is damaged, and is made again")
+                        print_message(f"note: {folder} is damaged, and is made again")
                     _write(draft, files, setting, encode)
             except FileExistsError:
                 if not is_waiting:
-                    tell(f"waiting for another process that tokenises {files[0]}")
+                    print_message(f"waiting for another process that tokenises {files[0]}")
                 is_waiting = True
                 time.sleep(0.2)
         return StoredRows(folder, files, setting)
@@ -176,12 +176,12 @@ def _is_whole(folder: Path) -> bool:
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         crc32 = summary.pop("crc32")
-        return bool(crc32 == _crc32(folder / ROWS, summary))
+        return bool(crc32 == _compute_crc32(folder / ROWS, summary))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def _crc32(rows: Path, summary: Mapping[str, Any]) -> int:
+def _compute_crc32(rows: Path, summary: Mapping[str, Any]) -> int:
     crc32 = zlib.crc32(json.dumps(summary, sort_keys=True).encode())
     with rows.open("rb") as opened:
         while part := opened.read(2**20):
@@ -195,7 +195,7 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
     rows, stored, longest, share, writer, schema = 0, 0, 0, 0.0, None, None
     data_sources: set[str] = set()
     with (
-        progress(f"tokenising {files[0]}", 1.0, unit="share") as advance,
+        report_progress(f"tokenising {files[0]}", 1.0, unit="share") as advance,
         (folder / ROWS).open("wb") as sink,
     ):
         for number, file in enumerate(files):
@@ -219,7 +219,7 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
                         "values": values.take(kept),
                         "key": pyarrow.array(keys, pyarrow.int64()),
                         **{
-                            f"tokens{i}": _lists(each)
+                            f"tokens{i}": _build_list_array(each)
                             for i, each in enumerate(zip(*columns, strict=True))
                         },
                     }
@@ -259,11 +259,11 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
         "longest": longest,
         "data_sources": sorted(data_sources),
     }
-    summary["crc32"] = _crc32(folder / ROWS, summary)
+    summary["crc32"] = _compute_crc32(folder / ROWS, summary)
     (folder / SUMMARY).write_text(json.dumps(summary), encoding="utf-8")
 
 
-def _lists(rows: Sequence[list[int]]) -> Any:
+def _build_list_array(rows: Sequence[list[int]]) -> Any:
     import pyarrow
 
     starts = np.cumsum([0, *map(len, rows)])
@@ -273,15 +273,15 @@ def _lists(rows: Sequence[list[int]]) -> Any:
     )
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
+def list_tokenizer_files(folder: Path) -> list[Path]:
     """The files that a tokenizer and its chat template are read from."""
     return sorted(
         {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
     )
 
 
-def _hash_of_tokenizer(folder: Path) -> str:
-    files = tokenizer_files(folder)
+def _hash_tokenizer(folder: Path) -> str:
+    files = list_tokenizer_files(folder)
     return hashlib.sha256(
         "".join(file.name + file_digest(file) for file in files).encode()
     ).hexdigest()

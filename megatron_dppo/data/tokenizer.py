@@ -23,7 +23,7 @@ CHAT_MARKS = re.compile(
 )
 
 
-def without_chat_marks(text: str) -> str:
+def strip_chat_marks(text: str) -> str:
     """Text that a Qwen's chat template has rendered, without its marks."""
     return CHAT_MARKS.sub("", text).strip()
 
@@ -94,14 +94,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"({next(iter(str(error).splitlines()), type(error).__name__)})"
         )
         raise UserError("model.path", path, problem, "Copy the tokenizer files again") from error
-    check_embedded(
+    check_token_ids(
         tokenizer.get_vocab().values(), folder, "its tokenizer"
     )  # added tokens, of padding and so on, too
     return cast(Tokenizer, tokenizer)
 
 
-def check_embedded(
-    tokens: Iterable[int], folder: Path, whose: str, setting: str = "model.path"
+def check_token_ids(
+    tokens: Iterable[int], folder: Path, owner: str, setting: str = "model.path"
 ) -> None:
     """Check that token ids have a row in the embedding of the policy in ``folder``, as far as it
     has a config.json.
@@ -116,7 +116,7 @@ def check_embedded(
         return  # its reader says what is wrong with it
     if beyond := [token for token in tokens if not 0 <= token < rows]:
         problem = (
-            f"{whose} has the token id {min(beyond)}, and the embedding has {rows} rows ({file})"
+            f"{owner} has the token id {min(beyond)}, and the embedding has {rows} rows ({file})"
         )
         remedy = (
             "Give the tokenizer and the config.json of one model, whose embedding has a row "
@@ -126,7 +126,7 @@ def check_embedded(
         raise UserError(setting, value, problem, remedy)
 
 
-def leading_tokens(tokenizer: Tokenizer) -> list[int]:
+def get_leading_tokens(tokenizer: Tokenizer) -> list[int]:
     """Return the special tokens that the tokenizer puts before text, such as Llama's beginning of
     text."""
     plain, whole = (
@@ -144,9 +144,9 @@ def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     generation_config.json does).
 
     Raises:
-        UserError: as ``listed_stops``; neither source names a token.
+        UserError: as ``read_eos_token_ids``; neither source names a token.
     """
-    listed = listed_stops(path)[1]
+    listed = read_eos_token_ids(path)[1]
     if listed and tokenizer.eos_token_id is None:
         return listed
     return tuple(dict.fromkeys((*listed, end_token_id(tokenizer))))
@@ -155,7 +155,7 @@ def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 def stop_note(path: str | Path, tokenizer: Tokenizer) -> str:
     """Return a note if the policy's files do not list the tokenizer's end of turn, else an empty
     text."""
-    file, listed = listed_stops(path)
+    file, listed = read_eos_token_ids(path)
     if not listed or tokenizer.eos_token_id in (None, *listed):
         return ""
     own = f"{tokenizer.decode([end_token_id(tokenizer)])} (the tokenizer's eos_token)"
@@ -166,7 +166,7 @@ def stop_note(path: str | Path, tokenizer: Tokenizer) -> str:
     )
 
 
-def listed_stops(path: str | Path) -> tuple[str, tuple[int, ...]]:
+def read_eos_token_ids(path: str | Path) -> tuple[str, tuple[int, ...]]:
     """Return ``eos_token_id`` of generation_config.json, else of config.json, after the name of the
     file.
 
@@ -201,7 +201,7 @@ def listed_stops(path: str | Path) -> tuple[str, tuple[int, ...]]:
                 f"has no token's id in eos_token_id ({listed!r:.60})",
                 "Copy it again",
             )
-        check_embedded(stops, Path(path), f"eos_token_id in {name}")
+        check_token_ids(stops, Path(path), f"eos_token_id in {name}")
         return name, tuple(stops)
     return "generation_config.json", ()
 
@@ -249,7 +249,7 @@ def check_template(folder: Path) -> None:
         UserError: the template loops, or takes too much memory, or makes a text without measure.
     """
     for template in chat_templates(folder):
-        if problem := _limited(partial(_render, template)):
+        if problem := _check_limits(partial(_render, template)):
             remedy = "Take the model's own template, or set data.chat_template=false"
             raise UserError("model.path", folder, f"its chat template {problem}", remedy)
 
@@ -290,7 +290,7 @@ def _render(template: str) -> str:
     )
 
 
-def _limited(render: Callable[[], str]) -> str:
+def _check_limits(render: Callable[[], str]) -> str:
     """Limit that a rendering process exceeds; empty: none."""
     child = os.fork()
     if child == 0:

@@ -30,50 +30,52 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-Say = Callable[[list[int]], Awaitable[list[int]]]
+Generate = Callable[[list[int]], Awaitable[list[int]]]
 """The policy's answer to these further token ids, with the token that ended it; raises
-:class:`NothingLeftError` if no token is left."""
+:class:`ResponseFullError` if no token is left."""
 Message = Mapping[str, Any]
 """A dict; of the policy's, all that it said is ``content``."""
 MARK = "(what the policy said: 5b1f2c9e)"
 """Stands for a turn of the policy where a template renders what comes after it."""
 
 
-class NothingLeftError(Exception):
+class ResponseFullError(Exception):
     """No token is left of the response: the conversation is cut off here."""
 
 
-class TurnsError(ValueError):
+class ConversationFormatError(ValueError):
     """An environment or a template whose messages cannot become token ids so. The text is to stand
     after "it"."""
 
 
-class OtherAnswerError(RuntimeError):
+class ReplayMismatchError(RuntimeError):
     """An environment went on otherwise than it did when the policy spoke to it, though the policy
     said the same."""
 
-    def __init__(self, did: str) -> None:
+    def __init__(self, action: str) -> None:
         law = (
             "What it says may depend on its problem and on what the policy said, and on nothing "
             "else"
         )
         super().__init__(
-            f"The environment {did}, otherwise than when the policy spoke to it. {law}."
+            f"The environment {action}, otherwise than when the policy spoke to it. {law}."
         )
 
 
-class Turns:
+class ChatSession:
     """One conversation. Called with all messages so far, it returns what the policy says to them.
 
     Args:
         tokenizer: Hugging Face's, of the policy.
-        asked: messages of the prompt.
-        say: has the policy go on.
+        prompt_messages: messages of the prompt.
+        generate: has the policy go on.
         tools: tools of the prompt, by which transformers chooses among several chat templates.
     """
 
-    def __init__(self, tokenizer: Any, asked: object, say: Say, tools: Tools = ()) -> None:
-        self._tokenizer, self._asked, self._say = tokenizer, asked, say
+    def __init__(
+        self, tokenizer: Any, prompt_messages: object, generate: Generate, tools: Tools = ()
+    ) -> None:
+        self._tokenizer, self._asked, self._say = tokenizer, prompt_messages, generate
         self._render = partial(tokenizer.apply_chat_template, tools=tools or None, tokenize=False)
         self._messages: list[Message] = []
         """All that were said so far, the last one by the policy."""
@@ -86,42 +88,48 @@ class Turns:
             TurnsError: the messages are not those so far and further ones, or cannot be rendered.
             NothingLeftError: no token is left.
         """
-        said = await self._say(self._told(messages))
+        said = await self._say(self._encode_new_messages(messages))
         text: str = self._tokenizer.decode(said, skip_special_tokens=True)
         self._messages, self._last = [*messages, {"role": "assistant", "content": text}], said[-1]
         return text
 
-    def _told(self, messages: Sequence[Message]) -> list[int]:
+    def _encode_new_messages(self, messages: Sequence[Message]) -> list[int]:
         """Token ids between the policy's last turn and its next one."""
         if not self._messages:
-            if not isinstance(self._asked, Sequence) or _words(messages) != _words(self._asked):
-                raise TurnsError("asks the policy other messages at first than its problem has")
+            if not isinstance(self._asked, Sequence) or _get_contents(messages) != _get_contents(
+                self._asked
+            ):
+                raise ConversationFormatError(
+                    "asks the policy other messages at first than its problem has"
+                )
             return []
         known = len(self._messages)
-        if _words(messages[:known]) != _words(self._messages):
-            raise TurnsError(
+        if _get_contents(messages[:known]) != _get_contents(self._messages):
+            raise ConversationFormatError(
                 "asks the policy about other messages than the conversation has so far"
             )
-        text = self._rendered(self._messages[:-1], messages[known:])
+        text = self._render_new_messages(self._messages[:-1], messages[known:])
         token_ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
         told = (
             token_ids[1:] if token_ids[:1] == [self._last] else token_ids
         )  # the policy has ended its turn itself
         if not told:
-            raise TurnsError("has the policy go on with nothing between two of its turns")
+            raise ConversationFormatError(
+                "has the policy go on with nothing between two of its turns"
+            )
         return told
 
-    def _rendered(self, before: Sequence[Message], new: Sequence[Message]) -> str:
+    def _render_new_messages(self, before: Sequence[Message], new: Sequence[Message]) -> str:
         """A template's text after the policy's turn, which has come after the messages
         ``before``."""
         if not all(isinstance(message.get("content"), str) for message in new):
-            raise TurnsError("answers with more than text")
+            raise ConversationFormatError("answers with more than text")
         chat = [*before, {"role": "assistant", "content": MARK}, *new]
         try:
             until = self._render(before, add_generation_prompt=False)
             whole = self._render(chat, add_generation_prompt=True)
         except Exception as error:  # a template may raise anything
-            raise TurnsError(
+            raise ConversationFormatError(
                 f"answers with messages that fail in the chat template ({error})"
             ) from error
         if whole.count(MARK) != 1 or not whole.startswith(until):
@@ -130,12 +138,12 @@ class Turns:
                 f"answers with messages ({roles}) for which the chat template changes what "
                 "stands before them"
             )
-            raise TurnsError(problem)
+            raise ConversationFormatError(problem)
         return str(whole.partition(MARK)[2])
 
 
-class Again:
-    """Replay of a completion's turns of the policy: a :data:`Say`.
+class TurnReplay:
+    """Replay of a completion's turns of the policy: a :data:`Generate`.
 
     Args:
         token_ids: [L], of the response.
@@ -154,21 +162,21 @@ class Again:
         """Runs of tokens, and which of them the policy said."""
         self._cut_off = cut_off
 
-    async def __call__(self, told: list[int]) -> list[int]:
+    async def __call__(self, token_ids: list[int]) -> list[int]:
         """
         Raises:
             OtherAnswerError: the policy was told something else.
             NothingLeftError: as when the completion was made.
         """
-        given = self._take(said=False)
+        given = self._take(from_policy=False)
         ends_here = self._cut_off and not self._left
-        if (told[: len(given)] if ends_here else told) != given:
-            raise OtherAnswerError("answered")
+        if (token_ids[: len(given)] if ends_here else token_ids) != given:
+            raise ReplayMismatchError("answered")
         if ends_here:
-            raise NothingLeftError
+            raise ResponseFullError
         if not self._left:
-            raise OtherAnswerError("went on")
-        return self._take(said=True)
+            raise ReplayMismatchError("went on")
+        return self._take(from_policy=True)
 
     def check_end(self) -> None:
         """
@@ -176,15 +184,15 @@ class Again:
             OtherAnswerError: something is left of the completion.
         """
         if self._left:
-            raise OtherAnswerError("ended")
+            raise ReplayMismatchError("ended")
 
-    def _take(self, *, said: bool) -> list[int]:
-        if self._left and self._left[0][0] == said:
+    def _take(self, *, from_policy: bool) -> list[int]:
+        if self._left and self._left[0][0] == from_policy:
             return self._left.pop(0)[1]
         return []
 
 
-def _words(messages: Sequence[Any]) -> list[tuple[object, object]]:
+def _get_contents(messages: Sequence[Any]) -> list[tuple[object, object]]:
     return [(message["role"], message.get("content")) for message in messages]
 
 
@@ -207,7 +215,7 @@ class ToolCall:
     """A JSON object."""
 
 
-def read_calls(text: str) -> tuple[str, list[ToolCall]]:
+def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     """The calls of a turn of the policy, and what it said before the first of them, its thoughts
     among that.
 
@@ -216,14 +224,14 @@ def read_calls(text: str) -> tuple[str, list[ToolCall]]:
     environment then learns that no tool was called.
     """
     thoughts, end, words = text.rpartition(_HAS_THOUGHT)
-    calls = [_call(block) for block in _BLOCK.findall(words)]
+    calls = [_parse_call(block) for block in _BLOCK.findall(words)]
     if not calls or None in calls or _THINKS in words:
         return text, []
     said = thoughts + end + words.partition(CALL)[0]
     return said.strip(), [call for call in calls if call is not None]
 
 
-def _call(block: str) -> ToolCall | None:
+def _parse_call(block: str) -> ToolCall | None:
     try:
         value = json.loads(block)
     except (ValueError, RecursionError):

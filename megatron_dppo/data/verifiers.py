@@ -35,13 +35,13 @@ from megatron_dppo.data.generators import SEVERAL_TURNS, TOOLS
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.data.turns import (
-    Again,
+    ChatSession,
+    ConversationFormatError,
     Message,
-    NothingLeftError,
+    ResponseFullError,
     Tools,
-    Turns,
-    TurnsError,
-    read_calls,
+    TurnReplay,
+    parse_tool_calls,
 )
 from megatron_dppo.errors import UserError
 
@@ -50,7 +50,7 @@ HELD_OUT_SEED = 0
 RUBRICS = ("verifiers.rubrics", "verifiers.legacy.rubrics")
 """Loggers of rubrics, by release."""
 DOWN = (TimeoutError, verifiers.InfraError)
-"""Errors of :func:`play` after which another attempt may succeed."""
+"""Errors of :func:`run_environment` after which another attempt may succeed."""
 
 
 Answer = Callable[[Sequence[Message]], Awaitable[str]]
@@ -67,11 +67,11 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> Any:
     Raises:
         Exception: whatever loading it raises.
     """
-    return _environment(name, json.dumps(arguments, sort_keys=True))
+    return _load_environment(name, json.dumps(arguments, sort_keys=True))
 
 
 @functools.cache
-def _environment(name: str, arguments: str) -> Any:
+def _load_environment(name: str, arguments: str) -> Any:
     taken = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     environment = verifiers.load_environment(name, **json.loads(arguments))
     for number, handler in taken.items():
@@ -111,7 +111,7 @@ class _Policy(Client):
         return None
 
     async def to_native_tool(self, tool: Any) -> Any:
-        return _schema(tool)
+        return _get_schema(tool)
 
     async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
         return [
@@ -124,17 +124,17 @@ class _Policy(Client):
     ) -> ResponseMessage:
         try:
             if (tools or []) != self._tools:
-                raise TurnsError("offers the policy other tools than its problem has")
+                raise ConversationFormatError("offers the policy other tools than its problem has")
             turn = len(prompt)
             text: str = await self.client(
-                [self._whole(place, message) for place, message in enumerate(prompt)]
+                [self._restore_message(place, message) for place, message in enumerate(prompt)]
             )
-        except NothingLeftError as error:
+        except ResponseFullError as error:
             raise verifiers.OverlongPromptError from error
         except Exception as error:
             self.failure = error
             raise
-        said, calls = read_calls(text) if tools else (text, [])
+        said, calls = parse_tool_calls(text) if tools else (text, [])
         of = [
             ToolCall(id=f"call_{turn}_{number}", name=call.name, arguments=call.arguments)
             for number, call in enumerate(calls)
@@ -149,7 +149,7 @@ class _Policy(Client):
         )
         return message
 
-    def _whole(self, place: int, message: Message) -> Message:
+    def _restore_message(self, place: int, message: Message) -> Message:
         """A message, with the calls among the words where the policy spoke it."""
         given, text = self._said.get(place, (None, ""))
         return message if message != given else {"role": "assistant", "content": text}
@@ -164,11 +164,11 @@ class _Policy(Client):
         pass
 
 
-def _schema(tool: Tool) -> dict[str, Any]:
+def _get_schema(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": tool.model_dump(exclude_none=True)}
 
 
-async def play(
+async def run_environment(
     environment: Any, problem: Mapping[str, Any], answer: Answer, tools: Tools = ()
 ) -> dict[str, Any]:
     """Have an environment pose a problem and speak with the policy to the end.
@@ -209,18 +209,18 @@ def group_score(items: Sequence[Any]) -> list[float]:
         OtherAnswerError: an environment of several turns went on otherwise than in the completion.
         Exception: what a reward function raised, or what went wrong in the environment.
     """
-    return _runner().run(_rewards(items))
+    return _get_runner().run(_compute_rewards(items))
 
 
 @functools.cache
-def _runner() -> asyncio.Runner:
+def _get_runner() -> asyncio.Runner:
     return asyncio.Runner()  # one loop for all groups: a judge's connections belong to it
 
 
-async def _rewards(items: Sequence[Any]) -> list[float]:
+async def _compute_rewards(items: Sequence[Any]) -> list[float]:
     first = items[0].extra
     environment = load_environment(first["environment"], first["arguments"])
-    again = _again if _has_several_turns(environment) else _again_in_one_turn
+    again = _replay_turns if _is_multi_turn(environment) else _replay_single_turn
     states = await asyncio.gather(*(again(environment, item) for item in items))
     await environment.rubric.score_group(states)
     for state in states:
@@ -228,27 +228,29 @@ async def _rewards(items: Sequence[Any]) -> list[float]:
     return [float(state["reward"]) for state in states]
 
 
-async def _again(environment: Any, item: Any) -> dict[str, Any]:
+async def _replay_turns(environment: Any, item: Any) -> dict[str, Any]:
     problem = item.extra["input"]
-    said = Again(item.token_ids, item.loss_mask, cut_off=item.finish_reason == "length")
+    said = TurnReplay(item.token_ids, item.loss_mask, cut_off=item.finish_reason == "length")
     tools = item.extra.get(TOOLS, ())
-    turns = Turns(_tokenizer(item.policy), problem["prompt"], said, tools)
-    state = await play(environment, problem, turns, tools)
+    turns = ChatSession(_tokenizer(item.policy), problem["prompt"], said, tools)
+    state = await run_environment(environment, problem, turns, tools)
     said.check_end()
     return state
 
 
-async def _again_in_one_turn(environment: Any, item: Any) -> dict[str, Any]:
+async def _replay_single_turn(environment: Any, item: Any) -> dict[str, Any]:
     async def answer(messages: Sequence[Message]) -> str:
         return str(item.solution)
 
-    return await play(environment, item.extra["input"], answer, item.extra.get(TOOLS, ()))
+    return await run_environment(
+        environment, item.extra["input"], answer, item.extra.get(TOOLS, ())
+    )
 
 
 _tokenizer = functools.cache(load_tokenizer)
 
 
-def _parts(environment: Any) -> list[Any]:
+def _list_environments(environment: Any) -> list[Any]:
     return (
         list(environment.env_map.values())
         if isinstance(environment, verifiers.EnvGroup)
@@ -256,14 +258,16 @@ def _parts(environment: Any) -> list[Any]:
     )
 
 
-def _has_several_turns(environment: Any) -> bool:
-    return not all(isinstance(each, verifiers.SingleTurnEnv) for each in _parts(environment))
+def _is_multi_turn(environment: Any) -> bool:
+    return not all(
+        isinstance(each, verifiers.SingleTurnEnv) for each in _list_environments(environment)
+    )
 
 
-def _problems(config: VerifiersConfig, split: str) -> list[Row]:
+def _load_problems(config: VerifiersConfig, split: str) -> list[Row]:
     name = config.environment
     environment = load_environment(name, config.arguments)
-    parts = _parts(environment)
+    parts = _list_environments(environment)
     for each in parts:
         if not isinstance(each, verifiers.MultiTurnEnv):
             problem = (
@@ -300,31 +304,35 @@ def _problems(config: VerifiersConfig, split: str) -> list[Row]:
         inputs = [
             row for number, row in enumerate(inputs) if (number in held_out) == (split == "eval")
         ]
-    marks = {SEVERAL_TURNS: True} if _has_several_turns(environment) else {}
+    marks = {SEVERAL_TURNS: True} if _is_multi_turn(environment) else {}
     known = parts[0].tool_defs if len(parts) == 1 else None
-    return [_row(row, config, number, marks, known or ()) for number, row in enumerate(inputs, 1)]
+    return [
+        _make_row(row, config, number, marks, known or ()) for number, row in enumerate(inputs, 1)
+    ]
 
 
-def _row(
-    given: dict[str, Any],
+def _make_row(
+    problem: dict[str, Any],
     config: VerifiersConfig,
     number: int,
     marks: Mapping[str, Any],
-    known: Sequence[Tool],
+    default_tools: Sequence[Tool],
 ) -> Row:
-    name, answer, info = config.environment, given.get("answer"), given.get("info")
+    name, answer, info = config.environment, problem.get("answer"), problem.get("info")
     info = json.loads(info) if isinstance(info, str) else info
-    offered = info["tool_defs"] if isinstance(info, Mapping) and "tool_defs" in info else known
-    tools = {TOOLS: [_schema(Tool.model_validate(tool)) for tool in offered]} if offered else {}
+    offered = (
+        info["tool_defs"] if isinstance(info, Mapping) and "tool_defs" in info else default_tools
+    )
+    tools = {TOOLS: [_get_schema(Tool.model_validate(tool)) for tool in offered]} if offered else {}
     values = {
-        "prompt": given["prompt"],
+        "prompt": problem["prompt"],
         "label": "" if answer is None else str(answer),
         "response": None,
         "data_source": f"verifiers/{name}",
         "extra_info": {
             "environment": name,
             "arguments": config.arguments,
-            "input": given,
+            "input": problem,
             **marks,
             **tools,
         },
@@ -335,7 +343,7 @@ def _row(
 
 def _read(config: VerifiersConfig, split: str) -> list[Row] | UserError:
     try:
-        return _problems(config, split)
+        return _load_problems(config, split)
     except UserError as error:
         return error
     except (Exception, SystemExit) as error:

@@ -30,7 +30,7 @@ class Gpu:
     network: float
     """Bytes per second to other nodes, one way: its share of the node's adapters."""
 
-    def rate(self, dtype: str) -> float:
+    def get_peak_flops(self, dtype: str) -> float:
         """Products and sums per second in a type of ``model.dtype``; fp32 has no matrix units (TF32
         is off)."""
         return self.flops if dtype == "bf16" else self.flops / 16

@@ -8,7 +8,7 @@ DELTA_CHUNK = 64
 """Tokens of a chunk in flash-linear-attention."""
 
 
-def delta_elements(shape: PolicyShape) -> float:
+def count_delta_elements(shape: PolicyShape) -> float:
     """Elements that a gated delta network keeps of a token: outputs of the input projection and of
     the convolution, queries and keys for each value head, 64 products of a chunk for each, and what
     comes of the delta rule. That is 2% more than a rehearsal of Qwen3.5-4B keeps; no GPU has
@@ -21,7 +21,7 @@ def delta_elements(shape: PolicyShape) -> float:
     return 4.0 * keys + 4 * values + repeated
 
 
-def delta_flops(shape: PolicyShape) -> float:
+def count_delta_flops(shape: PolicyShape) -> float:
     """FLOPs of a token's forward pass through one delta rule: products within its chunk, half of
     which are masked, and reads and writes of the state."""
     sizes = shape.delta_key_dim + shape.delta_value_dim

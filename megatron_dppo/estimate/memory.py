@@ -10,23 +10,29 @@ from math import prod
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_dppo.bridge.mapping import EMBEDDING, adapter_entries, entries
+from megatron_dppo.bridge.mapping import EMBEDDING, list_adapter_entries, list_entries
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, LoraConfig
 from megatron_dppo.estimate.assumptions import GIB
-from megatron_dppo.estimate.layers import delta_elements
+from megatron_dppo.estimate.layers import count_delta_elements
 from megatron_dppo.estimate.workload import Setup
 from megatron_dppo.hub import policy_folder
-from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, published, read_shape
-from megatron_dppo.parallel.layout import interleaved_packs, stage_layers
+from megatron_dppo.models.shape import (
+    PUBLISHED,
+    PolicyShape,
+    match_published_model,
+    padded_vocab,
+    read_shape,
+)
+from megatron_dppo.parallel.layout import count_interleaved_packs, list_stage_layers
 
 
-def shape_of(path: str) -> PolicyShape:
+def resolve_shape(path: str) -> PolicyShape:
     """The shape of a policy, from its directory or else from the published model of its name.
 
     Raises:
         UserError: on ``model.path``, if it is neither.
     """
-    name = published(path)
+    name = match_published_model(path)
     return (
         PUBLISHED[name]
         if name and not Path(path).is_dir()
@@ -62,9 +68,9 @@ class RankElements:
 
 
 @cache
-def parameters_of(shape: PolicyShape) -> Parameters:
+def count_parameter_kinds(shape: PolicyShape) -> Parameters:
     """Count a policy's weights."""
-    sizes = _sizes(shape)
+    sizes = _count_sizes(shape)
     experts = shape.experts * sizes.expert * shape.num_layers
     outside = sizes.embedding if shape.tied else 2 * sizes.embedding
     total = outside + sizes.norm + sum(map(sizes.layers.__getitem__, shape.layer_types)) + experts
@@ -73,14 +79,14 @@ def parameters_of(shape: PolicyShape) -> Parameters:
 
 
 @cache
-def rank_elements(
+def count_rank_elements(
     shape: PolicyShape, stage: int, layout: LayoutConfig, lora: LoraConfig | None = None
 ) -> RankElements:
     """Weights that a rank of a pipeline stage holds: the policy's, or those of its adapters."""
-    sizes = _sizes(shape, layout, lora)
+    sizes = _count_sizes(shape, layout, lora)
     dense = sum(
         sizes.layers[shape.layer_types[layer]]
-        for layers in stage_layers(shape.num_layers, stage, layout)
+        for layers in list_stage_layers(shape.num_layers, stage, layout)
         for layer in layers
     )
     if stage == 0:
@@ -88,13 +94,13 @@ def rank_elements(
     if stage == layout.pp - 1:
         dense += sizes.norm + (0 if shape.tied and stage == 0 else sizes.embedding)
     return RankElements(
-        dense, shape.experts // layout.ep * sizes.expert * layers_of_stage(shape, stage, layout)
+        dense, shape.experts // layout.ep * sizes.expert * count_stage_layers(shape, stage, layout)
     )
 
 
-def layers_of_stage(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
+def count_stage_layers(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
     """How many layers a pipeline stage has, all its virtual stages together."""
-    return sum(map(len, stage_layers(shape.num_layers, stage, layout)))
+    return sum(map(len, list_stage_layers(shape.num_layers, stage, layout)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,7 @@ class _Sizes:
 
 
 @cache
-def _sizes(
+def _count_sizes(
     shape: PolicyShape, layout: LayoutConfig | None = None, lora: LoraConfig | None = None
 ) -> _Sizes:
     """Count one expert and one layer of each kind, because a mixture has thousands of entries.
@@ -127,9 +133,9 @@ def _sizes(
     )
     layers: dict[str, int] = dict.fromkeys(kinds, 0)
     found = {"embedding": 0, "norm": 0, "expert": 0}
-    for entry in adapter_entries(thin, lora) if lora else entries(thin):
+    for entry in list_adapter_entries(thin, lora) if lora else list_entries(thin):
         whole = dataclasses.replace(entry, shape=shape)
-        size = prod(whole.shard_shape(whole.parts(layout))) if layout else whole.elements
+        size = prod(whole.shard_shape(whole.count_parts(layout))) if layout else whole.elements
         if entry.layer is None:
             found["embedding" if entry.mapping is EMBEDDING else "norm"] += size
         elif entry.expert is None:
@@ -191,22 +197,23 @@ class Memory:
         return not self.lack
 
 
-def actor_memory(setup: Setup) -> Memory:
+def estimate_actor_memory(setup: Setup) -> Memory:
     """Memory of the rank of the trainer that holds the most, at its peak."""
     return max(
-        (rank_memory(setup, stage) for stage in range(setup.layout.pp)), key=attrgetter("total")
+        (estimate_rank_memory(setup, stage) for stage in range(setup.layout.pp)),
+        key=attrgetter("total"),
     )
 
 
-def rank_memory(setup: Setup, stage: int) -> Memory:
+def estimate_rank_memory(setup: Setup, stage: int) -> Memory:
     """Memory of a rank of a pipeline stage at its peak: in a step in which nothing is pruned."""
     config, assume = setup.config, setup.assume
     packs = setup.unpruned.packs
-    parts = held_bytes(setup, stage)
+    parts = count_persistent_bytes(setup, stage)
     even, uneven = (
         (
-            activation_bytes(setup, stage, FUSED, packs=packs, imbalance=imbalance),
-            backward_bytes(setup, FUSED, imbalance=imbalance),
+            count_activation_bytes(setup, stage, FUSED, packs=packs, imbalance=imbalance),
+            count_backward_bytes(setup, FUSED, imbalance=imbalance),
         )
         for imbalance in (1.0, setup.imbalance)
     )
@@ -215,10 +222,10 @@ def rank_memory(setup: Setup, stage: int) -> Memory:
     # The head's backward pass is over when the first layer's begins: the larger of the two makes
     # the peak.
     parts["head"] = (
-        max(_head_bytes(setup) - uneven[1], 0.0) if stage == setup.layout.pp - 1 else 0.0
+        max(_count_head_bytes(setup) - uneven[1], 0.0) if stage == setup.layout.pp - 1 else 0.0
     )
     buckets = 4 if config.rollout.served else 2  # two in the stream, two in the sender
-    parts["sync"] = float(buckets * bucket_bytes(config))
+    parts["sync"] = float(buckets * get_bucket_bytes(config))
     # What is on the host during the passes needs room on the GPU when they are done, in the place
     # of their activations.
     passes = parts["activations"] + parts["uneven experts"] + parts["head"]
@@ -233,12 +240,12 @@ def rank_memory(setup: Setup, stage: int) -> Memory:
     return Memory(stage, parts, setup.gpu.memory_gib * GIB)
 
 
-def bucket_bytes(config: Config) -> int:
+def get_bucket_bytes(config: Config) -> int:
     """Bytes of a bucket of weights on their way to the servers."""
     return (config.rollout.sync.bucket_mib or SYNC_BUCKET_MIB) * 2**20
 
 
-def resident_bytes(config: Config, memory: Memory) -> float:
+def count_resident_bytes(config: Config, memory: Memory) -> float:
     """Bytes that a rank of the trainer keeps while its GPU generates.
 
     Gradients are freed before a server on the same GPU wakes. What waits on the host is there
@@ -251,12 +258,14 @@ def resident_bytes(config: Config, memory: Memory) -> float:
     return sum(memory.parts[name] for name, kept in keeps.items() if kept)
 
 
-def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
+def count_persistent_bytes(setup: Setup, stage: int) -> dict[str, float]:
     """Bytes that a rank holds during the whole run, exact except for the padding of buffers."""
     config, lora = setup.config, setup.config.model.lora
-    elements = rank_elements(setup.shape, stage, setup.layout)
+    elements = count_rank_elements(setup.shape, stage, setup.layout)
     adapters = (
-        rank_elements(setup.shape, stage, setup.layout, lora) if lora.rank else RankElements(0, 0)
+        count_rank_elements(setup.shape, stage, setup.layout, lora)
+        if lora.rank
+        else RankElements(0, 0)
     )
     trained = adapters if lora.rank else elements
     # Two moments, and a master copy where the weights are not fp32 themselves.
@@ -265,13 +274,13 @@ def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
     return {
         "weights": weights,
         "gradients": 4.0 * trained.total,
-        "optimizer": state * optimizer_elements(setup, trained),
+        "optimizer": state * count_optimizer_elements(setup, trained),
         "reference": weights if config.loss.kl_coef > 0 and not lora.rank else 0.0,
-        "teacher": _teacher_bytes(setup, stage),
+        "teacher": _count_teacher_bytes(setup, stage),
     }
 
 
-def optimizer_elements(setup: Setup, trained: RankElements) -> float:
+def count_optimizer_elements(setup: Setup, trained: RankElements) -> float:
     """Weights whose optimizer state is on a rank that trains ``trained`` weights."""
     if not setup.config.optimizer.distributed:
         return trained.total
@@ -280,28 +289,28 @@ def optimizer_elements(setup: Setup, trained: RankElements) -> float:
     )
 
 
-def _teacher_bytes(setup: Setup, stage: int) -> float:
+def _count_teacher_bytes(setup: Setup, stage: int) -> float:
     """Its weights, and on the last stage the states of a minibatch's packs, as if every token were
     a response's. Of several the largest is counted, and on the last stage the output layers of all,
     which are needed in training."""
     config, layout = setup.config, setup.layout
-    shapes = [shape_of(path) for path in config.loss.distillation.models]
+    shapes = [resolve_shape(path) for path in config.loss.distillation.models]
     if not shapes:
         return 0.0
     packs = setup.unpruned.packs if stage == layout.pp - 1 else 0
     states = packs * config.loss.updates_per_rollout * config.pack.max_tokens / layout.cp
-    weights = {shape: rank_elements(shape, stage, layout).total for shape in shapes}
+    weights = {shape: count_rank_elements(shape, stage, layout).total for shape in shapes}
     largest = max(shapes, key=lambda shape: weights[shape])
     heads = 0
     if stage == layout.pp - 1:
-        sizes = [_sizes(shape, layout).embedding for shape in shapes]
+        sizes = [_count_sizes(shape, layout).embedding for shape in shapes]
         heads = sum(sizes) - sizes[shapes.index(largest)]
     return float(
         setup.width * (weights[largest] + heads + states * max(shape.hidden for shape in shapes))
     )
 
 
-def chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
+def count_chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
     """How many forward passes of a virtual stage wait for their backward pass at once, at most.
 
     Without virtual stages (one forward, one backward) stage i of p has p - i packs in flight.
@@ -316,11 +325,15 @@ def chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
     """
     if layout.vpp == 1:
         return min(layout.pp - stage, packs)
-    most = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * interleaved_packs(packs, layout.pp) + 1
+    most = (
+        2 * (layout.pp - stage - 1)
+        + (layout.vpp - 1) * count_interleaved_packs(packs, layout.pp)
+        + 1
+    )
     return min(most, packs * layout.vpp)
 
 
-def activation_bytes(
+def count_activation_bytes(
     setup: Setup, stage: int, saved: Saved, *, packs: int, imbalance: float = 1.0
 ) -> float:
     """Bytes that a stage keeps for backward passes, with all packs in flight.
@@ -334,24 +347,26 @@ def activation_bytes(
     """
     shape, layout = setup.shape, setup.layout
     kept = {
-        "none": mixer_elements(shape, layout, saved)
-        + feed_forward_elements(shape, layout, saved, imbalance),
-        "selective": mixer_elements(shape, layout, saved),
-        "full": shape.hidden / shared_ranks(layout),
+        "none": count_mixer_elements(shape, layout, saved)
+        + count_feed_forward_elements(shape, layout, saved, imbalance),
+        "selective": count_mixer_elements(shape, layout, saved),
+        "full": shape.hidden / count_shared_ranks(layout),
     }[setup.config.model.recompute]
     kept *= (
-        layers_of_stage(shape, stage, layout) / layout.vpp * chunks_in_flight(stage, layout, packs)
+        count_stage_layers(shape, stage, layout)
+        / layout.vpp
+        * count_chunks_in_flight(stage, layout, packs)
     )
     if (
         stage == layout.pp - 1
     ):  # the last norm, and what the head reads: its backward pass follows at once
-        kept += 2 * shape.hidden / shared_ranks(layout) + shape.hidden
+        kept += 2 * shape.hidden / count_shared_ranks(layout) + shape.hidden
     if layout.pp > 1:  # a pack's input from the stage before, and the gradient that goes back
-        kept += 2 * shape.hidden / shared_ranks(layout)
-    return _token_bytes(setup) * kept
+        kept += 2 * shape.hidden / count_shared_ranks(layout)
+    return _count_token_bytes(setup) * kept
 
 
-def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> float:
+def count_backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> float:
     """Bytes that a layer takes beside what is kept for backward passes: what is recomputed, and
     tensors that soon go.
 
@@ -360,23 +375,25 @@ def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> float:
     With experts they are three more copies of routed tokens: as sent, received and returned.
     """
     shape, layout = setup.shape, setup.layout
-    feed_forward = feed_forward_elements(shape, layout, saved, imbalance)
+    feed_forward = count_feed_forward_elements(shape, layout, saved, imbalance)
     again = {
         "none": 0.0,
         "selective": feed_forward,
-        "full": mixer_elements(shape, layout, saved) + feed_forward,
+        "full": count_mixer_elements(shape, layout, saved) + feed_forward,
     }[setup.config.model.recompute]
     swiglu = shape.ffn * (shape.experts_per_token or 1) / layout.tp
     passing = max(swiglu, 3 * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp)
-    return _token_bytes(setup) * (again + shape.hidden / shared_ranks(layout) + passing * imbalance)
+    return _count_token_bytes(setup) * (
+        again + shape.hidden / count_shared_ranks(layout) + passing * imbalance
+    )
 
 
-def _token_bytes(setup: Setup) -> float:
+def _count_token_bytes(setup: Setup) -> float:
     """Bytes of one element of each token of a pack on a rank."""
     return setup.config.pack.max_tokens / setup.layout.cp * setup.width
 
 
-def mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
+def count_mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
     """Elements that the norms and the attention of one layer keep of one token for its backward
     pass; of a hybrid policy, a layer on average."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -385,27 +402,27 @@ def mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> fl
         saved.queries * queries + saved.keys * keys + gate
     ) / layout.tp + 4 * shape.head_dim
     share = 1 / shape.attention_interval
-    attention = share * attention + (1 - share) * delta_elements(shape) / layout.tp
-    return saved.norms * shape.hidden / shared_ranks(layout) + attention
+    attention = share * attention + (1 - share) * count_delta_elements(shape) / layout.tp
+    return saved.norms * shape.hidden / count_shared_ranks(layout) + attention
 
 
-def shared_ranks(layout: LayoutConfig) -> int:
+def count_shared_ranks(layout: LayoutConfig) -> int:
     """Ranks that share norms and residuals."""
     return layout.tp if layout.sequence_parallel else 1
 
 
-def vocabulary_rows(setup: Setup) -> int:
+def count_vocabulary_rows(setup: Setup) -> int:
     """Tokens of the vocabulary that a rank has, padding included."""
     tp = setup.layout.tp
     return padded_vocab(setup.shape.vocab_size, tp) // tp
 
 
-def head_chunk_bytes(setup: Setup) -> float:
+def get_head_chunk_bytes(setup: Setup) -> float:
     """Most bytes of the policy head's logits at a time."""
     return (setup.config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2.0**20
 
 
-def feed_forward_elements(
+def count_feed_forward_elements(
     shape: PolicyShape, layout: LayoutConfig, saved: Saved, imbalance: float
 ) -> float:
     """Elements that the feed-forward part of a layer keeps of one token, without its input.
@@ -416,28 +433,28 @@ def feed_forward_elements(
     """
     routed = saved.copies * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp
     widths = shape.ffn * (shape.experts_per_token or 1) * imbalance + shape.shared_ffn
-    gated = shape.hidden / shared_ranks(layout) if shape.shared_ffn else 0.0
+    gated = shape.hidden / count_shared_ranks(layout) if shape.shared_ffn else 0.0
     return saved.feed_forward * widths / layout.tp + routed * imbalance + gated
 
 
-def _head_bytes(setup: Setup) -> float:
+def _count_head_bytes(setup: Setup) -> float:
     """Bytes of the policy head in its backward pass: a chunk of logits, then autograd's gradient of
     the weight, beside the gradient of what the head reads. DDP keeps the gradient that is summed,
     which is not counted here.
     """
     config, shape, layout = setup.config, setup.shape, setup.layout
-    rows = vocabulary_rows(setup)
+    rows = count_vocabulary_rows(setup)
     chunk = min(
-        head_chunk_bytes(setup), config.pack.max_tokens / layout.cp * rows * (4 + setup.width)
+        get_head_chunk_bytes(setup), config.pack.max_tokens / layout.cp * rows * (4 + setup.width)
     )
     chunk *= (
         2 if config.loss.distillation.models else 1
     )  # the policy's logits may be kept beside the divergence's
     handed_over = 0 if shape.tied and layout.pp == 1 else rows * shape.hidden * setup.width
-    return max(chunk, handed_over) + _token_bytes(setup) * shape.hidden
+    return max(chunk, handed_over) + _count_token_bytes(setup) * shape.hidden
 
 
-def cache_bytes(shape: PolicyShape, tp: int, width: int) -> int:
+def count_cache_bytes(shape: PolicyShape, tp: int, width: int) -> int:
     """Bytes of a token's keys and values on each rank of a server. With more ranks than heads,
     heads are copied."""
     layers = shape.num_layers // shape.attention_interval

@@ -13,14 +13,14 @@ from megatron_dppo.estimate.assumptions import Assumptions, needs_flash_attn
 from megatron_dppo.estimate.memory import (
     Memory,
     Parameters,
-    parameters_of,
-    shape_of,
+    count_parameter_kinds,
+    resolve_shape,
 )
 from megatron_dppo.estimate.search import with_settings
-from megatron_dppo.estimate.servers import ServerMemory, memories
-from megatron_dppo.estimate.time import StepTime, measured_variance, step_time
-from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
-from megatron_dppo.trainer.preflight import Disk, check_config, disk_needed
+from megatron_dppo.estimate.servers import ServerMemory, estimate_memory
+from megatron_dppo.estimate.time import StepTime, estimate_step_time, get_measured_variance
+from megatron_dppo.estimate.workload import Placement, Setup, assign_gpus, disable_pruning
+from megatron_dppo.trainer.preflight import DiskUsage, check_config, estimate_disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Plan:
     assumptions: Assumptions
     parameters: Parameters
     placement: Placement
-    disk: Disk
+    disk: DiskUsage
     actor: Memory
     server: ServerMemory
     fits: bool
@@ -76,46 +76,47 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
             nor cluster.
     """
     check_config(config)
-    shape = shape_of(config.model.path)
-    setup = Setup(config, shape, place(config, shape), assume)
-    actor, server = memories(setup)
+    shape = resolve_shape(config.model.path)
+    setup = Setup(config, shape, assign_gpus(config, shape), assume)
+    actor, server = estimate_memory(setup)
     may_use_te = config.model.dtype == "bf16" and config.model.spec != "torch"
     fits, most = actor.fits and server.fits, max(server.concurrency, 1)
 
-    pruned = step_time(setup, concurrency=most)
+    pruned = estimate_step_time(setup, concurrency=most)
 
-    def unpruned_step(prompts: int) -> StepTime:
+    def estimate_unpruned_step(prompts: int) -> StepTime:
         fewer = with_settings(
-            without_pruning(config), {"rollout.prompts_per_step": max(1, prompts)}
+            disable_pruning(config), {"rollout.prompts_per_step": max(1, prompts)}
         )
-        return step_time(dataclasses.replace(setup, config=fewer), concurrency=most)
+        return estimate_step_time(dataclasses.replace(setup, config=fewer), concurrency=most)
 
     prompts, given = config.rollout.prompts_per_step, assume.variance
-    variance = measured_variance(config) if given is None else (given, given)
+    variance = get_measured_variance(config) if given is None else (given, given)
     as_noisy = variance and [
-        unpruned_step(round(prompts / factor)).seconds / pruned.seconds for factor in variance
+        estimate_unpruned_step(round(prompts / factor)).seconds / pruned.seconds
+        for factor in variance
     ]
-    unpruned = unpruned_step(prompts)
+    unpruned = estimate_unpruned_step(prompts)
     return Plan(
         config=config,
         assumptions=assume,
-        parameters=parameters_of(shape),
+        parameters=count_parameter_kinds(shape),
         placement=setup.placement,
-        disk=disk_needed(config, shape),
+        disk=estimate_disk(config, shape),
         actor=actor,
         server=server,
         fits=fits,
         needs_flash_attn=may_use_te and needs_flash_attn(config.cluster.gpu, shape.head_dim),
         pruned=pruned,
         unpruned=unpruned,
-        cost=_cost(setup, pruned),
-        cost_unpruned=_cost(setup, unpruned),
+        cost=_compute_cost(setup, pruned),
+        cost_unpruned=_compute_cost(setup, unpruned),
         variance=variance,
         efficiency=(as_noisy[1], as_noisy[0]) if as_noisy else None,
     )
 
 
-def _cost(setup: Setup, step: StepTime) -> Cost:
+def _compute_cost(setup: Setup, step: StepTime) -> Cost:
     hours = step.seconds * setup.config.run.steps * setup.placement.gpus / 3600.0
     price = setup.config.cluster.price_per_gpu_hour
     return Cost(hours, None if price is None else hours * price)

@@ -9,13 +9,13 @@ from dataclasses import asdict
 from pydantic_core import to_jsonable_python
 
 from megatron_dppo.config import Config
-from megatron_dppo.config.exclusions import text_of
+from megatron_dppo.config.exclusions import format_value
 from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan
-from megatron_dppo.estimate.search import SPARE, Found, Proposal, search
-from megatron_dppo.parallel.layout import layout_text
-from megatron_dppo.trainer.preflight import size_text
+from megatron_dppo.estimate.search import SPARE, Proposal, SearchResult, search
+from megatron_dppo.parallel.layout import format_layout
+from megatron_dppo.trainer.preflight import format_size
 
 COUNTED = {
     "completions rolled out": "completions",
@@ -26,43 +26,43 @@ COUNTED = {
 """Words of the report for a step's work, by the fields of :class:`Work`."""
 
 
-def plan(config: Config, assumed: Sequence[str], *, json_wanted: bool) -> int:
+def plan(config: Config, assumptions: Sequence[str], *, json_output: bool) -> int:
     """``megatron-dppo plan``: print it. Returns 0, or 1 where the run does not fit.
 
     Args:
         config: of the run.
-        assumed: words ``assume.x=y``.
-        json_wanted: one JSON object instead of text.
+        assumptions: words ``assume.x=y``.
+        json_output: one JSON object instead of text.
 
     Raises:
         UserError: for what :func:`make_plan` refuses.
     """
-    made = make_plan(config, read_assumptions(assumed))
-    print(json.dumps(as_json(made)) if json_wanted else "\n".join(as_text(made)))
+    made = make_plan(config, read_assumptions(assumptions))
+    print(json.dumps(as_json(made)) if json_output else "\n".join(as_text(made)))
     return 0 if made.fits else 1
 
 
 def plan_search(
-    config: Config, assumed: Sequence[str], gpus: int | None, *, json_wanted: bool
+    config: Config, assumptions: Sequence[str], gpus: int | None, *, json_output: bool
 ) -> int:
     """``megatron-dppo plan --search``: print the fastest and the cheapest settings. Returns 0, or 1
     if none fit.
 
     Args:
         config: of the run.
-        assumed: words ``assume.x=y``.
+        assumptions: words ``assume.x=y``.
         gpus: at most; None: as many as the run has.
-        json_wanted: print one JSON object instead of text.
+        json_output: print one JSON object instead of text.
 
     Raises:
         UserError: for what :func:`search` refuses.
     """
     gpus = _count_gpus(config) if gpus is None else gpus
-    found = search(config, read_assumptions(assumed), gpus)
-    if json_wanted:
+    found = search(config, read_assumptions(assumptions), gpus)
+    if json_output:
         print(json.dumps({"gpus": gpus, **to_jsonable_python(found)}))
     else:
-        print("\n".join(_found(config, gpus, found)))
+        print("\n".join(_format_result(config, gpus, found)))
     return 1 if found.closest else 0
 
 
@@ -71,7 +71,7 @@ def _count_gpus(config: Config) -> int:
     return (cluster.nodes + cluster.server_nodes) * cluster.gpus_per_node
 
 
-def _found(config: Config, gpus: int, found: Found) -> Iterator[str]:
+def _format_result(config: Config, gpus: int, found: SearchResult) -> Iterator[str]:
     yield (
         f"{config.model.path} on at most {gpus} {config.cluster.gpu} GPUs, with {SPARE:.0%} of "
         "the memory to spare"
@@ -85,27 +85,29 @@ def _found(config: Config, gpus: int, found: Found) -> Iterator[str]:
     ):
         if each:
             yield (
-                f"\n{what}: {each.seconds:.0f} s a step on {_gpus(each)}, {each.gpu_hours:.3f} "
+                f"\n{what}: {each.seconds:.0f} s a step on {_format_gpus(each)}, "
+                f"{each.gpu_hours:.3f} "
                 "GPU-hours a step"
             )
-            yield from _proposed(each)
+            yield from _format_proposal(each)
     if found.closest:
         lack = f"lacks {found.closest.lack / GIB:.1f} GiB on a GPU"
-        yield f"\ndoes not fit: the nearest miss, on {_gpus(found.closest)}, {lack}"
-        yield from _proposed(found.closest)
+        yield f"\ndoes not fit: the nearest miss, on {_format_gpus(found.closest)}, {lack}"
+        yield from _format_proposal(found.closest)
 
 
-def _gpus(each: Proposal) -> str:
-    return f"{each.gpus} GPU{'s' * (each.gpus > 1)}"
+def _format_gpus(proposal: Proposal) -> str:
+    return f"{proposal.gpus} GPU{'s' * (proposal.gpus > 1)}"
 
 
-def _proposed(each: Proposal) -> Iterator[str]:
-    sides = (("trainer", each.actor), ("server", each.server.memory))
+def _format_proposal(proposal: Proposal) -> Iterator[str]:
+    sides = (("trainer", proposal.actor), ("server", proposal.server.memory))
     yield "  " + ", ".join(
         f"{whose} {of.total / GIB:.1f} of {of.room / GIB:.1f} GiB" for whose, of in sides
     )
     yield "  " + (
-        " ".join(f"{key}={text_of(value)}" for key, value in each.change.items()) or "as it is"
+        " ".join(f"{key}={format_value(value)}" for key, value in proposal.change.items())
+        or "as it is"
     )
 
 
@@ -119,36 +121,36 @@ def as_text(made: Plan) -> Iterator[str]:
         else ""
     )
     yield f"{config.model.path}: {parameters.total / unit:.2f} {word} parameters{active}"
-    train = f"{placement.ranks} train ({layout_text(placement.layout)})"
-    yield f"{placement.gpus} {config.cluster.gpu} GPUs: {train}, {_servers(made)}"
+    train = f"{placement.ranks} train ({format_layout(placement.layout)})"
+    yield f"{placement.gpus} {config.cluster.gpu} GPUs: {train}, {_format_servers(made)}"
     if made.needs_flash_attn:
         yield (
             "Transformer Engine has no fused attention here without flash-attn: install it, or "
             "set model.spec=torch."
         )
     yield ""
-    yield from _memory(f"trainer, pipeline stage {made.actor.stage}", made.actor)
-    yield from _memory("server", made.server.memory)
+    yield from _format_memory(f"trainer, pipeline stage {made.actor.stage}", made.actor)
+    yield from _format_memory("server", made.server.memory)
     room = (
         f"{made.server.tokens:,} tokens a server, {made.server.concurrency:,} completions at once"
     )
     yield f"  the cache takes what is left: {room}"
-    yield from _disk(made)
+    yield from _format_disk(made)
     yield ""
     if made.fits:
         yield "It fits."
-        for part in (_times, _efficiency, _costs):
+        for part in (_format_times, _format_efficiency, _format_costs):
             yield ""
             yield from part(made)
     else:
-        yield from _search_result(made)
+        yield from _format_alternatives(made)
     yield ""
     yield f"assumed (set with {PREFIX}NAME=VALUE; estimate/assumptions.py says where each is from):"
     for name, value in asdict(made.assumptions).items():
         yield f"  {name} = " + ("as measured" if value is None else f"{value:g}")
 
 
-def _servers(made: Plan) -> str:
+def _format_servers(made: Plan) -> str:
     if not made.config.rollout.served:
         return "and the same ones generate in turn"
     servers = made.placement.servers
@@ -157,44 +159,44 @@ def _servers(made: Plan) -> str:
     return f"{len(servers)} {generate}{where} (tp {', '.join(map(str, sorted(set(servers))))})"
 
 
-def _memory(whose: str, memory: Memory) -> Iterator[str]:
+def _format_memory(owner: str, memory: Memory) -> Iterator[str]:
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size)
     room = (
         f"of {memory.room / GIB:.1f} GiB on a GPU"
         if memory.room
         else "GiB, and the trainer leaves no room on its GPU"
     )
-    yield f"{whose}: {memory.total / GIB:.1f} {room}"
+    yield f"{owner}: {memory.total / GIB:.1f} {room}"
     yield f"  {parts}"
 
 
-def _disk(made: Plan) -> Iterator[str]:
+def _format_disk(made: Plan) -> Iterator[str]:
     disk, what = made.disk, "adapters" if made.config.model.lora.rank else "weights"
-    one = f"{size_text(disk.checkpoint)} ({what}, their fp32 master copy and two moments)"
+    one = f"{format_size(disk.checkpoint)} ({what}, their fp32 master copy and two moments)"
     several = (
         f"{disk.checkpoints} checkpoints of {one}"
         if disk.checkpoints > 1
         else f"a checkpoint of {one}"
     )
-    export = f", Hugging Face export {size_text(disk.export)}" if disk.export else ""
-    sync = f", files for the servers {size_text(disk.sync)}" if disk.sync else ""
-    yield f"disk: about {size_text(disk.total)}"
+    export = f", Hugging Face export {format_size(disk.export)}" if disk.export else ""
+    sync = f", files for the servers {format_size(disk.sync)}" if disk.sync else ""
+    yield f"disk: about {format_size(disk.total)}"
     yield f"  {several}{export}{sync}"
 
 
-def _search_result(made: Plan) -> Iterator[str]:
+def _format_alternatives(made: Plan) -> Iterator[str]:
     """Yield settings of the same GPUs under which the run fits; else the nearest miss."""
     yield "It does NOT fit. There are no times of a run that does not fit."
     gpus = _count_gpus(made.config)
     found = search(made.config, made.assumptions, gpus)
-    yield from _found(made.config, gpus, found)
+    yield from _format_result(made.config, gpus, found)
     if found.closest:
         yield "\nLook for settings of more GPUs with --search --gpus N."
         if not made.config.optimizer.offload:
             yield "Or set optimizer.offload=true."
 
 
-def _times(made: Plan) -> Iterator[str]:
+def _format_times(made: Plan) -> Iterator[str]:
     steps = off, on = made.unpruned, made.pruned
     rows: list[tuple[str, ...]] = [("a step, mean over the run", "unpruned", "pruned")]
     for what, field in COUNTED.items():
@@ -213,7 +215,7 @@ def _times(made: Plan) -> Iterator[str]:
         yield f"{what:<32}{left:>12}{right:>12}"
 
 
-def _efficiency(made: Plan) -> Iterator[str]:
+def _format_efficiency(made: Plan) -> Iterator[str]:
     """The worth of pruning beside a smaller batch."""
     if made.variance is None or made.efficiency is None:
         yield (
@@ -238,7 +240,7 @@ def _efficiency(made: Plan) -> Iterator[str]:
     )
 
 
-def _costs(made: Plan) -> Iterator[str]:
+def _format_costs(made: Plan) -> Iterator[str]:
     off, on, cluster = made.cost_unpruned, made.cost, made.config.cluster
     steps = f"{made.config.run.steps:,} steps"
     yield f"{steps} take {on.gpu_hours:,.1f} GPU-hours, and {off.gpu_hours:,.1f} without pruning."

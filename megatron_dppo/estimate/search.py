@@ -15,22 +15,26 @@ from typing import Any
 from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GIB, Assumptions
-from megatron_dppo.estimate.kernels import stage_passes
+from megatron_dppo.estimate.kernels import estimate_stage_times
 from megatron_dppo.estimate.memory import (
     Memory,
-    actor_memory,
-    held_bytes,
-    layers_of_stage,
-    rank_memory,
-    resident_bytes,
-    shape_of,
+    count_persistent_bytes,
+    count_resident_bytes,
+    count_stage_layers,
+    estimate_actor_memory,
+    estimate_rank_memory,
+    resolve_shape,
 )
-from megatron_dppo.estimate.servers import ServerMemory, memories, server_memory
-from megatron_dppo.estimate.time import least_seconds, step_time, trainer_phases
-from megatron_dppo.estimate.workload import Setup, place
+from megatron_dppo.estimate.servers import ServerMemory, estimate_memory, estimate_server_memory
+from megatron_dppo.estimate.time import (
+    bound_step_seconds,
+    estimate_step_time,
+    estimate_trainer_phases,
+)
+from megatron_dppo.estimate.workload import Setup, assign_gpus
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.streams import progress
-from megatron_dppo.rollout.servers.launch import spec_of
+from megatron_dppo.process.streams import report_progress
+from megatron_dppo.rollout.servers.launch import load_engine_spec
 from megatron_dppo.trainer.preflight import check_config
 
 SPARE = 0.05
@@ -78,7 +82,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """Result of a search. Pruning stays the run's, so that the steps of all proposals are equally
     noisy."""
 
@@ -92,7 +96,7 @@ class Found:
     """If nothing fits, the proposal that lacks the least."""
 
 
-def search(config: Config, assume: Assumptions, gpus: int) -> Found:
+def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
     """Find the fastest and the cheapest step on at most so many GPUs.
 
     Args:
@@ -114,26 +118,28 @@ def search(config: Config, assume: Assumptions, gpus: int) -> Found:
             f"is no number of nodes of {node} GPUs",
             f"Give a multiple of {node}, or fewer",
         )
-    shape, refused = shape_of(config.model.path), list[UserError]()
-    changes = list(splits(config, shape, gpus))
+    shape, refused = resolve_shape(config.model.path), list[UserError]()
+    changes = list(list_splits(config, shape, gpus))
     setups: list[Setup] = []
     floors: dict[int, float] = {}
-    with progress("search of splits", len(changes), shown=len(changes) >= MANY_SPLITS) as advance:
+    with report_progress(
+        "search of splits", len(changes), enabled=len(changes) >= MANY_SPLITS
+    ) as advance:
         for i, change in enumerate(changes):
             run = with_settings(config, change)
-            placement = place(replace(run, layout=LayoutConfig()), shape)
+            placement = assign_gpus(replace(run, layout=LayoutConfig()), shape)
             setups.append(Setup(run, shape, placement, assume))
-            server = server_memory(setups[i], resident=0.0)
+            server = estimate_server_memory(setups[i], resident=0.0)
             if server.fits:
-                floors[i] = least_seconds(setups[i], concurrency=server.concurrency)
+                floors[i] = bound_step_seconds(setups[i], concurrency=server.concurrency)
             advance(1)
-    lay_out = _once_per_trainer(best_layout)
+    lay_out = _cache_by_trainer(find_best_layout)
 
     @cache
     def proposal(i: int) -> Proposal | None:
         if (setup := lay_out(setups[i])) is None:
             return None
-        found = propose(config, setup)
+        found = make_proposal(config, setup)
         try:
             check_config(with_settings(config, found.change))
         except UserError as error:
@@ -142,10 +148,10 @@ def search(config: Config, assume: Assumptions, gpus: int) -> Found:
         return found
 
     def best(
-        among: Iterable[int], cost: Callable[[float, int], tuple[float, float]]
+        candidates: Iterable[int], cost: Callable[[float, int], tuple[float, float]]
     ) -> Proposal | None:
         found, least = None, (inf, inf)
-        for floor, i in sorted((cost(floors[i], setups[i].placement.gpus), i) for i in among):
+        for floor, i in sorted((cost(floors[i], setups[i].placement.gpus), i) for i in candidates):
             if floor >= least:
                 break
             if (other := proposal(i)) and cost(other.seconds, other.gpus) < least:
@@ -157,18 +163,20 @@ def search(config: Config, assume: Assumptions, gpus: int) -> Found:
     cheapest = best(own, lambda seconds, gpus: (seconds * gpus, seconds))
     on_policy = best(floors.keys() - set(own), lambda seconds, gpus: (seconds, gpus))
     if fastest or on_policy:
-        return Found(fastest, cheapest, on_policy, None)
+        return SearchResult(fastest, cheapest, on_policy, None)
     if refused:
         raise refused[0]
     missed = [
-        propose(config, setup) for setup in map(_once_per_trainer(smallest_layout), setups) if setup
+        make_proposal(config, setup)
+        for setup in map(_cache_by_trainer(find_smallest_layout), setups)
+        if setup
     ]
-    return Found(
+    return SearchResult(
         None, None, None, min(missed, key=attrgetter("lack", "gpus", "seconds"), default=None)
     )
 
 
-def _once_per_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup], Setup | None]:
+def _cache_by_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup], Setup | None]:
     """``solve``, once for all splits that leave the trainer as many GPUs of its own."""
     solved: dict[int, Setup | None] = {}
 
@@ -184,31 +192,31 @@ def _once_per_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup
             "model": best.config.model,
             "pack": best.config.pack,
         }
-        return _laid_out(setup, replace(setup.config, **own), layout)
+        return _replace_layout(setup, replace(setup.config, **own), layout)
 
     return found
 
 
-def propose(config: Config, setup: Setup) -> Proposal:
+def make_proposal(config: Config, setup: Setup) -> Proposal:
     """The proposal of a setup, with its settings as changes of a run's."""
-    actor, server = memories(setup)
-    pairs = zip(setup.config.leaves(), config.leaves(), strict=True)
+    actor, server = estimate_memory(setup)
+    pairs = zip(setup.config.iter_settings(), config.iter_settings(), strict=True)
     change = {key: value for (key, value), (_, own) in pairs if value != own}
     if setup.config.rollout.colocated and server.fits:
-        change |= _bound_memory(setup, resident_bytes(setup.config, actor), server)
+        change |= _make_memory_change(setup, count_resident_bytes(setup.config, actor), server)
     lack = max(actor.total - (1.0 - SPARE) * actor.room, server.memory.lack, 0.0)
-    seconds = step_time(setup, concurrency=max(server.concurrency, 1)).seconds
+    seconds = estimate_step_time(setup, concurrency=max(server.concurrency, 1)).seconds
     return Proposal(change, setup.placement.gpus, seconds, actor, server, lack)
 
 
-def _bound_memory(setup: Setup, resident: float, server: ServerMemory) -> Change:
+def _make_memory_change(setup: Setup, resident: float, server: ServerMemory) -> Change:
     """The flag that bounds the memory of a server on the trainer's GPU, if the run has none."""
     flags, room, parts = (
         setup.config.rollout.launch.flags,
         setup.gpu.memory_gib * GIB,
         server.memory.parts,
     )
-    spec = spec_of(setup.config.rollout.engine)
+    spec = load_engine_spec(setup.config.rollout.engine)
     flag, _ = spec.memory_flag
     if flag in {word.partition("=")[0].replace("_", "-") for word in flags}:
         return {}
@@ -217,7 +225,7 @@ def _bound_memory(setup: Setup, resident: float, server: ServerMemory) -> Change
     return {"rollout.launch.flags": (*flags, f"{flag}={int(100 * share) / 100}")}
 
 
-def splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Change]:
+def list_splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Change]:
     """Settings that divide at most so many GPUs between training and rollouts.
 
     On one node servers run beside the trainer or share its GPUs, on several they have nodes of
@@ -246,7 +254,7 @@ def splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Change]:
             continue
         sizes = [
             tp
-            for tp in larger(0, each, shape.heads)
+            for tp in list_divisors(0, each, shape.heads)
             if not shape.kv_heads % tp or not tp % shape.kv_heads
         ]
         for tp in sizes:
@@ -271,13 +279,13 @@ def splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Change]:
                 yield machines | servers | (apart if count * tp < each else shared)
 
 
-def best_layout(setup: Setup) -> Setup | None:
+def find_best_layout(setup: Setup) -> Setup | None:
     """The setup with the layout, recomputation and pack size that fit with the least seconds: of
     the trainer, or of the step if servers share its GPUs. Layouts are tried in the order of their
     bounds, until one is above the best."""
     shared = setup.placement.shared
     best, least = None, inf
-    for bound, beside, plain in sorted(_bounded(setup), key=itemgetter(0)):
+    for bound, beside, plain in sorted(_list_bounded_layouts(setup), key=itemgetter(0)):
         if bound >= least:
             break
         least_recomputed = RECOMPUTATION.index(plain.config.model.recompute)
@@ -285,74 +293,81 @@ def best_layout(setup: Setup) -> Setup | None:
             with_settings(plain.config, {"model.recompute": each})
             for each in RECOMPUTATION[least_recomputed:]
         ]
-        for cut in cuts(plain):
-            for other in (_laid_out(plain, run, cut) for run in runs):
-                seconds = sum(trainer_phases(other).values())
+        for cut in list_cuts(plain):
+            for other in (_replace_layout(plain, run, cut) for run in runs):
+                seconds = sum(estimate_trainer_phases(other).values())
                 if seconds + beside >= least:
                     break  # more recomputation takes longer
-                if all(_spares(rank_memory(other, stage)) for stage in range(cut.pp)):
-                    seconds = _step_seconds(other) if shared else seconds
+                if all(_has_spare(estimate_rank_memory(other, stage)) for stage in range(cut.pp)):
+                    seconds = _estimate_step_seconds(other) if shared else seconds
                     best, least = (other, seconds) if seconds < least else (best, least)
                     break
     return best
 
 
-def smallest_layout(setup: Setup) -> Setup | None:
+def find_smallest_layout(setup: Setup) -> Setup | None:
     """The setup whose trainer takes the least memory, with all layers recomputed and the smallest
     packs."""
-    smallest = {cp: _pack_sizes(setup.config, cp)[0] for cp in CONTEXT}
+    smallest = {cp: _list_pack_sizes(setup.config, cp)[0] for cp in CONTEXT}
     runs = {
-        cp: with_settings(setup.config, _in_packs(size, "full")) for cp, size in smallest.items()
+        cp: with_settings(setup.config, _make_pack_change(size, "full"))
+        for cp, size in smallest.items()
     }
-    tried = (_laid_out(setup, runs[layout.cp], layout) for layout in layouts(setup))
-    return min(tried, key=lambda each: actor_memory(each).total, default=None)
+    tried = (_replace_layout(setup, runs[layout.cp], layout) for layout in list_layouts(setup))
+    return min(tried, key=lambda each: estimate_actor_memory(each).total, default=None)
 
 
-def _bounded(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
+def _list_bounded_layouts(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
     """Layouts with packs of any size, stages as equal as can be, and the least recomputation that
-    may fit. First the least seconds of :func:`best_layout` with any cut; then those of them that
-    are not the trainer's."""
+    may fit. First the least seconds of :func:`find_best_layout` with any cut; then those of them
+    that are not the trainer's."""
 
     @cache
     def run(size: int, recompute: str) -> Config:
-        return with_settings(setup.config, _in_packs(size, recompute))
+        return with_settings(setup.config, _make_pack_change(size, recompute))
 
-    for layout in layouts(setup):
+    for layout in list_layouts(setup):
         # Every cut has as many layers in the second of several stages, or more, and in the first of
         # two.
-        stage, whole = int(layout.pp > 2), _laid_out(setup, setup.config, layout)
-        if sum(held_bytes(whole, stage).values()) > (1.0 - SPARE) * setup.gpu.memory_gib * GIB:
+        stage, whole = int(layout.pp > 2), _replace_layout(setup, setup.config, layout)
+        if (
+            sum(count_persistent_bytes(whole, stage).values())
+            > (1.0 - SPARE) * setup.gpu.memory_gib * GIB
+        ):
             continue
-        beside = _beside(whole)
-        for size in _pack_sizes(setup.config, layout.cp):
-            others = (_laid_out(setup, run(size, recompute), layout) for recompute in RECOMPUTATION)
+        beside = _bound_rollout_seconds(whole)
+        for size in _list_pack_sizes(setup.config, layout.cp):
+            others = (
+                _replace_layout(setup, run(size, recompute), layout) for recompute in RECOMPUTATION
+            )
             if other := next(
-                (other for other in others if _spares(rank_memory(other, stage))), None
+                (other for other in others if _has_spare(estimate_rank_memory(other, stage))), None
             ):
-                yield _bound(other) + beside, beside, other
+                yield _bound_trainer_seconds(other) + beside, beside, other
 
 
-def _beside(setup: Setup) -> float:
+def _bound_rollout_seconds(setup: Setup) -> float:
     """Least seconds of a step beside the trainer's, if servers share its GPUs; 0 if they do not, or
     if rollouts are ahead."""
     if not setup.placement.shared or setup.config.rollout.ahead:
         return 0.0
     stages = range(setup.layout.pp)
     held = (
-        held_bytes(setup, stage) | {"reserved": setup.assume.reserved_gib * GIB} for stage in stages
+        count_persistent_bytes(setup, stage) | {"reserved": setup.assume.reserved_gib * GIB}
+        for stage in stages
     )
-    resident = min(resident_bytes(setup.config, Memory(0, parts, 0.0)) for parts in held)
-    most = server_memory(setup, resident=resident).concurrency
-    return least_seconds(setup, concurrency=max(most, 1), training=0.0)
+    resident = min(count_resident_bytes(setup.config, Memory(0, parts, 0.0)) for parts in held)
+    most = estimate_server_memory(setup, resident=resident).concurrency
+    return bound_step_seconds(setup, concurrency=max(most, 1), training=0.0)
 
 
-def _bound(setup: Setup) -> float:
+def _bound_trainer_seconds(setup: Setup) -> float:
     """The trainer's least seconds, however a layout is cut: those of a mean stage, with the fewest
     waits."""
     layout, packs = setup.layout, setup.packs
     if layout.pp == 1:
-        return sum(trainer_phases(setup).values())
-    mean = sum(each.update.total for each in stage_passes(setup)) / layout.pp
+        return sum(estimate_trainer_phases(setup).values())
+    mean = sum(each.update.total for each in estimate_stage_times(setup)) / layout.pp
     waits = (
         (layout.pp - 1)
         / max(packs, layout.pp)
@@ -361,40 +376,40 @@ def _bound(setup: Setup) -> float:
     return mean * packs * setup.work.updates / setup.assume.busy_share * (1 + waits)
 
 
-def _spares(memory: Memory) -> bool:
+def _has_spare(memory: Memory) -> bool:
     return memory.total <= (1.0 - SPARE) * memory.room
 
 
-def _step_seconds(setup: Setup) -> float:
+def _estimate_step_seconds(setup: Setup) -> float:
     """Infinity if a server does not fit."""
-    _, server = memories(setup)
-    return step_time(setup, concurrency=server.concurrency).seconds if server.fits else inf
+    _, server = estimate_memory(setup)
+    return estimate_step_time(setup, concurrency=server.concurrency).seconds if server.fits else inf
 
 
-def _in_packs(size: int, recompute: str) -> Change:
+def _make_pack_change(size: int, recompute: str) -> Change:
     return {"pack.max_tokens": size, "model.recompute": recompute}
 
 
-def _laid_out(setup: Setup, run: Config, layout: LayoutConfig) -> Setup:
+def _replace_layout(setup: Setup, run: Config, layout: LayoutConfig) -> Setup:
     return dataclasses.replace(
         setup, config=run, placement=dataclasses.replace(setup.placement, layout=layout)
     )
 
 
-def layouts(setup: Setup) -> Iterator[LayoutConfig]:
+def list_layouts(setup: Setup) -> Iterator[LayoutConfig]:
     """Layouts of the trainer's ranks that divide the policy, with stages as equal as can be."""
     shape, ranks, per_node = setup.shape, setup.placement.ranks, setup.config.cluster.gpus_per_node
     for tp, cp, pp in product(
-        larger(0, per_node, shape.kv_heads), CONTEXT, range(1, shape.num_layers + 1)
+        list_divisors(0, per_node, shape.kv_heads), CONTEXT, range(1, shape.num_layers + 1)
     ):
-        cut = next(stages(shape.num_layers, pp), None)
+        cut = next(list_stage_sizes(shape.num_layers, pp), None)
         if ranks % (tp * cp * pp) or tp * cp > per_node or cut is None:
             continue
         inside: list[tuple[int, int | None, bool]] = [
             (1, None, parallel) for parallel in sorted({tp > 1, False})
         ]
         if shape.experts:
-            pairs = product(larger(0, shape.experts, shape.experts), sorted({1, tp}))
+            pairs = product(list_divisors(0, shape.experts, shape.experts), sorted({1, tp}))
             inside = [(ep, etp, tp > 1) for ep, etp in pairs if ranks // pp % (ep * etp) == 0]
         for ep, etp, parallel in inside:
             yield replace(
@@ -404,12 +419,12 @@ def layouts(setup: Setup) -> Iterator[LayoutConfig]:
             )  # fmt: skip
 
 
-def cuts(setup: Setup) -> Iterator[LayoutConfig]:
+def list_cuts(setup: Setup) -> Iterator[LayoutConfig]:
     """The layout with other stages and virtual stages."""
     layout = setup.layout
-    for first, last in stages(setup.shape.num_layers, layout.pp):
+    for first, last in list_stage_sizes(setup.shape.num_layers, layout.pp):
         cut = replace(layout, first_stage_layers=first, last_stage_layers=last)
-        counts = {layers_of_stage(setup.shape, stage, cut) for stage in range(layout.pp)}
+        counts = {count_stage_layers(setup.shape, stage, cut) for stage in range(layout.pp)}
         for vpp in range(1, MOST_VIRTUAL + 1 if layout.pp > 1 else 2):
             if not any(count % vpp for count in counts) and (
                 vpp == 1 or layout.pp > 2 or not first
@@ -417,7 +432,7 @@ def cuts(setup: Setup) -> Iterator[LayoutConfig]:
                 yield replace(cut, vpp=vpp)
 
 
-def stages(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
+def list_stage_sizes(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
     """Layers of the first and the last pipeline stage, the most equal ones first; None: as many as
     the others.
 
@@ -434,7 +449,7 @@ def stages(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
             yield first, last
 
 
-def _pack_sizes(config: Config, cp: int) -> list[int]:
+def _list_pack_sizes(config: Config, cp: int) -> list[int]:
     """Tokens of a pack, in whole tiles, that hold the longest sequence."""
     unit = TILE * cp
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -454,6 +469,6 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
     return replace(section, **{name: _with(getattr(section, name), rest, value) if rest else value})
 
 
-def larger(value: int, most: int, of: int) -> list[int]:
-    """Divisors of ``of`` above a value, up to a limit."""
-    return [number for number in range(value + 1, most + 1) if of % number == 0]
+def list_divisors(value: int, limit: int, total: int) -> list[int]:
+    """Divisors of ``total`` above a value, up to a limit."""
+    return [number for number in range(value + 1, limit + 1) if total % number == 0]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from megatron_dppo.estimate.assumptions import GIB
 from megatron_dppo.estimate.memory import (
     Memory,
-    actor_memory,
-    bucket_bytes,
-    cache_bytes,
-    parameters_of,
-    resident_bytes,
+    count_cache_bytes,
+    count_parameter_kinds,
+    count_resident_bytes,
+    estimate_actor_memory,
+    get_bucket_bytes,
 )
 from megatron_dppo.estimate.workload import Setup
 
@@ -32,14 +32,14 @@ class ServerMemory:
         return self.memory.fits and self.concurrency >= 1
 
 
-def memories(setup: Setup) -> tuple[Memory, ServerMemory]:
+def estimate_memory(setup: Setup) -> tuple[Memory, ServerMemory]:
     """Memory of the trainer's fullest rank, and of the server with the fewest ranks."""
-    actor = actor_memory(setup)
-    resident = resident_bytes(setup.config, actor) if setup.placement.shared else 0.0
-    return actor, server_memory(setup, resident=resident)
+    actor = estimate_actor_memory(setup)
+    resident = count_resident_bytes(setup.config, actor) if setup.placement.shared else 0.0
+    return actor, estimate_server_memory(setup, resident=resident)
 
 
-def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
+def estimate_server_memory(setup: Setup, *, resident: float) -> ServerMemory:
     """Memory of the server with the fewest ranks.
 
     Args:
@@ -50,11 +50,11 @@ def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
     gpu_bytes = setup.gpu.memory_gib * GIB
     room = max(min(gpu_bytes * assume.server_memory_share, gpu_bytes - resident), 0.0)
     parts = {
-        "weights": float(parameters_of(setup.shape).total * setup.width // tp),
-        "sync": float(bucket_bytes(config)),
+        "weights": float(count_parameter_kinds(setup.shape).total * setup.width // tp),
+        "sync": float(get_bucket_bytes(config)),
         "buffers": assume.server_buffers_gib * GIB,
     }
-    per_token = cache_bytes(setup.shape, tp, setup.width)
+    per_token = count_cache_bytes(setup.shape, tp, setup.width)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     tokens = max(int((room - sum(parts.values())) / per_token), 0)
     parts["cache"] = float(max(tokens, longest) * per_token)  # less than one sequence is no server
@@ -62,5 +62,5 @@ def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
     return ServerMemory(
         Memory(0, parts, room),
         tokens,
-        min(int(tokens / (setup.prompt + setup.lengths.typical / 2)), most),
+        min(int(tokens / (setup.prompt + setup.lengths.token_weighted_mean / 2)), most),
     )

@@ -11,15 +11,15 @@ from megatron_dppo.config.types import Keep
 from megatron_dppo.estimate.kernels import (
     INSIDE,
     PRODUCTS,
-    Passes,
     Seconds,
-    optimizer_seconds,
-    reduction_seconds,
-    stage_passes,
-    wire_seconds,
+    StageTimes,
+    estimate_optimizer_time,
+    estimate_reduction_time,
+    estimate_stage_times,
+    estimate_transfer_time,
 )
-from megatron_dppo.estimate.layers import delta_flops
-from megatron_dppo.estimate.memory import cache_bytes, parameters_of, shape_of
+from megatron_dppo.estimate.layers import count_delta_flops
+from megatron_dppo.estimate.memory import count_cache_bytes, count_parameter_kinds, resolve_shape
 from megatron_dppo.estimate.workload import Setup, Work
 from megatron_dppo.models.shape import PolicyShape
 
@@ -54,33 +54,38 @@ class StepTime:
     promises."""
 
 
-def step_time(setup: Setup, *, concurrency: int) -> StepTime:
+def estimate_step_time(setup: Setup, *, concurrency: int) -> StepTime:
     """The time of a step's phases, if a server decodes at most ``concurrency`` completions at
     once."""
     config, work, packs = setup.config, setup.work, setup.packs
-    rolled, trainer = generation(setup, most=concurrency), trainer_phases(setup)
-    phases = _phases(setup, rolled, trainer)
-    useful = 3.0 * forward_flops(setup)
+    rolled, trainer = (
+        estimate_generation(setup, concurrency=concurrency),
+        estimate_trainer_phases(setup),
+    )
+    phases = _merge_phases(setup, rolled, trainer)
+    useful = 3.0 * count_forward_flops(setup)
     passing = sum(trainer[phase] for phase in UPDATE)
     return StepTime(
         work=work,
         phases=phases,
-        seconds=_seconds(phases, config.rollout.ahead),
+        seconds=_sum_phases(phases, config.rollout.ahead),
         packs=packs,
-        bubble=_waits(setup) / (1 + _waits(setup)),
+        bubble=_compute_bubble_ratio(setup) / (1 + _compute_bubble_ratio(setup)),
         batch=rolled.batch,
         long_tail=rolled.long_tail,
         model_flops_share=useful / (setup.placement.ranks * setup.rate * passing),
     )
 
 
-def _phases(setup: Setup, rolled: Generation, trainer: Mapping[str, float]) -> dict[str, float]:
+def _merge_phases(
+    setup: Setup, rolled: Generation, trainer: Mapping[str, float]
+) -> dict[str, float]:
     generated = 0.0 if setup.config.data.rollouts else rolled.seconds
-    beside = {"weight sync": _sync_seconds(setup), "overhead": setup.assume.overhead_s}
+    beside = {"weight sync": _estimate_sync(setup), "overhead": setup.assume.overhead_s}
     return {"generation": generated, **trainer, **beside}
 
 
-def _seconds(phases: Mapping[str, float], ahead: int) -> float:
+def _sum_phases(phases: Mapping[str, float], ahead: int) -> float:
     seconds = sum(phases.values())
     return (
         max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])
@@ -89,7 +94,7 @@ def _seconds(phases: Mapping[str, float], ahead: int) -> float:
     )
 
 
-def least_seconds(setup: Setup, *, concurrency: int, training: float | None = None) -> float:
+def bound_step_seconds(setup: Setup, *, concurrency: int, training: float | None = None) -> float:
     """Least seconds of a step.
 
     Args:
@@ -103,85 +108,89 @@ def least_seconds(setup: Setup, *, concurrency: int, training: float | None = No
             2.0 if setup.config.model.lora.rank else 3.0,
             setup.rate * PRODUCTS * setup.assume.busy_share,
         )
-        training = passes * forward_flops(setup) / setup.placement.ranks / rate
-    rolled = generation(setup, most=concurrency)
-    return _seconds(_phases(setup, rolled, {"training": training}), setup.config.rollout.ahead)
+        training = passes * count_forward_flops(setup) / setup.placement.ranks / rate
+    rolled = estimate_generation(setup, concurrency=concurrency)
+    return _sum_phases(
+        _merge_phases(setup, rolled, {"training": training}), setup.config.rollout.ahead
+    )
 
 
-def trainer_phases(setup: Setup) -> dict[str, float]:
+def estimate_trainer_phases(setup: Setup) -> dict[str, float]:
     """Seconds of a step's phases on the trainer's GPUs."""
-    config, work, through = setup.config, setup.work, stage_passes(setup)
+    config, work, through = setup.config, setup.work, estimate_stage_times(setup)
     packs, stages = setup.packs * work.updates, range(setup.layout.pp)
-    train, passes = slowest(each.update for each in through), packs / setup.assume.busy_share
-    forward = _scoring(setup, through, packs)
+    train, passes = find_slowest(each.update for each in through), packs / setup.assume.busy_share
+    forward = _estimate_scoring(setup, through, packs)
     teachers = [
-        replace(setup, shape=shape_of(teacher)) for teacher in config.loss.distillation.models
+        replace(setup, shape=resolve_shape(teacher)) for teacher in config.loss.distillation.models
     ]
     return {
         "old log-probabilities": forward if work.updates > 1 else 0.0,
         "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
         # as if each had sequences in all packs
-        "teacher": sum(_scoring(theirs, stage_passes(theirs), packs) for theirs in teachers),
+        "teacher": sum(
+            _estimate_scoring(theirs, estimate_stage_times(theirs), packs) for theirs in teachers
+        ),
         "training": passes * train.kernels,
         "messages": passes * train.messages,
         "token exchange": passes * train.exchange,
-        "pipeline bubble": passes * train.total * _waits(setup),
-        "gradient reduction": max(reduction_seconds(setup, stage) for stage in stages)
+        "pipeline bubble": passes * train.total * _compute_bubble_ratio(setup),
+        "gradient reduction": max(estimate_reduction_time(setup, stage) for stage in stages)
         * work.updates,
-        "optimizer": max(optimizer_seconds(setup, stage) for stage in stages) * work.updates,
+        "optimizer": max(estimate_optimizer_time(setup, stage) for stage in stages) * work.updates,
     }
 
 
-def _waits(setup: Setup) -> float:
+def _compute_bubble_ratio(setup: Setup) -> float:
     """Time that a stage waits in a pass over all packs, over the time that it works."""
     layout = setup.layout
     return (layout.pp - 1) / (layout.vpp * setup.packs)
 
 
-def slowest(stages: Iterable[Seconds]) -> Seconds:
+def find_slowest(stages: Iterable[Seconds]) -> Seconds:
     """The stage that the others wait for."""
     return max(stages, key=lambda seconds: seconds.total)
 
 
-def _scoring(setup: Setup, through: Iterable[Passes], packs: float) -> float:
+def _estimate_scoring(setup: Setup, stages: Iterable[StageTimes], packs: float) -> float:
     """Seconds of forward passes of log-probabilities over so many packs."""
     return (
-        slowest(each.forward for each in through).total
+        find_slowest(each.forward for each in stages).total
         * packs
         / setup.assume.busy_share
-        * (1 + _waits(setup))
+        * (1 + _compute_bubble_ratio(setup))
     )
 
 
-def layer_flops(setup: Setup) -> float:
+def count_layer_flops(setup: Setup) -> float:
     """FLOPs of a token's forward pass through all layers: two for each weight that it meets, and
     causal attention's products with half of its sequence."""
     shape, context = setup.shape, setup.work.context
     of_attention = shape.num_layers // shape.attention_interval
     attention = 2.0 * shape.heads * shape.head_dim * context * of_attention
     return (
-        2.0 * parameters_of(shape).matrices
+        2.0 * count_parameter_kinds(shape).matrices
         + attention
-        + delta_flops(shape) * (shape.num_layers - of_attention)
+        + count_delta_flops(shape) * (shape.num_layers - of_attention)
     )
 
 
-def head_flops(shape: PolicyShape) -> float:
+def count_head_flops(shape: PolicyShape) -> float:
     """FLOPs of a response token's forward pass through the head."""
-    return 2.0 * parameters_of(shape).head
+    return 2.0 * count_parameter_kinds(shape).head
 
 
-def forward_flops(setup: Setup) -> float:
+def count_forward_flops(setup: Setup) -> float:
     """FLOPs of a forward pass over all that a step trains on."""
     work = setup.work
-    return layer_flops(setup) * work.trained + head_flops(setup.shape) * work.responses
+    return count_layer_flops(setup) * work.trained + count_head_flops(setup.shape) * work.responses
 
 
-def _sync_seconds(setup: Setup) -> float:
+def _estimate_sync(setup: Setup) -> float:
     """Seconds to bring the weights to all servers, over a node's links, over the network, or by
     disk."""
     size, rollout, cluster = (
-        parameters_of(setup.shape).total * setup.width,
+        count_parameter_kinds(setup.shape).total * setup.width,
         setup.config.rollout,
         setup.config.cluster,
     )
@@ -204,7 +213,7 @@ class Generation:
     """Time of the decoding, over its time if all responses had the mean length; at least 1."""
 
 
-def generation(setup: Setup, *, most: int) -> Generation:
+def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
     """The time of the rollouts: of all decode steps until the longest completion is done, and of
     the prefill.
 
@@ -213,7 +222,7 @@ def generation(setup: Setup, *, most: int) -> Generation:
 
     Args:
         setup: of the run.
-        most: completions that a server holds at once.
+        concurrency: completions that a server holds at once.
     """
     tp, gpus, rollout = (
         min(setup.placement.servers),
@@ -223,18 +232,25 @@ def generation(setup: Setup, *, most: int) -> Generation:
     work = setup.work
     lengths, prompt = setup.lengths, setup.prompt
     each = work.completions * tp / gpus
-    batch = max(min(each, most, rollout.samples_per_prompt * rollout.max_in_flight * gpus), 1.0)
-    decode = _until_done(setup, tp, each, batch)
-    alike = each * lengths.mean / batch * _decode_step(setup, tp, batch, prompt + lengths.mean / 2)
+    batch = max(
+        min(each, concurrency, rollout.samples_per_prompt * rollout.max_in_flight * gpus), 1.0
+    )
+    decode = _estimate_decoding(setup, tp, each, batch)
+    alike = (
+        each
+        * lengths.mean
+        / batch
+        * _estimate_decode_step(setup, tp, batch, prompt + lengths.mean / 2)
+    )
     tokens = (
         work.prompts * prompt * tp / gpus
     )  # each prompt once: the cache shares it among its completions
     rate = tp * setup.rate * setup.assume.decode_flops_share
-    prefill = 2.0 * parameters_of(setup.shape).active * tokens / rate
+    prefill = 2.0 * count_parameter_kinds(setup.shape).active * tokens / rate
     return Generation(decode + prefill, batch, max(decode / alike, 1.0))
 
 
-def _until_done(setup: Setup, tp: int, completions: float, batch: float) -> float:
+def _estimate_decoding(setup: Setup, tp: int, completions: float, batch: float) -> float:
     """Seconds of decoding: with a full batch while completions wait, then with those that are
     left."""
     lengths, prompt = setup.lengths, setup.prompt
@@ -243,19 +259,19 @@ def _until_done(setup: Setup, tp: int, completions: float, batch: float) -> floa
         waiting
         * lengths.mean
         / batch
-        * _decode_step(setup, tp, batch, prompt + lengths.typical / 2)
+        * _estimate_decode_step(setup, tp, batch, prompt + lengths.token_weighted_mean / 2)
     )
     width = lengths.limit / BINS
     for i in range(BINS):
         middle = (i + 0.5) * width
-        active = batch * lengths.longer_than(middle)
+        active = batch * lengths.compute_tail_fraction(middle)
         if active < 0.5:  # the longest of them is done
             break
-        seconds += width * _decode_step(setup, tp, max(active, 1.0), prompt + middle)
+        seconds += width * _estimate_decode_step(setup, tp, max(active, 1.0), prompt + middle)
     return seconds
 
 
-def _decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
+def _estimate_decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
     """Seconds of one decode step: the longer of reading and multiplying, then all-reduces and the
     overheads.
 
@@ -265,18 +281,18 @@ def _decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
         active: completions in the batch.
         context: their mean length so far, prompts included, tokens.
     """
-    shape, assume, weights = setup.shape, setup.assume, parameters_of(setup.shape)
+    shape, assume, weights = setup.shape, setup.assume, count_parameter_kinds(setup.shape)
     unread = 0.0
     if shape.experts:  # those that no token of the batch goes to
         unread = (weights.total - weights.active) * (
             1 - shape.experts_per_token / shape.experts
         ) ** (active - 1)
-    read = (weights.total - unread) * setup.width / tp + active * context * cache_bytes(
+    read = (weights.total - unread) * setup.width / tp + active * context * count_cache_bytes(
         shape, tp, setup.width
     )
     moved = read / (setup.gpu.bandwidth * assume.decode_bandwidth_share)
     multiplied = 2.0 * weights.active * active / tp / (setup.rate * assume.decode_flops_share)
-    wire = wire_seconds(setup, INSIDE, tp, active * shape.hidden * setup.width, times=2.0)
+    wire = estimate_transfer_time(setup, INSIDE, tp, active * shape.hidden * setup.width, times=2.0)
     reduced = 2 * shape.num_layers * max(wire, assume.all_reduce_us / 1e6) if tp > 1 else 0.0
     return (
         max(moved, multiplied)
@@ -306,7 +322,7 @@ gradient's variance: the least and the most of all stages of two toy tasks and o
 (``benchmarks/efficiency.py``)."""
 
 
-def measured_variance(config: Config) -> tuple[float, float] | None:
+def get_measured_variance(config: Config) -> tuple[float, float] | None:
     """The row of :data:`VARIANCES` for a run's pruning; None where none was measured."""
     levels = config.pruning.prompts, config.pruning.completions
     if any(

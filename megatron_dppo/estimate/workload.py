@@ -19,11 +19,11 @@ from megatron_dppo.config import (
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GPUS, Assumptions, Gpu
 from megatron_dppo.models.shape import PolicyShape, check_layout
-from megatron_dppo.parallel.layout import capacity_multiple, resolve_layout
+from megatron_dppo.parallel.layout import compute_capacity_multiple, resolve_layout
 from megatron_dppo.rl.advantages import ESTIMATORS
-from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.packing import packs_wanted
-from megatron_dppo.rl.pruning.schedule import scheduled_keep, window_size
+from megatron_dppo.rl.objectives import resolve_objective
+from megatron_dppo.rl.packing import resolve_min_packs
+from megatron_dppo.rl.pruning.schedule import compute_window_size, scheduled_keep
 from megatron_dppo.rollout.servers.launch import tensor_parallel
 
 
@@ -54,7 +54,7 @@ class Placement:
         return self.replica * self.layout.tp // (self.layout.expert_tp * self.layout.ep)
 
 
-def place(config: Config, shape: PolicyShape) -> Placement:
+def assign_gpus(config: Config, shape: PolicyShape) -> Placement:
     """Give the cluster's GPUs to the trainer and the servers, as a run does.
 
     Raises:
@@ -66,7 +66,7 @@ def place(config: Config, shape: PolicyShape) -> Placement:
     actors = cluster.nodes * cluster.gpus_per_node
     extra = cluster.server_nodes * cluster.gpus_per_node
     shared = not rollout.served or rollout.colocated
-    servers = _servers(config, shape)
+    servers = _list_server_sizes(config, shape)
     beside = sum(servers) if rollout.launch.count and not shared else 0
     if beside >= actors:
         problem = (
@@ -96,7 +96,7 @@ def place(config: Config, shape: PolicyShape) -> Placement:
     )
 
 
-def _servers(config: Config, shape: PolicyShape) -> tuple[int, ...]:
+def _list_server_sizes(config: Config, shape: PolicyShape) -> tuple[int, ...]:
     """Tensor-parallel ranks of each server. On Slurm, each server node has as many servers as
     fit."""
     rollout, cluster = config.rollout, config.cluster
@@ -145,12 +145,12 @@ class Lengths:
     def exponent(self) -> float:
         return self.limit / self.mean - 1.0
 
-    def longer_than(self, tokens: float) -> float:
+    def compute_tail_fraction(self, tokens: float) -> float:
         """Share of the responses that are longer."""
         return max(1.0 - tokens / self.limit, 0.0) ** self.exponent
 
     @property
-    def typical(self) -> float:
+    def token_weighted_mean(self) -> float:
         """Mean over tokens of the length of their response: E[l²]/E[l]."""
         return 2.0 * self.limit / (self.exponent + 2.0)
 
@@ -207,7 +207,7 @@ class Setup:
     @property
     def rate(self) -> float:
         """Products and sums per second of one GPU, by its data sheet."""
-        return self.gpu.rate(self.config.model.dtype)
+        return self.gpu.get_peak_flops(self.config.model.dtype)
 
     @property
     def width(self) -> int:
@@ -232,7 +232,7 @@ class Setup:
     @cached_property
     def unpruned(self) -> Setup:
         """The setup of the same run without pruning."""
-        return dataclasses.replace(self, config=without_pruning(self.config))
+        return dataclasses.replace(self, config=disable_pruning(self.config))
 
     @cached_property
     def work(self) -> Work:
@@ -246,18 +246,20 @@ class Setup:
         every = (
             steps if constant else max(steps // 1000, 1)
         )  # a thousand steps show the schedules of a million
-        shares = [_shares(config, step, assume) for step in range(0, steps, every)]
+        shares = [_compute_shares(config, step, assume) for step in range(0, steps, every)]
         prompts, kept = (sum(values) / len(shares) for values in zip(*shares, strict=True))
         completions, alone = prompts * samples, kept * samples * (prompt + mean)
-        shared = _prompts_shared(self, prompts, kept * samples) * prompt
-        pairs = alone * (prompt + self.lengths.typical) - shared * prompt
+        shared = _count_shared_prompts(self, prompts, kept * samples) * prompt
+        pairs = alone * (prompt + self.lengths.token_weighted_mean) - shared * prompt
         return Work(
             prompts=prompts,
             completions=completions,
             generated=completions * mean,
             kept=kept * samples,
             trained=alone - shared,
-            context=pairs / (alone - shared) if alone else prompt + self.lengths.typical,
+            context=pairs / (alone - shared)
+            if alone
+            else prompt + self.lengths.token_weighted_mean,
             responses=kept * samples * mean,
             updates=config.loss.updates_per_rollout,
         )
@@ -270,17 +272,17 @@ class Setup:
         tokens, replicas, most = work.trained / work.updates, layout.dp or 1, config.pack.max_tokens
         sequences = work.kept / work.updates / replicas
         full = ceil(tokens / (replicas * most * self.assume.pack_fill))
-        alone = ceil(sequences * self.lengths.longer_than(most / 2 - self.prompt))
-        wanted = min(packs_wanted(config.pack.min_per_rank, layout.pp), int(sequences))
-        return max(full, alone, wanted, layout.least_packs)
+        alone = ceil(sequences * self.lengths.compute_tail_fraction(most / 2 - self.prompt))
+        wanted = min(resolve_min_packs(config.pack.min_per_rank, layout.pp), int(sequences))
+        return max(full, alone, wanted, layout.min_packs)
 
     @cached_property
     def mean_pack(self) -> MeanPack:
-        """The pack of which ``packs`` makes an update. Its capacity is what its tokens, or the
-        longest sequence, need."""
+        """The pack of which ``packs`` makes an update. Its capacity is what its
+        tokens, or the longest sequence, need."""
         config, layout, work = self.config, self.layout, self.work
         share = 1.0 / (work.updates * (layout.dp or 1) * self.packs)
-        multiple = capacity_multiple(layout, config.pack.max_tokens, cuda=True)
+        multiple = compute_capacity_multiple(layout, config.pack.max_tokens, cuda=True)
         longest = self.prompt + self.lengths.limit
         slots = (
             ceil(max(work.trained * share / self.assume.pack_fill, longest) / multiple) * multiple
@@ -293,7 +295,7 @@ class Setup:
         )
 
 
-def without_pruning(config: Config) -> Config:
+def disable_pruning(config: Config) -> Config:
     """The same run without pruning. Every prompt is rolled out, every completion with a gradient is
     trained on."""
     off = replace(
@@ -305,7 +307,7 @@ def without_pruning(config: Config) -> Config:
     return replace(config, pruning=off)
 
 
-def _prompts_shared(setup: Setup, prompts: float, kept: float) -> float:
+def _count_shared_prompts(setup: Setup, prompts: float, kept: float) -> float:
     """How many of the kept completions' prompts a pack holds already. On GPUs
     ``pack.share_prefixes`` = ``auto`` shares nothing. A family is cut where it does not fit into a
     pack."""
@@ -318,16 +320,16 @@ def _prompts_shared(setup: Setup, prompts: float, kept: float) -> float:
     return max(kept - trained_on * ceil(family / config.pack.max_tokens), 0.0)
 
 
-def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, float]:
+def _compute_shares(config: Config, step: int, assume: Assumptions) -> tuple[float, float]:
     """Prompts that are rolled out in a step, and completions that are trained on, in groups of G.
 
     Without a KL term, groups of equal reward have no gradient: they are not trained on, whatever
     the rule.
     """
-    pruning, total, window = config.pruning, config.run.steps, float(window_size(config))
+    pruning, total, window = config.pruning, config.run.steps, float(compute_window_size(config))
     keep = scheduled_keep(pruning.prompts.keep, pruning.prompts.schedule, step, total)
     threshold = 1.0 - assume.low_share
-    estimator = ESTIMATORS.get(objective_for(config.loss).advantage)
+    estimator = ESTIMATORS.get(resolve_objective(config.loss).advantage)
     equal_idle = estimator is None or estimator.zero_if_equal  # the user's is not loaded
     rewards_alone = config.loss.kl_coef == config.loss.distillation_coef == 0.0
     live = assume.mixed_share if equal_idle and rewards_alone else 1.0

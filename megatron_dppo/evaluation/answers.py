@@ -26,9 +26,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.hub import is_id
 from megatron_dppo.process.files import (
     FolderLock,
+    replace_directory,
+    replace_file,
     replace_text,
-    replacing_directory,
-    replacing_file,
 )
 
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
@@ -40,7 +40,7 @@ Key = tuple[str, int]
 """A problem: its benchmark, and its number there."""
 
 
-def out_folder(config: Config) -> Path:
+def resolve_out_folder(config: Config) -> Path:
     """Where the answers go: into ``eval.out``, else into the folder of the run that the checkpoint
     is of."""
     if config.eval.out:
@@ -56,7 +56,7 @@ def out_folder(config: Config) -> Path:
     return run / "eval" / checkpoint.name
 
 
-def policy_in(folder: Path) -> dict[str, str | None]:
+def find_policy(folder: Path) -> dict[str, str | None]:
     """The settings of ``model`` that name the policy of a Hugging Face directory, an id on the hub,
     a run, or a checkpoint of a run.
 
@@ -77,8 +77,9 @@ class AnswerLog:
 
     Args:
         folder: made where there is none.
-        settings: all that the answers depend on, by names that a user knows, for JSON. ``problems``
-            has an entry for each benchmark; those that the folder has already are kept.
+        settings: all that the answers depend on, by names that a user knows, for JSON.
+            ``problems`` has an entry for each benchmark; those that the folder has already
+            are kept.
         batches: of problems, each by its benchmark and its number, in the order in which they are
             answered.
         samples: answers to each problem.
@@ -100,7 +101,7 @@ class AnswerLog:
             try:
                 self._lock = on_failure.enter_context(closing(FolderLock(folder, "eval.out")))
                 _check_settings(folder, settings)
-                self.whole = self._keep_whole(batches, samples)
+                self.whole = self._drop_partial_batches(batches, samples)
                 """Whether each batch is there."""
                 self._file = self._path.open("ab")
             except OSError as error:
@@ -116,19 +117,19 @@ class AnswerLog:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def rows(self) -> list[AnswerRow]:
+    def read_rows(self) -> list[AnswerRow]:
         """All that has been written, without prompts and texts."""
         with self._path.open("rb") as lines:
-            return _figures(lines, "eval.out")
+            return _parse_rows(lines, "eval.out")
 
     def close(self) -> None:
         self._file.close()
         self._lock.close()
 
-    def _keep_whole(self, batches: Sequence[Sequence[Key]], samples: int) -> list[bool]:
+    def _drop_partial_batches(self, batches: Sequence[Sequence[Key]], samples: int) -> list[bool]:
         """Drop half a line that a kill has left, and the rest of its batch, which is answered
         again. Answers of other benchmarks are kept, because their batches are not known here."""
-        found: Counter[Key] = Counter(key for _, key in self._lines() if key is not None)
+        found: Counter[Key] = Counter(key for _, key in self._read_lines() if key is not None)
         whole = [all(found[key] == samples for key in batch) for batch in batches]
         torn = {
             key
@@ -137,16 +138,16 @@ class AnswerLog:
             for key in batch
             if found[key]
         }
-        if torn or any(key is None for _, key in self._lines()):
-            with replacing_file(self._path) as partial, partial.open("wb") as kept:
+        if torn or any(key is None for _, key in self._read_lines()):
+            with replace_file(self._path) as partial, partial.open("wb") as kept:
                 kept.writelines(
-                    line for line, key in self._lines() if key is not None and key not in torn
+                    line for line, key in self._read_lines() if key is not None and key not in torn
                 )
                 kept.flush()
                 os.fsync(kept.fileno())
         return whole
 
-    def _lines(self) -> Iterator[tuple[bytes, Key | None]]:
+    def _read_lines(self) -> Iterator[tuple[bytes, Key | None]]:
         """Each line with the problem that it answers; None for a line that is incomplete."""
         if not self._path.exists():
             return
@@ -160,7 +161,7 @@ class AnswerLog:
                 yield line, key
 
 
-def finished_benchmarks(folder: Path) -> set[str]:
+def list_finished_benchmarks(folder: Path) -> set[str]:
     """The benchmarks that the folder has scores of."""
     try:
         return set(json.loads((folder / SCORES).read_text(encoding="utf-8"))["benchmarks"])
@@ -188,14 +189,14 @@ def read_finished(folder: Path, setting: str) -> list[AnswerRow]:
         raise UserError(setting, folder, f"holds {there}", "Name the --out folder of one that is")
     try:
         with (folder / ANSWERS).open("rb") as lines:
-            return _figures(lines, setting)
+            return _parse_rows(lines, setting)
     except OSError as error:
         raise UserError(
             setting, folder, f"cannot be read ({error})", "Name another folder"
         ) from error
 
 
-def _figures(lines: BinaryIO, setting: str) -> list[AnswerRow]:
+def _parse_rows(lines: BinaryIO, setting: str) -> list[AnswerRow]:
     """The rows without prompts and texts, which would fill the memory in a large evaluation."""
     rows: list[AnswerRow] = []
     for number, line in enumerate(lines, 1):
@@ -225,7 +226,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             (f"the problems of {name}", before[name], ours[name]) for name in before if name in ours
         ]
         if changed := [
-            f"{key} = {_short(was)} (now {_short(is_now)})"
+            f"{key} = {_truncate(was)} (now {_truncate(is_now)})"
             for key, was, is_now in pairs
             if was != is_now
         ]:
@@ -251,7 +252,7 @@ def _read_settings(folder: Path, file: Path) -> dict[str, Any]:
         raise UserError("eval.out", folder, problem, remedy) from error
 
 
-def _short(value: Any) -> str:
+def _truncate(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "…"
 
@@ -267,7 +268,7 @@ def write_questions(folder: Path) -> Path:
     answers among eight.
     """
     out = folder / QUESTIONS
-    with replacing_directory(out) as draft, (folder / ANSWERS).open("rb") as lines:
+    with replace_directory(out) as draft, (folder / ANSWERS).open("rb") as lines:
         rows = map(json.loads, lines)
         for (benchmark, number), group in groupby(
             rows, key=lambda row: (row["benchmark"], row["problem"])
@@ -277,11 +278,13 @@ def write_questions(folder: Path) -> Path:
             (place := draft / benchmark.replace("/", "-")).mkdir(exist_ok=True)
             file = place / f"{number:04}-{right}of{len(answers)}.txt"
             # An answer may hold half of a surrogate pair, which UTF-8 has no bytes for.
-            file.write_text("\n".join(_text(answers)) + "\n", encoding="utf-8", errors="replace")
+            file.write_text(
+                "\n".join(_format_answers(answers)) + "\n", encoding="utf-8", errors="replace"
+            )
     return out
 
 
-def _text(answers: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _format_answers(answers: Sequence[dict[str, Any]]) -> Iterator[str]:
     first = answers[0]
     yield f"{first['benchmark']}, problem {first['problem']}; reference: {first['label']}"
     yield f"\n{first['prompt']}"

@@ -22,7 +22,7 @@ from megatron_dppo.config import Config, DataConfig, replace
 from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.rows import COLUMNS_IN_USE, Row, as_text, is_blank, read_rows
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.math.completion import stated_answer
+from megatron_dppo.rewards.math.completion import extract_marked_answer
 
 SETTING = "eval.benchmarks"
 PROBLEM, ANSWER = "problem", "answer"
@@ -72,7 +72,7 @@ KNOWN = (*BENCHMARKS, *GENERATORS)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class EvalSource:
     """Held-out problems of a run, before they are read."""
 
     name: str
@@ -86,12 +86,12 @@ class HeldOut:
     judges the answers."""
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The name, or the file's where there is none."""
         return self.name or Path(self.file).stem
 
 
-def sources(config: Config) -> list[HeldOut]:
+def list_sources(config: Config) -> list[EvalSource]:
     """Held-out sources of a run: ``data.eval``, or by default the generator's problems; then
     ``eval.benchmarks``.
 
@@ -99,15 +99,15 @@ def sources(config: Config) -> list[HeldOut]:
         UserError: for a name that is none, is another metric's or stands twice, and for all
             benchmarks without a file.
     """
-    folder = folder_of(config)
+    folder = resolve_folder(config)
     absent = [
         name
         for name in config.eval.benchmarks
         if name in BENCHMARKS and find_file(name, folder) is None
     ]
     if absent:
-        raise _without_files(absent, folder)
-    named = [_named(entry, config) for entry in config.eval.benchmarks]
+        raise _make_missing_files_error(absent, folder)
+    named = [_parse_entry(entry, config) for entry in config.eval.benchmarks]
     of = config.data.eval
     train = config.data.train
     if (
@@ -119,36 +119,39 @@ def sources(config: Config) -> list[HeldOut]:
     ):
         of = train
     files = of if isinstance(of, dict) else {} if of is None else {"": of}
-    found = [*(HeldOut(name, file, "data.eval") for name, file in files.items()), *named]
+    found = [*(EvalSource(name, file, "data.eval") for name, file in files.items()), *named]
     for number, source in enumerate(found):
         if source.name in TAKEN and (
             source.name or isinstance(of, dict) or source.setting == SETTING
         ):
             problem, remedy = "is what another metric is called", "Give that file another name"
             raise UserError(source.setting, source.name, problem, remedy)
-        if source.shown in [other.shown for other in found[:number]]:
+        if source.display_name in [other.display_name for other in found[:number]]:
             raise UserError(
-                source.setting, source.shown, "stands twice", "Give one of the two another name"
+                source.setting,
+                source.display_name,
+                "stands twice",
+                "Give one of the two another name",
             )
     return found
 
 
-def _named(entry: str, config: Config) -> HeldOut:
+def _parse_entry(entry: str, config: Config) -> EvalSource:
     name, equals, file = entry.partition("=")
     if equals:
-        return HeldOut(name.strip(), file.strip(), SETTING)
+        return EvalSource(name.strip(), file.strip(), SETTING)
     if name in GENERATORS:
-        return HeldOut(name, name, SETTING)
+        return EvalSource(name, name, SETTING)
     if name not in BENCHMARKS:
         near = get_close_matches(name, KNOWN, 1)
         remedy = f"Write {near[0]}, if that was meant" if near else f"Known are {', '.join(KNOWN)}"
         raise UserError(
             SETTING, name, "is no benchmark", f"{remedy}; a file of your own is NAME=FILE"
         )
-    return HeldOut(name, str(find_file(name, folder_of(config))), SETTING, BENCHMARKS[name])
+    return EvalSource(name, str(find_file(name, resolve_folder(config))), SETTING, BENCHMARKS[name])
 
 
-def _without_files(names: Sequence[str], folder: Path) -> UserError:
+def _make_missing_files_error(names: Sequence[str], folder: Path) -> UserError:
     known = {name: BENCHMARKS[name] for name in names}
     looked = "; ".join(f"{name}: {', '.join(each.files)}" for name, each in known.items())
     have = "has" if len(known) == 1 else "have"
@@ -161,7 +164,7 @@ def _without_files(names: Sequence[str], folder: Path) -> UserError:
     return UserError(SETTING, ", ".join(names), problem, remedy)
 
 
-def folder_of(config: Config) -> Path:
+def resolve_folder(config: Config) -> Path:
     """Where the files of benchmarks lie."""
     return Path(config.eval.folder or os.environ.get(FOLDER) or DEFAULT_FOLDER)
 
@@ -196,20 +199,22 @@ def read_benchmark(name: str, file: str, benchmark: Benchmark) -> list[Question]
             f"NAME={file}"
         )
         raise UserError(SETTING, file, problem, remedy)
-    return [Question(row, _prompt(row, benchmark), _label(row, benchmark)) for row in rows]
+    return [
+        Question(row, _build_prompt(row, benchmark), _read_label(row, benchmark)) for row in rows
+    ]
 
 
-def _usual_column(row: Row, wanted: str, setting: str) -> str:
+def _find_column(row: Row, preferred: str, setting: str) -> str:
     """The column of a user's own file: the one that the run's data have, else the first with a
     usual name."""
-    for column in (wanted, *COLUMNS_IN_USE[setting]):
+    for column in (preferred, *COLUMNS_IN_USE[setting]):
         with suppress(KeyError):
             row[column]
             return column
-    return wanted
+    return preferred
 
 
-def rows_of(source: HeldOut, data: DataConfig) -> tuple[list[Row], DataConfig]:
+def read_source_rows(source: EvalSource, data: DataConfig) -> tuple[list[Row], DataConfig]:
     """Rows that ``eval.benchmarks`` names, and the settings to read them with.
 
     Args:
@@ -229,36 +234,38 @@ def rows_of(source: HeldOut, data: DataConfig) -> tuple[list[Row], DataConfig]:
         ]
         return rows, replace(data, prompt_key=PROBLEM, label_key=ANSWER)
     rows = read_rows(source.file, SETTING)
-    question = _usual_column(rows[0], data.prompt_key, "data.prompt_key")
+    question = _find_column(rows[0], data.prompt_key, "data.prompt_key")
     return rows, replace(
         data,
         prompt_key=question,
-        label_key=_usual_column(rows[0], data.label_key, "data.label_key"),
+        label_key=_find_column(rows[0], data.label_key, "data.label_key"),
     )
 
 
-def _prompt(row: Row, benchmark: Benchmark) -> str:
-    problem = _value(row, benchmark.prompt)
+def _build_prompt(row: Row, benchmark: Benchmark) -> str:
+    problem = _get_value(row, benchmark.prompt)
     if not isinstance(problem, str) or is_blank(problem):
-        raise row.error("has no problem that is a text", "Fetch the file again")
+        raise row.make_error("has no problem that is a text", "Fetch the file again")
     return benchmark.template.replace("{problem}", problem)
 
 
-def _label(row: Row, benchmark: Benchmark) -> str:
-    value = _value(row, (benchmark.label,))
+def _read_label(row: Row, benchmark: Benchmark) -> str:
+    value = _get_value(row, (benchmark.label,))
     try:
         text = ", ".join(map(as_text, value)) if isinstance(value, list) else as_text(value)
     except ValueError as error:
-        raise row.error(
+        raise row.make_error(
             f"holds {error} in column {benchmark.label!r}", "Fetch the file again"
         ) from error
-    label = stated_answer(text) if benchmark.worked else text
+    label = extract_marked_answer(text) if benchmark.worked else text
     if not label:
-        raise row.error(f"states no answer in column {benchmark.label!r}", "Fetch the file again")
+        raise row.make_error(
+            f"states no answer in column {benchmark.label!r}", "Fetch the file again"
+        )
     return label
 
 
-def _value(row: Row, columns: tuple[str, ...]) -> Any:
+def _get_value(row: Row, columns: tuple[str, ...]) -> Any:
     """The value of the first of these columns that the row has."""
     column = next((name for name in columns if row.values.get(name) is not None), None)
     if column is None:
@@ -266,7 +273,7 @@ def _value(row: Row, columns: tuple[str, ...]) -> Any:
             f"has nothing in a column {' or '.join(columns)} (it has "
             f"{', '.join(row.values) or 'none'})"
         )
-        raise row.error(
+        raise row.make_error(
             problem, "Put the file there as it is published, or name it as your own: NAME=FILE"
         )
     return row.values[column]

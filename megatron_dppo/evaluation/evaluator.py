@@ -20,22 +20,37 @@ import numpy as np
 
 from megatron_dppo.config import Config, replace
 from megatron_dppo.data.generators import GENERATORS
-from megatron_dppo.data.prompts import load_prompts, prompts_of
+from megatron_dppo.data.prompts import load_prompts, make_prompts
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.benchmarks import BY_SOURCE, SETTING, HeldOut, rows_of, sources
-from megatron_dppo.evaluation.scores import mean, pass_at, per_problem_mean, powers_up_to
+from megatron_dppo.evaluation.benchmarks import (
+    BY_SOURCE,
+    SETTING,
+    EvalSource,
+    list_sources,
+    read_source_rows,
+)
+from megatron_dppo.evaluation.scores import (
+    compute_mean,
+    compute_pass_at_k,
+    compute_problem_means,
+    list_powers,
+)
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.functions import check_labels
-from megatron_dppo.rewards.math.completion import after_thoughts, said_answer, stated_answer
+from megatron_dppo.rewards.math.completion import (
+    extract_marked_answer,
+    extract_unmarked_answer,
+    strip_thinking,
+)
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.score import Score, tracebacks
-from megatron_dppo.rl.seeds import Purpose, engine_seed
+from megatron_dppo.rl.score import Score, collect_tracebacks
+from megatron_dppo.rl.seeds import Purpose, derive_engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Group, Prompt
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.conversation_functions import check_turns
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.scoring import check_failures, failed_scores
+from megatron_dppo.rollout.scoring import check_failures, find_failed_scores
 
 MOST = 1 << 20
 """Largest number of problems per name with distinct ids."""
@@ -78,12 +93,12 @@ class EvalAnswers:
     answers: Sequence[Sequence[Answer]]
     """[P][k]"""
     votes: Floats
-    """[P], result of ``vote``; NaN if no answer could be scored."""
+    """[P], result of ``compute_majority_vote``; NaN if no answer could be scored."""
     failed: Sequence[Score]
     """Scores of the answers whose scoring failed."""
 
 
-def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[EvalProblem]:
+def load_problems(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[EvalProblem]:
     """Return all held-out problems of a run, source by source, at most ``eval.problems`` per
     source.
 
@@ -93,19 +108,19 @@ def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> lis
         max_positions: tokens that the policy was made for, prompt and answer together.
 
     Raises:
-        UserError: see ``sources`` and ``load_prompts``; also if a benchmark's prompt leaves no room
-            for the longest answer.
+        UserError: see ``sources`` and ``load_prompts``; also if a benchmark's prompt leaves no
+            room for the longest answer.
     """
     if config.eval.problems == 0:
         return []
     return [
         problem
-        for source in sources(config)
+        for source in list_sources(config)
         for problem in _load(source, config, tokenizer, max_positions)
     ]
 
 
-def indices_by(names: Iterable[str]) -> dict[str, list[int]]:
+def group_indices(names: Iterable[str]) -> dict[str, list[int]]:
     """Return the indices of each name, in the order of the names' first appearance."""
     found: dict[str, list[int]] = {}
     for index, name in enumerate(names):
@@ -114,7 +129,7 @@ def indices_by(names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _load(
-    source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int
+    source: EvalSource, config: Config, tokenizer: Tokenizer, max_positions: int
 ) -> list[EvalProblem]:
     verifier = source.benchmark.verifier if source.benchmark else config.reward.spec
     named = source.setting == SETTING
@@ -123,7 +138,7 @@ def _load(
         prompts: Sequence[Prompt] = load_prompts(data, tokenizer, split="eval")
         check_turns(config, data, lambda: (prompt.extra for prompt in prompts))
     elif named:
-        prompts = _named(source, config, tokenizer, max_positions)
+        prompts = _load_named(source, config, tokenizer, max_positions)
     else:
         prompts = load_prompts(replace(config.data, eval=source.file), tokenizer, split="eval")
     prompts = prompts[: config.eval.problems]
@@ -137,14 +152,14 @@ def _load(
     ]
 
 
-def _named(
-    source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int
+def _load_named(
+    source: EvalSource, config: Config, tokenizer: Tokenizer, max_positions: int
 ) -> Sequence[Prompt]:
     """Return the prompts of a file that ``eval.benchmarks`` names. An overlong prompt is an error
     and is never dropped, because a score covers all problems."""
-    rows, data = rows_of(source, config.data)
-    prompts = prompts_of(rows, data, tokenizer)
-    most = config.answer_tokens
+    rows, data = read_source_rows(source, config.data)
+    prompts = make_prompts(rows, data, tokenizer)
+    most = config.max_answer_tokens
     for row, prompt in zip(rows, prompts, strict=True):
         if len(prompt.token_ids) > (room := max_positions - most):
             problem = (
@@ -170,9 +185,11 @@ class Evaluator:
 
     def __init__(self, config: Config, world: World, collectors: Mapping[str, Collector]) -> None:
         self._config, self._world, self._collectors = config, world, collectors
-        self._seed = engine_seed(config.run.seed, 0, Purpose.EVALUATION)
+        self._seed = derive_engine_seed(config.run.seed, 0, Purpose.EVALUATION)
 
-    def answer(self, problems: Sequence[EvalProblem], *, keep: int, of_all: int) -> EvalAnswers:
+    def generate_answers(
+        self, problems: Sequence[EvalProblem], *, keep: int, total: int
+    ) -> EvalAnswers:
         """Answer every problem ``eval.samples`` times. Collective; every rank returns the same
         answers.
 
@@ -182,7 +199,7 @@ class Evaluator:
         Args:
             problems: held-out problems, the same on every rank.
             keep: number of problems, from the first on, whose answers keep their texts.
-            of_all: number of answers in the whole evaluation. Once more scores failed than
+            total: number of answers in the whole evaluation. Once more scores failed than
                 ``reward.max_failures`` allows, the rest of the answers are not scored, and
                 ``check_failures`` will stop the evaluation.
         """
@@ -193,12 +210,12 @@ class Evaluator:
             verifier: [problems[i].prompt for i in each] for verifier, each in indices.items()
         }
         asked = {
-            verifier: collector.ask(
+            verifier: collector.submit(
                 prompts[verifier],
                 Sampling(
                     samples=settings.samples,
-                    max_tokens=self._config.answer_tokens,
-                    temperature=temperature_of(self._config),
+                    max_tokens=self._config.max_answer_tokens,
+                    temperature=resolve_temperature(self._config),
                     stop_token_ids=collector.stop_token_ids,
                     seed=self._seed,
                     top_p=settings.top_p,
@@ -210,16 +227,16 @@ class Evaluator:
         answered: dict[int, tuple[list[Answer], float]] = {}
         failed: list[Score] = []
         for verifier, collector in self._collectors.items():
-            groups = collector.answers(prompts[verifier], asked[verifier], of_all=of_all)
-            share = self._share(indices[verifier], groups, keep)
-            for theirs, theirs_failed in self._world.gather((share, failed_scores(groups))):
+            groups = collector.collect_groups(prompts[verifier], asked[verifier], total=total)
+            share = self._build_answers(indices[verifier], groups, keep)
+            for theirs, theirs_failed in self._world.gather((share, find_failed_scores(groups))):
                 answered |= theirs
                 failed += theirs_failed
         in_order = [answered[index] for index in range(len(problems))]
         votes = np.array([vote for _, vote in in_order], np.float64)
         return EvalAnswers([answers for answers, _ in in_order], votes, failed)
 
-    def _share(
+    def _build_answers(
         self, indices: Sequence[int], groups: Sequence[Group], keep: int
     ) -> dict[int, tuple[list[Answer], float]]:
         """Return this rank's answers and votes by the index of the problem, as a message to all
@@ -227,14 +244,16 @@ class Evaluator:
         tags = self._config.reward.thinking_tags
         answers = [
             [
-                _answer(completion, text, None if score.failure else score, group.prompt.text, tags)
+                _build_answer(
+                    completion, text, None if score.failure else score, group.prompt.text, tags
+                )
                 for completion, text, score in zip(
                     group.completions, group.texts, group.scores, strict=True
                 )
             ]
             for group in groups
         ]
-        majority = [vote(of_problem) for of_problem in answers]
+        majority = [compute_majority_vote(of_problem) for of_problem in answers]
         for number, index in enumerate(indices):
             if index >= keep:
                 answers[number] = [
@@ -243,7 +262,7 @@ class Evaluator:
         return dict(zip(indices, zip(answers, majority, strict=True), strict=True))
 
 
-def vote(answers: Sequence[Answer]) -> float:
+def compute_majority_vote(answers: Sequence[Answer]) -> float:
     """Return the chance that the most frequent answer is right. All right answers count as one
     answer, the label.
 
@@ -264,7 +283,7 @@ def vote(answers: Sequence[Answer]) -> float:
     return 1.0 / (1 + sum(count == right for count in wrong.values()))
 
 
-def temperature_of(config: Config) -> float:
+def resolve_temperature(config: Config) -> float:
     """Return the temperature for held-out problems. The default is 0 only for a single sample,
     because several greedy answers would all be equal."""
     if config.eval.temperature is None:
@@ -272,7 +291,7 @@ def temperature_of(config: Config) -> float:
     return config.eval.temperature
 
 
-def open_verifiers(
+def start_verifiers(
     config: Config,
     world: World,
     problems: Sequence[EvalProblem],
@@ -283,28 +302,28 @@ def open_verifiers(
     lacks. Collective."""
     workers = {
         verifier: known.get(verifier)
-        or to_close.enter_context(closing(RewardWorkers.of(config.reward, verifier)))
+        or to_close.enter_context(closing(RewardWorkers.from_config(config.reward, verifier)))
         for verifier in dict.fromkeys(problem.verifier for problem in problems)
     }
     for each in workers.values():
-        world.together(each.wait_ready)
+        world.run_on_all_ranks(each.wait_ready)
     return workers
 
 
-def _answer(
+def _build_answer(
     completion: Completion, text: str, score: Score | None, prompt: str, tags: Sequence[str]
 ) -> Answer:
-    said = after_thoughts(text, prompt, tags)
+    said = strip_thinking(text, prompt, tags)
     extracted = score.answer if score is not None else None
     if extracted is None:
-        extracted = stated_answer(said)
+        extracted = extract_marked_answer(said)
     if extracted is None:
-        extracted = said_answer(said)
+        extracted = extract_unmarked_answer(said)
     return Answer(text, extracted, score, len(completion.token_ids), completion.finish_reason)
 
 
 @dataclass(frozen=True, slots=True)
-class ShownAnswer:
+class ExampleAnswer:
     """Answer for people to read."""
 
     prompt: str
@@ -314,22 +333,20 @@ class ShownAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutScores:
+class EvalScores:
     """Scores of the answers to the held-out problems."""
 
     metrics: dict[str, float]
     """``eval/…``. With several files, each file's accuracy has the file's name, and
     ``eval/accuracy`` is the mean."""
-    shown: tuple[ShownAnswer, ...]
+    shown: tuple[ExampleAnswer, ...]
     notes: tuple[str, ...]
     """Notes for the log on failures of scoring."""
     problems: Mapping[str, int] = field(default_factory=dict)
     """Number of answered problems by name. The interval of an accuracy depends on this number."""
 
 
-def evaluate(
-    evaluator: Evaluator, problems: Sequence[EvalProblem], config: Config
-) -> HeldOutScores:
+def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Config) -> EvalScores:
     """Answer and score every problem. Collective. Accuracies and rewards are means over the scored
     answers.
 
@@ -344,7 +361,7 @@ def evaluate(
             scored.
     """
     of_all = config.eval.samples * len(problems)
-    found = evaluator.answer(problems, keep=config.eval.show, of_all=of_all)
+    found = evaluator.generate_answers(problems, keep=config.eval.show, total=of_all)
     check_failures(config.reward, found.failed, of_all)
     answers = [answer for group in found.answers for answer in group]
     rewards = [answer.score.reward for answer in answers if answer.score]
@@ -353,9 +370,9 @@ def evaluate(
         "eval/response_len/mean": sum(answer.tokens for answer in answers) / max(len(answers), 1),
     }
     accuracies = []
-    indices = indices_by(problem.name for problem in problems)
+    indices = group_indices(problem.name for problem in problems)
     for name, mine in indices.items():
-        figures = _figures(name, [found.answers[i] for i in mine], found.votes[mine])
+        figures = _compute_metrics(name, [found.answers[i] for i in mine], found.votes[mine])
         if name:
             metrics |= {f"eval/{key}": value for key, value in figures.items()}
         else:
@@ -365,46 +382,55 @@ def evaluate(
                 if key.startswith("-")
             }
         accuracies += [figures[name]] if name in figures else []
-    groups = indices_by(problem.prompt.data_source for problem in problems)
+    groups = group_indices(problem.prompt.data_source for problem in problems)
     groups.pop("", None)
     for name, mine in groups.items() if 1 < len(groups) <= MOST_SOURCES else ():
         correct = [
-            _is_right(answer) for index in mine for answer in found.answers[index] if answer.score
+            _get_correctness(answer)
+            for index in mine
+            for answer in found.answers[index]
+            if answer.score
         ]
         metrics |= {f"eval/{BY_SOURCE}{name}": sum(correct) / len(correct)} if correct else {}
     if accuracies:  # without scored answers the accuracy is undefined, not 0
         metrics["eval/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["eval/reward"] = sum(rewards) / len(rewards)
     shown = [
-        ShownAnswer(
+        ExampleAnswer(
             problem.prompt.text,
             group[0].text or "",
             problem.prompt.label_text,
-            _is_right(group[0]) == 1.0,
+            _get_correctness(group[0]) == 1.0,
         )
         for problem, group in zip(problems[: config.eval.show], found.answers, strict=False)
     ]
     counts = {name: len(of) for name, of in indices.items()}
-    return HeldOutScores(metrics, tuple(shown), tracebacks(found.failed), counts)
+    return EvalScores(metrics, tuple(shown), collect_tracebacks(found.failed), counts)
 
 
-def _figures(name: str, groups: Sequence[Sequence[Answer]], votes: Floats) -> dict[str, float]:
+def _compute_metrics(
+    name: str, groups: Sequence[Sequence[Answer]], votes: Floats
+) -> dict[str, float]:
     """Return the metrics of one file under slime's names. Metrics without a value are left out."""
-    correct = np.array([[_is_right(answer) for answer in group] for group in groups], np.float64)
+    correct = np.array(
+        [[_get_correctness(answer) for answer in group] for group in groups], np.float64
+    )
     samples = correct.shape[1]
     truncated = [answer.finish_reason == "length" for group in groups for answer in group]
     figures = {
-        name: mean(per_problem_mean(correct)),
+        name: compute_mean(compute_problem_means(correct)),
         f"{name}/truncated_ratio": sum(truncated) / len(truncated),
     }
     if samples > 1:
         figures |= {
-            f"{name}-pass@{k}": mean(pass_at(correct, k)) for k in powers_up_to(samples) if k > 1
+            f"{name}-pass@{k}": compute_mean(compute_pass_at_k(correct, k))
+            for k in list_powers(samples)
+            if k > 1
         }
-        figures[f"{name}-maj@{samples}"] = mean(votes)
+        figures[f"{name}-maj@{samples}"] = compute_mean(votes)
     return {key: value for key, value in figures.items() if value == value}
 
 
-def _is_right(answer: Answer) -> float:
+def _get_correctness(answer: Answer) -> float:
     """Return 1 or 0; NaN if scoring failed."""
     return float("nan") if answer.score is None else float(answer.score.correct)

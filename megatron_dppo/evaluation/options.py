@@ -43,27 +43,33 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}", metavar=value, help=meaning)
 
 
-def eval_settings(chosen: argparse.Namespace) -> tuple[list[str], list[str]]:
+def build_eval_overrides(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The overrides that go before the user's own, and those that go after them.
 
     Raises:
         UserError: if ``--model`` is neither a Hugging Face directory nor a checkpoint.
     """
     after = [
-        f"{setting}={getattr(chosen, flag)}"
+        f"{setting}={getattr(arguments, flag)}"
         for flag, (setting, _, _) in EVAL_FLAGS.items()
-        if getattr(chosen, flag) is not None
+        if getattr(arguments, flag) is not None
     ]
-    if chosen.benchmarks is not None:
-        after += [f"eval.benchmarks={json.dumps(chosen.benchmarks.split(','))}", "data.eval=null"]
+    if arguments.benchmarks is not None:
+        after += [
+            f"eval.benchmarks={json.dumps(arguments.benchmarks.split(','))}",
+            "data.eval=null",
+        ]
     # A training run's evaluations are a part of each benchmark, to be quick; this one is for its
     # score.
-    return ["eval.problems=null"], [*after, *(model_settings(chosen.model) if chosen.model else [])]
+    return ["eval.problems=null"], [
+        *after,
+        *(build_model_overrides(arguments.model) if arguments.model else []),
+    ]
 
 
-def model_settings(model: str) -> list[str]:
+def build_model_overrides(model: str) -> list[str]:
     """The overrides that make a run, a checkpoint or a Hugging Face directory the policy."""
-    from megatron_dppo.evaluation.answers import policy_in
+    from megatron_dppo.evaluation.answers import find_policy
 
-    found = policy_in(Path(model))
+    found = find_policy(Path(model))
     return [f"model.{name}={'null' if value is None else value}" for name, value in found.items()]

@@ -31,7 +31,7 @@ Cell = Mapping[str, float | None]
 """An estimate as JSON has it: null for what is not a number."""
 
 
-def pass_at(correct: Floats, k: int) -> Floats:
+def compute_pass_at_k(correct: Floats, k: int) -> Floats:
     """The chance that one of k answers is right, for each problem: 1 − C(n − c, k) / C(n, k) with c
     right ones among n (Chen et al. 2021, arXiv:2107.03374), which is unbiased for every k up to n.
 
@@ -51,24 +51,24 @@ def pass_at(correct: Floats, k: int) -> Floats:
     return np.array([(all_ - wrong) / all_ if all_ else np.nan for all_, wrong in ways], np.float64)
 
 
-def powers_up_to(samples: int) -> list[int]:
+def list_powers(samples: int) -> list[int]:
     """1, 2, 4, … and ``samples`` itself."""
     return sorted({1 << i for i in range(samples.bit_length())} | {samples})
 
 
-def per_problem_mean(values: Floats) -> Floats:
+def compute_problem_means(values: Floats) -> Floats:
     """Mean over the answers of each problem that could be scored. [P, k] → [P]; not a number where
     none could."""
-    return _ratio(np.nansum(values, axis=1), (~np.isnan(values)).sum(axis=1))
+    return _compute_ratio(np.nansum(values, axis=1), (~np.isnan(values)).sum(axis=1))
 
 
-def mean(values: Floats) -> float:
+def compute_mean(values: Floats) -> float:
     """Mean over the problems that have a value."""
     known = values[~np.isnan(values)]
     return float(known.sum() / len(known)) if len(known) else float("nan")
 
 
-def estimates(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
+def estimate_means(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
     """The mean of each column over its problems, with its 95% interval by the percentile bootstrap.
 
     Whole problems are drawn with replacement, as many as there are, and their answers come along:
@@ -88,17 +88,19 @@ def estimates(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
         .astype(np.float64)
     )
     known = ~np.isnan(values)
-    means = _ratio(times @ np.where(known, values, 0.0), times @ known)
-    return {name: estimate(mean(values[:, i]), means[:, i]) for i, name in enumerate(columns)}
+    means = _compute_ratio(times @ np.where(known, values, 0.0), times @ known)
+    return {
+        name: estimate(compute_mean(values[:, i]), means[:, i]) for i, name in enumerate(columns)
+    }
 
 
-def difference(mine: Floats, theirs: Floats) -> Estimate:
+def estimate_difference(candidate: Floats, baseline: Floats) -> Estimate:
     """Mean of ``mine − theirs``, paired problem by problem, with its interval: how hard a problem
     is cancels out."""
-    return estimates({"difference": mine - theirs})["difference"]
+    return estimate_means({"difference": candidate - baseline})["difference"]
 
 
-def share_bounds(found: Estimate, problems: int) -> Estimate:
+def bound_fraction(interval: Estimate, problems: int) -> Estimate:
     """The interval of a share, also where every problem has 0 or every problem has 1, and
     resampling gives a point.
 
@@ -106,14 +108,14 @@ def share_bounds(found: Estimate, problems: int) -> Estimate:
     P drawn problems would all agree with a probability below (1 − s)^P.
     """
     reach = 1.0 - ((1.0 - CONFIDENCE) / 2) ** (1.0 / max(problems, 1))
-    if found.low == found.high == 0.0:
+    if interval.low == interval.high == 0.0:
         return Estimate(0.0, 0.0, reach)
-    if found.low == found.high == 1.0:
+    if interval.low == interval.high == 1.0:
         return Estimate(1.0, 1.0 - reach, 1.0)
-    return found
+    return interval
 
 
-def by_benchmark(rows: Sequence[AnswerRow]) -> dict[str, list[list[AnswerRow]]]:
+def group_by_benchmark(rows: Sequence[AnswerRow]) -> dict[str, list[list[AnswerRow]]]:
     """The rows of each benchmark, problem by problem."""
     found: dict[str, dict[int, list[AnswerRow]]] = {}
     for row in rows:
@@ -129,21 +131,21 @@ def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
     Args:
         problems: [P][k], the rows of ``answers.jsonl``.
     """
-    powers = powers_up_to(len(problems[0]))
-    correct = _column(problems, "correct")
+    powers = list_powers(len(problems[0]))
+    correct = _get_column(problems, "correct")
     columns = {
-        "avg@k": per_problem_mean(correct),
-        **{f"pass@{k}": pass_at(correct, k) for k in powers},
-        "majority": _column(problems, "majority")[:, 0],
-        "mean_reward": per_problem_mean(_column(problems, "reward")),
-        "mean_length": _column(problems, "tokens").mean(axis=1),
+        "avg@k": compute_problem_means(correct),
+        **{f"pass@{k}": compute_pass_at_k(correct, k) for k in powers},
+        "majority": _get_column(problems, "majority")[:, 0],
+        "mean_reward": compute_problem_means(_get_column(problems, "reward")),
+        "mean_length": _get_column(problems, "tokens").mean(axis=1),
         "truncated": np.array(
             [[row["finish"] == "length" for row in of] for of in problems], np.float64
         ).mean(axis=1),
     }
     found = {
-        name: _cell(each if name.startswith("mean_") else share_bounds(each, len(problems)))
-        for name, each in estimates(columns).items()
+        name: _make_cell(each if name.startswith("mean_") else bound_fraction(each, len(problems)))
+        for name, each in estimate_means(columns).items()
     }
     return {
         "problems": len(problems),
@@ -154,43 +156,48 @@ def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
     }
 
 
-def table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> list[str]:
+def format_table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> list[str]:
     """The scores as lines of text, percentages with their 95% intervals."""
     width = max(len(name) for name in [*benchmarks, "benchmark"])
-    most = str(max(powers_up_to(samples)))
+    most = str(max(list_powers(samples)))
     titles = [f"avg@{samples}", *([f"pass@{most}", f"maj@{samples}"] if samples > 1 else [])]
     named = "  ".join(f"{title:<19}" for title in titles)
     lines = [f"{'benchmark':<{width}}  problems  {named}  reward  tokens  cut off"]
     for name, of in benchmarks.items():
         cells = [of["avg@k"], *([of["pass@k"][most], of["majority"]] if samples > 1 else [])]
-        shares = "  ".join(f"{_with_interval(cell):<19}" for cell in cells)
+        shares = "  ".join(f"{_format_interval(cell):<19}" for cell in cells)
         unscored = f"  {of['unscored']} unscored" if of["unscored"] else ""
-        length, cut_off = of["mean_length"]["value"], _percent(of["truncated"]["value"])
+        length, cut_off = of["mean_length"]["value"], _format_percent(of["truncated"]["value"])
         reward = "-" if of["mean_reward"]["value"] is None else f"{of['mean_reward']['value']:.3f}"
         figures = f"{shares}  {reward:>6}  {length:>6.0f}  {cut_off:>6}%"
         lines.append(f"{name:<{width}}  {of['problems']:>8}  {figures}{unscored}")
     return [*lines, "[ ] 95% interval, from resampling the problems"]
 
 
-def compare(rows: Sequence[AnswerRow], others: Sequence[AnswerRow], *, against: str) -> list[str]:
+def compare(
+    rows: Sequence[AnswerRow], baseline_rows: Sequence[AnswerRow], *, baseline_name: str
+) -> list[str]:
     """Differences between two evaluations on shared problems, paired problem by problem, as lines
     of text.
 
     Args:
         rows, others: of ``answers.jsonl``.
-        against: the folder of the others.
+        baseline_name: the folder of the others.
 
     Raises:
         UserError: if they share no problem, or a problem's label differs.
     """
-    mine, theirs = by_benchmark(rows), by_benchmark(others)
-    lines = [f"against {against}, paired by problem: points of avg@k [95% interval]"]
+    mine, theirs = group_by_benchmark(rows), group_by_benchmark(baseline_rows)
+    lines = [f"against {baseline_name}, paired by problem: points of avg@k [95% interval]"]
     width = max(map(len, mine))
     for name in mine:
-        pairs = _pairs(name, mine[name], theirs.get(name, []), against)
+        pairs = _match_problems(name, mine[name], theirs.get(name, []), baseline_name)
         if pairs:
-            found = difference(
-                *(per_problem_mean(_column(side, "correct")) for side in zip(*pairs, strict=True))
+            found = estimate_difference(
+                *(
+                    compute_problem_means(_get_column(side, "correct"))
+                    for side in zip(*pairs, strict=True)
+                )
             )
             verdict = "differs" if found.low > 0.0 or found.high < 0.0 else "no difference shown"
             verdict = verdict if len(pairs) >= FEWEST else "too few problems to say"
@@ -200,30 +207,35 @@ def compare(rows: Sequence[AnswerRow], others: Sequence[AnswerRow], *, against: 
             )
     if len(lines) == 1:
         raise UserError(
-            "eval.against", against, "shares no problem with this evaluation", "Name another folder"
+            "eval.against",
+            baseline_name,
+            "shares no problem with this evaluation",
+            "Name another folder",
         )
     return lines
 
 
-def compare_folders(folder: Path, against: Path) -> list[str]:
+def compare_folders(folder: Path, baseline_folder: Path) -> list[str]:
     """``compare`` for two finished evaluations.
 
     Raises:
         UserError: as ``compare``, and if one of them is not finished.
     """
     return compare(
-        read_finished(folder, "--out"), read_finished(against, "--against"), against=str(against)
+        read_finished(folder, "--out"),
+        read_finished(baseline_folder, "--against"),
+        baseline_name=str(baseline_folder),
     )
 
 
-def _pairs(
+def _match_problems(
     name: str,
-    mine: Sequence[Sequence[AnswerRow]],
-    theirs: Sequence[Sequence[AnswerRow]],
-    against: str,
+    candidate: Sequence[Sequence[AnswerRow]],
+    baseline: Sequence[Sequence[AnswerRow]],
+    baseline_name: str,
 ) -> list[tuple[Sequence[AnswerRow], Sequence[AnswerRow]]]:
-    known = {of[0]["problem"]: of for of in theirs}
-    pairs = [(of, known[of[0]["problem"]]) for of in mine if of[0]["problem"] in known]
+    known = {of[0]["problem"]: of for of in baseline}
+    pairs = [(of, known[of[0]["problem"]]) for of in candidate if of[0]["problem"] in known]
     for one, other in pairs:
         if one[0]["label"] != other[0]["label"]:
             place = f"problem {one[0]['problem']} of {name}"
@@ -232,12 +244,12 @@ def _pairs(
                 f"{one[0]['label']!r:.60}"
             )
             raise UserError(
-                "eval.against", against, problem, "Compare evaluations on the same files"
+                "eval.against", baseline_name, problem, "Compare evaluations on the same files"
             )
     return pairs
 
 
-def _column(problems: Sequence[Sequence[AnswerRow]], key: str) -> Floats:
+def _get_column(problems: Sequence[Sequence[AnswerRow]], key: str) -> Floats:
     """[P, k], not a number where a row has null. Where two evaluations have different k, each has
     its own."""
     return np.array(
@@ -245,18 +257,21 @@ def _column(problems: Sequence[Sequence[AnswerRow]], key: str) -> Floats:
     )
 
 
-def _ratio(sums: Floats, counts: Floats) -> Floats:
+def _compute_ratio(sums: Floats, counts: Floats) -> Floats:
     """Not a number where nothing was counted."""
     return np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
 
 
-def _cell(found: Estimate) -> Cell:
+def _make_cell(found: Estimate) -> Cell:
     return {name: None if math.isnan(bound) else bound for name, bound in asdict(found).items()}
 
 
-def _with_interval(cell: Cell) -> str:
-    return f"{_percent(cell['value'])}% [{_percent(cell['low'])}, {_percent(cell['high'])}]"
+def _format_interval(cell: Cell) -> str:
+    return (
+        f"{_format_percent(cell['value'])}% [{_format_percent(cell['low'])}, "
+        f"{_format_percent(cell['high'])}]"
+    )
 
 
-def _percent(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"

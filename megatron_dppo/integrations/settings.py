@@ -16,9 +16,9 @@ class Pruning:
     tokens."""
 
     budget: float | Literal["auto"] = 0.5
-    """Fraction of the tokens, prompts included, that is trained on. Under ``threshold`` it is the
-    probability of the low-scored completions. ``auto``, for ``neyman``: the fraction of least
-    variance × tokens, for each batch."""
+    """Fraction of the tokens, prompts included, that is trained on. Under ``threshold`` it is
+    the probability of the low-scored completions. ``auto``, for ``neyman``: the fraction of
+    least variance × tokens, for each batch."""
     rule: str = "neyman"
     """Unbiased rule in ``COMPLETION_RULES``."""
     max_weight: float = 10.0

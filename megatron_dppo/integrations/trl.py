@@ -25,7 +25,7 @@ from trl.trainer.utils import pad
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.integrations.settings import Pruning as Pruning
-from megatron_dppo.rl.pruning import draw_from
+from megatron_dppo.rl.pruning import prune_candidates
 from megatron_dppo.rl.pruning.completion_rules import CompletionCandidates
 
 DIVIDED_BY_ROWS = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
@@ -90,7 +90,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, pruning: Pruning = DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pruning = pruning
-        _refuse_biased_terms(self)
+        _check_loss_terms(self)
         self._candidates: CompletionCandidates
         self._generated = 0.0
         self._rounding: torch.Tensor
@@ -106,7 +106,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
         if self.model.training:
             weighted = rewards * self.reward_weights.to(rewards.device)
             divisors = {"group": 1e-4, "batch": 1e-4 + float(weighted.nansum(dim=1).std())}
-            self._rounding = largest_rounding(
+            self._rounding = compute_max_rounding(
                 weighted, self.num_generations, divisors.get(self.scale_rewards, 1.0)
             )
         return rewards
@@ -114,7 +114,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self.model.training:
-            self._refuse_unknown(batch)
+            self._check_prunable(batch)
             self._candidates = self._gather_candidates(batch)
             rows = len(batch["advantages"])
             batch["row"] = (
@@ -123,7 +123,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
             )
         return batch
 
-    def _refuse_unknown(self, batch: Mapping[str, Any]) -> None:
+    def _check_prunable(self, batch: Mapping[str, Any]) -> None:
         known = {
             "prompt_ids",
             "prompt_mask",
@@ -204,9 +204,9 @@ class PrunedGRPOTrainer(GRPOTrainer):
             As many micro-batches, the empty ones first. Those of all ranks have as many rows each,
             since TRL's metrics gather them; rows of weight 0 fill them up.
         """
-        weights = self._draw()
-        rows = [row for batch in window for row in self._rows(batch, weights)]
-        mine, most = self._levelled([row for row in rows if row.weight > 0.0])
+        weights = self._draw_weights()
+        rows = [row for batch in window for row in self._split_rows(batch, weights)]
+        mine, most = self._balance_rows([row for row in rows if row.weight > 0.0])
         size = len(rows) / len(window)
         passes = (
             max(1, math.ceil(most / size))
@@ -220,17 +220,17 @@ class PrunedGRPOTrainer(GRPOTrainer):
         ]
         shared = {name: value for name, value in window[0].items() if value.ndim == 0}
         return [{}] * (len(window) - passes) + [
-            shared | self._padded(chunk, size) for chunk in chunks
+            shared | self._pad_rows(chunk, size) for chunk in chunks
         ]
 
-    def _draw(self) -> list[float]:
+    def _draw_weights(self) -> list[float]:
         """[completions of all ranks], weights; 0 for those that are not trained on. All ranks have
         those of rank 0."""
         candidates, seed = (
             self._candidates,
             (self.pruning.seed, self.state.global_step, self._draws),
         )
-        (mask, weights), inclusion = draw_from(
+        (mask, weights), inclusion = prune_candidates(
             candidates,
             self.pruning.budget,
             rule=self.pruning.rule,
@@ -254,7 +254,9 @@ class PrunedGRPOTrainer(GRPOTrainer):
         ).tolist()
         return drawn
 
-    def _rows(self, batch: Mapping[str, torch.Tensor], weights: Sequence[float]) -> Iterator[Row]:
+    def _split_rows(
+        self, batch: Mapping[str, torch.Tensor], weights: Sequence[float]
+    ) -> Iterator[Row]:
         rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None) is not None
         width = batch["prompt_mask"].size(1)
         prompts = (
@@ -272,23 +274,23 @@ class PrunedGRPOTrainer(GRPOTrainer):
                     inputs[name] = batch[name][i, :completion]
             yield Row(inputs | {"advantages": batch["advantages"][i]}, weights[place])
 
-    def _levelled(self, kept: list[Row]) -> tuple[list[Row], int]:
+    def _balance_rows(self, rows: list[Row]) -> tuple[list[Row], int]:
         """Move rows between ranks until their numbers differ by at most one; and the largest number
         of a rank."""
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         counts = self.accelerator.gather(
-            torch.tensor([len(kept)], device=self.accelerator.device)
+            torch.tensor([len(rows)], device=self.accelerator.device)
         ).tolist()
         total = sum(counts)
         quotas = [(total + ranks - 1 - each) // ranks for each in range(ranks)]
         if counts != quotas:
             missing = [max(quota - count, 0) for quota, count in zip(quotas, counts, strict=True)]
-            given = gather_object([row.to("cpu") for row in kept[quotas[rank] :]])
+            given = gather_object([row.to("cpu") for row in rows[quotas[rank] :]])
             arrived = given[sum(missing[:rank]) :][: missing[rank]]
-            kept = kept[: quotas[rank]] + [row.to(self.accelerator.device) for row in arrived]
-        return kept, quotas[0]
+            rows = rows[: quotas[rank]] + [row.to(self.accelerator.device) for row in arrived]
+        return rows, quotas[0]
 
-    def _padded(self, rows: Sequence[Row], size: float) -> dict[str, torch.Tensor]:
+    def _pad_rows(self, rows: Sequence[Row], size: float) -> dict[str, torch.Tensor]:
         """A micro-batch of rows. ``size`` is the number that TRL would have divided by."""
         pad_id = self._tokenizer.pad_token_id
         fill = {
@@ -324,7 +326,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
         it here."""
         beta = self.beta
         if beta and "weight" in inputs:
-            self.beta = _OfEachRow(beta, inputs["weight"])
+            self.beta = _RowCoefficient(beta, inputs["weight"])
         try:
             loss: torch.Tensor = super()._compute_loss(model, inputs)
         finally:
@@ -332,7 +334,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
         return loss
 
 
-def largest_rounding(rewards: torch.Tensor, samples: int, divisor: float) -> torch.Tensor:
+def compute_max_rounding(rewards: torch.Tensor, samples: int, divisor: float) -> torch.Tensor:
     """Return the largest |A| that rounding alone gives to a group of equal rewards.
 
     The mean of G equal rewards r in fp32 has an error of at most G·u·|r|, with u = 2⁻²⁴. TRL
@@ -351,10 +353,10 @@ def largest_rounding(rewards: torch.Tensor, samples: int, divisor: float) -> tor
     return (largest * (samples * 2.0**-24 / divisor)).clamp(max=MOST_ROUNDING)
 
 
-class _OfEachRow(float):
+class _RowCoefficient(float):
     """A coefficient that multiplies each row [B, tokens] by the row's weight [B] as well."""
 
-    def __new__(cls, value: float, weight: torch.Tensor) -> _OfEachRow:
+    def __new__(cls, value: float, weight: torch.Tensor) -> _RowCoefficient:
         return super().__new__(cls, value)
 
     def __init__(self, value: float, weight: torch.Tensor) -> None:
@@ -364,7 +366,7 @@ class _OfEachRow(float):
         return self._each * rows
 
 
-def _refuse_biased_terms(trainer: Any) -> None:
+def _check_loss_terms(trainer: Any) -> None:
     args, known = trainer.args, DIVIDED_BY_ROWS | DIVIDED_BY_TOKENS
     own = "divides by each micro-batch's own number of tokens"
     for setting, value, biased, problem, remedy in (

@@ -82,7 +82,9 @@ class Draw(NamedTuple):
     metrics: dict[str, float]
 
 
-def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: list[int]) -> Draw:
+def draw_rows(
+    rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: list[int]
+) -> Draw:
     """Draw the rows of a step.
 
     A row stays in its mini-batch. Each mini-batch has a draw of its own, because earlier draws have
@@ -134,7 +136,7 @@ def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: 
         )
         weights[members] = kept.weights[:, 0]
 
-    multiple = ranks * _rows_multiple(actor)
+    multiple = ranks * _compute_row_multiple(actor)
     most = max(int((weights[mini_batches] > 0.0).sum(axis=1).max()), 1)
     mini_batch = min(math.ceil(most / multiple) * multiple, whole)
     parts: list[list[Ints]] = []
@@ -155,7 +157,7 @@ def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: 
     return Draw(order, weights[order], mini_batch, metrics)
 
 
-def _rows_multiple(actor: DictConfig) -> int:
+def _compute_row_multiple(actor: DictConfig) -> int:
     """What a rank's number of rows in a mini-batch has to be a multiple of."""
     megatron = actor.get("megatron") or {}
     stages = (
@@ -166,12 +168,12 @@ def _rows_multiple(actor: DictConfig) -> int:
     return int(stages * (1 if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu))
 
 
-def pruning_settings(config: DictConfig) -> Pruning:
+def read_pruning_settings(config: DictConfig) -> Pruning:
     """Read ``pruning`` from verl's configuration.
 
     Raises:
-        UserError: a setting of ``pruning`` is wrong, or one of verl's makes the gradient of a
-            pruned batch biased.
+        UserError: a setting of ``pruning`` is wrong, or one of verl's makes the
+            gradient of a pruned batch biased.
     """
     given, known = dict(config.get("pruning") or {}), [field.name for field in fields(Pruning)]
     for name in given:
@@ -232,9 +234,9 @@ def pruning_settings(config: DictConfig) -> Pruning:
 
 
 @contextmanager
-def _smaller_mini_batches(workers: Any, rows: int) -> Iterator[None]:
-    """Have the actor's workers take ``rows`` rows a mini-batch: verl's ``_update_actor`` names the
-    number itself."""
+def _override_mini_batch_size(workers: Any, rows: int) -> Iterator[None]:
+    """Have the actor's workers take ``rows`` rows a mini-batch: verl's ``_update_actor``
+    names the number itself."""
     update = workers.update_actor
 
     def update_with(batch: Any) -> Any:
@@ -251,7 +253,7 @@ def _smaller_mini_batches(workers: Any, rows: int) -> Iterator[None]:
         workers.update_actor = update
 
 
-def _ranks(workers: Any) -> int:
+def _count_ranks(workers: Any) -> int:
     """Data-parallel size of the actor."""
     return (
         int(max(workers._dispatch_info.get("actor") or workers._query_dispatch_info("actor"))) + 1
@@ -262,11 +264,11 @@ class PrunedTrainer(PPOTrainer):
     """Mixin for a trainer of verl's v1: ``class Mine(PrunedTrainer, PPOTrainerSync)``.
 
     Raises:
-        UserError: see :func:`pruning_settings`.
+        UserError: see :func:`read_pruning_settings`.
     """
 
     def __init__(self, config: DictConfig) -> None:
-        self.pruning = pruning_settings(config)
+        self.pruning = read_pruning_settings(config)
         # verl chooses its replay buffer and its section of settings by this name.
         config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix("pruned_")
         super().__init__(config)
@@ -287,14 +289,14 @@ class PrunedTrainer(PPOTrainer):
             padded["old_log_probs"],
         )
         workers, step = self.actor_rollout_wg, [self.global_steps, self.local_trigger_step]
-        drawn = draw(rows, self.config, self.pruning, ranks=_ranks(workers), step=step)
+        drawn = draw_rows(rows, self.config, self.pruning, ranks=_count_ranks(workers), step=step)
         metrics.update(drawn.metrics)
         sent = batch.select_keys([batch.keys[row] for row in drawn.order])
         own = [advantages[row] for row in drawn.order]
         _put_advantages(
             sent, [row * weight for row, weight in zip(own, drawn.weights.tolist(), strict=True)]
         )
-        with _smaller_mini_batches(workers, drawn.mini_batch):
+        with _override_mini_batch_size(workers, drawn.mini_batch):
             super()._update_actor(sent, metrics)
         _put_advantages(sent, own)  # verl's metrics read them
         return batch
@@ -326,7 +328,7 @@ class PrunedRayPPOTrainer(RayPPOTrainer):
     construct it."""
 
     def __init__(self, config: DictConfig, *args: Any, **options: Any) -> None:
-        self.pruning = pruning_settings(config)
+        self.pruning = read_pruning_settings(config)
         super().__init__(config, *args, **options)
 
     def _update_actor(self, batch: DataProto) -> DataProto:
@@ -340,14 +342,14 @@ class PrunedRayPPOTrainer(RayPPOTrainer):
             batch.batch["old_log_probs"],
         )
         workers = self.actor_rollout_wg
-        drawn = draw(
-            rows, self.config, self.pruning, ranks=_ranks(workers), step=[self.global_steps]
+        drawn = draw_rows(
+            rows, self.config, self.pruning, ranks=_count_ranks(workers), step=[self.global_steps]
         )
         sent = batch.select_idxs(drawn.order)
         sent.batch["advantages"] = (
             sent.batch["advantages"] * torch.from_numpy(drawn.weights)[:, None]
         ).float()
-        with _smaller_mini_batches(workers, drawn.mini_batch):
+        with _override_mini_batch_size(workers, drawn.mini_batch):
             output = super()._update_actor(sent)
         output.meta_info["metrics"].update({name: [value] for name, value in drawn.metrics.items()})
         return output

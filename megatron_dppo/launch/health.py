@@ -22,7 +22,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.launch.start import environment_alone, srun_started, torch_environment
+from megatron_dppo.launch.start import (
+    build_torch_environment,
+    get_single_rank_environment,
+    is_srun_task,
+)
 
 WAIT_S = 120.0
 """How long ranks wait for one another."""
@@ -45,11 +49,11 @@ ERRORS = (
 )
 
 
-def faults_of_node() -> Iterator[str]:
+def find_node_faults() -> Iterator[str]:
     """Faults that the node's own tools find. Memory errors are those since the driver was
     loaded."""
     if shutil.which("nvidia-smi"):
-        code, said = _ask(*ERRORS)
+        code, said = _run_command(*ERRORS)
         if code:
             yield f"nvidia-smi ended with exit code {code}: {said[-200:]}"
         elif not torch.cuda.is_available():
@@ -60,13 +64,13 @@ def faults_of_node() -> Iterator[str]:
         for gpu, _, count in (line.partition(", ") for line in said.splitlines() if not code):
             if count.isdecimal() and int(count):  # [N/A] where a GPU does not count them
                 yield f"GPU {gpu} has had {count} uncorrected memory errors"
-    if shutil.which("dcgmi") and _ask(*DCGM[0])[0] == 0:
-        code, said = _ask(*DCGM[1])
+    if shutil.which("dcgmi") and _run_command(*DCGM[0])[0] == 0:
+        code, said = _run_command(*DCGM[1])
         if code:
             yield f"dcgmi diag -r 1 ended with exit code {code}: {said[-200:]}"
 
 
-def _ask(*command: str) -> tuple[int, str]:
+def _run_command(*command: str) -> tuple[int, str]:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=DIAGNOSIS_S, check=False
@@ -78,7 +82,7 @@ def _ask(*command: str) -> tuple[int, str]:
     ) if done.returncode else done.stdout
 
 
-def all_reduce_s(rank: int, size: int, mib: int, group: dist.ProcessGroup | None) -> float:
+def time_all_reduce(rank: int, size: int, mib: int, group: dist.ProcessGroup | None) -> float:
     """The shortest time of several sums over all ranks, in seconds. Collective.
 
     Raises:
@@ -104,7 +108,7 @@ def all_reduce_s(rank: int, size: int, mib: int, group: dist.ProcessGroup | None
     return min(times)
 
 
-def slow_network(bandwidth: float, nodes: Sequence[str], backend: str) -> str | None:
+def check_network(bandwidth: float, nodes: Sequence[str], backend: str) -> str | None:
     """Return the fault of a network between nodes that is slower than ``HEALTH_CHECK_GBPS``.
 
     Args:
@@ -134,9 +138,9 @@ def main(wait_s: float = WAIT_S) -> int:
     Returns:
         the exit code.
     """
-    if srun_started(os.environ):
-        os.environ.update(torch_environment(os.environ))
-    told = {**environment_alone(), **os.environ}
+    if is_srun_task(os.environ):
+        os.environ.update(build_torch_environment(os.environ))
+    told = {**get_single_rank_environment(), **os.environ}
     rank, size, local, port = (
         int(told[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     )
@@ -166,7 +170,7 @@ def main(wait_s: float = WAIT_S) -> int:
             )
             print(*sorted({store.get(nodes[each]).decode() for each in there}))
         return 1
-    store.set(f"faults {rank}", "\n".join(faults_of_node() if local == 0 else ()))
+    store.set(f"faults {rank}", "\n".join(find_node_faults() if local == 0 else ()))
     store.set_timeout(timedelta(seconds=2 * DIAGNOSIS_S))
     found = [
         (store.get(nodes[each]).decode(), store.get(f"faults {each}").decode())
@@ -193,7 +197,7 @@ def main(wait_s: float = WAIT_S) -> int:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         trying = by
         group = dist.new_group(backend=by, timeout=limit) if gpus else None
-        seconds = all_reduce_s(rank, size, MIB[by], group)
+        seconds = time_all_reduce(rank, size, MIB[by], group)
         dist.destroy_process_group()
     except RuntimeError as error:
         hint = f"{trying.upper()}_SOCKET_IFNAME names the network's interface between nodes"
@@ -208,7 +212,7 @@ def main(wait_s: float = WAIT_S) -> int:
         f"{size} ranks on {' '.join(dict.fromkeys(among))} add up {MIB[by]} MiB by {by} in "
         f"{figures}"
     )
-    if fault := slow_network(bandwidth, among, by):
+    if fault := check_network(bandwidth, among, by):
         print(f"error: {fault}")
         return 1
     return 0

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, install_command
 from megatron_dppo.parallel.layout import resolve_layout
-from megatron_dppo.rollout.servers.launch import SERVER_PYTHON, gpus_to_reserve
+from megatron_dppo.rollout.servers.launch import SERVER_PYTHON, count_reserved_gpus
 
 PACKAGE = Path(__file__).parents[1]
 EXAMPLES = PACKAGE / "examples" if (PACKAGE / "examples").is_dir() else PACKAGE.parent
@@ -28,7 +28,7 @@ EXAMPLES = PACKAGE / "examples" if (PACKAGE / "examples").is_dir() else PACKAGE.
 JOB = EXAMPLES / "scripts/slurm/job.sh"
 
 
-def local_script(words: Sequence[str]) -> str:
+def render_local_script(words: Sequence[str]) -> str:
     """A script that trains on this machine, in this folder.
 
     Args:
@@ -38,7 +38,7 @@ def local_script(words: Sequence[str]) -> str:
     return f"#!/usr/bin/env bash\n{enter_folder()}\nexec {command}\n"
 
 
-def slurm_script(config: Config, words: Sequence[str]) -> str:
+def render_slurm_script(config: Config, words: Sequence[str]) -> str:
     """A script for ``sbatch``: the machines that ``cluster.*`` names, then ``job.sh``.
 
     Args:
@@ -55,23 +55,26 @@ def slurm_script(config: Config, words: Sequence[str]) -> str:
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name=megatron-dppo.{name} --output=%x-%j.log --open-mode=append",
-        f"#SBATCH --time={slurm_time(cluster.hours)} --signal=B:USR1@{cluster.warn_s:.0f} "
+        f"#SBATCH --time={format_slurm_time(cluster.hours)} --signal=B:USR1@{cluster.warn_s:.0f} "
         "--requeue",
-        _component(cluster.nodes, ranks_per_node(config), cluster.gpus_per_node, places),
+        _render_component(
+            cluster.nodes, count_ranks_per_node(config), cluster.gpus_per_node, places
+        ),
     ]
     if cluster.server_nodes:
-        servers = _component(
-            cluster.server_nodes, servers_per_node(config), cluster.gpus_per_node, places
+        servers = _render_component(
+            cluster.server_nodes, count_servers_per_node(config), cluster.gpus_per_node, places
         )
         lines += ["#SBATCH hetjob", servers]
     lines += [
-        f"export {name}={shlex.quote(value)}" for name, value in job_environment(config).items()
+        f"export {name}={shlex.quote(value)}"
+        for name, value in build_job_environment(config).items()
     ]
-    job = shlex.join(["bash", str(JOB), *job_words(words)])
+    job = shlex.join(["bash", str(JOB), *sort_job_words(words)])
     return "\n".join([*lines, enter_folder(), f"exec {job}"]) + "\n"
 
 
-def _component(nodes: int, tasks: int, gpus: int, places: Sequence[str]) -> str:
+def _render_component(nodes: int, tasks: int, gpus: int, places: Sequence[str]) -> str:
     sizes = (
         f"--nodes={nodes}",
         f"--ntasks-per-node={tasks}",
@@ -87,12 +90,12 @@ def enter_folder() -> str:
     return f"cd {shlex.quote(str(Path.cwd()))} || exit 2"
 
 
-def job_words(words: Sequence[str]) -> list[str]:
+def sort_job_words(words: Sequence[str]) -> list[str]:
     """The words for ``job.sh``, which takes the first one for the file."""
     return sorted(words, key=lambda word: "=" in word and not Path(word).is_file())
 
 
-def job_environment(config: Config) -> dict[str, str]:
+def build_job_environment(config: Config) -> dict[str, str]:
     """Variables that ``job.sh`` reads."""
     cluster = config.cluster
     told = {"CONTAINER": cluster.container or "", "CONTAINER_MOUNTS": ",".join(cluster.mounts)}
@@ -101,14 +104,14 @@ def job_environment(config: Config) -> dict[str, str]:
     return told if cluster.container else {**told, "PYTHON": sys.executable}
 
 
-def ranks_per_node(config: Config) -> int:
+def count_ranks_per_node(config: Config) -> int:
     """Ranks on each actor node: a GPU each, but for those of the servers that the run itself starts
     there.
 
     Raises:
         UserError: none are left.
     """
-    cluster, reserved = config.cluster, gpus_to_reserve(config.rollout)
+    cluster, reserved = config.cluster, count_reserved_gpus(config.rollout)
     left = cluster.gpus_per_node - reserved
     if left < 1 or (reserved and cluster.nodes > 1):
         problem = (
@@ -120,7 +123,7 @@ def ranks_per_node(config: Config) -> int:
     return left
 
 
-def servers_per_node(config: Config) -> int:
+def count_servers_per_node(config: Config) -> int:
     """Servers on each server node, as many as its GPUs are enough for.
 
     Raises:
@@ -135,7 +138,7 @@ def servers_per_node(config: Config) -> int:
     return gpus // tp
 
 
-def slurm_time(hours: float) -> str:
+def format_slurm_time(hours: float) -> str:
     """As ``--time`` takes it, a minute at least."""
     minutes = max(round(60 * hours), 1)
     return f"{minutes // 60:02}:{minutes % 60:02}:00"
@@ -181,22 +184,26 @@ def launch(
             "--executor", executor, problem, "Launch from a login node, or with --executor local"
         )
     if on_slurm:  # a job would wait for its nodes to be told so
-        resolve_layout(config.layout, config.cluster.nodes * ranks_per_node(config))
+        resolve_layout(config.layout, config.cluster.nodes * count_ranks_per_node(config))
     if dry_run:
-        print(slurm_script(config, words) if on_slurm else local_script(words), end="")
+        print(
+            render_slurm_script(config, words) if on_slurm else render_local_script(words), end=""
+        )
         return 0
-    run = _nemo_run()
+    run = _import_nemo_run()
     with run.Experiment(Path(config.run.dir).name, log_level="WARN") as experiment:
         if on_slurm:
             _add_to_slurm(run, experiment, config, words)
         else:
-            train = run.Script(inline=local_script(words).partition("\n")[2])
+            train = run.Script(inline=render_local_script(words).partition("\n")[2])
             experiment.add(train, executor=run.LocalExecutor(), name="train")
         experiment.run(detach=detach and on_slurm, tail_logs=not on_slurm)
-        return 0 if (detach and on_slurm) or _states_at_the_end(experiment) == {"SUCCEEDED"} else 1
+        return (
+            0 if (detach and on_slurm) or _wait_for_final_states(experiment) == {"SUCCEEDED"} else 1
+        )
 
 
-def _states_at_the_end(experiment: Any) -> set[str]:
+def _wait_for_final_states(experiment: Any) -> set[str]:
     """NeMo-Run stops following a task when its log ends, a moment before the task does."""
     while True:
         states = {task["status"].name for task in experiment.status(return_dict=True).values()}
@@ -207,20 +214,24 @@ def _states_at_the_end(experiment: Any) -> set[str]:
 
 def _add_to_slurm(run: Any, experiment: Any, config: Config, words: Sequence[str]) -> None:
     cluster = config.cluster
-    words = job_words(words)
+    words = sort_job_words(words)
     job = run.Script(path=str(JOB), args=words, entrypoint="bash")
-    actors = _slurm(run, config, words, cluster.nodes, ranks_per_node(config))
+    actors = _make_slurm_executor(run, config, words, cluster.nodes, count_ranks_per_node(config))
     if not cluster.server_nodes:
         experiment.add(job, executor=actors, name="train")
         return
-    servers = _slurm(run, config, words, cluster.server_nodes, servers_per_node(config))
+    servers = _make_slurm_executor(
+        run, config, words, cluster.server_nodes, count_servers_per_node(config)
+    )
     actors.heterogeneous, actors.het_group_indices = True, [0, 1]
     experiment.add(
         [job, job], executor=[actors, servers], name="train"
     )  # it wants a task for each component
 
 
-def _slurm(run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per_node: int) -> Any:
+def _make_slurm_executor(
+    run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per_node: int
+) -> Any:
     cluster = config.cluster
     return run.SlurmExecutor(
         account=cluster.account,
@@ -230,12 +241,14 @@ def _slurm(run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per
         gpus_per_node=cluster.gpus_per_node,
         exclusive=True,
         mem="0",
-        time=slurm_time(cluster.hours),
+        time=format_slurm_time(cluster.hours),
         signal=f"B:USR1@{cluster.warn_s:.0f}",
         # NeMo-Run puts the experiment's folder in the place of /nemo_run, and shows the log* that
         # it finds there.
         additional_parameters={"output": "/nemo_run/log-%x_%j.out", "open_mode": "append"},
-        env_vars={name: shlex.quote(value) for name, value in job_environment(config).items()},
+        env_vars={
+            name: shlex.quote(value) for name, value in build_job_environment(config).items()
+        },
         job_name_prefix="megatron-dppo.",
         setup_lines=EXEC_JOB.format(enter=enter_folder(), job=shlex.join([str(JOB), *words])),
         tunnel=run.LocalTunnel(job_dir=str(Path(run.config.get_nemorun_home(), "experiments"))),
@@ -244,7 +257,7 @@ def _slurm(run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per
     )
 
 
-def _nemo_run() -> Any:
+def _import_nemo_run() -> Any:
     try:
         import nemo_run
     except ImportError as error:

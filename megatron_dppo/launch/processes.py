@@ -20,11 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from megatron_dppo.parallel.meeting import LISTENER, LOOPBACK, listen
+from megatron_dppo.parallel.meeting import LISTENER, LOOPBACK, open_listener
 from megatron_dppo.process import lifetime
-from megatron_dppo.process.guard import cut_short, ended_by
+from megatron_dppo.process.guard import format_early_exit, format_signal_exit
 from megatron_dppo.process.lifetime import MARKER
-from megatron_dppo.process.streams import tell
+from megatron_dppo.process.streams import print_message
 
 LOOK_S = 0.05
 """Seconds between polls of the ranks."""
@@ -48,7 +48,7 @@ def run_ranks(
     environ: Mapping[str, str],
     ranks: int,
     failure: FirstFailure,
-    meanwhile: Callable[[], None] = lambda: None,
+    on_poll: Callable[[], None] = lambda: None,
 ) -> int:
     """Run a command as several ranks, and return when all ranks have ended.
 
@@ -57,7 +57,7 @@ def run_ranks(
         environ: environment of all ranks; RANK and other variables of the process group are added.
         ranks: number of ranks.
         failure: marker that the first failing rank creates, unless a signal kills the rank.
-        meanwhile: function that is called between polls of the ranks; an exception ends the ranks.
+        on_poll: function that is called between polls of the ranks; an exception ends the ranks.
 
     Returns:
         0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or
@@ -65,9 +65,9 @@ def run_ranks(
     """
     processes: list[subprocess.Popen[bytes]] = []
     with (
-        _ending_signals() as ignore_them,
-        lifetime.stop_handed_on(lambda: [process.pid for process in processes]),
-        listen(LOOPBACK) as place,
+        _handle_ending_signals() as ignore_them,
+        lifetime.forward_stop(lambda: [process.pid for process in processes]),
+        open_listener(LOOPBACK) as place,
     ):
         try:
             for rank in range(ranks):
@@ -89,7 +89,7 @@ def run_ranks(
                         start_new_session=True,
                     )
                 )
-            return _watch(processes, failure, meanwhile)
+            return _watch(processes, failure, on_poll)
         except _SignalError as ended:
             return 128 + ended.number
         finally:
@@ -100,14 +100,14 @@ def run_ranks(
 def _watch(
     processes: Sequence[subprocess.Popen[bytes]],
     failure: FirstFailure,
-    meanwhile: Callable[[], None],
+    on_poll: Callable[[], None],
 ) -> int:
     before = time.time()
     while True:
         now = time.time()
         codes = {rank: process.poll() for rank, process in enumerate(processes)}
         if failed := {rank: code for rank, code in codes.items() if code}:
-            code = _first_cause(failed, failure, all_lived=before)
+            code = _first_cause(failed, failure, previous_poll=before)
             if code == lifetime.SAVED:
                 _wait(
                     processes, GRACE_S
@@ -116,7 +116,7 @@ def _watch(
         if None not in codes.values():
             return _check_ends(failure, ranks=len(processes))
         before = now
-        meanwhile()
+        on_poll()
         time.sleep(LOOK_S)
 
 
@@ -124,12 +124,12 @@ def _check_ends(failure: FirstFailure, *, ranks: int) -> int:
     """Return 0 if the job of every rank reached its end, else 1."""
     for rank in range(ranks):
         if not failure.has_ended(rank):
-            failure.say(cut_short(f"rank {rank}", "its job"))
+            failure.report(format_early_exit(f"rank {rank}", "its job"))
             return 1
     return 0
 
 
-def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, all_lived: float) -> int:
+def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, previous_poll: float) -> int:
     """Print which rank failed first, unless that rank has printed a reason. Return the exit code of
     the run.
 
@@ -143,21 +143,22 @@ def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, all_lived:
     Args:
         failed: exit codes by rank; a negative code is the signal that ended the rank.
         failure: marker of the run.
-        all_lived: time of the previous poll, when all ranks were alive, in seconds since the epoch.
+        previous_poll: time of the previous poll, when all ranks were alive, in seconds since the
+            epoch.
     """
     killed = {rank: -code for rank, code in failed.items() if code < 0}
-    spoken = failure.code()
+    spoken = failure.get_code()
     if spoken is not None and (
-        set(killed.values()) <= {signal.SIGABRT} or failure.made_before(all_lived)
+        set(killed.values()) <= {signal.SIGABRT} or failure.is_older_than(previous_poll)
     ):
         return spoken
     killed = {rank: number for rank, number in killed.items() if number != signal.SIGABRT} or killed
     for rank, number in killed.items():
-        failure.say(ended_by(f"rank {rank}", number))
+        failure.report(format_signal_exit(f"rank {rank}", number))
     if killed:
         return 128 + next(iter(killed.values()))
     rank, code = next(iter(failed.items()))
-    failure.say(f"error: rank {rank} ended with exit code {code}, and did not say why")
+    failure.report(f"error: rank {rank} ended with exit code {code}, and did not say why")
     return code
 
 
@@ -178,7 +179,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 @contextmanager
-def _ending_signals() -> Iterator[Callable[[], None]]:
+def _handle_ending_signals() -> Iterator[Callable[[], None]]:
     """Raise ``_SignalError`` for the first ending signal in this context, until the yielded
     function is called.
 
@@ -224,12 +225,12 @@ class FirstFailure:
         self._marker, self._start = marker, time.time()
         self._said: list[str] = []
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Print why a rank failed, on behalf of a rank that could not print the reason."""
         self._said.append(text)
-        tell(text)
+        print_message(text)
 
-    def said(self) -> str:
+    def get_message(self) -> str:
         """Return the printed reason why the run failed; empty if the reason is unknown."""
         return "\n".join(self._said) or self._read().partition("\n")[2]
 
@@ -243,17 +244,17 @@ class FirstFailure:
                 self._marker.unlink(missing_ok=True)
             descriptor = os.open(self._marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
-            return self.code() or code
+            return self.get_code() or code
         except OSError:
             # Print the reason without a marker: a repeated reason is better than a lost reason.
             pass
         else:
             os.write(descriptor, f"{code}\n{text}".encode(errors="backslashreplace"))
             os.close(descriptor)
-        tell(text)
+        print_message(text)
         return code
 
-    def code(self) -> int | None:
+    def get_code(self) -> int | None:
         """Return the exit code of the first failure; None if no rank has failed."""
         for _ in range(20):  # the content is written a moment after the file is created
             if not self._marker.exists():
@@ -268,10 +269,10 @@ class FirstFailure:
             return self._marker.read_text(encoding="utf-8", errors="replace")
         return ""
 
-    def made_before(self, moment: float) -> bool:
-        """Return whether a rank had failed before ``moment``, in seconds since the epoch."""
+    def is_older_than(self, timestamp: float) -> bool:
+        """Return whether a rank had failed before ``timestamp``, in seconds since the epoch."""
         try:
-            return self._marker.stat().st_mtime < moment
+            return self._marker.stat().st_mtime < timestamp
         except FileNotFoundError:
             return False
 
@@ -281,7 +282,7 @@ class FirstFailure:
         while not self._marker.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def note_end(self, rank: int) -> None:
+    def record_end(self, rank: int) -> None:
         """Record that the job of a rank reached its end, because an exit code of 0 is no proof."""
         self._end_mark(rank).touch()
 
@@ -292,12 +293,12 @@ class FirstFailure:
     def _end_mark(self, rank: int) -> Path:
         return self._marker.with_name(f"{self._marker.name}.end-{rank}")
 
-    def forget(self) -> None:
+    def remove_marker(self) -> None:
         """Remove the marker of a run of one rank, because no further process reads the marker."""
         self._marker.unlink(missing_ok=True)
 
 
-def marker_for(run_dir: Path, environ: Mapping[str, str]) -> Path:
+def resolve_marker(run_dir: Path, environ: Mapping[str, str]) -> Path:
     """Return the path of the marker: the path set by the launcher, otherwise a path in the
     directory of the run.
 
@@ -313,11 +314,11 @@ def marker_for(run_dir: Path, environ: Mapping[str, str]) -> Path:
             str(os.getppid())
         )  # process id of torchrun's agent, because run ids and ports repeat between runs
     run = "/".join(parts)
-    folder = run_dir if run_dir.is_dir() else _own_folder()
+    folder = run_dir if run_dir.is_dir() else _make_user_folder()
     return folder / f".megatron-dppo-failure-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
 
 
-def _own_folder() -> Path:
+def _make_user_folder() -> Path:
     """Return a temporary folder that only this user can write to, the same for all processes of the
     user."""
     folder = Path(tempfile.gettempdir(), f"megatron-dppo-{os.getuid()}")

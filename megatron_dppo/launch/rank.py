@@ -24,13 +24,13 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from megatron_dppo.config import Config
-from megatron_dppo.errors import StandstillError, UserError, error_text
-from megatron_dppo.launch.processes import FirstFailure, marker_for
-from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
+from megatron_dppo.errors import StandstillError, UserError, format_error
+from megatron_dppo.launch.processes import FirstFailure, resolve_marker
+from megatron_dppo.parallel.meeting import LOST_CONTACT, find_loopback_interface, is_single_node
 from megatron_dppo.process import lifetime
-from megatron_dppo.process.files import too_few_files
-from megatron_dppo.process.lifetime import MARKER, die_with
-from megatron_dppo.process.streams import outlive_readers, quieten
+from megatron_dppo.process.files import make_file_limit_error
+from megatron_dppo.process.lifetime import MARKER, set_parent_death_signal
+from megatron_dppo.process.streams import filter_upstream_warnings, ignore_broken_streams
 from megatron_dppo.rollout.servers.launch import ALLOCATOR, rank_environment
 from megatron_dppo.settings import load_config
 
@@ -71,7 +71,7 @@ def rank_main(
     config: Config,
     options: Options = NO_OPTIONS,
     *,
-    first: Callable[[], None] | None = None,
+    prepare: Callable[[], None] | None = None,
 ) -> int:
     """Run a job as one rank of the process group that the environment describes. Returns the exit
     code.
@@ -83,19 +83,19 @@ def rank_main(
         job: a function, ``module:function``, or a key of ``JOBS``.
         config: what the job is given.
         options: named arguments of the job.
-        first: called before it; its errors are reported in the same way.
+        prepare: called before it; its errors are reported in the same way.
     """
-    outlive_readers()
-    quieten()
+    ignore_broken_streams()
+    filter_upstream_warnings()
     set_environment(config)
     if job == "train":
-        lifetime.listen_for_stop()
-    failure = FirstFailure(marker_for(Path(config.run.dir), os.environ))
+        lifetime.install_stop_handler()
+    failure = FirstFailure(resolve_marker(Path(config.run.dir), os.environ))
     code = 0
     try:
-        with _exits_reported(failure):
-            if first is not None:
-                first()
+        with _report_exits(failure):
+            if prepare is not None:
+                prepare()
             function = resolve_name(JOBS.get(job, job)) if isinstance(job, str) else job
             function(config, **options)
     except KeyboardInterrupt:
@@ -106,13 +106,13 @@ def rank_main(
         code = _report(config, error, failure)
         _reported.append(error)
     if code == 0 and MARKER in os.environ:
-        failure.note_end(int(os.environ["RANK"]))
+        failure.record_end(int(os.environ["RANK"]))
     sys.stdout.flush()
     sys.stderr.flush()
     if code and int(os.environ["WORLD_SIZE"]) > 1:
         os._exit(code)
     if code and _is_alone():
-        failure.forget()
+        failure.remove_marker()
     return code
 
 
@@ -122,15 +122,15 @@ def _is_alone() -> bool:
 
 
 @contextmanager
-def _exits_reported(failure: FirstFailure) -> Iterator[None]:
+def _report_exits(failure: FirstFailure) -> Iterator[None]:
     """Within it ``os._exit`` in this process, by whatever code, is reported as a crash. Forked
     copies keep theirs."""
-    rank, leave, said = os.getpid(), os._exit, lifetime.leave
+    rank, leave, said = os.getpid(), os._exit, lifetime.exit_now
 
     def end(code: int, text: str) -> NoReturn:
         code = failure.claim(code, text)
         if _is_alone():
-            failure.forget()
+            failure.remove_marker()
         leave(code)
 
     def report(status: int) -> NoReturn:
@@ -139,11 +139,11 @@ def _exits_reported(failure: FirstFailure) -> Iterator[None]:
         stack = "".join(traceback.format_stack(sys._getframe(1))).rstrip()
         end(1, f"{_name()} was ended by os._exit({status}), called at:\n{stack}")
 
-    os._exit, lifetime.leave = report, end
+    os._exit, lifetime.exit_now = report, end
     try:
         yield
     finally:
-        os._exit, lifetime.leave = leave, said
+        os._exit, lifetime.exit_now = leave, said
 
 
 def set_environment(config: Config) -> None:
@@ -153,9 +153,9 @@ def set_environment(config: Config) -> None:
     # and context parallelism overlap by that.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if (
-        on_one_machine(os.environ)
+        is_single_node(os.environ)
         and not config.rollout.servers
-        and (interface := loopback_interface())
+        and (interface := find_loopback_interface())
     ):
         os.environ.setdefault(
             "GLOO_SOCKET_IFNAME", interface
@@ -170,7 +170,7 @@ def set_environment(config: Config) -> None:
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
 
 
-def lost_contact(error: BaseException) -> bool:
+def has_lost_contact(error: BaseException) -> bool:
     """Whether it may be that another rank has ended."""
     return int(os.environ["WORLD_SIZE"]) > 1 and bool(
         LOST.search(f"{type(error).__name__}: {error}")
@@ -184,23 +184,23 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
     if (
         TOO_MANY_FILES in f"{error!r} {error.__cause__!r} {error.__context__!r}"
     ):  # libraries have errors of their own
-        error = too_few_files(error)
+        error = make_file_limit_error(error)
     elif isinstance(error, OSError):
-        error = _disk_error(config, error) or error
+        error = _convert_disk_error(config, error) or error
     if isinstance(error, UserError):
-        code, text = 2, error_text(error)
+        code, text = 2, format_error(error)
     elif isinstance(error, lifetime.StoppedError):
         code, text = lifetime.SAVED, str(error)
     else:
         hint = ""
-        if lost_contact(error):
+        if has_lost_contact(error):
             failure.wait(HOLD_BACK_S)
             hint = ", perhaps because another rank had ended"
         code, text = 1, f"{_name()} crashed{hint}:\n{traceback.format_exc().rstrip()}"
     return failure.claim(code, text)
 
 
-def _disk_error(config: Config, error: OSError) -> UserError | None:
+def _convert_disk_error(config: Config, error: OSError) -> UserError | None:
     """Return the error about ``run.dir`` for the user.
 
     - The disk is full.
@@ -248,7 +248,7 @@ def main(job: str, config: str, options: str = "{}") -> int:
     # meant.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    die_with(int(os.environ[LAUNCHER]))
+    set_parent_death_signal(int(os.environ[LAUNCHER]))
     return rank_main(job, load_config(config, ()), json.loads(options))
 
 

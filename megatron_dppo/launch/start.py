@@ -14,27 +14,27 @@ from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
-from megatron_dppo.bridge.checkpoint_folder import latest_step
+from megatron_dppo.bridge.checkpoint_folder import find_latest_step
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.errors import MistakesError, UserError
-from megatron_dppo.launch.job import servers_per_node
+from megatron_dppo.launch.job import count_servers_per_node
 from megatron_dppo.launch.processes import FirstFailure, run_ranks
 from megatron_dppo.launch.rank import LAUNCHER, NO_OPTIONS, Options, rank_main, set_environment
-from megatron_dppo.parallel.layout import layout_text, resolve_layout
+from megatron_dppo.parallel.layout import format_layout, resolve_layout
 from megatron_dppo.parallel.meeting import LOOPBACK
-from megatron_dppo.process.files import open_more_files, refuse_if_held
+from megatron_dppo.process.files import check_not_held, raise_file_limit
 from megatron_dppo.process.lifetime import MARKER
-from megatron_dppo.process.streams import outlive_readers, tell
-from megatron_dppo.rollout.servers.launch import HOSTS, OVERRIDE, gpus_to_reserve
+from megatron_dppo.process.streams import ignore_broken_streams, print_message
+from megatron_dppo.rollout.servers.launch import HOSTS, OVERRIDE, count_reserved_gpus
 from megatron_dppo.settings import as_yaml
 from megatron_dppo.trainer.preflight import (
-    checks_of_functions,
-    found_by,
-    mistakes,
-    preflight,
+    find_mistakes,
+    list_function_checks,
     prepare_data,
-    tokenise_data,
+    run_checks,
+    run_preflight,
+    tokenize_data,
 )
 
 MOST_WITHOUT_GPUS = 256
@@ -60,24 +60,26 @@ def run(command: Command, config: Config, options: Options = NO_OPTIONS) -> int:
     """
     prepare_environment(config)
     if is_rank():
-        return rank_main(command, config, options, first=lambda: _look_first(command, config))
-    ranks = ranks_to_start(command, config)
+        return rank_main(
+            command, config, options, prepare=lambda: _check_before_run(command, config)
+        )
+    ranks = resolve_rank_count(command, config)
     if ranks == 1:
-        os.environ.update(environment_alone())
+        os.environ.update(get_single_rank_environment())
         try:
             return rank_main(command, config, options)
         except KeyboardInterrupt:
-            _say_what_is_left(command, config)
+            _print_resume_hint(command, config)
             raise
     return start_ranks(command, config, ranks, options=options)
 
 
 def prepare_environment(config: Config) -> None:
     """Prepare a process that is or may become a rank, before any code has CUDA count the GPUs."""
-    outlive_readers()
-    open_more_files()
-    if srun_started(os.environ):
-        os.environ.update(torch_environment(os.environ))
+    ignore_broken_streams()
+    raise_file_limit()
+    if is_srun_task(os.environ):
+        os.environ.update(build_torch_environment(os.environ))
     set_environment(config)
 
 
@@ -86,26 +88,26 @@ def is_rank() -> bool:
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
-def ranks_to_start(command: Command, config: Config) -> int:
+def resolve_rank_count(command: Command, config: Config) -> int:
     """Run the checks of a command, then return the number of ranks to start on this machine.
 
     Raises:
         UserError: if a check fails; the error is about the first problem.
     """
-    preflight(config, command)
+    run_preflight(config, command)
     if command in TRAINING:
-        refuse_if_held(Path(config.run.dir))
-    ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
+        check_not_held(Path(config.run.dir))
+    ranks = count_ranks(config.layout, reserved=count_reserved_gpus(config.rollout))
     resolve_layout(config.layout, ranks)
     return ranks
 
 
-def _look_first(command: Command, config: Config) -> None:
-    preflight(config, command)
+def _check_before_run(command: Command, config: Config) -> None:
+    run_preflight(config, command)
     resolve_layout(config.layout, int(os.environ["WORLD_SIZE"]))
 
 
-def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
+def count_ranks(layout: LayoutConfig, *, reserved: int = 0) -> int:
     """Return the number of ranks of a layout on this machine.
 
     Without ``layout.dp`` the number of replicas is the largest for which the GPUs suffice, and at
@@ -120,7 +122,7 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
         UserError: if this machine has no GPU, and ranks and servers are more than
             ``MOST_WITHOUT_GPUS``.
     """
-    least, gpus = layout.least_ranks, count_gpus()
+    least, gpus = layout.min_ranks, count_gpus()
     ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max(
         (gpus - reserved) // least, 1
     )
@@ -128,7 +130,7 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
         servers = f" and its servers {reserved}" if reserved else ""
         problem = f"needs {ranks} GPUs{servers}, and this machine has {gpus}"
         remedy = "Lower the layout, or start the ranks on several machines with torchrun or srun"
-        raise UserError("layout", layout_text(layout), problem, remedy)
+        raise UserError("layout", format_layout(layout), problem, remedy)
     return ranks
 
 
@@ -136,8 +138,8 @@ def start_ranks(
     job: str,
     config: Config,
     ranks: int,
-    meanwhile: Callable[[], None] = lambda: None,
-    failed: Callable[[str], object] = lambda text: None,
+    on_poll: Callable[[], None] = lambda: None,
+    on_failure: Callable[[str], object] = lambda text: None,
     options: Options = NO_OPTIONS,
 ) -> int:
     """Run a job on ranks of this machine, and return when all ranks have ended.
@@ -150,8 +152,8 @@ def start_ranks(
         job: a command, or ``module:function`` for a function that takes a Config.
         config: configuration of the run, written to a file for the ranks.
         ranks: number of processes, with LOCAL_RANK 0, 1, …
-        meanwhile: function that this process calls several times a second while the ranks run.
-        failed: function that is called with the printed reason if a rank fails.
+        on_poll: function that this process calls several times a second while the ranks run.
+        on_failure: function that is called with the printed reason if a rank fails.
         options: named arguments of the job in addition to the Config, JSON-able.
 
     Returns:
@@ -169,25 +171,25 @@ def start_ranks(
             str(settings),
             json.dumps(options),
         ]
-        threads = os.environ.get("OMP_NUM_THREADS", str(usable_cores() // ranks or 1))
+        threads = os.environ.get("OMP_NUM_THREADS", str(count_usable_cores() // ranks or 1))
         ours = {MARKER: str(marker), LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": threads}
         code = run_ranks(
-            command, {**os.environ, **ours}, ranks, failure := FirstFailure(marker), meanwhile
+            command, {**os.environ, **ours}, ranks, failure := FirstFailure(marker), on_poll
         )
         if code:
-            failed(failure.said())
+            on_failure(failure.get_message())
     if code == 128 + signal.SIGINT:
-        _say_what_is_left(job, config)
+        _print_resume_hint(job, config)
     return code
 
 
-def _say_what_is_left(job: str, config: Config) -> None:
+def _print_resume_hint(job: str, config: Config) -> None:
     """Print, after Ctrl-C, the step of the last checkpoint, and the signal that has a run save
     before the end."""
     if job != "train":
         return
     checkpoints = Path(config.run.dir) / "checkpoints"
-    step, every = latest_step(checkpoints), config.run.checkpoint_every
+    step, every = find_latest_step(checkpoints), config.run.checkpoint_every
     if step is None:
         kept = (
             f"before its first checkpoint (run.checkpoint_every = {every}): the same command "
@@ -198,10 +200,10 @@ def _say_what_is_left(job: str, config: Config) -> None:
             f"the same command goes on from step {step} of {config.run.steps}, the last "
             f"checkpoint in {checkpoints}"
         )
-    tell(f"interrupted; {kept}. SIGUSR1 in place of Ctrl-C has a run save before it ends")
+    print_message(f"interrupted; {kept}. SIGUSR1 in place of Ctrl-C has a run save before it ends")
 
 
-def environment_alone() -> dict[str, str]:
+def get_single_rank_environment() -> dict[str, str]:
     """Return the environment of a process group of one rank."""
     group = {
         "RANK": "0",
@@ -210,10 +212,10 @@ def environment_alone() -> dict[str, str]:
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": "0",
     }
-    return group | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(usable_cores()))}
+    return group | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(count_usable_cores()))}
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Return the number of cores that this process may use, by CPU affinity and container quota."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = Path("/sys/fs/cgroup/cpu.max")
@@ -244,20 +246,20 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
             independently.
     """
     environ = _with_server_nodes(config, os.environ)
-    found = [*mistakes(config, command, environ)]
+    found = [*find_mistakes(config, command, environ)]
     if environ is not os.environ:
-        found += found_by([partial(servers_per_node, config)], after=found)
+        found += run_checks([partial(count_servers_per_node, config)], earlier=found)
     with redirect_stdout(sys.stderr):  # imported modules may print
-        found += found_by(checks_of_functions(config, command), after=found)
+        found += run_checks(list_function_checks(config, command), earlier=found)
     if ranks:
-        found += found_by([partial(resolve_layout, config.layout, ranks)], after=found)
+        found += run_checks([partial(resolve_layout, config.layout, ranks)], earlier=found)
     if not found:
-        found += found_by(
-            [partial(prepare_data, config, command), partial(tokenise_data, config, command)]
+        found += run_checks(
+            [partial(prepare_data, config, command), partial(tokenize_data, config, command)]
         )
     if found:
         raise MistakesError(found)
-    done = latest_step(Path(config.run.dir) / "checkpoints") or 0
+    done = find_latest_step(Path(config.run.dir) / "checkpoints") or 0
     return f"{config.run.dir}: {done} of {config.run.steps} steps are done"
 
 
@@ -274,7 +276,7 @@ def _with_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[st
     )
     if not nodes or {OVERRIDE, HOSTS, "SLURM_JOB_ID"} & environ.keys():
         return environ
-    tell(
+    print_message(
         f"note: no Slurm job here: cluster.server_nodes = {nodes} is assumed; the job checks its "
         "own nodes for servers"
     )
@@ -284,7 +286,7 @@ def _with_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[st
 FIRST_PORT, PORTS = 20000, 20000
 
 
-def srun_started(environ: Mapping[str, str]) -> bool:
+def is_srun_task(environ: Mapping[str, str]) -> bool:
     """Return whether this process is one of several tasks of a Slurm step.
 
     Only the variables of the step are conclusive, because a batch script, a single process, also
@@ -293,7 +295,7 @@ def srun_started(environ: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
 
 
-def torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def build_torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS of a Slurm
     task.
 
@@ -308,14 +310,14 @@ def torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
         "MASTER_PORT": str(FIRST_PORT + (job * 17 + step) % PORTS),
-        "OMP_NUM_THREADS": str(_cores(environ)),
+        "OMP_NUM_THREADS": str(_count_task_cores(environ)),
     }
     if "MASTER_ADDR" not in environ:
         ours["MASTER_ADDR"] = _first_host(environ)
     return {name: value for name, value in ours.items() if name not in environ}
 
 
-def _cores(environ: Mapping[str, str]) -> int:
+def _count_task_cores(environ: Mapping[str, str]) -> int:
     """Return the number of cores of the node per task, at least 1."""
     tasks = int(
         environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition(",")[0].partition("(")[0]

@@ -32,21 +32,21 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.context import Share, share_of
+from megatron_dppo.models.context import PackShare, compute_share
 from megatron_dppo.models.layer_specs import add_to_main_gradients, check_attention
 from megatron_dppo.models.lora import add_expert_gradients
 from megatron_dppo.models.optimizer import (
     OffloadedState,
-    gradient_squares,
-    optimizer_parts,
+    compute_gradient_squares,
+    list_optimizers,
     prepare_adam_state,
 )
-from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
-from megatron_dppo.models.prefix_attention import shared_prefixes
+from megatron_dppo.models.policy import PolicyModel, build_packed_sequence, build_policy
+from megatron_dppo.models.prefix_attention import build_shared_prefixes
 from megatron_dppo.models.responses import Responses, to_device
 from megatron_dppo.models.routing import ExpertLoad, RoutingReplay
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.parallel.layout import interleaved_packs
+from megatron_dppo.parallel.layout import count_interleaved_packs
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Pack
 
@@ -113,7 +113,7 @@ class Policy:
         self.routing: RoutingReplay | None = None
         """Replays experts where it is there; see :meth:`replay_routing`."""
 
-    def replay_routing(self) -> None:
+    def enable_routing_replay(self) -> None:
         """From now on send tokens to the experts that a pack says."""
         self.routing = RoutingReplay(self.chunks, self.world, self.shape.routing)
 
@@ -132,7 +132,7 @@ class Policy:
         for module in self.modules:
             module.eval()
         outputs = self._run(packs, collect, forward_only=True)
-        if not self.world.last_stage:
+        if not self.world.is_last_stage:
             return [None] * len(packs)
         logprobs = [output["logprobs"].float() for output in outputs]
         values = torch.cat(logprobs).cpu()  # in one copy, since the host waits for each
@@ -146,20 +146,29 @@ class Policy:
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
-    def _share(self, pack: Pack) -> Share | None:
+    def _compute_share(self, pack: Pack) -> PackShare | None:
         """This rank's share of a pack, from arrays on the host; None: the whole pack."""
         cp = self.world.layout.cp
         if cp == 1:
             return None
         lengths = np.diff(pack.cu_seqlens).tolist()
-        return share_of(lengths, torch.from_numpy(pack.predictors), self.world.cp_rank, cp)
+        return compute_share(lengths, torch.from_numpy(pack.predictors), self.world.cp_rank, cp)
 
-    def _segments(self, pack: Pack, there: torch.Tensor) -> PackedSeqParams:
-        """Megatron's description of a pack; ``there`` are the starts of its segments on the
-        device."""
+    def _build_packed_sequence(
+        self, pack: Pack, device_cu_seqlens: torch.Tensor
+    ) -> PackedSeqParams:
+        """Megatron's description of a pack; ``device_cu_seqlens`` are the starts of its segments on
+        the device."""
         if pack.parents is None:
-            return packed_sequence(pack.cu_seqlens, pack.max_seqlen, there.device, there=there)
-        return shared_prefixes(pack, there.device, self.world.cp_rank, self.world.layout.cp)
+            return build_packed_sequence(
+                pack.cu_seqlens,
+                pack.max_seqlen,
+                device_cu_seqlens.device,
+                device_cu_seqlens=device_cu_seqlens,
+            )
+        return build_shared_prefixes(
+            pack, device_cu_seqlens.device, self.world.cp_rank, self.world.layout.cp
+        )
 
     def _run(self, packs: Sequence[Pack], loss: Loss, *, forward_only: bool) -> list[Sums]:
         def reduce(
@@ -168,12 +177,12 @@ class Policy:
             logprobs, entropy, *more = output
             return loss(Responses(pack, arrays, logprobs, entropy, *more))
 
-        return self._pass_over(packs, reduce, forward_only=forward_only)
+        return self._run_pass(packs, reduce, forward_only=forward_only)
 
-    def _pass_over(
+    def _run_pass(
         self,
         packs: Sequence[Pack],
-        reduce_with: Reduce,
+        reduction: Reduce,
         *,
         forward_only: bool,
         states: bool = False,
@@ -184,10 +193,10 @@ class Policy:
             batches: Iterator[Pack], module: torch.nn.Module
         ) -> tuple[Any, Callable[..., Any]]:
             pack = next(batches)
-            share = self._share(pack)
+            share = self._compute_share(pack)
             arrays, share_there = to_device(pack, device, share)
             replay = (
-                self.routing.over(self.modules.index(module), pack, share)
+                self.routing.apply(self.modules.index(module), pack, share)
                 if self.routing
                 else nullcontext()
             )
@@ -195,7 +204,7 @@ class Policy:
                 output = module(
                     arrays["token_ids"][None],
                     arrays["position_ids"][None],
-                    packed_seq_params=self._segments(pack, arrays["cu_seqlens"]),
+                    packed_seq_params=self._build_packed_sequence(pack, arrays["cu_seqlens"]),
                     predictors=arrays["predictors"],
                     targets=arrays["targets"],
                     share=share_there,
@@ -204,7 +213,7 @@ class Policy:
                 )
 
             def reduce(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-                value, sums = reduce_with(pack, arrays, output)
+                value, sums = reduction(pack, arrays, output)
                 tokens = torch.zeros((), dtype=torch.int, device=device)  # nothing is divided by it
                 return value, tokens, sums
 
@@ -214,7 +223,7 @@ class Policy:
             self.routing.clear()
         interleaved, layout = len(self.modules) > 1, self.world.layout
         if interleaved:
-            self.config.microbatch_group_size_per_vp_stage = interleaved_packs(
+            self.config.microbatch_group_size_per_vp_stage = count_interleaved_packs(
                 len(packs), layout.pp
             )
         with self.world.training(
@@ -290,7 +299,7 @@ class Actor(Policy):
         """Move the optimizer's state to the host, with ``optimizer.offload``; a step brings it back
         for itself."""
         if self._offloaded is not None:
-            self._offloaded.leave_device()
+            self._offloaded.offload()
 
     @with_gradients
     def update(self, packs: Sequence[Pack], loss: Loss, *, lr: float) -> UpdateResult:
@@ -304,8 +313,8 @@ class Actor(Policy):
         outputs = self.accumulate(packs, loss)
         with self.world.training("an optimizer step"):
             mine, grad_norm, counts = self._read(outputs)
-        sums = self._total(mine)
-        load = self._expert_load.shares(counts) if self._expert_load else {}
+        sums = self._sum_over_replicas(mine)
+        load = self._expert_load.compute_metrics(counts) if self._expert_load else {}
         with self.world.training("an optimizer step"):
             self._step(sums, grad_norm, lr)
         return UpdateResult(sums, grad_norm, load)
@@ -318,13 +327,12 @@ class Actor(Policy):
             remedy = "Lower optimizer.lr or optimizer.clip_grad and resume from the last checkpoint"
             remedy += "; if that fails at once, look for weights in model.path that are not finite"
             raise UserError("optimizer.lr", f"{lr:g}", problem, remedy)
-        if (
-            most := self._settings.clip_grad
-        ) > 0:  # by one norm, also where experts have an optimizer of their own
-            for part in optimizer_parts(self.optimizer):
-                clip_grad_by_total_norm_fp32(
-                    part.get_parameters(), max_norm=most, total_norm=grad_norm
-                )
+        max_norm = self._settings.clip_grad
+        if max_norm > 0:
+            # One norm clips all gradients, also if experts have an optimizer of their own.
+            for part in list_optimizers(self.optimizer):
+                parameters = part.get_parameters()
+                clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step_with_ready_grads()
@@ -340,7 +348,7 @@ class Actor(Policy):
         self.optimizer.zero_grad()
         return self._run(packs, loss, forward_only=False)
 
-    def gradient_norm(self, packs: Sequence[Pack], loss: Loss) -> float:
+    def compute_gradient_norm(self, packs: Sequence[Pack], loss: Loss) -> float:
         """The norm of a gradient, over all parameters of all ranks. No weight changes.
         Collective."""
         self.accumulate(packs, loss)
@@ -369,12 +377,12 @@ class Actor(Policy):
             :class:`ExpertLoad` ([layers, experts] fp64; empty without experts).
         """
         if self._offloaded is not None:
-            self._offloaded.return_to_device()
+            self._offloaded.onload()
         self.optimizer.prepare_grads()
-        has_sums = self.world.last_stage and self.world.tp_rank == 0 and self.world.cp_rank == 0
+        has_sums = self.world.is_last_stage and self.world.tp_rank == 0 and self.world.cp_rank == 0
         sums = [*outputs] if has_sums else []
         named = [each for output in sums for each in output.items()]
-        squares = gradient_squares(self.optimizer, self.world.device)
+        squares = compute_gradient_squares(self.optimizer, self.world.device)
         counts = self._expert_load.take() if self._expert_load else squares.new_empty(0)
         parts = [squares, counts, *(part for _, part in named)]
         values = torch.cat([part.reshape(-1).double() for part in parts]).cpu()
@@ -384,10 +392,10 @@ class Actor(Policy):
             mine[name] = mine.get(name, 0.0) + value
         return mine, float(norms.sum()) ** 0.5, load.view(counts.shape)
 
-    def _total(self, mine: dict[str, float]) -> dict[str, float]:
+    def _sum_over_replicas(self, local: dict[str, float]) -> dict[str, float]:
         """Sums over replicas, in one order on every rank, so that metrics repeat bit by bit."""
         total: dict[str, float] = {}
-        for part in self.world.gather(mine):
+        for part in self.world.gather(local):
             for name, value in part.items():
                 total[name] = total.get(name, 0.0) + value
         return total
@@ -418,7 +426,7 @@ def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> Megatr
     )
 
 
-def learning_rate(settings: OptimizerConfig, update: int, updates: int) -> float:
+def compute_learning_rate(settings: OptimizerConfig, update: int, updates: int) -> float:
     """The rate of an optimizer step, a function of its number (from 0) and of the run's length
     alone."""
     if update < settings.warmup_steps:

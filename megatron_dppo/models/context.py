@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron_dppo.models.policy_head import LEARNED, HeadOutput
 
 
-def held_positions(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor:
+def compute_local_positions(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor:
     """[T / size] int64: the positions of a pack that a rank holds, in the order in which it does.
 
     Args:
@@ -41,7 +41,7 @@ def held_positions(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PackShare:
     """A rank's share of a pack with R response tokens, made on the host from the pack's arrays
     there.
 
@@ -58,30 +58,32 @@ class Share:
     predictors: torch.Tensor
     """[r] int64, where it does: places in ``held``."""
 
-    def to(self, device: torch.device) -> Share:
-        return Share(
+    def to(self, device: torch.device) -> PackShare:
+        return PackShare(
             *(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self))
         )
 
 
-def share_of(lengths: Sequence[int], predictors: torch.Tensor, rank: int, size: int) -> Share:
+def compute_share(
+    lengths: Sequence[int], predictors: torch.Tensor, rank: int, size: int
+) -> PackShare:
     """A rank's share of a pack.
 
     Args:
         lengths: [S], of the segments.
         predictors: [R] int64, on the host: positions whose next token is a response token.
-        rank, size: as for :func:`held_positions`.
+        rank, size: as for :func:`compute_local_positions`.
     """
-    held = held_positions(lengths, rank, size)
+    held = compute_local_positions(lengths, rank, size)
     place = torch.full((sum(lengths),), -1)
     place[held] = torch.arange(len(held))
     places = place[predictors]
     (mine,) = (places >= 0).nonzero(as_tuple=True)
-    return Share(held, mine, places[mine])
+    return PackShare(held, mine, places[mine])
 
 
 def gather_segments(
-    held: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup
+    local: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
     """The whole segments, each [length, …], from what every rank holds of them, [T / size, …].
     Collective.
@@ -89,19 +91,19 @@ def gather_segments(
     On the way back each rank gets the sum of all ranks' gradients for what it holds.
     """
     size = group.size()
-    ranks = gather_from_sequence_parallel_region(held, group=group).unflatten(0, (size, -1))
+    ranks = gather_from_sequence_parallel_region(local, group=group).unflatten(0, (size, -1))
     shares = ranks.split([length // size for length in lengths], dim=1)
-    return [_in_order(share.unflatten(1, (2, -1))) for share in shares]
+    return [_restore_order(share.unflatten(1, (2, -1))) for share in shares]
 
 
-def _in_order(share: torch.Tensor) -> torch.Tensor:
+def _restore_order(share: torch.Tensor) -> torch.Tensor:
     """[size, 2, chunk, …] by rank, to [2 · size · chunk, …] by position."""
     early, late = share.unbind(1)
     return torch.cat([early, late.flip(0)]).flatten(0, 1)
 
 
 def gather_responses(
-    part: HeadOutput, mine: torch.Tensor, responses: int, group: dist.ProcessGroup
+    part: HeadOutput, indices: torch.Tensor, responses: int, group: dist.ProcessGroup
 ) -> HeadOutput:
     """Outputs of all R = ``responses`` tokens on every rank, from each rank's own. Collective.
 
@@ -110,11 +112,11 @@ def gather_responses(
 
     Args:
         part: of the r tokens that this rank holds the predictors of.
-        mine: [r] int64, which of the R tokens these are.
+        indices: [r] int64, which of the R tokens these are.
     """
     there = [name for name, field in part._asdict().items() if field is not None]
     whole = part.logprobs.new_zeros(len(there), responses).index_copy(
-        1, mine, torch.stack(part.present)
+        1, indices, torch.stack(part.present)
     )
     fields = dict(
         zip(there, reduce_from_tensor_model_parallel_region(whole, group=group), strict=True)

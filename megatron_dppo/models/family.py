@@ -81,7 +81,7 @@ class ParameterMapping:
         return tuple(name.split(".")[-2] for name in self.tensors)
 
     @property
-    def of_expert(self) -> bool:
+    def is_expert(self) -> bool:
         """Whether a layer has the parameter once for each expert."""
         return "{expert}" in self.tensors[0]
 

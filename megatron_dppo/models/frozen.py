@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from megatron_dppo.models.actor import Policy
-from megatron_dppo.models.lora import adapters_off
-from megatron_dppo.models.pinned import offsets_of, pinned_buffer, slot_of
+from megatron_dppo.models.lora import disable_adapters
+from megatron_dppo.models.pinned import allocate_pinned_buffer, compute_offsets, view_slot
 from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.rl.types import Bools, Pack
 
@@ -26,7 +26,7 @@ class Frozen(Policy):
         super().__init__(*arguments, **settings)
         self._on_host: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-    def leave_device(self, setting: str, value: object, remedy: str) -> None:
+    def offload_weights(self, setting: str, value: object, remedy: str) -> None:
         """Move the weights to the host, from where every later pass fetches them. Called once they
         are loaded.
 
@@ -37,10 +37,10 @@ class Frozen(Policy):
             UserError: the host cannot pin so much memory.
         """
         parameters = list(self.parameters())
-        offsets, size = offsets_of(parameters)
-        self._host = pinned_buffer(size, self.world.device, setting, value, remedy=remedy)
+        offsets, size = compute_offsets(parameters)
+        self._host = allocate_pinned_buffer(size, self.world.device, setting, value, remedy=remedy)
         for parameter, offset in zip(parameters, offsets, strict=True):
-            self._on_host[parameter] = parameter.data = slot_of(
+            self._on_host[parameter] = parameter.data = view_slot(
                 self._host, offset, parameter
             ).copy_(parameter.data)
 
@@ -69,10 +69,10 @@ class Teacher(Frozen):
     own."""
 
     @torch.no_grad()
-    def heads(
+    def compute_heads(
         self,
         packs: Sequence[Pack],
-        taught: Sequence[Bools],
+        teacher_masks: Sequence[Bools],
         direction: Literal["reverse", "forward"],
     ) -> list[TeacherHead | None]:
         """Teacher head of each pack on the ranks of the last stage; None elsewhere. Collective over
@@ -83,11 +83,12 @@ class Teacher(Frozen):
 
         Args:
             packs: that it reads.
-            taught: of each pack, [R], the targets that are its to teach.
+            teacher_masks: of each pack, [R], the targets that are its to teach.
             direction: of the divergence.
         """
         places = {
-            id(pack): self._places(pack, mine) for pack, mine in zip(packs, taught, strict=True)
+            id(pack): self._select_rows(pack, mine)
+            for pack, mine in zip(packs, teacher_masks, strict=True)
         }
 
         def collect(
@@ -99,8 +100,8 @@ class Teacher(Frozen):
         for module in self.modules:
             module.eval()
         with self._on_device():
-            outputs = self._pass_over(packs, collect, forward_only=True, states=True)
-            if not self.world.last_stage:
+            outputs = self._run_pass(packs, collect, forward_only=True, states=True)
+            if not self.world.is_last_stage:
                 return [None] * len(packs)
             weight = self.chunks[-1].output_weight().detach()
         return [
@@ -108,12 +109,12 @@ class Teacher(Frozen):
             for pack, output in zip(packs, outputs, strict=True)
         ]
 
-    def _places(self, pack: Pack, taught: Bools) -> torch.Tensor | None:
+    def _select_rows(self, pack: Pack, teacher_mask: Bools) -> torch.Tensor | None:
         """Places of the taught targets among those that this rank scores; None: all are taught."""
-        if taught.all():
+        if teacher_mask.all():
             return None
-        share = self._share(pack)
-        mine = torch.from_numpy(taught)
+        share = self._compute_share(pack)
+        mine = torch.from_numpy(teacher_mask)
         return (mine if share is None else mine[share.mine]).nonzero()[:, 0].to(self.world.device)
 
 
@@ -121,10 +122,10 @@ class BasePolicy:
     """A policy with its adapters off, as the reference of the loss's KL term: the frozen weights
     are there anyway."""
 
-    def __init__(self, adapted: Policy) -> None:
-        self._adapted = adapted
+    def __init__(self, policy: Policy) -> None:
+        self._adapted = policy
 
     def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
         """As :meth:`Policy.log_probabilities`; experts are chosen, and none replayed."""
-        with adapters_off(self._adapted.chunks):
+        with disable_adapters(self._adapted.chunks):
             return self._adapted.log_probabilities([replace(pack, routing=None) for pack in packs])

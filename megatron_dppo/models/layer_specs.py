@@ -32,14 +32,14 @@ from torch.nn import functional
 
 from megatron_dppo.config import Config, LayoutConfig, ModelConfig, replace
 from megatron_dppo.errors import UserError, install_command
-from megatron_dppo.models.context import gather_segments, held_positions
-from megatron_dppo.models.prefix_attention import SharedPrefixes, attend_along_paths
+from megatron_dppo.models.context import compute_local_positions, gather_segments
+from megatron_dppo.models.prefix_attention import SharedPrefixes, compute_tree_attention
 from megatron_dppo.models.shape import PolicyShape
 
 Spec = Literal["torch", "te"]
 
 
-def transformer_engine_installed() -> bool:
+def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -53,7 +53,7 @@ def choose_spec(model: ModelConfig) -> Spec:
         UserError: if it asks for Transformer Engine where that, or CUDA, is missing.
     """
     missing = [] if torch.cuda.is_available() else ["CUDA"]
-    if not transformer_engine_installed():
+    if not has_transformer_engine():
         missing.append("Transformer Engine")
     if model.spec == "auto":
         return "torch" if missing or model.dtype == "fp32" else "te"
@@ -135,15 +135,15 @@ def choose_sharing(config: Config, shape: PolicyShape) -> Config:
     return replace(config, pack=replace(config.pack, share_prefixes="off"))
 
 
-def layer_spec(
-    spec: Spec, config: TransformerConfig, vp_stage: int | None, *, adapted: bool = False
+def build_layer_spec(
+    spec: Spec, config: TransformerConfig, vp_stage: int | None, *, with_adapters: bool = False
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """The layers of a virtual stage of this rank, as :class:`megatron.core.models.gpt.GPTModel`
     takes them.
 
     Args:
-        adapted: whether linear layers get adapters, which need the layers' normed inputs: no norm
-            is then fused.
+        with_adapters: whether linear layers get adapters, which need the layers' normed inputs: no
+            norm is then fused.
     """
     kind = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     hybrid = config.linear_attention_freq is not None
@@ -151,10 +151,8 @@ def layer_spec(
         layer = get_gpt_layer_with_transformer_engine_spec(
             moe_grouped_gemm=config.moe_grouped_gemm, **kind
         )
-        layer.submodules.self_attention.submodules.core_attention = (
-            _attention_of_transformer_engine()
-        )
-        layer = _with_norms_apart(layer, config) if adapted else layer
+        layer.submodules.self_attention.submodules.core_attention = _make_te_attention()
+        layer = _split_norms(layer, config) if with_adapters else layer
         return _hybrid_layers(layer, config, vp_stage) if hybrid else layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", **kind)
     layer.submodules.input_layernorm = RMSNorm
@@ -184,7 +182,7 @@ def _hybrid_layers(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def family_settings(shape: PolicyShape) -> dict[str, Any]:
+def build_family_settings(shape: PolicyShape) -> dict[str, Any]:
     """Megatron's settings for a family, and for gated delta networks between layers with
     attention."""
     if not shape.hybrid:
@@ -200,7 +198,7 @@ def family_settings(shape: PolicyShape) -> dict[str, Any]:
     }
 
 
-def _attention_of_transformer_engine() -> type[torch.nn.Module]:
+def _make_te_attention() -> type[torch.nn.Module]:
     """Transformer Engine's attention, and ours for packs with shared prefixes: it tells no
     log-sum-exp."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -222,7 +220,9 @@ def _attention_of_transformer_engine() -> type[torch.nn.Module]:
             **settings: Any,
         ) -> torch.Tensor:
             if isinstance(packed_seq_params, SharedPrefixes):
-                return attend_along_paths(query, key, value, packed_seq_params, None, self._ranks)
+                return compute_tree_attention(
+                    query, key, value, packed_seq_params, None, self._ranks
+                )
             out: torch.Tensor = super().forward(
                 query, key, value, *arguments, packed_seq_params=packed_seq_params, **settings
             )
@@ -231,7 +231,7 @@ def _attention_of_transformer_engine() -> type[torch.nn.Module]:
     return Attention
 
 
-def _with_norms_apart(layer: Any, config: TransformerConfig) -> ModuleSpec:
+def _split_norms(layer: Any, config: TransformerConfig) -> ModuleSpec:
     """Transformer Engine's layer with each norm a module of its own. Checkpoints keep the fused
     norms' names."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
@@ -347,18 +347,20 @@ class SegmentAttention(torch.nn.Module):
                 "attention is over packs: pass packed_seq_params, for a single sequence too"
             )
         if isinstance(packed_seq_params, SharedPrefixes):
-            return attend_along_paths(
+            return compute_tree_attention(
                 query, key, value, packed_seq_params, self._scale, self._ranks
             )
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         if self._ranks is not None and self._ranks.size() > 1:
-            return self._attend_to_gathered(
+            return self._compute_gathered_attention(
                 query, torch.cat((key, value), dim=-1), lengths, self._ranks
             )
         segments = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
-        return torch.cat([self._attend(*segment, is_causal=True) for segment in segments])
+        return torch.cat(
+            [self._compute_attention(*segment, is_causal=True) for segment in segments]
+        )
 
-    def _attend_to_gathered(
+    def _compute_gathered_attention(
         self,
         query: torch.Tensor,
         keys_values: torch.Tensor,
@@ -370,12 +372,12 @@ class SegmentAttention(torch.nn.Module):
         for length, q, segment in zip(
             lengths, queries, gather_segments(keys_values, lengths, ranks), strict=True
         ):
-            position = held_positions([length], ranks.rank(), ranks.size()).to(q.device)
+            position = compute_local_positions([length], ranks.rank(), ranks.size()).to(q.device)
             mask = position[:, None] >= torch.arange(length, device=q.device)
-            attended.append(self._attend(q, *segment.chunk(2, dim=-1), attn_mask=mask))
+            attended.append(self._compute_attention(q, *segment.chunk(2, dim=-1), attn_mask=mask))
         return torch.cat(attended)
 
-    def _attend(
+    def _compute_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **mask: Any
     ) -> torch.Tensor:
         """Over one segment: [tokens, heads, head_dim] each."""

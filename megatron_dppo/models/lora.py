@@ -233,7 +233,7 @@ def _add(
 
 
 @contextmanager
-def adapters_off(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+def disable_adapters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """The policy that the frozen weights are by themselves."""
     modules: Iterator[Any] = chain.from_iterable(chunk.modules() for chunk in chunks)
     found = [module for module in modules if isinstance(module, LayerAdapters | GroupedAdapters)]

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_dppo.models.pinned import offsets_of, pinned_buffer, slot_of
+from megatron_dppo.models.pinned import allocate_pinned_buffer, compute_offsets, view_slot
 
 
-def gradient_squares(optimizer: Any, device: torch.device) -> torch.Tensor:
+def compute_gradient_squares(optimizer: Any, device: torch.device) -> torch.Tensor:
     """Squares of the gradient's norm, fp32 on the device, to be summed. Collective.
 
     This is ``get_grad_norm`` of Megatron-Core without its host wait. Parameters that ranks share
@@ -42,7 +42,7 @@ def gradient_squares(optimizer: Any, device: torch.device) -> torch.Tensor:
     one_group = len(parts) == 1 or optimizer.grads_states_parallel_group_is_shared()
     squares = []
     for some in [parts] if one_group else [[part] for part in parts]:
-        gradients = [gradient for part in some for gradient in _counted_once(part)]
+        gradients = [gradient for part in some for gradient in _get_norm_gradients(part)]
         square = torch.zeros(1, device=device)
         if gradients:
             overflow = torch.zeros(1, dtype=torch.int, device=device)
@@ -56,7 +56,7 @@ def gradient_squares(optimizer: Any, device: torch.device) -> torch.Tensor:
     return torch.cat(squares)
 
 
-def _counted_once(part: Any) -> list[torch.Tensor]:
+def _get_norm_gradients(part: Any) -> list[torch.Tensor]:
     """Gradients of one optimizer, without copies of those that another rank counts."""
     newer = getattr(part, "get_grads_for_grad_norm", None)  # its name from megatron-core 0.19 on
     return newer() if newer else part.get_main_grads_for_grad_norm()
@@ -73,7 +73,7 @@ def prepare_adam_state(optimizer: Any) -> None:
     Args:
         optimizer: what ``get_megatron_optimizer`` returned.
     """
-    for part in optimizer_parts(optimizer):
+    for part in list_optimizers(optimizer):
         inner = part.optimizer
         if isinstance(part, DistributedOptimizer):
             _find_mixed_types(part)
@@ -96,7 +96,7 @@ def _find_mixed_types(part: Any) -> None:
             part.model_param_group_index_map[parameter] = group, order
 
 
-def optimizer_parts(optimizer: Any) -> list[Any]:
+def list_optimizers(optimizer: Any) -> list[Any]:
     """The optimizers of which Megatron made one: dense parameters and experts have one each, where
     a rank has any."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
@@ -114,7 +114,7 @@ def _restore_in_place(inner: torch.optim.Optimizer) -> None:
 
     def before(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
         with torch.no_grad():
-            for parameter, tensors in _by_parameter(optimizer, loaded):
+            for parameter, tensors in _iterate_states(optimizer, loaded):
                 if "step" in tensors:  # of torch's Adam, which counts for each parameter
                     step = int(tensors.pop("step"))
                     for group in loaded["param_groups"]:
@@ -136,13 +136,13 @@ def _restore_in_place(inner: torch.optim.Optimizer) -> None:
     inner.register_load_state_dict_post_hook(after)
 
 
-def _by_parameter(
-    optimizer: torch.optim.Optimizer, loaded: dict[str, Any]
+def _iterate_states(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    numbers = itertools.chain.from_iterable(group["params"] for group in loaded["param_groups"])
+    numbers = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, parameter in zip(numbers, parameters, strict=True):
-        yield parameter, loaded["state"].get(number, {})
+        yield parameter, state_dict["state"].get(number, {})
 
 
 class OffloadedState:
@@ -162,22 +162,22 @@ class OffloadedState:
         self, optimizer: Any, weights: Iterable[torch.nn.Parameter], device: torch.device
     ) -> None:
         self._optimizers: list[torch.optim.Optimizer] = [
-            part.optimizer for part in optimizer_parts(optimizer)
+            part.optimizer for part in list_optimizers(optimizer)
         ]
         self._weights, self._device = list(weights), device
-        self._offsets, size = offsets_of(self._tensors())
+        self._offsets, size = compute_offsets(self._tensors())
         # No forked process has it: the device would go on writing into what the writer of a
         # checkpoint reads. Megatron copies before the fork what a checkpoint takes of it, since a
         # slot is a part of a larger tensor.
-        self._host = pinned_buffer(
+        self._host = allocate_pinned_buffer(
             size, device, "optimizer.offload", "true", remedy="set optimizer.offload=false"
         )
 
-    def leave_device(self) -> None:
+    def offload(self) -> None:
         """Move all of it to the host; what is there already stays. Its memory on the device is free
         afterwards."""
         for tensor, offset in zip(self._tensors(), self._offsets, strict=True):
-            slot = slot_of(self._host, offset, tensor)
+            slot = view_slot(self._host, offset, tensor)
             if tensor.data_ptr() != slot.data_ptr():
                 slot.copy_(tensor.data, non_blocking=True)
                 tensor.data = slot
@@ -186,7 +186,7 @@ class OffloadedState:
                 self._device
             ).synchronize()  # a checkpoint may read it from now on
 
-    def return_to_device(self) -> None:
+    def onload(self) -> None:
         """Move all of it to the device. What is queued on the current stream next finds it
         there."""
         for tensor in self._tensors():

@@ -22,7 +22,7 @@ PORTABLE = 1
 """``cudaHostRegisterPortable``."""
 
 
-def offsets_of(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
+def compute_offsets(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
     """Bytes at which each tensor begins in a buffer for all of them, and the buffer's size in
     bytes."""
     rooms = (-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
@@ -30,12 +30,12 @@ def offsets_of(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
     return offsets, size
 
 
-def slot_of(buffer: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Tensor:
+def view_slot(buffer: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Tensor:
     """The view of a buffer, from ``offset`` bytes on, with the shape and type of a tensor."""
     return buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def pinned_buffer(
+def allocate_pinned_buffer(
     size: int, device: torch.device, setting: str, value: object, *, remedy: str = ""
 ) -> torch.Tensor:
     """Make [size] bytes, registered with CUDA if the device is one of CUDA's. The registration ends

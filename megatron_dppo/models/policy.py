@@ -26,13 +26,18 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig
-from megatron_dppo.models.context import Share, gather_responses, share_of
-from megatron_dppo.models.layer_specs import Spec, choose_spec, family_settings, layer_spec
+from megatron_dppo.models.context import PackShare, compute_share, gather_responses
+from megatron_dppo.models.layer_specs import (
+    Spec,
+    build_family_settings,
+    build_layer_spec,
+    choose_spec,
+)
 from megatron_dppo.models.lora import NAME, add_adapters
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from megatron_dppo.models.prefix_attention import SharedPrefixes
 from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron, padded_vocab
-from megatron_dppo.models.teacher_head import TeacherHead, divergence_of_each
+from megatron_dppo.models.teacher_head import TeacherHead, compute_divergence
 
 NOTHING_BETWEEN: dict[str, Any] = (
     {"pad_between_seqs": False}
@@ -170,13 +175,13 @@ def transformer_config(
         persist_layer_norm=False,
         deterministic_mode=spec == "torch"
         or model.deterministic,  # torch's embedding then sums in order
-        **family_settings(shape),
-        **_recomputation(shape, model),
-        **(_experts(shape, spec) if shape.experts else {}),
+        **build_family_settings(shape),
+        **_build_recompute_settings(shape, model),
+        **(_build_expert_settings(shape, spec) if shape.experts else {}),
     )
 
 
-def _recomputation(shape: PolicyShape, model: ModelConfig) -> dict[str, Any]:
+def _build_recompute_settings(shape: PolicyShape, model: ModelConfig) -> dict[str, Any]:
     match model.recompute:
         case "full":
             return {
@@ -193,7 +198,7 @@ def _recomputation(shape: PolicyShape, model: ModelConfig) -> dict[str, Any]:
             return {}
 
 
-def _experts(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
+def _build_expert_settings(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
     """Megatron's settings for experts. No token is dropped, and nothing is added to the loss to
     spread them."""
     return {
@@ -214,12 +219,12 @@ def _experts(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
     }
 
 
-def packed_sequence(
+def build_packed_sequence(
     cu_seqlens: NDArray[np.int32],
     max_seqlen: int,
     device: torch.device,
     *,
-    there: torch.Tensor | None = None,
+    device_cu_seqlens: torch.Tensor | None = None,
 ) -> PackedSeqParams:
     """Megatron's description of a pack of S segments.
 
@@ -227,7 +232,7 @@ def packed_sequence(
         cu_seqlens: [S + 1], where segments start; ends with the pack's tokens T.
         max_seqlen: the longest segment.
         device: where the model runs.
-        there: the starts as they are on that device already, int32.
+        device_cu_seqlens: the starts as they are on that device already, int32.
 
     Raises:
         ValueError: if ``max_seqlen`` is not the longest segment. Where it equals T, Megatron does
@@ -239,7 +244,9 @@ def packed_sequence(
             f"max_seqlen is {max_seqlen}, but the longest segment has {longest} tokens"
         )
     starts = (
-        torch.as_tensor(cu_seqlens, dtype=torch.int32, device=device) if there is None else there
+        torch.as_tensor(cu_seqlens, dtype=torch.int32, device=device)
+        if device_cu_seqlens is None
+        else device_cu_seqlens
     )
     return PackedSeqParams(
         qkv_format="thd",
@@ -283,7 +290,9 @@ class PolicyModel(GPTModel):
     ) -> None:
         super().__init__(
             config,
-            layer_spec(choose_spec(model), config, vp_stage, adapted=model.lora.rank > 0),
+            build_layer_spec(
+                choose_spec(model), config, vp_stage, with_adapters=model.lora.rank > 0
+            ),
             vocab_size=padded_vocab(shape.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(
@@ -305,7 +314,7 @@ class PolicyModel(GPTModel):
         self.temperature = temperature
         self.head_chunk_mib = model.head_chunk_mib
         self.lora = model.lora
-        self.register_load_state_dict_post_hook(_allow_missing)
+        self.register_load_state_dict_post_hook(_filter_missing_keys)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Called by Megatron once the layers stand: put the holder of the weight in the output
@@ -330,7 +339,7 @@ class PolicyModel(GPTModel):
         packed_seq_params: PackedSeqParams,
         predictors: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
-        share: Share | None = None,
+        share: PackShare | None = None,
         teachers: tuple[TeacherHead, ...] = (),
         states: bool = False,
     ) -> tuple[torch.Tensor, ...] | torch.Tensor:
@@ -339,14 +348,14 @@ class PolicyModel(GPTModel):
         Args:
             input_ids: [1, T] int64.
             position_ids: [1, T] int64, from 0 in every segment, or along the paths of a tree.
-            packed_seq_params: from :func:`packed_sequence`, or
-                :func:`prefix_attention.shared_prefixes`.
+            packed_seq_params: from :func:`build_packed_sequence`, or
+                :func:`prefix_attention.build_shared_prefixes`.
             predictors: [R] int64, positions whose next token is a response token; read by the last
                 stage only.
             targets: [R] int64, those next tokens; read by the last stage only.
-            share: from :func:`context.share_of`, what this rank takes. Without context parallelism
-                it is everything, and this is not read. With it, what is not passed is worked out
-                here, for which the host has to wait.
+            share: from :func:`context.compute_share`, what this rank takes. Without context
+                parallelism it is everything, and this is not read. With it, what is not passed is
+                worked out here, for which the host has to wait.
             teachers: what the divergence is taken from, at the predictors that this rank scores;
                 none: none is.
             states: whether nothing is scored, and the predictors' hidden states are asked for
@@ -360,18 +369,20 @@ class PolicyModel(GPTModel):
             parallelism.
         """
         if self.pg_collection.cp.size() > 1:
-            share = (share or self._share(packed_seq_params, predictors)).to(input_ids.device)
+            share = (share or self._compute_share(packed_seq_params, predictors)).to(
+                input_ids.device
+            )
             input_ids, position_ids = input_ids[:, share.held], position_ids[:, share.held]
         else:
             share = None
-        hidden = self._hidden(input_ids, position_ids, packed_seq_params)
+        hidden = self._compute_hidden(input_ids, position_ids, packed_seq_params)
         if not self.post_process:
             return hidden
         if predictors is None or targets is None:
             raise ValueError(
                 "the last pipeline stage scores responses: pass predictors and targets"
             )
-        mine = self._for_every_rank(hidden[0], predictors if share is None else share.predictors)
+        mine = self._gather_hidden(hidden[0], predictors if share is None else share.predictors)
         if states:
             return (mine,)
         if share is None:
@@ -379,12 +390,12 @@ class PolicyModel(GPTModel):
         part = self._score(mine, targets[share.mine], teachers)
         return gather_responses(part, share.mine, len(targets), self.pg_collection.cp).present
 
-    def _share(self, packed: PackedSeqParams, predictors: torch.Tensor | None) -> Share:
+    def _compute_share(self, packed: PackedSeqParams, predictors: torch.Tensor | None) -> PackShare:
         group, nothing = self.pg_collection.cp, torch.empty(0, dtype=torch.int64)
         asked = nothing if predictors is None else predictors.cpu()
-        return share_of(packed.cu_seqlens_q.diff().tolist(), asked, group.rank(), group.size())
+        return compute_share(packed.cu_seqlens_q.diff().tolist(), asked, group.rank(), group.size())
 
-    def _hidden(
+    def _compute_hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
         if (
@@ -412,9 +423,9 @@ class PolicyModel(GPTModel):
         scores = score_responses(hidden, weight, targets, **head)
         if not teachers:
             return scores
-        return scores._replace(divergence=divergence_of_each(teachers, hidden, weight, **head))
+        return scores._replace(divergence=compute_divergence(teachers, hidden, weight, **head))
 
-    def _for_every_rank(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
+    def _gather_hidden(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
         """The predictors' hidden states, [R, h], on every rank; gradients are summed over the ranks
         on the way back."""
         group = self.pg_collection.tp
@@ -433,7 +444,7 @@ class PolicyModel(GPTModel):
         )
 
     @torch.no_grad()
-    def logits(
+    def compute_logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
         """[T, vocab_size] fp32, at temperature 1, on every rank of the last stage: what the head
@@ -442,9 +453,9 @@ class PolicyModel(GPTModel):
         For tests and for checking a converted model against another's logits; needs a single
         pipeline stage, or the input of the last one set.
         """
-        held = self._share(packed, None).held.to(input_ids.device)
-        hidden = self._hidden(input_ids[:, held], position_ids[:, held], packed)[0]
-        hidden = self._for_every_rank(hidden, torch.arange(len(held), device=held.device))
+        held = self._compute_share(packed, None).held.to(input_ids.device)
+        hidden = self._compute_hidden(input_ids[:, held], position_ids[:, held], packed)[0]
+        hidden = self._gather_hidden(hidden, torch.arange(len(held), device=held.device))
         local = hidden.float() @ self.output_weight().float().t()
         whole = gather_from_tensor_model_parallel_region(local, group=self.pg_collection.tp)[
             :, : self.shape.vocab_size
@@ -463,15 +474,15 @@ class PolicyModel(GPTModel):
         layers than torch does, and a checkpoint of the one would not load into the other.
         """
         state = super().sharded_state_dict(*args, **kwargs)
-        return {name: value for name, value in state.items() if not _is_left_out(name)}
+        return {name: value for name, value in state.items() if not _is_excluded(name)}
 
 
-def _is_left_out(key: str) -> bool:
+def _is_excluded(key: str) -> bool:
     """Whether a checkpoint omits a chunk's key."""
     return "_extra_state" in key or f".{NAME}." in key
 
 
-def _allow_missing(module: torch.nn.Module, incompatible: Any) -> None:
+def _filter_missing_keys(module: torch.nn.Module, incompatible: Any) -> None:
     incompatible.missing_keys[:] = [
-        key for key in incompatible.missing_keys if not _is_left_out(key)
+        key for key in incompatible.missing_keys if not _is_excluded(key)
     ]

@@ -87,13 +87,13 @@ def score_responses(
         chunk_mib: size of the buffers that hold a chunk's logits and their gradient, in MiB. Large
             chunks read the weight less often; one that takes all positions saves a product.
     """
-    group, first, rows = held_rows(weight, vocab_size, tp_group)
+    group, first, rows = get_local_rows(weight, vocab_size, tp_group)
     return HeadOutput(
         *_Score.apply(hidden, weight, targets - first, rows, temperature, group, chunk_mib)
     )
 
 
-def held_rows(
+def get_local_rows(
     weight: torch.Tensor, vocab_size: int, tp_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, int, int]:
     """The ranks to exchange with, None for one; the token of this rank's first row; and its rows
@@ -104,8 +104,8 @@ def held_rows(
 
 
 class _Score(torch.autograd.Function):
-    """Works on the first ``rows`` of the weight; ``targets`` count from its first row, others' lie
-    outside."""
+    """Works on the first ``rows`` of the weight; ``targets`` count from its first row,
+    others' lie outside."""
 
     @staticmethod
     def forward(
@@ -120,12 +120,12 @@ class _Score(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         peak = torch.full((len(targets),), LOWEST, device=hidden.device)
         sums = torch.zeros((3, len(targets)), device=hidden.device)
-        passes = _passes(hidden.is_cuda)
+        passes = _select_kernels(hidden.is_cuda)
         types, logits = [torch.float32] * passes.BUFFERS, None
-        for chunk, buffers in chunks_of(len(targets), rows, types, chunk_mib, hidden.device):
+        for chunk, buffers in split_positions(len(targets), rows, types, chunk_mib, hidden.device):
             logits = buffers[0]
-            logits_of(hidden[chunk], weight[:rows], out=logits)
-            passes.summarise(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
+            compute_logits(hidden[chunk], weight[:rows], out=logits)
+            passes.reduce_logits(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
         if group is not None and len(targets):
             _combine(peak, sums, group)
         total, cross, at_target = sums
@@ -133,9 +133,9 @@ class _Score(torch.autograd.Function):
         entropy = total.log() - cross / total
         ctx.save_for_backward(hidden, weight, targets, peak + total.log())
         ctx.rows, ctx.temperature, ctx.chunk_mib = rows, temperature, chunk_mib
-        # With a buffer beside the logits, ``summarise`` overwrites them.
+        # With a buffer beside the logits, ``compute_summary`` overwrites them.
         keeps = passes.BUFFERS == 1 and ctx.needs_input_grad[0]
-        fits = len(targets) <= _size_of_chunk(rows, gradient_types(weight), chunk_mib)
+        fits = len(targets) <= _compute_chunk_size(rows, gradient_types(weight), chunk_mib)
         ctx.logits = logits if keeps and fits else None
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -143,31 +143,35 @@ class _Score(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, *_ = ctx.saved_tensors
-        hidden_grad, weight_grad = torch.zeros_like(hidden), gradient_of_weight(ctx, weight)
+        hidden_grad, weight_grad = torch.zeros_like(hidden), get_main_grad(ctx, weight)
         _add_gradients(ctx, grad.contiguous(), hidden_grad, weight_grad)
-        return hidden_grad, left_to_autograd(weight, weight_grad), None, None, None, None, None
+        return hidden_grad, get_autograd_gradient(weight, weight_grad), None, None, None, None, None
 
 
 def _add_gradients(
     ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor | None
 ) -> None:
     hidden, weight, targets, normaliser = ctx.saved_tensors
-    passes, vocabulary, types = _passes(hidden.is_cuda), weight[: ctx.rows], gradient_types(weight)
+    passes, vocabulary, types = (
+        _select_kernels(hidden.is_cuda),
+        weight[: ctx.rows],
+        gradient_types(weight),
+    )
     kept, ctx.logits = (
         () if ctx.logits is None else (ctx.logits,),
         None,
     )  # the slope may overwrite them
-    for chunk, made in chunks_of(
+    for chunk, made in split_positions(
         len(targets), ctx.rows, types[len(kept) :], ctx.chunk_mib, hidden.device
     ):
         buffers = kept + made
         logits, slope = buffers[0], buffers[-1]
         if not kept:
-            logits_of(hidden[chunk], vocabulary, out=logits)
-        passes.slope(
+            compute_logits(hidden[chunk], vocabulary, out=logits)
+        passes.compute_logit_gradient(
             logits, targets[chunk], ctx.temperature, normaliser[chunk], grad[chunk], out=slope
         )
-        hidden_gradient(slope, vocabulary, out=hidden_grad[chunk])
+        compute_hidden_gradient(slope, vocabulary, out=hidden_grad[chunk])
         if weight_grad is not None:
             add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
 
@@ -175,10 +179,10 @@ def _add_gradients(
 def gradient_types(weight: torch.Tensor) -> list[torch.dtype]:
     """Types of the buffers of a chunk in the backward pass: logits, and their gradient, if that has
     another type."""
-    return [torch.float32, weight.dtype] if _hands_out_fp32(weight) else [torch.float32]
+    return [torch.float32, weight.dtype] if _supports_fp32_output(weight) else [torch.float32]
 
 
-def gradient_of_weight(ctx: Any, weight: Any) -> torch.Tensor | None:
+def get_main_grad(ctx: Any, weight: Any) -> torch.Tensor | None:
     """The fp32 tensor that the gradient of the weight, the second input, is added to; None if none
     is asked for."""
     if not ctx.needs_input_grad[1]:
@@ -190,7 +194,7 @@ def gradient_of_weight(ctx: Any, weight: Any) -> torch.Tensor | None:
     )
 
 
-def left_to_autograd(weight: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def get_autograd_gradient(weight: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Gradient that the backward pass returns for a weight whose whole fp32 gradient is
     ``gradient``.
 
@@ -208,7 +212,7 @@ def left_to_autograd(weight: Any, gradient: torch.Tensor | None) -> torch.Tensor
 
 
 @functools.cache
-def _passes(on_cuda: bool) -> ModuleType:
+def _select_kernels(on_cuda: bool) -> ModuleType:
     """Triton's kernels on CUDA, where they are installed, else torch's operators."""
     if not on_cuda or importlib.util.find_spec("triton") is None:
         return policy_head_torch
@@ -217,21 +221,21 @@ def _passes(on_cuda: bool) -> ModuleType:
     return policy_head_triton
 
 
-def chunks_of(
+def split_positions(
     positions: int, rows: int, types: Sequence[torch.dtype], chunk_mib: int, device: torch.device
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
     """Slices of the positions, each with tensors [c, rows] of ``types``, reused, that all take
     ``chunk_mib``."""
     if rows == 0:
         return
-    size = max(1, min(positions, _size_of_chunk(rows, types, chunk_mib)))
+    size = max(1, min(positions, _compute_chunk_size(rows, types, chunk_mib)))
     storage = [torch.empty((size, rows), dtype=kind, device=device) for kind in types]
     for start in range(0, positions, size):
         stop = min(start + size, positions)
         yield slice(start, stop), tuple(buffer[: stop - start] for buffer in storage)
 
 
-def _size_of_chunk(rows: int, types: Sequence[torch.dtype], chunk_mib: int) -> int:
+def _compute_chunk_size(rows: int, types: Sequence[torch.dtype], chunk_mib: int) -> int:
     """Most positions whose tensors of ``types``, a value for each of ``rows``, take
     ``chunk_mib``."""
     return (chunk_mib << 20) // max(rows * sum(kind.itemsize for kind in types), 1)
@@ -259,41 +263,48 @@ CONVERTED = 1 << 22
 """Weights converted at a time: 16 MiB of fp32."""
 
 
-def logits_of(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
+def compute_logits(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
     """``out = hidden · vocabularyᵀ``: [c, h] and [v, h], both of one type, to [c, v] fp32."""
-    if _hands_out_fp32(vocabulary):
+    if _supports_fp32_output(vocabulary):
         torch.mm(hidden, vocabulary.t(), out_dtype=torch.float32, out=out)
         return
-    wide, size = hidden.float(), _rows_converted(vocabulary)
+    wide, size = hidden.float(), _count_converted_rows(vocabulary)
     for part, block in zip(out.split(size, dim=1), vocabulary.split(size), strict=True):
         torch.mm(wide, block.float().t(), out=part)
 
 
-def hidden_gradient(slope: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
+def compute_hidden_gradient(
+    logit_gradient: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor
+) -> None:
     """``out = slope · vocabulary``: [c, v] and [v, h] to [c, h] of the vocabulary's type."""
-    if _hands_out_fp32(vocabulary):
-        torch.mm(slope, vocabulary, out=out)
+    if _supports_fp32_output(vocabulary):
+        torch.mm(logit_gradient, vocabulary, out=out)
         return
-    total, size = slope.new_zeros((len(slope), vocabulary.shape[1])), _rows_converted(vocabulary)
-    for part, block in zip(slope.split(size, dim=1), vocabulary.split(size), strict=True):
+    total, size = (
+        logit_gradient.new_zeros((len(logit_gradient), vocabulary.shape[1])),
+        _count_converted_rows(vocabulary),
+    )
+    for part, block in zip(logit_gradient.split(size, dim=1), vocabulary.split(size), strict=True):
         total.addmm_(part, block.float())
     out.copy_(total)
 
 
-def add_weight_gradient(total: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor) -> None:
+def add_weight_gradient(
+    total: torch.Tensor, logit_gradient: torch.Tensor, hidden: torch.Tensor
+) -> None:
     """``total += slopeᵀ · hidden``: [c, v] and [c, h], added to [v, h] fp32 in place."""
-    if _hands_out_fp32(hidden):
-        torch.addmm(total, slope.t(), hidden, out_dtype=torch.float32, out=total)
+    if _supports_fp32_output(hidden):
+        torch.addmm(total, logit_gradient.t(), hidden, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(slope.t(), hidden.float())
+        total.addmm_(logit_gradient.t(), hidden.float())
 
 
-def _hands_out_fp32(operand: torch.Tensor) -> bool:
+def _supports_fp32_output(operand: torch.Tensor) -> bool:
     """Whether the kernel of a product of this type can give its result in fp32."""
     return operand.is_cuda and operand.dtype != torch.float32
 
 
-def _rows_converted(vocabulary: torch.Tensor) -> int:
+def _count_converted_rows(vocabulary: torch.Tensor) -> int:
     """Rows of [v, h] that are converted to fp32 at a time: all, if they are fp32 already."""
     return (
         len(vocabulary)

@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 
 BUFFERS = 2
-"""fp32 tensors of the chunk's size that :func:`summarise` works in."""
+"""fp32 tensors of the chunk's size that :func:`compute_summary` works in."""
 
 
-def summarise(
+def reduce_logits(
     buffers: tuple[torch.Tensor, ...],
     targets: torch.Tensor,
     temperature: float,
@@ -28,7 +28,7 @@ def summarise(
         sums: [3, c]
     """
     logits, spare = buffers
-    column, held = _own(targets, logits.shape[1])
+    column, held = _find_local_targets(targets, logits.shape[1])
     logits.div_(temperature)
     sums[2] = torch.where(held, logits.gather(1, column)[:, 0], 0.0)
     torch.amax(logits, dim=1, out=peak)
@@ -37,7 +37,7 @@ def summarise(
     sums[1] = _row_products(spare, logits)
 
 
-def slope(
+def compute_logit_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
@@ -56,7 +56,7 @@ def slope(
         gradient: [c], of the loss by the log-probabilities.
         out: [c, v], of any type; may be ``logits``.
     """
-    column, held = _own(targets, logits.shape[1])
+    column, held = _find_local_targets(targets, logits.shape[1])
     scale = gradient[:, None] / temperature
     logits.div_(temperature).sub_(normaliser[:, None]).exp_().mul_(-scale)
     logits.scatter_add_(1, column, torch.where(held[:, None], scale, 0.0))
@@ -64,7 +64,7 @@ def slope(
         out.copy_(logits)
 
 
-def _own(targets: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_local_targets(targets: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[c, 1], each row's target, or any column if it lies outside; [c], whether it does not.
 
     Which rows these are is never asked: the host would have to wait for the answer.

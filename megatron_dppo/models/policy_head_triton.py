@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 BUFFERS = 1
-"""fp32 tensors of the chunk's size that :func:`summarise` works in."""
+"""fp32 tensors of the chunk's size that :func:`compute_summary` works in."""
 SUMMARY_BLOCK = 4096
 """Columns that a program takes at a time: 16 of a thread, whose sums stay in registers."""
-SLOPE_BLOCK = 2048
+GRADIENT_BLOCK = 2048
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Below every logit. Finite, so that 0 · it is 0."""
 # What varies with packs and chunks is kept out of what Triton compiles a kernel for: compiling anew
@@ -22,7 +22,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 # what is annotated as int in 32 bits.
 
 
-def summarise(
+def reduce_logits(
     buffers: tuple[torch.Tensor, ...],
     targets: torch.Tensor,
     temperature: float,
@@ -32,7 +32,7 @@ def summarise(
     """As :func:`policy_head_torch.summarise`; leaves the logits as they are."""
     (logits,) = buffers
     rows, columns = logits.shape
-    _summarise[(rows,)](
+    _reduce_logits[(rows,)](
         logits,
         targets,
         peak,
@@ -46,7 +46,7 @@ def summarise(
     )
 
 
-def slope(
+def compute_logit_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
@@ -56,7 +56,7 @@ def slope(
 ) -> None:
     """As :func:`policy_head_torch.slope`; overwrites the logits only if they are ``out``."""
     rows, columns = logits.shape
-    _slope[(rows, triton.cdiv(columns, SLOPE_BLOCK))](
+    _compute_logit_gradient[(rows, triton.cdiv(columns, GRADIENT_BLOCK))](
         logits,
         targets,
         normaliser,
@@ -66,7 +66,7 @@ def slope(
         out.stride(0),
         columns,
         1.0 / temperature,
-        BLOCK=SLOPE_BLOCK,
+        BLOCK=GRADIENT_BLOCK,
         num_warps=4,
     )
 
@@ -74,7 +74,7 @@ def slope(
 @triton.jit(
     do_not_specialize=["sum_stride"], do_not_specialize_on_alignment=["targets", "peak", "sums"]
 )
-def _summarise(
+def _reduce_logits(
     logits: tl.tensor,
     targets: tl.tensor,
     peak: tl.tensor,
@@ -120,7 +120,7 @@ def _summarise(
 
 
 @triton.jit(do_not_specialize_on_alignment=["targets", "normaliser", "gradient"])
-def _slope(
+def _compute_logit_gradient(
     logits: tl.tensor,
     targets: tl.tensor,
     normaliser: tl.tensor,

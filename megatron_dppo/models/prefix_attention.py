@@ -27,14 +27,14 @@ import torch.distributed as dist
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_dppo.models.context import gather_segments, held_positions
+from megatron_dppo.models.context import compute_local_positions, gather_segments
 from megatron_dppo.rl.types import Ints, Pack
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class AttentionRound:
     """Stretches whose queries are all different.
 
         Round(queries=[3, 4, 5, 6], keys=[0, 1, 2], query_starts=[0, 4], key_starts=[0, 3],
@@ -58,7 +58,7 @@ class Round:
     """Whether the n-th query of a stretch sees its first n keys only. It has as many queries as
     keys then."""
 
-    def to(self, device: torch.device) -> Round:
+    def to(self, device: torch.device) -> AttentionRound:
         tensors: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self)
@@ -78,18 +78,25 @@ Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 gradients."""
 
 
-def kernel_for(query: torch.Tensor) -> FlashOnGpu | FlashOnCpu:
+def select_kernel(query: torch.Tensor) -> FlashOnGpu | FlashOnCpu:
     return FlashOnGpu() if query.device.type == "cuda" else FlashOnCpu()
 
 
 class FlashOnGpu:
     """FlashAttention 2, in half precision. One call takes all stretches of a round."""
 
-    def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, read: Read, attention_round: AttentionRound, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return attention outputs, [q, heads, head_dim], and log-sum-exps, [q, heads] fp32 (fp64
         of fp64)."""
         out, total, *_ = aten._flash_attention_forward(
-            *read, *self._where(over), 0.0, over.causal, False, scale=scale
+            *read,
+            *self._get_extents(attention_round),
+            0.0,
+            attention_round.causal,
+            False,
+            scale=scale,
         )
         return out, total.t()
 
@@ -99,11 +106,11 @@ class FlashOnGpu:
         read: Read,
         out: torch.Tensor,
         total: torch.Tensor,
-        over: Round,
+        attention_round: AttentionRound,
         scale: float,
     ) -> Read:
-        """Return the gradients of ``read``: the part of these stretches in the gradient of a
-        softmax over more keys, if ``out`` and ``total`` are of all of the keys."""
+        """Return the gradients of ``read``: the part of these stretches in the
+        gradient of a softmax over more keys, if ``out`` and ``total`` are of all of the keys."""
         undrawn = torch.empty(
             2, dtype=torch.uint64, device=out.device
         )  # the seed of a dropout that there is not
@@ -112,28 +119,33 @@ class FlashOnGpu:
             *read,
             out,
             total.t().contiguous(),
-            *self._where(over),
+            *self._get_extents(attention_round),
             0.0,
-            over.causal,
+            attention_round.causal,
             undrawn,
             undrawn,
             scale=scale,
         )
         return gradients
 
-    def _where(self, over: Round) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        queries, keys = zip(*over.lengths, strict=True)
-        return over.query_starts, over.key_starts, max(queries), max(keys)
+    def _get_extents(
+        self, attention_round: AttentionRound
+    ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        queries, keys = zip(*attention_round.lengths, strict=True)
+        return attention_round.query_starts, attention_round.key_starts, max(queries), max(keys)
 
 
 class FlashOnCpu:
     """torch's FlashAttention for CPUs, which takes one stretch at a time, [1, heads, tokens,
     head_dim]."""
 
-    def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, read: Read, attention_round: AttentionRound, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         attend = partial(aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
         parts = [
-            attend(*stretch, 0.0, over.causal) for stretch in self._each(over, read[:1], read[1:])
+            attend(*stretch, 0.0, attention_round.causal)
+            for stretch in self._split_blocks(attention_round, read[:1], read[1:])
         ]
         outs, totals = zip(*parts, strict=True)
         return torch.cat([out[0].transpose(0, 1) for out in outs]), torch.cat(
@@ -146,14 +158,14 @@ class FlashOnCpu:
         read: Read,
         out: torch.Tensor,
         total: torch.Tensor,
-        over: Round,
+        attention_round: AttentionRound,
         scale: float,
     ) -> Read:
         attend = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, scale=scale)
         parts = [
-            attend(gradient, query, key, value, out, total[..., 0], 0.0, over.causal)
-            for gradient, query, out, total, key, value in self._each(
-                over, (gradient, read[0], out, total[..., None]), read[1:]
+            attend(gradient, query, key, value, out, total[..., 0], 0.0, attention_round.causal)
+            for gradient, query, out, total, key, value in self._split_blocks(
+                attention_round, (gradient, read[0], out, total[..., None]), read[1:]
             )
         ]
         queries, keys, values = (
@@ -162,10 +174,13 @@ class FlashOnCpu:
         )
         return queries, keys, values
 
-    def _each(
-        self, over: Round, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]
+    def _split_blocks(
+        self,
+        attention_round: AttentionRound,
+        queries: Sequence[torch.Tensor],
+        keys: Sequence[torch.Tensor],
     ) -> Iterator[tuple[torch.Tensor, ...]]:
-        lengths = [list(of) for of in zip(*over.lengths, strict=True)]
+        lengths = [list(of) for of in zip(*attention_round.lengths, strict=True)]
         rows = [tensor.split(lengths[0]) for tensor in queries] + [
             tensor.split(lengths[1]) for tensor in keys
         ]
@@ -173,16 +188,16 @@ class FlashOnCpu:
             yield tuple(part.transpose(0, 1)[None] for part in stretch)
 
 
-def _round(
-    stretches: Sequence[tuple[Ints, Ints]], queries: int, keys: int, *, causal: bool
-) -> Round:
+def _build_round(
+    blocks: Sequence[tuple[Ints, Ints]], queries: int, keys: int, *, causal: bool
+) -> AttentionRound:
     """From the rows of each stretch's queries and keys, of so many that there are."""
-    of_queries, of_keys = zip(*stretches, strict=True)
-    lengths = [(len(some), len(seen)) for some, seen in stretches]
+    of_queries, of_keys = zip(*blocks, strict=True)
+    lengths = [(len(some), len(seen)) for some, seen in blocks]
     starts = np.cumsum([(0, 0), *lengths], axis=0).astype(np.int32)
-    return Round(
-        _rows(np.concatenate(of_queries), queries),
-        _rows(np.concatenate(of_keys), keys),
+    return AttentionRound(
+        _make_index(np.concatenate(of_queries), queries),
+        _make_index(np.concatenate(of_keys), keys),
         torch.from_numpy(starts[:, 0].copy()),
         torch.from_numpy(starts[:, 1].copy()),
         tuple(lengths),
@@ -190,11 +205,11 @@ def _round(
     )
 
 
-def _rows(rows: Ints, of: int) -> torch.Tensor | None:
-    return None if np.array_equal(rows, np.arange(of)) else torch.from_numpy(rows)
+def _make_index(rows: Ints, count: int) -> torch.Tensor | None:
+    return None if np.array_equal(rows, np.arange(count)) else torch.from_numpy(rows)
 
 
-def rounds_of(pack: Pack, rank: int = 0, size: int = 1) -> list[Round]:
+def build_rounds(pack: Pack, rank: int = 0, size: int = 1) -> list[AttentionRound]:
     """The rounds of a pack with a tree, on the host; the first is causal, and every query is in it.
 
     A context-parallel rank has two chunks of every segment. Each of its chunks sees itself, and the
@@ -202,12 +217,12 @@ def rounds_of(pack: Pack, rank: int = 0, size: int = 1) -> list[Round]:
 
     Args:
         pack: whose segments go on from one another.
-        rank, size: of the context-parallel ranks; see :func:`context.held_positions`.
+        rank, size: of the context-parallel ranks; see :func:`context.compute_local_positions`.
     """
     assert pack.parents is not None and pack.tokens is not None
     cu_seqlens = pack.cu_seqlens.astype(np.int64)
     lengths = np.diff(cu_seqlens)
-    held = held_positions(lengths.tolist(), rank, size).numpy()
+    held = compute_local_positions(lengths.tolist(), rank, size).numpy()
     mine = np.concatenate(
         [[0], np.cumsum(lengths // size)]
     )  # where this rank's rows of each segment begin
@@ -233,8 +248,8 @@ def rounds_of(pack: Pack, rank: int = 0, size: int = 1) -> list[Round]:
     rest += [generations[generation] for generation in sorted(generations)]
     counts = len(held), int(cu_seqlens[-1])
     return [
-        _round(own, *counts, causal=True),
-        *(_round(stretches, *counts, causal=False) for stretches in rest),
+        _build_round(own, *counts, causal=True),
+        *(_build_round(stretches, *counts, causal=False) for stretches in rest),
     ]
 
 
@@ -254,14 +269,14 @@ class SharedPrefixes(PackedSeqParams):
     Megatron applies no rotary positions to such a pack: they go along paths, and are applied here.
     """
 
-    rounds: Sequence[Round] = ()
+    rounds: Sequence[AttentionRound] = ()
     lengths: Sequence[int] = ()
     """Tokens of each padded segment, on the host."""
     frequencies: torch.Tensor | None = None
     """[t, 1, 1, head_dim], the rotary angles of this rank's tokens."""
 
 
-def shared_prefixes(pack: Pack, device: torch.device, rank: int, size: int) -> SharedPrefixes:
+def build_shared_prefixes(pack: Pack, device: torch.device, rank: int, size: int) -> SharedPrefixes:
     """Description of a pack with a tree, for one context-parallel rank: all but the angles, which
     the model has."""
     starts = torch.as_tensor(pack.cu_seqlens, dtype=torch.int32)
@@ -271,12 +286,12 @@ def shared_prefixes(pack: Pack, device: torch.device, rank: int, size: int) -> S
         cu_seqlens_kv=starts,
         max_seqlen_q=pack.max_seqlen,
         max_seqlen_kv=pack.max_seqlen,
-        rounds=[each.to(device) for each in rounds_of(pack, rank, size)],
+        rounds=[each.to(device) for each in build_rounds(pack, rank, size)],
         lengths=np.diff(pack.cu_seqlens).tolist(),
     )
 
 
-def attend_along_paths(
+def compute_tree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -309,21 +324,21 @@ def attend_along_paths(
             gather_segments(torch.cat((key, value), dim=-1), packed.lengths, ranks)
         ).chunk(2, dim=-1)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out: torch.Tensor = _Attend.apply(query, key, value, packed.rounds, scale)
+    out: torch.Tensor = _TreeAttention.apply(query, key, value, packed.rounds, scale)
     return out
 
 
-class _Attend(torch.autograd.Function):
+class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rounds: Sequence[Round],
+        rounds: Sequence[AttentionRound],
         scale: float,
     ) -> torch.Tensor:
-        kernel, own = kernel_for(query), rounds[0]
+        kernel, own = select_kernel(query), rounds[0]
         out, total = kernel.forward((query, own.key_rows(key), own.key_rows(value)), own, scale)
         out = out.to(total.dtype)
         for each in rounds[1:]:
@@ -347,7 +362,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, total = ctx.saved_tensors
-        kernel = kernel_for(query)
+        kernel = select_kernel(query)
         sums = [torch.zeros_like(tensor, dtype=total.dtype) for tensor in (query, key, value)]
         for each in ctx.rounds:
             read = each.query_rows(query), each.key_rows(key), each.key_rows(value)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.models.context import Share
+from megatron_dppo.models.context import PackShare
 from megatron_dppo.rl.types import Pack
 
-SHARE = tuple(field.name for field in fields(Share))
+SHARE = tuple(field.name for field in fields(PackShare))
 LOGPROBS = ("engine_logprobs", "old_logprobs", "reference_logprobs", "teacher_logprobs")
 
 
@@ -38,8 +38,8 @@ class Responses:
 
 
 def to_device(
-    pack: Pack, device: torch.device, share: Share | None
-) -> tuple[dict[str, torch.Tensor], Share | None]:
+    pack: Pack, device: torch.device, share: PackShare | None
+) -> tuple[dict[str, torch.Tensor], PackShare | None]:
     """Copy a pack's arrays, and this rank's share of it, to the device.
 
     All go by one copy, since each copy would wait for the device. On CUDA they leave from pinned
@@ -68,4 +68,4 @@ def to_device(
     placed: dict[str, torch.Tensor] = {}
     for (name, array), end in zip(arrays.items(), ends, strict=True):
         placed[name] = there[end - array.nbytes : end].view(torch.from_numpy(array).dtype)
-    return placed, Share(*(placed.pop(f"share {name}") for name in SHARE)) if share else None
+    return placed, PackShare(*(placed.pop(f"share {name}") for name in SHARE)) if share else None

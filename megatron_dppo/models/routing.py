@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_dppo.models.context import Share
+from megatron_dppo.models.context import PackShare
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.types import Ints, Pack, RoutingShape, unknown_expert
+from megatron_dppo.rl.types import Ints, Pack, RoutingShape, get_unknown_expert
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -51,18 +51,18 @@ class RouterReplay:
         """Targets of passes whose layers run again when their gradients are computed; microbatches
         come back in order."""
 
-    def enter(self, target: torch.Tensor | None, *, again: bool) -> None:
+    def enter(self, target: torch.Tensor | None, *, recompute: bool) -> None:
         """A forward pass begins.
 
         Args:
             target: [t, k], the experts of this rank's tokens; None: the router chooses.
-            again: whether the layer runs a second time, in the backward pass.
+            recompute: whether the layer runs a second time, in the backward pass.
         """
         self._in_pass, self._target = True, target
-        if again:
+        if recompute:
             self._again.append(target)
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """It has ended: whatever is asked now is a layer's second run."""
         self._in_pass, self._target = False, None
 
@@ -109,7 +109,7 @@ class RoutingReplay:
         for chunk in chunks:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
             numbers.append([int(router.layer_number or 0) - 1 for router in routers])
-            self._routers.append([RouterReplay(unknown_expert(shape.dtype)) for _ in routers])
+            self._routers.append([RouterReplay(get_unknown_expert(shape.dtype)) for _ in routers])
             for router, replay in zip(routers, self._routers[-1], strict=True):
                 router.router_replay = replay
                 router.config.moe_router_fusion = (
@@ -126,7 +126,7 @@ class RoutingReplay:
                 router.clear()
 
     @contextmanager
-    def over(self, chunk: int, pack: Pack, share: Share | None) -> Iterator[None]:
+    def apply(self, chunk: int, pack: Pack, share: PackShare | None) -> Iterator[None]:
         """A forward pass of one chunk over a pack.
 
         Args:
@@ -137,24 +137,28 @@ class RoutingReplay:
         )  # asked here: a layer that will run again runs without gradients first
         table = None
         if pack.routing is not None:
-            table = self._to_device(self._mine(pack.routing, share)[:, self._columns[chunk]])
+            table = self._to_device(
+                self._select_local(pack.routing, share)[:, self._columns[chunk]]
+            )
         for i, router in enumerate(self._routers[chunk]):
             router.enter(
-                None if table is None else table[:, i], again=training and self._recomputes
+                None if table is None else table[:, i], recompute=training and self._recomputes
             )
         try:
             yield
         finally:
             for router in self._routers[chunk]:
-                router.leave()
+                router.exit()
 
-    def _mine(self, of_tokens: np.ndarray[Any, Any], share: Share | None) -> np.ndarray[Any, Any]:
+    def _select_local(
+        self, values: np.ndarray[Any, Any], share: PackShare | None
+    ) -> np.ndarray[Any, Any]:
         """[T, …], of a pack's tokens, to [t, …], of those that the routers of this rank see."""
         if share is not None:
-            of_tokens = of_tokens[share.held.numpy()]
+            values = values[share.held.numpy()]
         if self._splits_tokens:
-            of_tokens = np.split(of_tokens, self._world.layout.tp)[self._world.tp_rank]
-        return of_tokens
+            values = np.split(values, self._world.layout.tp)[self._world.tp_rank]
+        return values
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         tensor, device = torch.from_numpy(np.ascontiguousarray(array)), self._world.device
@@ -195,27 +199,28 @@ class ExpertLoad:
         self,
         layer: int,
         router: torch.nn.Module,
-        given: Any,
-        found: tuple[torch.Tensor, torch.Tensor],
+        inputs: Any,
+        outputs: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         if (
             torch.is_grad_enabled()
         ):  # once for each token, also where a layer runs again in the backward pass
-            self._counts[layer] += found[1].sum(dim=0)
+            self._counts[layer] += outputs[1].sum(dim=0)
 
     def take(self) -> torch.Tensor:
         """This rank's counts since the last call, [layers, experts] int64 on the device."""
         counts, self._counts = self._counts, torch.zeros_like(self._counts)
         return counts
 
-    def shares(self, counts: torch.Tensor) -> dict[str, float]:
+    def compute_metrics(self, counts: torch.Tensor) -> dict[str, float]:
         """``train/busiest_expert_…`` and ``train/busiest_rank_…`` on every rank. Collective.
 
         Shares of a layer's tokens, each counted once for each of its experts; means over the layers
         of a group.
 
         Args:
-            counts: from :meth:`take`, on the host as fp64; overwritten by the sum over ranks.
+            counts: from :meth:`make_record`, on the host as fp64; overwritten by the sum over
+                ranks.
         """
         if self._world.size > 1:
             dist.all_reduce(counts, group=self._world.control)

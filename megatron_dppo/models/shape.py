@@ -15,7 +15,7 @@ from megatron_dppo.config import replace as with_values
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.family import Family, RopeScaling
-from megatron_dppo.parallel.layout import stage_layers
+from megatron_dppo.parallel.layout import list_stage_layers
 from megatron_dppo.rl.types import RoutingShape
 
 LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
@@ -171,7 +171,7 @@ def read_shape(path: str | Path) -> PolicyShape:
             "model.path", path, "its config.json is no JSON object", "fetch the model again"
         )
     try:
-        return _shape(path, config)
+        return _parse_shape(path, config)
     except (KeyError, ValueError) as error:
         found = f"no {error}" if isinstance(error, KeyError) else error
         raise UserError(
@@ -179,17 +179,20 @@ def read_shape(path: str | Path) -> PolicyShape:
         ) from error
 
 
-def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
-    family = _family(path, config)
+def _parse_shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
+    family = _parse_family(path, config)
     text = (
         {**config[family.text_config], "model_type": family.model_type}
         if family.text_config
         else {}
     )
     config = {**config, **text}
-    rope = _rope(path, config, family)
-    heads = _count(config, "num_attention_heads")
-    absent = {"head_dim": _count(config, "hidden_size") // heads, "num_key_value_heads": heads}
+    rope = _parse_rope(path, config, family)
+    heads = _parse_count(config, "num_attention_heads")
+    absent = {
+        "head_dim": _parse_count(config, "hidden_size") // heads,
+        "num_key_value_heads": heads,
+    }
     config |= {name: absent[name] for name in family.optional if config.get(name) is None}
     config |= {name: rope[name] for name in ROPE}
     if "attention_interval" in family.keys:
@@ -206,12 +209,12 @@ def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
             )
             raise UserError("model.path", path, problem, f"give a model whose {name} is {possible}")
     sizes = {
-        field: _value(config, name, FIELDS[field])
+        field: _parse_value(config, name, FIELDS[field])
         for field, name in {**KEYS, **family.keys}.items()
     }
     if scaling := scalings.get(rope["rope_type"]):
         sizes["rope_scaling"] = scaling(
-            **{each.name: _number(each.name, rope[each.name]) for each in fields(scaling)}
+            **{each.name: _parse_number(each.name, rope[each.name]) for each in fields(scaling)}
         )
     shape = PolicyShape(**sizes, architecture=family.architecture)
     _check_sizes(shape)
@@ -231,7 +234,7 @@ def _attention_interval(config: dict[str, Any]) -> int:
     if isinstance(kinds, list) and "full_attention" in kinds:
         config["full_attention_interval"] = kinds.index("full_attention") + 1
     interval, layers = (
-        _count(config, name) for name in ("full_attention_interval", "num_hidden_layers")
+        _parse_count(config, name) for name in ("full_attention_interval", "num_hidden_layers")
     )
     regular = [
         "linear_attention" if end % interval else "full_attention" for end in range(1, layers + 1)
@@ -268,7 +271,7 @@ def _check_sizes(shape: PolicyShape) -> None:
             raise ValueError(f"{problem}, which does not fit")
 
 
-def _value(config: dict[str, Any], name: str, annotation: Any) -> Any:
+def _parse_value(config: dict[str, Any], name: str, annotation: Any) -> Any:
     """The value of a field with this annotation, under the last of its names that has one."""
     first, *others = name.split(" | ")
     name = next((each for each in reversed(others) if config.get(each)), first)
@@ -277,10 +280,10 @@ def _value(config: dict[str, Any], name: str, annotation: Any) -> Any:
         if not isinstance(value := config.get(name, False), bool):
             raise ValueError(f"{name} = {json.dumps(value):.60}, which is neither true nor false")
         return value
-    return _number(name, config[name]) if kind is float else _count(config, name)
+    return _parse_number(name, config[name]) if kind is float else _parse_count(config, name)
 
 
-def _count(config: dict[str, Any], key: str) -> int:
+def _parse_count(config: dict[str, Any], key: str) -> int:
     value = config[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} = {json.dumps(value):.60}, which is no count")
@@ -289,7 +292,7 @@ def _count(config: dict[str, Any], key: str) -> int:
     return value
 
 
-def _number(key: str, value: Any) -> float:
+def _parse_number(key: str, value: Any) -> float:
     least, most = LEAST.get(key, FP32[0]), FP32[1]
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(
@@ -298,7 +301,7 @@ def _number(key: str, value: Any) -> float:
     return float(value)
 
 
-def _rope(path: str | Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
+def _parse_rope(path: str | Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the settings of rotary positions. Missing settings of ``ROPE`` get transformers'
     defaults.
 
@@ -337,7 +340,7 @@ def _rope(path: str | Path, config: dict[str, Any], family: Family) -> dict[str,
     return settings
 
 
-def _family(path: str | Path, config: dict[str, Any]) -> Family:
+def _parse_family(path: str | Path, config: dict[str, Any]) -> Family:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(
         isinstance(name, str) for name in architectures
@@ -394,7 +397,7 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
         parts[f"the {shape.shared_ffn} units of the shared expert"] = shape.shared_ffn
     for what, size in parts.items():
         if size % layout.tp:
-            possible = _divisors(math.gcd(*parts.values()))
+            possible = _list_divisors(math.gcd(*parts.values()))
             raise UserError(
                 "layout.tp", layout.tp, f"does not divide {what}", f"set it to one of {possible}"
             )
@@ -406,7 +409,7 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
         )
         remedy = (
             "set layout.tp and layout.cp so that their product is one of "
-            f"{_divisors(shape.delta_keys)}"
+            f"{_list_divisors(shape.delta_keys)}"
         )
         raise UserError("layout.cp", layout.cp, problem, remedy)
     _check_stages(shape.num_layers, layout)
@@ -426,7 +429,7 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
                 raise UserError(
                     f"layout.{name}", value, problem, "leave it out, or set layout.pp to 2 or more"
                 )
-    if _can_be_cut(layers, layout):
+    if _is_valid_split(layers, layout):
         return
     given = "".join(f", layout.{name} = {value}" for name, value in uneven.items())
     if layout.vpp > 1:
@@ -436,12 +439,14 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
     )
     least = 2 if uneven or layout.vpp > 1 else 1
     possible = [
-        pp for pp in range(least, layers + 1) if _can_be_cut(layers, with_values(layout, pp=pp))
+        pp for pp in range(least, layers + 1) if _is_valid_split(layers, with_values(layout, pp=pp))
     ]
     remedies = [f"set it to one of {', '.join(map(str, possible))}"] if possible else []
     if layout.vpp > 1:
         possible = [
-            vpp for vpp in range(1, layers + 1) if _can_be_cut(layers, with_values(layout, vpp=vpp))
+            vpp
+            for vpp in range(1, layers + 1)
+            if _is_valid_split(layers, with_values(layout, vpp=vpp))
         ]
         remedies += (
             [f"set layout.vpp to one of {', '.join(map(str, possible))}"] if possible else []
@@ -451,13 +456,13 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
     raise UserError("layout.pp", layout.pp, problem, ", or ".join(remedies))
 
 
-def _can_be_cut(layers: int, layout: LayoutConfig) -> bool:
+def _is_valid_split(layers: int, layout: LayoutConfig) -> bool:
     if layout.pp * layout.vpp > layers:
         return False
     if layout.pp == 2 and layout.vpp > 1 and layout.first_stage_layers and layout.last_stage_layers:
         return False  # Megatron then divides the middle stages' layers by their number, which is 0
     try:
-        return all(stage_layers(layers, stage, layout)[0] for stage in range(layout.pp))
+        return all(list_stage_layers(layers, stage, layout)[0] for stage in range(layout.pp))
     except ValueError:
         return False
 
@@ -472,14 +477,14 @@ def _check_experts(shape: PolicyShape, layout: LayoutConfig) -> None:
     if shape.experts % layout.ep:
         problem = f"does not divide the {shape.experts} experts"
         raise UserError(
-            "layout.ep", layout.ep, problem, f"set it to one of {_divisors(shape.experts)}"
+            "layout.ep", layout.ep, problem, f"set it to one of {_list_divisors(shape.experts)}"
         )
     if shape.ffn % layout.expert_tp:
         name, problem = (
             "etp" if layout.etp else "tp",
             f"does not divide the {shape.ffn} units of an expert",
         )
-        remedy = f"set layout.etp to one of {_divisors(shape.ffn)}"
+        remedy = f"set layout.etp to one of {_list_divisors(shape.ffn)}"
         raise UserError(f"layout.{name}", layout.expert_tp, problem, remedy)
     ranks = layout.expert_tp * layout.ep
     if max(ranks, layout.tp) % min(ranks, layout.tp):
@@ -507,7 +512,7 @@ def _check_experts(shape: PolicyShape, layout: LayoutConfig) -> None:
         raise UserError("layout.sequence_parallel", "false", problem, "set it to true")
 
 
-def _divisors(number: int) -> str:
+def _list_divisors(number: int) -> str:
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
@@ -531,7 +536,7 @@ PUBLISHED = {
 VARIANTS = ("-fp8", "-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking")
 
 
-def published(path: str) -> str | None:
+def match_published_model(path: str) -> str | None:
     """The published model that a path or an id is called after, as a key of ``PUBLISHED``."""
     name = Path(path).name.lower()
     for variant in VARIANTS:

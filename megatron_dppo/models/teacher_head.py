@@ -26,13 +26,13 @@ import torch.distributed as dist
 from megatron_dppo.models.policy_head import (
     LOWEST,
     add_weight_gradient,
-    chunks_of,
-    gradient_of_weight,
+    compute_hidden_gradient,
+    compute_logits,
+    get_autograd_gradient,
+    get_local_rows,
+    get_main_grad,
     gradient_types,
-    held_rows,
-    hidden_gradient,
-    left_to_autograd,
-    logits_of,
+    split_positions,
 )
 
 
@@ -56,24 +56,24 @@ class TeacherHead(NamedTuple):
     them."""
 
 
-def divergence_of_each(
+def compute_divergence(
     teachers: Sequence[TeacherHead], hidden: torch.Tensor, weight: torch.Tensor, **settings: Any
 ) -> torch.Tensor:
-    """:func:`divergence_from`, [R], where each position has one of several teachers, or none and
-    the divergence 0."""
+    """:func:`compute_teacher_divergence`, [R], where each position has one of several teachers, or
+    none and the divergence 0."""
     whole = torch.zeros(len(hidden), device=hidden.device)
     for teacher in teachers:
         if teacher.rows is None:
-            whole = whole + divergence_from(teacher, hidden, weight, **settings)
+            whole = whole + compute_teacher_divergence(teacher, hidden, weight, **settings)
         else:
-            part = divergence_from(
+            part = compute_teacher_divergence(
                 teacher, hidden.index_select(0, teacher.rows), weight, **settings
             )
             whole = whole.index_add(0, teacher.rows, part)
     return whole
 
 
-def divergence_from(
+def compute_teacher_divergence(
     teacher: TeacherHead,
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -95,7 +95,7 @@ def divergence_from(
         weight: [V_local, h], this rank's rows of its output layer. vocab_size, temperature,
         tp_group, chunk_mib: as there; the chunk's memory is that of both models' logits.
     """
-    group, _, rows = held_rows(weight, vocab_size, tp_group)
+    group, _, rows = get_local_rows(weight, vocab_size, tp_group)
     divergence: torch.Tensor = _Divergence.apply(
         hidden, weight, teacher, rows, temperature, group, chunk_mib
     )
@@ -103,7 +103,8 @@ def divergence_from(
 
 
 class _Divergence(torch.autograd.Function):
-    """Works on the first ``rows`` of both weights. Of a pair the student's half comes first."""
+    """Works on the first ``rows`` of both weights. Of a pair the student's half comes
+    first."""
 
     @staticmethod
     def forward(
@@ -125,7 +126,7 @@ class _Divergence(torch.autograd.Function):
         )
         peaks = torch.full((2, len(hidden)), LOWEST, device=hidden.device)
         totals, cross = torch.zeros_like(peaks), torch.zeros_like(peaks[0])
-        for chunk, (own, other, spare) in _logits_of_both(
+        for chunk, (own, other, spare) in _iterate_logits(
             ctx, hidden, weight, *teacher[:2], [torch.float32]
         ):
             for logits, peak, total in zip(
@@ -147,9 +148,9 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, teacher_hidden, teacher_weight, normalisers, divergence = ctx.saved_tensors
-        hidden_grad, weight_grad = torch.zeros_like(hidden), gradient_of_weight(ctx, weight)
+        hidden_grad, weight_grad = torch.zeros_like(hidden), get_main_grad(ctx, weight)
         more, scale = gradient_types(weight), grad / ctx.temperature
-        for chunk, (own, other, *spare) in _logits_of_both(
+        for chunk, (own, other, *spare) in _iterate_logits(
             ctx, hidden, weight, teacher_hidden, teacher_weight, more
         ):
             own.sub_(normalisers[0, chunk, None])
@@ -161,26 +162,28 @@ class _Divergence(torch.autograd.Function):
                 own.exp_().sub_(other.exp_())
             own.mul_(scale[chunk, None])
             slope = own if len(spare) == 1 else spare[1].copy_(own)
-            hidden_gradient(slope, weight[: ctx.rows], out=hidden_grad[chunk])
+            compute_hidden_gradient(slope, weight[: ctx.rows], out=hidden_grad[chunk])
             if weight_grad is not None:
                 add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
-        return hidden_grad, left_to_autograd(weight, weight_grad), None, None, None, None, None
+        return hidden_grad, get_autograd_gradient(weight, weight_grad), None, None, None, None, None
 
 
-def _logits_of_both(
+def _iterate_logits(
     ctx: Any,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     teacher_hidden: torch.Tensor,
     teacher_weight: torch.Tensor,
-    more: Sequence[torch.dtype],
+    extra_types: Sequence[torch.dtype],
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
     """Slices of the positions, each with both models' logits over the temperature, [c, rows] fp32,
-    and as large buffers of the types ``more``."""
-    types = [torch.float32, torch.float32, *more]
-    for chunk, buffers in chunks_of(len(hidden), ctx.rows, types, ctx.chunk_mib, hidden.device):
-        logits_of(hidden[chunk], weight[: ctx.rows], out=buffers[0])
-        logits_of(teacher_hidden[chunk], teacher_weight[: ctx.rows], out=buffers[1])
+    and as large buffers of the types ``extra_types``."""
+    types = [torch.float32, torch.float32, *extra_types]
+    for chunk, buffers in split_positions(
+        len(hidden), ctx.rows, types, ctx.chunk_mib, hidden.device
+    ):
+        compute_logits(hidden[chunk], weight[: ctx.rows], out=buffers[0])
+        compute_logits(teacher_hidden[chunk], teacher_weight[: ctx.rows], out=buffers[1])
         for logits in buffers[:2]:
             logits.div_(ctx.temperature)
         yield chunk, buffers

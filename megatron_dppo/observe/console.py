@@ -16,8 +16,8 @@ import rich.console
 import yaml
 from rich.text import Text
 
-from megatron_dppo.errors import printable
-from megatron_dppo.observe.timers import breakdown
+from megatron_dppo.errors import sanitize_text
+from megatron_dppo.observe.timers import compute_breakdown
 
 HEADER_EVERY = 25
 """Rows between two headers."""
@@ -75,7 +75,7 @@ class Console:
         self._recent: deque[float] = deque(maxlen=10)
         self._said: set[str] = set()
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def print_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row. A metric that this step does not have (no evaluation, nothing trained on) is a
         dash."""
         if not any(key in metrics for _, key, _ in _COLUMNS):
@@ -86,46 +86,50 @@ class Console:
                 c for c in _COLUMNS if (c[0] in _WARM_UP if warm_up else c[0] != "loss")
             ]
         if self._rows % HEADER_EVERY == 0:
-            self._print(self._header(metrics))
+            self._print(self._make_header(metrics))
         self._rows += 1
         cells = [f"{step:>{len(str(self._total))}}/{self._total}"]
         for title, key, form in self._columns:
             cell = form.format(metrics[key]) if key in metrics else "-"
-            cells.append(f"{cell:>{_width(title)}}")
+            cells.append(f"{cell:>{_get_width(title)}}")
         row = Text("  ".join(cells) + "  ")
-        row.append(self._left(step, metrics), style="dim")
-        self._print(row.append("  ").append_text(self._phases(metrics)))
+        row.append(self._format_remaining(step, metrics), style="dim")
+        self._print(row.append("  ").append_text(self._render_phases(metrics)))
 
-    def note(self, text: str, *, again: bool = False) -> None:
-        """Print a line of words. The same words are printed once in a run, unless ``again``."""
-        if again or text not in self._said:
+    def print_note(self, text: str, *, repeat: bool = False) -> None:
+        """Print a line of words. The same words are printed once in a run, unless ``repeat``."""
+        if repeat or text not in self._said:
             self._said.add(text)
             self._print(
                 Text("note  ", style="bold yellow").append(
-                    printable(text), style="not bold default"
+                    sanitize_text(text), style="not bold default"
                 )
             )
 
-    def banner(self, lines: Sequence[str]) -> None:
+    def print_banner(self, lines: Sequence[str]) -> None:
         """Print a few lines with an empty line before and after them."""
         self._print(
-            Text(printable("\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n"))
+            Text(
+                sanitize_text(
+                    "\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n"
+                )
+            )
         )
 
     def _print(self, text: Text) -> None:
         self._out.print(text)
         self._out.file.flush()
 
-    def _header(self, metrics: Mapping[str, float]) -> Text:
+    def _make_header(self, metrics: Mapping[str, float]) -> Text:
         titles = [f"{'step':>{2 * len(str(self._total)) + 1}}"]
-        titles += [f"{title:>{_width(title)}}" for title, _, _ in self._columns]
+        titles += [f"{title:>{_get_width(title)}}" for title, _, _ in self._columns]
         header = Text("  ".join(titles) + f"  {'left':>7}  ", style="bold")
         if self._out.is_terminal:
-            for phase in breakdown(metrics):
-                header.append(f"■ {phase} ", style=f"not bold {colour_of(f'phase-{phase}')}")
+            for phase in compute_breakdown(metrics):
+                header.append(f"■ {phase} ", style=f"not bold {get_colour(f'phase-{phase}')}")
         return header
 
-    def _left(self, step: int, metrics: Mapping[str, float]) -> str:
+    def _format_remaining(self, step: int, metrics: Mapping[str, float]) -> str:
         """Time to the last step at the pace of the latest ten, evaluations aside."""
         if "perf/step_time" in metrics:
             self._recent.append(metrics["perf/step_time"])
@@ -138,8 +142,8 @@ class Console:
             clock = f"{hours}:{minutes:02}:{seconds % 60:02}"
         return f"{clock:>7}"
 
-    def _phases(self, metrics: Mapping[str, float]) -> Text:
-        parts = breakdown(metrics)
+    def _render_phases(self, metrics: Mapping[str, float]) -> Text:
+        parts = compute_breakdown(metrics)
         total = sum(parts.values())
         if total <= 0 or len(parts) == 1:
             return Text("")
@@ -149,12 +153,12 @@ class Console:
         bar, edge, drawn = Text(), 0.0, 0
         for name, part in parts.items():
             edge += part / total * BAR
-            bar.append("█" * (round(edge) - drawn), style=colour_of(f"phase-{name}"))
+            bar.append("█" * (round(edge) - drawn), style=get_colour(f"phase-{name}"))
             drawn = round(edge)
         return bar
 
 
-def _width(title: str) -> int:
+def _get_width(title: str) -> int:
     return 7 if title == "lr" else max(len(title), 5)
 
 
@@ -180,7 +184,7 @@ class LengthGate:
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._outside = ""
 
-    def look(self, step: int, row: Mapping[str, float]) -> str | None:
+    def check(self, step: int, row: Mapping[str, float]) -> str | None:
         """A warning when the length crosses a bound, else None. It warns again only if the length
         had come back.
 
@@ -225,7 +229,7 @@ SAME: Mapping[str, str] = _COLOURS["same"]
 """Names for a second use of a colour."""
 
 
-def colour_of(name: str) -> str:
+def get_colour(name: str) -> str:
     """On light paper; ``name`` may have words behind it, as the classes of a page's element."""
     word = name.partition(" ")[0]
     return PALETTE[SAME.get(word, word)][0]

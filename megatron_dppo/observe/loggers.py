@@ -28,8 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_dppo.errors import UserError, install_command, without_passwords
-from megatron_dppo.observe.private import PRIVATE, public
+from megatron_dppo.errors import UserError, install_command, remove_passwords
+from megatron_dppo.observe.private import PRIVATE, mask_secrets
 from megatron_dppo.process.files import replace_text
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class Loggers:
         resume_step: as of ``StepLog``.
         past: rows of steps up to there, of which a logger is given what it lacks.
         settings: of the run, by their dotted keys.
-        say: takes words for the log.
+        log: takes words for the log.
 
     Raises:
         UserError: a logger cannot be opened.
@@ -212,10 +212,10 @@ class Loggers:
         resume_step: int,
         past: Sequence[Mapping[str, Any]],
         settings: Mapping[str, Any],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         check_loggers(names)
-        self._file, self._say = folder / STATE, say
+        self._file, self._say = folder / STATE, log
         self._events = _open_tensorboard(folder, resume_step) if "tensorboard" in names else None
         if resume_step <= 0:
             self._file.unlink(missing_ok=True)
@@ -224,7 +224,7 @@ class Loggers:
         self._owed: dict[str, list[Mapping[str, Any]]] = {}
         """Rows that a logger was not given yet, by its name."""
         shown = {
-            key: public(key, value)
+            key: mask_secrets(key, value)
             for key, value in settings.items()
             if not key.startswith(PRIVATE)
         }
@@ -236,7 +236,7 @@ class Loggers:
                 )
             except Exception as error:  # each library has its own
                 problem = (
-                    f"cannot be opened ({type(error).__name__}: {without_passwords(str(error))})"
+                    f"cannot be opened ({type(error).__name__}: {remove_passwords(str(error))})"
                 )
                 remedy = (
                     "See to its server and its credentials, or leave it out: metrics.jsonl "
@@ -260,10 +260,10 @@ class Loggers:
             owed.append({"step": step, **row})
             try:
                 while owed:
-                    self._give(name, sink, owed[0])
+                    self._send_row(name, sink, owed[0])
                     owed.pop(0)
             except Exception as error:
-                problem = without_passwords(f"{type(error).__name__}: {error}")
+                problem = remove_passwords(f"{type(error).__name__}: {error}")
                 self._say(
                     f"{name} did not take a row, and is given it again with the next one "
                     f"({problem})"
@@ -281,20 +281,20 @@ class Loggers:
             except Exception as error:
                 self._say(
                     f"{name} was not closed "
-                    f"({without_passwords(f'{type(error).__name__}: {error}')})"
+                    f"({remove_passwords(f'{type(error).__name__}: {error}')})"
                 )
 
-    def _give(self, name: str, sink: Sink, row: Mapping[str, Any]) -> None:
+    def _send_row(self, name: str, sink: Sink, row: Mapping[str, Any]) -> None:
         before = self._state[name]
         # Written down first: a kill in between loses a row there, and repeats none.
-        self._keep(name, before | {"step": row["step"]})
+        self._save_state(name, before | {"step": row["step"]})
         try:
             sink.write(row["step"], {key: value for key, value in row.items() if key != "step"})
         except Exception:
-            self._keep(name, before)
+            self._save_state(name, before)
             raise
 
-    def _keep(self, name: str, state: Mapping[str, Any]) -> None:
+    def _save_state(self, name: str, state: Mapping[str, Any]) -> None:
         self._state[name] = dict(state)
         replace_text(self._file, json.dumps(self._state) + "\n")
 

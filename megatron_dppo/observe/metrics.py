@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.bridge.checkpoint_folder import latest_step
+from megatron_dppo.bridge.checkpoint_folder import find_latest_step
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.loggers import Loggers
-from megatron_dppo.observe.timers import breakdown, duration
-from megatron_dppo.process.files import replace_text, replacing_file
-from megatron_dppo.process.streams import tell
+from megatron_dppo.observe.timers import compute_breakdown, format_duration
+from megatron_dppo.process.files import replace_file, replace_text
+from megatron_dppo.process.streams import print_message
 
 FILE, SUMMARY = "metrics.jsonl", "summary.json"
 REWARD = "reward/"
@@ -63,7 +63,7 @@ class MetricsLog:
         resume_step: as of ``StepLog``.
         loggers: ``run.loggers``.
         settings: of the run, by their dotted keys, for loggers.
-        say: takes words for the log.
+        log: takes words for the log.
 
     Raises:
         UserError: a logger cannot be opened.
@@ -76,15 +76,15 @@ class MetricsLog:
         *,
         loggers: Sequence[str] = ("tensorboard",),
         settings: Mapping[str, Any] | None = None,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         folder = Path(run_dir)
-        self._rows, self._say = StepLog(folder / FILE, resume_step), say
+        self._rows, self._say = StepLog(folder / FILE, resume_step), log
         past = read_metrics(folder)
         self._named = {name for row in past for name in row if name.startswith(REWARD)} - COUNTED
         self._has_left_out = False
         self._loggers = Loggers(
-            loggers, folder, resume_step=resume_step, past=past, settings=settings or {}, say=say
+            loggers, folder, resume_step=resume_step, past=past, settings=settings or {}, log=log
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -94,11 +94,11 @@ class MetricsLog:
             key.encode(errors="backslashreplace").decode(): value for key, value in metrics.items()
         }
         row = {key: _plain(named[key]) for key in sorted(named)}
-        self._leave_out(row)
+        self._drop_excess_names(row)
         self._rows.write(step, row)
         self._loggers.write(step, row)
 
-    def _leave_out(self, row: dict[str, float]) -> None:
+    def _drop_excess_names(self, row: dict[str, float]) -> None:
         """Remove the metrics of reward functions beyond ``MOST_NAMED`` names."""
         new = [
             name for name in row if name.startswith(REWARD) and name not in COUNTED | self._named
@@ -139,11 +139,11 @@ class RowFollower:
         self, run_dir: Path, callback: Callable[[dict[str, float]], object] | None
     ) -> None:
         self._file, self._callback = run_dir / FILE, callback
-        done = latest_step(run_dir / "checkpoints")
+        done = find_latest_step(run_dir / "checkpoints")
         self._last, self._size = -1 if done is None else done, 0
         self._before = self._file.stat().st_ino if self._file.exists() else None
 
-    def look(self) -> None:
+    def read_new_rows(self) -> None:
         if self._callback is None:
             return
         now = self._file.stat() if self._file.exists() else None
@@ -173,10 +173,10 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         UserError: naming the file and the line, if another one is no row: rows are never left out
             in silence.
     """
-    return [row for _, row in _rows(file)]
+    return [row for _, row in _read_lines(file)]
 
 
-def _rows(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
+def _read_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Each row with its line."""
     if not os.path.lexists(file):
         return []
@@ -207,7 +207,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _drop_rows_past(file: Path, step: int) -> None:
     """Replace the file in one piece by one without rows past ``step``. Kept lines keep their
     bytes."""
-    rows = _rows(file)
+    rows = _read_lines(file)
     if not file.exists():
         return
     kept = [line for line, row in rows if row["step"] <= step] if step > 0 else []
@@ -217,8 +217,8 @@ def _drop_rows_past(file: Path, step: int) -> None:
             f"note: {file} ends at step {last}, and the run goes on from step {step}: the rows "
             "between are lost"
         )
-        tell(text)
-    with replacing_file(file) as partial, partial.open("wb") as rewritten:
+        print_message(text)
+    with replace_file(file) as partial, partial.open("wb") as rewritten:
         rewritten.writelines(line + b"\n" for line in kept)
         rewritten.flush()
         os.fsync(rewritten.fileno())
@@ -242,7 +242,7 @@ PLACES: Sequence[tuple[str, str]] = (
 )
 
 
-def summarise(metrics: Rows) -> dict[str, Any]:
+def compute_summary(metrics: Rows) -> dict[str, Any]:
     """The figures of a run, from its rows of ``metrics.jsonl``. A figure that no row knows is None.
 
     Fractions are means over the steps that have them. The mean of pack fill is over the steps that
@@ -250,41 +250,45 @@ def summarise(metrics: Rows) -> dict[str, Any]:
     the ones whose rows were kept, so that nothing is counted twice. Estimates of the gradient's
     noise are None if any step lacks one, as under a biased rule.
     """
-    held_out = _values(metrics, "eval/accuracy")
+    held_out = _get_values(metrics, "eval/accuracy")
     steps = [row for row in metrics if "perf/step_time" in row]
     pruned = [row for row in metrics if "prune/kept_token_fraction" in row]
     phases: dict[str, float] = {}
     for row in steps:
-        for phase, seconds in breakdown(row).items():
+        for phase, seconds in compute_breakdown(row).items():
             phases[phase] = phases.get(phase, 0.0) + seconds
-    evaluation = _total(metrics, "perf/eval_time")
+    evaluation = _sum_values(metrics, "perf/eval_time")
     return {
         "accuracy_before": held_out[0] if held_out else None,
         "accuracy_after": held_out[-1] if held_out else None,
-        "seconds": _total(steps, "perf/step_time") + evaluation,
-        "seconds_per_step": _mean(steps, "perf/step_time"),
-        "kept_prompt_fraction": _mean(metrics, "prune/kept_prompt_fraction"),
-        "kept_token_fraction": _mean(metrics, "prune/kept_token_fraction"),
-        "saved_tokens_prompts": _whole(pruned, "prune/saved_tokens_prompts"),
-        "saved_tokens_completions": _whole(pruned, "prune/saved_tokens_completions"),
-        "zero_advantage_tokens": _whole(pruned, "prune/zero_advantage_tokens"),
-        "saved_seconds_prompts": _total(pruned, "perf/saved_prompts_time"),
-        "saved_seconds_completions": _total(pruned, "perf/saved_completions_time"),
-        "pruning_efficiency": _mean(pruned, "perf/pruning_efficiency", of_all=True),
-        "effective_sample_size": _mean(pruned, "prune/effective_sample_size"),
-        "variance_inflation": _mean(pruned, "prune/variance_inflation", of_all=True),
-        "noise_share_prompts": _mean(pruned, "prune/noise_share_prompts", of_all=True),
-        "noise_share_completions": _mean(pruned, "prune/noise_share_completions", of_all=True),
-        "discarded_groups": _whole(pruned, "prune/discarded_groups"),
-        "pack_fill": _mean([row for row in metrics if "train/grad_norm" in row], "pack/fill"),
+        "seconds": _sum_values(steps, "perf/step_time") + evaluation,
+        "seconds_per_step": _compute_mean(steps, "perf/step_time"),
+        "kept_prompt_fraction": _compute_mean(metrics, "prune/kept_prompt_fraction"),
+        "kept_token_fraction": _compute_mean(metrics, "prune/kept_token_fraction"),
+        "saved_tokens_prompts": _round_sum(pruned, "prune/saved_tokens_prompts"),
+        "saved_tokens_completions": _round_sum(pruned, "prune/saved_tokens_completions"),
+        "zero_advantage_tokens": _round_sum(pruned, "prune/zero_advantage_tokens"),
+        "saved_seconds_prompts": _sum_values(pruned, "perf/saved_prompts_time"),
+        "saved_seconds_completions": _sum_values(pruned, "perf/saved_completions_time"),
+        "pruning_efficiency": _compute_mean(pruned, "perf/pruning_efficiency", require_all=True),
+        "effective_sample_size": _compute_mean(pruned, "prune/effective_sample_size"),
+        "variance_inflation": _compute_mean(pruned, "prune/variance_inflation", require_all=True),
+        "noise_share_prompts": _compute_mean(pruned, "prune/noise_share_prompts", require_all=True),
+        "noise_share_completions": _compute_mean(
+            pruned, "prune/noise_share_completions", require_all=True
+        ),
+        "discarded_groups": _round_sum(pruned, "prune/discarded_groups"),
+        "pack_fill": _compute_mean(
+            [row for row in metrics if "train/grad_norm" in row], "pack/fill"
+        ),
         "steps": len(steps),
-        "generated_tokens": _whole(metrics, "rollout/generated_tokens"),
-        "trained_tokens": _whole(metrics, "train/tokens"),
+        "generated_tokens": _round_sum(metrics, "rollout/generated_tokens"),
+        "trained_tokens": _round_sum(metrics, "train/tokens"),
         "no_op_steps": sum(
             "rollout/raw_reward" in row and "train/grad_norm" not in row for row in metrics
         ),
-        "reward_timeouts": _whole(metrics, "reward/timeouts"),
-        "reward_errors": _whole(metrics, "reward/errors"),
+        "reward_timeouts": _round_sum(metrics, "reward/timeouts"),
+        "reward_errors": _round_sum(metrics, "reward/errors"),
         "phase_seconds": phases | {"evaluation": evaluation},
     }
 
@@ -293,7 +297,7 @@ def write_summary(run_dir: Path | str) -> dict[str, Any]:
     """Summarise the run in ``run_dir``, write ``summary.json`` there in one piece, and return
     it."""
     folder = Path(run_dir)
-    summary = summarise(read_metrics(folder))
+    summary = compute_summary(read_metrics(folder))
     replace_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
     return summary
 
@@ -314,10 +318,18 @@ def print_summary(run_dir: Path | str, summary: Mapping[str, Any], console: Cons
     """Say what was learned, what pruning saved, what failed, and where the run's files lie."""
     folder = Path(run_dir)
     places = [f"{title:<20} {folder / name}" for title, name in PLACES if (folder / name).exists()]
-    console.banner([*_learned(summary), *_saved(summary), *_faults(summary), "", *places])
+    console.print_banner(
+        [
+            *_format_learning(summary),
+            *_format_savings(summary),
+            *_format_faults(summary),
+            "",
+            *places,
+        ]
+    )
 
 
-def _learned(summary: Mapping[str, Any]) -> Iterator[str]:
+def _format_learning(summary: Mapping[str, Any]) -> Iterator[str]:
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     if before is not None and after is not None:
         points = 100 * (after - before)
@@ -327,10 +339,13 @@ def _learned(summary: Mapping[str, Any]) -> Iterator[str]:
         )
     if summary["seconds_per_step"] is not None:
         pace, total = summary["seconds_per_step"], summary["seconds"]
-        yield f"{_steps(summary['steps'])} of {duration(pace)}; {duration(total)} with evaluations"
+        yield (
+            f"{_format_steps(summary['steps'])} of {format_duration(pace)}; "
+            f"{format_duration(total)} with evaluations"
+        )
 
 
-def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
+def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
     """Savings by pruning, compared with a run whose rules are both ``none``. Such a run does not
     train on completions with zero advantage either.
 
@@ -386,12 +401,12 @@ def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
                 f"{summary['discarded_groups']:,} groups were rolled out and discarded, which "
                 "saved nothing"
             )
-        yield from _noise(summary)
+        yield from _format_noise(summary)
     if summary["pack_fill"] is not None:
         yield f"packs were {100 * summary['pack_fill']:.1f}% full"
 
 
-def _noise(summary: Mapping[str, Any]) -> Iterator[str]:
+def _format_noise(summary: Mapping[str, Any]) -> Iterator[str]:
     sample, inflation = summary["effective_sample_size"], summary["variance_inflation"]
     if sample is None:
         return
@@ -414,10 +429,13 @@ def _noise(summary: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _faults(summary: Mapping[str, Any]) -> Iterator[str]:
+def _format_faults(summary: Mapping[str, Any]) -> Iterator[str]:
     """Failures that did not stop the run, once more at the end."""
     if summary["no_op_steps"]:
-        yield f"{_steps(summary['no_op_steps'])} kept nothing to train on and changed no weight"
+        yield (
+            f"{_format_steps(summary['no_op_steps'])} kept nothing to train on and changed no "
+            "weight"
+        )
     if summary["reward_timeouts"] or summary["reward_errors"]:
         timeouts, errors = summary["reward_timeouts"], summary["reward_errors"]
         yield (
@@ -426,27 +444,27 @@ def _faults(summary: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _steps(count: int) -> str:
+def _format_steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
 
 
-def _values(metrics: Rows, key: str) -> list[float]:
+def _get_values(metrics: Rows, key: str) -> list[float]:
     return [row[key] for row in metrics if key in row]
 
 
-def _total(metrics: Rows, key: str) -> float:
-    return sum(_values(metrics, key), 0.0)
+def _sum_values(metrics: Rows, key: str) -> float:
+    return sum(_get_values(metrics, key), 0.0)
 
 
-def _whole(metrics: Rows, key: str) -> int:
-    return round(_total(metrics, key))
+def _round_sum(metrics: Rows, key: str) -> int:
+    return round(_sum_values(metrics, key))
 
 
-def _mean(metrics: Rows, key: str, *, of_all: bool = False) -> float | None:
-    """None where no row has the number; with ``of_all`` also where one lacks it."""
-    values = _values(metrics, key)
+def _compute_mean(metrics: Rows, key: str, *, require_all: bool = False) -> float | None:
+    """None where no row has the number; with ``require_all`` also where one lacks it."""
+    values = _get_values(metrics, key)
     return (
         sum(values) / len(values)
-        if values and not (of_all and len(values) < len(metrics))
+        if values and not (require_all and len(values) < len(metrics))
         else None
     )

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_dppo.errors import without_passwords
-from megatron_dppo.settings import short
+from megatron_dppo.errors import remove_passwords
+from megatron_dppo.settings import format_value
 
 LAUNCH, ENV = "rollout.launch.", "rollout.launch.env"
 MAPPINGS = ("data.verifiers.arguments", "data.chat_template_kwargs")
@@ -23,7 +23,7 @@ word if the secret is the next word. ``--tokenizer`` and ``--max-total-tokens`` 
 names."""
 
 
-def public(key: str, value: Any) -> Any:
+def mask_secrets(key: str, value: Any) -> Any:
     """Return the value of a setting without its secrets.
 
     - Environment variables keep their names only.
@@ -38,24 +38,24 @@ def public(key: str, value: Any) -> Any:
     if key == ENV and isinstance(value, list):
         value = [f"{str(variable).partition('=')[0]}=…" for variable in value]
     elif key.startswith(LAUNCH) and isinstance(value, list):
-        value = list(_masked(value))
+        value = list(_mask_words(value))
     elif key.startswith(MAPPINGS):
-        value = _without_texts(value)
-    return map_texts(value, without_passwords)
+        value = _mask_texts(value)
+    return map_texts(value, remove_passwords)
 
 
-def public_text(key: str, value: Any) -> str:
+def format_masked(key: str, value: Any) -> str:
     """Return the value of a setting as YAML writes it, without its secrets."""
-    return short(public(key, value))
+    return format_value(mask_secrets(key, value))
 
 
 def has_secrets(settings: Mapping[str, Any]) -> bool:
-    """Return whether settings, by their dotted keys, contain a secret that :func:`public`
+    """Return whether settings, by their dotted keys, contain a secret that :func:`mask_secrets`
     removes."""
-    return any(public(key, value) != value for key, value in settings.items())
+    return any(mask_secrets(key, value) != value for key, value in settings.items())
 
 
-def _masked(words: Sequence[Any]) -> Iterator[Any]:
+def _mask_words(words: Sequence[Any]) -> Iterator[Any]:
     """Yield words with masked secrets. A secret follows its name in the same word, or is the next
     word."""
     named = False
@@ -71,10 +71,10 @@ def _masked(words: Sequence[Any]) -> Iterator[Any]:
         named = found is not None and found.end() == len(word)
 
 
-def _without_texts(value: Any) -> Any:
+def _mask_texts(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
-            name: "…" if SECRET.search(str(name)) else _without_texts(each)
+            name: "…" if SECRET.search(str(name)) else _mask_texts(each)
             for name, each in value.items()
         }
     return value if value is None or isinstance(value, int | float) else "…"

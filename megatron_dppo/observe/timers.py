@@ -90,7 +90,7 @@ class PhaseTimers:
         return metrics
 
 
-def breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
+def compute_breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
     """Seconds of one step by phase, in the order of ``PHASES``, with ``other`` for the rest of
     ``perf/step_time``."""
     parts = {
@@ -103,13 +103,13 @@ def breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """``perf/saved_prompts_time`` and ``perf/saved_completions_time``: the first two of ``saving``,
-    from a step's own counts. Each is left out where the step has no tokens to go by. And
-    ``perf/pruning_efficiency``: how many times less variance × seconds the step has than without
-    pruning; 1 for a smaller batch. Not of a biased rule."""
+    """``perf/saved_prompts_time`` and ``perf/saved_completions_time``: the first two of
+    ``saving``, from a step's own counts. Each is left out where the step has no tokens to
+    go by. And ``perf/pruning_efficiency``: how many times less variance × seconds the step has than
+    without pruning; 1 for a smaller batch. Not of a biased rule."""
     if not {"prune/saved_tokens_prompts", "prune/saved_tokens_completions"} <= metrics.keys():
         return {}
-    by_prompts, by_completions, by_both = saving(metrics)
+    by_prompts, by_completions, by_both = estimate_savings(metrics)
     saved = {}
     if sum(metrics.get(key, 0.0) for key in ROLLED_OUT):
         saved["perf/saved_prompts_time"] = by_prompts
@@ -122,7 +122,7 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     return saved
 
 
-def saving(metrics: Mapping[str, float]) -> tuple[float, float, float]:
+def estimate_savings(metrics: Mapping[str, float]) -> tuple[float, float, float]:
     """Estimate from a step's own timers how many seconds longer it would have taken with all
     prompts, with all completions, and with both. In the first two the other level stays pruned as
     it was.
@@ -150,7 +150,7 @@ def saving(metrics: Mapping[str, float]) -> tuple[float, float, float]:
     )
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds in at most two units, as console and report say them: 0.35 s, 1.24 s, 42 s, 3 min 20
     s, 5 h 12 min."""
     if 0 < seconds < 0.001:

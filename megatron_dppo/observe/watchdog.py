@@ -30,12 +30,12 @@ from types import FrameType
 import torch.distributed as dist
 
 from megatron_dppo.config import Config
-from megatron_dppo.errors import StandstillError, UserError, error_text
+from megatron_dppo.errors import StandstillError, UserError, format_error
 from megatron_dppo.observe.timers import PhaseTimers
-from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine, open_store
-from megatron_dppo.parallel.world import WAITED, World
+from megatron_dppo.parallel.meeting import LOOPBACK, is_single_node, open_store
+from megatron_dppo.parallel.world import TIMEOUT_FRACTION, World
 from megatron_dppo.process import lifetime, streams
-from megatron_dppo.process.streams import tell
+from megatron_dppo.process.streams import print_message
 
 FRAMES = 8
 """Innermost frames of a stack that the log shows."""
@@ -80,7 +80,7 @@ class Watchdog:
         self._world, self._timers, self._late_s = world, timers, late_s
         self._stuck_s = max(late_s, stuck_s)
         # Others that wait for this rank give up after the whole time, and know less.
-        self._end_s = world.timeout_s * (WAITED if world.size > 1 else 1.0)
+        self._end_s = world.timeout_s * (TIMEOUT_FRACTION if world.size > 1 else 1.0)
         self._interval_s = min(late_s / 4, self._end_s / 4, 10.0)
         self._main = threading.main_thread().ident or 0
         self._hung: UserError | None = None
@@ -95,18 +95,18 @@ class Watchdog:
         self._named: set[tuple[int, int]] = set()
         self._end = threading.Event()
         if world.size > 1:
-            self._store = _shared_store(world)
+            self._store = _open_shared_store(world)
             self._send()
-            world.wait_for_all(
+            world.barrier(
                 "first heartbeat"
             )  # from here on every rank's heartbeat is there to be read
-        streams.moved()
+        streams.record_progress()
         self._before = signal.signal(WAKE, self._raise)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
     @classmethod
-    def of(cls, config: Config, world: World, timers: PhaseTimers) -> Watchdog:
+    def from_config(cls, config: Config, world: World, timers: PhaseTimers) -> Watchdog:
         # Half of what collectives wait: the names of those that hang are to come before the end.
         return cls(world, timers, config.run.late_s, stuck_s=config.layout.timeout_s / 2)
 
@@ -118,31 +118,31 @@ class Watchdog:
     def _run(self) -> None:
         try:
             while not self._end.wait(self._interval_s):
-                self._look_at_itself()
+                self._check_main_thread()
                 if self._world.size > 1:
                     self._send()
-                    if self._world.leads:
-                        self._compare()
+                    if self._world.is_rank0:
+                        self._check_heartbeats()
         except RuntimeError:
             return  # the leader and its store are gone, which ends the run
 
-    def _look_at_itself(self) -> None:
+    def _check_main_thread(self) -> None:
         """Name this rank, or end what it does, if its main thread stands still and waits for no
         other rank."""
-        phase, since = self._timers.phase, max(self._timers.moved, streams.last_moved())
+        phase, since = self._timers.phase, max(self._timers.moved, streams.get_progress_time())
         if phase not in UNLIMITED and self._world.size > 1:
             return  # the leader compares all ranks there
         still = time.monotonic() - since
         limit_s = self._late_s if phase in UNLIMITED else self._stuck_s
         if phase in ("rollout", "eval"):
             limit_s = min(limit_s, self._end_s)
-        if still < limit_s or self._waits_for_ranks():
+        if still < limit_s or self._is_waiting_for_ranks():
             return
-        stack, rank = self._stack(), self._world.rank
+        stack, rank = self._format_stack(), self._world.rank
         if since > self._spoken_of:
             self._spoken_of = since
             who = f"{rank} on {socket.gethostname()}"
-            tell("\n".join(_paragraph(who, phase, still, "", stack)))
+            print_message("\n".join(_format_paragraph(who, phase, still, "", stack)))
         if still >= self._end_s and phase in UNLIMITED:
             problem = (
                 f"rank {rank} has stood still for so long in {phase or 'no phase'}, "
@@ -151,10 +151,10 @@ class Watchdog:
             remedy = "Mend what hangs there, or raise rollout.timeout_s"
             hung = UserError("rollout.timeout_s", f"{self._world.timeout_s:g}", problem, remedy)
             if since == self._interrupted_at:
-                lifetime.leave(2, error_text(hung))
+                lifetime.exit_now(2, format_error(hung))
             self._hung = hung
-            streams.moved()  # what ends has time for it
-            self._interrupted_at = streams.last_moved()
+            streams.record_progress()  # what ends has time for it
+            self._interrupted_at = streams.get_progress_time()
             signal.pthread_kill(self._main, WAKE)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
@@ -162,7 +162,7 @@ class Watchdog:
             hung, self._hung = self._hung, None
             raise StandstillError(hung)
 
-    def _waits_for_ranks(self) -> bool:
+    def _is_waiting_for_ranks(self) -> bool:
         frame = sys._current_frames().get(self._main)
         while frame is not None and OF_RANKS not in frame.f_code.co_filename:
             frame = frame.f_back
@@ -177,9 +177,9 @@ class Watchdog:
         asked = self._store.add("asked", 0)
         if asked > self._answered:
             self._answered = asked
-            self._store.set(f"stack/{asked}/{self._world.rank}", self._stack())
+            self._store.set(f"stack/{asked}/{self._world.rank}", self._format_stack())
 
-    def _compare(self) -> None:
+    def _check_heartbeats(self) -> None:
         texts = self._store.multi_get([f"heartbeat/{rank}" for rank in range(self._world.size)])
         heartbeats = [Heartbeat(**json.loads(text)) for text in texts]
         now = time.monotonic()
@@ -187,13 +187,13 @@ class Watchdog:
             if rank not in self._heard or self._heard[rank][0] != heartbeat.number:
                 self._heard[rank] = heartbeat.number, now
         silent = [now - self._heard[rank][1] for rank in range(len(heartbeats))]
-        late = late_ranks(heartbeats, silent, self._late_s, self._stuck_s)
+        late = find_late_ranks(heartbeats, silent, self._late_s, self._stuck_s)
         new = [rank for rank in late if (rank, heartbeats[rank].entered) not in self._named]
         if new:
             self._named |= {(rank, heartbeats[rank].entered) for rank in new}
-            tell(_describe(new, heartbeats, self._stacks(new)))
+            print_message(_describe(new, heartbeats, self._collect_stacks(new)))
 
-    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+    def _collect_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where those ranks stand, as far as they answer within two of their heartbeats."""
         self._asked = self._store.add("asked", 1)
         deadline = time.monotonic() + 2 * self._interval_s + 1.0
@@ -205,13 +205,13 @@ class Watchdog:
                     found[rank] = self._store.get(key).decode()
         return found
 
-    def _stack(self) -> str:
+    def _format_stack(self) -> str:
         frame = sys._current_frames().get(self._main)
         return "".join(traceback.format_stack(frame)[-FRAMES:]) if frame else ""
 
 
-def late_ranks(
-    heartbeats: Sequence[Heartbeat], silent: Sequence[float], late_s: float, stuck_s: float
+def find_late_ranks(
+    heartbeats: Sequence[Heartbeat], silence_s: Sequence[float], late_s: float, stuck_s: float
 ) -> list[int]:
     """The ranks to name: those without a sign of life; else those that are behind, once others have
     waited for them; else all, once none of them has moved for long, unless their phase is one of
@@ -219,11 +219,11 @@ def late_ranks(
 
     Args:
         heartbeats: the last heartbeat of each rank.
-        silent: seconds since each came.
+        silence_s: seconds since each came.
         late_s: seconds of waiting for another rank that are too long.
         stuck_s: seconds without a move that are too long for all of them.
     """
-    if gone := [rank for rank, seconds in enumerate(silent) if seconds > late_s]:
+    if gone := [rank for rank, seconds in enumerate(silence_s) if seconds > late_s]:
         return gone
     front = max(heartbeat.entered for heartbeat in heartbeats)
     waited = max(heartbeat.still_s for heartbeat in heartbeats if heartbeat.entered == front)
@@ -234,40 +234,44 @@ def late_ranks(
     return list(range(len(heartbeats))) if still and heartbeats[0].phase not in UNLIMITED else []
 
 
-def _describe(late: Sequence[int], heartbeats: Sequence[Heartbeat], stacks: dict[int, str]) -> str:
+def _describe(
+    late_ranks: Sequence[int], heartbeats: Sequence[Heartbeat], stacks: dict[int, str]
+) -> str:
     """One paragraph for each phase and stack in which late ranks are."""
     alike: dict[tuple[str, str], list[int]] = {}
-    for rank in late:
+    for rank in late_ranks:
         alike.setdefault((heartbeats[rank].phase, stacks.get(rank, "")), []).append(rank)
-    waiting = len(heartbeats) - len(late)
+    waiting = len(heartbeats) - len(late_ranks)
     lines = []
     for (phase, stack), ranks in alike.items():
         who = ", ".join(f"{rank} on {heartbeats[rank].host}" for rank in ranks)
         seconds = max(heartbeats[rank].still_s for rank in ranks)
-        lines += _paragraph(
+        lines += _format_paragraph(
             who, phase, seconds, f"; {waiting} others wait" if waiting else "", stack
         )
     return "\n".join(lines)
 
 
-def _paragraph(who: str, phase: str, seconds: float, others: str, stack: str) -> list[str]:
+def _format_paragraph(
+    source: str, phase: str, seconds: float, remark: str, stack: str
+) -> list[str]:
     return [
-        f"late: rank {who}, in {phase or 'no phase'} for {seconds:.0f} s{others}. It stands at:",
+        f"late: rank {source}, in {phase or 'no phase'} for {seconds:.0f} s{remark}. It stands at:",
         stack.rstrip()
         or "  (no answer: its process is stopped or gone, or holds the interpreter's lock)",
     ]
 
 
-def _shared_store(world: World) -> dist.TCPStore:
+def _open_shared_store(world: World) -> dist.TCPStore:
     """A store for the heartbeats alone: a main thread that waits in the process group's store may
     lock that one."""
     limit = timedelta(seconds=world.timeout_s)
     mine: list[dist.TCPStore] = []
 
-    def opened() -> tuple[str, int]:
-        host = LOOPBACK if on_one_machine(os.environ) else os.environ.get("MASTER_ADDR", LOOPBACK)
+    def open_for_leader() -> tuple[str, int]:
+        host = LOOPBACK if is_single_node(os.environ) else os.environ.get("MASTER_ADDR", LOOPBACK)
         mine.append(open_store(host, limit))
         return host, mine[0].port
 
-    host, port = world.from_leader(opened)
+    host, port = world.broadcast(open_for_leader)
     return mine[0] if mine else dist.TCPStore(host, port, is_master=False, timeout=limit)

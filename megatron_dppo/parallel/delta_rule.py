@@ -85,7 +85,9 @@ def chunk_gated_delta_rule(
     Returns:
         [1, T, heads, value size], and [S, heads, key size, value size].
     """
-    tokens, order, batches, place = _chunks(tuple(cu_seqlens.diff().tolist()), chunk, q.device)
+    tokens, order, batches, place = _split_chunks(
+        tuple(cu_seqlens.diff().tolist()), chunk, q.device
+    )
     exact = torch.promote_types(q.dtype, torch.float32)
 
     def in_chunks(
@@ -150,7 +152,7 @@ def recurrent_gated_delta_rule(
 
 
 @lru_cache(maxsize=64)
-def _chunks(
+def _split_chunks(
     lengths: tuple[int, ...], chunk: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
     """Chunks of the segments of a pack of T tokens: all first ones, then all second ones.

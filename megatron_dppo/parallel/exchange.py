@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.pack import TrainingSample
-from megatron_dppo.rl.sequences import prompt_and_response
+from megatron_dppo.rl.sequences import split_prompt_and_response
 from megatron_dppo.rl.types import (
     Completion,
     Floats,
@@ -18,10 +18,10 @@ from megatron_dppo.rl.types import (
 )
 
 
-def deliver(
+def exchange_samples(
     world: World,
     plan: MinibatchPlan,
-    held: Mapping[int, Group],
+    groups: Mapping[int, Group],
     routing: RoutingShape | None = None,
     layers: Sequence[Ints] = (),
 ) -> list[list[TrainingSample]]:
@@ -30,7 +30,7 @@ def deliver(
     Args:
         world: this rank's place.
         plan: the same on every rank.
-        held: the groups that this rank generated, by their index in the step's metadata.
+        groups: the groups that this rank generated, by their index in the step's metadata.
         routing: shape of the samples' routing; None: samples are sent without routing.
         layers: by rank, the layers whose routing the rank gets, ascending: those of its pipeline
             stage.
@@ -42,22 +42,24 @@ def deliver(
     for rank, replica in enumerate(world.replica_of):
         wanted = [k for pack in plan.packs[replica] for k in pack if plan.owner[k] == world.rank]
         of_rank = layers[rank] if routing is not None else None
-        outgoing.append({k: _sample(plan, k, held, routing, of_rank) for k in wanted})
+        outgoing.append({k: _build_sample(plan, k, groups, routing, of_rank) for k in wanted})
     received = {k: sample for samples in world.exchange(outgoing) for k, sample in samples.items()}
     return [[received[k] for k in pack] for pack in plan.packs[world.dp_rank]]
 
 
-def _sample(
+def _build_sample(
     plan: MinibatchPlan,
     k: int,
-    held: Mapping[int, Group],
+    groups: Mapping[int, Group],
     routing: RoutingShape | None,
     layers: Ints | None,
 ) -> TrainingSample:
     """Return sample ``k`` with its tokens, and with its routing in ``layers``."""
-    group = held[int(plan.group[k])]
+    group = groups[int(plan.group[k])]
     completion = group.completions[int(plan.completion[k])]
-    prompt, of = prompt_and_response(group.prompt.token_ids, completion, int(plan.sequence[k]))
+    prompt, of = split_prompt_and_response(
+        group.prompt.token_ids, completion, int(plan.sequence[k])
+    )
     table: Routing | None = None
     if routing is not None:
         if completion.routing is None:
@@ -83,9 +85,9 @@ def _sample(
     )
 
 
-def _select_advantages(advantage: Floats, completion: Completion, of: slice) -> Floats | float:
+def _select_advantages(advantage: Floats, completion: Completion, span: slice) -> Floats | float:
     """Return the advantages of some of a completion's tokens: of their segments, or each its own,
     or one of all."""
     if completion.segments is not None:
-        return advantage[completion.segments[of]]
-    return advantage[of] if len(advantage) > 1 else float(advantage[0])
+        return advantage[completion.segments[span]]
+    return advantage[span] if len(advantage) > 1 else float(advantage[0])

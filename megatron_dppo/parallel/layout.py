@@ -12,7 +12,7 @@ FAST_MULTIPLE = 128
 """Tokens that matrix kernels of GPUs cut a pack into."""
 
 
-def capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bool) -> int:
+def compute_capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bool) -> int:
     """Divisor of a pack's tokens: required by the layout, on GPUs also preferred by their kernels.
 
     Args:
@@ -25,7 +25,7 @@ def capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bool) -> i
     return fast if cuda and max_tokens % fast == 0 else layout.pack_multiple
 
 
-def stage_layers(layers: int, stage: int, layout: LayoutConfig) -> list[range]:
+def list_stage_layers(layers: int, stage: int, layout: LayoutConfig) -> list[range]:
     """The layers of a pipeline stage, counted over the whole policy: one range for each of its
     virtual stages.
 
@@ -35,7 +35,7 @@ def stage_layers(layers: int, stage: int, layout: LayoutConfig) -> list[range]:
     Raises:
         ValueError: if the layers cannot be cut so; ``check_layout`` refuses such a layout.
     """
-    counts = _stage_counts(layers, layout)
+    counts = _count_stage_layers(layers, layout)
     if any(count % layout.vpp for count in counts) or sum(counts) != layers:
         raise ValueError(f"{layers} layers cannot be cut into {layout.pp} x {layout.vpp} stages")
     chunks = [count // layout.vpp for count in counts]
@@ -43,7 +43,7 @@ def stage_layers(layers: int, stage: int, layout: LayoutConfig) -> list[range]:
     return [range(start, start + chunks[stage]) for start in starts]
 
 
-def _stage_counts(layers: int, layout: LayoutConfig) -> list[int]:
+def _count_stage_layers(layers: int, layout: LayoutConfig) -> list[int]:
     """[pp], layers of each pipeline stage. Stages of no given number share what is left, equally
     but for a rest."""
     given = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
@@ -52,7 +52,7 @@ def _stage_counts(layers: int, layout: LayoutConfig) -> list[int]:
     return [fixed.get(stage, each) for stage in range(layout.pp)]
 
 
-def interleaved_packs(packs: int, stages: int) -> int:
+def count_interleaved_packs(packs: int, stages: int) -> int:
     """How many packs the interleaved schedule takes through one virtual stage before the next one's
     turn.
 
@@ -64,7 +64,7 @@ def interleaved_packs(packs: int, stages: int) -> int:
     )
 
 
-def layout_text(layout: LayoutConfig) -> str:
+def format_layout(layout: LayoutConfig) -> str:
     """As messages have it: ``tp 2 x pp 1 x cp 1 x dp 4; experts: ep 8 x etp 1``."""
     sizes = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 1}"
     if layout.ep > 1 or layout.expert_tp != layout.tp:
@@ -96,8 +96,8 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
         problem = (
             f"needs a multiple of {of_experts} ranks in a pipeline stage (layout.ep x layout.etp), "
             f"which has {stage}: "
-            f"{layout_text(replace(layout, dp=dp))}"
+            f"{format_layout(replace(layout, dp=dp))}"
         )
-        remedy = f"Set layout.dp to a multiple of {layout.least_ranks // model}{lower}"
+        remedy = f"Set layout.dp to a multiple of {layout.min_ranks // model}{lower}"
         raise UserError(f"layout.{name}", getattr(layout, name), problem, remedy)
     return replace(layout, dp=dp)

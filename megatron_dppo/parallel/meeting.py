@@ -24,7 +24,7 @@ LOST_CONTACT = "contact with another rank was lost"
 """How an error begins that is no time limit."""
 
 
-def on_one_machine(environ: Mapping[str, str]) -> bool:
+def is_single_node(environ: Mapping[str, str]) -> bool:
     """Whether all ranks are, as our launcher, torchrun or srun has told this one."""
     world = environ.get("WORLD_SIZE", "1")
     return (
@@ -38,7 +38,7 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def listen(host: str, port: int = 0) -> socket.socket:
+def open_listener(host: str, port: int = 0) -> socket.socket:
     """A socket that listens on one address; at any free port unless one is named."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,10 +54,10 @@ def open_store(host: str, timeout: timedelta, size: int | None = None) -> dist.T
 
     if not is_loopback(host):
         return dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-    return _store_at(listen(host), timeout, size)
+    return _create_store(open_listener(host), timeout, size)
 
 
-def rendezvous(environ: Mapping[str, str], timeout: timedelta) -> dict[str, object]:
+def build_rendezvous_args(environ: Mapping[str, str], timeout: timedelta) -> dict[str, object]:
     """Arguments of ``init_process_group`` for the place where ranks meet; empty if torch finds it
     by itself: under torchrun, and on several machines."""
     import torch.distributed as dist
@@ -65,7 +65,7 @@ def rendezvous(environ: Mapping[str, str], timeout: timedelta) -> dict[str, obje
     if (
         "RANK" not in environ
         or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        or not on_one_machine(environ)
+        or not is_single_node(environ)
     ):
         return {}
     rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
@@ -75,19 +75,21 @@ def rendezvous(environ: Mapping[str, str], timeout: timedelta) -> dict[str, obje
         store = dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout)
     else:
         given = environ.get(LISTENER)
-        store = _store_at(
-            socket.socket(fileno=int(given)) if given else listen(LOOPBACK, port), timeout, size
+        store = _create_store(
+            socket.socket(fileno=int(given)) if given else open_listener(LOOPBACK, port),
+            timeout,
+            size,
         )
     return {"store": store, "rank": rank, "world_size": size}
 
 
-def loopback_interface() -> str | None:
+def find_loopback_interface() -> str | None:
     """Its name, ``lo`` on Linux; None where no interface is called so."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
-def _store_at(listener: socket.socket, timeout: timedelta, size: int | None) -> dist.TCPStore:
+def _create_store(listener: socket.socket, timeout: timedelta, size: int | None) -> dist.TCPStore:
     import torch.distributed as dist
 
     host, port, *_ = listener.getsockname()

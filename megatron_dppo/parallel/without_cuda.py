@@ -33,21 +33,21 @@ def install() -> None:
         return
     _installed = True
     if not torch.cuda.is_available():
-        _answer_device_questions()
-        _place_literal_cuda_tensors()
-        _name_tensor_types()
-        _share_the_generator()
-        _order_streams()
-        _leave_functions_uncompiled()
-        _count_tokens_on_the_host()
-        _gather_unequal_parts()
-        _compute_delta_rules()
-        _optimize_with_torch()
-    _mend_torch_adam()
-    _mend_router()
+        _patch_device_queries()
+        _patch_tensor_factories()
+        _patch_tensor_types()
+        _patch_random_state()
+        _patch_streams()
+        _disable_compile()
+        _patch_token_counts()
+        _patch_all_gather()
+        _patch_delta_rules()
+        _patch_optimizer()
+    _fix_torch_adam()
+    _fix_router()
 
 
-def _answer_device_questions() -> None:
+def _patch_device_queries() -> None:
     """``torch.empty(..., device=torch.cuda.current_device())`` and ``.cuda()`` are how Megatron
     says "here"."""
     torch.cuda.current_device = lambda: CPU
@@ -55,7 +55,7 @@ def _answer_device_questions() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 
-def _place_literal_cuda_tensors() -> None:
+def _patch_tensor_factories() -> None:
     """Schedules, optimizers, gradient clipping and experts make small tensors with a literal
     ``device="cuda"``."""
     # Torch's list of what ``with torch.device("meta")`` steers, made once: of its own.
@@ -75,7 +75,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return make
 
 
-def _name_tensor_types() -> None:
+def _patch_tensor_types() -> None:
     """The optimizers sort parameters by ``param.type()`` and know only the names of CUDA
     tensors."""
     type_of = torch.Tensor.type
@@ -88,7 +88,7 @@ def _name_tensor_types() -> None:
     torch.Tensor.type = cuda_name
 
 
-def _share_the_generator() -> None:
+def _patch_random_state() -> None:
     """Megatron's tracker forks CUDA's random state (initialisation, dropout, recompute): here it is
     the CPU's.
 
@@ -108,7 +108,7 @@ def _share_the_generator() -> None:
     )
 
 
-class _Program:
+class _InlineStream:
     """A stream on which everything has already happened: a CPU runs its program in order."""
 
     def wait_stream(self, stream: Any) -> None: ...
@@ -121,10 +121,10 @@ class _Program:
     def synchronize(self) -> None: ...
 
 
-def _order_streams() -> None:
+def _patch_streams() -> None:
     """Tokens are counted for experts on a stream of their own, and from 0.17 on gradient buckets
     are reduced on one."""
-    program = _Program()
+    program = _InlineStream()
 
     @contextlib.contextmanager
     def on(stream: Any) -> Iterator[None]:
@@ -133,10 +133,10 @@ def _order_streams() -> None:
     torch.cuda.current_stream = lambda device=None: program
     torch.cuda.default_stream = lambda device=None: program
     torch.cuda.stream = on
-    torch.cuda.Stream = _Program
+    torch.cuda.Stream = _InlineStream
 
 
-def _leave_functions_uncompiled() -> None:
+def _disable_compile() -> None:
     """Megatron wraps small functions in ``torch.compile``; on a CPU the first call would look for a
     C++ compiler."""
     import torch._dynamo
@@ -144,7 +144,7 @@ def _leave_functions_uncompiled() -> None:
     torch._dynamo.config.disable = True
 
 
-def _count_tokens_on_the_host() -> None:
+def _patch_token_counts() -> None:
     """Megatron turns counts of tokens into numpy's once they have left a GPU. On a CPU they would
     stay tensors, which torch's exchanges do not take as sizes."""
     from megatron.core.transformer.moe import token_dispatcher
@@ -155,20 +155,20 @@ def _count_tokens_on_the_host() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = on_host
 
 
-def _gather_unequal_parts() -> None:
+def _patch_all_gather() -> None:
     """Gloo gathers equal parts only. Tensor-parallel experts gather as many tokens as each rank of
     them was sent."""
     gather = dist.all_gather
 
     def all_gather(
-        parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False
+        parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
         if len({part.shape for part in parts}) == 1:
-            return gather(parts, mine, group=group, async_op=async_op)
+            return gather(parts, tensor, group=group, async_op=async_op)
         lengths = [len(part) for part in parts]
-        received = mine.new_empty([sum(lengths), *mine.shape[1:]])
-        sent = torch.cat([mine] * len(parts))
-        dist.all_to_all_single(received, sent, lengths, [len(mine)] * len(parts), group=group)
+        received = tensor.new_empty([sum(lengths), *tensor.shape[1:]])
+        sent = torch.cat([tensor] * len(parts))
+        dist.all_to_all_single(received, sent, lengths, [len(tensor)] * len(parts), group=group)
         for part, came in zip(parts, received.split(lengths), strict=True):
             part.copy_(came)
         return None
@@ -176,7 +176,7 @@ def _gather_unequal_parts() -> None:
     dist.all_gather = all_gather
 
 
-def _compute_delta_rules() -> None:
+def _patch_delta_rules() -> None:
     """Gated delta networks compute with flash-linear-attention's functions, which have no CPU.
     Megatron-Core has these networks over packs from 0.19 on."""
     try:
@@ -192,7 +192,7 @@ def _compute_delta_rules() -> None:
     )
 
 
-def _optimize_with_torch() -> None:
+def _patch_optimizer() -> None:
     """Use torch's Adam and norms. At import, Megatron-Core chooses those of Transformer Engine or
     Apex, if one is installed, and both require CUDA."""
     from megatron.core import optimizer as chosen
@@ -212,7 +212,7 @@ def _optimize_with_torch() -> None:
         module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
 
 
-def _mend_torch_adam() -> None:
+def _fix_torch_adam() -> None:
     """Let the distributed optimizer restore the state of torch's Adam.
 
     Two faults, neither of which shows in the first step after a resume: the fp32 shard of a
@@ -237,16 +237,16 @@ def _mend_torch_adam() -> None:
                 ):  # the step travels with the parameter groups, in the common state
                     value.copy_(tensors[name])
 
-    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
+    def load_with_cloned_steps(self: Any, state_dict: dict[str, Any]) -> None:
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
 
     optimizer._set_main_param_and_optimizer_states = set_states
-    optimizer.load_state_dict = load_with_own_steps
+    optimizer.load_state_dict = load_with_cloned_steps
 
 
-def _mend_router() -> None:
+def _fix_router() -> None:
     """Give the router Transformer Engine's matrix product, and keep it from that where it has no
     GPU to run on.
 

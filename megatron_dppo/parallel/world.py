@@ -22,15 +22,15 @@ from megatron.core import parallel_state
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import StandstillError, UserError
 from megatron_dppo.parallel import without_cuda
-from megatron_dppo.parallel.layout import capacity_multiple, resolve_layout
-from megatron_dppo.parallel.meeting import LOST_CONTACT, rendezvous
-from megatron_dppo.process.streams import moved
+from megatron_dppo.parallel.layout import compute_capacity_multiple, resolve_layout
+from megatron_dppo.parallel.meeting import LOST_CONTACT, build_rendezvous_args
+from megatron_dppo.process.streams import record_progress
 
 T = TypeVar("T")
 
-LEADER_SPEAKS_FIRST_S = 2.0
+RANK0_ERROR_DELAY_S = 2.0
 """How long other ranks hold back their own error where the leader's says more."""
-WAITED = 0.9
+TIMEOUT_FRACTION = 0.9
 """Share of a time limit after which a failed wait is one that took too long; before, another rank
 has ended."""
 
@@ -40,8 +40,8 @@ class World:
     """One rank's coordinates. Replica d holds the ranks that train on the same packs.
 
     Dense parameters are cut over ``tp`` consecutive ranks of a pipeline stage, experts over ``etp ·
-    ep``. The larger of these numbers is :attr:`copy_size`: so many consecutive ranks of each stage
-    together have one copy of the policy.
+    ep``. The larger of these numbers is :attr:`shard_group_size`: so many consecutive ranks of each
+    stage together have one copy of the policy.
     """
 
     rank: int
@@ -68,35 +68,35 @@ class World:
         return self.layout.dp or 1
 
     @property
-    def copy_size(self) -> int:
+    def shard_group_size(self) -> int:
         """Ranks of a pipeline stage that together have one copy of its parameters."""
         return max(self.layout.tp, self.layout.expert_tp * self.layout.ep)
 
     @property
-    def copy_rank(self) -> int:
-        """This rank's number among the :attr:`copy_size` of its stage."""
-        return self.rank % (self.size // self.layout.pp) % self.copy_size
+    def shard_group_rank(self) -> int:
+        """This rank's number among the :attr:`shard_group_size` of its stage."""
+        return self.rank % (self.size // self.layout.pp) % self.shard_group_size
 
     @property
-    def in_first_copy(self) -> bool:
+    def is_in_first_shard_group(self) -> bool:
         """Whether this rank and the leader belong to one copy of the policy."""
-        return self.rank % (self.size // self.layout.pp) < self.copy_size
+        return self.rank % (self.size // self.layout.pp) < self.shard_group_size
 
     @property
-    def leads(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this rank plans, logs and prints for all."""
         return self.rank == 0
 
     @property
-    def last_stage(self) -> bool:
+    def is_last_stage(self) -> bool:
         return self.pp_rank == self.layout.pp - 1
 
-    def from_leader(self, make: Callable[[], T]) -> T:
+    def broadcast(self, make: Callable[[], T]) -> T:
         """Run ``make`` on rank 0, and return its result on every rank. An exception there is raised
         on every rank."""
-        moved()
+        record_progress()
         outcome: list[Any] = [None]
-        if self.leads:
+        if self.is_rank0:
             try:
                 outcome[0] = (make(), None)
             except Exception as error:
@@ -108,17 +108,17 @@ class World:
             raise failure
         return value
 
-    def poll(self, look: Callable[[], T | None]) -> T:
-        """Call ``look`` on rank 0 until it returns a value, and return the value on every rank.
+    def poll(self, probe: Callable[[], T | None]) -> T:
+        """Call ``probe`` on rank 0 until it returns a value, and return the value on every rank.
 
-        ``look`` waits for at most a second: however long the value takes, ranks wait in short
+        ``probe`` waits for at most a second: however long the value takes, ranks wait in short
         exchanges. Its exception is raised on every rank. Collective.
         """
-        while (found := self.from_leader(look)) is None:
+        while (found := self.broadcast(probe)) is None:
             pass
         return found
 
-    def wait_for_all(self, what: str) -> None:
+    def barrier(self, description: str) -> None:
         """Wait until every rank is here, for as long as ``rollout.timeout_s``. Collective.
 
         Raises:
@@ -134,21 +134,21 @@ class World:
                 self.control, timedelta(seconds=self.timeout_s), wait_all_ranks=True
             )
         except RuntimeError as error:
-            if time.monotonic() - began < WAITED * self.timeout_s:
-                raise RuntimeError(f"{LOST_CONTACT} before its {what}: {error}") from error
-            if not self.leads:
-                time.sleep(LEADER_SPEAKS_FIRST_S)
+            if time.monotonic() - began < TIMEOUT_FRACTION * self.timeout_s:
+                raise RuntimeError(f"{LOST_CONTACT} before its {description}: {error}") from error
+            if not self.is_rank0:
+                time.sleep(RANK0_ERROR_DELAY_S)
                 raise
-            problem = f"not every rank finished its {what} in time: {error}"
+            problem = f"not every rank finished its {description} in time: {error}"
             remedy = "Look for what slowed those ranks down, or raise rollout.timeout_s"
             raise UserError("rollout.timeout_s", f"{self.timeout_s:g}", problem, remedy) from error
 
-    def capacity_multiple(self, layout: LayoutConfig, max_tokens: int) -> int:
+    def compute_capacity_multiple(self, layout: LayoutConfig, max_tokens: int) -> int:
         """Divisor of packs' tokens, at most ``max_tokens`` each, on these ranks' kind of device."""
-        return capacity_multiple(layout, max_tokens, cuda=self.device.type == "cuda")
+        return compute_capacity_multiple(layout, max_tokens, cuda=self.device.type == "cuda")
 
     @contextmanager
-    def training(self, what: str) -> Iterator[None]:
+    def training(self, description: str) -> Iterator[None]:
         """Name the setting where a collective of training waits longer than ``layout.timeout_s``.
 
         NCCL ends the process instead, after a message of its own.
@@ -157,10 +157,10 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            in_time = time.monotonic() - began < WAITED * self.layout.timeout_s
+            in_time = time.monotonic() - began < TIMEOUT_FRACTION * self.layout.timeout_s
             if in_time or "timed out" not in str(error).lower():
                 raise
-            problem = f"another rank did not take part in {what} in time ({error})"
+            problem = f"another rank did not take part in {description} in time ({error})"
             remedy = (
                 "Look for the rank that hangs or has died; if all are well and merely slow, "
                 "raise layout.timeout_s"
@@ -171,7 +171,7 @@ class World:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
-        moved()
+        record_progress()
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -181,7 +181,7 @@ class World:
     def exchange(self, values: Sequence[T]) -> list[T]:
         """Send ``values[rank]`` to each rank, and return the values sent to this rank, by rank.
         Collective."""
-        moved()
+        record_progress()
         if self.size == 1:
             return [*values]
         parts = [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
@@ -192,13 +192,13 @@ class World:
         dist.all_to_all_single(received, sent, incoming, sizes[self.rank], group=self.control)
         return [pickle.loads(part.numpy()) for part in received.split(incoming)]
 
-    def together(self, attempt: Callable[[], T], *, what: str = "part") -> T:
+    def run_on_all_ranks(self, attempt: Callable[[], T], *, description: str = "part") -> T:
         """Run ``attempt`` on every rank; if it fails on any, raise the lowest failing rank's error
         on all of them.
 
         For work that is local to a rank (reading files, scoring): ``attempt`` must not be
-        collective, unless every rank fails in it where one does. ``what`` names the work in the
-        error about ranks that take longer than ``rollout.timeout_s``.
+        collective, unless every rank fails in it where one does. ``description`` names the work in
+        the error about ranks that take longer than ``rollout.timeout_s``.
         """
         value: Any = None
         failure: Any = None
@@ -206,16 +206,16 @@ class World:
             value = attempt()
         except (Exception, StandstillError) as error:
             failure = error
-        self.gather_results(failure, what=what)
+        self.gather_results(failure, description=description)
         return value
 
-    def gather_results(self, result: T | BaseException, *, what: str) -> list[T]:
+    def gather_results(self, result: T | BaseException, *, description: str) -> list[T]:
         """Return the results of all ranks, by rank. If any is an error, raise the lowest failing
         rank's on all ranks.
 
-        Collective. ``what`` as for :meth:`together`.
+        Collective. ``description`` as for :meth:`together`.
         """
-        self.wait_for_all(what)
+        self.barrier(description)
         results: list[Any] = self.gather(
             result.error if isinstance(result, StandstillError) else result
         )
@@ -244,7 +244,9 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
         # default group that is bound to a device.
         limit = timedelta(seconds=layout.timeout_s)
         dist.init_process_group(
-            "nccl" if cuda else "gloo", timeout=limit, **cast(Any, rendezvous(os.environ, limit))
+            "nccl" if cuda else "gloo",
+            timeout=limit,
+            **cast(Any, build_rendezvous_args(os.environ, limit)),
         )
     layout = resolve_layout(layout, dist.get_world_size())
     parallel_state.destroy_model_parallel()
@@ -281,7 +283,7 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
     )
 
 
-def shut_down() -> None:
+def shutdown() -> None:
     """Leave the process group, so that torchrun sees clean exits."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()

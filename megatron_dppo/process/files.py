@@ -35,7 +35,7 @@ from typing import NamedTuple
 from megatron_dppo.errors import UserError
 
 
-def open_more_files() -> None:
+def raise_file_limit() -> None:
     """Let this process, and those that it starts, have as many files open as the system allows
     it."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -43,7 +43,7 @@ def open_more_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def too_few_files(error: BaseException) -> UserError:
+def make_file_limit_error(error: BaseException) -> UserError:
     """The error for a process that may not open another file."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     problem = f"allows a process too few open files ({error})"
@@ -53,7 +53,7 @@ def too_few_files(error: BaseException) -> UserError:
 
 
 @contextmanager
-def replacing_file(file: Path) -> Iterator[Path]:
+def replace_file(file: Path) -> Iterator[Path]:
     """A path beside ``file`` to write to, which takes the place of ``file`` at the end of the
     block.
 
@@ -67,7 +67,7 @@ def replacing_file(file: Path) -> Iterator[Path]:
 def replace_text(file: Path, text: str, *, private: bool = False) -> None:
     """Write a text file, or leave the old one as it is. A private one can be read by its owner
     alone."""
-    with replacing_file(file) as partial:
+    with replace_file(file) as partial:
         partial.unlink(missing_ok=True)  # a killed process's, of another mode
         partial.touch(mode=0o600 if private else 0o666)
         partial.write_text(text, encoding="utf-8")
@@ -75,23 +75,23 @@ def replace_text(file: Path, text: str, *, private: bool = False) -> None:
 
 def file_digest(file: Path) -> str:
     """BLAKE2 of a file's bytes. A process reads a file once, unless it changes."""
-    return _digest(file, *state_of(file))
+    return _compute_digest(file, *get_file_state(file))
 
 
-def state_of(file: Path) -> tuple[int, int, int]:
+def get_file_state(file: Path) -> tuple[int, int, int]:
     """State that changes when a file is replaced or written to."""
     stat = file.stat()
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @cache
-def _digest(file: Path, *state: int) -> str:
+def _compute_digest(file: Path, *state: int) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "blake2b").hexdigest()
 
 
 @contextmanager
-def replacing_directory(out: Path) -> Iterator[Path]:
+def replace_directory(out: Path) -> Iterator[Path]:
     """A new directory that takes the place of ``out`` at the end of the block.
 
     Until then ``out`` is as it was, absent or the old one, and stays so if the block raises or the
@@ -103,7 +103,7 @@ def replacing_directory(out: Path) -> Iterator[Path]:
     """
     out = out.resolve()  # behind a link
     draft, former = (out.parent / f".{out.name}.{state}" for state in ("writing", "former"))
-    with _locked_draft(draft, out):
+    with _prepare_draft(draft, out):
         if former.exists() and not out.exists():  # killed between the two renames below
             former.rename(out)
         for stale in (former, *draft.iterdir()):
@@ -124,13 +124,13 @@ def replacing_directory(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked_draft(draft: Path, out: Path) -> Iterator[None]:
+def _prepare_draft(draft: Path, out: Path) -> Iterator[None]:
     """Make the draft, or take over the one that a killed process left, and keep other processes
     from doing the same."""
     draft.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(draft, os.O_RDONLY)
     try:
-        locked = _lock(descriptor)
+        locked = _acquire_flock(descriptor)
         # Else it was put in place between our opening and locking it.
         ours = locked and draft.exists() and os.path.samestat(os.fstat(descriptor), draft.stat())
         if not ours:
@@ -140,7 +140,7 @@ def _locked_draft(draft: Path, out: Path) -> Iterator[None]:
         os.close(descriptor)  # and so the lock, which a killed process loses too
 
 
-def _lock(descriptor: int) -> bool:
+def _acquire_flock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -267,11 +267,11 @@ def check_replaceable(
 
 
 @contextmanager
-def in_place(out: Path, setting: str) -> Iterator[Path]:
-    """As :func:`replacing_directory`; a failing file or disk becomes a UserError that names
+def write_directory(out: Path, setting: str) -> Iterator[Path]:
+    """As :func:`replace_directory`; a failing file or disk becomes a UserError that names
     ``setting``."""
     try:
-        with replacing_directory(out) as draft:
+        with replace_directory(out) as draft:
             yield draft
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -315,27 +315,33 @@ class Holder:
     """For people."""
 
     @classmethod
-    def this(cls) -> Holder:
+    def get_current(cls) -> Holder:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(socket.gethostname(), os.getpid(), _started(os.getpid()), *_machine(), since=now)
+        return cls(
+            socket.gethostname(),
+            os.getpid(),
+            _get_start_time(os.getpid()),
+            *_get_machine(),
+            since=now,
+        )
 
-    def lives(self) -> bool | None:
+    def is_alive(self) -> bool | None:
         """None where that cannot be seen from here."""
-        if (self.kernel, self.ids) != _machine():
+        if (self.kernel, self.ids) != _get_machine():
             return None
-        return _started(self.pid) == self.started
+        return _get_start_time(self.pid) == self.started
 
 
-def refuse_if_held(folder: Path) -> None:
+def check_not_held(folder: Path) -> None:
     """For before anything is started: whether a process of this very machine holds ``run.dir``.
     Writes nothing.
 
     Raises:
         UserError: naming it.
     """
-    holder = _read(folder)
-    if holder is not None and holder != Holder.this() and holder.lives():
-        raise _taken(folder, "run.dir", holder)
+    holder = _read_holder(folder)
+    if holder is not None and holder != Holder.get_current() and holder.is_alive():
+        raise _make_held_error(folder, "run.dir", holder)
 
 
 class FolderLock:
@@ -344,19 +350,19 @@ class FolderLock:
     Args:
         folder: made where there is none.
         setting: that names it, for errors.
-        say: told in words while it waits for a sign of life from another machine.
+        log: told in words while it waits for a sign of life from another machine.
 
     Raises:
         UserError: another process holds it, or it cannot be made.
     """
 
     def __init__(
-        self, folder: Path, setting: str, say: Callable[[str], None] = lambda text: None
+        self, folder: Path, setting: str, log: Callable[[str], None] = lambda text: None
     ) -> None:
         make_folder(folder, setting)
-        self._folder, self._setting, self._say = folder.resolve(), setting, say
+        self._folder, self._setting, self._say = folder.resolve(), setting, log
         if self._folder in _held:
-            raise _taken(folder, setting, Holder.this())
+            raise _make_held_error(folder, setting, Holder.get_current())
         self._file = (folder / LOCK).open("ab")
         try:
             self._take()
@@ -366,7 +372,7 @@ class FolderLock:
         _held.add(self._folder)
         self._lost: Holder | None = None
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
+        self._thread = threading.Thread(target=self._run_heartbeat, name="lock", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
@@ -376,18 +382,18 @@ class FolderLock:
                 long.
         """
         if self._lost is not None:
-            raise _taken(self._folder, self._setting, self._lost)
+            raise _make_held_error(self._folder, self._setting, self._lost)
 
     def close(self) -> None:
         self._end.set()
         self._thread.join()
-        if _read(self._folder) == self._me:
+        if _read_holder(self._folder) == self._me:
             (self._folder / HOLDER).unlink(missing_ok=True)
         self._file.close()
         _held.discard(self._folder)
 
     def _take(self) -> None:
-        self._me = Holder.this()
+        self._me = Holder.get_current()
         deadline = time.monotonic() + 2.0
         while not self._is_free():
             if time.monotonic() > deadline:
@@ -397,12 +403,12 @@ class FolderLock:
         self._write()
 
     def _is_free(self) -> bool:
-        locked, holder = self._try_lock(), _read(self._folder)
-        lives = False if holder is None or holder == self._me else holder.lives()
+        locked, holder = self._try_lock(), _read_holder(self._folder)
+        lives = False if holder is None or holder == self._me else holder.is_alive()
         if holder is None or lives is False or (locked and holder.kernel == self._me.kernel):
             return locked is not False
-        if lives or not self._has_fallen_silent(holder):
-            raise _taken(self._folder, self._setting, holder)
+        if lives or not self._wait_for_expiry(holder):
+            raise _make_held_error(self._folder, self._setting, holder)
         return True  # a file server may keep a dead machine's lock for long
 
     def _try_lock(self) -> bool | None:
@@ -413,27 +419,28 @@ class FolderLock:
         except OSError as error:
             return False if error.errno in (errno.EAGAIN, errno.EACCES) else None
 
-    def _has_fallen_silent(self, holder: Holder) -> bool:
+    def _wait_for_expiry(self, holder: Holder) -> bool:
         """Wait until it gives a sign of life, or has not given one for the time of the lease."""
-        seen, said = _written(self._folder), False
-        while seen is not None and (left := LEASE_S - (_now(self._folder) - seen)) > 0:
+        seen, said = _read_beat_time(self._folder), False
+        while seen is not None and (left := LEASE_S - (_get_disk_time(self._folder) - seen)) > 0:
             if not said:
                 self._say(
-                    f"{_who(holder)} holds {self._folder}, or held it when it died: waiting for a "
+                    f"{_format_holder(holder)} holds {self._folder}, or held it when it died: "
+                    "waiting for a "
                     "sign of life"
                 )
                 said = True
             time.sleep(min(left + 0.1, 1.0))
-            now = _written(self._folder)
+            now = _read_beat_time(self._folder)
             if now is not None and now != seen:
                 return False
             seen = now
         return True
 
-    def _beat(self) -> None:
+    def _run_heartbeat(self) -> None:
         while not self._end.wait(BEAT_S):
             with suppress(OSError):  # the next beat may find the disk well again
-                holder = _read(self._folder)
+                holder = _read_holder(self._folder)
                 if holder is None:
                     self._write()
                 elif holder != self._me:
@@ -448,15 +455,17 @@ class FolderLock:
         partial.replace(self._folder / HOLDER)
 
 
-def _taken(folder: Path, setting: str, holder: Holder) -> UserError:
-    return UserError(setting, folder, f"is held by {_who(holder)}, since {holder.since}", REMEDY)
+def _make_held_error(folder: Path, setting: str, holder: Holder) -> UserError:
+    return UserError(
+        setting, folder, f"is held by {_format_holder(holder)}, since {holder.since}", REMEDY
+    )
 
 
-def _who(holder: Holder) -> str:
+def _format_holder(holder: Holder) -> str:
     return f"process {holder.pid} on {holder.host}"
 
 
-def _read(folder: Path) -> Holder | None:
+def _read_holder(folder: Path) -> Holder | None:
     """Also of a file that something else has written, or torn, there is none."""
     try:
         return Holder(**json.loads((folder / HOLDER).read_text(encoding="utf-8")))
@@ -464,7 +473,7 @@ def _read(folder: Path) -> Holder | None:
         return None
 
 
-def _written(folder: Path) -> float | None:
+def _read_beat_time(folder: Path) -> float | None:
     try:
         with (folder / HOLDER).open("rb") as file:  # where a file is opened, NFS asks its server
             return os.fstat(file.fileno()).st_mtime
@@ -472,14 +481,14 @@ def _written(folder: Path) -> float | None:
         return None
 
 
-def _now(folder: Path) -> float:
+def _get_disk_time(folder: Path) -> float:
     """By the clock that the folder's files get their times from."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         os.utime(probe.fileno())
         return os.fstat(probe.fileno()).st_mtime
 
 
-def _machine() -> tuple[str, str]:
+def _get_machine() -> tuple[str, str]:
     if sys.platform != "linux":
         return socket.gethostname(), ""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), str(
@@ -487,7 +496,7 @@ def _machine() -> tuple[str, str]:
     )
 
 
-def _started(pid: int) -> str:
+def _get_start_time(pid: int) -> str:
     """Empty of a process that has ended. Linux counts from its own start, which no change of the
     clock moves."""
     if sys.platform != "linux":

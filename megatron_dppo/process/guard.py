@@ -17,11 +17,11 @@ from megatron_dppo.process.lifetime import (
     ENDING,
     SIGNAL,
     adopt_orphans,
-    die_with,
     end_children,
     exit_process,
+    set_parent_death_signal,
 )
-from megatron_dppo.process.streams import tell
+from megatron_dppo.process.streams import print_message
 
 
 def run_guarded(command: Callable[[], int]) -> NoReturn:
@@ -40,7 +40,7 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
     child = os.fork()
     if child == 0:
         os.setsid()
-        die_with(parent)
+        set_parent_death_signal(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reader)
         try:
@@ -58,19 +58,19 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
     code = os.waitstatus_to_exitcode(found[1])
     end_children()
     if code == 0 and not os.read(reader, 1):
-        tell(cut_short("the command's process", "the command"))
+        print_message(format_early_exit("the command's process", "the command"))
         code = 1
     if code < 0:  # end by the child's signal
         if -code in heard:
             signal.signal(-code, signal.SIG_DFL)
         else:
-            tell(ended_by("the command's process", -code))
+            print_message(format_signal_exit("the command's process", -code))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(parent, -code)
     os._exit(code)
 
 
-def cut_short(process: str, work: str) -> str:
+def format_early_exit(process: str, work: str) -> str:
     """Return the error about a process that ended with exit code 0 before its work had ended."""
     return (
         f"error: {process} ended with exit code 0 before {work} had ended. A conversation, a rule "
@@ -79,7 +79,7 @@ def cut_short(process: str, work: str) -> str:
     )
 
 
-def ended_by(process: str, number: int) -> str:
+def format_signal_exit(process: str, number: int) -> str:
     """Return the error about a process that a signal ended."""
     hint = " (was the machine out of memory?)" if number == signal.SIGKILL else ""
     return f"error: {process} was ended by {signal.Signals(number).name}{hint}"

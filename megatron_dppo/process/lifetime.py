@@ -42,7 +42,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a process."""
 
 
-def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+def set_parent_death_signal(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when its parent ends; end at once if that has
     happened already.
 
@@ -56,7 +56,7 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
         os._exit(1)
 
 
-def leave(code: int, text: str) -> NoReturn:
+def exit_now(code: int, text: str) -> NoReturn:
     """Print a reason and end this process at once, from any thread. A rank replaces this function,
     because only the first failing rank prints a reason."""
     print(text, file=sys.stderr, flush=True)
@@ -90,7 +90,7 @@ def exit_process(code: int) -> NoReturn:
         f"note: a user's thread or exit handler still ran {EXIT_S:g} s after the command had "
         "ended, and was ended"
     )
-    limit = threading.Timer(EXIT_S, leave, (code, text))
+    limit = threading.Timer(EXIT_S, exit_now, (code, text))
     limit.daemon = True
     limit.start()
     sys.exit(code)
@@ -107,7 +107,7 @@ def end_children() -> None:
     """Kill and reap children until there are none. After ``adopt_orphans`` these are all
     descendants."""
     while True:
-        for child in _children():
+        for child in _list_children():
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
@@ -116,7 +116,7 @@ def end_children() -> None:
             return
 
 
-def _children() -> list[int]:
+def _list_children() -> list[int]:
     """Ids of this process's children. All processes are looked at, because not every kernel lists
     children."""
     found = []
@@ -149,18 +149,18 @@ def supervise(trainer: int, command: list[str]) -> int:
 
     ours = os.getpid()
 
-    def before_the_command() -> None:
-        die_with(ours)
+    def prepare_child() -> None:
+        set_parent_death_signal(ours)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
 
-    server = subprocess.Popen(command, preexec_fn=before_the_command)
+    server = subprocess.Popen(command, preexec_fn=prepare_child)
     try:
         while server.poll() is None and os.getppid() == trainer:
             heard = signal.sigtimedwait(awaited, LOOK_S)
             if heard is not None and heard.si_signo in ENDING:
                 break
         if os.getppid() == trainer and server.poll() is None:
-            _ask_to_end(server, awaited)
+            _stop_server(server, awaited)
     finally:
         server.kill()
         code = server.wait()  # before ``end_children`` can reap it and lose its exit code
@@ -168,11 +168,11 @@ def supervise(trainer: int, command: list[str]) -> int:
     return code
 
 
-def _ask_to_end(server: subprocess.Popen[bytes], awaited: set[signal.Signals]) -> None:
+def _stop_server(server: subprocess.Popen[bytes], signals: set[signal.Signals]) -> None:
     server.terminate()
     until = time.monotonic() + GRACE_S
     while server.poll() is None and (left := until - time.monotonic()) > 0:
-        signal.sigtimedwait(awaited, min(left, LOOK_S))
+        signal.sigtimedwait(signals, min(left, LOOK_S))
 
 
 MARKER = "MEGATRON_DPPO_FAILURE"
@@ -189,7 +189,7 @@ SIGNAL = signal.SIGUSR1
 _asked = False
 _handlers: dict[signal.Signals, object] = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
 """Signal handlers before a user's code is imported, and the handler of SIGUSR1 from
-:func:`listen_for_stop`."""
+:func:`install_stop_handler`."""
 
 
 class StoppedError(Exception):
@@ -201,26 +201,26 @@ class StoppedError(Exception):
         )
 
 
-def listen_for_stop() -> None:
+def install_stop_handler() -> None:
     """From now on, remember that a stop was asked for. Called on the main thread.
 
     Slurm sends the signal to every process of a step. It is held back rather than handled, which
     children inherit: what a rank has started, or is starting, does not die of it. The handler is
     for threads that were there before.
     """
-    _handle(_remember)
+    _handle(_record_stop)
     _handlers[SIGNAL] = signal.getsignal(SIGNAL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
 
 
-def taken_signals() -> list[str]:
+def list_replaced_handlers() -> list[str]:
     """Return a note for each signal whose handler a user's code has replaced. On the main thread,
     restore the handler of SIGUSR1."""
     taken = [
         number for number, handler in _handlers.items() if signal.getsignal(number) is not handler
     ]
     if SIGNAL in taken and threading.current_thread() is threading.main_thread():
-        listen_for_stop()
+        install_stop_handler()
     effects = {
         SIGNAL: "a request to save and stop may have been lost",
         signal.SIGTERM: "it may not end this run",
@@ -228,13 +228,13 @@ def taken_signals() -> list[str]:
     return [f"code of the user handles {number.name}: {effects[number]}" for number in taken]
 
 
-def stop_asked() -> bool:
+def is_stop_requested() -> bool:
     """Whether this process was asked to stop."""
     return _asked or SIGNAL in signal.sigpending()
 
 
 @contextmanager
-def stop_handed_on(children: Callable[[], list[int]]) -> Iterator[None]:
+def forward_stop(children: Callable[[], list[int]]) -> Iterator[None]:
     """Within it, a request to stop goes on to other processes; each may have ended by then. Outside
     of the main thread, which alone gets signals, nothing goes on.
 
@@ -242,7 +242,7 @@ def stop_handed_on(children: Callable[[], list[int]]) -> Iterator[None]:
         children: gives their ids at that moment.
     """
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         for child in children():
             with suppress(ProcessLookupError):
                 os.kill(child, number)
@@ -250,14 +250,14 @@ def stop_handed_on(children: Callable[[], list[int]]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = _handle(hand_on)
+    before = _handle(forward)
     try:
         yield
     finally:
         signal.signal(SIGNAL, before)
 
 
-def _remember(number: int, frame: FrameType | None) -> None:
+def _record_stop(number: int, frame: FrameType | None) -> None:
     global _asked
     _asked = True
 

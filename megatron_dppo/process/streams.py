@@ -1,7 +1,8 @@
 """Standard output and error, and how far something is, as a bar there or a line now and then.
 
 A run goes on when nobody reads them any more. Letters that a terminal lacks are escaped. Long work
-also says that it moves, :func:`moved`, so that a watchdog can tell slow work from work that hangs.
+also says that it moves, :func:`record_progress`, so that a watchdog can tell slow work from work
+that hangs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol, TextIO
 
-from megatron_dppo.errors import printable
+from megatron_dppo.errors import sanitize_text
 
 
 def escape_unencodable() -> None:
@@ -49,19 +50,19 @@ class _Stream(io.FileIO):
                         f"note  standard output cannot be written to ({error.strerror}): the "
                         "run goes on without it"
                     )
-                    tell(words)
+                    print_message(words)
             return memoryview(data).nbytes  # type: ignore[arg-type]
 
 
-def tell(text: str) -> None:
+def print_message(text: str) -> None:
     """Print text for the user on standard error, at once.
 
     Results of commands go to standard output, and a run's lines to its console.
     """
-    print(printable(text), file=sys.stderr, flush=True)
+    print(sanitize_text(text), file=sys.stderr, flush=True)
 
 
-def outlive_readers() -> None:
+def ignore_broken_streams() -> None:
     """From now on, if the reader of a standard stream has gone, its descriptor is closed or its
     disk is full, what is printed there is lost and the process goes on. Called before any thread or
     child is started."""
@@ -72,10 +73,10 @@ def outlive_readers() -> None:
             OSError
         ):  # or the next file that is opened gets its number, and with it what is printed
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = _outliving(sys.stdout, 1), _outliving(sys.stderr, 2)
+    sys.stdout, sys.stderr = _wrap_stream(sys.stdout, 1), _wrap_stream(sys.stderr, 2)
 
 
-TO_DEVELOPERS = {
+IGNORED_LOG_MESSAGES = {
     "models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "distributed.distributed_data_parallel": "full_param_layout not provided",
     "dist_checkpointing.strategies.torch": "async save is deprecated",
@@ -84,12 +85,12 @@ TO_DEVELOPERS = {
 """Logs of Megatron-Core's modules, from 0.19 on."""
 
 
-def quieten() -> None:
+def filter_upstream_warnings() -> None:
     """Silence what upstream code says to its own developers on every rank, and nothing else.
 
-    Megatron-Core warns of every optional package that is absent (``doctor`` tells of those) and of
-    its own deprecated defaults and classes; torch of collectives' old names, which Megatron-Core
-    still calls, and of checkpoints that are read without a process group.
+    Megatron-Core warns of every optional package that is absent (``doctor`` tells of
+    those) and of its own deprecated defaults and classes; torch of collectives' old names, which
+    Megatron-Core still calls, and of checkpoints that are read without a process group.
     """
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
@@ -102,13 +103,13 @@ def quieten() -> None:
         r"torch\.distributed is disabled, unavailable or uninitialized",
     ):
         warnings.filterwarnings("ignore", message=said, category=UserWarning)
-    for module, said in TO_DEVELOPERS.items():
+    for module, said in IGNORED_LOG_MESSAGES.items():
         logger = logging.getLogger(f"megatron.core.{module}")
         if not logger.filters:
             logger.addFilter(lambda record, said=said: said not in record.getMessage())  # type: ignore[misc]
 
 
-def _outliving(stream: TextIO | None, descriptor: int) -> TextIO:
+def _wrap_stream(stream: TextIO | None, descriptor: int) -> TextIO:
     """Replacement of a stream of Python's. One that is not that descriptor's file, as in a test, is
     left as it is."""
     if stream is not None:
@@ -134,36 +135,36 @@ Unit = Literal["count", "bytes", "share"]
 _last = time.monotonic()
 
 
-def moved() -> None:
+def record_progress() -> None:
     """Note that this process has come further in whatever it does."""
     global _last
     _last = time.monotonic()
 
 
-def last_moved() -> float:
+def get_progress_time() -> float:
     """When it last did, by ``time.monotonic``."""
     return _last
 
 
-class Advance(Protocol):
+class ProgressCallback(Protocol):
     """So much more is done; words on how it goes; so much more than ``total`` is to be done, as is
     known now."""
 
-    def __call__(self, count: float, said: str = "", *, to_do: float = 0) -> None: ...
+    def __call__(self, count: float, message: str = "", *, added: float = 0) -> None: ...
 
 
 @contextmanager
-def progress(
-    what: str, total: float, *, unit: Unit = "count", done: int = 0, shown: bool = True
-) -> Iterator[Advance]:
+def report_progress(
+    label: str, total: float, *, unit: Unit = "count", initial: int = 0, enabled: bool = True
+) -> Iterator[ProgressCallback]:
     """A bar, or where standard error is no terminal a line every ten seconds and one at the end.
 
     Args:
-        what: is done, or counted.
+        label: is done, or counted.
         total: of it; of a share 1.
         unit: of ``total``.
-        done: of it at the start.
-        shown: False for ranks that say nothing.
+        initial: of it at the start.
+        enabled: False for ranks that say nothing.
     """
     from rich import progress as bars
     from rich.console import Console
@@ -179,48 +180,50 @@ def progress(
     drawn, began = sys.stderr.isatty(), time.monotonic()
     spoke = began
     to_file = not sys.stdout.isatty()  # what is printed goes there, and not above the bar
-    console, hidden = Console(stderr=True), not (drawn and shown)
+    console, hidden = Console(stderr=True), not (drawn and enabled)
     with bars.Progress(
         *columns, console=console, redirect_stdout=not to_file, disable=hidden
     ) as bar:
-        task = bar.add_task(what, total=total, completed=done, said="")
+        task = bar.add_task(label, total=total, completed=initial, said="")
 
-        def advance(count: float, said: str = "", *, to_do: float = 0) -> None:
+        def advance(count: float, message: str = "", *, added: float = 0) -> None:
             nonlocal spoke, total
-            moved()
-            total += to_do
-            bar.update(task, advance=count, total=total, said=said)
+            record_progress()
+            total += added
+            bar.update(task, advance=count, total=total, said=message)
             now, so_far = time.monotonic(), bar.tasks[0].completed
-            if shown and not drawn and now - spoke >= SAY_EVERY_S and so_far > done:
+            if enabled and not drawn and now - spoke >= SAY_EVERY_S and so_far > initial:
                 spoke = now
-                left = f"{(now - began) * (total - so_far) / (so_far - done):.0f} s left"
-                words = ", ".join(filter(None, (_of(so_far, total, unit), said, left)))
-                tell(f"{what}: {words}")
+                left = f"{(now - began) * (total - so_far) / (so_far - initial):.0f} s left"
+                words = ", ".join(
+                    filter(None, (_format_amount(so_far, total, unit), message, left))
+                )
+                print_message(f"{label}: {words}")
 
         yield advance
-    if shown and not drawn:
+    if enabled and not drawn:
         amount = {
-            "count": f"{total - done:,.0f}",
-            "bytes": f"{(total - done) / GB:.2f} GB",
+            "count": f"{total - initial:,.0f}",
+            "bytes": f"{(total - initial) / GB:.2f} GB",
             "share": "done",
         }[unit]
-        tell(f"{what}: {amount} in {time.monotonic() - began:.2f} s")
+        print_message(f"{label}: {amount} in {time.monotonic() - began:.2f} s")
 
 
 @contextmanager
-def progress_bar(
-    what: str, total: int, *, done: int = 0, shown: bool = True
-) -> Iterator[Advance | None]:
-    """The bar of :func:`progress` alone, for those who say elsewhere what they do: None where there
-    is no terminal."""
-    if not (shown and sys.stderr.isatty()):
+def make_progress_bar(
+    label: str, total: int, *, initial: int = 0, enabled: bool = True
+) -> Iterator[ProgressCallback | None]:
+    """The bar of :func:`report_progress` alone, for those who say elsewhere what they do: None
+    where there is no terminal."""
+    if not (enabled and sys.stderr.isatty()):
         yield None
         return
-    with progress(what, total, done=done) as advance:
+    with report_progress(label, total, initial=initial) as advance:
         yield advance
 
 
-def _of(done: float, total: float, unit: Unit) -> str:
+def _format_amount(done: float, total: float, unit: Unit) -> str:
     texts = {
         "count": f"{done:,.0f} of {total:,.0f}",
         "bytes": f"{done / GB:.2f} of {total / GB:.2f} GB",

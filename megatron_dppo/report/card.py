@@ -20,13 +20,13 @@ import yaml
 from megatron_dppo import __version__
 from megatron_dppo.config.loss import is_server
 from megatron_dppo.hub import is_id
-from megatron_dppo.models.shape import published
-from megatron_dppo.observe.metrics import summarise
-from megatron_dppo.observe.private import map_texts, public
-from megatron_dppo.report.charts import say
-from megatron_dppo.report.learning import wilson
-from megatron_dppo.report.run import Record, RunRecord, data_of, default_of
-from megatron_dppo.settings import settings, short
+from megatron_dppo.models.shape import match_published_model
+from megatron_dppo.observe.metrics import compute_summary
+from megatron_dppo.observe.private import map_texts, mask_secrets
+from megatron_dppo.report.charts import format_number
+from megatron_dppo.report.learning import compute_wilson_interval
+from megatron_dppo.report.run import Record, RunRecord, get_data_names, get_default
+from megatron_dppo.settings import format_value, get_settings
 from megatron_dppo.trainer.resume import PLACES
 
 SHOWN = ("run.seed", "run.steps", "model.", "layout.", "data.", "reward.function", "loss.",
@@ -43,7 +43,7 @@ FUNCTION = re.compile(r"\.py(:[\w.]+)?$")
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
-def model_card(run: RunRecord, *, step: int, name: str, adapters: bool = False) -> str:
+def render_model_card(run: RunRecord, *, step: int, name: str, adapters: bool = False) -> str:
     """The text of ``README.md``, for a checkpoint of a run.
 
     Args:
@@ -52,26 +52,29 @@ def model_card(run: RunRecord, *, step: int, name: str, adapters: bool = False) 
         name: of the model.
         adapters: whether it is the adapters alone, for PEFT.
     """
-    base, data = base_of(run), data_of(run)
+    base, data = find_base_model(run), get_data_names(run)
     library = "peft" if adapters else "transformers"
     head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     if MODEL_ID.fullmatch(base):
         head["base_model"] = base
-    if results := list(_results(run, step)):
+    if results := list(_list_results(run, step)):
         head["model-index"] = [{"name": " ".join(name.split()), "results": results}]
     head["tags"] = ["reinforcement-learning", "dynamic-pruning-policy-optimization", TAG]
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", f"# {_plain(name)}", ""]
-    what = f"LoRA adapters of {_code(base)}" if adapters else _code(base)
+    what = f"LoRA adapters of {_format_code(base)}" if adapters else _format_code(base)
     what += (
-        f", trained for {step:,} steps of reinforcement learning on {_code(data)} with "
+        f", trained for {step:,} steps of reinforcement learning on {_format_code(data)} with "
         "megatron_dppo."
     )
-    lines += [f"{what} Objective: {_code(run.setting('loss.name'))}. {_pruning(run)}", ""]
+    lines += [
+        f"{what} Objective: {_format_code(run.get_setting('loss.name'))}. {_describe_pruning(run)}",
+        "",
+    ]
     sections = {
-        "Held-out accuracy": _accuracy(run, step),
-        "Training": _training(run, step),
-        "Settings that differ from the defaults": _settings(run),
-        "Versions": _versions(),
+        "Held-out accuracy": _render_accuracy(run, step),
+        "Training": _render_training(run, step),
+        "Settings that differ from the defaults": _render_settings(run),
+        "Versions": _render_versions(),
     }
     for title, body in sections.items():
         lines += [f"## {title}", "", *(list(body) or ["Nothing was recorded."]), ""]
@@ -83,40 +86,40 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(str(text).split()))
 
 
-def _code(text: object) -> str:
+def _format_code(text: object) -> str:
     """Words as code, in one line."""
     return "`" + " ".join(str(text).split()).replace("`", "'").replace("|", "\\|") + "`"
 
 
-def base_of(run: RunRecord) -> str:
+def find_base_model(run: RunRecord) -> str:
     """Base model of a run: an id of the hub, also that of a published Qwen3, or else the name of
     its folder."""
-    place = str(run.setting("model.path") or "")
-    name = _name(place)
-    return place if is_id(place) else f"Qwen/{name}" if published(name) else name
+    place = str(run.get_setting("model.path") or "")
+    name = _get_name(place)
+    return place if is_id(place) else f"Qwen/{name}" if match_published_model(name) else name
 
 
-def _name(place: Any) -> str:
+def _get_name(place: Any) -> str:
     return PurePath(str(place or "")).name or "(not recorded)"
 
 
-def _pruning(run: RunRecord) -> str:
+def _describe_pruning(run: RunRecord) -> str:
     parts = []
     for level in ("prompts", "completions"):
-        own = run.setting(f"pruning.{level}.function")
-        if (rule := "function" if own else run.setting(f"pruning.{level}.rule")) != "none":
-            parts.append(f"{level} by {_code(rule)}")
+        own = run.get_setting(f"pruning.{level}.function")
+        if (rule := "function" if own else run.get_setting(f"pruning.{level}.rule")) != "none":
+            parts.append(f"{level} by {_format_code(rule)}")
     return f"Pruning: {', '.join(parts)}." if parts else "Nothing was pruned."
 
 
-def _until(run: RunRecord, step: int) -> list[Record]:
+def _select_rows(run: RunRecord, step: int) -> list[Record]:
     """The rows that were written before the checkpoint was."""
     return [row for row in run.rows if step >= row["step"]]
 
 
-def _accuracies(run: RunRecord, step: int) -> dict[str, list[tuple[float, float]]]:
+def _collect_accuracies(run: RunRecord, step: int) -> dict[str, list[tuple[float, float]]]:
     """Accuracies up to the checkpoint's step: steps and accuracies, by the metric's name."""
-    rows = _until(run, step)
+    rows = _select_rows(run, step)
     names = sorted({key for row in rows for key in row if key.startswith("eval/")})
     names = [
         key for key in names if key == "eval/accuracy" or key.removeprefix("eval/") in run.problems
@@ -124,10 +127,10 @@ def _accuracies(run: RunRecord, step: int) -> dict[str, list[tuple[float, float]
     return {key: [(row["step"], row[key]) for row in rows if key in row] for key in names}
 
 
-def _results(run: RunRecord, step: int) -> Iterator[dict[str, Any]]:
+def _list_results(run: RunRecord, step: int) -> Iterator[dict[str, Any]]:
     """The last accuracies, as the hub reads them from ``model-index``."""
-    for key, values in _accuracies(run, step).items():
-        of = " ".join(_held_out(run, key).split())
+    for key, values in _collect_accuracies(run, step).items():
+        of = " ".join(_describe_held_out(run, key).split())
         metric = {"type": "accuracy", "name": "held-out accuracy", "value": round(values[-1][1], 6)}
         yield {
             "task": {"type": "text-generation"},
@@ -136,43 +139,44 @@ def _results(run: RunRecord, step: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _accuracy(run: RunRecord, step: int) -> Iterator[str]:
+def _render_accuracy(run: RunRecord, step: int) -> Iterator[str]:
     """Before training, and at the last evaluation up to the checkpoint's step."""
-    found = _accuracies(run, step)
+    found = _collect_accuracies(run, step)
     if not found:
         return
     yield "| held-out problems | number | before | after |"
     yield "|---|---|---|---|"
     for key, values in found.items():
         count = run.held_out if key == "eval/accuracy" else run.problems[key.removeprefix("eval/")]
-        what = _plain(_held_out(run, key))
+        what = _plain(_describe_held_out(run, key))
         (_, before), (last, after) = values[0], values[-1]
         yield (
-            f"| {what} | {count or ''} | {say(before, 'share')} | {_sure(after, count)} (step "
+            f"| {what} | {count or ''} | {format_number(before, 'share')} | "
+            f"{_format_share(after, count)} (step "
             f"{last:,.0f}) |"
         )
     yield ""
     yield "In brackets Wilson's 95% interval over the problems, where their number is known."
 
 
-def _held_out(run: RunRecord, key: str) -> str:
+def _describe_held_out(run: RunRecord, key: str) -> str:
     if key != "eval/accuracy":
         return key.removeprefix("eval/")
-    asked = run.setting("data.eval")
+    asked = run.get_setting("data.eval")
     files = list(asked.values()) if isinstance(asked, dict) else [asked] if asked else []
-    names = [*map(_name, files), *run.setting("eval.benchmarks")]
-    return ", ".join(names) or f"{data_of(run)}, held out"
+    names = [*map(_get_name, files), *run.get_setting("eval.benchmarks")]
+    return ", ".join(names) or f"{get_data_names(run)}, held out"
 
 
-def _sure(share: float, of: int | None) -> str:
-    if not of:
-        return say(share, "share")
-    low, high = wilson(share, of)
-    return f"{say(share, 'share')} [{100 * low:.1f}, {100 * high:.1f}]"
+def _format_share(share: float, trials: int | None) -> str:
+    if not trials:
+        return format_number(share, "share")
+    low, high = compute_wilson_interval(share, trials)
+    return f"{format_number(share, 'share')} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _training(run: RunRecord, step: int) -> Iterator[str]:
-    found = summarise(_until(run, step))
+def _render_training(run: RunRecord, step: int) -> Iterator[str]:
+    found = compute_summary(_select_rows(run, step))
     if not found["steps"]:
         return
     yield (
@@ -186,7 +190,7 @@ def _training(run: RunRecord, step: int) -> Iterator[str]:
             f"- {prompts:.0%} of the prompts were rolled out, and {tokens:.0%} of their tokens "
             "trained on"
         )
-    ranks = run.mean("perf/ranks")
+    ranks = run.compute_mean("perf/ranks")
     on = f" on {ranks:.0f} ranks" if ranks else ""
     yield f"- {found['seconds']:,.0f} s in steps and evaluations{on}"
     for changed in sorted(
@@ -195,36 +199,34 @@ def _training(run: RunRecord, step: int) -> Iterator[str]:
         yield f"- `{changed}` was changed on the way; what stands below is its last value"
 
 
-def _settings(run: RunRecord) -> Iterator[str]:
+def _render_settings(run: RunRecord) -> Iterator[str]:
     differ = {
         key: value
-        for key in settings()
-        if key.startswith(SHOWN) and (value := run.setting(key)) not in (None, default_of(key))
+        for key in get_settings()
+        if key.startswith(SHOWN) and (value := run.get_setting(key)) not in (None, get_default(key))
     }
     if not differ:
         return
     yield "| setting | value |"
     yield "|---|---|"
     for key, value in differ.items():
-        yield (
-            f"| {_code(key)} | "
-            f"{_code(short(map_texts(public(key, value), partial(_without_place, key))))} |"
-        )
+        shown = map_texts(mask_secrets(key, value), partial(_strip_path, key))
+        yield f"| {_format_code(key)} | {_format_code(format_value(shown))} |"
 
 
-def _without_place(key: str, value: str) -> str:
+def _strip_path(key: str, value: str) -> str:
     """A name in the place of a path."""
     if is_server(value):
         return "a server"
     named = key.startswith(PLACES) or FUNCTION.search(value) or value.startswith(("/", "~", "."))
     return (
-        _name(value)
+        _get_name(value)
         if named or ("/" in value and (" " not in value or Path(value).exists()))
         else value
     )
 
 
-def _versions() -> Iterator[str]:
+def _render_versions() -> Iterator[str]:
     yield f"- megatron-dppo {__version__}"
     for package in PACKAGES:
         try:

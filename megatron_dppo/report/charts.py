@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from megatron_dppo.observe.console import colour_of
+from megatron_dppo.observe.console import get_colour
 from megatron_dppo.rl.types import Floats
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A drawing, which :func:`titled` gives its title."""
+    """A drawing, which :func:`with_title` gives its title."""
 
     about: str
     """Drawn quantity and unit."""
@@ -60,19 +60,19 @@ class Line:
     """Whether to draw a centred mean over the values."""
 
     @property
-    def drawn(self) -> Floats:
+    def bold_values(self) -> Floats:
         """[n], the values of the bold line: the own ones, or of a noisy line their centred mean."""
-        return smooth(self.y) if self.noisy else self.y
+        return compute_running_mean(self.y) if self.noisy else self.y
 
     @property
     def first(self) -> float:
         """First value of the bold line."""
-        return float(self.drawn[0])
+        return float(self.bold_values[0])
 
     @property
     def last(self) -> float:
         """Last value of the bold line."""
-        return float(self.drawn[-1])
+        return float(self.bold_values[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Layer:
     """Text beside the name in the legend."""
 
 
-def line_chart(
+def make_line_chart(
     about: str,
     lines: Sequence[Line],
     *,
@@ -110,7 +110,7 @@ def line_chart(
 
     def draw(axes: Axes) -> None:
         for line in lines:
-            label = f"{line.name} {say(line.last, form)}"
+            label = f"{line.name} {format_number(line.last, form)}"
             _draw_line(
                 axes, line, label if len(lines) > 1 else "", bold_only=len(lines) > MOST_LINES
             )
@@ -119,20 +119,21 @@ def line_chart(
         _write_ticks(axes.xaxis, x_form)
         _write_ticks(axes.yaxis, form)
         if len(lines) == 1:
-            colour = colour_of(lines[0].colour)
+            colour = get_colour(lines[0].colour)
             end = float(lines[0].x[-1]), lines[0].last
             offset: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points"}
             axes.annotate(
-                say(end[1], form), end, **offset, color=colour, weight="bold", va="center"
+                format_number(end[1], form), end, **offset, color=colour, weight="bold", va="center"
             )
 
     courses = (
-        f"{line.name} from {say(line.first, form)} to {say(line.last, form)}" for line in lines
+        f"{line.name} from {format_number(line.first, form)} to {format_number(line.last, form)}"
+        for line in lines
     )
     return Chart(about, draw, description="; ".join(courses))
 
 
-def stack_chart(
+def make_stack_chart(
     about: str,
     x: Floats,
     layers: Sequence[Layer],
@@ -146,14 +147,14 @@ def stack_chart(
     Args:
         x: steps, [n].
         layers: of n values each.
-        top: end of the axis of values; None: :func:`usual_top` of these layers.
+        top: end of the axis of values; None: :func:`compute_stack_top` of these layers.
     """
     if not len(x):
         return Chart(about, empty=empty)
 
     def draw(axes: Axes) -> None:
-        thinned = [thin(x, layer.values, MOST_POINTS) for layer in layers]
-        end = usual_top(layers) if top is None else top
+        thinned = [reduce_points(x, layer.values, MOST_POINTS) for layer in layers]
+        end = compute_stack_top(layers) if top is None else top
         steps = thinned[0][0]
         edges = np.concatenate(
             [steps, [2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1.0]]
@@ -162,7 +163,7 @@ def stack_chart(
         for layer, (_, means, _, _) in zip(layers, thinned, strict=True):
             ceiling = np.minimum(floor + np.append(means, means[-1]), end)
             label = f"{layer.name} {layer.label}".rstrip()
-            colour = colour_of(layer.colour)
+            colour = get_colour(layer.colour)
             axes.fill_between(
                 edges, floor, ceiling, step="post", color=colour, linewidth=0, label=label
             )
@@ -177,21 +178,23 @@ def stack_chart(
     )
 
 
-def usual_top(layers: Sequence[Layer]) -> float:
+def compute_stack_top(layers: Sequence[Layer]) -> float:
     """Top of a stack, with a little room, and without the few steps that are long: the first step
     often is."""
-    ends = np.sum([thin(layer.values, layer.values, MOST_POINTS)[1] for layer in layers], axis=0)
+    ends = np.sum(
+        [reduce_points(layer.values, layer.values, MOST_POINTS)[1] for layer in layers], axis=0
+    )
     return 1.06 * float(np.quantile(ends, 0.98) if len(ends) > 20 else ends.max(initial=0.0)) or 1.0
 
 
-def titled(title: str) -> Callable[[Callable[P, Chart]], Callable[P, Chart]]:
+def with_title(title: str) -> Callable[[Callable[P, Chart]], Callable[P, Chart]]:
     """Decorate a function that makes a chart: the chart has this title, and if it fails, shows the
     reason."""
 
     def decorate(make: Callable[P, Chart]) -> Callable[P, Chart]:
         @wraps(make)
         def made(*args: P.args, **kwargs: P.kwargs) -> Chart:
-            chart = or_why(partial(make, *args, **kwargs), lambda why: Chart("", empty=why))
+            chart = try_or_explain(partial(make, *args, **kwargs), lambda why: Chart("", empty=why))
             return replace(chart, title=title)
 
         return made
@@ -199,7 +202,7 @@ def titled(title: str) -> Callable[[Callable[P, Chart]], Callable[P, Chart]]:
     return decorate
 
 
-def or_why(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
+def try_or_explain(make: Callable[[], T], fallback: Callable[[str], T]) -> T:
     """Return a result; if making it fails, because a file is damaged, return ``otherwise(reason)``.
 
     The reason is one line of at most 100 characters.
@@ -208,19 +211,19 @@ def or_why(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
         return make()
     except Exception as error:
         text = " ".join(str(error).split())
-        return otherwise(f"cannot be drawn: {type(error).__name__}{text and ': '}{text:.60}")
+        return fallback(f"cannot be drawn: {type(error).__name__}{text and ': '}{text:.60}")
 
 
 def _draw_line(axes: Axes, line: Line, label: str, *, bold_only: bool) -> None:
     """Draw a line over its interval and its single values."""
-    colour = colour_of(line.colour)
-    x, y, least, greatest = thin(line.x, line.y, MOST_POINTS)
+    colour = get_colour(line.colour)
+    x, y, least, greatest = reduce_points(line.x, line.y, MOST_POINTS)
     band: dict[str, Any] = {"color": colour, "alpha": 0.14, "linewidth": 0}
     if not bold_only and line.low is not None and line.high is not None:
         axes.fill_between(
             x,
-            thin(line.x, line.low, MOST_POINTS)[1],
-            thin(line.x, line.high, MOST_POINTS)[1],
+            reduce_points(line.x, line.low, MOST_POINTS)[1],
+            reduce_points(line.x, line.high, MOST_POINTS)[1],
             **band,
         )
     if not bold_only and len(x) < len(line.x):
@@ -228,7 +231,7 @@ def _draw_line(axes: Axes, line: Line, label: str, *, bold_only: bool) -> None:
     elif not bold_only and line.noisy:
         axes.plot(x, y, color=colour, linewidth=1.0, alpha=0.35)
     marker = "o" if len(x) == 1 or (len(x) < 30 and not line.noisy) else None
-    bold = smooth(y) if line.noisy else y
+    bold = compute_running_mean(y) if line.noisy else y
     axes.plot(x, bold, color=colour, linewidth=2.0, marker=marker, markersize=5, label=label)
 
 
@@ -236,10 +239,10 @@ def _write_ticks(axis: Any, form: Form) -> None:
     """Write an axis's numbers in a form."""
     if form == "count":
         axis.get_major_locator().set_params(integer=True)
-    axis.set_major_formatter(lambda value, _: tick(value, form))
+    axis.set_major_formatter(lambda value, _: format_tick(value, form))
 
 
-def tick(value: float, form: Form) -> str:
+def format_tick(value: float, form: Form) -> str:
     """A number beside an axis: short, with letters for thousands and more."""
     scaled, unit = {"share": (100.0 * value, "%"), "times": (value, "×")}.get(form, (value, ""))
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -248,7 +251,7 @@ def tick(value: float, form: Form) -> str:
     return f"{round(scaled, 9):,.6g}{unit}".replace("-", "−")
 
 
-def say(value: float | None, form: Form) -> str:
+def format_number(value: float | None, form: Form) -> str:
     """A number in running text; a dash where there is none."""
     if value is None:
         return "–"
@@ -263,26 +266,26 @@ def say(value: float | None, form: Form) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("-", "−")
 
 
-def thin(x: Floats, y: Floats, most: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Mean x, and mean, least and greatest y of neighbours, so many that at most ``most`` points
-    are left. [n] each."""
-    if len(x) <= most:
+def reduce_points(x: Floats, y: Floats, max_points: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Mean x, and mean, least and greatest y of neighbours, so many that at most ``max_points``
+    points are left. [n] each."""
+    if len(x) <= max_points:
         return x, y, y, y
-    starts = np.arange(0, len(x), ceil(len(x) / most))
+    starts = np.arange(0, len(x), ceil(len(x) / max_points))
     counts = np.diff([*starts, len(x)])
     positions, means = (np.add.reduceat(values, starts) / counts for values in (x, y))
     return positions, means, np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
 
 
-def smooth(values: Floats) -> Floats:
+def compute_running_mean(values: Floats) -> Floats:
     """A centred mean over a tenth of the line, narrower at its ends."""
-    ends = smoothed_at_ends(len(values))
+    ends = count_end_values(len(values))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     first, last = (np.clip(np.arange(len(values)) + by, 0, len(values)) for by in (1 - ends, ends))
     smoothed: Floats = (sums[last] - sums[first]) / (last - first)
     return smoothed
 
 
-def smoothed_at_ends(count: int) -> int:
+def count_end_values(count: int) -> int:
     """How many of ``count`` values the first and the last smoothed one are each a mean of."""
     return min(count, max(1, count // 20) + 1)

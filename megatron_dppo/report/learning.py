@@ -8,8 +8,15 @@ from math import sqrt
 import numpy as np
 
 from megatron_dppo.evaluation.benchmarks import BY_SOURCE, TAKEN
-from megatron_dppo.report.charts import Chart, Form, Line, line_chart, say, titled
-from megatron_dppo.report.parts import Chapter, Charts, Table
+from megatron_dppo.report.charts import (
+    Chart,
+    Form,
+    Line,
+    format_number,
+    make_line_chart,
+    with_title,
+)
+from megatron_dppo.report.parts import Charts, Section, Table
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.types import Floats
 from megatron_dppo.trainer.agreement import MAX_LOGPROB_DIFF
@@ -53,32 +60,41 @@ Positions = Callable[[RunRecord], Floats]
 """Where the steps of a run lie on an axis, [steps]."""
 
 
-def wilson(share: float, of: int) -> tuple[float, float]:
-    """The 95% interval of a share of ``of`` independent trials (Wilson 1927)."""
-    centre = (share + Z**2 / (2 * of)) / (1 + Z**2 / of)
-    reach = Z / (1 + Z**2 / of) * sqrt(share * (1 - share) / of + Z**2 / (4 * of**2))
+def compute_wilson_interval(share: float, trials: int) -> tuple[float, float]:
+    """The 95% interval of a share of ``trials`` independent trials (Wilson 1927)."""
+    centre = (share + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
+    reach = Z / (1 + Z**2 / trials) * sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
     return max(centre - reach, 0.0), min(centre + reach, 1.0)
 
 
-def bounds(share: float, of: int) -> str:
-    """:func:`wilson` in percent, such as ``61.5–84.9``."""
-    low, high = wilson(share, of)
+def format_wilson_interval(share: float, trials: int) -> str:
+    """:func:`compute_wilson_interval` in percent, such as ``61.5–84.9``."""
+    low, high = compute_wilson_interval(share, trials)
     return f"{100 * low:.1f}–{100 * high:.1f}"
 
 
-def learning(runs: Sequence[RunRecord]) -> Chapter:
+def make_learning_section(runs: Sequence[RunRecord]) -> Section:
     """Reward and accuracy, drawn over each of four axes; the page shows one of them at a time."""
     time = "perf/step_time"
-    size, unit = _unit(max((float(_sum(run, time)[-1]) for run in runs if run.steps), default=0.0))
+    size, unit = _select_time_unit(
+        max((float(_sum_metric(run, time)[-1]) for run in runs if run.steps), default=0.0)
+    )
     axes: Sequence[tuple[str, str, Positions]] = (
-        ("steps", "step", step_numbers),
-        ("tokens generated", "tokens generated", lambda run: _sum(run, "rollout/generated_tokens")),
-        ("tokens trained on", "tokens trained on", lambda run: _sum(run, "train/tokens")),
-        ("time", f"{unit} in training steps", lambda run: _sum(run, time) / size),
+        ("steps", "step", get_step_numbers),
+        (
+            "tokens generated",
+            "tokens generated",
+            lambda run: _sum_metric(run, "rollout/generated_tokens"),
+        ),
+        ("tokens trained on", "tokens trained on", lambda run: _sum_metric(run, "train/tokens")),
+        ("time", f"{unit} in training steps", lambda run: _sum_metric(run, time) / size),
     )
     parts = [
         Charts(
-            [reward_chart(runs, label, positions), accuracy_chart(runs, label, positions)],
+            [
+                make_reward_chart(runs, label, positions),
+                make_accuracy_chart(runs, label, positions),
+            ],
             axis=name,
         )
         for name, label, positions in axes
@@ -91,21 +107,21 @@ def learning(runs: Sequence[RunRecord]) -> Chapter:
         "of more than three runs there are only lines."
     )
     if len(runs) > 1 and any(
-        run.setting("pruning.prompts.rule") not in (None, "none") for run in runs
+        run.get_setting("pruning.prompts.rule") not in (None, "none") for run in runs
     ):
         lead += (
             " Rewards of these runs are not comparable: a run that prunes prompts chooses those "
             "whose rewards are "
             "averaged. Held-out accuracies are: the same problems are asked, whatever is pruned."
         )
-    return Chapter(lead, [*parts, *_by_file(runs)])
+    return Section(lead, [*parts, *_make_file_tables(runs)])
 
 
-def signs(runs: Sequence[RunRecord]) -> Chapter:
+def make_signs_section(runs: Sequence[RunRecord]) -> Section:
     """First, mean and last value of metrics that show early that a run goes wrong; loggers draw
     them."""
     rows = [
-        [what, *(_figures(run, key, form, *FIRST_MEAN_LAST) for run in runs)]
+        [what, *(_format_figures(run, key, form, *FIRST_MEAN_LAST) for run in runs)]
         for what, key, form in SIGNS
     ]
     measured = [row for row in rows if set(row[1:]) != {"–"}]
@@ -114,10 +130,10 @@ def signs(runs: Sequence[RunRecord]) -> Chapter:
         "These show early that a run goes wrong: lengths collapse, the entropy nears zero, or "
         "gradients jump."
     )
-    return Chapter(lead, [table] if measured else [], "No step has been recorded yet.")
+    return Section(lead, [table] if measured else [], "No step has been recorded yet.")
 
 
-def packs(runs: Sequence[RunRecord]) -> Chapter:
+def make_packs_section(runs: Sequence[RunRecord]) -> Section:
     """How full packs were, and how far trainer and engine were apart."""
     lead = (
         "Empty slots of a pack cost time and train nothing. Trainer and engine score the same "
@@ -125,63 +141,67 @@ def packs(runs: Sequence[RunRecord]) -> Chapter:
         "weights: they may differ by rounding only, and a run that passes the limit stops."
     )
     rows = [
-        [what, *(_figures(run, key, form, number) for run in runs)]
+        [what, *(_format_figures(run, key, form, number) for run in runs)]
         for what, key, form, number in DIFFERENCES
     ]
-    rows.append(["limit of mean |Δ log p|", *(say(_limit(run), "number") for run in runs)])
-    measured = any(run.mean("pack/fill") is not None for run in runs)
+    rows.append(
+        ["limit of mean |Δ log p|", *(format_number(_get_limit(run), "number") for run in runs)]
+    )
+    measured = any(run.compute_mean("pack/fill") is not None for run in runs)
     parts = [Table(["", *(run.name for run in runs)], rows)] if measured else []
-    return Chapter(lead, parts, "Nothing was packed yet.")
+    return Section(lead, parts, "Nothing was packed yet.")
 
 
-def step_numbers(run: RunRecord) -> Floats:
+def get_step_numbers(run: RunRecord) -> Floats:
     return np.array([row["step"] for row in run.steps], dtype=np.float64)
 
 
-@titled("Reward")
-def reward_chart(
-    runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers
+@with_title("Reward")
+def make_reward_chart(
+    runs: Sequence[RunRecord], label: str = "step", positions: Positions = get_step_numbers
 ) -> Chart:
     key, about = "rollout/raw_reward", "mean over a step's completions"
-    lines = [Line(run.name, run.colour, *_over(run, key, positions), noisy=True) for run in runs]
-    return line_chart(about, lines, x_label=label, empty="no rollouts")
+    lines = [
+        Line(run.name, run.colour, *_get_points(run, key, positions), noisy=True) for run in runs
+    ]
+    return make_line_chart(about, lines, x_label=label, empty="no rollouts")
 
 
-@titled("Held-out accuracy")
-def accuracy_chart(
-    runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers
+@with_title("Held-out accuracy")
+def make_accuracy_chart(
+    runs: Sequence[RunRecord], label: str = "step", positions: Positions = get_step_numbers
 ) -> Chart:
     lines = []
     for run in runs:
-        x, y = _over(run, "eval/accuracy", positions)
+        x, y = _get_points(run, "eval/accuracy", positions)
         bounds = (
-            np.array([wilson(share, run.held_out) for share in y]).T
+            np.array([compute_wilson_interval(share, run.held_out) for share in y]).T
             if run.held_out and len(y)
             else ()
         )
         lines.append(Line(run.name, run.colour, x, y, *bounds))
     about = "share of the held-out problems that were answered correctly"
-    return line_chart(about, lines, x_label=label, form="share", empty="no evaluation")
+    return make_line_chart(about, lines, x_label=label, form="share", empty="no evaluation")
 
 
-def _over(run: RunRecord, key: str, positions: Positions) -> tuple[Floats, Floats]:
+def _get_points(run: RunRecord, key: str, positions: Positions) -> tuple[Floats, Floats]:
     """The values of ``key``, and their positions on an axis; what was measured before the first
     step is at 0."""
-    steps, values = run.series(key)
+    steps, values = run.get_series(key)
     ends = np.concatenate([[0.0], positions(run)])
-    return ends[np.searchsorted(step_numbers(run), steps, side="right")], values
+    return ends[np.searchsorted(get_step_numbers(run), steps, side="right")], values
 
 
-def _sum(run: RunRecord, key: str) -> Floats:
+def _sum_metric(run: RunRecord, key: str) -> Floats:
     return np.cumsum([row.get(key, 0.0) for row in run.steps], dtype=np.float64)
 
 
-def _unit(longest: float) -> tuple[float, str]:
+def _select_time_unit(longest: float) -> tuple[float, str]:
     units = ((3600.0, "hours"), (60.0, "minutes"))
     return next(((size, word) for size, word in units if longest > 2 * size), (1.0, "seconds"))
 
 
-def _by_file(runs: Sequence[RunRecord]) -> list[Table]:
+def _make_file_tables(runs: Sequence[RunRecord]) -> list[Table]:
     """Where the run is held against several files or data sources: each one's accuracy, first and
     last."""
     keys = {
@@ -201,19 +221,27 @@ def _by_file(runs: Sequence[RunRecord]) -> list[Table]:
 
 
 def _first_last(run: RunRecord, name: str) -> str:
-    values = run.series(f"eval/{name}")[1]
+    values = run.get_series(f"eval/{name}")[1]
     if not len(values):
         return "–"
     said = f"{100 * values[0]:.1f} → {100 * values[-1]:.1f}%"
-    return f"{said} ({bounds(values[-1], run.problems[name])})" if name in run.problems else said
+    return (
+        f"{said} ({format_wilson_interval(values[-1], run.problems[name])})"
+        if name in run.problems
+        else said
+    )
 
 
-def _figures(run: RunRecord, key: str, form: Form, *reduce: Reduce) -> str:
+def _format_figures(run: RunRecord, key: str, form: Form, *reduce: Reduce) -> str:
     """Numbers of a metric's values; a dash if the run has none."""
-    values = run.series(key)[1]
-    return " → ".join(say(float(number(values)), form) for number in reduce) if len(values) else "–"
+    values = run.get_series(key)[1]
+    return (
+        " → ".join(format_number(float(number(values)), form) for number in reduce)
+        if len(values)
+        else "–"
+    )
 
 
-def _limit(run: RunRecord) -> float | None:
-    own = run.setting("rollout.max_logprob_diff")
-    return MAX_LOGPROB_DIFF.get(run.setting("model.dtype")) if own is None else own
+def _get_limit(run: RunRecord) -> float | None:
+    own = run.get_setting("rollout.max_logprob_diff")
+    return MAX_LOGPROB_DIFF.get(run.get_setting("model.dtype")) if own is None else own

@@ -18,16 +18,32 @@ from markupsafe import Markup
 from megatron_dppo import __version__
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.console import PALETTE, SAME
-from megatron_dppo.observe.metrics import summarise
-from megatron_dppo.observe.timers import duration
-from megatron_dppo.process.files import replacing_file
-from megatron_dppo.report.charts import Chart, Line, or_why, say, smoothed_at_ends
-from megatron_dppo.report.learning import bounds, learning, packs, signs
-from megatron_dppo.report.parts import Chapter
-from megatron_dppo.report.pruning import prunes, pruning
-from megatron_dppo.report.run import RunRecord, data_of, read_runs
-from megatron_dppo.report.tables import benchmarks, options, sample_answers
-from megatron_dppo.report.timing import Race, cost, race, ratios, spent, timing
+from megatron_dppo.observe.metrics import compute_summary
+from megatron_dppo.observe.timers import format_duration
+from megatron_dppo.process.files import replace_file
+from megatron_dppo.report.charts import Chart, Line, count_end_values, format_number, try_or_explain
+from megatron_dppo.report.learning import (
+    format_wilson_interval,
+    make_learning_section,
+    make_packs_section,
+    make_signs_section,
+)
+from megatron_dppo.report.parts import Section
+from megatron_dppo.report.pruning import has_pruning, make_pruning_section
+from megatron_dppo.report.run import RunRecord, get_data_names, read_runs
+from megatron_dppo.report.tables import (
+    make_answers_section,
+    make_benchmarks_section,
+    make_settings_section,
+)
+from megatron_dppo.report.timing import (
+    SpeedComparison,
+    compute_ratios,
+    count_device_hours,
+    make_comparison,
+    make_cost_section,
+    make_timing_section,
+)
 from megatron_dppo.rl.types import Floats
 
 MOST_ARMS = 3
@@ -57,17 +73,17 @@ def report(
     if out.is_dir():
         raise UserError("--out", out, "is a folder", "Name a file in it, report.html perhaps")
     runs = read_runs(folders)
-    text = page(runs, price)
-    with _writing("--out", out):
+    text = render_page(runs, price)
+    with _convert_write_errors("--out", out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing_file(out) as partial:
+        with replace_file(out) as partial:
             # An answer may hold half of a surrogate pair, which UTF-8 has no bytes for.
             partial.write_text(text, encoding="utf-8", errors="replace")
     print(f"report               {out}")
     if png is not None:
         from megatron_dppo.report.render import draw_pictures
 
-        with _writing("--png", png):
+        with _convert_write_errors("--png", png):
             png.mkdir(parents=True, exist_ok=True)
             for run in runs:
                 draw_pictures(run, png, prefix=f"{run.name.replace('/', '-')}-", title=run.name)
@@ -75,7 +91,7 @@ def report(
 
 
 @contextmanager
-def _writing(option: str, place: Path) -> Iterator[None]:
+def _convert_write_errors(option: str, place: Path) -> Iterator[None]:
     """Raise ``UserError`` if ``place`` cannot be written."""
     try:
         yield
@@ -85,22 +101,24 @@ def _writing(option: str, place: Path) -> Iterator[None]:
         raise UserError(option, place, problem, remedy) from None
 
 
-def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
+def render_page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     """The page's text."""
-    chapters: list[tuple[str, str, Callable[[Sequence[RunRecord]], Chapter]]] = [
-        ("learning", "Reward and accuracy", learning),
-        ("time", "Where a step's time goes", timing),
-        ("pruning", "What was pruned, and why", pruning),
-        ("packs", "Packs, and agreement of trainer and engine", packs),
-        ("signs", "Signs of health", signs),
-        ("answers", "Sample answers", sample_answers),
-        ("benchmarks", "Benchmarks", benchmarks),
-        ("cost", "Cost", partial(cost, price=price)),
-        ("settings", "Settings", options),
+    chapters: list[tuple[str, str, Callable[[Sequence[RunRecord]], Section]]] = [
+        ("learning", "Reward and accuracy", make_learning_section),
+        ("time", "Where a step's time goes", make_timing_section),
+        ("pruning", "What was pruned, and why", make_pruning_section),
+        ("packs", "Packs, and agreement of trainer and engine", make_packs_section),
+        ("signs", "Signs of health", make_signs_section),
+        ("answers", "Sample answers", make_answers_section),
+        ("benchmarks", "Benchmarks", make_benchmarks_section),
+        ("cost", "Cost", partial(make_cost_section, price=price)),
+        ("settings", "Settings", make_settings_section),
     ]
-    empty = partial(Chapter, "", [])
-    sections = [(name, title, or_why(partial(make, runs), empty)) for name, title, make in chapters]
-    outcome = or_why(partial(race, runs), lambda why: None)
+    empty = partial(Section, "", [])
+    sections = [
+        (name, title, try_or_explain(partial(make, runs), empty)) for name, title, make in chapters
+    ]
+    outcome = try_or_explain(partial(make_comparison, runs), lambda why: None)
     folder = files(__package__)
     text, style, script = (
         (folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js")
@@ -108,16 +126,19 @@ def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters["drawn"] = _drawn
+    environment.filters["drawn"] = _render_chart
     return environment.from_string(text).render(
         runs=runs,
         headlines=[
-            (run, *or_why(partial(_headline, run), lambda why: (why, "", []))) for run in runs
+            (run, *try_or_explain(partial(_make_headline, run), lambda why: (why, "", [])))
+            for run in runs
         ],
         outcome=outcome,
-        measured=list(_measured(outcome)) if outcome and len(outcome.arms) <= MOST_ARMS else [],
+        measured=list(_list_measured(outcome))
+        if outcome and len(outcome.arms) <= MOST_ARMS
+        else [],
         sections=sections,
-        palette=Markup(_css()),
+        palette=Markup(_render_css()),
         style=Markup(style),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -126,23 +147,23 @@ def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     )
 
 
-def _drawn(chart: Chart) -> Markup:
+def _render_chart(chart: Chart) -> Markup:
     """Return a chart as SVG, or the reason for its absence."""
     reason_of = Markup('<p class="empty">{}</p>').format
     if chart.draw is None:
         return reason_of(chart.empty)
     try:
-        from megatron_dppo.report.render import svg
+        from megatron_dppo.report.render import render_svg
     except ModuleNotFoundError:
         return reason_of("needs matplotlib: pip install matplotlib")
-    return or_why(lambda: Markup(svg(chart)), reason_of)
+    return try_or_explain(lambda: Markup(render_svg(chart)), reason_of)
 
 
-def _headline(run: RunRecord) -> tuple[str, str, list[Figure]]:
-    return _what(run), _state(run), list(_figures(run))
+def _make_headline(run: RunRecord) -> tuple[str, str, list[Figure]]:
+    return _describe_run(run), _describe_state(run), list(_list_figures(run))
 
 
-def _css() -> str:
+def _render_css() -> str:
     """Variables with all colours, and for each a class that makes it the element's own
     (``--c``)."""
     variables = "".join(
@@ -154,89 +175,96 @@ def _css() -> str:
     return f":root {{ color-scheme: light dark; {variables}}}\n{classes}"
 
 
-def _what(run: RunRecord) -> str:
+def _describe_run(run: RunRecord) -> str:
     """The run in one line."""
     if not run.config:
         return "no settings are recorded"
-    model, data = PurePath(str(run.setting("model.path"))).name, data_of(run)
+    model, data = PurePath(str(run.get_setting("model.path"))).name, get_data_names(run)
     window = (
-        f"{run.setting('rollout.prompts_per_step')} prompts × "
-        f"{run.setting('rollout.samples_per_prompt')} samples"
+        f"{run.get_setting('rollout.prompts_per_step')} prompts × "
+        f"{run.get_setting('rollout.samples_per_prompt')} samples"
     )
     return (
-        f"{model or 'a policy'} on {data} · {run.setting('loss.name')} · {window} · seed "
-        f"{run.setting('run.seed')}"
+        f"{model or 'a policy'} on {data} · {run.get_setting('loss.name')} · {window} · seed "
+        f"{run.get_setting('run.seed')}"
     )
 
 
-def _state(run: RunRecord) -> str:
+def _describe_state(run: RunRecord) -> str:
     """Empty for a finished run. A run that goes on and one that was killed differ only in when they
     last wrote."""
     if not run.rows:
         return "no step is recorded yet"
-    step, last = int(run.rows[-1]["step"]), int(run.setting("run.steps"))
+    step, last = int(run.rows[-1]["step"]), int(run.get_setting("run.steps"))
     if step >= last or not run.config:
         return ""
     return f"not at its end: step {step:,} of {last:,}, last written {run.written:%Y-%m-%d %H:%M}"
 
 
-def _measured(outcome: Race) -> Iterator[Figure]:
+def _list_measured(outcome: SpeedComparison) -> Iterator[Figure]:
     """Figures measured in runs, written larger than any estimate: each arm over the first one."""
     of = {"a step": outcome.pace}
     if outcome.target is not None:
-        of[f"to {say(outcome.target, 'share')}"] = outcome.reached
+        of[f"to {format_number(outcome.target, 'share')}"] = outcome.reached
     for what, seconds in of.items():
-        for arm, _, ratio in ratios(outcome.arms, seconds):
+        for arm, _, ratio in compute_ratios(outcome.arms, seconds):
             if ratio is None:
                 continue
             name, against = arm.first, outcome.arms[0].first
             sure = f"{ratio.seeds} seeds each, paired by seed, with the 95% interval"
             sure = sure if ratio.interval else "fewer than two seeds in common, no interval"
             about = f"{name}'s time over {against}'s, {sure}; below 1: {name} is faster"
-            yield f"{what}, measured", say(ratio.value, "times") + ratio.brackets, about
+            yield f"{what}, measured", format_number(ratio.value, "times") + ratio.brackets, about
 
 
-def _figures(run: RunRecord) -> Iterator[Figure]:
-    accuracy = run.series("eval/accuracy")[1]
+def _list_figures(run: RunRecord) -> Iterator[Figure]:
+    accuracy = run.get_series("eval/accuracy")[1]
     if len(accuracy):
-        before_after = f"{100 * accuracy[0]:.1f} → {say(accuracy[-1], 'share')}"
-        yield "held-out accuracy", before_after, _how_sure(run, accuracy)
-    reward = Line(run.name, run.colour, *run.series("rollout/raw_reward"), noisy=True)
+        before_after = f"{100 * accuracy[0]:.1f} → {format_number(accuracy[-1], 'share')}"
+        yield "held-out accuracy", before_after, _format_certainty(run, accuracy)
+    reward = Line(run.name, run.colour, *run.get_series("rollout/raw_reward"), noisy=True)
     if len(reward.y):
-        drawn = f"{say(reward.first, 'number')} → {say(reward.last, 'number')}"
-        steps = "step" if (ends := smoothed_at_ends(len(reward.y))) == 1 else f"{ends} steps"
+        drawn = f"{format_number(reward.first, 'number')} → {format_number(reward.last, 'number')}"
+        steps = "step" if (ends := count_end_values(len(reward.y))) == 1 else f"{ends} steps"
         about = f"the bold line's first and last value: means of the first and of the last {steps}"
         yield "reward", drawn, about
     if run.steps:
-        found = summarise(run.rows)
+        found = compute_summary(run.rows)
         pace, evaluations = (
-            duration(found["seconds_per_step"]),
-            duration(found["phase_seconds"]["evaluation"]),
+            format_duration(found["seconds_per_step"]),
+            format_duration(found["phase_seconds"]["evaluation"]),
         )
         about = f"{found['steps']:,} steps of {pace}, {evaluations} of evaluations"
-        yield "time", duration(found["seconds"]), about
-        yield _pruning(run)
+        yield "time", format_duration(found["seconds"]), about
+        yield _describe_pruning(run)
 
 
-def _how_sure(run: RunRecord, accuracy: Floats) -> str:
+def _format_certainty(run: RunRecord, accuracy: Floats) -> str:
     points = f"{100 * (accuracy[-1] - accuracy[0]):+.1f} points".replace("-", "−")
     if not run.held_out:
         return points
     return (
-        f"{points}; {bounds(accuracy[-1], run.held_out)}% is the 95% interval of "
+        f"{points}; {format_wilson_interval(accuracy[-1], run.held_out)}% is the 95% interval of "
         f"{run.held_out} "
         "problems"
     )
 
 
-def _pruning(run: RunRecord) -> Figure:
-    prompts, tokens = run.mean("prune/kept_prompt_fraction"), run.mean("prune/kept_token_fraction")
+def _describe_pruning(run: RunRecord) -> Figure:
+    prompts, tokens = (
+        run.compute_mean("prune/kept_prompt_fraction"),
+        run.compute_mean("prune/kept_token_fraction"),
+    )
     if prompts is None or tokens is None:
         return "pruning", "–", "not recorded"
     kept = (
         f"{100 * prompts:.0f}% of the prompts rolled out, {100 * tokens:.0f}% of their tokens "
         "trained on"
     )
-    if not prunes(run):
+    if not has_pruning(run):
         return "pruning", "off", kept
-    return "saved by pruning, estimated", f"{100 * spent(run).share:.0f}% of the time", kept
+    return (
+        "saved by pruning, estimated",
+        f"{100 * count_device_hours(run).share:.0f}% of the time",
+        kept,
+    )

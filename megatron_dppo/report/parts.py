@@ -82,18 +82,18 @@ class SampleAnswers:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class CollapsibleText:
     """Text that a reader unfolds."""
 
     title: str
     text: str
 
 
-Part = Charts | Table | Bars | Note | SampleAnswers | Folded
+Part = Charts | Table | Bars | Note | SampleAnswers | CollapsibleText
 
 
 @dataclass(frozen=True, slots=True)
-class Chapter:
+class Section:
     lead: str
     """How to read it."""
     parts: Sequence[Part]

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatron_dppo.observe.console import colour_of
+from megatron_dppo.observe.console import get_colour
 from megatron_dppo.report.charts import (
     Chart,
     Form,
     Layer,
     Line,
-    line_chart,
-    stack_chart,
-    tick,
-    titled,
+    format_tick,
+    make_line_chart,
+    make_stack_chart,
+    with_title,
 )
-from megatron_dppo.report.parts import Chapter, Charts, Part
+from megatron_dppo.report.parts import Charts, Part, Section
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
@@ -36,7 +36,7 @@ CHANCES = ("never", "25%", "50%", "75%", "always")
 FATES = ("trained on", "pruned", "zero advantage", "not rolled out")
 
 
-def pruning(runs: Sequence[RunRecord]) -> Chapter:
+def make_pruning_section(runs: Sequence[RunRecord]) -> Section:
     """Which answers each run kept, and why, and the noise that it cost."""
     lead = (
         "An answer has a gradient where its group's rewards differ. An unbiased rule keeps each of "
@@ -45,25 +45,32 @@ def pruning(runs: Sequence[RunRecord]) -> Chapter:
         "the same."
     )
     parts: list[Part] = []
-    measured = [run for run in runs if run.mean("prune/kept_token_fraction") is not None]
+    measured = [run for run in runs if run.compute_mean("prune/kept_token_fraction") is not None]
     for run in measured:
-        charts = [tokens_chart(run), answers_chart(run), causes_chart(run), noise_chart(run)]
-        parts.append(Charts([chart for chart in charts if not chart.empty], run.name, _rules(run)))
-    return Chapter(lead, parts, "No step of these runs says what was kept.")
+        charts = [
+            make_tokens_chart(run),
+            make_answers_chart(run),
+            make_causes_chart(run),
+            make_noise_chart(run),
+        ]
+        parts.append(
+            Charts([chart for chart in charts if not chart.empty], run.name, _describe_rules(run))
+        )
+    return Section(lead, parts, "No step of these runs says what was kept.")
 
 
-def prunes(run: RunRecord) -> bool:
+def has_pruning(run: RunRecord) -> bool:
     """Whether any rule was on."""
-    return any(run.setting(f"pruning.{level}.rule") != "none" for level in RULES)
+    return any(run.get_setting(f"pruning.{level}.rule") != "none" for level in RULES)
 
 
-@titled("Which answers are trained on")
-def answers_chart(run: RunRecord) -> Chart:
+@with_title("Which answers are trained on")
+def make_answers_chart(run: RunRecord) -> Chart:
     """Who is trained on, by the answer's group."""
     binary = all(row["binary"] for row in run.census)
     about = "probability, over all steps"
-    cells = _cells(run, "by_group" if binary else "by_reward")
-    if nothing := _nothing_pruned(cells):
+    cells = _collect_cells(run, "by_group" if binary else "by_reward")
+    if nothing := _describe_empty(cells):
         return Chart(about, empty=nothing)
     words = ("right", "wrong") if binary else ("above the mean", "below the mean")
     sides = zip((1.0, -1.0), ("good", "bad"), words, strict=True)
@@ -76,18 +83,18 @@ def answers_chart(run: RunRecord) -> Chart:
         else "reward, in deviations from the group's mean"
     )
     x_form: Form = "share" if binary else "number"
-    return line_chart(
+    return make_line_chart(
         about, lines, x_label=x_label, x_form=x_form, form="share", low=0.0, high=1.02
     )
 
 
-@titled("Length and score")
-def causes_chart(run: RunRecord) -> Chart:
+@with_title("Length and score")
+def make_causes_chart(run: RunRecord) -> Chart:
     """Who is trained on, by the answer's length and score: the colour tells the probability, the
     strength how many answers are there."""
     about = "score over the step's median, by length; stronger: more answers"
-    cells = _cells(run, "by_cause")
-    if nothing := _nothing_pruned(cells):
+    cells = _collect_cells(run, "by_cause")
+    if nothing := _describe_empty(cells):
         return Chart(about, empty=nothing)
     x, y, count, chance = cells.T
     width, height = (min(np.diff(np.unique(values)).min(initial=np.inf), 1.0) for values in (x, y))
@@ -96,26 +103,26 @@ def causes_chart(run: RunRecord) -> Chart:
 
     def draw(axes: Axes) -> None:
         for i, word in enumerate(CHANCES):
-            axes.plot([], [], "s", color=colour_of(f"chance{i}"), label=word)  # for the legend
+            axes.plot([], [], "s", color=get_colour(f"chance{i}"), label=word)  # for the legend
         fills = [
-            (colour_of(f"chance{colour}"), strength)
+            (get_colour(f"chance{colour}"), strength)
             for colour, strength in zip(colours, strengths, strict=True)
         ]
         axes.bar(x, np.full(len(x), height), width, y - height / 2, color=fills, linewidth=0)
         axes.set_xlabel("tokens of the response")
         locator: Any = axes.xaxis.get_major_locator()
         locator.set_params(integer=True)
-        axes.xaxis.set_major_formatter(lambda power, _: tick(2.0**power, "count"))
+        axes.xaxis.set_major_formatter(lambda power, _: format_tick(2.0**power, "count"))
         axes.yaxis.set_major_formatter(lambda power, _: f"{2.0**power:.3g}×")
 
     return Chart(about, draw)
 
 
-@titled("Noise of the gradient")
-def noise_chart(run: RunRecord) -> Chart:
+@with_title("Noise of the gradient")
+def make_noise_chart(run: RunRecord) -> Chart:
     """Variance over the full batch's, by where it comes from."""
     about = "variance over the full batch's, as estimated for independent draws"
-    if not prunes(run) or run.mean("prune/kept_token_fraction") is None:
+    if not has_pruning(run) or run.compute_mean("prune/kept_token_fraction") is None:
         return Chart(about, empty="no pruning")
     keys = ("step", "prune/noise_share_prompts", "prune/noise_share_completions")
     rows = [[row[key] for key in keys] for row in run.rows if row.keys() >= set(keys)]
@@ -132,13 +139,13 @@ def noise_chart(run: RunRecord) -> Chart:
         )
         for i, (name, share) in enumerate(sources)
     ]
-    return stack_chart(
+    return make_stack_chart(
         about, steps, layers, form="times", empty="not estimated: the rule is biased"
     )
 
 
-@titled("Tokens of a step")
-def tokens_chart(run: RunRecord) -> Chart:
+@with_title("Tokens of a step")
+def make_tokens_chart(run: RunRecord) -> Chart:
     """Prompt and response tokens: trained on, pruned, without a gradient, or not rolled out."""
     unseen = {row["step"]: row.get("prune/saved_tokens_prompts", 0.0) for row in run.rows}
     steps = np.array([row["step"] for row in run.census], dtype=np.float64)
@@ -154,16 +161,19 @@ def tokens_chart(run: RunRecord) -> Chart:
         if share > 0.0
     ]
     about = "by what became of them; those not rolled out are estimated"
-    return stack_chart(about, steps, layers, form="count", empty="no pruning")
+    return make_stack_chart(about, steps, layers, form="count", empty="no pruning")
 
 
-def _rules(run: RunRecord) -> str:
+def _describe_rules(run: RunRecord) -> str:
     """The rules that were on; for a biased rule with the reason."""
     words = []
     for level, known in RULES.items():
-        rule, keep = run.setting(f"pruning.{level}.rule"), run.setting(f"pruning.{level}.keep")
+        rule, keep = (
+            run.get_setting(f"pruning.{level}.rule"),
+            run.get_setting(f"pruning.{level}.keep"),
+        )
         why = known[rule].biased if rule in known else ""
-        rule = run.setting(f"pruning.{level}.function") or rule
+        rule = run.get_setting(f"pruning.{level}.function") or rule
         biased = f", biased: {why}" if why else ""
         words.append(
             f"{level} by {rule} (keep {keep}){biased}" if rule != "none" else f"{level} not pruned"
@@ -172,7 +182,7 @@ def _rules(run: RunRecord) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_cause"]) -> Floats:
+def _collect_cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_cause"]) -> Floats:
     """[cells, 4]: two coordinates, answers of all steps, their mean probability of being kept;
     ascending."""
     cells = np.array(
@@ -183,7 +193,7 @@ def _cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_cause"]) 
     return np.column_stack([places, count, inclusion / count])
 
 
-def _nothing_pruned(cells: Floats) -> str:
+def _describe_empty(cells: Floats) -> str:
     """Why there is no choice to show; empty where there is one."""
     if (cells[:, 3] < 1.0).any():
         return ""

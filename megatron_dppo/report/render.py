@@ -15,15 +15,20 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_dppo.observe.console import PALETTE, colour_of
-from megatron_dppo.process.files import replacing_file
-from megatron_dppo.report.charts import Chart, Line, line_chart, or_why, titled
-from megatron_dppo.report.learning import accuracy_chart, reward_chart
-from megatron_dppo.report.pruning import answers_chart, causes_chart, noise_chart, tokens_chart
+from megatron_dppo.observe.console import PALETTE, get_colour
+from megatron_dppo.process.files import replace_file
+from megatron_dppo.report.charts import Chart, Line, make_line_chart, try_or_explain, with_title
+from megatron_dppo.report.learning import make_accuracy_chart, make_reward_chart
+from megatron_dppo.report.pruning import (
+    make_answers_chart,
+    make_causes_chart,
+    make_noise_chart,
+    make_tokens_chart,
+)
 from megatron_dppo.report.run import RunRecord
-from megatron_dppo.report.timing import phase_chart
+from megatron_dppo.report.timing import make_phase_chart
 
-INK, SOFT, RULE = colour_of("ink"), colour_of("soft"), colour_of("rule")
+INK, SOFT, RULE = get_colour("ink"), get_colour("soft"), get_colour("rule")
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],
@@ -49,7 +54,7 @@ ABOVE = 34
 """Points between a chart and its title, for a legend of two rows."""
 
 
-def svg(chart: Chart) -> str:
+def render_svg(chart: Chart) -> str:
     """Return a chart as an SVG element, whose colours are the page's CSS variables.
 
     Raises:
@@ -86,22 +91,32 @@ def draw_pictures(run: RunRecord, folder: Path, *, prefix: str = "", title: str 
         prefix: of the files' names.
         title: a line above the charts.
     """
-    seconds = phase_chart(run, "by phase, on the leading rank")
-    progress = [reward_chart([run]), accuracy_chart([run]), _kept(run), seconds]
+    seconds = make_phase_chart(run, "by phase, on the leading rank")
+    progress = [
+        make_reward_chart([run]),
+        make_accuracy_chart([run]),
+        _make_kept_chart(run),
+        seconds,
+    ]
     _write_picture(progress, folder / f"{prefix}progress.png", title)
-    kept = [answers_chart(run), causes_chart(run), noise_chart(run), tokens_chart(run)]
+    kept = [
+        make_answers_chart(run),
+        make_causes_chart(run),
+        make_noise_chart(run),
+        make_tokens_chart(run),
+    ]
     _write_picture(kept, folder / f"{prefix}pruning.png", title)
 
 
-@titled("Kept by pruning, and packed")
-def _kept(run: RunRecord) -> Chart:
+@with_title("Kept by pruning, and packed")
+def _make_kept_chart(run: RunRecord) -> Chart:
     wanted = (
         ("pack slots filled", "pack/fill", "slate"),
         ("prompts rolled out", "prune/kept_prompt_fraction", "blue"),
         ("tokens trained on", "prune/kept_token_fraction", "orange"),
     )
-    lines = [Line(name, colour, *run.series(key)) for name, key, colour in wanted]
-    return line_chart("shares", lines, form="share", low=0.0, high=1.02, empty="no pruning")
+    lines = [Line(name, colour, *run.get_series(key)) for name, key, colour in wanted]
+    return make_line_chart("shares", lines, form="share", low=0.0, high=1.02, empty="no pruning")
 
 
 def _write_picture(charts: Sequence[Chart], out: Path, title: str) -> None:
@@ -123,8 +138,8 @@ def _write_picture(charts: Sequence[Chart], out: Path, title: str) -> None:
                 "textcoords": "offset points",
             }
             axes.annotate(chart.about, (0, 1), **place, color=SOFT)
-            or_why(partial(_draw, axes, chart), partial(_write_empty, axes))
-        with replacing_file(out) as draft:
+            try_or_explain(partial(_draw, axes, chart), partial(_write_empty, axes))
+        with replace_file(out) as draft:
             figure.savefig(draft, format="png")
 
 

@@ -22,10 +22,10 @@ from typing_extensions import TypedDict
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.metrics import FILE
-from megatron_dppo.observe.private import public_text
+from megatron_dppo.observe.private import format_masked
 from megatron_dppo.rl.types import Floats
-from megatron_dppo.settings import settings
-from megatron_dppo.trainer.resume import Change, changes, read_history
+from megatron_dppo.settings import get_settings
+from megatron_dppo.trainer.resume import SettingChange, find_changes, read_history
 
 Record = Mapping[str, Any]
 """A line of JSON."""
@@ -37,7 +37,7 @@ Cell = tuple[FiniteFloat, FiniteFloat, Count, FiniteFloat, FiniteFloat]
 
 
 class CensusRow(TypedDict):
-    """A row of ``pruning.jsonl``, as :meth:`PruningStats.as_row` writes it."""
+    """A row of ``pruning.jsonl``, as :meth:`PruningStats.to_dict` writes it."""
 
     step: FiniteFloat
     binary: bool
@@ -69,7 +69,7 @@ class RunRecord:
     """Its place on the page, from 0. It decides the colour."""
     config: Mapping[str, Any]
     """Values of ``config.yaml`` by dotted key."""
-    changes: Sequence[tuple[int, Sequence[Change]]]
+    changes: Sequence[tuple[int, Sequence[SettingChange]]]
     """After how many steps settings changed, and which."""
     rows: Sequence[Record]
     """Rows of ``metrics.jsonl``: finite numbers only."""
@@ -97,29 +97,29 @@ class RunRecord:
         """The rows of steps. Row 0, of the evaluation before the first step, is not among them."""
         return [row for row in self.rows if "perf/step_time" in row]
 
-    def setting(self, key: str) -> Any:
+    def get_setting(self, key: str) -> Any:
         """Its value in this run, or the default where the run says nothing of it."""
-        return self.config[key] if key in self.config else default_of(key)
+        return self.config[key] if key in self.config else get_default(key)
 
-    def series(self, key: str) -> tuple[Floats, Floats]:
+    def get_series(self, key: str) -> tuple[Floats, Floats]:
         """Steps and values of the rows that have ``key``."""
         found = [(row["step"], row[key]) for row in self.rows if key in row]
         steps, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
         return steps, values
 
-    def mean(self, key: str) -> float | None:
-        values = self.series(key)[1]
+    def compute_mean(self, key: str) -> float | None:
+        values = self.get_series(key)[1]
         return float(values.mean()) if len(values) else None
 
     @property
-    def of_several_settings(self) -> Sequence[str]:
+    def changed_settings(self) -> Sequence[str]:
         """Settings of results (``history.RESULTS``) that were changed on the way, and when."""
         return [
-            f"{change.key} {public_text(change.key, change.before)} until step {step:,}, "
-            f"then {public_text(change.key, change.now)}"
+            f"{change.key} {format_masked(change.key, change.before)} until step {step:,}, "
+            f"then {format_masked(change.key, change.now)}"
             for step, found in self.changes
             for change in found
-            if change.of_results
+            if change.affects_results
         ]
 
     @property
@@ -138,16 +138,16 @@ class RunRecord:
         }
 
 
-def default_of(key: str) -> Any:
+def get_default(key: str) -> Any:
     """As YAML has it: a list where ``config/`` has a tuple; None for what is no setting of this
     version."""
-    default = settings()[key].default if key in settings() else None
+    default = get_settings()[key].default if key in get_settings() else None
     return list(default) if isinstance(default, tuple) else default
 
 
-def data_of(run: RunRecord) -> str:
+def get_data_names(run: RunRecord) -> str:
     """The names of the files, or of the generators, that a run was trained on."""
-    given = run.setting("data.rollouts") or run.setting("data.train")
+    given = run.get_setting("data.rollouts") or run.get_setting("data.train")
     places = [each["path"] for each in given] if isinstance(given, list) else [given]
     return ", ".join(PurePath(str(place or "")).name for place in places) or "(not recorded)"
 
@@ -166,7 +166,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     Raises:
         UserError: naming the first folder that holds neither a run nor results of an evaluation.
     """
-    groups, places = zip(*map(_group_and_place, folders), strict=True) if folders else ((), ())
+    groups, places = zip(*map(_split_group, folders), strict=True) if folders else ((), ())
     found = []
     for number, (group, place, name) in enumerate(zip(groups, places, _names(places), strict=True)):
         if group:
@@ -175,22 +175,22 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     return found
 
 
-def _group_and_place(folder: Path) -> tuple[str, Path]:
+def _split_group(folder: Path) -> tuple[str, Path]:
     name, given, place = str(folder).partition("=")
     return (name, Path(place)) if given and not folder.exists() else ("", folder)
 
 
 def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
     """One of them; the arguments are the fields of ``RunRecord``."""
-    metrics, scores = folder / FILE, list(_scores(folder))
+    metrics, scores = folder / FILE, list(_read_scores(folder))
     if not metrics.is_file() and not scores:
         remedy = f"Give folders that hold a {FILE} (run.dir of a training) or a scores.json"
         raise UserError(
             "RUN", folder, "is no folder of a run" if folder.is_dir() else "is no folder", remedy
         )
     history = read_history(folder)
-    rows, census, answers = (_rows(folder / file) for file in (FILE, CENSUS, ANSWERS))
-    counted = _of_form(CensusRow, census)
+    rows, census, answers = (_read_rows(folder / file) for file in (FILE, CENSUS, ANSWERS))
+    counted = _validate_rows(CensusRow, census)
     read: Mapping[str, Sequence[object]] = {FILE: rows, CENSUS: counted, ANSWERS: answers}
     return RunRecord(
         name=name,
@@ -202,25 +202,27 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
         changes=[
             (entry.step, found)
             for before, entry in pairwise(history)
-            if (found := changes(before.settings, entry.settings))
+            if (found := find_changes(before.settings, entry.settings))
         ],
         rows=[{key: value for key, value in row.items() if is_number(value)} for row in rows],
         census=counted,
-        answers=[{**row, "answers": _of_form(SampleAnswer, row.get("answers"))} for row in answers],
+        answers=[
+            {**row, "answers": _validate_rows(SampleAnswer, row.get("answers"))} for row in answers
+        ],
         scores=scores,
         written=datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.is_file() else None,
         left_out=[
             f"{lines} of the lines of {file} cannot be read, and {'is' if lines == 1 else 'are'} "
             "left out"
             for file, kept in read.items()
-            if (lines := _text(folder / file).count("\n") - len(kept)) > 0
+            if (lines := _read_text(folder / file).count("\n") - len(kept)) > 0
         ],
     )
 
 
 def _is_given(key: str, value: Any) -> bool:
     """Whether it is no null that stands for the rest of a line that was not written yet."""
-    return value is not None or key not in settings() or settings()[key].takes_none
+    return value is not None or key not in get_settings() or get_settings()[key].takes_none
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -233,12 +235,14 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [f"{folder} ({i})" for i, folder in enumerate(folders, 1)]
 
 
-def _rows(file: Path) -> list[Record]:
+def _read_rows(file: Path) -> list[Record]:
     """Lines of JSON that name their step."""
-    return [row for line in _text(file).split("\n") if is_number((row := _parse(line)).get("step"))]
+    return [
+        row for line in _read_text(file).split("\n") if is_number((row := _parse(line)).get("step"))
+    ]
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     """Bytes that are no UTF-8 are replaced one by one."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
@@ -252,9 +256,9 @@ def _parse(text: str) -> Record:
     return found if isinstance(found, dict) else {}
 
 
-def _of_form(form: type[T], rows: Any) -> list[T]:
+def _validate_rows(row_type: type[T], rows: Any) -> list[T]:
     """Return the rows of a list that have a form."""
-    adapter = TypeAdapter(form)
+    adapter = TypeAdapter(row_type)
     found = []
     for row in rows if isinstance(rows, list) else ():
         with suppress(ValidationError):
@@ -262,8 +266,8 @@ def _of_form(form: type[T], rows: Any) -> list[T]:
     return found
 
 
-def _scores(folder: Path) -> Iterator[tuple[str, Record]]:
+def _read_scores(folder: Path) -> Iterator[tuple[str, Record]]:
     for file in sorted(folder.glob("**/scores.json")):
-        found = _parse(_text(file))
+        found = _parse(_read_text(file))
         if isinstance(found.get("benchmarks"), dict):
             yield str(file.parent.relative_to(folder)), found

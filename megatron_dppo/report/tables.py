@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.data.tokenizer import without_chat_marks
-from megatron_dppo.observe.private import public_text
+from megatron_dppo.data.tokenizer import strip_chat_marks
+from megatron_dppo.observe.private import format_masked
 from megatron_dppo.report.parts import (
-    Chapter,
-    Folded,
+    CollapsibleText,
     Note,
     Part,
     SampleAnswer,
     SampleAnswers,
     SampleProblem,
+    Section,
     Table,
 )
-from megatron_dppo.report.run import Record, RunRecord, default_of, is_number
-from megatron_dppo.settings import settings
+from megatron_dppo.report.run import Record, RunRecord, get_default, is_number
+from megatron_dppo.settings import get_settings
 
 MOST_EVALUATIONS = 12
 """Most evaluations shown of a run; the first and the last are among them."""
@@ -29,16 +29,16 @@ HEAD, TAIL = 400, 800
 """Characters of an answer that are shown; the end is where the result stands."""
 
 
-def sample_answers(runs: Sequence[RunRecord]) -> Chapter:
+def make_answers_section(runs: Sequence[RunRecord]) -> Section:
     """Problems in the order of the first run that was shown them."""
     found: dict[tuple[str, str], dict[int, list[SampleAnswer]]] = {}
     for run in runs:
-        for row in _evenly([row for row in run.answers if row.get("answers")]):
+        for row in _select_evenly([row for row in run.answers if row.get("answers")]):
             for shown in row["answers"]:
-                prompt = without_chat_marks(shown["prompt"])
+                prompt = strip_chat_marks(shown["prompt"])
                 of_run = found.setdefault((prompt, shown["label"]), {}).setdefault(run.number, [])
                 of_run.append(
-                    SampleAnswer(int(row["step"]), _clipped(shown["answer"]), shown["correct"])
+                    SampleAnswer(int(row["step"]), _clip_text(shown["answer"]), shown["correct"])
                 )
     problems = [
         SampleProblem(
@@ -51,10 +51,10 @@ def sample_answers(runs: Sequence[RunRecord]) -> Chapter:
     )
     lead = "The first held-out problems, before training and at the step that is chosen below."
     nothing = "No answers were kept: a run shows eval.show of them at each evaluation."
-    return Chapter(lead, [SampleAnswers(problems, steps)] if problems else [], nothing)
+    return Section(lead, [SampleAnswers(problems, steps)] if problems else [], nothing)
 
 
-def benchmarks(runs: Sequence[RunRecord]) -> Chapter:
+def make_benchmarks_section(runs: Sequence[RunRecord]) -> Section:
     """One table for each evaluation; a figure that a file does not hold is a dash."""
     parts: list[Part] = []
     for run in runs:
@@ -71,30 +71,34 @@ def benchmarks(runs: Sequence[RunRecord]) -> Chapter:
                 "unscored",
             )
             rows = [
-                _scores(name, of)
+                _format_scores(name, of)
                 for name, of in found["benchmarks"].items()
                 if isinstance(of, dict)
             ]
             parts.append(
-                Table(head, rows, f"{run.name}{f' · {folder}' * (folder != '.')}: {_how(found)}")
+                Table(
+                    head,
+                    rows,
+                    f"{run.name}{f' · {folder}' * (folder != '.')}: {_describe_method(found)}",
+                )
             )
     lead = "In brackets 95% intervals, over the problems of a benchmark."
     nothing = "No scores.json lies in these folders: megatron-dppo eval writes one."
-    return Chapter(lead, parts, nothing)
+    return Section(lead, parts, nothing)
 
 
-def _evenly(rows: Sequence[Record]) -> list[Record]:
+def _select_evenly(rows: Sequence[Record]) -> list[Record]:
     """The first, the last, and some between."""
     chosen = np.linspace(0, len(rows) - 1, min(len(rows), MOST_EVALUATIONS)).round().astype(int)
     return [rows[i] for i in np.unique(chosen)]
 
 
-def _clipped(text: str) -> str:
+def _clip_text(text: str) -> str:
     left_out = len(text) - HEAD - TAIL
     return f"{text[:HEAD]}\n[… {left_out:,} characters …]\n{text[-TAIL:]}" if left_out > 0 else text
 
 
-def _how(found: Record) -> str:
+def _describe_method(found: Record) -> str:
     step = f"step {found['step']}, " if found.get("step") is not None else ""
     asked = (
         ("samples", "{} samples a problem"),
@@ -105,8 +109,8 @@ def _how(found: Record) -> str:
     return f"{found.get('model', 'a model')}, {step}{', '.join(words)}"
 
 
-def _scores(name: str, of: Record) -> list[str]:
-    found = of.get("pass@k")
+def _format_scores(name: str, scores: Record) -> list[str]:
+    found = scores.get("pass@k")
     passes = (
         {k: value for k, value in found.items() if str(k).isdigit()}
         if isinstance(found, dict)
@@ -115,18 +119,18 @@ def _scores(name: str, of: Record) -> list[str]:
     most = max(passes, key=int, default=None)
     return [
         name,
-        str(of.get("problems", "–")),
-        _interval(of.get("avg@k")),
-        f"@{most} {_interval(passes[most])}" if most is not None else "–",
-        _interval(of.get("majority")),
-        _interval(of.get("mean_reward"), "{:.3f}"),
-        _interval(of.get("mean_length"), "{:,.0f}"),
-        _interval(of.get("truncated")),
-        str(of.get("unscored", "–")),
+        str(scores.get("problems", "–")),
+        _format_interval(scores.get("avg@k")),
+        f"@{most} {_format_interval(passes[most])}" if most is not None else "–",
+        _format_interval(scores.get("majority")),
+        _format_interval(scores.get("mean_reward"), "{:.3f}"),
+        _format_interval(scores.get("mean_length"), "{:,.0f}"),
+        _format_interval(scores.get("truncated")),
+        str(scores.get("unscored", "–")),
     ]
 
 
-def _interval(found: Any, form: str = "{:.1%}") -> str:
+def _format_interval(found: Any, template: str = "{:.1%}") -> str:
     """A number, with its interval where the file holds one; a dash where it holds no number."""
     value, low, high = (
         map(found.get, ("value", "low", "high")) if isinstance(found, dict) else (found, None, None)
@@ -134,11 +138,14 @@ def _interval(found: Any, form: str = "{:.1%}") -> str:
     if not is_number(value):
         return "–"
     if not is_number(low) or not is_number(high):
-        return form.format(value)
-    return f"{form.format(value)} ({form.format(low).rstrip('%')}–{form.format(high).rstrip('%')})"
+        return template.format(value)
+    return (
+        f"{template.format(value)} "
+        f"({template.format(low).rstrip('%')}–{template.format(high).rstrip('%')})"
+    )
 
 
-def options(runs: Sequence[RunRecord]) -> Chapter:
+def make_settings_section(runs: Sequence[RunRecord]) -> Section:
     """The settings that differ between several runs, or from the defaults in one run; then all
     settings of each run.
 
@@ -152,9 +159,9 @@ def options(runs: Sequence[RunRecord]) -> Chapter:
             for key in dict.fromkeys(key for run in told for key in run.config)
             if key != "run.dir"
         ]
-        values = [(key, [run.setting(key) for run in told]) for key in keys]
+        values = [(key, [run.get_setting(key) for run in told]) for key in keys]
         rows = [
-            [key, *(public_text(key, value) for value in of)]
+            [key, *(format_masked(key, value) for value in of)]
             for key, of in values
             if any(v != of[0] for v in of)
         ]
@@ -165,9 +172,9 @@ def options(runs: Sequence[RunRecord]) -> Chapter:
     elif told:
         run = told[0]
         rows = [
-            [key, public_text(key, value), public_text(key, default_of(key))]
+            [key, format_masked(key, value), format_masked(key, get_default(key))]
             for key, value in run.config.items()
-            if key not in settings() or value != default_of(key)
+            if key not in get_settings() or value != get_default(key)
         ]
         parts.append(Table(["setting", "value", "default"], rows, words=True))
     for run in runs:
@@ -175,8 +182,8 @@ def options(runs: Sequence[RunRecord]) -> Chapter:
             [
                 f"{step:,}",
                 change.key,
-                public_text(change.key, change.before),
-                public_text(change.key, change.now),
+                format_masked(change.key, change.before),
+                format_masked(change.key, change.now),
             ]
             for step, changes in run.changes
             for change in changes
@@ -185,9 +192,11 @@ def options(runs: Sequence[RunRecord]) -> Chapter:
             parts.append(Note(f"Changed in {run.name} when it was started again:"))
             parts.append(Table(["after step", "setting", "before", "then"], rows, words=True))
     for run in told:
-        text = "\n".join(f"{key} = {public_text(key, value)}" for key, value in run.config.items())
-        parts.append(Folded(f"All settings of {run.name}", text))
+        text = "\n".join(
+            f"{key} = {format_masked(key, value)}" for key, value in run.config.items()
+        )
+        parts.append(CollapsibleText(f"All settings of {run.name}", text))
     lead = (
         "Only what differs between the runs." if len(told) > 1 else "Only what is not the default."
     )
-    return Chapter(lead, parts)
+    return Section(lead, parts)

@@ -14,14 +14,26 @@ from typing import get_args
 import numpy as np
 
 from megatron_dppo.config.rollout import ServerKind
-from megatron_dppo.observe.timers import PHASES, breakdown, duration, saving
-from megatron_dppo.report.charts import Chart, Layer, say, stack_chart, titled, usual_top
-from megatron_dppo.report.learning import step_numbers
-from megatron_dppo.report.parts import Bars, Chapter, Charts, Note, Part, Segment, Table
+from megatron_dppo.observe.timers import (
+    PHASES,
+    compute_breakdown,
+    estimate_savings,
+    format_duration,
+)
+from megatron_dppo.report.charts import (
+    Chart,
+    Layer,
+    compute_stack_top,
+    format_number,
+    make_stack_chart,
+    with_title,
+)
+from megatron_dppo.report.learning import get_step_numbers
+from megatron_dppo.report.parts import Bars, Charts, Note, Part, Section, Segment, Table
 from megatron_dppo.report.run import Record, RunRecord
-from megatron_dppo.rl.intervals import student_t
-from megatron_dppo.settings import settings
-from megatron_dppo.trainer.resume import changes
+from megatron_dppo.rl.intervals import compute_student_t
+from megatron_dppo.settings import get_settings
+from megatron_dppo.trainer.resume import find_changes
 
 NAMES = (*PHASES.values(), "other")
 NARROWEST = 0.07
@@ -44,15 +56,15 @@ CERTAINTY = (
 COUNTS = ("eval.problems", *(f"{generator}eval_problems" for generator in GENERATED))
 
 
-def timing(runs: Sequence[RunRecord]) -> Chapter:
+def make_timing_section(runs: Sequence[RunRecord]) -> Section:
     """Mean seconds by phase, in bars on one scale and in figures; then step by step."""
-    layers = {run.name: _layers(run) for run in runs if run.steps}
+    layers = {run.name: _make_layers(run) for run in runs if run.steps}
     lead = (
         "Wall-clock seconds of a step, by phase, on the leading rank. Evaluations and "
         "checkpoints are not in them."
     )
     if not layers:
-        return Chapter(lead, [], "No step has been timed yet.")
+        return Section(lead, [], "No step has been timed yet.")
     means = {
         name: {layer.name: float(layer.values.mean()) for layer in of}
         for name, of in layers.items()
@@ -62,65 +74,72 @@ def timing(runs: Sequence[RunRecord]) -> Chapter:
     ]
     longest = max(sum(mean.values()) for mean in means.values()) or 1.0
     bars = [
-        (name, duration(sum(mean.values())), _segments(mean, phases, longest))
+        (name, format_duration(sum(mean.values())), _make_segments(mean, phases, longest))
         for name, mean in means.items()
     ]
     key = [(f"phase-{phase}", phase) for phase in phases]
-    top = max(usual_top(of) for of in layers.values())
-    charts = [phase_chart(run, f"{run.name}, by phase", top) for run in runs if run.name in layers]
-    return Chapter(lead, [Bars(bars, key), _table(means, phases), Charts(charts)])
+    top = max(compute_stack_top(of) for of in layers.values())
+    charts = [
+        make_phase_chart(run, f"{run.name}, by phase", top) for run in runs if run.name in layers
+    ]
+    return Section(lead, [Bars(bars, key), _make_table(means, phases), Charts(charts)])
 
 
-@titled("Seconds per step")
-def phase_chart(run: RunRecord, about: str, top: float | None = None) -> Chart:
+@with_title("Seconds per step")
+def make_phase_chart(run: RunRecord, about: str, top: float | None = None) -> Chart:
     """Seconds of each step, by phase; ``top`` is where the axis of seconds ends."""
-    return stack_chart(
-        about, step_numbers(run), _layers(run), form="number", top=top, empty="no timings"
+    return make_stack_chart(
+        about, get_step_numbers(run), _make_layers(run), form="number", top=top, empty="no timings"
     )
 
 
-def _layers(run: RunRecord) -> list[Layer]:
+def _make_layers(run: RunRecord) -> list[Layer]:
     """Seconds of each phase, and in words its share of the mean step."""
-    found = [breakdown(row) for row in run.steps]
+    found = [compute_breakdown(row) for row in run.steps]
     names = [name for name in NAMES if any(name in row for row in found)]
     seconds = {name: np.array([row.get(name, 0.0) for row in found]) for name in names}
     total = sum(float(values.mean()) for values in seconds.values()) or 1.0
     return [
-        Layer(name, f"phase-{name}", of, _percent(float(of.mean()) / total))
+        Layer(name, f"phase-{name}", of, _format_percent(float(of.mean()) / total))
         for name, of in seconds.items()
     ]
 
 
-def _segments(mean: Mapping[str, float], phases: Sequence[str], longest: float) -> list[Segment]:
+def _make_segments(
+    mean: Mapping[str, float], phases: Sequence[str], longest: float
+) -> list[Segment]:
     return [
         Segment(
-            f"phase-{phase}", phase, 100 * share, duration(mean[phase]) if share > NARROWEST else ""
+            f"phase-{phase}",
+            phase,
+            100 * share,
+            format_duration(mean[phase]) if share > NARROWEST else "",
         )
         for phase in phases
         if (share := mean.get(phase, 0.0) / longest) > 0.0
     ]
 
 
-def _table(means: Mapping[str, Mapping[str, float]], phases: Sequence[str]) -> Table:
+def _make_table(means: Mapping[str, Mapping[str, float]], phases: Sequence[str]) -> Table:
     totals = {name: sum(mean.values()) or 1.0 for name, mean in means.items()}
 
     def cell(name: str, seconds: float) -> str:
-        return f"{duration(seconds)} · {_percent(seconds / totals[name])}"
+        return f"{format_duration(seconds)} · {_format_percent(seconds / totals[name])}"
 
     rows = [
         [phase, *(cell(name, mean.get(phase, 0.0)) for name, mean in means.items())]
         for phase in phases
     ]
-    rows.append(["a step", *map(duration, totals.values())])
+    rows.append(["a step", *map(format_duration, totals.values())])
     return Table(["phase", *means], rows, "Mean seconds of a step, and their share of it")
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return "<1%" if 0.0 < share < 0.005 else f"{100 * share:.0f}%"
 
 
 @dataclass(frozen=True, slots=True)
-class Race:
+class SpeedComparison:
     """The times of several runs, compared. Mappings are by the runs' names, the first run first."""
 
     pace: Mapping[str, float]
@@ -137,14 +156,15 @@ class Race:
     changed: Sequence[str] = ()
     """Settings that a result depends on and that changed during a run, in words."""
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """The outcome in words, with its limits."""
-        words = [f"Measured, a step: {self._against_first(self.pace)}."]
+        words = [f"Measured, a step: {self._format_ratios(self.pace)}."]
         if self.target is not None:
             until = (
-                f"Training steps until the first evaluation at {say(self.target, 'share')} or more"
+                "Training steps until the first evaluation at "
+                f"{format_number(self.target, 'share')} or more"
             )
-            words += [f"{until}, which every run reached: {self._against_first(self.reached)}."]
+            words += [f"{until}, which every run reached: {self._format_ratios(self.reached)}."]
             words += ["Evaluations lie some steps apart."]
         words += [CERTAINTY]
         if self.changed:
@@ -160,15 +180,15 @@ class Race:
             ]
         return " ".join(words)
 
-    def _against_first(self, seconds: Mapping[str, float]) -> str:
+    def _format_ratios(self, seconds: Mapping[str, float]) -> str:
         words = []
-        for arm, mean, ratio in ratios(self.arms, seconds):
+        for arm, mean, ratio in compute_ratios(self.arms, seconds):
             times = f", {ratio.value:.2f} times as long{ratio.brackets}" if ratio else ""
-            words.append(f"{arm.name} {duration(mean)}{times}")
+            words.append(f"{arm.name} {format_duration(mean)}{times}")
         return "; ".join(words)
 
 
-def race(runs: Sequence[RunRecord]) -> Race | None:
+def make_comparison(runs: Sequence[RunRecord]) -> SpeedComparison | None:
     """None where fewer than two runs have taken a step."""
     timed = [run for run in runs if run.steps]
     if len(timed) < 2:
@@ -176,27 +196,27 @@ def race(runs: Sequence[RunRecord]) -> Race | None:
     pace = {
         run.name: sum(row["perf/step_time"] for row in run.steps) / len(run.steps) for run in timed
     }
-    changed = [f"{run.name}, {words}" for run in timed for words in run.of_several_settings]
-    target = min(max(run.series("eval/accuracy")[1], default=0.0) for run in timed)
-    differs = _different_tests(timed) if target else []
-    reached = {run.name: _seconds_until(run, target) for run in timed}
+    changed = [f"{run.name}, {words}" for run in timed for words in run.changed_settings]
+    target = min(max(run.get_series("eval/accuracy")[1], default=0.0) for run in timed)
+    differs = _find_test_differences(timed) if target else []
+    reached = {run.name: _sum_seconds_until(run, target) for run in timed}
     # Times are not compared if a run had reached the target before its first step.
     if not target or differs or min(reached.values()) == 0.0:
-        return Race(pace, None, {}, arms_of(timed), differs, changed)
-    return Race(pace, target, reached, arms_of(timed), (), changed)
+        return SpeedComparison(pace, None, {}, group_by_arm(timed), differs, changed)
+    return SpeedComparison(pace, target, reached, group_by_arm(timed), (), changed)
 
 
-def _different_tests(runs: Sequence[RunRecord]) -> list[str]:
+def _find_test_differences(runs: Sequence[RunRecord]) -> list[str]:
     """The settings by which the runs were tested on different problems, or in different ways."""
     if not all(run.config for run in runs):
         return ["not every run's settings are recorded"]
     own = [
         key
-        for key in settings()
+        for key in get_settings()
         if key.startswith(GENERATED) and key.rpartition(".")[2] not in TRAINING_ONLY
     ]
     keys = [*TEST, *own]
-    if not any(run.setting("data.eval") or run.setting("eval.benchmarks") for run in runs):
+    if not any(run.get_setting("data.eval") or run.get_setting("eval.benchmarks") for run in runs):
         keys.append("data.train")  # a generator's own
     changed = [change.key for run in runs for _, changes in run.changes for change in changes]
     differs = [key for key in changed if key in keys and key != "data.train"]
@@ -205,11 +225,11 @@ def _different_tests(runs: Sequence[RunRecord]) -> list[str]:
     elif any(run.problems != runs[0].problems for run in runs):
         differs.append("how many they are")
     return differs + [
-        key for key in keys if any(run.setting(key) != runs[0].setting(key) for run in runs)
+        key for key in keys if any(run.get_setting(key) != runs[0].get_setting(key) for run in runs)
     ]
 
 
-def _seconds_until(run: RunRecord, accuracy: float) -> float:
+def _sum_seconds_until(run: RunRecord, accuracy: float) -> float:
     seconds = 0.0
     for row in run.rows:
         seconds += row.get("perf/step_time", 0.0)
@@ -255,37 +275,41 @@ class Ratio:
         return "" if self.interval is None else " [{:.2f}, {:.2f}]".format(*self.interval)
 
 
-def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
+def group_by_arm(runs: Sequence[RunRecord]) -> list[Arm]:
     """The runs by arm, in their order: those of one group, else those that differ by their seed
     alone; never two of the same seed. If all runs would make one arm, each is an arm of its own, so
     that there is something to compare."""
     found: list[tuple[RunRecord, dict[int, str]]] = []
     for run in runs:
-        seed = int(run.setting(SEED))
+        seed = int(run.get_setting(SEED))
         for other, of in found:
-            alike = run.config and {change.key for change in changes(run.config, other.config)} <= {
-                SEED
-            }
+            alike = run.config and {
+                change.key for change in find_changes(run.config, other.config)
+            } <= {SEED}
             if seed not in of and (run.group == other.group if run.group or other.group else alike):
                 of[seed] = run.name
                 break
         else:
             found.append((run, {seed: run.name}))
     if len(found) == 1:
-        return [Arm(run.name, {int(run.setting(SEED)): run.name}) for run in runs]
+        return [Arm(run.name, {int(run.get_setting(SEED)): run.name}) for run in runs]
     return [Arm(run.group or run.name, of) for run, of in found]
 
 
-def ratios(
+def compute_ratios(
     arms: Sequence[Arm], seconds: Mapping[str, float]
 ) -> Iterator[tuple[Arm, float, Ratio | None]]:
     """Each arm, the mean of its runs' seconds, and how they compare with the first arm's; None of
     that one itself."""
     for arm in arms:
-        yield arm, fmean(seconds[name] for name in arm.runs.values()), _ratio(arms[0], arm, seconds)
+        yield (
+            arm,
+            fmean(seconds[name] for name in arm.runs.values()),
+            _compute_ratio(arms[0], arm, seconds),
+        )
 
 
-def _ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio | None:
+def _compute_ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio | None:
     if arm is first or not all(seconds[name] for of in (first, arm) for name in of.runs.values()):
         return None
     pairs = [(first.runs[seed], name) for seed, name in arm.runs.items() if seed in first.runs]
@@ -294,12 +318,12 @@ def _ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio | None:
         return Ratio(own / others, None, len(pairs))
     logs = [log(seconds[other] / seconds[one]) for one, other in pairs]
     mean = fmean(logs)
-    reach = student_t(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
+    reach = compute_student_t(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
     return Ratio(exp(mean), (exp(mean - reach), exp(mean + reach)), len(logs))
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class DeviceHours:
     """GPU-hours of one run, or hours of its processes if it has no GPUs."""
 
     hours: float
@@ -323,39 +347,39 @@ class Spent:
         return self.both / (self.hours + self.both) if self.hours else 0.0
 
 
-def spent(run: RunRecord) -> Spent:
+def count_device_hours(run: RunRecord) -> DeviceHours:
     """The seconds of every row, times the GPUs or processes that the run held then."""
-    servers = _server_gpus(run)
+    servers = _count_server_gpus(run)
     hours, saved = 0.0, np.zeros(3)
     for row in run.rows:
-        held = (_ranks(run, row) + (servers or 0)) / 3600.0
+        held = (_count_ranks(run, row) + (servers or 0)) / 3600.0
         hours += held * (row.get("perf/step_time", 0.0) + row.get("perf/eval_time", 0.0))
-        saved += held * np.array(saving(row))
+        saved += held * np.array(estimate_savings(row))
     by_prompts, by_completions, both = saved.tolist()
-    return Spent(hours, by_prompts, by_completions, both, _devices(run, servers))
+    return DeviceHours(hours, by_prompts, by_completions, both, _describe_devices(run, servers))
 
 
-def _ranks(run: RunRecord, row: Record) -> int:
+def _count_ranks(run: RunRecord, row: Record) -> int:
     """The trainer's ranks: those of the row, else those of the layout."""
-    sizes = (int(run.setting(f"layout.{size}") or 1) for size in ("tp", "pp", "cp", "dp"))
+    sizes = (int(run.get_setting(f"layout.{size}") or 1) for size in ("tp", "pp", "cp", "dp"))
     return int(row.get("perf/ranks", 0)) or prod(sizes)
 
 
-def _server_gpus(run: RunRecord) -> int | None:
+def _count_server_gpus(run: RunRecord) -> int | None:
     """GPUs of servers besides the trainer's. None if the run did not start the servers itself: then
     neither their size nor their number is known."""
-    if run.setting("rollout.engine") not in get_args(ServerKind) or run.setting(
+    if run.get_setting("rollout.engine") not in get_args(ServerKind) or run.get_setting(
         "rollout.colocated"
     ):
         return 0
-    tp, count = run.setting("rollout.launch.tp"), int(run.setting("rollout.launch.count"))
+    tp, count = run.get_setting("rollout.launch.tp"), int(run.get_setting("rollout.launch.count"))
     if not count:
         return None
     return sum(tp[:count]) if isinstance(tp, list) else count * int(tp)
 
 
-def _devices(run: RunRecord, servers: int | None) -> str:
-    held = max((_ranks(run, row) for row in run.rows), default=0) + (servers or 0)
+def _describe_devices(run: RunRecord, servers: int | None) -> str:
+    held = max((_count_ranks(run, row) for row in run.rows), default=0) + (servers or 0)
     # A run that does not say whether it had GPUs is taken for one that had.
     on_gpus = any(row.get("perf/gpus", 1) for row in run.rows)
     word = ("GPU" if on_gpus else "process") + ("" if held == 1 else "s" if on_gpus else "es")
@@ -363,23 +387,31 @@ def _devices(run: RunRecord, servers: int | None) -> str:
     return f"{held} {word}" + (f", {of_servers}" if servers != 0 else "")
 
 
-def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
+def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section:
     """Hours and money: what was spent, what each run estimates that pruning saved, and how long the
     runs took.
 
     ``price`` is of one GPU for one hour; None: each run's own.
     """
-    prices = [run.setting("cluster.price_per_gpu_hour") if price is None else price for run in runs]
+    prices = [
+        run.get_setting("cluster.price_per_gpu_hour") if price is None else price for run in runs
+    ]
     priced = any(rate is not None for rate in prices)
-    found = [(spent(run), rate) for run, rate in zip(runs, prices, strict=True)]
+    found = [(count_device_hours(run), rate) for run, rate in zip(runs, prices, strict=True)]
 
-    def hours(what: str, field: str) -> list[str]:
-        return [what, *(f"{say(getattr(of, field), 'number')} {of.unit}" for of, _ in found)]
-
-    def money(what: str, field: str) -> list[str]:
+    def hours(label: str, field: str) -> list[str]:
         return [
-            what,
-            *("–" if rate is None else _money(getattr(of, field) * rate) for of, rate in found),
+            label,
+            *(f"{format_number(getattr(of, field), 'number')} {of.unit}" for of, _ in found),
+        ]
+
+    def money(label: str, field: str) -> list[str]:
+        return [
+            label,
+            *(
+                "–" if rate is None else _format_money(getattr(of, field) * rate)
+                for of, rate in found
+            ),
         ]
 
     rows = [
@@ -388,7 +420,10 @@ def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
         hours("saved by pruning prompts, estimated", "by_prompts"),
         hours("saved by pruning completions, estimated", "by_completions"),
         hours("saved by both, estimated", "both"),
-        ["… of what the run would have taken", *(say(of.share, "share") for of, _ in found)],
+        [
+            "… of what the run would have taken",
+            *(format_number(of.share, "share") for of, _ in found),
+        ],
     ]
     if priced:
         rows.append(
@@ -406,7 +441,7 @@ def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
         "the times measured "
         "above."
     )
-    if any(_server_gpus(run) is None for run in runs):
+    if any(_count_server_gpus(run) is None for run in runs):
         lead += (
             " Servers that a run was given are not counted, because the number of their GPUs is "
             "not known: its hours "
@@ -415,10 +450,10 @@ def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
     parts: list[Part] = [Table(["", *(run.name for run in runs)], rows)]
     if not priced:
         parts.append(Note("--price, or cluster.price_per_gpu_hour, turns hours into money."))
-    return Chapter(lead, parts)
+    return Section(lead, parts)
 
 
-def _money(amount: float) -> str:
+def _format_money(amount: float) -> str:
     return (
         f"{amount:,.0f}"
         if amount >= 100

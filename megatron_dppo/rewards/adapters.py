@@ -39,9 +39,9 @@ PROMPT = "prompt"
 LABELS = ("label", "ground_truth", "answer", "solution")
 """TRL users' names of the column of the reference answer: each is the label, unless the row has one
 of that name."""
-GROUPS = ("samples", "group", "batch")
+GROUP_NAMES = ("samples", "group", "batch")
 """slime's names for the samples of a group."""
-OF_TRAINERS = ("trainer_state", "environments")
+TRAINER_ARGUMENTS = ("trainer_state", "environments")
 """TRL's further arguments, which a process that scores completions lacks."""
 
 
@@ -73,7 +73,7 @@ class ScoreItem:
     """The folder of its tokenizer."""
 
     @classmethod
-    def of(
+    def from_prompt(
         cls,
         prompt: Prompt,
         solution: str,
@@ -120,9 +120,9 @@ class GroupScorer:
 class GroupScoresError(ValueError):
     """A function of groups did not return one score for each completion."""
 
-    def __init__(self, returned: str, wanted: int) -> None:
+    def __init__(self, returned: str, expected: int) -> None:
         super().__init__(
-            f"the reward function returned {returned} for a group of {wanted} completions"
+            f"the reward function returned {returned} for a group of {expected} completions"
         )
 
 
@@ -137,11 +137,11 @@ class NotScoredError(ValueError):
     """A function of TRL's form returned None: it says that the completion is not its to score."""
 
 
-class UnfitFunctionError(TypeError):
+class RewardSignatureError(TypeError):
     """A function cannot be called as any of the trainers would; the message says why."""
 
 
-def adapted(function: RewardFunction) -> Scorer | GroupScorer:
+def adapt_reward_function(function: RewardFunction) -> Scorer | GroupScorer:
     """Scorer that calls ``function`` as the trainer that it was written for would.
 
     Raises:
@@ -160,13 +160,15 @@ def adapted(function: RewardFunction) -> Scorer | GroupScorer:
     if "completions" in named or "prompts" in named:
         return _from_trl(function, signature.parameters)
     if len(named) > 1 and (named[0] == "args" or named[1] in ("sample", "samples")):
-        if named[1].endswith(GROUPS):
+        if named[1].endswith(GROUP_NAMES):
             _check(signature, "(args, samples), as slime does", Arguments(), [Sample()])
             return GroupScorer(
-                lambda items: awaited(function(Arguments(), [_sample(item) for item in items]))
+                lambda items: run_awaitable(
+                    function(Arguments(), [_to_sample(item) for item in items])
+                )
             )
         _check(signature, "(args, sample), as slime does", Arguments(), Sample())
-        return _scorer(function, lambda item: function(Arguments(), _sample(item)))
+        return _make_scorer(function, lambda item: function(Arguments(), _to_sample(item)))
     _check(signature, f"({', '.join(VERL)}), each by its name, as verl does", **dict.fromkeys(VERL))
     return _from_verl(function)
 
@@ -175,10 +177,10 @@ def _check(signature: inspect.Signature, call: str, *by_position: Any, **by_keyw
     try:
         signature.bind(*by_position, **by_keyword)
     except TypeError as error:
-        raise UnfitFunctionError(f"cannot be called with {call} ({error})") from error
+        raise RewardSignatureError(f"cannot be called with {call} ({error})") from error
 
 
-def _scorer(function: RewardFunction, call: Callable[[ScoreItem], Any]) -> Scorer:
+def _make_scorer(function: RewardFunction, call: Callable[[ScoreItem], Any]) -> Scorer:
     """Scorer by ``call``, which calls ``function``."""
 
     async def scorer(item: ScoreItem) -> Any:
@@ -186,7 +188,7 @@ def _scorer(function: RewardFunction, call: Callable[[ScoreItem], Any]) -> Score
 
     if any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))):  # noqa: B004
         return scorer
-    return lambda item: awaited(call(item))
+    return lambda item: run_awaitable(call(item))
 
 
 def _from_verl(function: RewardFunction) -> Scorer:
@@ -194,10 +196,10 @@ def _from_verl(function: RewardFunction) -> Scorer:
         values = (item.data_source, item.solution, item.label, dict(item.extra))
         return function(**dict(zip(VERL, values, strict=True)))
 
-    return _scorer(function, call)
+    return _make_scorer(function, call)
 
 
-def _sample(item: ScoreItem) -> Sample:
+def _to_sample(item: ScoreItem) -> Sample:
     return Sample(
         prompt=item.rendered,
         response=item.solution,
@@ -209,9 +211,9 @@ def _sample(item: ScoreItem) -> Sample:
 
 def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Parameter]) -> Scorer:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in OF_TRAINERS:
+    for name in TRAINER_ARGUMENTS:
         if name in parameters and parameters[name].default is inspect.Parameter.empty:
-            raise UnfitFunctionError(
+            raise RewardSignatureError(
                 f"needs {name!r}; completions are scored apart from the trainer"
             )
 
@@ -236,20 +238,20 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
                 math.nan if (number := as_number(value)) is None else number
             )
 
-        given |= {"log_extra": _not_logged, "log_metric": log_metric}
+        given |= {"log_extra": _ignore_extra, "log_metric": log_metric}
         returned = function(
             **{name: value for name, value in given.items() if takes_all or name in parameters}
         )
         return (
-            _only_later(returned, logged)
+            _unwrap_async(returned, logged)
             if inspect.isawaitable(returned)
-            else _only(returned, logged)
+            else _unwrap_result(returned, logged)
         )
 
-    return _scorer(function, call)
+    return _make_scorer(function, call)
 
 
-def _only(returned: Any, logged: Mapping[str, Sequence[float]]) -> Any:
+def _unwrap_result(returned: Any, logged: Mapping[str, Sequence[float]]) -> Any:
     (reward,) = returned
     if reward is None:
         raise NotScoredError("the reward function returned None: it does not score this completion")
@@ -260,11 +262,11 @@ def _only(returned: Any, logged: Mapping[str, Sequence[float]]) -> Any:
     )
 
 
-async def _only_later(awaitable: Awaitable[Any], logged: Mapping[str, Sequence[float]]) -> Any:
-    return _only(await awaitable, logged)
+async def _unwrap_async(awaitable: Awaitable[Any], logged: Mapping[str, Sequence[float]]) -> Any:
+    return _unwrap_result(await awaitable, logged)
 
 
-def columns_wanted(function: RewardFunction) -> list[str]:
+def find_required_columns(function: RewardFunction) -> list[str]:
     """Columns that a function of TRL's form cannot do without, besides those that every completion
     has."""
     try:
@@ -290,14 +292,14 @@ def columns_wanted(function: RewardFunction) -> list[str]:
     return [p.name for p in needed if p.name not in known]
 
 
-def _not_logged(*_: Any, **__: Any) -> None:
+def _ignore_extra(*_: Any, **__: Any) -> None:
     """In place of TRL's function for columns of a function's own."""
 
 
-def awaited(returned: Any) -> Any:
+def run_awaitable(returned: Any) -> Any:
     """Return a value, or the result of an awaitable, in an event loop of its own."""
-    return asyncio.run(_result(returned)) if inspect.isawaitable(returned) else returned
+    return asyncio.run(_wait_result(returned)) if inspect.isawaitable(returned) else returned
 
 
-async def _result(awaitable: Awaitable[Any]) -> Any:
+async def _wait_result(awaitable: Awaitable[Any]) -> Any:
     return await awaitable

@@ -24,14 +24,18 @@ from megatron_dppo.rewards.adapters import (
     Logged,
     NotScoredError,
     RewardFunction,
+    RewardSignatureError,
     ScoreItem,
     Scorer,
-    UnfitFunctionError,
-    adapted,
-    awaited,
-    columns_wanted,
+    adapt_reward_function,
+    find_required_columns,
+    run_awaitable,
 )
-from megatron_dppo.rewards.math.completion import THINKING_TAGS, after_thoughts, stated_answer
+from megatron_dppo.rewards.math.completion import (
+    THINKING_TAGS,
+    extract_marked_answer,
+    strip_thinking,
+)
 from megatron_dppo.rl.numbers import as_number, as_truth, is_right
 from megatron_dppo.rl.score import Score
 
@@ -42,9 +46,9 @@ BUILTIN = {
     "reasoning_gym": "megatron_dppo.rewards.functions:reasoning_gym_score",
     "verifiers": "megatron_dppo.data.verifiers:group_score",
 }
-OF_TEXT = ("math", "exact")
+TEXT_VERIFIERS = ("math", "exact")
 """Verifiers that compare an answer with the label, letter by letter or as mathematics."""
-VERDICT = ("score", "acc", "pred", "by", "roles")
+RESULT_KEYS = ("score", "acc", "pred", "by", "roles")
 """Keys of a returned mapping that have a meaning. The mapping's other numbers are metrics."""
 LARGEST = 1e9
 """Largest absolute value of a reward. Squares of far larger rewards overflow in advantages and
@@ -65,7 +69,7 @@ class InvalidScoreError(ValueError):
         super().__init__(f"the reward function returned {kind}: {value!r:.200}")
 
 
-def parts_of(spec: str) -> list[tuple[str, str, float]]:
+def parse_spec(spec: str) -> list[tuple[str, str, float]]:
     """Return metric, name and weight of each function in ``RewardConfig.spec``; a single function's
     metric is empty."""
     return [(*each,) for each in json.loads(spec)] if spec.startswith('[["') else [("", spec, 1.0)]
@@ -87,8 +91,10 @@ def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer |
     Raises:
         UserError: if a function cannot be found, imported or called in a supported form.
     """
-    if (parts := parts_of(spec))[0][0]:
-        return _weighted(parts, [resolve(function, thinking_tags) for _, function, _ in parts])
+    if (parts := parse_spec(spec))[0][0]:
+        return _combine_scorers(
+            parts, [resolve(function, thinking_tags) for _, function, _ in parts]
+        )
     if spec not in BUILTIN and not all(spec.rpartition(":")):
         likely = get_close_matches(spec, BUILTIN, 1)
         if spec.endswith(".py"):
@@ -102,11 +108,11 @@ def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer |
     function = load_function(SETTING, BUILTIN.get(spec, spec))
     if spec == "verifiers":
         return GroupScorer(function)
-    if spec in OF_TEXT:
-        return _of_text(function, thinking_tags)
+    if spec in TEXT_VERIFIERS:
+        return _make_text_scorer(function, thinking_tags)
     try:
-        return adapted(function)
-    except UnfitFunctionError as error:
+        return adapt_reward_function(function)
+    except RewardSignatureError as error:
         remedy = (
             "Give it verl's four parameters, or slime's (args, sample), or TRL's "
             "(completions, **columns)"
@@ -126,16 +132,16 @@ def check_labels(spec: str, labels: Iterable[tuple[str, object]]) -> None:
         UserError: if a label cannot be compared. The message names the first row with an unfit
             label.
     """
-    of_text = [function for _, function, _ in parts_of(spec) if function in OF_TEXT]
+    of_text = [function for _, function, _ in parse_spec(spec) if function in TEXT_VERIFIERS]
     for (place, label), spec in product(labels, of_text):
         try:
-            text = label_text(label)
+            text = get_label_text(label)
         except ValueError as error:
             problem = f"compares answers with text, and the label of {place} is {error}"
             raise UserError(
                 SETTING, spec, problem, "Write it as one text, or give a function that reads it"
             ) from error
-        marked = text.rpartition("#")[2] if spec == "exact" else stated_answer(text) or text
+        marked = text.rpartition("#")[2] if spec == "exact" else extract_marked_answer(text) or text
         if is_blank(marked):
             problem = f"compares answers with labels, and {place} has an empty one"
             raise UserError(
@@ -154,8 +160,8 @@ def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -
     Raises:
         UserError: if a row lacks a column. The message names the first row that lacks a column.
     """
-    for _, name, _ in parts_of(spec):
-        wanted = [] if name in BUILTIN else columns_wanted(load_function(SETTING, name))
+    for _, name, _ in parse_spec(spec):
+        wanted = [] if name in BUILTIN else find_required_columns(load_function(SETTING, name))
         for place, columns in rows if wanted else ():
             if lacking := next((each for each in wanted if each not in columns), None):
                 has = f"{place} does not have (it has {', '.join(columns)})"
@@ -164,7 +170,7 @@ def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -
                 raise UserError(SETTING, name, problem, remedy)
 
 
-def label_text(label: object) -> str:
+def get_label_text(label: object) -> str:
     """Return a label as the text for the built-in verifiers. A list of one element is replaced by
     the element.
 
@@ -178,9 +184,9 @@ def label_text(label: object) -> str:
     return as_text(label)
 
 
-def _of_text(function: RewardFunction, tags: Sequence[str]) -> Scorer:
+def _make_text_scorer(function: RewardFunction, tags: Sequence[str]) -> Scorer:
     def compare(item: ScoreItem) -> Any:
-        label = label_text(item.label)
+        label = get_label_text(item.label)
         return function(
             item.data_source, item.solution, label, prompt=item.rendered, thinking_tags=tags
         )
@@ -195,7 +201,7 @@ def read_score(returned: object) -> Score:
     Metrics that are not finite are left out.
 
     Raises:
-        InvalidScoreError: under the conditions of ``to_score`` and ``role_rewards``.
+        InvalidScoreError: under the conditions of ``parse_reward`` and ``parse_role_rewards``.
     """
     if isinstance(returned, Score):
         return returned
@@ -204,17 +210,19 @@ def read_score(returned: object) -> Score:
     numbers = {
         str(name): as_number(value)
         for name, value in found.items()
-        if name not in VERDICT or name in logged
+        if name not in RESULT_KEYS or name in logged
     }
     metrics = {
         name: number
         for name, number in numbers.items()
         if number is not None and math.isfinite(number)
     }
-    return Score(*to_score(returned), *details(returned), role_rewards(returned), metrics)
+    return Score(
+        *parse_reward(returned), *parse_details(returned), parse_role_rewards(returned), metrics
+    )
 
 
-def _weighted(
+def _combine_scorers(
     parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer | GroupScorer]
 ) -> Scorer | GroupScorer:
     """Return a scorer of the weighted sum of the scorers' rewards. As in TRL, the sum leaves out
@@ -222,16 +230,16 @@ def _weighted(
     of_one = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
     if len(of_one) < len(scorers):
 
-        def of_group(items: Sequence[ScoreItem]) -> list[Score]:
+        def score_group(items: Sequence[ScoreItem]) -> list[Score]:
             results = [
                 scorer(items)
                 if isinstance(scorer, GroupScorer)
-                else [_or_error(scorer, item) for item in items]
+                else [_score_or_error(scorer, item) for item in items]
                 for scorer in scorers
             ]
             return [_sum(parts, each) for each in zip(*results, strict=True)]
 
-        return GroupScorer(of_group)
+        return GroupScorer(score_group)
     if any(inspect.iscoroutinefunction(scorer) for scorer in of_one):
 
         async def sum_scorer(item: ScoreItem) -> Score:
@@ -247,12 +255,12 @@ def _weighted(
             return _sum(parts, results)
 
         return sum_scorer
-    return lambda item: _sum(parts, [_or_error(scorer, item) for scorer in of_one])
+    return lambda item: _sum(parts, [_score_or_error(scorer, item) for scorer in of_one])
 
 
-def _or_error(scorer: Scorer, item: ScoreItem) -> object:
+def _score_or_error(scorer: Scorer, item: ScoreItem) -> object:
     try:
-        return awaited(scorer(item))
+        return run_awaitable(scorer(item))
     except NotScoredError as error:
         return error
 
@@ -278,11 +286,11 @@ def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> 
     }
     metrics = {name: value for *_, each in scored for name, value in each.metrics.items()}
     metrics |= {metric: each.reward for metric, _, each in scored}
-    reward = _number(sum(weight * each.reward for _, weight, each in scored), metrics)
+    reward = _validate_reward(sum(weight * each.reward for _, weight, each in scored), metrics)
     return replace(scored[0][2], reward=reward, roles=roles, metrics=metrics)
 
 
-def to_score(returned: object) -> tuple[float, bool]:
+def parse_reward(returned: object) -> tuple[float, bool]:
     """Return the reward, and whether the completion is correct: ``acc`` if present, else whether
     the reward is 1 or more.
 
@@ -295,7 +303,7 @@ def to_score(returned: object) -> tuple[float, bool]:
         if "score" not in returned:
             raise InvalidScoreError("a mapping without 'score'", returned)
         score, accuracy = returned["score"], returned.get("acc")
-    reward = _number(score, returned)
+    reward = _validate_reward(score, returned)
     if accuracy is None:
         return reward, is_right(reward)
     if (correct := as_truth(accuracy)) is None:
@@ -303,7 +311,7 @@ def to_score(returned: object) -> tuple[float, bool]:
     return reward, correct
 
 
-def role_rewards(returned: object) -> dict[str, float]:
+def parse_role_rewards(returned: object) -> dict[str, float]:
     """Return the rewards of a conversation's roles: ``roles`` of a returned mapping, else no
     rewards.
 
@@ -314,10 +322,10 @@ def role_rewards(returned: object) -> dict[str, float]:
     roles = returned.get("roles", {}) if isinstance(returned, Mapping) else {}
     if not isinstance(roles, Mapping):
         raise InvalidScoreError(f"a {type(roles).__name__} for roles", returned)
-    return {str(role): _number(reward, returned) for role, reward in roles.items()}
+    return {str(role): _validate_reward(reward, returned) for role, reward in roles.items()}
 
 
-def _number(score: object, returned: object) -> float:
+def _validate_reward(score: object, returned: object) -> float:
     if (reward := as_number(score)) is None:
         raise InvalidScoreError(f"a {type(score).__name__} for a score", returned)
     if not math.isfinite(reward):
@@ -327,7 +335,7 @@ def _number(score: object, returned: object) -> float:
     return reward
 
 
-def details(returned: object) -> tuple[str | None, tuple[str, ...]]:
+def parse_details(returned: object) -> tuple[str | None, tuple[str, ...]]:
     """Return the answer that a function took from the completion, and the equivalences that the
     function needed.
 
@@ -354,14 +362,14 @@ def exact_score(
     """Return 1 if the text after the last number sign is the label, else 0.
 
     Without a number sign, the whole text is compared. Thoughts are removed from the text first, see
-    :func:`~megatron_dppo.rewards.math.completion.after_thoughts`.
+    :func:`~megatron_dppo.rewards.math.completion.strip_thinking`.
     """
-    solution_str = after_thoughts(solution_str, prompt, thinking_tags)
+    solution_str = strip_thinking(solution_str, prompt, thinking_tags)
     return float(solution_str.rpartition("#")[2].strip() == ground_truth.rpartition("#")[2].strip())
 
 
 @functools.cache
-def _verifier(task: str, settings: str) -> Callable[[str, Mapping[str, Any]], float]:
+def _load_verifier(task: str, settings: str) -> Callable[[str, Mapping[str, Any]], float]:
     from reasoning_gym.factory import create_dataset
 
     return create_dataset(task, size=1, seed=0, **json.loads(settings)).score_answer
@@ -383,7 +391,7 @@ def reasoning_gym_score(
     from reasoning_gym.utils import extract_answer
 
     entry, settings = extra_info["entry"], json.dumps(extra_info["settings"], sort_keys=True)
-    verify = _verifier(data_source.partition("/")[2], settings)
+    verify = _load_verifier(data_source.partition("/")[2], settings)
     answer = extract_answer(solution_str)
     answer = solution_str.strip() if answer is None else answer
     try:

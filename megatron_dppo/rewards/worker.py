@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.process.lifetime import adopt_orphans, die_with, end_children
-from megatron_dppo.process.streams import outlive_readers
-from megatron_dppo.rewards.adapters import GroupScorer, ScoreItem, Scorer, awaited
+from megatron_dppo.process.lifetime import adopt_orphans, end_children, set_parent_death_signal
+from megatron_dppo.process.streams import ignore_broken_streams
+from megatron_dppo.rewards.adapters import GroupScorer, ScoreItem, Scorer, run_awaitable
 from megatron_dppo.rewards.functions import InvalidScoreError, read_score, resolve
 from megatron_dppo.rl.score import Score
 
@@ -54,7 +54,7 @@ class Limits:
     concurrency: int
 
 
-class _EndedError(BaseException):
+class _TerminatedError(BaseException):
     """The keeper was told to end."""
 
 
@@ -64,25 +64,25 @@ def main(descriptor: int, parent: int, limits: Limits, spec: str, tags: Sequence
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
-    die_with(parent, signal.SIGTERM)
+    set_parent_death_signal(parent, signal.SIGTERM)
     adopt_orphans()
     keeper, scorer = os.getpid(), os.fork()
     if scorer == 0:
-        _be_the_scorer(keeper, Connection(descriptor), limits, spec, tags)
+        _run_scorer(keeper, Connection(descriptor), limits, spec, tags)
     os.close(descriptor)  # so that the trainer sees the scorer's end
     try:
         status = _wait_for(scorer)
-    except _EndedError:
+    except _TerminatedError:
         status = signal.SIGTERM
         with contextlib.suppress(ProcessLookupError):  # it ended at that very moment
             os.kill(scorer, signal.SIGKILL)
     _end_all(scorer)
-    _end_as(status)
+    _exit_with_status(status)
 
 
 def _end(number: int, frame: object) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise _EndedError
+    raise _TerminatedError
 
 
 def _wait_for(scorer: int) -> int:
@@ -103,7 +103,7 @@ def _end_all(scorer: int) -> None:
     end_children()
 
 
-def _end_as(status: int) -> NoReturn:
+def _exit_with_status(status: int) -> NoReturn:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         resource.setrlimit(
@@ -115,15 +115,15 @@ def _end_as(status: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _be_the_scorer(
+def _run_scorer(
     keeper: int, pipe: Connection, limits: Limits, spec: str, tags: Sequence[str]
 ) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()  # a function that ends its process group ends no trainer
-        die_with(keeper, signal.SIGKILL)
-        outlive_readers()  # a function that prints has not failed where nobody reads it
+        set_parent_death_signal(keeper, signal.SIGKILL)
+        ignore_broken_streams()  # a function that prints has not failed where nobody reads it
         _score_all(pipe, limits, spec, tags)
         code = 0
     except SystemExit as error:
@@ -143,11 +143,11 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
     except UserError as error:
         pipe.send(("refused", error))
         return
-    _limit_memory(limits.memory_mib)
+    _set_memory_limit(limits.memory_mib)
     together = inspect.iscoroutinefunction(function) and limits.concurrency > 1
     pipe.send(("ready", isinstance(function, GroupScorer), together))
     if together:
-        _score_together(function, pipe, limits.timeout_s, limits.clock_s)
+        _score_concurrently(function, pipe, limits.timeout_s, limits.clock_s)
         return
     scorer = os.getpid()
     while True:
@@ -171,16 +171,16 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
             pipe.send((unit, scores, kind))
 
 
-def failed(items: Sequence[ScoreItem], error: BaseException) -> tuple[list[Score], str]:
+def make_failed_scores(items: Sequence[ScoreItem], error: BaseException) -> tuple[list[Score], str]:
     """Scores of completions whose scoring raised ``error``, and its kind."""
     if isinstance(error, InvalidScoreError):
         kind, text = error.kind, f"{error}\nfor the completion {items[0].solution!r:.300}"
     else:
-        kind, text = _kind(error), "".join(traceback.format_exception(error))
-    return [Score.failed("error", text)] * len(items), kind
+        kind, text = _get_error_kind(error), "".join(traceback.format_exception(error))
+    return [Score.from_failure("error", text)] * len(items), kind
 
 
-def _kind(error: BaseException) -> str:
+def _get_error_kind(error: BaseException) -> str:
     """Where it was raised, and what: the same for two errors whose messages differ in the
     completion they quote."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -202,16 +202,16 @@ def _score(
             returned = (
                 function(items)
                 if isinstance(function, GroupScorer)
-                else [awaited(function(items[0]))]
+                else [run_awaitable(function(items[0]))]
             )
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
         return [read_score(each) for each in returned], ""
     except BaseException as error:  # a function that calls sys.exit has failed like any other
-        return failed(items, error)
+        return make_failed_scores(items, error)
 
 
-def _score_together(
+def _score_concurrently(
     function: Callable[..., Any], pipe: Connection, timeout_s: float, clock_s: float
 ) -> None:
     """Score what comes, each completion from the moment it comes, until the pipe closes.
@@ -229,7 +229,7 @@ def _score_together(
     asyncio.run(
         _serve(
             pipe,
-            lambda unit, item: _score_awaited(function, pipe, unit, item, (timeout_s, clock_s)),
+            lambda unit, item: _score_async(function, pipe, unit, item, (timeout_s, clock_s)),
         )
     )
 
@@ -258,7 +258,7 @@ async def _serve(
     await ended.wait()
 
 
-async def _score_awaited(
+async def _score_async(
     function: Callable[..., Any],
     pipe: Connection,
     unit: range,
@@ -268,21 +268,21 @@ async def _score_awaited(
     scorer, (timeout_s, clock_s) = os.getpid(), limits
     try:
         async with asyncio.timeout(clock_s) as limit:
-            returned = await _Metered(function(item), timeout_s)
+            returned = await _CpuLimitedAwaitable(function(item), timeout_s)
         scores, kind = [read_score(returned)], ""
     except (
         BaseException
     ) as error:  # a function that calls sys.exit, or cancels itself, has failed like any other
-        scores, kind = failed([item], error)
+        scores, kind = make_failed_scores([item], error)
     if (
         os.getpid() != scorer
     ):  # the function has forked, and this is the child, which came back, too
         os._exit(0)
     with contextlib.suppress(OSError):  # the trainer has ended
-        pipe.send((unit, [Score.failed("timeout")] if limit.expired() else scores, kind))
+        pipe.send((unit, [Score.from_failure("timeout")] if limit.expired() else scores, kind))
 
 
-class _Metered:
+class _CpuLimitedAwaitable:
     """Awaits a coroutine whose own steps may take ``limit_s`` seconds of processor time in all;
     past them the kernel ends the process."""
 
@@ -306,7 +306,7 @@ class _Metered:
                 step = partial(self._coroutine.throw, error)
 
 
-def _limit_memory(most_mib: int) -> None:
+def _set_memory_limit(max_mib: int) -> None:
     """Let scoring take so much more than the imports did; past it an allocation fails, and a
     completion with it.
 
@@ -316,7 +316,7 @@ def _limit_memory(most_mib: int) -> None:
     if sys.platform == "linux":
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        most = taken + most_mib * MEBIBYTE
+        most = taken + max_mib * MEBIBYTE
         resource.setrlimit(
             resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
         )
@@ -327,5 +327,5 @@ if __name__ == "__main__":
         descriptor, parent, memory_mib, timeout_s, clock_s, concurrency, spec, *tags = sys.argv[1:]
         limits = Limits(int(memory_mib), float(timeout_s), float(clock_s), int(concurrency))
         main(int(descriptor), int(parent), limits, spec, tags)
-    except _EndedError:  # before there was anything to end
+    except _TerminatedError:  # before there was anything to end
         os._exit(1)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from megatron_dppo.config import RewardConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.process.streams import moved
+from megatron_dppo.process.streams import record_progress
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.math.completion import THINKING_TAGS
 from megatron_dppo.rl.score import Score
@@ -51,14 +51,14 @@ CHUNK = 32
 class _Worker:
     """One process and what it has been given to do."""
 
-    def __init__(self, arguments: Sequence[str], *, again: bool = False) -> None:
-        self.again = again
+    def __init__(self, arguments: Sequence[str], *, is_retry: bool = False) -> None:
+        self.again = is_retry
         """Whether one before it was killed while it imported."""
         self.pipe, theirs = Pipe()
         inherited = [str(theirs.fileno()), str(os.getpid())]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_dppo.rewards.worker", *inherited, *arguments],
-            env=_environment(),
+            env=_build_environment(),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
@@ -129,36 +129,36 @@ class RewardWorkers:
                 timeout=max(min(w.deadline for w in starting) - time.monotonic(), 0.0),
             )
             for worker in starting:
-                self._await_ready(worker)
+                self._check_ready(worker)
 
-    def score(self, items: Sequence[ScoreItem], *, most_failures: int | None = None) -> list[Score]:
+    def score(self, items: Sequence[ScoreItem], *, max_failures: int | None = None) -> list[Score]:
         """Score all items. A worker that hangs or dies is replaced, and what it had not begun goes
         to another.
 
         Args:
             items: what to score; one group, where the function takes groups.
-            most_failures: past so many the rest is left unscored, for the run is about to stop; a
+            max_failures: past so many the rest is left unscored, for the run is about to stop; a
                 function that always hangs would else be waited for once per completion. None: all
                 are scored.
 
         Raises:
             UserError: as ``wait_ready``.
         """
-        scoring = self.begin(len(items) if most_failures is None else most_failures)
+        scoring = self.begin(len(items) if max_failures is None else max_failures)
         scoring.add(items)
         return scoring.finish()
 
-    def begin(self, most_failures: int) -> Scoring:
+    def begin(self, max_failures: int) -> Scoring:
         """Score the completions of prompts as they come up; nothing else may be scored before its
         end.
 
         Args:
-            most_failures: as in ``score``.
+            max_failures: as in ``score``.
         """
-        return Scoring(self, most_failures)
+        return Scoring(self, max_failures)
 
     @classmethod
-    def of(cls, reward: RewardConfig, function: str | None = None) -> RewardWorkers:
+    def from_config(cls, reward: RewardConfig, function: str | None = None) -> RewardWorkers:
         """The workers that a run's settings ask for, of their function or another one."""
         return cls(
             function or reward.spec,
@@ -177,41 +177,43 @@ class RewardWorkers:
             worker.end()
         self._workers.clear()
 
-    def _await_ready(self, worker: _Worker) -> None:
+    def _check_ready(self, worker: _Worker) -> None:
         if not worker.pipe.poll(0):
             if time.monotonic() > worker.deadline:
-                raise self._not_imported(f"its import did not end within {START_LIMIT_S:.0f} s")
+                raise self._make_import_error(
+                    f"its import did not end within {START_LIMIT_S:.0f} s"
+                )
             return
         try:
             kind, *rest = worker.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
-            code = _exit_code(worker)
+            code = _get_exit_code(worker)
             if (
                 code is not None and code < 0 and not worker.again
             ):  # as in scoring: one death may have another cause
-                self._replace(worker, again=True)
+                self._replace(worker, is_retry=True)
                 return
-            raise self._not_imported(
-                f"its process {_how_it_ended(code)} while importing it"
+            raise self._make_import_error(
+                f"its process {_describe_exit(code)} while importing it"
             ) from error
         if kind == "refused":
             raise rest[0]
         worker.ready, (worker.takes_groups, worker.awaits) = True, rest
 
-    def _not_imported(self, problem: str) -> UserError:
+    def _make_import_error(self, problem: str) -> UserError:
         return UserError("reward.function", self._spec, problem, "Import it by hand and see why")
 
-    def _replace(self, worker: _Worker, *, again: bool = False) -> None:
+    def _replace(self, worker: _Worker, *, is_retry: bool = False) -> None:
         worker.end()
-        self._workers[self._workers.index(worker)] = _Worker(self._arguments, again=again)
+        self._workers[self._workers.index(worker)] = _Worker(self._arguments, is_retry=is_retry)
 
 
 class Scoring:
     """Items under way in a set of workers, in units: an item by itself, or a group where the
     function takes groups."""
 
-    def __init__(self, owner: RewardWorkers, most_failures: int) -> None:
-        self._owner, self._most_failures = owner, most_failures
+    def __init__(self, owner: RewardWorkers, max_failures: int) -> None:
+        self._owner, self._most_failures = owner, max_failures
         self._items: list[ScoreItem] = []
         self._queue: deque[range] = deque()
         self._scores: list[Score] = []
@@ -223,9 +225,9 @@ class Scoring:
         if items:
             self._queue.append(range(len(self._items), len(self._items) + len(items)))
         self._items.extend(items)
-        self._scores.extend([Score.failed("unscored")] * len(items))
+        self._scores.extend([Score.from_failure("unscored")] * len(items))
 
-    def advance(self, wait_s: float = 0.0) -> bool:
+    def step(self, wait_s: float = 0.0) -> bool:
         """Give out what waits, and take what is done.
 
         Args:
@@ -238,13 +240,15 @@ class Scoring:
             UserError: as ``RewardWorkers.wait_ready``.
         """
         workers = self._owner._workers  # whose dead are replaced in place
-        if self._too_many_failed:
+        if self._has_too_many_failures:
             return False
         for worker in list(workers):
             if worker.ready:
                 self._send(
                     worker,
-                    self._next_together(worker) if worker.awaits else self._next_chunk(worker),
+                    self._next_concurrent_chunk(worker)
+                    if worker.awaits
+                    else self._next_chunk(worker),
                 )
         if not self._queue and not any(worker.pending for worker in workers):
             return False
@@ -261,18 +265,18 @@ class Scoring:
         Raises:
             UserError: as ``advance``.
         """
-        while self.advance(math.inf):
-            moved()
-        self.abandon()
+        while self.step(math.inf):
+            record_progress()
+        self.cancel()
         return self._scores
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """End what is under way: it is of no use any more."""
         for worker in [w for w in self._owner._workers if w.pending]:
             self._owner._replace(worker)
 
     @property
-    def _too_many_failed(self) -> bool:
+    def _has_too_many_failures(self) -> bool:
         return self._failures > self._most_failures
 
     def _next_chunk(self, worker: _Worker) -> list[range]:
@@ -284,7 +288,7 @@ class Scoring:
             chunk.append(self._queue.popleft() if worker.takes_groups else self._next_item())
         return chunk
 
-    def _next_together(self, worker: _Worker) -> list[range]:
+    def _next_concurrent_chunk(self, worker: _Worker) -> list[range]:
         """Units that bring a worker to its share of all that is open or waits. A completion that a
         process was lost over is alone in the next one, so that it is known which completion it
         was."""
@@ -329,7 +333,7 @@ class Scoring:
 
     def _receive(self, worker: _Worker) -> None:
         if not worker.ready:
-            self._owner._await_ready(worker)
+            self._owner._check_ready(worker)
             return
         while worker.pending:
             # What has arrived counts, however late this process comes to look; only then is a limit
@@ -348,16 +352,16 @@ class Scoring:
     def _record(self, worker: _Worker, unit: range, scores: list[Score], kind: str) -> None:
         worker.pending.remove(unit)
         self._set_deadline(worker)
-        self._note(unit, scores, kind)
+        self._store_scores(unit, scores, kind)
 
-    def _note(self, unit: range, scores: list[Score], kind: str = "") -> None:
+    def _store_scores(self, unit: range, scores: list[Score], kind: str = "") -> None:
         if scores[0].failure == "error":
             place, told = self._items[unit.start].place, ""
             if kind not in self._owner._reported:
                 of = f", for {place}" if place else ""
                 told = f"reward.function = {self._owner._spec}{of}: {scores[0].traceback}"
             self._owner._reported.add(kind)
-            scores = [Score.failed("error", told)] * len(unit)
+            scores = [Score.from_failure("error", told)] * len(unit)
         self._failures += sum(score.failure is not None for score in scores)
         self._scores[unit.start : unit.stop] = scores
 
@@ -366,19 +370,19 @@ class Scoring:
             self._lost_once.update(unit.start for unit in worker.pending)
         else:
             unit = worker.pending.popleft()
-            self._note(unit, [Score.failed("timeout")] * len(unit))
+            self._store_scores(unit, [Score.from_failure("timeout")] * len(unit))
         self._put_back(worker)
 
     def _replace_dead(self, worker: _Worker) -> None:
-        code = _exit_code(worker)
+        code = _get_exit_code(worker)
         if code == -signal.SIGPROF or (worker.awaits and len(worker.pending) > 1):
             self._time_out(worker)
             return
-        unit, end = worker.pending[0], _how_it_ended(code)
+        unit, end = worker.pending[0], _describe_exit(code)
         if unit.start in self._lost_once:
             solution = self._items[worker.pending.popleft().start].solution
             told = f"the scoring process {end}, scoring the completion {solution!r:.300}"
-            self._note(unit, [Score.failed("error", told)] * len(unit), end)
+            self._store_scores(unit, [Score.from_failure("error", told)] * len(unit), end)
         # One death may have another cause, such as the kernel's need of memory; the second is the
         # completion's own.
         self._lost_once.add(unit.start)
@@ -391,7 +395,7 @@ class Scoring:
         self._owner._replace(worker)
 
 
-def _exit_code(worker: _Worker) -> int | None:
+def _get_exit_code(worker: _Worker) -> int | None:
     """None: it has closed its pipe and goes on."""
     try:
         return worker.process.wait(END_LIMIT_S)
@@ -399,7 +403,7 @@ def _exit_code(worker: _Worker) -> int | None:
         return None
 
 
-def _how_it_ended(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return "closed its pipe"
     return (
@@ -409,7 +413,7 @@ def _how_it_ended(code: int | None) -> str:
     )
 
 
-def _environment() -> dict[str, str]:
+def _build_environment() -> dict[str, str]:
     """This process's environment, one thread to a worker, and the same places to import from."""
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     return {

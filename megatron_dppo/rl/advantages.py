@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.numbers import ROUNDING as REWARD_ROUNDING
-from megatron_dppo.rl.trees import tree_advantages
+from megatron_dppo.rl.trees import compute_tree_advantages
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 if TYPE_CHECKING:  # prune() is used where there is no pydantic
@@ -55,7 +55,7 @@ class Estimator:
     prompts are pruned."""
 
 
-def group_advantages(
+def compute_group_advantages(
     rewards: Floats, *, normalise: bool, present: Bools | None = None, less: int = 0
 ) -> Floats:
     """Return r − mean of the group, or (r − mean)/std of the group.
@@ -65,7 +65,7 @@ def group_advantages(
     numbers need not equal them in floating point.
 
     Args:
-        rewards: [Q, G], from ``without_rounding``.
+        rewards: [Q, G], from ``round_rewards``.
         normalise: divide by the standard deviation of the group.
         present: [Q, G], False for completions that do not count; None: all count. One in each group
             counts at least.
@@ -91,44 +91,45 @@ def group_advantages(
     return result * np.sqrt((size - 1) / size) if less else result
 
 
-def normalised(rewards: Floats, columns: Mapping[str, NDArray[Any]], less: int = 0) -> Floats:
+def compute_grpo(rewards: Floats, columns: Mapping[str, NDArray[Any]], less: int = 0) -> Floats:
     """Return GRPO's (r − mean)/std of the group."""
-    return group_advantages(rewards, normalise=True, present=columns["present"], less=less)
+    return compute_group_advantages(rewards, normalise=True, present=columns["present"], less=less)
 
 
-def centred(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
+def compute_dr_grpo(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
     """Return Dr.GRPO's r − mean of the group."""
-    return group_advantages(rewards, normalise=False, present=columns["present"])
+    return compute_group_advantages(rewards, normalise=False, present=columns["present"])
 
 
-def leave_one_out(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
+def compute_rloo(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
     """Return RLOO's r − mean of the group's other rewards (arXiv:2402.14740)."""
     size = columns["present"].sum(axis=1, keepdims=True)
-    return centred(rewards, columns) * (size / np.maximum(size - 1, 1))
+    return compute_dr_grpo(rewards, columns) * (size / np.maximum(size - 1, 1))
 
 
-def batch_normalised(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
+def compute_reinforce_pp(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
     """Return REINFORCE++'s (r − mean)/std of the minibatch (arXiv:2501.03262)."""
     present = columns["present"]
     counted = rewards[present]
     mixed = np.ptp(counted) > REWARD_ROUNDING * np.abs(counted).max()
-    return whitened(
-        np.where(present & mixed, rewards - (_weights(columns) * rewards).sum(), 0.0), columns
+    return normalize_by_rms(
+        np.where(present & mixed, rewards - (_compute_weights(columns) * rewards).sum(), 0.0),
+        columns,
     )
 
 
-def whitened(advantages: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
+def normalize_by_rms(advantages: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
     """Divide advantages by their root mean square over the minibatch (REINFORCE++ with a
     baseline)."""
     largest = np.abs(advantages).max()
     if largest == 0.0:
         return advantages
     scaled = advantages / largest  # squares of tiny ones would vanish
-    result: Floats = scaled / np.sqrt((_weights(columns) * scaled * scaled).sum())
+    result: Floats = scaled / np.sqrt((_compute_weights(columns) * scaled * scaled).sum())
     return result
 
 
-def _weights(columns: Mapping[str, NDArray[Any]]) -> Floats:
+def _compute_weights(columns: Mapping[str, NDArray[Any]]) -> Floats:
     """Return the weights [Q, G] of completions in the minibatch's moments. A prompt has the weight
     1/π in total.
 
@@ -145,20 +146,21 @@ def _weights(columns: Mapping[str, NDArray[Any]]) -> Floats:
 
 
 ESTIMATORS: Mapping[str, Estimator] = {
-    "grpo": Estimator(normalised),
-    "grpo_sample": Estimator(partial(normalised, less=1)),
-    "dr_grpo": Estimator(centred),
-    "rloo": Estimator(leave_one_out),
-    "reinforce_pp": Estimator(batch_normalised, zero_if_equal=False, batch_moments=True),
+    "grpo": Estimator(compute_grpo),
+    "grpo_sample": Estimator(partial(compute_grpo, less=1)),
+    "dr_grpo": Estimator(compute_dr_grpo),
+    "rloo": Estimator(compute_rloo),
+    "reinforce_pp": Estimator(compute_reinforce_pp, zero_if_equal=False, batch_moments=True),
     "reinforce_pp_baseline": Estimator(
-        lambda r, columns: whitened(centred(r, columns), columns), batch_moments=True
+        lambda r, columns: normalize_by_rms(compute_dr_grpo(r, columns), columns),
+        batch_moments=True,
     ),
 }
 
-_OWN: dict[str, Estimator] = {}
+_REGISTERED: dict[str, Estimator] = {}
 
 
-def adopt(name: str, function: Callable[[Floats, Mapping[str, NDArray[Any]]], Any]) -> None:
+def register(name: str, function: Callable[[Floats, Mapping[str, NDArray[Any]]], Any]) -> None:
     """Register a user's function as an estimator in this process. The function's attributes state
     the two facts."""
     facts = {
@@ -166,12 +168,12 @@ def adopt(name: str, function: Callable[[Floats, Mapping[str, NDArray[Any]]], An
         for fact in ("zero_if_equal", "batch_moments")
         if hasattr(function, fact)
     }
-    _OWN[name] = Estimator(function, **facts)
+    _REGISTERED[name] = Estimator(function, **facts)
 
 
 def find_estimator(name: str) -> Estimator:
     """Return an estimator of ``ESTIMATORS``, or a registered one."""
-    return ESTIMATORS.get(name) or _OWN[name]
+    return ESTIMATORS.get(name) or _REGISTERED[name]
 
 
 def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
@@ -187,8 +189,12 @@ def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArra
     if name in ESTIMATORS:
         return np.asarray(ESTIMATORS[name].advantages(rewards, columns))[..., None]
     try:
-        found = _checked(_OWN[name].advantages(rewards, columns), columns["lengths"])
-        mixed = group_advantages(rewards, normalise=False, present=columns["present"]).any(axis=1)
+        found = _validate_advantages(
+            _REGISTERED[name].advantages(rewards, columns), columns["lengths"]
+        )
+        mixed = compute_group_advantages(rewards, normalise=False, present=columns["present"]).any(
+            axis=1
+        )
         # The mean of equal numbers can differ from the numbers.
         rounding = np.abs(found).max(axis=(1, 2)) < ROUNDING
         found[~mixed & rounding] = 0.0
@@ -199,7 +205,7 @@ def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArra
         raise UserError(SETTING, name, problem, remedy) from error
 
 
-def _checked(returned: Any, lengths: NDArray[Any]) -> Floats:
+def _validate_advantages(returned: Any, lengths: NDArray[Any]) -> Floats:
     """Return a user's advantages as an array [Q, G, S].
 
     Raises:
@@ -237,33 +243,42 @@ def read_columns(part: StepMetadata) -> dict[str, NDArray[Any]]:
     }
 
 
-TRIED = np.array([[1.0, 0.0, 0.0, 0.5], [0.25, 0.25, 0.25, 0.25], [1.0, 1.0, 0.0, 1.0]])
+TRIAL_REWARDS = np.array([[1.0, 0.0, 0.0, 0.5], [0.25, 0.25, 0.25, 0.25], [1.0, 1.0, 0.0, 1.0]])
 
 
-def try_out(name: str) -> None:
+def check_estimator(name: str) -> None:
     """Check a user's estimator on three made-up groups.
 
     Raises:
         UserError: a user's estimator cannot be used, or its facts are not true.
     """
-    whole = _tried(name, TRIED)[..., 0]
-    apart = np.concatenate([_tried(name, TRIED[[row]])[..., 0] for row in range(len(TRIED))])
-    if _OWN[name].zero_if_equal and whole[1].any():
-        raise _untrue(name, "zero_if_equal = False", "gives a group of equal rewards advantages")
-    if not (_OWN[name].batch_moments or np.allclose(whole, apart)):
-        raise _untrue(
+    whole = _compute_trial_advantages(name, TRIAL_REWARDS)[..., 0]
+    apart = np.concatenate(
+        [
+            _compute_trial_advantages(name, TRIAL_REWARDS[[row]])[..., 0]
+            for row in range(len(TRIAL_REWARDS))
+        ]
+    )
+    if _REGISTERED[name].zero_if_equal and whole[1].any():
+        raise _make_fact_error(
+            name, "zero_if_equal = False", "gives a group of equal rewards advantages"
+        )
+    if not (_REGISTERED[name].batch_moments or np.allclose(whole, apart)):
+        raise _make_fact_error(
             name, "batch_moments = True", "gives a group other advantages beside other groups"
         )
 
 
-def _untrue(name: str, fact: str, problem: str) -> UserError:
+def _make_fact_error(name: str, fact: str, problem: str) -> UserError:
     return UserError(SETTING, name, problem, f"Say so below it, NAME.{fact}, or mend it")
 
 
-def _tried(name: str, rewards: Floats, inclusion: Floats | None = None) -> Floats:
+def _compute_trial_advantages(
+    name: str, rewards: Floats, inclusion: Floats | None = None
+) -> Floats:
     """Return advantages of made-up rewards. Every metric of the reward function equals the
     reward."""
-    columns = _TryOut(
+    columns = _TrialColumns(
         reward=rewards,
         inclusion=np.ones(len(rewards)) if inclusion is None else inclusion,
         present=np.ones(rewards.shape, np.bool_),
@@ -272,33 +287,35 @@ def _tried(name: str, rewards: Floats, inclusion: Floats | None = None) -> Float
     return estimate_advantages(name, rewards, columns)
 
 
-class _TryOut(dict[str, NDArray[Any]]):
+class _TrialColumns(dict[str, NDArray[Any]]):
     """Columns of a trial: every metric equals the reward."""
 
     def __missing__(self, name: str) -> NDArray[Any]:
         return self["reward"]
 
 
-def squares_by_right(name: str, likely: Floats) -> Floats:
+def compute_mean_squares(name: str, probabilities: Floats) -> Floats:
     """Return an estimator's mean A² in a group with k right answers, for k = 0, 1, …, G.
 
     The estimator is applied to a made-up minibatch with one group of each kind.
 
     Args:
         name: name of the estimator.
-        likely: [G + 1], probability of k right answers, which weights the group in the minibatch's
-            moments.
+        probabilities: [G + 1], probability of k right answers, which weights the group in the
+            minibatch's moments.
 
     Returns:
         [G + 1]
     """
-    right = np.tri(len(likely), len(likely) - 1, -1)
-    found = _tried(name, right, 1.0 / np.maximum(likely / likely.max(), 1e-9))
+    right = np.tri(len(probabilities), len(probabilities) - 1, -1)
+    found = _compute_trial_advantages(
+        name, right, 1.0 / np.maximum(probabilities / probabilities.max(), 1e-9)
+    )
     squares: Floats = (found[..., 0] ** 2).mean(axis=1)
     return squares
 
 
-def role_advantages(part: StepMetadata, name: str) -> Floats:
+def compute_role_advantages(part: StepMetadata, name: str) -> Floats:
     """[Q, G, R], the advantage of each role's tokens in a conversation in which the policy speaks
     in several roles.
 
@@ -347,21 +364,21 @@ def compute_advantages(part: StepMetadata, config: Config, name: str) -> Floats:
     if not config.loss.distillation.use_task_rewards:
         return np.zeros((*part.rewards.shape, part.segments.shape[-1] or 1))
     if config.rollout.tree.branches:
-        return tree_advantages(part.rewards, part.segments, config.rollout.tree)
+        return compute_tree_advantages(part.rewards, part.segments, config.rollout.tree)
     if part.segments.shape[-1]:
-        advantages = role_advantages(part, name)
+        advantages = compute_role_advantages(part, name)
     else:
         advantages = estimate_advantages(name, part.rewards, read_columns(part))
-    return np.where(masked_completions(part, config)[..., None], 0.0, advantages)
+    return np.where(find_masked_completions(part, config)[..., None], 0.0, advantages)
 
 
-def masked_completions(part: StepMetadata, config: Config) -> Bools:
+def find_masked_completions(part: StepMetadata, config: Config) -> Bools:
     """[Q, G], True for completions without any loss: truncated ones, with
     ``loss.mask_truncated``."""
     return part.truncated & config.loss.mask_truncated
 
 
-def completion_advantages(part: StepMetadata, segments: Floats) -> Floats:
+def compute_completion_advantages(part: StepMetadata, segments: Floats) -> Floats:
     """[Q, G], the one advantage by which the rules of pruning know a completion whose segments have
     ``segments``.
 
@@ -372,11 +389,11 @@ def completion_advantages(part: StepMetadata, segments: Floats) -> Floats:
         if segments.shape[-1] == 1:
             return segments[..., 0]
         there = np.arange(segments.shape[-1]) < part.response_lengths[..., None]
-        return whole_advantage(segments, there.astype(np.float64))
-    return whole_advantage(segments, part.segments["square"] + 1e-12 * part.segments["tokens"])
+        return combine_advantages(segments, there.astype(np.float64))
+    return combine_advantages(segments, part.segments["square"] + 1e-12 * part.segments["tokens"])
 
 
-def whole_advantage(parts: Floats, squares: Floats) -> Floats:
+def combine_advantages(parts: Floats, squares: Floats) -> Floats:
     """One advantage for a completion whose parts have several.
 
     Its size is such that |a|·s = √Σ_l A_l² s_l², with s_l the score norms of the parts and s² their

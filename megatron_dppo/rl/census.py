@@ -39,7 +39,7 @@ class PruningStats:
     """By log2 of the response's tokens, and of its |A|·c·√Σ_t(1−p_t)²/π_prompt over the step's
     median."""
 
-    def as_row(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON. The file keeps an older name of ``zero_advantage``."""
         line = asdict(self)
         return line | {"idle": line.pop("zero_advantage")}

@@ -22,11 +22,11 @@ FRESH_TOKENS = "fresh_tokens"
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Temperatures of SAPO's gate (arXiv:2511.20347) for positive and for other advantages."""
 LARGEST_LOG_RATIO = 20.0
-"""Log-ratio from which a ratio grows linearly, see ``ratio_of``. In a trust region larger ratios
-have no gradient."""
+"""Log-ratio from which a ratio grows linearly, see ``compute_ratio``. In a trust region larger
+ratios have no gradient."""
 
 
-def token_losses(
+def compute_token_losses(
     objective: Objective,
     *,
     logprobs: Tensor,
@@ -60,8 +60,8 @@ def token_losses(
             0.
         advantage: [R], of the token's completion.
         kl_coef: β.
-        tis_cap: cap of the importance weight w, see ``_engine_weight``; None: it is not truncated,
-            and 1 where the objective masks nothing either.
+        tis_cap: cap of the importance weight w, see ``_compute_engine_weight``; None: it is not
+            truncated, and 1 where the objective masks nothing either.
         sample: [R], which of the pack's samples a token belongs to, from 0. Whatever is of a
             sequence needs it.
         samples: their number; None: it is worked out, for which the CPU waits for a GPU.
@@ -88,7 +88,9 @@ def token_losses(
     corrected = tis_cap is not None or objective.mask_below > 0.0 or objective.mask_above < math.inf
     limited = torch.zeros_like(clipped)
     if corrected:
-        weight, limited = _engine_weight(objective, old - engine_logprobs, tis_cap, sequences)
+        weight, limited = _compute_engine_weight(
+            objective, old - engine_logprobs, tis_cap, sequences
+        )
         policy_loss = policy_loss * weight
 
     if reference_logprobs is None and kl_coef > 0.0:
@@ -108,12 +110,12 @@ def token_losses(
             "train/tis_clipfrac": limited.sum(),
             "train/ppo_kl": (old - logprobs).sum(),
             "train/kl_loss": divergence.sum(),
-            **_mismatch_sums((old - engine_logprobs).abs(), fresh),
+            **_sum_mismatch((old - engine_logprobs).abs(), fresh),
         }
     return loss, sums
 
 
-def _mismatch_sums(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
+def _sum_mismatch(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
     """The sums of ``MISMATCH``, and the number of tokens that they are over. [R] both."""
     fresh = torch.ones_like(mismatch, dtype=torch.bool) if fresh is None else fresh
     return {
@@ -126,7 +128,7 @@ def _mismatch_sums(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
     }
 
 
-def ratio_of(log_ratio: Tensor) -> Tensor:
+def compute_ratio(log_ratio: Tensor) -> Tensor:
     """e^x, continued by its tangent above ``LARGEST_LOG_RATIO``. [R] in, [R] out.
 
     In single precision e^x is infinite from x = 89 on. A token that is clipped would have the
@@ -202,20 +204,20 @@ class Tokens:
         """
         log_ratio = self.logprobs - self.old
         if self.objective.ratio == "token":
-            return ratio_of(log_ratio)
-        return ratio_of(
+            return compute_ratio(log_ratio)
+        return compute_ratio(
             self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach()
         )
 
 
-def _clipped(tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _compute_ppo(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """PPO: min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)."""
     ratio = tokens.ratio
     unclipped, clipped = ratio * tokens.advantage, ratio.clamp(*tokens.limits) * tokens.advantage
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
 
-def _weighted(tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _compute_cispo(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """CISPO (arXiv:2506.13585, equations 4 and 5): clip(ρ, 1 − ε_low, 1 + ε_high) A log p, the clip
     a constant."""
     ratio = tokens.ratio.detach()
@@ -223,7 +225,7 @@ def _weighted(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return weight * tokens.advantage * tokens.logprobs, weight != ratio
 
 
-def _gated(tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _compute_sapo(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """SAPO (arXiv:2511.20347): A · 4/τ · sigmoid(τ (ρ − 1)), whose gradient at ρ = 1 is A ∇ρ.
     Nothing is clipped."""
     positive, others = SAPO_TEMPERATURES
@@ -234,7 +236,7 @@ def _gated(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return gate * tokens.advantage, torch.zeros_like(gate, dtype=torch.bool)
 
 
-def _geometric(tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _compute_gmpo(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """GMPO (arXiv:2507.20673): A times the geometric mean of a sequence's ratios, each clipped as
     PPO clips it.
 
@@ -244,31 +246,31 @@ def _geometric(tokens: Tokens) -> tuple[Tensor, Tensor]:
     low, high = (math.log(limit) for limit in tokens.limits)
     log_ratio, positive = tokens.logprobs - tokens.old, tokens.advantage > 0.0
     clipped = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
-    mean = ratio_of(tokens.sequences.sums(clipped, mean=True) + clipped - clipped.detach())
+    mean = compute_ratio(tokens.sequences.sums(clipped, mean=True) + clipped - clipped.detach())
     return mean * tokens.advantage, clipped != log_ratio
 
 
-def _total_variation(tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _compute_tv(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """The trust region with D = |q − p|, p and q being policy's and engine's probability of the
     token (equation 13)."""
     p, q = tokens.logprobs.detach().exp(), tokens.engine.exp()
-    return _in_trust_region(tokens, (q - p).abs())
+    return _apply_trust_region(tokens, (q - p).abs())
 
 
-def _binary_kl(tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _compute_binary_kl(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """The trust region with D = q log q/p + (1 − q) log (1 − q)/(1 − p) (equation 14)."""
     least = torch.finfo(tokens.logprobs.dtype).tiny
 
-    def term(of_engine: Tensor, of_policy: Tensor) -> Tensor:
-        return torch.xlogy(of_engine, of_engine / of_policy.clamp(min=least))
+    def term(engine_prob: Tensor, policy_prob: Tensor) -> Tensor:
+        return torch.xlogy(engine_prob, engine_prob / policy_prob.clamp(min=least))
 
     log_p, log_q = tokens.logprobs.detach(), tokens.engine
-    return _in_trust_region(
+    return _apply_trust_region(
         tokens, term(log_q.exp(), log_p.exp()) + term(-log_q.expm1(), -log_p.expm1())
     )
 
 
-def _in_trust_region(tokens: Tokens, divergence: Tensor) -> tuple[Tensor, Tensor]:
+def _apply_trust_region(tokens: Tokens, divergence: Tensor) -> tuple[Tensor, Tensor]:
     """Divergence PPO (arXiv:2602.04879, equation 12): M · p/q · A, with the engine's q.
 
     M is 0 where D is above its bound and the update would move the token's probability further
@@ -282,17 +284,17 @@ def _in_trust_region(tokens: Tokens, divergence: Tensor) -> tuple[Tensor, Tensor
 
 
 SURROGATES: Mapping[Surrogate, Callable[[Tokens], tuple[Tensor, Tensor]]] = {
-    "clipped": _clipped,
-    "weighted": _weighted,
-    "gated": _gated,
-    "geometric": _geometric,
-    "tv": _total_variation,
-    "kl": _binary_kl,
+    "clipped": _compute_ppo,
+    "weighted": _compute_cispo,
+    "gated": _compute_sapo,
+    "geometric": _compute_gmpo,
+    "tv": _compute_tv,
+    "kl": _compute_binary_kl,
 }
 """From R tokens to their surrogate [R], and which of them [R] were clipped or masked."""
 
 
-def _engine_weight(
+def _compute_engine_weight(
     objective: Objective, log_ratio: Tensor, cap: float | None, sequences: Sequences
 ) -> tuple[Tensor, Tensor]:
     """w = min(p_old / p_engine, cap), or 0 outside of the objective's masks: a constant to the
@@ -314,7 +316,7 @@ def _engine_weight(
     log_ratio = (
         sequences.sums(log_ratio) if objective.tis_level == "sequence" else log_ratio.detach()
     )
-    ratio = ratio_of(log_ratio)
+    ratio = compute_ratio(log_ratio)
     masked = (ratio < objective.mask_below) | (ratio > objective.mask_above)
     weight = torch.where(masked, 0.0, ratio if cap is None else ratio.clamp(max=cap))
     return weight, weight != ratio
@@ -325,7 +327,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     − d − 1.
 
     Never negative, zero where both agree, and differentiable through ``logprobs``: that is GRPO's
-    KL term (arXiv:2402.03300, equation 4). ``ratio_of`` keeps it finite. [R] in, [R] out.
+    KL term (arXiv:2402.03300, equation 4). ``compute_ratio`` keeps it finite. [R] in, [R] out.
     """
     difference = reference_logprobs - logprobs
-    return ratio_of(difference) - difference - 1.0
+    return compute_ratio(difference) - difference - 1.0

@@ -83,10 +83,10 @@ def as_logprobs(values: ArrayLike, mask: Bools | None = None) -> NDArray[np.floa
 
 ROUNDING = 2.0**-21
 """The largest difference between equal rewards, as a fraction of the largest |reward| of their
-group: 4.8e-7. The docstring of :func:`without_rounding` derives it."""
+group: 4.8e-7. The docstring of :func:`round_rewards` derives it."""
 
 
-def without_rounding(rewards: Floats, present: Bools | None = None) -> Floats:
+def round_rewards(rewards: Floats, present: Bools | None = None) -> Floats:
     """Give rewards that differ by rounding alone one value, so that ``==`` compares them from here
     on.
 

@@ -105,7 +105,7 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def objective_for(loss: LossConfig) -> Objective:
+def resolve_objective(loss: LossConfig) -> Objective:
     """The objective of a run, with the clips, the trust region and the masks that the run sets."""
     usual = OBJECTIVES[loss.name]
     if loss.trust_region != "none":
@@ -122,7 +122,7 @@ def objective_for(loss: LossConfig) -> Objective:
     )
 
 
-def soft_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Floats:
+def compute_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Floats:
     """DAPO's soft penalty of overlong responses (arXiv:2503.14476, equation 13), to be added to the
     reward.
 
@@ -141,7 +141,7 @@ def soft_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Flo
     return np.clip((limit - buffer - lengths) / buffer, -1.0, 0.0)
 
 
-def coefficient(aggregation: Aggregation, sampled_lengths: Ints) -> Floats:
+def compute_coefficients(aggregation: Aggregation, sampled_lengths: Ints) -> Floats:
     """c of each completion, in the shape of ``sampled_lengths``: 1/L for ``seq_mean``, else 1.
 
     Args:
@@ -152,7 +152,7 @@ def coefficient(aggregation: Aggregation, sampled_lengths: Ints) -> Floats:
     return 1.0 / np.maximum(lengths, 1.0) if aggregation == "seq_mean" else np.ones_like(lengths)
 
 
-def kept_share(
+def compute_kept_fraction(
     aggregation: Aggregation, *, sampled_lengths: Ints, prompt_inclusion: Floats, kept: Bools
 ) -> float:
     """The share of Z that belongs to the kept completions [Q, G]: Z times it is what CPPO divides
@@ -162,7 +162,7 @@ def kept_share(
     return float(parts[kept].sum() / parts.sum()) if kept.any() else 1.0
 
 
-def normaliser(
+def compute_normaliser(
     aggregation: Aggregation,
     *,
     sampled_lengths: Ints,

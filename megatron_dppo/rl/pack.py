@@ -22,7 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.types import Bools, Completion, Floats, Ints, Pack, Routing, unknown_expert
+from megatron_dppo.rl.types import (
+    Bools,
+    Completion,
+    Floats,
+    Ints,
+    Pack,
+    Routing,
+    get_unknown_expert,
+)
 
 LEAST_SHARED = 16
 """Fewest tokens that are worth a segment of their own, at the beginning of prompts or of
@@ -80,13 +88,15 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     """
     sequences = [np.concatenate([sample.prompt_ids, sample.response_ids]) for sample in samples]
     lengths, shared = [len(tokens) for tokens in sequences], [sample.shared for sample in samples]
-    segments = prefix_tree(lengths, shared) if samples else []
+    segments = build_prefix_tree(lengths, shared) if samples else []
     parents, first, begins, ends = np.array(segments, np.int64).reshape(-1, 4).T
     sizes = -(-(ends - begins) // align) * align
     if (used := int(sizes.sum())) > capacity:
         raise ValueError(f"samples of {used} tokens do not fit into a pack of {capacity}")
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    places = _slots(shared, lengths, zip(first, begins, ends, starts[:-1].tolist(), strict=True))
+    places = _assign_slots(
+        shared, lengths, zip(first, begins, ends, starts[:-1].tolist(), strict=True)
+    )
     tokens = ends - begins
     if used < capacity:  # one more segment, of padding
         starts, begins, parents = (
@@ -114,27 +124,27 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         position_ids=np.arange(capacity) - np.repeat(starts[:-1] - begins, sizes),
         cu_seqlens=starts.astype(np.int32),
         max_seqlen=int((begins + sizes).max(initial=0)),
-        predictors=_joined(slots[at - 1] for slots, at in zip(places, responses, strict=True)),
-        targets=_joined(tokens[at] for tokens, at in zip(sequences, responses, strict=True)),
+        predictors=_join(slots[at - 1] for slots, at in zip(places, responses, strict=True)),
+        targets=_join(tokens[at] for tokens, at in zip(sequences, responses, strict=True)),
         sample=owner,
         advantage=np.concatenate(
             [np.zeros(0), *(a[at] for a, at in zip(advantages, sampled, strict=True))]
         ),
         scale=np.array([sample.scale for sample in samples], dtype=np.float64)[owner],
-        engine_logprobs=_of_targets([sample.engine_logprobs for sample in samples], sampled),
-        teacher_logprobs=_of_targets(of_teachers, sampled)
+        engine_logprobs=_gather_targets([sample.engine_logprobs for sample in samples], sampled),
+        teacher_logprobs=_gather_targets(of_teachers, sampled)
         if any(of is not None for of in of_teachers)
         else None,
         versions=np.array([sample.version for sample in samples], dtype=np.int64)[owner],
         parents=parents if (parents >= 0).any() else None,
         tokens=tokens if (parents >= 0).any() else None,
-        routing=_routing([sample.routing for sample in samples], places, capacity),
+        routing=_merge_routing([sample.routing for sample in samples], places, capacity),
     )
 
 
-def path_to(pack: Pack, place: int) -> Ints:
-    """The places of the tokens that the one at ``place`` of a pack sees, in their order; itself is
-    the last."""
+def find_path(pack: Pack, place: int) -> Ints:
+    """The places of the tokens that the one at ``place`` of a pack sees, in their order;
+    itself is the last."""
     segment = int(np.searchsorted(pack.cu_seqlens, place, side="right")) - 1
     stretches = [np.arange(pack.cu_seqlens[segment], place + 1)]
     while (
@@ -146,7 +156,7 @@ def path_to(pack: Pack, place: int) -> Ints:
     return np.concatenate(stretches)
 
 
-def _slots(
+def _assign_slots(
     shared: Sequence[int], lengths: Sequence[int], segments: Iterable[tuple[int, int, int, int]]
 ) -> list[Ints]:
     """For each sample the place of each of its tokens in the pack, [n].
@@ -165,41 +175,39 @@ def _slots(
     return slots
 
 
-def _of_targets(
-    of_samples: Sequence[NDArray[np.float32] | None], sampled: Sequence[Ints]
+def _gather_targets(
+    samples: Sequence[NDArray[np.float32] | None], sampled: Sequence[Ints]
 ) -> NDArray[np.float32]:
     """[R], from one value for each token of a sample's response, and the places of those that are
     trained on. NaN for a sample without values."""
     parts = [np.zeros(0, np.float32)]
-    for values, at in zip(of_samples, sampled, strict=True):
+    for values, at in zip(samples, sampled, strict=True):
         parts.append(np.full(len(at), np.nan, np.float32) if values is None else values[at])
     return np.concatenate(parts)
 
 
-def _joined(parts: Iterable[NDArray[Any]]) -> Ints:
+def _join(parts: Iterable[NDArray[Any]]) -> Ints:
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
-def _routing(
-    of_samples: Sequence[Routing | None], slots: Sequence[Ints], capacity: int
+def _merge_routing(
+    tables: Sequence[Routing | None], slots: Sequence[Ints], capacity: int
 ) -> Routing | None:
     """[T, layers, k], from that of each sample, the first one's where they share; None where no
     sample has any."""
     known = [
-        (table, places)
-        for table, places in zip(of_samples, slots, strict=True)
-        if table is not None
+        (table, places) for table, places in zip(tables, slots, strict=True) if table is not None
     ]
     if not known:
         return None
     like = known[0][0]
-    routing = np.full((capacity, *like.shape[1:]), unknown_expert(like.dtype), like.dtype)
+    routing = np.full((capacity, *like.shape[1:]), get_unknown_expert(like.dtype), like.dtype)
     for table, places in reversed(known):
         routing[places[: len(table)]] = table
     return routing
 
 
-def shared_lengths(prompt: int, completions: Sequence[Completion]) -> list[int]:
+def compute_shared_lengths(prompt: int, completions: Sequence[Completion]) -> list[int]:
     """Tokens that each completion, its prompt of so many tokens included, has in common with the
     one before it.
 
@@ -207,11 +215,14 @@ def shared_lengths(prompt: int, completions: Sequence[Completion]) -> list[int]:
     """
     shared = [0]
     for before, completion in pairwise(completions):
-        shared.append(prompt + common_length(_first(before), _first(completion)))
+        shared.append(
+            prompt
+            + count_common_tokens(_get_first_sequence(before), _get_first_sequence(completion))
+        )
     return shared
 
 
-def prompts_shared(prompt_lengths: Ints, samples: int) -> Ints:
+def expand_prompt_lengths(prompt_lengths: Ints, samples: int) -> Ints:
     """[Q, samples], what groups share of which nothing but the prompts is known. ``prompt_lengths``
     are [Q]."""
     shared = np.repeat(prompt_lengths[:, None], samples, axis=1)
@@ -219,7 +230,7 @@ def prompts_shared(prompt_lengths: Ints, samples: int) -> Ints:
     return shared
 
 
-def shared_of_kept(shared: Ints, group: Ints, completion: Ints) -> Ints:
+def select_shared_lengths(shared: Ints, group: Ints, completion: Ints) -> Ints:
     """[K], what each of K kept completions has in common with the kept one before it; 0 begins a
     group.
 
@@ -238,12 +249,12 @@ def shared_of_kept(shared: Ints, group: Ints, completion: Ints) -> Ints:
     return kept
 
 
-def _first(completion: Completion) -> NDArray[np.int32]:
+def _get_first_sequence(completion: Completion) -> NDArray[np.int32]:
     """The response's tokens in the first sequence."""
     return completion.token_ids[: completion.starts[0] if completion.starts else None]
 
 
-def common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+def count_common_tokens(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     """How many tokens two sequences begin with alike; 0 where these are fewer than
     ``LEAST_SHARED``."""
     shorter = min(len(one), len(other))
@@ -264,26 +275,26 @@ class PrefixGroups:
     shared: Ints
     """[n], what each sample shares with the one before it in its piece."""
 
-    def of(self, pieces: Sequence[int]) -> tuple[int, ...]:
+    def get_samples(self, pieces: Sequence[int]) -> tuple[int, ...]:
         """The samples of some pieces, ascending."""
         return tuple(
             k for piece in sorted(pieces) for k in range(self.starts[piece], self.starts[piece + 1])
         )
 
-    def sums(self, of_samples: NDArray[np.float64]) -> NDArray[np.float64]:
+    def sum_by_group(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """[n], of samples, to [p], of pieces."""
-        return np.add.reduceat(of_samples, self.starts[:-1])
+        return np.add.reduceat(values, self.starts[:-1])
 
 
-def single(lengths: Ints, align: int) -> PrefixGroups:
+def build_ungrouped(lengths: Ints, align: int) -> PrefixGroups:
     """Every sample by itself."""
     return PrefixGroups(
         np.arange(len(lengths) + 1), -(-lengths // align) * align, np.zeros(len(lengths), np.int64)
     )
 
 
-def cut(lengths: Ints, shared: Ints, *, most: int, align: int) -> PrefixGroups:
-    """Families in pieces of at most ``most`` slots, unless a single sample takes more.
+def split_prefix_groups(lengths: Ints, shared: Ints, *, max_slots: int, align: int) -> PrefixGroups:
+    """Families in pieces of at most ``max_slots`` slots, unless a single sample takes more.
 
     A sample also begins a new piece where sharing would take more slots than it saves, which the
     padding of short segments can do.
@@ -311,7 +322,7 @@ def cut(lengths: Ints, shared: Ints, *, most: int, align: int) -> PrefixGroups:
                 more += (
                     padded(common - left) + padded(ends[stay] - common) - padded(ends[stay] - left)
                 )
-            if more <= padded(length) and slots[-1] + more <= most:
+            if more <= padded(length) and slots[-1] + more <= max_slots:
                 slots[-1] += more
                 joined.append(common)
                 ends = path + ([length] if length > common else [])
@@ -325,7 +336,9 @@ def cut(lengths: Ints, shared: Ints, *, most: int, align: int) -> PrefixGroups:
     )
 
 
-def prefix_tree(lengths: Sequence[int], shared: Sequence[int]) -> list[tuple[int, int, int, int]]:
+def build_prefix_tree(
+    lengths: Sequence[int], shared: Sequence[int]
+) -> list[tuple[int, int, int, int]]:
     """The segments of some samples, each before those that go on from it, and all of its
     descendants right after it.
 
@@ -339,7 +352,7 @@ def prefix_tree(lengths: Sequence[int], shared: Sequence[int]) -> list[tuple[int
     """
     segments: list[tuple[int, int, int, int]] = []
 
-    def grow(first: int, last: int, begin: int, parent: int) -> None:
+    def add_segments(first: int, last: int, begin: int, parent: int) -> None:
         end = min(shared[first + 1 : last], default=lengths[first])
         if end > begin:
             segments.append((parent, first, begin, end))
@@ -349,7 +362,7 @@ def prefix_tree(lengths: Sequence[int], shared: Sequence[int]) -> list[tuple[int
         leaves = [first, *(k for k in range(first + 1, last) if shared[k] == end), last]
         for child, after in pairwise(leaves):
             if after > child + 1 or lengths[child] > end:
-                grow(child, after, end, parent)
+                add_segments(child, after, end, parent)
 
-    grow(0, len(lengths), 0, -1)
+    add_segments(0, len(lengths), 0, -1)
     return segments

@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.pack import PrefixGroups, cut, single
+from megatron_dppo.rl.pack import PrefixGroups, build_ungrouped, split_prefix_groups
 from megatron_dppo.rl.types import Floats, Ints
 
 GOOD_FILL, GOOD_IMBALANCE = 0.97, 1.05
@@ -44,7 +44,7 @@ HIDDEN = 2560
 """Hidden size of Qwen3-4B."""
 
 
-def sequence_costs(lengths: Ints, hidden: float = HIDDEN, shared: Ints | int = 0) -> Floats:
+def compute_sequence_costs(lengths: Ints, hidden: float = HIDDEN, shared: Ints | int = 0) -> Floats:
     """Return FLOPs of sequences, up to a factor.
 
     A transformer layer of width h does about 24h² FLOPs per token in its matrices, and 2h per token
@@ -89,12 +89,12 @@ class Packing:
     """Tokens that need no slot, because other sequences share them."""
 
     @property
-    def good(self) -> bool:
+    def is_good(self) -> bool:
         """Whether the search for a better number of packs stops here."""
         return self.fill >= GOOD_FILL and self.imbalance <= GOOD_IMBALANCE
 
 
-def packs_wanted(setting: int, pipeline: int) -> int:
+def resolve_min_packs(setting: int, pipeline: int) -> int:
     """``pack.min_per_rank``; for its 0 twice the pipeline stages, for a small bubble, and 1 without
     a pipeline."""
     return setting or (2 * pipeline if pipeline > 1 else 1)
@@ -139,7 +139,8 @@ def pack_sequences(
         min_per_rank: fewest packs per rank, as long as there are sequences for them.
         least_per_rank: fewest packs per rank in any case. Where sequences are too few, the rest are
             empty.
-        hidden: hidden size of the policy, for :func:`sequence_costs`, which balance the ranks.
+        hidden: hidden size of the policy, for :func:`compute_sequence_costs`, which balance the
+            ranks.
 
     Raises:
         UserError: a sequence does not fit into ``pack.max_tokens``.
@@ -171,23 +172,23 @@ def pack_sequences(
     )
     ways: list[PrefixGroups] = []
     if shared is not None and share != "off":
-        ways += _ways_to_share(lengths, np.asarray(shared), most, align)
+        ways += _build_groupings(lengths, np.asarray(shared), most, align)
         if between is not None and np.any(between):
-            ways += _ways_to_share(lengths, np.asarray(shared) + np.asarray(between), most, align)
+            ways += _build_groupings(lengths, np.asarray(shared) + np.asarray(between), most, align)
     if share != "on" or not ways:
-        ways.insert(0, single(lengths, align))
+        ways.insert(0, build_ungrouped(lengths, align))
     return min(map(pack, ways), key=lambda packing: packing.cost)
 
 
-def _ways_to_share(lengths: Ints, shared: Ints, most: int, align: int) -> list[PrefixGroups]:
+def _build_groupings(lengths: Ints, shared: Ints, max_slots: int, align: int) -> list[PrefixGroups]:
     """Families whole where they fit, and cut to pieces that leave the packer more and more
     freedom."""
     if not shared.any():
         return []
-    ways = [cut(lengths, shared, most=most, align=align)]
+    ways = [split_prefix_groups(lengths, shared, max_slots=max_slots, align=align)]
     largest = int(ways[0].slots.max())
     for part in PIECES:
-        way = cut(lengths, shared, most=int(part * largest), align=align)
+        way = split_prefix_groups(lengths, shared, max_slots=int(part * largest), align=align)
         if way.shared.any() and len(way.slots) > len(ways[-1].slots):
             ways.append(way)
     return ways
@@ -208,9 +209,9 @@ def _pack(
     fewest = max(-(-int(pieces.slots.sum()) // (ranks * most)), wanted)
     found: list[Packing] = []
     for per_rank in range(fewest, max(MORE_PACKS * fewest, 4) + 1):
-        packs = _tightest(pieces.slots, ranks * per_rank, window, unit, most)
-        found += [_dealt(*packs, lengths, pieces, hidden, ranks)] if packs else []
-        if found and (found[-1].good or ranks * per_rank >= len(pieces.slots)):
+        packs = _find_tightest(pieces.slots, ranks * per_rank, window, unit, most)
+        found += [_distribute_packs(*packs, lengths, pieces, hidden, ranks)] if packs else []
+        if found and (found[-1].is_good or ranks * per_rank >= len(pieces.slots)):
             break
     # Something was found: any two packs of a greedy packing exceed one pack together, so twice the
     # fewest suffice.
@@ -221,7 +222,7 @@ def _pack(
     )
 
 
-def _dealt(
+def _distribute_packs(
     capacity: int,
     packs: list[list[int]],
     lengths: Ints,
@@ -230,14 +231,14 @@ def _dealt(
     ranks: int,
 ) -> Packing:
     """A packing from packs of one capacity, shared out to the ranks."""
-    work = pieces.sums(sequence_costs(lengths, hidden, pieces.shared))
+    work = pieces.sum_by_group(compute_sequence_costs(lengths, hidden, pieces.shared))
     tokens = int((lengths - pieces.shared).sum())
-    shares = _share_out(np.array([work[pack].sum() for pack in packs]), ranks)
+    shares = _assign_packs(np.array([work[pack].sum() for pack in packs]), ranks)
     load = np.array([sum(work[packs[k]].sum() for k in share) for share in shares])
     padding = capacity * len(packs) - tokens
     return Packing(
         capacity=capacity,
-        packs=tuple(tuple(pieces.of(packs[k]) for k in share) for share in shares),
+        packs=tuple(tuple(pieces.get_samples(packs[k]) for k in share) for share in shares),
         fill=tokens / (capacity * len(packs)),
         imbalance=float(load.max() / load.mean()),
         cost=float(load.max() + padding / ranks),
@@ -246,7 +247,7 @@ def _dealt(
     )
 
 
-def pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
+def compute_pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
     """``pack/…`` of a step with one packing per minibatch; counts are over all ranks, ``capacity``
     is the largest."""
     counts = [sum(map(len, packing.packs)) for packing in packings]
@@ -265,7 +266,7 @@ def pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
     }
 
 
-def _capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[int]:
+def _iter_capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[int]:
     """Capacities to try for a number of packs: upwards by quarters of a percent, then by growing
     steps."""
     least = max(int(slots.max()), -(-int(slots.sum()) // packs))
@@ -279,15 +280,15 @@ def _capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[int]:
         step *= 1.0 if slack < 0.04 else 1.5
 
 
-def _tightest(
+def _find_tightest(
     slots: Ints, packs: int, window: int, unit: int, most: int
 ) -> tuple[int, list[list[int]]] | None:
-    """The packs at the first capacity at which ``packs`` of them suffice, with the fullest one's
-    size; None if none."""
+    """The packs at the first capacity at which ``packs`` of them suffice, with the
+    fullest one's size; None if none."""
     longest_first = np.argsort(-slots, kind="stable")
     descending, order = slots[longest_first].tolist(), longest_first.tolist()
-    for capacity in _capacities(slots, packs, unit, most):
-        greedy = _greedy(descending, capacity, window, packs)
+    for capacity in _iter_capacities(slots, packs, unit, most):
+        greedy = _pack_greedily(descending, capacity, window, packs)
         if greedy is not None:
             filled = [[order[position] for position in pack] for pack in greedy]
             fullest = max(int(slots[pack].sum()) for pack in filled)
@@ -295,7 +296,7 @@ def _tightest(
     return None
 
 
-def _greedy(
+def _pack_greedily(
     descending: list[int], capacity: int, window: int, most_packs: int
 ) -> list[list[int]] | None:
     """Window-based greedy packing.
@@ -344,7 +345,7 @@ def _greedy(
     return packs
 
 
-def _share_out(costs: Floats, ranks: int) -> list[list[int]]:
+def _assign_packs(costs: Floats, ranks: int) -> list[list[int]]:
     """Packs to ranks, equally many each: the costliest first, each to the rank with the least work
     so far."""
     per_rank = len(costs) // ranks

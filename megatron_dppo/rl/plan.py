@@ -16,21 +16,32 @@ from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
 from megatron_dppo.rl.advantages import find_estimator
-from megatron_dppo.rl.objectives import Objective, objective_for
-from megatron_dppo.rl.pack import common_length, prompts_shared, shared_of_kept
-from megatron_dppo.rl.packing import HIDDEN, Packing, pack_metrics, pack_sequences, packs_wanted
-from megatron_dppo.rl.pruning.completion_rules import rule_named
+from megatron_dppo.rl.objectives import Objective, resolve_objective
+from megatron_dppo.rl.pack import count_common_tokens, expand_prompt_lengths, select_shared_lengths
+from megatron_dppo.rl.packing import (
+    HIDDEN,
+    Packing,
+    compute_pack_metrics,
+    pack_sequences,
+    resolve_min_packs,
+)
+from megatron_dppo.rl.pruning.completion_rules import find_completion_rule
 from megatron_dppo.rl.pruning.draw import (
     PruningDraw,
-    census,
-    left_out,
-    prune_metrics,
+    compute_prune_metrics,
+    compute_pruning_stats,
+    make_empty_draw,
     prune_minibatch,
 )
-from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
-from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
-from megatron_dppo.rl.seeds import Purpose, generator
-from megatron_dppo.rl.sequences import alike, no_further, spread
+from megatron_dppo.rl.pruning.prompt_rules import find_prompt_rule
+from megatron_dppo.rl.pruning.schedule import (
+    compute_window_size,
+    find_nonzero_variance_groups,
+    scheduled_keep,
+    uses_resampling,
+)
+from megatron_dppo.rl.seeds import Purpose, make_generator
+from megatron_dppo.rl.sequences import make_empty_lengths, pad_to_longest, sort_sequences
 from megatron_dppo.rl.trees import find_biased_settings
 from megatron_dppo.rl.types import (
     Ints,
@@ -38,24 +49,24 @@ from megatron_dppo.rl.types import (
     Selection,
     StepMetadata,
     StepPlan,
-    no_segments,
+    make_empty_segments,
 )
 
 ARRAYS = [field.name for field in fields(StepMetadata) if field.name not in ("window", "parts")]
 """The fields of StepMetadata that have a value for each group."""
 
 
-def plain_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
+def build_default_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
     """Default StepMetadata fields for groups of ``samples`` completions of one sequence each, which
     share their prompt, without trees, roles, teachers and truncated ones. ``prompt_lengths`` are
     [Q]."""
     prompts, shape = len(prompt_lengths), (len(prompt_lengths), samples)
     return {
-        "shared_lengths": prompts_shared(prompt_lengths, samples),
-        "further_lengths": no_further(shape),
+        "shared_lengths": expand_prompt_lengths(prompt_lengths, samples),
+        "further_lengths": make_empty_lengths(shape),
         "log_ratios": np.zeros((*shape, 2)),
         "teacher": np.full(prompts, -1),
-        "segments": no_segments(shape),
+        "segments": make_empty_segments(shape),
         "truncated": np.zeros(shape, np.bool_),
     }
 
@@ -89,7 +100,7 @@ def plan_step(
     Raises:
         UserError: a kept sequence is longer than ``pack.max_tokens``.
     """
-    objective = objective_for(config.loss)
+    objective = resolve_objective(config.loss)
     pack = partial(
         pack_sequences,
         ranks=replicas,
@@ -99,17 +110,23 @@ def plan_step(
         capacity_multiple=capacity_multiple,
         window=config.pack.window,
         hidden=hidden,
-        min_per_rank=packs_wanted(config.pack.min_per_rank, pipeline),
-        least_per_rank=config.layout.least_packs,
+        min_per_rank=resolve_min_packs(config.pack.min_per_rank, pipeline),
+        least_per_rank=config.layout.min_packs,
     )
-    usable = mixed(metadata) if in_rounds(config.pruning) else np.arange(len(metadata.prompt_ids))
+    usable = (
+        find_nonzero_variance_groups(metadata)
+        if uses_resampling(config.pruning)
+        else np.arange(len(metadata.prompt_ids))
+    )
     parts: list[tuple[StepMetadata, PruningDraw]] = []
     packings: list[Packing] = []
     minibatches: list[MinibatchPlan] = []
     for groups, part, pruned in draw_minibatches(metadata, usable, config, objective, step):
-        drawn = kept_samples(part, groups, pruned)
+        drawn = build_minibatch_plan(part, groups, pruned)
         packing = pack(
-            drawn.lengths, shared=drawn.shared_length, between=between_groups(drawn, prompts)
+            drawn.lengths,
+            shared=drawn.shared_length,
+            between=compute_prompt_overlaps(drawn, prompts),
         )
         shared = np.array(packing.shared, np.int64)
         parts.append((part, pruned))
@@ -119,36 +136,38 @@ def plan_step(
         )
     discarded = np.setdiff1d(np.arange(len(metadata.prompt_ids)), usable)
     if len(discarded):
-        rest = take_groups(metadata, discarded)
-        parts.append((rest, left_out(rest)))
-    biased = bool(prompt_rule(config.pruning.prompts.named).biased)
+        rest = select_groups(metadata, discarded)
+        parts.append((rest, make_empty_draw(rest)))
+    biased = bool(find_prompt_rule(config.pruning.prompts.named).biased)
     return StepPlan(
         minibatches=tuple(minibatches),
-        metrics=prune_metrics(metadata.window, parts, biased_prompts=biased)
+        metrics=compute_prune_metrics(metadata.window, parts, biased_prompts=biased)
         | {"prune/discarded_groups": float(len(discarded))}
-        | pack_metrics(packings),
-        notes=tuple(notes(metadata, config, objective, minibatches, usable=len(usable), step=step)),
-        census=census(parts),
+        | compute_pack_metrics(packings),
+        notes=tuple(
+            build_notes(metadata, config, objective, minibatches, num_usable=len(usable), step=step)
+        ),
+        census=compute_pruning_stats(parts),
     )
 
 
 def draw_minibatches(
-    metadata: StepMetadata, usable: Ints, config: Config, objective: Objective, step: int
+    metadata: StepMetadata, usable_groups: Ints, config: Config, objective: Objective, step: int
 ) -> Iterator[tuple[Ints, StepMetadata, PruningDraw]]:
     """The minibatches of a step: the indices of each one's groups in ``metadata``, their metadata,
     and the draw.
 
     Args:
-        usable: indices of the groups that may be trained on.
+        usable_groups: indices of the groups that may be trained on.
     """
     pruning = config.pruning.completions
     keep = scheduled_keep(pruning.share, pruning.schedule, step, config.run.steps)
-    draws = generator(config.run.seed, step, Purpose.COMPLETIONS)
-    split = generator(config.run.seed, step, Purpose.MINIBATCHES)
+    draws = make_generator(config.run.seed, step, Purpose.COMPLETIONS)
+    split = make_generator(config.run.seed, step, Purpose.MINIBATCHES)
     for groups in split_groups(
-        usable, max(1, min(config.loss.updates_per_rollout, len(usable))), split
+        usable_groups, max(1, min(config.loss.updates_per_rollout, len(usable_groups))), split
     ):
-        part = take_groups(metadata, groups)
+        part = select_groups(metadata, groups)
         yield groups, part, prune_minibatch(part, config, objective, keep=keep, rng=draws)
 
 
@@ -159,7 +178,7 @@ def split_groups(groups: Ints, minibatches: int, rng: np.random.Generator) -> li
     return [np.sort(part) for part in np.array_split(rng.permutation(groups), minibatches)]
 
 
-def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
+def select_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
     """The metadata of some groups, with the part of the window that they stand for.
 
     That part is proportional to the number of rolled-out groups. The expectation of each minibatch
@@ -174,23 +193,23 @@ def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
     )
 
 
-def kept_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> MinibatchPlan:
+def build_minibatch_plan(part: StepMetadata, groups: Ints, draw: PruningDraw) -> MinibatchPlan:
     """The completions that a minibatch keeps, or their sequences, each with the one factor of its
     token losses; not yet packed.
 
     Args:
         part: the minibatch.
         groups: [Q], the index of each of its groups in the step's metadata.
-        pruned: its draw.
+        draw: its draw.
     """
-    group, completion = np.nonzero(pruned.kept)
+    group, completion = np.nonzero(draw.kept)
     further, shared = (
         part.further_lengths[group, completion],
-        shared_of_kept(part.shared_lengths, group, completion),
+        select_shared_lengths(part.shared_lengths, group, completion),
     )
-    of, sequence = spread(further, group, completion)
+    of, sequence = sort_sequences(further, group, completion)
     group, completion, later = group[of], completion[of], sequence > 0
-    weight, response = pruned.weight[group, completion], part.response_lengths[group, completion]
+    weight, response = draw.weight[group, completion], part.response_lengths[group, completion]
     # Of a further sequence one token stands in the place of a prompt.
     lengths = np.column_stack([response - further[of].sum(axis=1), further[of] - 1])
     return MinibatchPlan(
@@ -202,40 +221,44 @@ def kept_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> Minib
         prompt_length=np.where(later, 1, part.prompt_lengths[group]),
         response_length=lengths[np.arange(len(of)), sequence],
         shared_length=np.where(later, 0, shared[of]),
-        advantage=pruned.segments[group, completion],
+        advantage=draw.segments[group, completion],
         teacher=part.teacher[group],
         weight=weight,
-        scale=weight * pruned.coefficient[group, completion] / pruned.normaliser,
-        normaliser=pruned.normaliser,
+        scale=weight * draw.coefficient[group, completion] / draw.normaliser,
+        normaliser=draw.normaliser,
     )
 
 
-def between_groups(samples: MinibatchPlan, prompts: Sequence[NDArray[np.int32]]) -> Ints:
+def compute_prompt_overlaps(samples: MinibatchPlan, prompts: Sequence[NDArray[np.int32]]) -> Ints:
     """[K], for the first sample of a group how many tokens its prompt has in common with the prompt
     before it."""
     between = np.zeros(len(samples.group), np.int64)
     first_sequences = (samples.sequence[1:] == 0) & (samples.sequence[:-1] == 0)
     starts = np.flatnonzero((samples.group[1:] != samples.group[:-1]) & first_sequences) + 1
     for k in starts.tolist() if len(prompts) else ():
-        between[k] = common_length(prompts[samples.group[k - 1]], prompts[samples.group[k]])
+        between[k] = count_common_tokens(prompts[samples.group[k - 1]], prompts[samples.group[k]])
     return between
 
 
-def notes(
+def build_notes(
     metadata: StepMetadata,
     config: Config,
     objective: Objective,
     minibatches: Sequence[MinibatchPlan],
     *,
-    usable: int,
+    num_usable: int,
     step: int,
 ) -> Iterator[str]:
-    """The sentences that the log has beside its numbers. ``usable`` groups of the step could be
+    """The sentences that the log has beside its numbers. ``num_usable`` groups of the step could be
     trained on."""
     pruning = config.pruning
     for level, rule, biased in (
-        ("prompts", pruning.prompts.rule, prompt_rule(pruning.prompts.named).biased),
-        ("completions", pruning.completions.rule, rule_named(pruning.completions.named).biased),
+        ("prompts", pruning.prompts.rule, find_prompt_rule(pruning.prompts.named).biased),
+        (
+            "completions",
+            pruning.completions.rule,
+            find_completion_rule(pruning.completions.named).biased,
+        ),
     ):
         if biased:
             yield f"pruning.{level}.rule = {rule} is biased: {biased}"
@@ -266,7 +289,7 @@ def notes(
     heaviest = max(minibatch.weight.max(initial=0.0) for minibatch in minibatches)
     if (
         heaviest > pruning.max_weight * (1.0 + 1e-9)
-        and not rule_named(pruning.completions.named).biased
+        and not find_completion_rule(pruning.completions.named).biased
     ):
         yield (
             f"a weight of {heaviest:.2f} exceeds pruning.max_weight = {pruning.max_weight:g}: "
@@ -276,7 +299,7 @@ def notes(
         if minibatch.capacity == 0:
             which = f" of minibatch {number} of {len(minibatches)}" if len(minibatches) > 1 else ""
             yield f"nothing{which} was kept: no optimizer step"
-    if in_rounds(pruning) and usable < window_size(config):
+    if uses_resampling(pruning) and num_usable < compute_window_size(config):
         yield (
             "a step trains on fewer groups than its window has prompts: no more of mixed reward "
             "were found in "
@@ -284,7 +307,7 @@ def notes(
         )
 
 
-def remaining_window(selection: Selection, parts: Sequence[StepMetadata]) -> float:
+def compute_remaining_window(selection: Selection, parts: Sequence[StepMetadata]) -> float:
     """Return N of a selection without the prompts whose scoring failed.
 
     N is multiplied by the kept prompts' fraction of Σ 1/π. The difference of N and the failed
@@ -312,7 +335,7 @@ def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMeta
     parts = [part for part in parts if len(part.prompt_ids)] or list(parts[:1])
     order = np.argsort(np.concatenate([part.prompt_ids for part in parts]), kind="stable")
     columns = {name: [getattr(part, name) for part in parts] for name in ARRAYS}
-    columns["further_lengths"] = alike(columns["further_lengths"])
+    columns["further_lengths"] = pad_to_longest(columns["further_lengths"])
     names = sorted({name for part in parts for name in part.parts})
     known = {
         n: [part.parts.get(n, np.full(part.rewards.shape, np.nan)) for part in parts] for n in names

@@ -39,7 +39,9 @@ class Score:
     """Traceback of the first ``error`` of its kind; else empty."""
 
     @classmethod
-    def failed(cls, failure: Literal["timeout", "error", "unscored"], traceback: str = "") -> Score:
+    def from_failure(
+        cls, failure: Literal["timeout", "error", "unscored"], traceback: str = ""
+    ) -> Score:
         """Make the score of a completion without a reward."""
         return cls(math.nan, False, failure=failure, traceback=traceback)
 
@@ -52,6 +54,6 @@ def count_failures(scores: Sequence[Score]) -> tuple[int, int]:
     return timeouts, errors
 
 
-def tracebacks(scores: Sequence[Score]) -> tuple[str, ...]:
+def collect_tracebacks(scores: Sequence[Score]) -> tuple[str, ...]:
     """Return each traceback once."""
     return tuple(dict.fromkeys(score.traceback for score in scores if score.traceback))

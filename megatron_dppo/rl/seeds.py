@@ -31,24 +31,26 @@ class Purpose(IntEnum):
     """Initial weights of adapters; ``step`` is a number of the adapter's name."""
 
 
-def generator(seed: int, step: int, purpose: Purpose, again: int = 0) -> np.random.Generator:
+def make_generator(seed: int, step: int, purpose: Purpose, attempt: int = 0) -> np.random.Generator:
     """The generator of one purpose at one step of a run with ``run.seed = seed``: same arguments,
     same draws."""
-    return np.random.default_rng(_sequence(seed, step, purpose, again))
+    return np.random.default_rng(_make_seed_sequence(seed, step, purpose, attempt))
 
 
-def engine_seed(seed: int, step: int, purpose: Purpose, again: int = 0) -> int:
+def derive_engine_seed(seed: int, step: int, purpose: Purpose, attempt: int = 0) -> int:
     """The seed, below 2³², that an engine is given for its sampling.
 
     Args:
-        again: how often the step has drawn for this purpose before.
+        attempt: how often the step has drawn for this purpose before.
     """
-    return int(_sequence(seed, step, purpose, again).generate_state(1)[0])
+    return int(_make_seed_sequence(seed, step, purpose, attempt).generate_state(1)[0])
 
 
-def _sequence(seed: int, step: int, purpose: Purpose, again: int) -> np.random.SeedSequence:
+def _make_seed_sequence(
+    seed: int, step: int, purpose: Purpose, attempt: int
+) -> np.random.SeedSequence:
     """Purpose and step are a spawn key. As entropy they could collide, since entropy is padded with
     zeros."""
     return np.random.SeedSequence(
-        entropy=seed, spawn_key=(int(purpose), step, *([again] if again else []))
+        entropy=seed, spawn_key=(int(purpose), step, *([attempt] if attempt else []))
     )

@@ -29,31 +29,31 @@ from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.types import Completion, Ints, Prompt
 
 
-def sequences(completion: Completion) -> list[slice]:
+def split_sequences(completion: Completion) -> list[slice]:
     """The tokens of each sequence, of the first those after the prompt."""
     return list(
         map(slice, (0, *completion.starts), (*completion.starts, len(completion.token_ids)))
     )
 
 
-def prompt_and_response(
+def split_prompt_and_response(
     prompt: NDArray[np.int32], completion: Completion, number: int
 ) -> tuple[NDArray[np.int32], slice]:
     """A sequence as a prompt's tokens, and the completion's that follow them."""
-    of = sequences(completion)[number]
+    of = split_sequences(completion)[number]
     if number == 0:
         return prompt, of
     return completion.token_ids[of.start : of.start + 1], slice(of.start + 1, of.stop)
 
 
-def spoken(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+def strip_contexts(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     """All tokens but the contexts with which further sequences begin, which is what a verifier is
     shown, and their part of the loss mask."""
-    first, *further = sequences(completion)
+    first, *further = split_sequences(completion)
     shown = [
         first,
         *(slice(of.start + int(np.argmax(completion.loss_mask[of])), of.stop) for of in further),
@@ -65,52 +65,54 @@ def spoken(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]
     return token_ids, loss_mask
 
 
-def longest_response(prompt: int, completion: Completion) -> int:
+def compute_longest_response(prompt: int, completion: Completion) -> int:
     """Length of the longest sequence beyond a prompt of ``prompt`` tokens, which a response's limit
     bounds."""
-    first, *further = sequences(completion)
+    first, *further = split_sequences(completion)
     return (
         max(first.stop, *(of.stop - of.start - prompt for of in further)) if further else first.stop
     )
 
 
-def no_further(completions: tuple[int, ...]) -> Ints:
+def make_empty_lengths(completions: tuple[int, ...]) -> Ints:
     """The further sequences of completions of this shape that are one sequence each: none."""
     return np.zeros((*completions, 0), np.int64)
 
 
-def further_lengths(groups: Sequence[Sequence[Completion]], samples: int) -> Ints:
+def compute_further_lengths(groups: Sequence[Sequence[Completion]], samples: int) -> Ints:
     """[Q, samples, S], as in StepMetadata."""
     most = max((len(completion.starts) for group in groups for completion in group), default=0)
     lengths = np.zeros((len(groups), samples, most), np.int64)
     for into, group in zip(lengths, groups, strict=True):
         for row, completion in zip(into, group, strict=False):
-            row[: len(completion.starts)] = [of.stop - of.start for of in sequences(completion)[1:]]
+            row[: len(completion.starts)] = [
+                of.stop - of.start for of in split_sequences(completion)[1:]
+            ]
     return lengths
 
 
-def alike(parts: Sequence[Ints]) -> list[Ints]:
+def pad_to_longest(parts: Sequence[Ints]) -> list[Ints]:
     """Arrays [q, G, s] with the S of the one that has most."""
     most = max(part.shape[2] for part in parts)
     return [np.pad(part, ((0, 0), (0, 0), (0, most - part.shape[2]))) for part in parts]
 
 
-def spread(further: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
+def sort_sequences(lengths: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
     """Sort the sequences of K completions by (group, sequence, completion). Returns completion
     index and sequence index.
 
     The first ones of a group stand together, so that they can share their prompt.
 
     Args:
-        further: [K, S], lengths of their further sequences.
+        lengths: [K, S], lengths of their further sequences.
         group, completion: [K], of each.
     """
-    of, sequence = np.nonzero(np.column_stack([np.ones(len(further), np.int64), further]))
+    of, sequence = np.nonzero(np.column_stack([np.ones(len(lengths), np.int64), lengths]))
     order = np.lexsort((completion[of], sequence, group[of]))
     return of[order], sequence[order]
 
 
-def malformed(prompt: int, completion: Completion, limit: int) -> str | None:
+def find_sequence_error(prompt: int, completion: Completion, limit: int) -> str | None:
     """Describe an error in a completion of several sequences after ``prompt`` tokens; None if
     valid."""
     if not completion.starts:
@@ -118,13 +120,13 @@ def malformed(prompt: int, completion: Completion, limit: int) -> str | None:
     bounds = (0, *completion.starts, len(completion.token_ids))
     if any(end <= start for start, end in pairwise(bounds)):
         return f"returned sequences that begin at {completion.starts} in {bounds[-1]} tokens"
-    for number, of in enumerate(sequences(completion)):
+    for number, of in enumerate(split_sequences(completion)):
         sampled = completion.loss_mask[of]
         if not sampled.any():
             return f"returned a sequence {number} none of whose tokens the policy sampled"
         if number and sampled[0]:
             return f"returned a sequence {number} that does not begin with token ids, its context"
-    if (longest := longest_response(prompt, completion)) > limit:
+    if (longest := compute_longest_response(prompt, completion)) > limit:
         return (
             f"returned a sequence of {longest} tokens more than the prompt's, and {limit} may "
             "be more"
@@ -143,7 +145,7 @@ def check_sequences(
     several = 1
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
-            if problem := malformed(
+            if problem := find_sequence_error(
                 len(prompt.token_ids), completion, config.rollout.max_response_tokens
             ):
                 made = config.rollout.engine_function  # conversations have been looked at
@@ -153,18 +155,18 @@ def check_sequences(
                 raise UserError(
                     "rollout.engine_function", made, f"for prompt {prompt.id} it {problem}", remedy
                 )
-            several = max(several, len(sequences(completion)))
+            several = max(several, len(split_sequences(completion)))
     if several > 1:
         check_settings(config, several)
 
 
-def check_settings(config: Config, several: int) -> None:
+def check_settings(config: Config, num_sequences: int) -> None:
     """
     Raises:
         UserError: a setting knows one sequence, and a completion has several.
     """
-    loss, objective = config.loss, objective_for(config.loss)
-    problem = f"and a conversation came in {several} sequences"
+    loss, objective = config.loss, resolve_objective(config.loss)
+    problem = f"and a conversation came in {num_sequences} sequences"
     if objective.ratio == "sequence" or objective.surrogate == "geometric":
         remedy = "Set a loss of tokens, such as grpo, or have the conversation return one sequence"
         raise UserError(

@@ -11,9 +11,9 @@ segment that ends at u,
 is an unbiased estimate of the gradient of the expected reward, for each baseline b(u) that does not
 depend on s_u given u's parent. V of a leaf is the reward of the leaf. V of any other node is the
 mean of its children's V. Each slot has the weight 1/G, and the slots below a node have the weight ω
-in total. The aggregation ``constant`` therefore needs no weights: tokens of segment l of completion
-g have the advantage ``tree_advantages(…)[q, g, l]``, and the loss is divided by N·G·L_max, as for
-groups without a tree.
+in total. The aggregation ``constant`` therefore needs no weights: tokens of segment l of
+completion g have the advantage ``tree_advantages(…)[q, g, l]``, and the loss is divided by
+N·G·L_max, as for groups without a tree.
 
 - A path that ends before a fork is the completion of each slot below its last node. Its ω is
   unchanged.
@@ -65,7 +65,7 @@ def find_biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Floats:
+def compute_tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Floats:
     """Return V(u) − b(u) of each segment of each path.
 
     With K = 2, M₁ = 2, forks after 1 of 3 tokens, and the baseline ``mixed``
@@ -90,7 +90,7 @@ def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Fl
     values = compute_node_values(rewards - rewards[:, :1], segments, tree)
     if tree.baseline == "depth":
         nodes = [
-            normalise_depth(value, tokens[:, :: samples // value.shape[1], level])
+            compute_depth_advantages(value, tokens[:, :: samples // value.shape[1], level])
             for level, value in enumerate(values)
         ]
     else:
@@ -128,7 +128,8 @@ def compute_node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -
 
 
 def _compute_baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Floats]:
-    """Return the baseline ``mixed`` of each node, in the shapes of ``values``.
+    """Return the baseline ``mixed`` of each node, in the shapes of
+    ``values``.
 
     The baseline of a root is the mean of the other roots. The baseline of any other node is the
     mean of its siblings' V and, as one more, the baseline of its root.
@@ -146,7 +147,7 @@ def _compute_baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Float
     return baselines
 
 
-def normalise_depth(values: Floats, tokens: Ints) -> Floats:
+def compute_depth_advantages(values: Floats, tokens: Ints) -> Floats:
     """Return BranchGRPO's advantage (arXiv:2509.06040) of nodes of one depth: (V − mean)/(std +
     1e-8), within ±5.
 

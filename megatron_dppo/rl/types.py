@@ -85,7 +85,7 @@ class RoutingShape:
         return np.dtype(np.uint8) if self.experts <= 255 else np.dtype(np.uint16)
 
 
-def unknown_expert(dtype: np.dtype[Any]) -> int:
+def get_unknown_expert(dtype: np.dtype[Any]) -> int:
     """Return the placeholder for the experts of a token whose routing is unknown."""
     return int(np.iinfo(dtype).max)
 
@@ -175,8 +175,8 @@ class StepMetadata:
     """Complete input of the planner for one step, without tokens. Groups are sorted by prompt id.
 
     The example's group has ``prompt_ids`` [7], ``prompt_inclusion`` [0.5], ``prompt_lengths`` [2],
-    ``response_lengths`` and ``sampled_lengths`` [[2, 3]], ``shared_lengths`` [[0, 2]], ``rewards``
-    [[1, 0]], ``owners`` [0] if rank 0 generated it, and ``window`` 2.
+    ``response_lengths`` and ``sampled_lengths`` [[2, 3]], ``compute_shared_lengths`` [[0, 2]],
+    ``rewards`` [[1, 0]], ``owners`` [0] if rank 0 generated it, and ``window`` 2.
     """
 
     prompt_ids: Ints
@@ -196,7 +196,7 @@ class StepMetadata:
     """[Q, G, S], all tokens of each sequence after a completion's first; 0 for missing sequences.
     See ``rl/sequences.py``."""
     rewards: Floats
-    """[Q, G], from ``without_rounding``: ``==`` compares the rewards of a group."""
+    """[Q, G], from ``round_rewards``: ``==`` compares the rewards of a group."""
     score_norms: Floats
     """[Q, G], proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², with the engine's p_t; ones
     without p_t."""
@@ -228,7 +228,7 @@ class StepMetadata:
         return self.prompt_lengths[:, None] + self.response_lengths
 
 
-def no_segments(completions: tuple[int, ...]) -> Segments:
+def make_empty_segments(completions: tuple[int, ...]) -> Segments:
     """Return an empty array of segments, shape […, 0], for completions with one advantage each."""
     return np.zeros((*completions, 0), SEGMENT)
 
@@ -240,8 +240,8 @@ class MinibatchPlan:
     The samples are the K kept completions, or their sequences, sorted by (group, sequence,
     completion). If the example keeps its second completion with probability 1, then K = 1,
     ``group`` is [0], ``completion`` [1], ``advantage`` [[−1]] and ``weight`` [1 / 0.5] = [2]. With
-    c = 1/3 and Z = N·G = 4 ``scale`` is [2 · 1/3 / 4] = [1/6]. With the ``packs`` (((0,),),) the
-    sample is in the only pack of the only replica.
+    c = 1/3 and Z = N·G = 4 ``scale`` is [2 · 1/3 / 4] = [1/6]. With the ``packs``
+    (((0,),),) the sample is in the only pack of the only replica.
     """
 
     group: Ints
@@ -366,5 +366,5 @@ class Pack:
     """[S], tokens of each segment without padding. Descendants do not attend to padding. None as
     ``parents``."""
     routing: Routing | None = None
-    """[T, layers of this rank's stage, k]; ``unknown_expert`` for unknown routing and for
+    """[T, layers of this rank's stage, k]; ``get_unknown_expert`` for unknown routing and for
     padding."""

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.data.offline import OfflineGroup, held_by
+from megatron_dppo.data.offline import OfflineGroup, is_on_rank
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import StandstillError, UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
-from megatron_dppo.rl.plan import gather_metadata, remaining_window
-from megatron_dppo.rl.pruning.schedule import mixed
-from megatron_dppo.rl.score import Score, count_failures, tracebacks
-from megatron_dppo.rl.seeds import Purpose, engine_seed
-from megatron_dppo.rl.sequences import check_sequences, longest_response
+from megatron_dppo.rl.objectives import compute_overlong_penalty, resolve_objective
+from megatron_dppo.rl.plan import compute_remaining_window, gather_metadata
+from megatron_dppo.rl.pruning.schedule import find_nonzero_variance_groups
+from megatron_dppo.rl.score import Score, collect_tracebacks, count_failures
+from megatron_dppo.rl.seeds import Purpose, derive_engine_seed
+from megatron_dppo.rl.sequences import check_sequences, compute_longest_response
 from megatron_dppo.rl.types import (
     Completion,
     Floats,
@@ -38,8 +38,13 @@ from megatron_dppo.rl.types import (
     StepMetadata,
 )
 from megatron_dppo.rollout.engine import RolloutEngine, Sampling
-from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
-from megatron_dppo.rollout.scoring import GroupScoring, check_failures, failed_scores, scored_group
+from megatron_dppo.rollout.metadata import build_metadata, compute_role_rewards
+from megatron_dppo.rollout.scoring import (
+    GroupScoring,
+    build_group,
+    check_failures,
+    find_failed_scores,
+)
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from megatron_dppo.rollout.tree import count_unique_tokens
@@ -75,11 +80,11 @@ class Collector:
             teachers,
         )
 
-    def request(self, pool: PromptPool, rollouts: StepRollouts, again: int = 0) -> StepRollouts:
+    def request(self, pool: PromptPool, rollouts: StepRollouts, attempt: int = 0) -> StepRollouts:
         """Ask the engine for this rank's share of a step's rollouts, or for what is missing of it.
-        ``again`` counts the earlier selections of the step."""
+        ``attempt`` counts the earlier selections of the step."""
         selection, rollout = rollouts.selection, self._config.rollout
-        rows = self._mine(selection)
+        rows = self._find_local_rows(selection)
         prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[rows]]
         rollouts.prompts = prompts
         rollouts.inclusion = selection.inclusion[rows]
@@ -90,25 +95,27 @@ class Collector:
             max_tokens=rollout.max_response_tokens,
             temperature=rollout.temperature,
             stop_token_ids=self.stop_token_ids,
-            seed=engine_seed(self._config.run.seed, rollouts.step, Purpose.SAMPLING, again),
+            seed=derive_engine_seed(
+                self._config.run.seed, rollouts.step, Purpose.SAMPLING, attempt
+            ),
             routing=self._routing,
             branches=rollout.tree.branches,
         )
         if rollouts.partial is None:
-            rollouts.pending = self.ask(prompts, sampling)
+            rollouts.pending = self.submit(prompts, sampling)
         else:
-            rollouts.pending = self._engine.go_on(prompts, sampling, rollouts.partial)
+            rollouts.pending = self._engine.resume_partial(prompts, sampling, rollouts.partial)
         return rollouts
 
-    def break_off(self, under_way: Sequence[StepRollouts]) -> bool:
+    def interrupt(self, running: Sequence[StepRollouts]) -> bool:
         """Break off rollouts, which then know how far they are. False: the engine is to finish
         them. Collective."""
-        of_engine = under_way if self._offline is None else ()
+        of_engine = running if self._offline is None else ()
         progress = (
-            self._engine.break_off([each.pending for each in of_engine]) if of_engine else None
+            self._engine.interrupt([each.pending for each in of_engine]) if of_engine else None
         )
-        for rollouts, so_far in zip(under_way, progress or (), strict=progress is not None):
-            rollouts.restart()
+        for rollouts, so_far in zip(running, progress or (), strict=progress is not None):
+            rollouts.reset()
             rollouts.partial = so_far
         return progress is not None
 
@@ -122,17 +129,19 @@ class Collector:
         selection, prompts, inclusion = rollouts.selection, rollouts.prompts, rollouts.inclusion
         assert prompts is not None and inclusion is not None, "they are requested first"
         total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
-        score = self._wait_for_rollouts(prompts, rollouts.pending, of_all=total)
+        score = self._wait_for_rollouts(prompts, rollouts.pending, total=total)
         result: Any
         try:
-            part, groups, failures = self._share(score(), inclusion)
+            part, groups, failures = self._build_local_batch(score(), inclusion)
             result = part, failures
         except (Exception, StandstillError) as error:
             result = error
-        parts, all_failures = zip(*self._world.gather_results(result, what="scores"), strict=True)
+        parts, all_failures = zip(
+            *self._world.gather_results(result, description="scores"), strict=True
+        )
         failed = [failure for of_rank in all_failures for failure in of_rank]
         check_failures(self._config.reward, failed, total)
-        metadata = gather_metadata(parts, window=remaining_window(selection, parts))
+        metadata = gather_metadata(parts, window=compute_remaining_window(selection, parts))
         dropped = len(selection.prompt_ids) - len(metadata.prompt_ids)
         timeouts, errors = map(float, count_failures(failed))
         counts = dict(zip(COUNTS, (float(dropped), timeouts, errors), strict=True))
@@ -141,12 +150,12 @@ class Collector:
             if dropped
             else ()
         )
-        metrics = self._metrics(metadata) | counts
+        metrics = self._compute_metrics(metadata) | counts
         return CompleteRollouts(
-            _by_row(metadata, groups), metadata, metrics, tracebacks(failed) + notes
+            _index_by_row(metadata, groups), metadata, metrics, collect_tracebacks(failed) + notes
         )
 
-    def collected(self, rounds: Sequence[CompleteRollouts]) -> CompleteRollouts:
+    def merge(self, rounds: Sequence[CompleteRollouts]) -> CompleteRollouts:
         """All that a step has rolled out, in one round or several. Not collective."""
         if len(rounds) == 1:
             return rounds[0]
@@ -157,7 +166,10 @@ class Collector:
         counts = {name: sum(each.metrics[name] for each in rounds) for name in COUNTS}
         notes = dict.fromkeys(note for each in rounds for note in each.notes)
         return CompleteRollouts(
-            _by_row(metadata, groups), metadata, self._metrics(metadata) | counts, tuple(notes)
+            _index_by_row(metadata, groups),
+            metadata,
+            self._compute_metrics(metadata) | counts,
+            tuple(notes),
         )
 
     def close(self) -> None:
@@ -165,30 +177,30 @@ class Collector:
         if self._teachers is not None:
             self._teachers.close()
 
-    def _mine(self, selection: Selection) -> Ints:
+    def _find_local_rows(self, selection: Selection) -> Ints:
         """The places of this rank's prompts in a selection."""
         rank, ranks = self._world.rank, self._world.size
         if self._offline is not None:
-            return np.flatnonzero(held_by(rank, ranks, selection.prompt_ids))
+            return np.flatnonzero(is_on_rank(rank, ranks, selection.prompt_ids))
         return np.arange(rank, len(selection.prompt_ids), ranks)
 
-    def ask(self, prompts: Sequence[Prompt], sampling: Sampling) -> Any:
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling) -> Any:
         """Request completions of this rank's prompts (there may be none), for :meth:`answers`."""
         return self._engine.begin(prompts, sampling)
 
-    def answers(self, prompts: Sequence[Prompt], pending: Any, *, of_all: int) -> list[Group]:
+    def collect_groups(self, prompts: Sequence[Prompt], pending: Any, *, total: int) -> list[Group]:
         """Wait for the completions of this rank's prompts, and have them scored, and read, as they
         come. Collective.
 
-        Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of
+        Past the failures that ``reward.max_failures`` allows among the ``total`` completions of
         all ranks, the rest is left unscored: :func:`check_failures` is then about to stop the run.
         """
-        return self._world.together(
-            self._wait_for_rollouts(prompts, pending, of_all=of_all), what="scores"
+        return self._world.run_on_all_ranks(
+            self._wait_for_rollouts(prompts, pending, total=total), description="scores"
         )
 
     def _wait_for_rollouts(
-        self, prompts: Sequence[Prompt], pending: Any, *, of_all: int
+        self, prompts: Sequence[Prompt], pending: Any, *, total: int
     ) -> Callable[[], list[Group]]:
         """Wait for completions and teachers, while completions are scored. Collective.
 
@@ -201,42 +213,42 @@ class Collector:
             completions = [group.completions for group in held]
             scores = [group.scores for group in held]
             query.wait(completions, self._world)
-            return lambda: list(map(scored_group, prompts, query.answers(completions), scores))
-        most_failures = math.floor(self._config.reward.max_failures * of_all)
+            return lambda: list(map(build_group, prompts, query.add_logprobs(completions), scores))
+        most_failures = math.floor(self._config.reward.max_failures * total)
         scoring = GroupScoring(self.workers, self._tokenizer, prompts, most_failures)
 
-        def look(complete: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
+        def process_groups(complete: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
             groups = list(complete)
-            query.look(groups)
-            return scoring.look(groups)
+            query.submit_groups(groups)
+            return scoring.process_groups(groups)
 
         try:
-            completions = self._engine.finish(pending, look)
+            completions = self._engine.finish(pending, process_groups)
             query.wait(completions, self._world)
-            return lambda: scoring.finish(query.answers(completions))
+            return lambda: scoring.finish(query.add_logprobs(completions))
         except BaseException:
-            scoring.abandon()
-            query.abandon()
+            scoring.cancel()
+            query.cancel()
             raise
 
-    def _check(self, answers: Sequence[Group]) -> None:
+    def _check(self, groups: Sequence[Group]) -> None:
         rollout = self._config.rollout
         if rollout.conversation or rollout.engine_function:  # others make one sequence
             prompts, completions = (
-                [group.prompt for group in answers],
-                [group.completions for group in answers],
+                [group.prompt for group in groups],
+                [group.completions for group in groups],
             )
             check_sequences(self._config, prompts, completions)
         if self._routing is not None:
-            self._check_routing(answers)
+            self._check_routing(groups)
         if rollout.tree.branches:
-            self._check_forks(answers)
+            self._check_forks(groups)
         if rollout.roles:
-            self._check_roles(answers)
+            self._check_roles(groups)
 
-    def _check_routing(self, answers: Sequence[Group]) -> None:
+    def _check_routing(self, groups: Sequence[Group]) -> None:
         """Only a conversation that puts its completion together by itself can leave it out."""
-        if any(completion.routing is None for group in answers for completion in group.completions):
+        if any(completion.routing is None for group in groups for completion in group.completions):
             rollout = self._config.rollout
             problem = "wants to know which experts made every token, and a completion came without"
             remedy = (
@@ -247,12 +259,10 @@ class Collector:
                 "loss.replay_routing", self._config.loss.replay_routing, problem, remedy
             )
 
-    def _check_forks(self, answers: Sequence[Group]) -> None:
+    def _check_forks(self, groups: Sequence[Group]) -> None:
         """Only an engine that does not know of trees leaves them out."""
         rollout = self._config.rollout
-        if any(
-            completion.segments is None for group in answers for completion in group.completions
-        ):
+        if any(completion.segments is None for group in groups for completion in group.completions):
             levels = len(rollout.tree.branches)
             problem = (
                 f"has {levels} levels, and completions came from the engine "
@@ -265,16 +275,14 @@ class Collector:
             )
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
-    def _check_roles(self, answers: Sequence[Group]) -> None:
+    def _check_roles(self, groups: Sequence[Group]) -> None:
         roles, function = self._config.rollout.roles, self._config.reward.spec
-        if any(
-            completion.segments is None for group in answers for completion in group.completions
-        ):
+        if any(completion.segments is None for group in groups for completion in group.completions):
             problem = "want to know who said what, and a completion came without"
             raise UserError(
                 "rollout.roles", list(roles), problem, "Have the engine's conversations say it"
             )
-        scores = (score for group in answers for score in group.scores)
+        scores = (score for group in groups for score in group.scores)
         if unknown := next(
             (role for score in scores for role in score.roles if role not in roles), None
         ):
@@ -285,8 +293,8 @@ class Collector:
                 "reward.function", function, problem, "Call roles as they are called there"
             )
 
-    def _share(
-        self, answers: Sequence[Group], inclusions: Floats
+    def _build_local_batch(
+        self, scored: Sequence[Group], inclusions: Floats
     ) -> tuple[StepMetadata, list[Group], list[Score]]:
         """Return the metadata of this rank's groups, the groups with penalties, and the failed
         scores of other groups.
@@ -294,18 +302,18 @@ class Collector:
         Raises:
             UserError: a completion is not what the settings ask for.
         """
-        self._check(answers)
+        self._check(scored)
         rollout, groups, inclusion = self._config.rollout, [], []
         numbers: list[list[Mapping[str, float]]] = []
         of_roles: list[Floats] = []
-        for group, pi in zip(answers, inclusions, strict=True):
+        for group, pi in zip(scored, inclusions, strict=True):
             if any(score.failure for score in group.scores):
                 continue
-            penalty = self._penalty(group.prompt, group.completions)
+            penalty = self._compute_penalty(group.prompt, group.completions)
             unique = count_unique_tokens(group.completions, rollout.tree.branches)
             numbers.append(
                 [
-                    _numbers(*each)
+                    _compute_completion_metrics(*each)
                     for each in zip(group.completions, group.scores, unique, strict=True)
                 ]
             )
@@ -319,22 +327,23 @@ class Collector:
                 of_roles.append(np.array(by_role) + penalty[:, None])
         shape = rollout.samples_per_prompt, rollout.segments, self._world.rank
         distillation = self._config.loss.distillation
-        part = metadata_of(groups, np.array(inclusion), *shape, distillation, of_roles, numbers)
-        return part, groups, failed_scores(answers)
+        part = build_metadata(groups, np.array(inclusion), *shape, distillation, of_roles, numbers)
+        return part, groups, find_failed_scores(scored)
 
-    def _penalty(self, prompt: Prompt, completions: Sequence[Completion]) -> np.ndarray:
+    def _compute_penalty(self, prompt: Prompt, completions: Sequence[Completion]) -> np.ndarray:
         limit, buffer = (
             self._config.rollout.max_response_tokens,
             self._config.reward.overlong_buffer,
         )
         if buffer is None:
-            buffer = round(objective_for(self._config.loss).overlong_share * limit)
+            buffer = round(resolve_objective(self._config.loss).overlong_share * limit)
         lengths = [
-            longest_response(len(prompt.token_ids), completion) for completion in completions
+            compute_longest_response(len(prompt.token_ids), completion)
+            for completion in completions
         ]
-        return soft_overlong_penalty(lengths, limit=limit, buffer=buffer)
+        return compute_overlong_penalty(lengths, limit=limit, buffer=buffer)
 
-    def _metrics(self, metadata: StepMetadata) -> dict[str, float]:
+    def _compute_metrics(self, metadata: StepMetadata) -> dict[str, float]:
         lengths, groups = metadata.response_lengths, len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
@@ -350,15 +359,18 @@ class Collector:
             "rollout/response_len/mean": float(lengths.sum()) / count,
             "rollout/response_len/max": float(lengths.max(initial=0)),
             "rollout/truncated_ratio": float(metadata.truncated.sum()) / count,
-            "rollout/zero_std/ratio": (groups - len(mixed(metadata))) / max(groups, 1),
+            "rollout/zero_std/ratio": (groups - len(find_nonzero_variance_groups(metadata)))
+            / max(groups, 1),
             "rollout/generated_tokens": sampled,
             "rollout/unique_tokens": sums.get("rollout/unique_tokens", 0.0),
             "rollout/entropy": sums.get("rollout/entropy", 0.0) / max(sampled, 1.0),
-            **mean_role_rewards(metadata, self._config.rollout.roles),
+            **compute_role_rewards(metadata, self._config.rollout.roles),
         }
 
 
-def _numbers(completion: Completion, score: Score, unique: int) -> dict[str, float]:
+def _compute_completion_metrics(
+    completion: Completion, score: Score, unique: int
+) -> dict[str, float]:
     """The ``parts`` of a completion's metadata.
 
     ``rollout/entropy`` is −Σ log p over the sampled tokens, which estimates their entropy without
@@ -373,6 +385,6 @@ def _numbers(completion: Completion, score: Score, unique: int) -> dict[str, flo
     }
 
 
-def _by_row(metadata: StepMetadata, groups: Sequence[Group]) -> dict[int, Group]:
+def _index_by_row(metadata: StepMetadata, groups: Sequence[Group]) -> dict[int, Group]:
     rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
     return {rows[group.prompt.id]: group for group in groups}

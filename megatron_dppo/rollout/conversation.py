@@ -38,10 +38,10 @@ from numpy.typing import NDArray
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins import FAILURES
 from megatron_dppo.rl.numbers import as_mask
-from megatron_dppo.rl.sequences import malformed
+from megatron_dppo.rl.sequences import find_sequence_error
 from megatron_dppo.rl.types import Completion, Prompt, Routing
 from megatron_dppo.rollout.conversation_checks import (
-    UnusableError,
+    InvalidCompletionError,
     check_completion,
     check_ids,
     check_roles,
@@ -64,7 +64,7 @@ own where there are several, or a completion that it has put together itself."""
 
 TurnFunction: TypeAlias = "Callable[[Client, list[int], Sampling], Awaitable[Completion]]"
 """An engine's continuation of a client's context."""
-AGAIN_S = 0.3
+RETRY_DELAY_S = 0.3
 """Seconds until a conversation that was given up, or a turn that a paused server aborted, is
 requested again."""
 
@@ -81,7 +81,7 @@ class Client:
     turn: TurnFunction
     """The engine's."""
     failure: type[Exception] = TryAgainError
-    """The engine's error, which :meth:`ConversationFunction.have` raises unchanged."""
+    """The engine's error, which :meth:`ConversationFunction.run` raises unchanged."""
     function: ConversationFunction
     """The function that has the conversation."""
     prompt: Prompt
@@ -129,7 +129,7 @@ class Client:
         limit = left if max_tokens is None else min(left, max_tokens)
         stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *map(int, stop_token_ids))))
         sampling = replace(self.sampling, samples=1, max_tokens=limit, stop_token_ids=stops)
-        turn = await self.turn(self, context, sampling) if limit > 0 else joined([])
+        turn = await self.turn(self, context, sampling) if limit > 0 else merge_parts([])
         self.generated.append((context, turn))
         return turn
 
@@ -151,7 +151,7 @@ class ConversationFunction:
     tokenizer: Any = None
     """The policy's tokenizer."""
 
-    async def have(self, client: Client) -> Completion:
+    async def run(self, client: Client) -> Completion:
         """Have one conversation. The function may write on the prompt's label and extra columns:
         they are copies.
 
@@ -166,10 +166,10 @@ class ConversationFunction:
         )
         try:
             returned = await self.function(client, own)
-            return completed(returned, client)
+            return build_completion(returned, client)
         except (TryAgainError, UserError, client.failure):
             raise
-        except UnusableError as error:
+        except InvalidCompletionError as error:
             raise UserError(
                 self.setting, self.spec, f"for prompt {prompt.id} it {error}", self.remedy
             ) from None
@@ -180,7 +180,7 @@ class ConversationFunction:
             problem = f"raised for prompt {prompt.id}:\n{traceback.format_exc(limit=-4)}"
             raise UserError(self.setting, self.spec, problem, "Mend it") from error
 
-    def interference(self) -> UserError:
+    def make_interference_error(self) -> UserError:
         """Return the error for a function that cancelled others' tasks, or stopped the event
         loop."""
         problem = (
@@ -194,11 +194,11 @@ class ConversationFunction:
         )
 
 
-GIVEN = np.iinfo(np.int32).min
+NO_VERSION = np.iinfo(np.int32).min
 """Version of a token that no weights have made."""
 
 
-def joined(turns: Iterable[Part]) -> Completion:
+def merge_parts(turns: Iterable[Part]) -> Completion:
     """One completion of several turns. It ends as the last of the policy's turns did.
 
     Tokens that the policy was given count as the version of the turn after them, or of the last
@@ -211,34 +211,37 @@ def joined(turns: Iterable[Part]) -> Completion:
             parts.append(turn)
             finish_reason = turn.finish_reason
         else:
-            parts.append(_given(turn))
+            parts.append(_make_context_part(turn))
     befores = accumulate((len(part.token_ids) for part in parts), initial=0)
     return Completion(
         token_ids=np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
         logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
         loss_mask=np.concatenate([np.empty(0, bool), *(part.loss_mask for part in parts)]),
-        versions=_versions(
+        versions=_fill_versions(
             np.concatenate([np.empty(0, np.int32), *(part.versions for part in parts)])
         ),
         finish_reason=finish_reason,
-        routing=_routing([part.routing for part in parts if part.routing is not None]),
-        segments=_segments(parts) if any(part.segments is not None for part in parts) else None,
+        routing=_merge_routing([part.routing for part in parts if part.routing is not None]),
+        segments=_merge_segments(parts)
+        if any(part.segments is not None for part in parts)
+        else None,
         starts=tuple(
             at + start for at, part in zip(befores, parts, strict=False) for start in part.starts
         ),
     )
 
 
-def _versions(of_tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Those of given tokens, ``GIVEN``, replaced by the next one that is known, or by the last."""
-    known = np.flatnonzero(of_tokens != GIVEN)
+def _fill_versions(versions: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Those of given tokens, ``ASSIGNMENT``, replaced by the next one that is known, or by the
+    last."""
+    known = np.flatnonzero(versions != NO_VERSION)
     if not len(known):
-        return of_tokens
-    following = np.searchsorted(known, np.arange(len(of_tokens)))
-    return of_tokens[known[np.minimum(following, len(known) - 1)]]
+        return versions
+    following = np.searchsorted(known, np.arange(len(versions)))
+    return versions[known[np.minimum(following, len(known) - 1)]]
 
 
-def _segments(parts: Sequence[Completion]) -> NDArray[np.int8]:
+def _merge_segments(parts: Sequence[Completion]) -> NDArray[np.int8]:
     return np.concatenate(
         [
             np.full(len(p.token_ids), -1, np.int8) if p.segments is None else p.segments
@@ -247,16 +250,16 @@ def _segments(parts: Sequence[Completion]) -> NDArray[np.int8]:
     )
 
 
-def _routing(of_turns: Sequence[Routing]) -> Routing | None:
+def _merge_routing(tables: Sequence[Routing]) -> Routing | None:
     """Each turn's begins with the first token of the prompt; what earlier turns have read is left
     out of later ones."""
-    if not of_turns:
+    if not tables:
         return None
-    read = np.maximum.accumulate([0, *map(len, of_turns)]).tolist()
-    return np.concatenate([table[start:] for table, start in zip(of_turns, read, strict=False)])
+    read = np.maximum.accumulate([0, *map(len, tables)]).tolist()
+    return np.concatenate([table[start:] for table, start in zip(tables, read, strict=False)])
 
 
-def beginning(completion: Completion, length: int, read: int) -> Completion:
+def truncate_completion(completion: Completion, length: int, read: int) -> Completion:
     """The first ``length`` tokens of a completion, as one that was cut off there.
 
     Args:
@@ -275,7 +278,7 @@ def beginning(completion: Completion, length: int, read: int) -> Completion:
     )
 
 
-def completed(returned: Returned, client: Client) -> Completion:
+def build_completion(result: Returned, client: Client) -> Completion:
     """Return the completion of a conversation from what its function returned.
 
     Each sequence is cut off at ``client.max_tokens`` tokens more than the prompt's.
@@ -284,77 +287,77 @@ def completed(returned: Returned, client: Client) -> Completion:
         UnusableError: the completion cannot be trained on.
     """
     start, limit, roles = client.prompt.token_ids.tolist(), client.max_tokens, client.function.roles
-    if isinstance(returned, Completion):
-        check_ids(returned.token_ids, client.function.vocabulary, "returned a completion")
-        return _well_formed(_cut_off(returned, len(start), limit, roles), client)
-    if not isinstance(returned, Sequence):
-        raise UnusableError(
-            f"returned a {type(returned).__name__}, neither a list of turns nor a completion"
+    if isinstance(result, Completion):
+        check_ids(result.token_ids, client.function.vocabulary, "returned a completion")
+        return _validate_completion(_truncate_sequence(result, len(start), limit, roles), client)
+    if not isinstance(result, Sequence):
+        raise InvalidCompletionError(
+            f"returned a {type(result).__name__}, neither a list of turns nor a completion"
         )
     cut: list[Completion] = []
     truncated = False
-    for number, turns in enumerate(_sequences(returned)):
+    for number, turns in enumerate(_split_sequences(result)):
         before, longest = ([], len(start) + limit) if number else (start, limit)
-        sequence = _sequence(client, turns, before, len(before) + longest)
+        sequence = _build_sequence(client, turns, before, len(before) + longest)
         truncated |= len(sequence.token_ids) > longest
         if number and len(sequence.token_ids) >= longest and not sequence.loss_mask[:longest].any():
             truncated = True  # its context has left the policy no room
         else:
-            cut.append(_cut_off(sequence, len(before), longest, roles))
+            cut.append(_truncate_sequence(sequence, len(before), longest, roles))
     whole = cut[0]
     if len(cut) > 1:
         starts = tuple(accumulate(len(each.token_ids) for each in cut[:-1]))
-        whole = _well_formed(replace(joined(cut), routing=None, starts=starts), client)
+        whole = _validate_completion(replace(merge_parts(cut), routing=None, starts=starts), client)
     return replace(whole, finish_reason="length") if truncated else whole
 
 
-def _well_formed(completion: Completion, client: Client) -> Completion:
-    if problem := malformed(len(client.prompt.token_ids), completion, client.max_tokens):
-        raise UnusableError(problem)
+def _validate_completion(completion: Completion, client: Client) -> Completion:
+    if problem := find_sequence_error(len(client.prompt.token_ids), completion, client.max_tokens):
+        raise InvalidCompletionError(problem)
     return completion
 
 
-def _sequences(returned: Sequence[Any]) -> list[Sequence[Turn]]:
+def _split_sequences(turns: Sequence[Any]) -> list[Sequence[Turn]]:
     """The turns of each sequence: a list among the turns that holds what the policy said is one."""
     several = [
         isinstance(each, list | tuple)
         and any(isinstance(part, Completion | tuple) for part in each)
         and not isinstance(each[0], str)
-        for each in returned
+        for each in turns
     ]
     if any(several) and not all(several):
-        raise UnusableError("returned turns beside lists of turns")
-    return list(returned) if any(several) else [returned]
+        raise InvalidCompletionError("returned turns beside lists of turns")
+    return list(turns) if any(several) else [turns]
 
 
-def _sequence(
-    client: Client, turns: Sequence[Turn], before: Sequence[int], longest: int
+def _build_sequence(
+    client: Client, turns: Sequence[Turn], prefix: Sequence[int], limit: int
 ) -> Completion:
-    """One sequence, without most of what the policy was given past ``longest`` tokens, which is cut
+    """One sequence, without most of what the policy was given past ``limit`` tokens, which is cut
     off.
 
     The log-probabilities of a turn hold after the tokens that it was generated from, and after no
     others.
 
     Args:
-        before: tokens before its turns.
-        longest: tokens that it may have, with those.
+        prefix: tokens before its turns.
+        limit: tokens that it may have, with those.
     """
     roles = client.function.roles
     contexts = {id(turn): context for context, turn in client.generated}
     known = f"and rollout.roles has {', '.join(map(repr, roles)) or 'none'}"
-    context, parts, speakers = [*before], list[Part](), list[int]()
+    context, parts, speakers = [*prefix], list[Part](), list[int]()
     for number, given in enumerate(turns):
         role, turn = None, given
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
             role, turn = given
-        past = len(context) > longest
+        past = len(context) > limit
         if isinstance(turn, Completion):
             if role not in (roles or (None,)):
                 said_as = f"the role {role!r}" if role else "no role"
-                raise UnusableError(f"returned a turn {number} of {said_as}, {known}")
+                raise InvalidCompletionError(f"returned a turn {number} of {said_as}, {known}")
             if id(turn) not in contexts:
-                raise UnusableError(
+                raise InvalidCompletionError(
                     f"returned as turn {number} a completion that this conversation has not "
                     "generated"
                 )
@@ -363,49 +366,51 @@ def _sequence(
                     f"returned a turn {number} that was generated after other tokens than "
                     "stand before it"
                 )
-                raise UnusableError(problem)
+                raise InvalidCompletionError(problem)
         elif role is not None:
-            raise UnusableError(
+            raise InvalidCompletionError(
                 f"returned a turn {number} of the role {role!r} that the policy has not said"
             )
         elif past:
             continue
         else:
-            begin: Any = turn[: longest + 1] if isinstance(turn, Sequence | np.ndarray) else turn
+            begin: Any = turn[: limit + 1] if isinstance(turn, Sequence | np.ndarray) else turn
             turn = check_ids(begin, client.function.vocabulary, f"returned a turn {number}")
         tokens = turn.token_ids if isinstance(turn, Completion) else turn
         parts.append(turn)
         context += tokens.tolist()
         speakers += [-1 if role is None else roles.index(role)] * len(tokens)
-    whole = joined(parts)
+    whole = merge_parts(parts)
     return replace(whole, segments=np.array(speakers, np.int8)) if roles else whole
 
 
-def _cut_off(returned: Completion, before: int, limit: int, roles: Sequence[str]) -> Completion:
+def _truncate_sequence(
+    completion: Completion, offset: int, limit: int, roles: Sequence[str]
+) -> Completion:
     """A sequence that comes after so many tokens, checked; one put together by the function may be
     several."""
     try:
-        mask = as_mask(returned.loss_mask)
+        mask = as_mask(completion.loss_mask)
     except ValueError as error:
-        raise UnusableError(f"returned {error}") from None
+        raise InvalidCompletionError(f"returned {error}") from None
     whole = replace(
-        returned,
-        token_ids=np.asarray(returned.token_ids, np.int32),
-        logprobs=np.asarray(returned.logprobs, np.float32),
+        completion,
+        token_ids=np.asarray(completion.token_ids, np.int32),
+        logprobs=np.asarray(completion.logprobs, np.float32),
         loss_mask=mask,
-        starts=tuple(map(int, returned.starts)),
+        starts=tuple(map(int, completion.starts)),
     )
     check_completion(whole, limit)
     check_roles(whole, roles)
     if len(whole.token_ids) <= limit or whole.starts:
         return whole
-    return beginning(whole, limit, read=before + limit - 1)
+    return truncate_completion(whole, limit, read=offset + limit - 1)
 
 
-def _given(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:
+def _make_context_part(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:
     """Tokens that the policy reads, as a part of a completion."""
     length = len(token_ids)
-    tokens, versions = np.array(token_ids, np.int32), np.full(length, GIVEN, np.int32)
+    tokens, versions = np.array(token_ids, np.int32), np.full(length, NO_VERSION, np.int32)
     return Completion(
         tokens, np.zeros(length, np.float32), np.zeros(length, bool), versions, "length"
     )

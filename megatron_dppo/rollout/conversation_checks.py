@@ -13,19 +13,19 @@ from megatron_dppo.rl.numbers import as_logprobs
 from megatron_dppo.rl.types import Completion
 
 
-class UnusableError(ValueError):
+class InvalidCompletionError(ValueError):
     """A conversation returned what cannot be trained on. The text is to stand after "it"."""
 
 
 def check_ids(
-    token_ids: Sequence[int] | NDArray[Any], vocabulary: int, what: str
+    token_ids: Sequence[int] | NDArray[Any], vocabulary: int, action: str
 ) -> NDArray[np.int32]:
     """Token ids as an array.
 
     Args:
         token_ids: from a user's function.
         vocabulary: ids are below it.
-        what: the function did with them, for the error: ``returned a turn 1``.
+        action: the function did with them, for the error: ``returned a turn 1``.
 
     Raises:
         UnusableError: they are no list of ids of the policy's vocabulary.
@@ -33,10 +33,10 @@ def check_ids(
     try:
         whole = [operator.index(token) for token in token_ids]
     except TypeError:
-        raise UnusableError(f"{what} that is no list of token ids") from None
+        raise InvalidCompletionError(f"{action} that is no list of token ids") from None
     if wrong := next((token for token in whole if not 0 <= token < vocabulary), None):
-        raise UnusableError(
-            f"{what} with the token id {wrong}; the policy's vocabulary has {vocabulary} tokens"
+        raise InvalidCompletionError(
+            f"{action} with the token id {wrong}; the policy's vocabulary has {vocabulary} tokens"
         )
     return np.array(whole, np.int32)
 
@@ -45,33 +45,35 @@ def check_completion(completion: Completion, limit: int) -> None:
     length = len(completion.token_ids)
     for name in ("logprobs", "loss_mask"):
         if len(values := getattr(completion, name)) != length:
-            raise UnusableError(
+            raise InvalidCompletionError(
                 f"returned {len(values)} of {name} for a response of {length} tokens"
             )
     if not completion.loss_mask[:limit].any():
-        raise UnusableError("returned a response none of whose tokens the policy sampled")
+        raise InvalidCompletionError("returned a response none of whose tokens the policy sampled")
     try:
         as_logprobs(completion.logprobs, completion.loss_mask)
     except ValueError as error:
-        raise UnusableError(f"returned {error}") from None
+        raise InvalidCompletionError(f"returned {error}") from None
     if (count := len(completion.versions)) != length:
-        raise UnusableError(f"returned the versions of {count} tokens for a response of {length}")
+        raise InvalidCompletionError(
+            f"returned the versions of {count} tokens for a response of {length}"
+        )
 
 
 def check_roles(completion: Completion, roles: Sequence[str]) -> None:
     said_by = completion.segments
     if (said_by is not None) != bool(roles):
         there = "without the role of each token" if roles else "with roles"
-        raise UnusableError(
+        raise InvalidCompletionError(
             f"returned a response {there}, and rollout.roles has {', '.join(roles) or 'none'}"
         )
     if said_by is None:
         return
     if len(said_by) != len(completion.token_ids) or ((said_by >= 0) != completion.loss_mask).any():
-        raise UnusableError(
+        raise InvalidCompletionError(
             "returned a response whose roles are not those of its sampled tokens, and -1 elsewhere"
         )
     if said_by.max() >= len(roles):
-        raise UnusableError(
+        raise InvalidCompletionError(
             f"returned a response of a role {said_by.max()}, and rollout.roles has {len(roles)}"
         )

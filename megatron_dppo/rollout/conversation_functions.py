@@ -14,16 +14,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_dppo.config import Config, DataConfig, VerifiersConfig
-from megatron_dppo.data.examples import chat_template_for, sources_of
+from megatron_dppo.data.examples import resolve_sources, select_chat_template
 from megatron_dppo.data.generators import SEVERAL_TURNS, TOOLS, VERIFIERS, check_environment
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.data.turns import CALL, OTHER_CALL, NothingLeftError, Turns, TurnsError
+from megatron_dppo.data.turns import (
+    CALL,
+    OTHER_CALL,
+    ChatSession,
+    ConversationFormatError,
+    ResponseFullError,
+)
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.plugins import FAILURES, load_function
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.conversation import Client, ConversationFunction, Part, TryAgainError
-from megatron_dppo.rollout.conversation_checks import UnusableError
+from megatron_dppo.rollout.conversation_checks import InvalidCompletionError
 
 SETTING = "rollout.conversation"
 REMEDY = (
@@ -32,7 +38,7 @@ REMEDY = (
 )
 
 
-def conversation_of(config: Config) -> ConversationFunction | None:
+def load_conversation_function(config: Config) -> ConversationFunction | None:
     """The function of a run's conversations; None if a completion is one request. In the main
     thread.
 
@@ -92,7 +98,7 @@ def check_turns(
         UserError: some are of an environment of several turns, and nothing has a conversation.
     """
     if config.rollout.conversation or VERIFIERS not in {
-        source.name for source in sources_of(data, "train")
+        source.name for source in resolve_sources(data, "train")
     }:
         return
     if any(SEVERAL_TURNS in each for each in problems()):
@@ -108,7 +114,11 @@ class _Environment:
 
     def __init__(self, config: VerifiersConfig) -> None:
         check_environment(config)
-        from megatron_dppo.data.verifiers import DOWN, load_environment, play  # takes seconds
+        from megatron_dppo.data.verifiers import (
+            DOWN,
+            load_environment,
+            run_environment,
+        )  # takes seconds
 
         try:
             load_environment(config.environment, config.arguments)
@@ -118,7 +128,7 @@ class _Environment:
             raise UserError(
                 "data.verifiers.environment", config.environment, problem, remedy
             ) from error
-        self._load, self._play, self._down = load_environment, play, DOWN
+        self._load, self._play, self._down = load_environment, run_environment, DOWN
 
     async def __call__(self, client: Client, prompt: Prompt) -> list[Part]:
         """
@@ -129,7 +139,7 @@ class _Environment:
         turns: list[Part] = []
         tokens = prompt.token_ids.tolist()
 
-        async def generate(given: list[int]) -> list[int]:
+        async def generate_turn(given: list[int]) -> list[int]:
             if given:
                 turns.append(given)
             turn = await client.generate([*tokens, *given])
@@ -137,26 +147,26 @@ class _Environment:
             turns.append(turn)
             tokens.extend([*given, *sampled])
             if not sampled:
-                raise NothingLeftError
+                raise ResponseFullError
             return sampled
 
         extra: Mapping[str, Any] = prompt.extra
         if "environment" not in extra:
-            await generate([])
+            await generate_turn([])
             return turns
         tools = extra.get(TOOLS, ())
-        template = chat_template_for(client.tokenizer, tools) if tools else ""
+        template = select_chat_template(client.tokenizer, tools) if tools else ""
         if tools and (CALL not in template or OTHER_CALL in template):
             problem = (
                 f"has tools, and the chat template has them called otherwise than by JSON in {CALL}"
             )
-            raise UnusableError(f"{problem}, the only form that is read here")
+            raise InvalidCompletionError(f"{problem}, the only form that is read here")
         environment = self._load(extra["environment"], extra["arguments"])
-        messages = Turns(client.tokenizer, extra["input"]["prompt"], generate, tools)
+        messages = ChatSession(client.tokenizer, extra["input"]["prompt"], generate_turn, tools)
         try:
             await self._play(environment, extra["input"], messages, tools)
-        except TurnsError as error:
-            raise UnusableError(str(error)) from error
+        except ConversationFormatError as error:
+            raise InvalidCompletionError(str(error)) from error
         except self._down as error:
             raise TryAgainError(str(error)) from error
         return turns

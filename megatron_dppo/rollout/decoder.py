@@ -27,7 +27,13 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.rl.types import Routing, RoutingShape
-from megatron_dppo.rollout.decoder_layers import AttentionLayer, DeltaLayer, Norm, attend, rms
+from megatron_dppo.rollout.decoder_layers import (
+    AttentionLayer,
+    DeltaLayer,
+    Norm,
+    apply_rms_norm,
+    compute_attention,
+)
 
 
 def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -84,12 +90,12 @@ class Decoder:
     def device(self) -> torch.device:
         return self._embedding.weight.device
 
-    def weights_changed(self) -> None:
+    def refresh(self) -> None:
         """Update all tensors derived from weights. Required after every change of the weights of
         the model."""
-        self._norm.weights_changed()
+        self._norm.refresh()
         for layer in self._layers:
-            layer.weights_changed()
+            layer.refresh()
 
     def new_cache(self, rows: int, capacity: int) -> RolloutCache:
         """Return an empty cache for rows of ``capacity`` tokens."""
@@ -98,7 +104,7 @@ class Decoder:
         deltas = [layer for layer in self._layers if isinstance(layer, DeltaLayer)]
         states = [
             torch.stack(each)
-            for each in zip(*(layer.states(rows) for layer in deltas), strict=True)
+            for each in zip(*(layer.make_states(rows) for layer in deltas), strict=True)
         ]
         if len(self._cos) < capacity:
             positions = torch.arange(capacity, device=weight.device)
@@ -149,30 +155,30 @@ class Decoder:
         attentions, deltas = itertools.count(), itertools.count()
         for layer in self._layers:
             if isinstance(layer, DeltaLayer):
-                state, tail = cache.states_of(next(deltas), first, rows, begin=real is not None)
+                state, tail = cache.get_states(next(deltas), first, rows, begin=real is not None)
                 hidden = layer.finish(
-                    hidden, layer.mix(hidden.view(rows, count, -1), state, tail, real)
+                    hidden, layer.run_delta_rule(hidden.view(rows, count, -1), state, tail, real)
                 )
                 continue
             number = next(attentions)
-            keys, values = cache.layer(number, first, rows)
+            keys, values = cache.get_layer(number, first, rows)
             shape = rows, count, -1, layer.size
             *projected, gate = layer.project(hidden, rotary)
             queries, new_keys, new_values = (part.view(shape) for part in projected)
             keys[row, :, positions], values[row, :, positions] = new_keys, new_values
-            attended = attend(queries, keys[:, :, :width], values[:, :, :width], mask)
+            attended = compute_attention(queries, keys[:, :, :width], values[:, :, :width], mask)
             attended = attended.view(rows * count, -1)
             hidden = layer.finish(hidden, attended if gate is None else attended * gate)
         return hidden.view(rows, count, -1)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens, [rows, vocabulary], for hidden states, [rows,
         hidden]."""
-        logits: torch.Tensor = self._head(rms(hidden, self._norm.weight, self._eps))
+        logits: torch.Tensor = self._head(apply_rms_norm(hidden, self._norm.weight, self._eps))
         return logits
 
 
-def without_waiting(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def copy_async(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to the device. On CUDA the host does not wait, because the copy is from pinned
     memory."""
     tensor = torch.from_numpy(array)
@@ -194,22 +200,23 @@ class RowCompaction:
     remaining: int
 
     @classmethod
-    def of(cls, leaves: NDArray[np.bool_], device: torch.device) -> RowCompaction:
-        """Return the compaction that removes the rows with true ``leaves`` ([rows], on the host).
+    def from_mask(cls, mask: NDArray[np.bool_], device: torch.device) -> RowCompaction:
+        """Return the compaction that removes the rows with true ``mask`` ([rows], on the host).
 
         Args:
-            leaves: [rows], true for rows to remove.
+            mask: [rows], true for rows to remove.
             device: device of the rows.
         """
-        remaining = len(leaves) - int(leaves.sum())
+        remaining = len(mask) - int(mask.sum())
         moves = np.stack(
-            [np.flatnonzero(leaves[:remaining]), np.flatnonzero(~leaves[remaining:]) + remaining]
+            [np.flatnonzero(mask[:remaining]), np.flatnonzero(~mask[remaining:]) + remaining]
         )
-        vacant, movers = without_waiting(moves, device)
+        vacant, movers = copy_async(moves, device)
         return cls(vacant, movers, remaining)
 
     def apply(self, rows: torch.Tensor) -> None:
-        """Compact ``rows`` ([rows, …]) in place. The remaining rows are the first ``remaining``."""
+        """Compact ``rows`` ([rows, …]) in place. The remaining rows are the first
+        ``remaining``."""
         if len(self.vacant):
             rows[self.vacant] = rows[self.movers]
 
@@ -242,13 +249,13 @@ class RolloutCache:
         # Start with zeros, because unread positions are masked, and a mask does not hide NaN.
         self._stored = like.new_zeros(layers, 2, rows, heads, capacity, size)
 
-    def layer(self, index: int, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_layer(self, index: int, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of the keys and values of a layer, [rows, heads, capacity, size], for rows
         from ``first`` on."""
         keys, values = self._stored[index, :, first : first + rows]
         return keys, values
 
-    def states_of(self, index: int, first: int, rows: int, *, begin: bool) -> list[torch.Tensor]:
+    def get_states(self, index: int, first: int, rows: int, *, begin: bool) -> list[torch.Tensor]:
         """Return views of the states of a layer for rows from ``first`` on, set to zero if the rows
         ``begin``."""
         views = [each[index, first : first + rows] for each in self._states]
@@ -265,14 +272,14 @@ class RolloutCache:
         for each in self._states:
             each[:, span] = each[:, sources]
 
-    def depart(self, departure: RowCompaction, width: int) -> None:
+    def remove_rows(self, compaction: RowCompaction, width: int) -> None:
         """Remove rows from the cache, given that all rows have read at most ``width`` positions."""
-        if len(departure.vacant):
-            self._stored[:, :, departure.vacant, :, :width] = self._stored[
-                :, :, departure.movers, :, :width
+        if len(compaction.vacant):
+            self._stored[:, :, compaction.vacant, :, :width] = self._stored[
+                :, :, compaction.movers, :, :width
             ]
             for each in self._states:
-                each[:, departure.vacant] = each[:, departure.movers]
+                each[:, compaction.vacant] = each[:, compaction.movers]
 
 
 class Routers:
@@ -283,15 +290,17 @@ class Routers:
         self._heard: list[torch.Tensor] | None = None
         for layer in model.model.layers:
             if hasattr(layer.mlp, "gate"):
-                layer.mlp.gate.register_forward_hook(self._hear)
+                layer.mlp.gate.register_forward_hook(self._record_routing)
 
-    def _hear(
+    def _record_routing(
         self, router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]
     ) -> None:
         if self._heard is not None:
             self._heard.append(output[2])
 
-    def listen(self, shape: RoutingShape | None, count: int, width: int) -> RoutingRecord | None:
+    def start_recording(
+        self, shape: RoutingShape | None, count: int, width: int
+    ) -> RoutingRecord | None:
         """Start a record of the next decoding; return None, and record no routing, if ``shape`` is
         None.
 
@@ -323,7 +332,9 @@ class RoutingRecord:
         self._read: torch.Tensor | None = None
         self._size = count, width
 
-    def prefilled(self, lengths: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
+    def record_prefixes(
+        self, lengths: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> None:
         """Record the routing of prefixes, after the model has read the prefixes padded to the
         longest.
 
@@ -339,7 +350,7 @@ class RoutingRecord:
             for continuation in own:
                 self._prefixes[continuation] = prefix[:length]
 
-    def read(self, continuations: torch.Tensor, tokens: torch.Tensor) -> None:
+    def record_tokens(self, continuations: torch.Tensor, tokens: torch.Tensor) -> None:
         """Record the routing of tokens that the model has just read.
 
         Args:
@@ -349,7 +360,7 @@ class RoutingRecord:
         assert self._read is not None
         self._read[continuations, tokens] = self._routers.take().unflatten(0, tokens.shape)
 
-    def of_rows(self, lengths: Sequence[int]) -> list[Routing]:
+    def get_rows(self, lengths: Sequence[int]) -> list[Routing]:
         """Return the routing of each prefix and continuation.
 
         The last token of a continuation has no routing, because the model never reads the last

@@ -21,7 +21,7 @@ class Norm:
     def __init__(self, norm: Any, zero_centred: bool) -> None:
         self._norm, self._zero_centred, self.weight = norm, zero_centred, norm.weight
 
-    def weights_changed(self) -> None:
+    def refresh(self) -> None:
         """Renew what is derived from weights."""
         self.weight = 1.0 + self._norm.weight.float() if self._zero_centred else self._norm.weight
 
@@ -42,20 +42,20 @@ class Layer:
         self._experts = None if hasattr(layer.mlp, "gate_proj") else layer.mlp
         if self._experts is None:
             self._gate_up, self._down = (
-                fused(layer.mlp.gate_proj, layer.mlp.up_proj),
+                fuse_projections(layer.mlp.gate_proj, layer.mlp.up_proj),
                 layer.mlp.down_proj,
             )
 
-    def weights_changed(self) -> None:
+    def refresh(self) -> None:
         """Renew what is derived from weights."""
         for norm in self._norms:
-            norm.weights_changed()
+            norm.refresh()
 
-    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def finish(self, hidden: torch.Tensor, attention_output: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden], of the layer's input and what its heads have attended to, [tokens,
         heads · size]."""
-        hidden = self._out(attended).add_(hidden)
-        normed = rms(hidden, self._before_mlp.weight, self._eps)
+        hidden = self._out(attention_output).add_(hidden)
+        normed = apply_rms_norm(hidden, self._before_mlp.weight, self._eps)
         if self._experts is not None:
             return self._experts(normed.unsqueeze(0)).squeeze(0) + hidden
         gate, up = F.linear(normed, *self._gate_up).chunk(2, dim=-1)
@@ -69,15 +69,15 @@ class AttentionLayer(Layer):
         self.size, self.kv_heads = attention.head_dim, config.num_key_value_heads
         self._heads = config.num_attention_heads
         self._gated = attention.q_proj.out_features > self._heads * self.size
-        self._qkv = fused(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._qkv = fuse_projections(attention.q_proj, attention.k_proj, attention.v_proj)
         of_heads = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
         self._head_norms = [Norm(norm, zero_centred) for norm in of_heads]
         self._norms += self._head_norms
         self._head_weights = torch.empty(0)
         self._out = attention.o_proj
 
-    def weights_changed(self) -> None:
-        super().weights_changed()
+    def refresh(self) -> None:
+        super().refresh()
         counts = (self._heads, self.kv_heads)
         parts = [
             norm.weight.expand(count, -1)
@@ -90,7 +90,10 @@ class AttentionLayer(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Queries [tokens, heads, size], keys and values [tokens, kv_heads, size] of ``hidden``
         [tokens, hidden], and what the outputs are multiplied by, [tokens, heads · size]."""
-        projected, gate = F.linear(rms(hidden, self._before.weight, self._eps), *self._qkv), None
+        projected, gate = (
+            F.linear(apply_rms_norm(hidden, self._before.weight, self._eps), *self._qkv),
+            None,
+        )
         heads = projected.view(len(hidden), -1, self.size)
         if self._gated:  # a head's gate is behind its query
             queries, rest = heads.tensor_split([2 * self._heads], dim=1)
@@ -98,7 +101,7 @@ class AttentionLayer(Layer):
             heads = torch.cat([queries[:, ::2], rest], dim=1)
         both, values = heads.split([self._heads + self.kv_heads, self.kv_heads], dim=1)
         if self._head_norms:
-            both = rms(both, self._head_weights, self._eps)
+            both = apply_rms_norm(both, self._head_weights, self._eps)
         queries, keys = rotate(both, *rotary).split([self._heads, self.kv_heads], dim=1)
         return queries, keys, values, gate
 
@@ -109,10 +112,12 @@ class DeltaLayer(Layer):
     def __init__(self, layer: Any, config: Any, zero_centred: bool) -> None:
         super().__init__(layer, config, zero_centred)
         self._net = net = layer.linear_attn
-        self._projections = fused(net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a)
+        self._projections = fuse_projections(
+            net.in_proj_qkv, net.in_proj_z, net.in_proj_b, net.in_proj_a
+        )
         self._out = net.out_proj
 
-    def states(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_states(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """At the beginning of so many rows: the matrix of each head, and what the convolution still
         sees."""
         net, weight = self._net, self._net.conv1d.weight
@@ -122,7 +127,7 @@ class DeltaLayer(Layer):
         )
         return matrices, weight.new_zeros(rows, weight.shape[-1] - 1, len(weight))
 
-    def mix(
+    def run_delta_rule(
         self,
         hidden: torch.Tensor,
         state: torch.Tensor,
@@ -137,7 +142,7 @@ class DeltaLayer(Layer):
         """
         net, (rows, count, _) = self._net, hidden.shape
         mixed, z, beta, alpha = F.linear(
-            rms(hidden, self._before.weight, self._eps), *self._projections
+            apply_rms_norm(hidden, self._before.weight, self._eps), *self._projections
         ).split([net.conv_dim, net.value_dim, net.num_v_heads, net.num_v_heads], dim=-1)
         seen, kept = torch.cat([tail, mixed], dim=1), tail.shape[1]
         mixed = F.silu((seen.unfold(1, kept + 1, 1) * net.conv1d.weight[:, 0]).sum(-1))
@@ -166,14 +171,14 @@ class DeltaLayer(Layer):
             starts = torch.arange(0, rows * count + 1, count)
             out, after = chunk_gated_delta_rule(*packed, initial_state=state, cu_seqlens=starts)
         state.copy_(after)
-        normed = rms(
+        normed = apply_rms_norm(
             out.reshape(rows * count, -1, net.head_v_dim).float(), net.norm.weight, self._eps
         )
         gated = normed * F.silu(z.reshape(normed.shape).float())
         return gated.to(hidden.dtype).flatten(1)
 
 
-def fused(*projections: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def fuse_projections(*projections: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight and bias of several projections of the same input as one, of which theirs become
     parts."""
     parts = {}
@@ -190,7 +195,7 @@ def fused(*projections: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return parts["weight"], parts["bias"]
 
 
-def rms(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def apply_rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension, in fp32 but for the product with its weight, which is of
     that one's type.
 
@@ -224,7 +229,7 @@ def rotate(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
-def attend(
+def compute_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """Attention of grouped queries.

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from megatron_dppo.process.streams import moved
+from megatron_dppo.process.streams import record_progress
 from megatron_dppo.rl.types import Completion, Routing
-from megatron_dppo.rollout.decoder import Decoder, Routers, RowCompaction, without_waiting
+from megatron_dppo.rollout.decoder import Decoder, Routers, RowCompaction, copy_async
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.tree import TreePath
 
@@ -47,7 +47,7 @@ class Decoding:
         routers: of the same model, which tell its choice of experts.
         prefixes: paths to continue, each once for each of its slots, in this order.
         sampling: how.
-        most_rows: continuations in the batch at a time; as many as any prefix has at least.
+        max_rows: continuations in the batch at a time; as many as any prefix has at least.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Decoding:
         prefixes: Sequence[TreePath],
         sampling: Sampling,
         *,
-        most_rows: int,
+        max_rows: int,
     ) -> None:
         self._decoder, self._prefixes, self._sampling = decoder, prefixes, sampling
         each = [len(prefix.slots) for prefix in prefixes]
@@ -65,16 +65,16 @@ class Decoding:
         self._ends, self._limits_of = np.cumsum(each), np.repeat(limits, each)
         device, count = decoder.device, int(self._ends[-1])
         self._round = ROUND[device.type]  # a row may go so far past its end
-        width, rows = max(limits) + self._round, min(count, most_rows)
+        width, rows = max(limits) + self._round, min(count, max_rows)
         longest = max(
             len(prefix.token_ids) + limit for prefix, limit in zip(prefixes, limits, strict=True)
         )
-        self._uniforms = without_waiting(draw_uniforms(prefixes, sampling, width), device)
+        self._uniforms = copy_async(build_uniforms(prefixes, sampling, width), device)
         self._tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(count, width, dtype=torch.float32, device=device)
-        self._entropies = torch.zeros_like(self._logprobs) if sampling.entropies else None
-        self._stops = without_waiting(np.array(sampling.stop_token_ids, np.int64), device)
-        self._record = routers.listen(sampling.routing, count, width)
+        self._entropies = torch.zeros_like(self._logprobs) if sampling.needs_entropies else None
+        self._stops = copy_async(np.array(sampling.stop_token_ids, np.int64), device)
+        self._record = routers.start_recording(sampling.routing, count, width)
         self._cache = decoder.new_cache(rows, longest + self._round)
         self._rows = torch.zeros(rows, FIELDS, dtype=torch.int64, device=device)
         self._waiting = deque(range(len(prefixes)))
@@ -85,15 +85,15 @@ class Decoding:
     def run(self) -> None:
         """Until every continuation has ended."""
         while self._waiting or self._active:
-            moved()
-            if lump := self._next():
+            record_progress()
+            if lump := self._take_prefixes():
                 self._admit(lump)
             else:
                 for _ in range(self._round):
                     self._step()
-            self._retire()
+            self._remove_ended()
 
-    def _next(self) -> list[int]:
+    def _take_prefixes(self) -> list[int]:
         """Return the prefixes to admit now: none until a quarter of the rows is free, because
         reading many pays."""
         lump: list[int] = []
@@ -108,10 +108,10 @@ class Decoding:
             lump.append(self._waiting.popleft())
         return lump
 
-    def _admit(self, lump: Sequence[int]) -> None:
+    def _admit(self, indices: Sequence[int]) -> None:
         """Read prefixes, padded on the right, and draw the first token of each of their
         continuations."""
-        prefixes, first = [self._prefixes[index] for index in lump], self._active
+        prefixes, first = [self._prefixes[index] for index in indices], self._active
         lengths = np.array([len(prefix.token_ids) for prefix in prefixes])
         ids = np.zeros((len(prefixes), int(lengths.max())), np.int64)
         for row, prefix in enumerate(prefixes):
@@ -122,12 +122,12 @@ class Decoding:
         hidden = self._decoder.read(
             self._cache, tokens, positions, first=first, width=ids.shape[1], real=real
         )
-        ends = self._ends[lump].tolist()
+        ends = self._ends[indices].tolist()
         continuations = [
             range(end - len(prefix.slots), end) for prefix, end in zip(prefixes, ends, strict=True)
         ]
         if self._record is not None:
-            self._record.prefilled(lengths.tolist(), continuations)
+            self._record.record_prefixes(lengths.tolist(), continuations)
         source = np.repeat(np.arange(len(prefixes)), [len(each) for each in continuations])
         new = np.zeros((len(source), FIELDS), np.int64)
         new[:, COMPLETION], new[:, POSITION] = np.concatenate(continuations), lengths[source] - 1
@@ -137,7 +137,7 @@ class Decoding:
         of_prefix = self._to_device(source)
         self._cache.copy(of_prefix + first, first, ids.shape[1])
         last = hidden[torch.arange(len(prefixes), device=tokens.device), real - 1]
-        self._draw(first, self._decoder.logits(last)[of_prefix])
+        self._sample_tokens(first, self._decoder.compute_logits(last)[of_prefix])
 
     def _step(self) -> None:
         """Read each row's last token, and draw the next one."""
@@ -145,39 +145,39 @@ class Decoding:
         tokens, positions = rows[:, TOKEN, None], rows[:, POSITION, None]
         hidden = self._decoder.read(self._cache, tokens, positions, first=0, width=self._reach)
         if self._record is not None:
-            self._record.read(rows[:, COMPLETION, None], rows[:, MADE, None] - 1)
+            self._record.record_tokens(rows[:, COMPLETION, None], rows[:, MADE, None] - 1)
         self._reach += 1
-        self._draw(0, self._decoder.logits(hidden[:, 0]))
+        self._sample_tokens(0, self._decoder.compute_logits(hidden[:, 0]))
 
-    def _draw(self, first: int, logits: torch.Tensor) -> None:
+    def _sample_tokens(self, first: int, logits: torch.Tensor) -> None:
         """Draw the next token of each row from ``first`` on, whose ``logits`` are [rows,
         vocabulary]."""
         rows, sampling = self._rows[first : first + len(logits)], self._sampling
         place, temperature = (rows[:, COMPLETION], rows[:, MADE]), sampling.temperature
-        drawn, self._logprobs[place] = draw_tokens(
+        drawn, self._logprobs[place] = sample_tokens(
             logits, self._uniforms[place], temperature, sampling.top_p, sampling.top_k
         )
         self._tokens[place] = rows[:, TOKEN] = drawn
         if self._entropies is not None:
-            self._entropies[place] = entropies_of(logits, temperature)
+            self._entropies[place] = compute_entropies(logits, temperature)
         rows[:, MADE] += 1
         rows[:, POSITION] += 1
         rows[:, ENDED] |= torch.isin(drawn, self._stops) | (rows[:, MADE] >= rows[:, LIMIT])
 
-    def _retire(self) -> None:
+    def _remove_ended(self) -> None:
         """Let the rows leave that have ended. The host waits once."""
         rows = self._rows[: self._active]
         seen = rows.cpu().numpy()
         ended = seen[:, ENDED] != 0
         last = seen[~ended, POSITION].max(initial=-1)
         if ended.any():
-            departure = RowCompaction.of(ended, rows.device)
+            departure = RowCompaction.from_mask(ended, rows.device)
             departure.apply(rows)
-            self._cache.depart(departure, self._reach)
+            self._cache.remove_rows(departure, self._reach)
             self._active = departure.remaining
         self._reach = int(last) + 1
 
-    def paths(self, version: int) -> list[list[TreePath]]:
+    def build_paths(self, version: int) -> list[list[TreePath]]:
         """Return the path of each continuation, by prefix.
 
         Args:
@@ -199,9 +199,9 @@ class Decoding:
         entropies = None if self._entropies is None else self._entropies.cpu().numpy()
         routing: Sequence[Routing | None] = [None] * len(limits)
         if self._record is not None:
-            routing = self._record.of_rows(lengths.tolist())
+            routing = self._record.get_rows(lengths.tolist())
 
-        def path(prefix: TreePath, slot: int, row: int) -> TreePath:
+        def build_path(prefix: TreePath, slot: int, row: int) -> TreePath:
             length = int(lengths[row])
             part = Completion(
                 token_ids=tokens[row, :length].copy(),
@@ -216,14 +216,15 @@ class Decoding:
 
         rows = iter(range(len(limits)))
         return [
-            [path(prefix, slot, next(rows)) for slot in prefix.slots] for prefix in self._prefixes
+            [build_path(prefix, slot, next(rows)) for slot in prefix.slots]
+            for prefix in self._prefixes
         ]
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return without_waiting(array, self._rows.device)
+        return copy_async(array, self._rows.device)
 
 
-def draw_uniforms(
+def build_uniforms(
     prefixes: Sequence[TreePath], sampling: Sampling, width: int
 ) -> NDArray[np.float64]:
     """Return uniforms [rows, width] of the continuations of each prefix in turn; 0 past their ends,
@@ -238,14 +239,14 @@ def draw_uniforms(
     each = [(prefix, slot) for prefix in prefixes for slot in prefix.slots]
     for row, (prefix, slot) in zip(uniforms, each, strict=True):
         count = prefix.max_new_tokens(sampling.max_tokens)
-        of_response = completion_uniforms(
+        of_response = generate_uniforms(
             sampling.seed, prefix.prompt.id, slot, prefix.length + count
         )
         row[:count] = of_response[prefix.length :]
     return uniforms
 
 
-def completion_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> NDArray[np.float64]:
+def generate_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> NDArray[np.float64]:
     """Uniforms in [0, 1) for the first ``count`` positions of one completion.
 
     They are Philox's stream under a key hashed from the three numbers, so that a completion's luck
@@ -259,7 +260,7 @@ def completion_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> N
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(count)
 
 
-def draw_tokens(
+def sample_tokens(
     logits: torch.Tensor,
     uniforms: torch.Tensor,
     temperature: float,
@@ -272,8 +273,8 @@ def draw_tokens(
         logits: [rows, vocabulary]
         uniforms: [rows], fp64 in [0, 1); not read at temperature 0.
         temperature: 0 takes the likeliest token, and then gives log-probabilities at temperature 1.
-        top_p, top_k: tokens that are sampled from, as in :class:`Sampling`; ``top_k`` is applied
-            first.
+        top_p, top_k: tokens that are sampled from, as in :class:`Sampling`; ``top_k`` is
+            applied first.
 
     Returns:
         [rows] int64 tokens, and [rows] fp32 log-probabilities of them under the temperature-scaled
@@ -285,20 +286,20 @@ def draw_tokens(
     if temperature == 0:
         tokens = logits.argmax(dim=-1, keepdim=True)
     elif top_p is None and top_k is None:
-        tokens = tokens_at(weights, uniforms)
+        tokens = invert_cdf(weights, uniforms)
     else:
         ids, kept = torch.empty(0), scaled
         if top_k is not None:
             kept = TopKLogitsWarper(top_k)(ids, kept)
         if top_p is not None:
             kept = TopPLogitsWarper(top_p)(ids, kept)
-        tokens = tokens_at((kept - largest).exp_(), uniforms)
+        tokens = invert_cdf((kept - largest).exp_(), uniforms)
     # Not by log_softmax, whose result and exponential would be two more passes over the vocabulary.
     logprobs = scaled.gather(-1, tokens) - largest - weights.sum(dim=-1, keepdim=True).log_()
     return tokens[:, 0], logprobs[:, 0]
 
 
-def tokens_at(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def invert_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """[rows, 1], the first token of each row up to which its weights sum to more than a share of
     all of them.
 
@@ -325,8 +326,8 @@ def tokens_at(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return (block * BLOCK + place).clamp_(max=weights.shape[-1] - 1)
 
 
-def entropies_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[rows] fp32, nats, of the distributions that :func:`draw_tokens` draws from; logits are
+def compute_entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[rows] fp32, nats, of the distributions that :func:`sample_tokens` draws from; logits are
     [rows, vocabulary]."""
     logits = logits.float()
     return torch.special.entr(

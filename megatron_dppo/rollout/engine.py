@@ -47,8 +47,8 @@ class Sampling:
 
     ``Sampling(samples=8, max_tokens=64, temperature=1.0, stop_token_ids=(0,), seed=7)`` requests
     eight completions of each prompt, each of at most 64 tokens. Log-probabilities are those of the
-    temperature-scaled distribution, unless ``top_p`` or ``top_k`` is set: no caller then reads
-    them.
+    temperature-scaled distribution, unless ``top_p`` or ``top_k`` is set: no caller then
+    reads them.
     """
 
     samples: int
@@ -72,7 +72,7 @@ class Sampling:
     ``rollout/tree.py``). Empty: each is sampled by itself."""
 
     @property
-    def entropies(self) -> bool:
+    def needs_entropies(self) -> bool:
         """Whether forks need the entropy of each token's distribution."""
         return any(branch.entropy is not None for branch in self.branches)
 
@@ -82,7 +82,7 @@ class Sampling:
         defaults apply."""
         return {"top_p": self.top_p or 1.0, "top_k": self.top_k or -1, "min_p": 0.0}
 
-    def seed_at(self, *place: int) -> int:
+    def derive_seed(self, *place: int) -> int:
         """A seed of 31 bits for one place of what is sampled: a prompt's id, a number of a
         completion, and so on."""
         text = "/".join(map(str, (self.seed, *place)))
@@ -115,25 +115,28 @@ class RolloutEngine(Protocol[Pending]):
         """
         ...
 
-    def finish(self, pending: Pending, look: GroupCallback | None = None) -> Completions:
+    def finish(self, pending: Pending, callback: GroupCallback | None = None) -> Completions:
         """Wait for what was begun. Collective: if it fails on one rank, it fails on all of them.
 
         Args:
             pending: what ``begin`` returned.
-            look: called in between, on this thread, by an engine that completes groups one by one.
-                No group comes twice, and some may not come at all. It may not raise, and meets no
-                other rank.
+            callback: called in between, on this thread, by an engine that completes groups one by
+                one. No group comes twice, and some may not come at all. It may not raise, and meets
+                no other rank.
         """
         ...
 
-    def break_off(self, pending: Sequence[Pending]) -> list[list[PartialRollout]] | None:
+    def interrupt(self, pending: Sequence[Pending]) -> list[list[PartialRollout]] | None:
         """Break off all that was begun and is not finished, and say how far it is: what a
         checkpoint is to hold of it. None: it cannot be broken off, and is to be finished.
         Collective."""
         return None
 
-    def go_on(
-        self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Sequence[PartialRollout]
+    def resume_partial(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        partial_rollouts: Sequence[PartialRollout],
     ) -> Pending:
         """Resume partial rollouts of this or another engine, as ``begin``. Restarting all of them
         is right, too; never restart only the unfinished ones."""

@@ -63,7 +63,7 @@ class LocalEngine(RolloutEngine[Completions]):
         self._path = Path(path)
         model = empty_model(self._path, device, dtype)
         self._shape = read_shape(path)
-        self._weights = _weights_by_name(model, self._shape.family.body)
+        self._weights = _map_weights_by_name(model, self._shape.family.body)
         self._decoder, self._routers = Decoder(model), Routers(model)
         self._version: int | None = None
         self._paused = False
@@ -99,11 +99,11 @@ class LocalEngine(RolloutEngine[Completions]):
                 after the end of the stream, and nothing can be generated until an update succeeds.
         """
         self._version = None
-        shapes, repeated = _shapes_of(self._weights), []
+        shapes, repeated = _get_shapes(self._weights), []
         found: dict[str, tuple[int, ...]] = {}
         for bucket in source(to=Consumers.EVERYONE):
             repeated += [f"{name} came twice" for name in bucket if name in found]
-            found |= _shapes_of(bucket)
+            found |= _get_shapes(bucket)
             for name, tensor in bucket.items():
                 if found[name] == shapes.get(name):
                     self._weights[name].copy_(tensor)
@@ -112,7 +112,7 @@ class LocalEngine(RolloutEngine[Completions]):
                 f"The weights of version {version} do not fit the rollout model: "
                 f"{'; '.join(problems)}."
             )
-        self._decoder.weights_changed()
+        self._decoder.refresh()
         self._version = version
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
@@ -120,24 +120,24 @@ class LocalEngine(RolloutEngine[Completions]):
 
         Raises, on every rank:
             UserError: ``max_batch`` does not hold one prompt's samples; a log-probability is not
-                finite; or as :meth:`LocalConversations.complete`.
+                finite; or as :meth:`LocalConversations.generate`.
             ValueError: a prompt has no tokens.
             RuntimeError: the engine is paused or has no weights.
         """
-        return self._on_all_ranks(prompts, sampling, self._conversations)
+        return self._run_on_all_ranks(prompts, sampling, self._conversations)
 
-    def finish(self, pending: Completions, look: GroupCallback | None = None) -> Completions:
+    def finish(self, pending: Completions, callback: GroupCallback | None = None) -> Completions:
         """Return the completions of ``begin``."""
         return pending
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
         """Every rank's engine has weights of its own, and counts as a server."""
-        groups = self._on_all_ranks(prompts, sampling, None)
+        groups = self._run_on_all_ranks(prompts, sampling, None)
         if self._world is None:
             return {"local": groups}
         return {f"local, rank {rank}": each for rank, each in enumerate(self._world.gather(groups))}
 
-    def _on_all_ranks(
+    def _run_on_all_ranks(
         self,
         prompts: Sequence[Prompt],
         sampling: Sampling,
@@ -145,7 +145,9 @@ class LocalEngine(RolloutEngine[Completions]):
     ) -> Completions:
         generate = partial(self._generate, prompts, sampling, conversations)
         return (
-            generate() if self._world is None else self._world.together(generate, what="rollouts")
+            generate()
+            if self._world is None
+            else self._world.run_on_all_ranks(generate, description="rollouts")
         )
 
     def _generate(
@@ -168,12 +170,14 @@ class LocalEngine(RolloutEngine[Completions]):
         if empty := [prompt.id for prompt in prompts if not len(prompt.token_ids)]:
             raise ValueError(f"Prompts without a token cannot be continued: {empty}.")
         if conversations is not None:
-            return conversations.complete(
-                prompts, sampling, partial(self._continue, version=version)
+            return conversations.generate(
+                prompts, sampling, partial(self._extend_prefixes, version=version)
             )
-        return self._grow(prompts, sampling, version)
+        return self._generate_trees(prompts, sampling, version)
 
-    def _grow(self, prompts: Sequence[Prompt], sampling: Sampling, version: int) -> Completions:
+    def _generate_trees(
+        self, prompts: Sequence[Prompt], sampling: Sampling, version: int
+    ) -> Completions:
         """The groups: what begins at the prompts, then what continues after its forks, and after
         theirs."""
         branches = sampling.branches
@@ -182,23 +186,23 @@ class LocalEngine(RolloutEngine[Completions]):
         prefixes = list(zip(trees, roots, strict=True))
         while prefixes:
             now, prefixes = prefixes, []
-            every = self._continue([prefix for _, prefix in now], sampling, version)
+            every = self._extend_prefixes([prefix for _, prefix in now], sampling, version)
             for (tree, _), paths in zip(now, every, strict=True):
                 tree += paths
                 prefixes += [(tree, fork) for path in paths for fork in path.fork(branches)]
         return [list_leaves(tree, branches) for tree in trees]
 
     @torch.inference_mode()
-    def _continue(
+    def _extend_prefixes(
         self, prefixes: Sequence[TreePath], sampling: Sampling, version: int
     ) -> list[list[TreePath]]:
         """Return the path of each continuation, by prefix."""
         decoding = Decoding(
-            self._decoder, self._routers, prefixes, sampling, most_rows=self._max_batch
+            self._decoder, self._routers, prefixes, sampling, max_rows=self._max_batch
         )
         decoding.run()
         try:
-            return decoding.paths(version)
+            return decoding.build_paths(version)
         except FloatingPointError as error:
             remedy = (
                 "Look in model.path for weights that are not finite or too large; if earlier "
@@ -208,11 +212,11 @@ class LocalEngine(RolloutEngine[Completions]):
             raise UserError("model.path", self._path, str(error), remedy) from error
 
 
-def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def _get_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: (*tensor.shape,) for name, tensor in tensors.items()}
 
 
-def _weights_by_name(model: PreTrainedModel, body: str) -> dict[str, torch.Tensor]:
+def _map_weights_by_name(model: PreTrainedModel, body: str) -> dict[str, torch.Tensor]:
     """Parameters to fill, under the stream's names.
 
     Tied embeddings are one parameter here, under the name of the embedding. The experts of a layer

@@ -23,9 +23,14 @@ import numpy as np
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.event_loop import EventLoop
-from megatron_dppo.process.streams import moved, tell
+from megatron_dppo.process.streams import print_message, record_progress
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import AGAIN_S, Client, ConversationFunction, TryAgainError
+from megatron_dppo.rollout.conversation import (
+    RETRY_DELAY_S,
+    Client,
+    ConversationFunction,
+    TryAgainError,
+)
 from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.tree import TreePath
 
@@ -81,8 +86,8 @@ class LocalConversations:
         with suppress(SystemExit):  # a user's callback may raise SystemExit
             self._runner.close()
 
-    def complete(
-        self, prompts: Sequence[Prompt], sampling: Sampling, go_on: Continue
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, extend: Continue
     ) -> Completions:
         """Return ``sampling.samples`` completions of each prompt.
 
@@ -91,9 +96,9 @@ class LocalConversations:
                 cancels tasks of the run, or returns a completion that is unusable for training.
         """
         try:
-            return self._runner.run(_Conversations(self, sampling, go_on).complete(prompts))
+            return self._runner.run(_Conversations(self, sampling, extend).run(prompts))
         except asyncio.CancelledError:
-            raise self.function.interference() from None
+            raise self.function.make_interference_error() from None
         except SystemExit as error:
             problem = f"raised in a callback or a task:\n{traceback.format_exc(limit=-4)}"
             raise UserError(
@@ -102,15 +107,15 @@ class LocalConversations:
         except RuntimeError as error:
             if not str(error).startswith("Event loop stopped"):
                 raise
-            raise self.function.interference() from None
+            raise self.function.make_interference_error() from None
 
 
 class _Conversations:
     """Conversations of one call of the engine. Leftover tasks of a function cannot affect a later
     call."""
 
-    def __init__(self, of: LocalConversations, sampling: Sampling, go_on: Continue) -> None:
-        self._of, self._sampling, self._continue = of, sampling, go_on
+    def __init__(self, parent: LocalConversations, sampling: Sampling, extend: Continue) -> None:
+        self._of, self._sampling, self._continue = parent, sampling, extend
         self._requests: dict[Place, list[_Request]] = {}
         """Pending requests of each waiting conversation."""
         self._moved = asyncio.Event()
@@ -118,15 +123,15 @@ class _Conversations:
         self._last_move = self._last_end = time.monotonic()
         self._named = False
 
-    async def complete(self, prompts: Sequence[Prompt]) -> Completions:
+    async def run(self, prompts: Sequence[Prompt]) -> Completions:
         samples = range(self._sampling.samples)
         tasks = {
-            (i, number): asyncio.create_task(self._have((i, number), prompt))
+            (i, number): asyncio.create_task(self._run_conversation((i, number), prompt))
             for i, prompt in enumerate(prompts)
             for number in samples
         }
         for task in tasks.values():
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._handle_end)
         try:
             while under_way := [place for place, task in tasks.items() if not _is_over(task)]:
                 busy = [place for place in under_way if place not in self._requests]
@@ -137,23 +142,23 @@ class _Conversations:
                 if busy:
                     await self._wait()
                 else:
-                    self._answer()
+                    self._generate_turns()
         finally:
             for task in tasks.values():
                 task.cancel()
         return [tuple(tasks[i, number].result() for number in samples) for i in range(len(prompts))]
 
-    def _ended(self, task: asyncio.Task[Completion]) -> None:
+    def _handle_end(self, task: asyncio.Task[Completion]) -> None:
         self._moved.set()
         self._last_end, self._named = time.monotonic(), False
 
-    def _check(self, busy: int, under_way: int, first: int) -> None:
+    def _check(self, busy: int, running: int, first: int) -> None:
         """Check the time since a conversation last requested a turn or ended. Report late
         conversations.
 
         Args:
             busy: number of conversations without a requested turn.
-            under_way: number of conversations that have not ended.
+            running: number of conversations that have not ended.
             first: prompt id of the first such conversation.
 
         Raises:
@@ -161,7 +166,7 @@ class _Conversations:
         """
         of, now = self._of, time.monotonic()
         who, where = (
-            f"{busy or under_way} conversations of {of.function.spec}",
+            f"{busy or running} conversations of {of.function.spec}",
             f"the first of them about prompt {first}",
         )
         if busy and now - self._last_move >= of.timeout_s:
@@ -178,11 +183,11 @@ class _Conversations:
             raise UserError("rollout.timeout_s", f"{of.end_s:g}", problem, remedy)
         if still >= of.late_s and not self._named:
             self._named = True
-            tell(f"late: none has ended for {still:.0f} s of {who}, {where}")
+            print_message(f"late: none has ended for {still:.0f} s of {who}, {where}")
 
     async def _wait(self) -> None:
         """Wait until a conversation requests a turn or ends, or the next check is due."""
-        moved()  # report progress, because ``_check`` limits the conversations
+        record_progress()  # report progress, because ``_check`` limits the conversations
         of = self._of
         left_s = max(self._last_move + of.timeout_s - time.monotonic(), 0.0)
         with suppress(TimeoutError):
@@ -190,10 +195,10 @@ class _Conversations:
             self._moved.clear()
             self._last_move = time.monotonic()
 
-    async def _have(self, place: Place, prompt: Prompt) -> Completion:
+    async def _run_conversation(self, place: Place, prompt: Prompt) -> Completion:
         function, attempts = self._of.function, self._of.attempts
         for attempt in range(attempts):
-            turn = partial(self._turn, place, itertools.count())
+            turn = partial(self._request_turn, place, itertools.count())
             client = Client(
                 function=function,
                 prompt=prompt,
@@ -202,12 +207,12 @@ class _Conversations:
                 turn=turn,
             )
             try:
-                return await function.have(client)
+                return await function.run(client)
             except TryAgainError as error:
                 last = error
                 self._requests.pop(place, None)
                 if attempt + 1 < attempts:
-                    await asyncio.sleep(AGAIN_S)
+                    await asyncio.sleep(RETRY_DELAY_S)
         problem = (
             f"gave up prompt {prompt.id} {attempts} times (rollout.attempts), the last time: {last}"
         )
@@ -218,7 +223,7 @@ class _Conversations:
             "Look after its tools, or raise rollout.attempts",
         )
 
-    async def _turn(
+    async def _request_turn(
         self,
         place: Place,
         numbers: Iterator[int],
@@ -238,7 +243,7 @@ class _Conversations:
         self._moved.set()
         return await request.turn
 
-    def _answer(self) -> None:
+    def _generate_turns(self) -> None:
         """Generate all requested turns.
 
         Turns with the same stop tokens are decoded together. A context shared by several samples of

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from megatron_dppo.config import DistillationConfig
 from megatron_dppo.data.offline import OFFLINE
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.numbers import without_rounding
-from megatron_dppo.rl.pack import shared_lengths
-from megatron_dppo.rl.sequences import further_lengths
+from megatron_dppo.rl.numbers import round_rewards
+from megatron_dppo.rl.pack import compute_shared_lengths
+from megatron_dppo.rl.sequences import compute_further_lengths
 from megatron_dppo.rl.types import SEGMENT, Bools, Completion, Floats, Group, StepMetadata
 
 
-def metadata_of(
+def build_metadata(
     groups: Sequence[Group],
     inclusion: Floats,
     samples: int,
@@ -50,28 +50,33 @@ def metadata_of(
     parts = np.zeros((*shape, segments), SEGMENT)
     if segments:
         parts.ravel()[:] = [
-            row for group in groups for c in group.completions for row in _segments(c, segments)
+            row
+            for group in groups
+            for c in group.completions
+            for row in _build_segments(c, segments)
         ]
     for into, rewards in zip(parts, role_rewards, strict=False):
-        into["reward"] = without_rounding(rewards.T).T
+        into["reward"] = round_rewards(rewards.T).T
     sources = [group.prompt.data_source for group in groups]
-    teacher = np.array([distillation.model_of(source) for source in sources], np.int64)
+    teacher = np.array([distillation.find_model_index(source) for source in sources], np.int64)
     log_ratios = np.zeros((*shape, 2))
     log_ratios[teacher >= 0, :, 1] = 1.0
     for ratios, source, group in zip(log_ratios, sources, groups, strict=True):
-        if distillation.served(source):
-            ratios[:] = [_log_ratios(c) for c in group.completions]
+        if distillation.has_server(source):
+            ratios[:] = [_compute_log_ratios(c) for c in group.completions]
 
     return StepMetadata(
         prompt_ids=np.array([g.prompt.id for g in groups], np.int64),
         prompt_inclusion=inclusion.astype(np.float64),
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups], np.int64),
         response_lengths=table(lambda g: [len(c.token_ids) for c in g.completions]),
-        shared_lengths=table(lambda g: shared_lengths(len(g.prompt.token_ids), g.completions)),
+        shared_lengths=table(
+            lambda g: compute_shared_lengths(len(g.prompt.token_ids), g.completions)
+        ),
         sampled_lengths=table(lambda g: [int(c.loss_mask.sum()) for c in g.completions]),
-        further_lengths=further_lengths([g.completions for g in groups], samples),
-        rewards=without_rounding(table(lambda g: g.rewards, np.float64)),
-        score_norms=table(lambda g: [_score_norm(c) for c in g.completions], np.float64),
+        further_lengths=compute_further_lengths([g.completions for g in groups], samples),
+        rewards=round_rewards(table(lambda g: g.rewards, np.float64)),
+        score_norms=table(lambda g: [_compute_score_norm(c) for c in g.completions], np.float64),
         log_ratios=log_ratios,
         teacher=teacher,
         segments=parts,
@@ -88,14 +93,14 @@ def metadata_of(
     )
 
 
-def _score_norm(completion: Completion, tokens: slice | Bools = slice(None)) -> float:
+def _compute_score_norm(completion: Completion, tokens: slice | Bools = slice(None)) -> float:
     """√Σ_t (1 − p_t)² over some of the tokens, a proxy for the norm of their score that costs
     nothing."""
     sampled = completion.logprobs[tokens][completion.loss_mask[tokens]]
     return float(np.linalg.norm(-np.expm1(sampled.astype(np.float64))))
 
 
-def _log_ratios(completion: Completion) -> tuple[float, float]:
+def _compute_log_ratios(completion: Completion) -> tuple[float, float]:
     """A row of ``StepMetadata.log_ratios``, of a completion that a server has read.
 
     A token counts a little more than its weight, so little that it matters only where the policy
@@ -114,17 +119,17 @@ def _log_ratios(completion: Completion) -> tuple[float, float]:
     return float(mean), float(np.sqrt(np.average((ratio - mean) ** 2, weights=weight)))
 
 
-def _segments(completion: Completion, count: int) -> list[tuple[int, float, float, float]]:
+def _build_segments(completion: Completion, count: int) -> list[tuple[int, float, float, float]]:
     """A row of ``SEGMENT`` for each segment, without a reward of its own."""
     rows = []
     for number in range(count):
         tokens: Bools = np.equal(np.asarray(completion.segments), number)
         logprob = float(completion.logprobs[tokens].sum(dtype=np.float64))
-        rows.append((int(tokens.sum()), _score_norm(completion, tokens) ** 2, 0.0, logprob))
+        rows.append((int(tokens.sum()), _compute_score_norm(completion, tokens) ** 2, 0.0, logprob))
     return rows
 
 
-def mean_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[str, float]:
+def compute_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[str, float]:
     """``rollout/role_reward/…``, the mean reward of each role, over the conversations in which it
     speaks."""
     if not roles:
@@ -137,7 +142,7 @@ def mean_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[str,
     }
 
 
-def staleness(metadata: StepMetadata, version: int, *, bound: int) -> dict[str, float]:
+def compute_staleness(metadata: StepMetadata, version: int, *, bound: int) -> dict[str, float]:
     """How much older than ``version`` the weights are that rolled out a step.
 
     Args:

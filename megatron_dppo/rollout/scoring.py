@@ -13,8 +13,8 @@ from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
-from megatron_dppo.rl.score import Score, count_failures, tracebacks
-from megatron_dppo.rl.sequences import spoken
+from megatron_dppo.rl.score import Score, collect_tracebacks, count_failures
+from megatron_dppo.rl.sequences import strip_contexts
 from megatron_dppo.rl.types import Completion, Group, Prompt
 from megatron_dppo.rollout.engine import Completions
 
@@ -26,7 +26,7 @@ class GroupScoring:
         workers: that score them, and nothing else until ``finish`` returns.
         tokenizer: of the policy.
         prompts: P.
-        most_failures: past so many the rest is left unscored.
+        max_failures: past so many the rest is left unscored.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class GroupScoring:
         workers: RewardWorkers,
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],
-        most_failures: int,
+        max_failures: int,
     ) -> None:
         self._scoring, self._tokenizer, self._prompts = (
-            workers.begin(most_failures),
+            workers.begin(max_failures),
             tokenizer,
             prompts,
         )
@@ -46,7 +46,7 @@ class GroupScoring:
         """By the place of the prompt, in the order in which they are scored."""
         self._failure: Exception | None = None
 
-    def look(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
+    def process_groups(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
         """Take groups that are complete, and go on with those that are there; waits for nothing.
 
         Failures are raised by ``finish``: ranks that wait for rollouts must not miss one another.
@@ -56,7 +56,7 @@ class GroupScoring:
         try:
             for place, group in groups:
                 self._add(place, group)
-            return self._scoring.advance()
+            return self._scoring.step()
         except Exception as error:
             self._failure = error
             return False
@@ -81,15 +81,15 @@ class GroupScoring:
         given = iter(self._scoring.finish())
         scores = {place: tuple(next(given) for _ in texts) for place, texts in self._texts.items()}
         return [
-            scored_group(prompt, group, scores[place], self._texts[place])
+            build_group(prompt, group, scores[place], self._texts[place])
             for place, (prompt, group) in enumerate(zip(self._prompts, completions, strict=True))
         ]
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """The groups will not be complete: nobody needs their scores."""
-        self._scoring.abandon()
+        self._scoring.cancel()
 
-    def _decoded(self, token_ids: Sequence[NDArray[np.int32]]) -> list[str]:
+    def _decode(self, token_ids: Sequence[NDArray[np.int32]]) -> list[str]:
         """Texts without special tokens, except the tags of thoughts."""
         special = {
             token.content: id_
@@ -101,18 +101,18 @@ class GroupScoring:
         left_out = [special[content] for content in special.keys() - self._tags]
         return self._tokenizer.batch_decode([ids[~np.isin(ids, left_out)] for ids in token_ids])
 
-    def _add(self, place: int, group: Sequence[Completion]) -> None:
-        shown = [spoken(completion) for completion in group]
-        texts = self._decoded([token_ids for token_ids, _ in shown])
-        self._texts[place] = texts
+    def _add(self, index: int, group: Sequence[Completion]) -> None:
+        shown = [strip_contexts(completion) for completion in group]
+        texts = self._decode([token_ids for token_ids, _ in shown])
+        self._texts[index] = texts
         policy, items = self._tokenizer.name_or_path, []
         for text, (token_ids, loss_mask), completion in zip(texts, shown, group, strict=True):
             made = token_ids.tolist(), loss_mask.tolist(), completion.finish_reason, policy
-            items.append(ScoreItem.of(self._prompts[place], text, *made))
+            items.append(ScoreItem.from_prompt(self._prompts[index], text, *made))
         self._scoring.add(items)
 
 
-def scored_group(
+def build_group(
     prompt: Prompt,
     completions: tuple[Completion, ...],
     scores: tuple[Score, ...],
@@ -124,7 +124,7 @@ def scored_group(
     )
 
 
-def failed_scores(groups: Iterable[Group]) -> list[Score]:
+def find_failed_scores(groups: Iterable[Group]) -> list[Score]:
     """Those of the completions that could not be scored."""
     return [score for group in groups for score in group.scores if score.failure]
 
@@ -134,13 +134,13 @@ def check_failures(reward: RewardConfig, failed: Sequence[Score], total: int) ->
     ``reward.max_failures`` allows.
 
     Raises:
-        UserError: with the first traceback, where every rank passes the same ``failed``, on every
-            rank.
+        UserError: with the first traceback, where every rank passes the same
+            ``failed``, on every rank.
     """
     timeouts, errors = count_failures(failed)
     if timeouts + errors <= reward.max_failures * total:
         return
-    first = next(iter(tracebacks(failed)), "")
+    first = next(iter(collect_tracebacks(failed)), "")
     limits = (
         f"{reward.timeout_s:g} s of processor time or {ON_THE_CLOCK * reward.timeout_s:g} s "
         "on the clock"

@@ -21,7 +21,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from megatron_dppo.bridge.checkpoint_folder import damaged
+from megatron_dppo.bridge.checkpoint_folder import build_corruption_error
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
@@ -74,61 +74,61 @@ class StepRollouts:
     complete: CompleteRollouts | None = None
 
     @property
-    def under_way(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether they are requested, and not complete."""
         return self.prompts is not None
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Forget all but the prompts."""
         self.partial = self.prompts = self.inclusion = self.pending = self.complete = None
 
     def finish(self, complete: CompleteRollouts) -> None:
         """Replace the request, whose completions are in ``complete``."""
-        self.restart()
+        self.reset()
         self.complete = complete
 
-    def fit(self, config: Config, *, oldest: int, routed: bool) -> bool:
+    def can_resume(self, config: Config, *, min_version: int, needs_routing: bool) -> bool:
         """Whether a run with these settings may go on with this rank's share.
 
         Args:
             config: of the run. It may ask for other groups, roles, trees or teachers than the one
                 that wrote them.
-            oldest: version before which no token may have been made.
-            routed: whether the routing of tokens is asked for.
+            min_version: version before which no token may have been made.
+            needs_routing: whether the routing of tokens is asked for.
 
         Raises:
             UserError: a setting knows one sequence, and a completion has several.
         """
         if self.complete is not None:
-            return self._complete_fits(self.complete, config, oldest, routed)
+            return self._can_resume_complete(self.complete, config, min_version, needs_routing)
         limit = config.rollout.max_response_tokens
         return all(
             len(one.completion.token_ids) < limit + one.ended
-            and one.completion.oldest_version >= oldest
+            and one.completion.oldest_version >= min_version
             and (one.completion.routing is not None or not one.ended)
-            >= routed  # the rest's tells of all before it
+            >= needs_routing  # the rest's tells of all before it
             for one in self.partial or ()
         )
 
     @staticmethod
-    def _complete_fits(
-        rollouts: CompleteRollouts, config: Config, oldest: int, routed: bool
+    def _can_resume_complete(
+        rollouts: CompleteRollouts, config: Config, min_version: int, needs_routing: bool
     ) -> bool:
         known, rollout, teaching = rollouts.metadata, config.rollout, config.loss.distillation
         if (several := known.further_lengths.shape[2]) > 0:
             check_settings(config, 1 + several)
         if known.segments.shape[1:] != (rollout.samples_per_prompt, rollout.segments):
             return False
-        if known.versions.min(initial=np.iinfo(np.int64).max) < oldest:
+        if known.versions.min(initial=np.iinfo(np.int64).max) < min_version:
             return False
         for row, group in rollouts.held.items():
             source = group.prompt.data_source
-            if known.teacher[row] != teaching.model_of(source):
+            if known.teacher[row] != teaching.find_model_index(source):
                 return False
             for completion in group.completions:
-                if (completion.teacher_logprobs is not None) != teaching.served(source):
+                if (completion.teacher_logprobs is not None) != teaching.has_server(source):
                     return False
-                if routed and completion.routing is None:
+                if needs_routing and completion.routing is None:
                     return False
         return True
 
@@ -137,7 +137,7 @@ def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) ->
     """Write into a checkpoint's folder what the next steps have, in their order: this rank's
     groups, and on the leader what goes for all. Not collective."""
     for number, batch in enumerate(steps):
-        folder = _folder(place, number)
+        folder = _get_folder(place, number)
         folder.mkdir(exist_ok=True)
         known: dict[str, Any] = {}
         if (rollouts := batch.complete) is not None:
@@ -146,12 +146,12 @@ def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) ->
             )
             known = {"words": np.array(words), **asdict(rollouts.metadata)}
             known |= {_PART + name: values for name, values in known.pop("parts").items()}
-            _save(_file(folder, world.rank), _tokens(rollouts.held))
+            _save_arrays(_get_file(folder, world.rank), _pack_groups(rollouts.held))
         elif batch.partial is not None:
             known = {_RANKS: np.array(world.size)}
-            _save(_file(folder, world.rank), _parts(batch.partial))
-        if world.leads:
-            _save(
+            _save_arrays(_get_file(folder, world.rank), _pack_partial(batch.partial))
+        if world.is_rank0:
+            _save_arrays(
                 folder / _STEP,
                 known | {_CHOSEN + name: value for name, value in asdict(batch.selection).items()},
             )
@@ -172,15 +172,16 @@ def read_in_flight(
     Raises:
         UserError: on every rank, if the pool's prompts are other ones, or a file is damaged.
     """
-    folders = (_folder(place, number) for number in count())
-    stored = world.from_leader(
+    folders = (_get_folder(place, number) for number in count())
+    stored = world.broadcast(
         lambda: [
-            _arrays(folder / _STEP)
+            _load_arrays(folder / _STEP)
             for folder in takewhile(lambda folder: (folder / _STEP).exists(), folders)
         ]
     )
     return [
-        _read(_folder(place, k), arrays, pool, world, step + k) for k, arrays in enumerate(stored)
+        _read(_get_folder(place, k), arrays, pool, world, step + k)
+        for k, arrays in enumerate(stored)
     ]
 
 
@@ -199,9 +200,10 @@ def _read(
         share = set(
             selection.prompt_ids[world.rank :: world.size].tolist()
         )  # as the collector asks for them
-        files = [_file(folder, writer) for writer in range(int(stored[_RANKS]))]
-        found = world.together(
-            lambda: [_so_far(_arrays(file), share) for file in files], what="rollouts broken off"
+        files = [_get_file(folder, writer) for writer in range(int(stored[_RANKS]))]
+        found = world.run_on_all_ranks(
+            lambda: [_unpack_partial(_load_arrays(file), share) for file in files],
+            description="rollouts broken off",
         )
         rollouts.partial = [one for each in found for one in each]
         return rollouts
@@ -230,65 +232,65 @@ def _read(
     if words["ranks"] != world.size:
         metadata = replace(metadata, owners=np.arange(len(written_by)) % world.size)
 
-    def mine() -> dict[int, Group]:
+    def read_local() -> dict[int, Group]:
         rows = np.flatnonzero(metadata.owners == world.rank)
-        prompts = {row: _prompt(place, pool, metadata, row) for row in rows.tolist()}
+        prompts = {row: _find_prompt(place, pool, metadata, row) for row in rows.tolist()}
         held: dict[int, Group] = {}
         for writer in np.unique(written_by[rows]).tolist():
-            held |= _groups(_arrays(_file(folder, writer)), metadata, prompts)
+            held |= _unpack_groups(_load_arrays(_get_file(folder, writer)), metadata, prompts)
         return held
 
-    held = world.together(mine, what="rollouts in the checkpoint")
+    held = world.run_on_all_ranks(read_local, description="rollouts in the checkpoint")
     rollouts.complete = CompleteRollouts(held, metadata, words["metrics"], tuple(words["notes"]))
     return rollouts
 
 
-def _folder(place: Path, number: int) -> Path:
+def _get_folder(place: Path, number: int) -> Path:
     return place / (f"{FOLDER}_{number + 1}" if number else FOLDER)
 
 
-def _file(folder: Path, rank: int) -> Path:
+def _get_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.npz"
 
 
-def _arrays(file: Path) -> dict[str, Any]:
+def _load_arrays(file: Path) -> dict[str, Any]:
     try:
         with np.load(file) as stored:  # which unpickles nothing
             return {name: stored[name] for name in stored.files}
     except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
         problem = f"{file.parent.name}/{file.name} cannot be read ({type(error).__name__}: {error})"
-        raise damaged(file.parent.parent, "run.dir", problem) from error
+        raise build_corruption_error(file.parent.parent, "run.dir", problem) from error
 
 
-def _save(file: Path, arrays: Mapping[str, Any]) -> None:
+def _save_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
     np.savez(file, allow_pickle=False, **arrays)
 
 
-def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
+def _pack_groups(held: dict[int, Group]) -> dict[str, np.ndarray]:
     """Groups by row of the metadata, which has their prompts, lengths and rewards; one after the
     other."""
     completions = [completion for group in held.values() for completion in group.completions]
-    return {"rows": np.array(list(held), np.int64), **_packed(completions)}
+    return {"rows": np.array(list(held), np.int64), **_pack_completions(completions)}
 
 
-def _parts(so_far: Sequence[PartialRollout]) -> dict[str, np.ndarray]:
+def _pack_partial(partial_rollouts: Sequence[PartialRollout]) -> dict[str, np.ndarray]:
     """Completions so far, each with its prompt, its slot, and whether it has ended."""
-    places = [(one.prompt, one.slot, one.ended) for one in so_far]
+    places = [(one.prompt, one.slot, one.ended) for one in partial_rollouts]
     return {
         "places": np.array(places, np.int64).reshape(-1, 3),
-        **_packed([one.completion for one in so_far]),
+        **_pack_completions([one.completion for one in partial_rollouts]),
     }
 
 
-def _so_far(stored: dict[str, Any], share: set[int]) -> list[PartialRollout]:
-    """Partial rollouts of some prompts, by their ids, from a file of ``_parts``."""
-    completions = _completions(stored)
+def _unpack_partial(stored: dict[str, Any], prompt_ids: set[int]) -> list[PartialRollout]:
+    """Partial rollouts of some prompts, by their ids, from a file of ``_list_environments``."""
+    completions = _unpack_completions(stored)
     return [
         PartialRollout(prompt, slot, completion, bool(ended))
         for (prompt, slot, ended), completion in zip(
             stored["places"].tolist(), completions, strict=True
         )
-        if prompt in share
+        if prompt in prompt_ids
     ]
 
 
@@ -305,7 +307,7 @@ _COLUMNS = (
 """The fields of a completion that have a length of their own, or are None."""
 
 
-def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
+def _pack_completions(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
     """Each column of all completions, one after the other, and its lengths: −1 where a completion
     has None."""
     packed = {
@@ -323,7 +325,7 @@ def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
     return packed
 
 
-def _completions(stored: dict[str, Any]) -> Iterator[Completion]:
+def _unpack_completions(stored: dict[str, Any]) -> Iterator[Completion]:
     columns = {}
     for name in _COLUMNS:
         lengths = stored[name + _LENGTHS]
@@ -337,12 +339,12 @@ def _completions(stored: dict[str, Any]) -> Iterator[Completion]:
         yield Completion(**found, finish_reason="stop" if stopped else "length")
 
 
-def _groups(
+def _unpack_groups(
     stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, Prompt]
 ) -> dict[int, Group]:
     """The stored groups of these prompts, by row of the metadata."""
     rows = stored["rows"]
-    completions = _completions(stored)
+    completions = _unpack_completions(stored)
     groups = [(row, tuple(islice(completions, metadata.rewards.shape[1]))) for row in rows.tolist()]
     return {
         row: Group(prompts[row], own, metadata.rewards[row])
@@ -351,7 +353,7 @@ def _groups(
     }
 
 
-def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:
+def _find_prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:
     prompt, tokens = int(metadata.prompt_ids[row]), int(metadata.prompt_lengths[row])
     if prompt >= len(pool) or len(pool[prompt].token_ids) != tokens:
         asked = f"completions of prompt {prompt}, which has {tokens} tokens"

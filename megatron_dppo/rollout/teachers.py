@@ -25,11 +25,11 @@ from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.numbers import as_logprobs
-from megatron_dppo.rl.sequences import prompt_and_response, sequences
+from megatron_dppo.rl.sequences import split_prompt_and_response, split_sequences
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.engine import Completions
 from megatron_dppo.rollout.servers.client import CONTROL_S
-from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http, ServerError, readable
+from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http, ServerError, wrap_errors
 from megatron_dppo.rollout.servers.launch import SECRET
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class TeacherServer:
     tokens: int
     """Size of the vocabulary shared with the policy."""
 
-    def question(
+    def build_request(
         self, prompt: NDArray[np.int32], response: NDArray[np.int32]
     ) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of a query for the tokens of a response."""
@@ -70,7 +70,7 @@ class TeacherServer:
         }
         return "/v1/completions", body
 
-    def logprobs(
+    def parse_logprobs(
         self, answer: Mapping[str, Any], response: NDArray[np.int32]
     ) -> NDArray[np.float32]:
         """Return the log-probabilities of the tokens of a response, [L], from the answer of the
@@ -127,48 +127,51 @@ class TeacherServers:
         self._http, self._room = Http(), asyncio.Semaphore(config.rollout.max_in_flight)
         longest = config.longest
 
-        def contact() -> dict[str, TeacherServer]:
+        def connect_all() -> dict[str, TeacherServer]:
             urls = self.distillation.servers
             asked = [
-                self._http.start(readable(url, self._contact(url, tokenizer, longest)))
+                self._http.start(wrap_errors(url, self._connect(url, tokenizer, longest)))
                 for url in urls
             ]
-            return {url: self.answer(url, future) for url, future in zip(urls, asked, strict=True)}
+            return {
+                url: self.wait_response(url, future)
+                for url, future in zip(urls, asked, strict=True)
+            }
 
         try:
-            self._servers = world.from_leader(contact)
+            self._servers = world.broadcast(connect_all)
         except BaseException:
             self.close()
             raise
 
-    def ask(self, prompt: Prompt, completion: Completion) -> Future[NDArray[np.float32]]:
+    def submit(self, prompt: Prompt, completion: Completion) -> Future[NDArray[np.float32]]:
         """Start a query for a completion in the background. The teacher of the prompt must be a
         server."""
-        server = self._servers[str(self.distillation.teacher_of(prompt.data_source))]
-        return self._http.start(readable(server.url, self._read_all(server, prompt, completion)))
+        server = self._servers[str(self.distillation.get_teacher(prompt.data_source))]
+        return self._http.start(wrap_errors(server.url, self._read_all(server, prompt, completion)))
 
-    def answer(self, url: str, asked: Future[T]) -> T:
+    def wait_response(self, url: str, future: Future[T]) -> T:
         """Wait for the answer of a server.
 
         Raises:
             UserError: if the server failed.
         """
         try:
-            return asked.result()
+            return future.result()
         except ServerError as error:
             remedy = (
                 "Start SGLang or vLLM there, with the policy's vocabulary and its tokenizer, "
                 "and resume"
             )
             raise UserError(
-                self.distillation.setting_of(url), url, f"the server {error.problem}", remedy
+                self.distillation.get_setting(url), url, f"the server {error.problem}", remedy
             ) from error
 
     def close(self) -> None:
         """Drop all connections. Not collective."""
         self._http.close()
 
-    async def _contact(self, url: str, tokenizer: Tokenizer, longest: int) -> TeacherServer:
+    async def _connect(self, url: str, tokenizer: Tokenizer, longest: int) -> TeacherServer:
         url = url.rstrip("/")
         get = partial(self._http.call, "GET", url, secret=self._secret, timeout_s=CONTROL_S)
         routes, models = (await get("/openapi.json"))["paths"], (await get("/v1/models"))["data"]
@@ -210,8 +213,8 @@ class TeacherServers:
         """
         said = np.zeros(len(completion.token_ids), np.float32)
         asked = [
-            prompt_and_response(prompt.token_ids, completion, k)
-            for k in range(len(sequences(completion)))
+            split_prompt_and_response(prompt.token_ids, completion, k)
+            for k in range(len(split_sequences(completion)))
         ]
         reading = (self._read(server, before, completion.token_ids[of]) for before, of in asked)
         for (_, of), logprobs in zip(asked, await asyncio.gather(*reading), strict=True):
@@ -226,16 +229,16 @@ class TeacherServers:
         A query to a dead server is repeated within ``rollout.timeout_s``, because the server may
         restart. A refusal is final.
         """
-        path, body = server.question(prompt, response)
+        path, body = server.build_request(prompt, response)
         async with self._room:
             until = time.monotonic() + self._timeout_s
             while True:
                 left = max(until - time.monotonic(), 1.0)
-                answer = self._http.call_patiently(
+                answer = self._http.call_with_retries(
                     "POST", server.url, path, body=body, secret=self._secret, timeout_s=left
                 )
                 try:
-                    return server.logprobs(await answer, response)
+                    return server.parse_logprobs(await answer, response)
                 except ServerError as error:
                     if error.alive or time.monotonic() + ASK_AGAIN_S > until:
                         raise
@@ -256,13 +259,15 @@ class TeacherQuery:
         """Started queries by index of the prompt. Prompts without a teacher server have no
         entry."""
 
-    def look(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> None:
+    def submit_groups(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> None:
         """Start the queries for complete groups, without waiting for answers."""
         if self._servers is None:
             return
         for place, group in groups:
-            if self._servers.distillation.served((prompt := self._prompts[place]).data_source):
-                self._asked[place] = [self._servers.ask(prompt, completion) for completion in group]
+            if self._servers.distillation.has_server((prompt := self._prompts[place]).data_source):
+                self._asked[place] = [
+                    self._servers.submit(prompt, completion) for completion in group
+                ]
 
     def wait(self, completions: Completions, world: World) -> None:
         """Wait until the queries of all ranks have ended. Collective.
@@ -272,33 +277,35 @@ class TeacherQuery:
         """
         if self._servers is None:
             return
-        self.look(
+        self.submit_groups(
             (place, group) for place, group in enumerate(completions) if place not in self._asked
         )
         asked = [future for each in self._asked.values() for future in each]
         while any(world.gather(bool(wait(asked, EXCHANGE_S).not_done))):
             pass
 
-    def answers(self, completions: Completions) -> Completions:
+    def add_logprobs(self, completions: Completions) -> Completions:
         """Return the completions with the log-probabilities of the teacher servers added. Not
         collective.
 
         Raises:
             UserError: if a server failed to return log-probabilities.
         """
-        return [self._answer(place, group) for place, group in enumerate(completions)]
+        return [self._add_group_logprobs(place, group) for place, group in enumerate(completions)]
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """Cancel all queries, because the rollout failed and the answers are not needed."""
         for asked in self._asked.values():
             for future in asked:
                 future.cancel()
 
-    def _answer(self, place: int, group: tuple[Completion, ...]) -> tuple[Completion, ...]:
+    def _add_group_logprobs(
+        self, place: int, group: tuple[Completion, ...]
+    ) -> tuple[Completion, ...]:
         if self._servers is None or place not in self._asked:
             return group
-        url = str(self._servers.distillation.teacher_of(self._prompts[place].data_source))
-        said = (self._servers.answer(url, asked) for asked in self._asked[place])
+        url = str(self._servers.distillation.get_teacher(self._prompts[place].data_source))
+        said = (self._servers.wait_response(url, asked) for asked in self._asked[place])
         return tuple(
             replace(c, teacher_logprobs=logprobs) for c, logprobs in zip(group, said, strict=True)
         )

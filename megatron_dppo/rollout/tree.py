@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import beginning, joined
+from megatron_dppo.rollout.conversation import merge_parts, truncate_completion
 
 Branches = Sequence[BranchConfig]
 Entropies = NDArray[np.floating]
 """[L], nats: entropy of the distribution at each token."""
-NO_TOKENS = joined([])
+NO_TOKENS = merge_parts([])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,10 @@ class TreePath:
         if entropies is not None and self.entropies is not None:
             entropies = np.concatenate([self.entropies, entropies])
         return replace(
-            self, slots=(slot,), completion=joined([self.completion, *parts]), entropies=entropies
+            self,
+            slots=(slot,),
+            completion=merge_parts([self.completion, *parts]),
+            entropies=entropies,
         )
 
     def find_forks(self, branches: Branches) -> tuple[int, ...]:
@@ -119,7 +122,7 @@ class TreePath:
                 ),
                 # All tokens of the prefix have been read, because the path has tokens after the
                 # fork.
-                completion=beginning(
+                completion=truncate_completion(
                     self.completion, position, len(self.prompt.token_ids) + position
                 ),
                 entropies=None if self.entropies is None else self.entropies[:position],

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.pack import TrainingSample, path_to
-from megatron_dppo.rl.seeds import Purpose, engine_seed
+from megatron_dppo.rl.pack import TrainingSample, find_path
+from megatron_dppo.rl.seeds import Purpose, derive_engine_seed
 
 if TYPE_CHECKING:
     from megatron_dppo.parallel.world import World
@@ -82,7 +82,7 @@ class ComparedCompletion:
         }
 
 
-def compared_rows(
+def collect_comparisons(
     pack: Pack, trainer: NDArray[np.float32], version: int
 ) -> Iterator[ComparedCompletion]:
     """The completions of a pack that ``version`` has made, as the trainer ([R]) and the engine have
@@ -91,7 +91,7 @@ def compared_rows(
         (targets,) = np.nonzero(pack.sample == row)
         yield ComparedCompletion(
             source="rollouts",
-            prompt_ids=pack.token_ids[path_to(pack, int(pack.predictors[targets[0]]))],
+            prompt_ids=pack.token_ids[find_path(pack, int(pack.predictors[targets[0]]))],
             response_ids=pack.targets[targets],
             trainer=trainer[targets],
             engine=pack.engine_logprobs[targets],
@@ -109,21 +109,21 @@ def check_disagreement(
     config: Config,
     world: World,
     *,
-    who: str,
-    when: str,
+    source: str,
+    context: str,
     difference: float,
     error: float,
-    compared: Callable[[], Sequence[ComparedCompletion]],
+    collect: Callable[[], Sequence[ComparedCompletion]],
     name: str,
 ) -> None:
     """Stop the run where trainer and engine are further apart than precision explains. Collective.
 
     Args:
-        who: what generated the tokens, for the message: "the engine", or a server's name.
-        when: for the message: "in step 3".
+        source: what generated the tokens, for the message: "the engine", or a server's name.
+        context: for the message: "in step 3".
         difference: mean |Δ log p|, the same on every rank.
         error: mean exp |Δ log p|, the same on every rank.
-        compared: returns the completions that this rank has. The rank with the worst one writes the
+        collect: returns the completions that this rank has. The rank with the worst one writes the
             evidence.
         name: of the file of evidence in ``RUN/disagreement``, without its ending.
 
@@ -142,14 +142,21 @@ def check_disagreement(
     ):
         if measured <= limit:
             continue
-        facts = {"who": who, "when": when, "mean_abs_diff": difference, "mean_prob_error": error}
-        file = _keep(
-            world, Path(config.run.dir) / "disagreement" / f"{name}.json", facts, compared()
+        facts = {
+            "who": source,
+            "when": context,
+            "mean_abs_diff": difference,
+            "mean_prob_error": error,
+        }
+        file = _write_evidence(
+            world, Path(config.run.dir) / "disagreement" / f"{name}.json", facts, collect()
         )
         problem = (
-            f"trainer and {who} disagree on the log-probabilities of the same tokens {when}: the "
+            f"trainer and {source} disagree on the log-probabilities of the same tokens {context}: "
+            "the "
             f"mean {what} is "
-            f"{measured:.4g}. {who[0].upper()}{who[1:]} may hold other weights (another model, an "
+            f"{measured:.4g}. {source[0].upper()}{source[1:]} may hold other weights (another "
+            "model, an "
             "update that did not "
             "arrive whole), score at another temperature or with top-p, top-k or a penalty, or "
             "compute in another "
@@ -159,13 +166,13 @@ def check_disagreement(
         raise UserError(setting, f"{limit:g}", problem, remedy)
 
 
-def _keep(
-    world: World, file: Path, facts: dict[str, Any], compared: Sequence[ComparedCompletion]
+def _write_evidence(
+    world: World, file: Path, facts: dict[str, Any], completions: Sequence[ComparedCompletion]
 ) -> Path:
     """Have the rank with the worst completion write its worst ones."""
-    worst = sorted(compared, key=lambda each: np.nan_to_num(each.mean, nan=np.inf), reverse=True)[
-        :MOST_COMPLETIONS
-    ]
+    worst = sorted(
+        completions, key=lambda each: np.nan_to_num(each.mean, nan=np.inf), reverse=True
+    )[:MOST_COMPLETIONS]
     heights = world.gather(float(np.nan_to_num(worst[0].mean, nan=np.inf)) if worst else -1.0)
 
     def write() -> None:
@@ -175,7 +182,9 @@ def _keep(
         )
 
     holder = max(range(world.size), key=heights.__getitem__)
-    world.together(lambda: write() if world.rank == holder else None, what="evidence")
+    world.run_on_all_ranks(
+        lambda: write() if world.rank == holder else None, description="evidence"
+    )
     return file
 
 
@@ -200,14 +209,14 @@ def check_agreement(
             generates with other weights by its own account. The message names it.
     """
     config, world = policy.config, policy.world
-    answers = _answers(policy, engine, pool, version)
+    answers = _generate_completions(policy, engine, pool, version)
     _check_versions(answers, version, config.rollout.engine)
     by_server = defaultdict[str, list[ComparedCompletion]](list)
-    for each in _scored(policy, answers):
+    for each in _score_completions(policy, answers):
         by_server[each.source].append(each)
     parts = [
         stats
-        for stats in world.gather({name: _stats(some) for name, some in by_server.items()})
+        for stats in world.gather({name: _compute_stats(some) for name, some in by_server.items()})
         if stats
     ]
     if not parts:
@@ -219,18 +228,18 @@ def check_agreement(
         check_disagreement(
             config,
             world,
-            who=f"the server {server}",
-            when=f"after the sync to version {version}",
+            source=f"the server {server}",
+            context=f"after the sync to version {version}",
             difference=mean,
             error=error,
-            compared=partial(by_server.__getitem__, server),
+            collect=partial(by_server.__getitem__, server),
             name=f"sync_{version:07d}",
         )
     means, largest, _ = zip(*worst.values(), strict=True)
     return {"rollout/agreement_mean_diff": max(means), "rollout/agreement_max_diff": max(largest)}
 
 
-def _answers(
+def _generate_completions(
     policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], version: int
 ) -> list[ComparedCompletion]:
     """Completions of every server for the same prompts, not yet scored by the actor."""
@@ -244,7 +253,7 @@ def _answers(
         max_tokens=min(MAX_TOKENS, config.rollout.max_response_tokens),
         temperature=config.rollout.temperature,
         stop_token_ids=policy.stop_ids,
-        seed=engine_seed(config.run.seed, version, Purpose.AGREEMENT),
+        seed=derive_engine_seed(config.run.seed, version, Purpose.AGREEMENT),
         routing=policy.routing,
     )
     return [
@@ -278,7 +287,7 @@ def _check_versions(answers: Sequence[ComparedCompletion], version: int, engine:
             raise UserError("rollout.engine", engine, problem, remedy)
 
 
-def _scored(
+def _score_completions(
     policy: PolicyParts[Any], answers: Sequence[ComparedCompletion]
 ) -> list[ComparedCompletion]:
     """The answers with the actor's log-probabilities. Only one rank of each replica has them, the
@@ -286,7 +295,7 @@ def _scored(
     if not answers:
         return []
     layers = policy.actor.routing.layers if policy.actor.routing else None
-    rows, packs = zip(*policy.pack([_row(each, layers) for each in answers]), strict=True)
+    rows, packs = zip(*policy.pack([_build_sample(each, layers) for each in answers]), strict=True)
     logprobs = policy.actor.log_probabilities(packs)
     if policy.world.tp_rank or policy.world.cp_rank:
         return []
@@ -298,21 +307,23 @@ def _scored(
     ]
 
 
-def _row(each: ComparedCompletion, layers: Ints | None) -> TrainingSample:
+def _build_sample(completion: ComparedCompletion, layers: Ints | None) -> TrainingSample:
     return TrainingSample(
-        prompt_ids=each.prompt_ids.astype(np.int32),
-        response_ids=each.response_ids.astype(np.int32),
-        engine_logprobs=each.engine,
-        loss_mask=np.ones(len(each.response_ids), bool),
+        prompt_ids=completion.prompt_ids.astype(np.int32),
+        response_ids=completion.response_ids.astype(np.int32),
+        engine_logprobs=completion.engine,
+        loss_mask=np.ones(len(completion.response_ids), bool),
         advantage=0.0,
         scale=0.0,
-        version=min(each.versions),
-        routing=None if each.routing is None or layers is None else each.routing[:, layers],
+        version=min(completion.versions),
+        routing=None
+        if completion.routing is None or layers is None
+        else completion.routing[:, layers],
     )
 
 
-def _stats(compared: Sequence[ComparedCompletion]) -> tuple[float, float, float]:
+def _compute_stats(completions: Sequence[ComparedCompletion]) -> tuple[float, float, float]:
     """Mean and largest |Δ log p|, and mean exp |Δ log p|."""
-    differences = np.concatenate([each.differences for each in compared])
+    differences = np.concatenate([each.differences for each in completions])
     error = np.exp(np.minimum(differences, 50.0)).mean()
     return float(differences.mean()), float(differences.max()), float(error)

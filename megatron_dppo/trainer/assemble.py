@@ -18,7 +18,7 @@ from megatron_dppo.bridge.export import (
     export_hf,
 )
 from megatron_dppo.bridge.hf_directory import plan_adapter_file, plan_files
-from megatron_dppo.bridge.load import draw_adapters, load_checkpoint, load_policy
+from megatron_dppo.bridge.load import init_adapters, load_checkpoint, load_policy
 from megatron_dppo.bridge.stream import adapter_stream, weight_stream
 from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.date import with_date
@@ -31,7 +31,7 @@ from megatron_dppo.data.tokenizer import (
     stop_note,
     stop_token_ids,
 )
-from megatron_dppo.evaluation.evaluator import EvalProblem, held_out
+from megatron_dppo.evaluation.evaluator import EvalProblem, load_problems
 from megatron_dppo.models.actor import Actor, Policy
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
 from megatron_dppo.models.policy import PolicyModel
@@ -40,19 +40,19 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.layout import resolve_layout
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import FolderLock
-from megatron_dppo.process.streams import tell
+from megatron_dppo.process.streams import print_message
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences
 from megatron_dppo.rl.types import Pack, RoutingShape
 from megatron_dppo.rollout.collect import Collector
-from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
+from megatron_dppo.rollout.conversation_functions import check_turns, load_conversation_function
 from megatron_dppo.rollout.engine import RolloutEngine, WeightSource
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.teachers import TeacherServers
-from megatron_dppo.trainer.functions import engine_maker
-from megatron_dppo.trainer.preflight import label_check
+from megatron_dppo.trainer.functions import load_engine_factory
+from megatron_dppo.trainer.preflight import make_label_check
 
 P_co = TypeVar("P_co", bound=Policy, covariant=True)
 FrozenT = TypeVar("FrozenT", bound=Policy)
@@ -84,29 +84,31 @@ class PolicyParts(Generic[P_co]):
     def sync(self, engine: RolloutEngine[Any], version: int) -> None:
         """Stream :attr:`source` to an engine, which then generates with ``version``. Collective."""
         engine.pause()
-        self._make_room()  # for the servers' weights
+        self._release_memory()  # for the servers' weights
         engine.update_weights(self.source, version)
-        self._make_room()  # for their cache, in the place of the buckets
+        self._release_memory()  # for their cache, in the place of the buckets
         engine.resume()
 
-    def engine(self) -> RolloutEngine[Any]:
+    def build_engine(self) -> RolloutEngine[Any]:
         """An engine of this rank's own, without weights until the first sync."""
         model, rollout = self.config.model, self.config.rollout
         if rollout.served:
             from megatron_dppo.rollout.servers.engine import ServerEngine
 
-            say = partial(Console(self.config.run.steps).note, again=True)
-            self._make_room()  # a server looks at its start for what is free
+            say = partial(Console(self.config.run.steps).print_note, repeat=True)
+            self._release_memory()  # a server looks at its start for what is free
             engine = ServerEngine(self.config, self.world, self.shape, say)
             engine.pause()  # a checkpoint may have to be loaded yet
             return engine
-        make = self.world.together(lambda: engine_maker(self.config), what="import of an engine")
+        make = self.world.run_on_all_ranks(
+            lambda: load_engine_factory(self.config), description="import of an engine"
+        )
         if make is not None:
             return make(
                 model.folder, device=self.world.device, dtype=model.torch_dtype, world=self.world
             )
-        function = self.world.together(
-            lambda: conversation_of(self.config), what="import of a conversation"
+        function = self.world.run_on_all_ranks(
+            lambda: load_conversation_function(self.config), description="import of a conversation"
         )
         conversations = None
         if function is not None:
@@ -122,11 +124,11 @@ class PolicyParts(Generic[P_co]):
             conversations=conversations,
         )
 
-    def _make_room(self) -> None:
+    def _release_memory(self) -> None:
         if self.config.rollout.colocated:
             self.actor.release_memory()
 
-    def collector(
+    def build_collector(
         self,
         engine: RolloutEngine[Any],
         workers: RewardWorkers,
@@ -142,7 +144,7 @@ class PolicyParts(Generic[P_co]):
         parts = self.tokenizer, self.stop_ids, self.routing, offline, teachers
         return Collector(config, world, engine, workers, *parts)
 
-    def collectors(
+    def build_collectors(
         self, engine: RolloutEngine[Any], workers: Mapping[str, RewardWorkers]
     ) -> dict[str, Collector]:
         """One for each verifier's workers, for evaluations."""
@@ -152,7 +154,7 @@ class PolicyParts(Generic[P_co]):
             for v, each in workers.items()
         }
 
-    def reference(self) -> Reference | BasePolicy:
+    def load_reference(self) -> Reference | BasePolicy:
         """The initial policy, frozen, for the loss's KL term. Collective.
 
         It is a copy, unless the actor's own weights are frozen, and only its adapters are trained.
@@ -160,24 +162,28 @@ class PolicyParts(Generic[P_co]):
         config = self.config
         if config.model.lora.rank:
             return BasePolicy(self.actor)
-        reference = _frozen(Reference, config, self.world, config.rollout.temperature, self.shape)
+        reference = _load_frozen(
+            Reference, config, self.world, config.rollout.temperature, self.shape
+        )
         if config.model.reference_on_host:
             name = "model.reference_on_host"
-            reference.leave_device(name, "true", f"set {name}=false")
+            reference.offload_weights(name, "true", f"set {name}=false")
         return reference
 
-    def teachers(self) -> list[Teacher]:
+    def load_teachers(self) -> list[Teacher]:
         """The models that ``loss.distillation`` names, in the policy's layout. Collective.
 
         Several teachers wait on the host for their turns, so that one at a time is on the device.
         """
         found = []
         for path in self.config.loss.distillation.models:
-            config = teacher_config(self.config, path)
-            shape = self.world.together(partial(read_shape, config.model.folder))
-            found.append(_frozen(Teacher, config, self.world, config.rollout.temperature, shape))
+            config = make_teacher_config(self.config, path)
+            shape = self.world.run_on_all_ranks(partial(read_shape, config.model.folder))
+            found.append(
+                _load_frozen(Teacher, config, self.world, config.rollout.temperature, shape)
+            )
             if len(self.config.loss.distillation.models) > 1:
-                found[-1].leave_device("loss.distillation.teachers", path, "name fewer teachers")
+                found[-1].offload_weights("loss.distillation.teachers", path, "name fewer teachers")
         return found
 
     def pack(
@@ -196,10 +202,10 @@ class PolicyParts(Generic[P_co]):
             ranks=replicas,
             max_tokens=most,
             align=layout.row_multiple,
-            capacity_multiple=self.world.capacity_multiple(layout, most),
+            capacity_multiple=self.world.compute_capacity_multiple(layout, most),
             window=self.config.pack.window,
             min_per_rank=min_per_rank,
-            least_per_rank=layout.least_packs,
+            least_per_rank=layout.min_packs,
         )
         return [
             (
@@ -218,7 +224,7 @@ class PolicyParts(Generic[P_co]):
         """Find out now, rather than after the last step, whether ``export`` may write there.
         Collective."""
         size = plan_files(self.shape, self.config.model.torch_dtype).total_bytes
-        self.world.from_leader(
+        self.world.broadcast(
             lambda: check_destination(self.config.model.folder, out, size, setting)
         )
 
@@ -241,7 +247,7 @@ class PolicyParts(Generic[P_co]):
         self.check_export(folder / "hf", setting="run.dir")
         if model.lora.rank:
             plan = plan_adapter_file(self.shape, model.lora, model.torch_dtype)
-            self.world.from_leader(lambda: check_adapter_destination(folder / "adapter", plan))
+            self.world.broadcast(lambda: check_adapter_destination(folder / "adapter", plan))
 
     def export_run(self) -> None:
         """Write what the run has come to into its folder: the policy, and its adapters alone, if it
@@ -270,34 +276,32 @@ def assemble_policy(config: Config, world: World, *, temperature: float) -> Poli
 
 def assemble_frozen(config: Config, world: World, *, temperature: float) -> PolicyParts[Policy]:
     """The same without gradients and optimizer."""
-    return _assemble(config, world, partial(_frozen, Policy, config, world, temperature))
+    return _assemble(config, world, partial(_load_frozen, Policy, config, world, temperature))
 
 
 def _assemble(
     config: Config, world: World, make: Callable[[PolicyShape], P_co]
 ) -> PolicyParts[P_co]:
     folder, run_dir = config.model.folder, Path(config.run.dir)
-    config = replace(
-        config, data=world.from_leader(lambda: with_date(config.data, folder, run_dir))
-    )
-    shape = world.together(lambda: read_shape(folder))
-    tokenizer = world.together(lambda: load_tokenizer(folder))
+    config = replace(config, data=world.broadcast(lambda: with_date(config.data, folder, run_dir)))
+    shape = world.run_on_all_ranks(lambda: read_shape(folder))
+    tokenizer = world.run_on_all_ranks(lambda: load_tokenizer(folder))
     stops = config.rollout.stop_token_ids or stop_token_ids(folder, tokenizer)
     if (
-        world.leads
+        world.is_rank0
         and config.rollout.stop_token_ids is None
         and (note := stop_note(folder, tokenizer))
     ):
-        tell(note)
+        print_message(note)
     policy = make(shape)
     if config.loss.replay_routing != "none":
-        policy.replay_routing()
+        policy.enable_routing_replay()
     return PolicyParts(
         config, world, shape, policy, tokenizer, pad_token_id(tokenizer), tuple(stops)
     )
 
 
-def _frozen(
+def _load_frozen(
     kind: type[FrozenT], config: Config, world: World, temperature: float, shape: PolicyShape
 ) -> FrozenT:
     policy = kind(
@@ -311,7 +315,7 @@ def _frozen(
     return policy
 
 
-def teacher_config(config: Config, path: str) -> Config:
+def make_teacher_config(config: Config, path: str) -> Config:
     """The run's, with the teacher in a directory in the place of its policy."""
     given = config.loss.distillation
     checkpoint = given.teacher_checkpoint if path == given.teacher else None
@@ -331,18 +335,21 @@ def load_pools(
     else:
         share = {"rank": world.rank, "ranks": world.size}
         load = partial(load_offline, config, tokenizer, shape.vocab_size, parts.stop_ids, **share)
-        train, offline = world.together(load)
-        world.together(lambda: config.loss.distillation.check_sources(train.data_sources))
-    problems = world.together(
-        lambda: held_out(config, tokenizer, max_positions=shape.max_positions)
+        train, offline = world.run_on_all_ranks(load)
+        world.run_on_all_ranks(lambda: config.loss.distillation.check_sources(train.data_sources))
+    problems = world.run_on_all_ranks(
+        lambda: load_problems(config, tokenizer, max_positions=shape.max_positions)
     )
-    if world.leads and (repeated := train.repeats([problem.prompt for problem in problems]))[0]:
+    if (
+        world.is_rank0
+        and (repeated := train.find_overlap([problem.prompt for problem in problems]))[0]
+    ):
         count, where = repeated
         of = (
             f"{count} of {len(problems)} held-out problems stand in the training data as well: "
             f"{where}"
         )
-        Console(config.run.steps).note(
+        Console(config.run.steps).print_note(
             f"{of}; their accuracy says nothing of problems that were never seen"
         )
     return train, problems, offline
@@ -353,7 +360,7 @@ def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
     Collective."""
     data, check, taught = (
         parts.config.data,
-        label_check(parts.config),
+        make_label_check(parts.config),
         parts.config.loss.distillation,
     )
 
@@ -363,18 +370,18 @@ def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
         check_turns(parts.config, data, lambda: (prompt.extra for prompt in pool))
         return pool
 
-    return parts.world.together(load)
+    return parts.world.run_on_all_ranks(load)
 
 
 def _load(chunks: Sequence[PolicyModel], config: Config, shape: PolicyShape, world: World) -> None:
     if config.model.checkpoint is not None:
         load_checkpoint(chunks, Path(config.model.checkpoint), world)
     else:
-        world.together(lambda: load_policy(chunks, config.model.folder, world))
-    draw_adapters(chunks, world, seed=config.run.seed)
+        world.run_on_all_ranks(lambda: load_policy(chunks, config.model.folder, world))
+    init_adapters(chunks, world, seed=config.run.seed)
 
 
-def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], None]:
+def acquire_run_lock(config: Config, world: World, to_close: ExitStack) -> Callable[[], None]:
     """Take ``run.dir`` for all ranks: its leader holds it. Collective.
 
     Returns:
@@ -390,6 +397,7 @@ def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], 
         with_date(config.data, config.model.folder, folder, keep=True)
         return check
 
-    return world.together(
-        lambda: take() if world.leads else lambda: None, what="look at the lock of run.dir"
+    return world.run_on_all_ranks(
+        lambda: take() if world.is_rank0 else lambda: None,
+        description="look at the lock of run.dir",
     )

@@ -30,39 +30,39 @@ from megatron_dppo.bridge.checkpoint_folder import (
     TRACKER,
     Checksums,
     FileChecksum,
-    iteration_name,
-    latest_checkpoint,
-    refusing_damage,
-    step_of,
-    steps_in,
-    warn_unchecked,
+    convert_corruption_errors,
+    find_latest_checkpoint,
+    format_iteration_name,
+    list_steps,
+    parse_step,
+    warn_missing_checksums,
 )
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
 from megatron_dppo.bridge.load import (
     adapter_state,
+    build_sharding_metadata,
     check_policy,
     load_adapter_state,
     load_model_state,
     model_state,
     read_sharded,
-    sharding,
 )
-from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.bridge.mapping import count_parameters
 from megatron_dppo.config import Config, LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.files import replacing_directory, replacing_file
-from megatron_dppo.process.streams import tell
-from megatron_dppo.trainer.fingerprints import fingerprints
+from megatron_dppo.process.files import replace_directory, replace_file
+from megatron_dppo.process.streams import print_message
+from megatron_dppo.trainer.fingerprints import compute_fingerprints
 from megatron_dppo.trainer.shards import ShardSave
-from megatron_dppo.trainer.writer import FILES, Writer, check_resumable, write_state
+from megatron_dppo.trainer.writer import FILES, CheckpointFormat, check_resumable, write_state
 
 _UNFINISHED = re.compile(r"\.iter_\d{7,}\.(partial|old)")
 
 
 @dataclass(frozen=True, slots=True)
-class _Unfinished:
+class _PendingCheckpoint:
     """A checkpoint whose shards are being written."""
 
     shards: ShardSave
@@ -85,16 +85,16 @@ class Checkpoints:
         )
         self._background = config.run.checkpoint_in_background
         self._dtype = config.model.torch_dtype
-        self._writer = world.from_leader(lambda: Writer.of(config))
-        self._files = world.from_leader(lambda: fingerprints(config))
-        self._unfinished: _Unfinished | None = None
+        self._writer = world.broadcast(lambda: CheckpointFormat.from_config(config))
+        self._files = world.broadcast(lambda: compute_fingerprints(config))
+        self._unfinished: _PendingCheckpoint | None = None
 
     def save(
         self,
         actor: Actor,
         step: int,
         trainer_state: dict[str, Any],
-        write_more: Callable[[Path], None] | None = None,
+        write_extra: Callable[[Path], None] | None = None,
         *,
         also_keep: int | None = None,
     ) -> None:
@@ -106,7 +106,7 @@ class Checkpoints:
             actor: whose weights and optimizer state are written, each rank its shards.
             step: finished steps.
             trainer_state: the leader's, JSON-able: data order, pruning history.
-            write_more: writes this rank's own files into the folder that it is given. Not
+            write_extra: writes this rank's own files into the folder that it is given. Not
                 collective.
             also_keep: a step whose checkpoint stays, besides the latest ``run.keep_checkpoints``.
 
@@ -115,18 +115,20 @@ class Checkpoints:
                 stays.
         """
         self.finish()
-        partial = self._folder / f".{iteration_name(step)}.partial"
-        needed = _bytes(actor)
-        self._world.from_leader(lambda: self._make_room(partial, self.path(step), needed))
-        with self._disk_errors(needed):
+        partial = self._folder / f".{format_iteration_name(step)}.partial"
+        needed = _estimate_bytes(actor)
+        self._world.broadcast(lambda: self._prepare_folder(partial, self.path(step), needed))
+        with self._convert_disk_errors(needed):
             state = _sharded_state(actor, self._writer, loading=False)
             limit_s = 0.9 * self._world.layout.timeout_s
             shards = ShardSave(
                 state, partial, self._world, background=self._background, limit_s=limit_s
             )
-            if write_more is not None:
-                self._world.together(lambda: write_more(partial), what="part of the checkpoint")
-        self._unfinished = _Unfinished(shards, step, trainer_state, needed, also_keep)
+            if write_extra is not None:
+                self._world.run_on_all_ranks(
+                    lambda: write_extra(partial), description="part of the checkpoint"
+                )
+        self._unfinished = _PendingCheckpoint(shards, step, trainer_state, needed, also_keep)
         if not self._background:
             self.finish()
 
@@ -144,14 +146,14 @@ class Checkpoints:
         if self._unfinished is None:
             return
         unfinished, self._unfinished = self._unfinished, None
-        with self._disk_errors(unfinished.needed):
+        with self._convert_disk_errors(unfinished.needed):
             checksums = unfinished.shards.finish()
         of_all = {
             name: checksum
             for rank in self._world.gather(checksums)
             for name, checksum in rank.items()
         }
-        self._world.from_leader(lambda: self._put_in_place(unfinished, of_all))
+        self._world.broadcast(lambda: self._put_in_place(unfinished, of_all))
 
     def load(self, actor: Actor) -> tuple[int, dict[str, Any]] | None:
         """Restore the last good checkpoint into ``actor``, written in whatever layout. Collective.
@@ -165,19 +167,19 @@ class Checkpoints:
             UserError: on every rank, if this run cannot go on from it, or a file is damaged;
                 nothing is restored then.
         """
-        place = self._world.from_leader(self._latest)
+        place = self._world.broadcast(self._find_latest)
         if place is None:
             return None
-        stored = self._world.from_leader(lambda: check_resumable(place, self._writer))
-        self._world.from_leader(
-            lambda: check_policy(place, actor.shape, "run.dir", _adapters(actor))
+        stored = self._world.broadcast(lambda: check_resumable(place, self._writer))
+        self._world.broadcast(lambda: check_policy(place, actor.shape, "run.dir", _get_lora(actor)))
+        self._world.run_on_all_ranks(
+            lambda: self._check(place), description="check of a checkpoint"
         )
-        self._world.together(lambda: self._check(place), what="check of a checkpoint")
         state = _sharded_state(actor, self._writer, loading=True)
         state = read_sharded(state, place, "run.dir", self._world)
         if self._writer.optimizer == "plain":
             _restore_steps(state["optimizer"])
-        if _adapters(actor):
+        if _get_lora(actor):
             load_adapter_state(actor.chunks, state, self._world)
         else:
             load_model_state(actor.chunks, state)
@@ -195,47 +197,47 @@ class Checkpoints:
                 group["step"] = int(
                     group["step"]
                 )  # torch's Adam wrote a float, Transformer Engine's takes no such
-        step = step_of(place)
+        step = parse_step(place)
         assert step is not None
         return step, stored.trainer
 
-    def _latest(self) -> Path | None:
+    def _find_latest(self) -> Path | None:
         """The checkpoint to go on from, on the leader."""
-        place = latest_checkpoint(self._folder)
+        place = find_latest_checkpoint(self._folder)
         if place is not None and not (self._folder / TRACKER).exists():
             text = (
                 f"note: {self._folder} has no {TRACKER}: the run goes on from {place.name}, "
                 "the "
                 "newest that is whole"
             )
-            tell(text)
+            print_message(text)
         return place
 
     def _check(self, place: Path) -> None:
         """Compare this rank's share of the files with their checksums."""
-        with refusing_damage(place, "run.dir"):
+        with convert_corruption_errors(place, "run.dir"):
             checksums = Checksums.read(place)
             if checksums is not None:
-                checksums.check(share=self._world.rank, of=self._world.size)
-            elif self._world.leads:
-                warn_unchecked(place)
+                checksums.check(share=self._world.rank, num_shares=self._world.size)
+            elif self._world.is_rank0:
+                warn_missing_checksums(place)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
-        return self._folder / iteration_name(step)
+        return self._folder / format_iteration_name(step)
 
     @contextmanager
-    def _disk_errors(self, needed: int) -> Iterator[None]:
+    def _convert_disk_errors(self, needed: int) -> Iterator[None]:
         """Torch says little of a full disk, and not in one way."""
         try:
             yield
         except (OSError, RuntimeError, CheckpointException) as error:  # the last is no Exception
             free = shutil.disk_usage(self._folder).free
             if isinstance(error, OSError) or free < needed:
-                raise _disk_error(self._folder, f"{free / 2**20:.1f} MiB free") from error
+                raise _build_disk_error(self._folder, f"{free / 2**20:.1f} MiB free") from error
             raise
 
-    def _make_room(self, partial: Path, place: Path, needed: int) -> None:
+    def _prepare_folder(self, partial: Path, place: Path, needed: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         for stale in [
             path for path in self._folder.iterdir() if _UNFINISHED.fullmatch(path.name)
@@ -243,34 +245,36 @@ class Checkpoints:
             _remove(stale)
         free = shutil.disk_usage(self._folder).free
         if free < needed:
-            raise _disk_error(
+            raise _build_disk_error(
                 self._folder, f"{free / 2**20:.1f} MiB free, {needed / 2**20:.1f} MiB needed"
             )
         partial.mkdir()
 
-    def _put_in_place(self, written: _Unfinished, checksums: Mapping[str, FileChecksum]) -> None:
-        step, partial = written.step, written.shards.folder
+    def _put_in_place(
+        self, pending: _PendingCheckpoint, checksums: Mapping[str, FileChecksum]
+    ) -> None:
+        step, partial = pending.step, pending.shards.folder
         try:
             if not (hf := self._folder / HF_FOLDER).exists():  # and never a checkpoint without them
-                with replacing_directory(hf) as draft:
+                with replace_directory(hf) as draft:
                     copy_config_and_tokenizer(self._source, draft, self._dtype)
                     _flush_tree(draft)
             _keep_common_state(partial)
-            write_state(partial, {**written.trainer_state, FILES: self._files}, self._writer)
+            write_state(partial, {**pending.trainer_state, FILES: self._files}, self._writer)
             Checksums(partial, checksums).write()
             _flush_tree(partial)
             partial.rename(self.path(step))
-            with replacing_file(self._folder / TRACKER) as tracker:
+            with replace_file(self._folder / TRACKER) as tracker:
                 tracker.write_text(f"{step}\n")
                 _flush(tracker)
                 _flush(self._folder)  # the checkpoint's name, before the tracker says it
             _flush(self._folder)
         except OSError as error:
-            raise _disk_error(self._folder, error) from error
-        for number in [number for number in steps_in(self._folder) if number <= step][
+            raise _build_disk_error(self._folder, error) from error
+        for number in [number for number in list_steps(self._folder) if number <= step][
             : -self._keep
         ]:
-            if number != written.also_keep:
+            if number != pending.also_keep:
                 old = self.path(number)  # never half a checkpoint under a good name
                 _remove(old.rename(self._folder / f".{old.name}.old"))
 
@@ -298,18 +302,20 @@ def _keep_common_state(folder: Path) -> None:
         common.write_bytes(data.getbuffer())
 
 
-def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, Any]:
+def _sharded_state(
+    actor: Actor, checkpoint_format: CheckpointFormat, *, loading: bool
+) -> dict[str, Any]:
     metadata = {
-        **sharding(),
+        **build_sharding_metadata(),
         # Without the prefix the names do not depend on how many optimizers Megatron made of ours.
         "chained_optim_avoid_prefix": True,
         # One replica gathers the others' state, in host memory; else each would, and by way of its
         # GPU.
         "distrib_optim_fully_reshardable_mem_efficient": True,
     }
-    if writer.optimizer != "plain":
-        metadata["distrib_optim_sharding_type"] = writer.optimizer
-    adapted = _adapters(actor) is not None
+    if checkpoint_format.optimizer != "plain":
+        metadata["distrib_optim_sharding_type"] = checkpoint_format.optimizer
+    adapted = _get_lora(actor) is not None
     model = (
         adapter_state(actor.chunks, actor.world) if adapted else model_state(actor.chunks, metadata)
     )
@@ -320,7 +326,7 @@ def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, 
     }
 
 
-def _adapters(actor: Actor) -> LoraConfig | None:
+def _get_lora(actor: Actor) -> LoraConfig | None:
     """Adapters stored in a checkpoint instead of the whole policy."""
     lora = actor.chunks[0].lora
     return lora if lora.rank else None
@@ -349,16 +355,16 @@ def _inner_optimizers(optimizer: dict[Any, Any]) -> list[dict[Any, Any]]:
     ]  # bf16 and shards keep it beside the master weights
 
 
-def _bytes(actor: Actor) -> int:
+def _estimate_bytes(actor: Actor) -> int:
     """An upper estimate of a checkpoint: what is trained, with fp32 master weights and two
     moments."""
     lora = actor.chunks[0].lora
     weight = next(actor.parameters()).element_size()
-    trained = parameters(actor.shape, lora if lora.rank else None) * (weight + 12)
+    trained = count_parameters(actor.shape, lora if lora.rank else None) * (weight + 12)
     return trained * 5 // 4 + 2**20  # padding, names, offsets and the trainer's state come on top
 
 
-def _disk_error(folder: Path, error: object) -> UserError:
+def _build_disk_error(folder: Path, error: object) -> UserError:
     problem = f"a checkpoint could not be written ({error}); the last good one is untouched"
     remedy = (
         "Free some room or point run.dir at another disk, and run the same command again: it "

@@ -16,7 +16,7 @@ from megatron_dppo.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestCheckpoint:
     """The checkpoint with the highest held-out accuracy so far; of equal ones the first."""
 
     accuracy: float
@@ -34,19 +34,19 @@ class CollapseGuard:
         self._most, self._keeps = config.max_idle_steps, config.keep_best
         self._idle, self._reward = 0, float("nan")
         self._accuracy: float | None = None
-        self.best: Best | None = None
+        self.best: BestCheckpoint | None = None
 
-    def trained(self, *, updated: bool, reward: float) -> None:
+    def record_step(self, *, updated: bool, reward: float) -> None:
         """After a step: whether it changed the weights, and its mean reward."""
         self._idle, self._reward = (0 if updated else self._idle + 1), reward
         if updated:
             self._accuracy = None
 
-    def evaluated(self, accuracy: float | None) -> None:
+    def record_evaluation(self, accuracy: float | None) -> None:
         """After an evaluation of the weights as they are."""
         self._accuracy = accuracy
 
-    def saving(self, step: int) -> int | None:
+    def update_best(self, step: int) -> int | None:
         """The step whose checkpoint must stay when that of ``step`` is written; None if there is no
         such."""
         if (
@@ -54,15 +54,15 @@ class CollapseGuard:
             and self._accuracy is not None
             and (self.best is None or self._accuracy > self.best.accuracy)
         ):
-            self.best = Best(self._accuracy, step)
+            self.best = BestCheckpoint(self._accuracy, step)
         return self.best.step if self.best else None
 
     @property
-    def hopeless(self) -> bool:
+    def is_collapsed(self) -> bool:
         """Whether the run is to end: ``run.max_idle_steps`` in a row had nothing to train on."""
         return 0 < self._most <= self._idle
 
-    def error(self) -> UserError:
+    def build_error(self) -> UserError:
         """Error that ends the run, once it is saved."""
         problem = (
             f"no completion of the last {self._idle} steps had a gradient: the rewards of each "
@@ -84,4 +84,4 @@ class CollapseGuard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of ``state_dict``."""
         if best := state["best"]:
-            self.best = Best(**best)
+            self.best = BestCheckpoint(**best)

@@ -5,8 +5,8 @@ A checkpoint keeps one dictionary from ``SETTING: FILE`` to a digest::
 
     {"data.train: train.jsonl": "5c1f09d2e0a7b3c4…", "model.path: model.safetensors": "91f0…", …}
 
-Files are read whole, but for files of weights, which are sampled: see :func:`weight_digests`. A
-function given from Python is compared by its text::
+Files are read whole, but for files of weights, which are sampled: see
+:func:`compute_weight_digests`. A function given from Python is compared by its text::
 
     {"reward.function: from Python": "my_reward 8d2f…"}
 
@@ -33,16 +33,16 @@ from operator import attrgetter
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, METADATA, find_checkpoint
-from megatron_dppo.bridge.safetensors_files import stored_tensors
+from megatron_dppo.bridge.safetensors_files import read_tensor_index
 from megatron_dppo.config import Config
-from megatron_dppo.data.examples import Source, sources_of
+from megatron_dppo.data.examples import Source, resolve_sources
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
-from megatron_dppo.data.stored import tokenizer_files
+from megatron_dppo.data.stored import list_tokenizer_files
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.benchmarks import sources
+from megatron_dppo.evaluation.benchmarks import list_sources
 from megatron_dppo.hub import policy_folder
-from megatron_dppo.plugins import file_of
-from megatron_dppo.process.files import file_digest, state_of
+from megatron_dppo.plugins import find_source_file
+from megatron_dppo.process.files import file_digest, get_file_state
 
 FUNCTIONS = (
     "reward.function",
@@ -62,13 +62,15 @@ RELEASES = {REASONING_GYM: "reasoning-gym", VERIFIERS: "verifiers"}
 """Generators whose problems depend on a package, and the package."""
 
 
-def fingerprints(config: Config, given: Mapping[str, str | None] | None = None) -> dict[str, str]:
+def compute_fingerprints(
+    config: Config, function_texts: Mapping[str, str | None] | None = None
+) -> dict[str, str]:
     """Digests of the data, the policy, the teachers and the user's functions, by ``SETTING: FILE``.
 
     Args:
         config: of the run.
-        given: texts of functions from Python, by their settings, which are to replace those that
-            ``run.dir`` holds.
+        function_texts: texts of functions from Python, by their settings, which are to replace
+            those that ``run.dir`` holds.
 
     Raises:
         UserError: a file is absent or cannot be read.
@@ -76,23 +78,28 @@ def fingerprints(config: Config, given: Mapping[str, str | None] | None = None) 
     try:
         found = {
             name: digest
-            for setting, source in _data(config)
-            for name, digest in _of_source(setting, source)
+            for setting, source in _list_sources(config)
+            for name, digest in _compute_source_digests(setting, source)
         }
         if any(name.endswith(VERIFIERS) for name in found):
             name = config.data.verifiers.environment
-            found[f"data.verifiers.environment: {name}"] = _environment(name)
-        for setting, folder, checkpoint in _models(config):
+            found[f"data.verifiers.environment: {name}"] = _get_environment_version(name)
+        for setting, folder, checkpoint in _list_models(config):
             found |= {
-                f"{setting}: {name}": digest for name, digest in _policy(folder, checkpoint).items()
+                f"{setting}: {name}": digest
+                for name, digest in _compute_policy_digests(folder, checkpoint).items()
             }
-        for setting, spec in _functions(config):
-            if given and setting in given:
+        for setting, spec in _list_functions(config):
+            if function_texts and setting in function_texts:
                 found |= {
-                    f"{setting}: {name}": digest for name, digest in _given(spec, given[setting])
+                    f"{setting}: {name}": digest
+                    for name, digest in _compute_text_digest(spec, function_texts[setting])
                 }
-            elif (file := file_of(spec)) is not None:
-                found |= {f"{setting}: {name}": digest for name, digest in _function(spec, file)}
+            elif (file := find_source_file(spec)) is not None:
+                found |= {
+                    f"{setting}: {name}": digest
+                    for name, digest in _compute_function_digests(spec, file)
+                }
     except (OSError, ValueError) as error:
         problem = (
             f"the files of its settings cannot be compared with those of its checkpoint ({error})"
@@ -101,12 +108,12 @@ def fingerprints(config: Config, given: Mapping[str, str | None] | None = None) 
     return found
 
 
-def functions_without_text(config: Config) -> list[str]:
+def list_functions_without_text(config: Config) -> list[str]:
     """Functions that were given from Python, which does not have their text, as ``SETTING:
     FUNCTION``."""
     found = []
-    for setting, spec in _functions(config):
-        file = file_of(spec)
+    for setting, spec in _list_functions(config):
+        file = find_source_file(spec)
         if (
             file is not None
             and file.with_suffix(PICKLED).is_file()
@@ -116,7 +123,7 @@ def functions_without_text(config: Config) -> list[str]:
     return found
 
 
-def difference(name: str, before: str | None, now: str | None) -> str:
+def describe_difference(name: str, before: str | None, now: str | None) -> str:
     """Describe how two digests of one name differ; None is an absent file's."""
     if before is None or now is None:
         return f"{name} was not there" if before is None else f"{name} is not there any more"
@@ -125,7 +132,7 @@ def difference(name: str, before: str | None, now: str | None) -> str:
     return f"{name} has changed"
 
 
-def _functions(config: Config) -> Iterator[tuple[str, str]]:
+def _list_functions(config: Config) -> Iterator[tuple[str, str]]:
     """Settings and the functions that they name; of several reward functions each."""
     for setting in FUNCTIONS:
         if isinstance(named := attrgetter(setting)(config), str):
@@ -136,37 +143,39 @@ def _functions(config: Config) -> Iterator[tuple[str, str]]:
             )
 
 
-def _data(config: Config) -> Iterator[tuple[str, Source]]:
-    training = sources_of(config.data, "train")
+def _list_sources(config: Config) -> Iterator[tuple[str, Source]]:
+    training = resolve_sources(config.data, "train")
     for number, source in enumerate(training):
         yield source.setting if len(training) == 1 else f"{source.setting}[{number}]", source
-    for held_out in sources(config) if config.eval.problems != 0 else ():
+    for held_out in list_sources(config) if config.eval.problems != 0 else ():
         yield (
             f"{held_out.setting}.{held_out.name}".rstrip("."),
             Source(held_out.file, held_out.setting),
         )
 
 
-def _environment(name: str) -> str:
+def _get_environment_version(name: str) -> str:
     """The version of a package of verifiers' environments, or the digest of a module that is no
     package."""
     try:
         return version(name)
     except (PackageNotFoundError, ValueError):
-        file = file_of(f"{name.rpartition('/')[2].replace('-', '_')}:load_environment")
+        file = find_source_file(f"{name.rpartition('/')[2].replace('-', '_')}:load_environment")
         return "" if file is None else file_digest(file)
 
 
-def _function(spec: str, file: Path) -> Iterator[tuple[str, str]]:
+def _compute_function_digests(spec: str, file: Path) -> Iterator[tuple[str, str]]:
     """Names and digests of a user's function's files."""
     if file.with_suffix(PICKLED).is_file():
         text = file.with_suffix(TEXT)
-        yield from _given(spec, text.read_text(encoding="utf-8") if text.is_file() else None)
+        yield from _compute_text_digest(
+            spec, text.read_text(encoding="utf-8") if text.is_file() else None
+        )
     else:
         yield file.name, file_digest(file)
 
 
-def _given(spec: str, text: str | None) -> Iterator[tuple[str, str]]:
+def _compute_text_digest(spec: str, text: str | None) -> Iterator[tuple[str, str]]:
     """Name of a function given from Python and the digest of its text, if that is known."""
     if text is not None:
         yield (
@@ -175,15 +184,15 @@ def _given(spec: str, text: str | None) -> Iterator[tuple[str, str]]:
         )
 
 
-def _of_source(setting: str, source: Source) -> Iterator[tuple[str, str]]:
+def _compute_source_digests(setting: str, source: Source) -> Iterator[tuple[str, str]]:
     if source.name in RELEASES:
         yield f"{setting}: {source.name}", version(RELEASES[source.name])
     elif source.name not in GENERATORS:  # arithmetic depends on settings alone
-        for file in source.files():
+        for file in source.list_files():
             yield f"{setting}: {file.name}", file_digest(file)
 
 
-def _models(config: Config) -> Iterator[tuple[str, Path, str | None]]:
+def _list_models(config: Config) -> Iterator[tuple[str, Path, str | None]]:
     """The policy and the teachers that the trainer runs: setting, folder and checkpoint."""
     yield "model.path", config.model.folder, config.model.checkpoint
     given = config.loss.distillation
@@ -195,7 +204,7 @@ def _models(config: Config) -> Iterator[tuple[str, Path, str | None]]:
             yield setting, policy_folder(teacher, setting, weights=checkpoint is None), checkpoint
 
 
-def _policy(folder: Path, checkpoint: str | None) -> dict[str, str]:
+def _compute_policy_digests(folder: Path, checkpoint: str | None) -> dict[str, str]:
     settings = [
         file
         for name in ("config.json", "generation_config.json")
@@ -203,9 +212,9 @@ def _policy(folder: Path, checkpoint: str | None) -> dict[str, str]:
     ]
     digests = {
         str(file.relative_to(folder)): file_digest(file)
-        for file in (*settings, *tokenizer_files(folder))
+        for file in (*settings, *list_tokenizer_files(folder))
     }
-    return digests | weight_digests(folder, Path(checkpoint) if checkpoint else None)
+    return digests | compute_weight_digests(folder, Path(checkpoint) if checkpoint else None)
 
 
 SAMPLES, SAMPLE_BYTES = 64, 2**14
@@ -213,12 +222,12 @@ SAMPLES, SAMPLE_BYTES = 64, 2**14
 a smaller file."""
 
 
-def fingerprint(path: Path, checkpoint: Path | None) -> str:
-    """One digest of :func:`weight_digests`."""
-    return hashlib.sha256(json.dumps(weight_digests(path, checkpoint)).encode()).hexdigest()
+def compute_weight_fingerprint(path: Path, checkpoint: Path | None) -> str:
+    """One digest of :func:`compute_weight_digests`."""
+    return hashlib.sha256(json.dumps(compute_weight_digests(path, checkpoint)).encode()).hexdigest()
 
 
-def weight_digests(path: Path, checkpoint: Path | None) -> dict[str, str]:
+def compute_weight_digests(path: Path, checkpoint: Path | None) -> dict[str, str]:
     """A digest of each file of the weights that ``model.path`` and ``model.checkpoint`` name, by
     the file's name.
 
@@ -234,12 +243,12 @@ def weight_digests(path: Path, checkpoint: Path | None) -> dict[str, str]:
         place = find_checkpoint(checkpoint)
         index = place / CHECKSUMS if (place / CHECKSUMS).is_file() else place / METADATA
         return {index.name: file_digest(index)}
-    files = sorted({tensor.file for tensor in stored_tensors(path).values()})
-    return {file.name: _sampled(file, *state_of(file)) for file in files}
+    files = sorted({tensor.file for tensor in read_tensor_index(path).values()})
+    return {file.name: _compute_sample_digest(file, *get_file_state(file)) for file in files}
 
 
 @cache
-def _sampled(file: Path, *state: int) -> str:
+def _compute_sample_digest(file: Path, *state: int) -> str:
     size = file.stat().st_size
     seen = hashlib.blake2b(str(size).encode(), digest_size=16)
     with file.open("rb") as opened:

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from megatron_dppo.config import Config, LossConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins import FAILURES, in_this_process, load_function
+from megatron_dppo.plugins import FAILURES, load_function, wrap_function
 from megatron_dppo.rl import advantages
 from megatron_dppo.rl.advantages import ESTIMATORS
-from megatron_dppo.rl.losses import Tokens, token_losses
-from megatron_dppo.rl.objectives import Objective, objective_for
+from megatron_dppo.rl.losses import Tokens, compute_token_losses
+from megatron_dppo.rl.objectives import Objective, resolve_objective
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rollout.engine import RolloutEngine
 
@@ -64,7 +64,7 @@ COMPLETIONS = completion_rules.CompletionCandidates(
 """Sample for a rule for completions: a mixed group, and one of equal rewards."""
 
 
-def adopt_functions(config: Config) -> None:
+def register_functions(config: Config) -> None:
     """Have this process know the rules and the estimator of advantages of the run that are the
     user's.
 
@@ -73,19 +73,19 @@ def adopt_functions(config: Config) -> None:
     """
     pruning, own = config.pruning, config.loss.advantage
     if own is not None and own not in ESTIMATORS:
-        advantages.adopt(own, in_this_process(load_function(advantages.SETTING, own)))
-        advantages.try_out(own)
+        advantages.register(own, wrap_function(load_function(advantages.SETTING, own)))
+        advantages.check_estimator(own)
     if (own := pruning.prompts.function) is not None:
-        prompt_rules.adopt(own, in_this_process(load_function(prompt_rules.FUNCTION, own)))
-        prompt_rules.prompt_rule(own).inclusion(PROMPTS, pruning.prompts.keep)
+        prompt_rules.register(own, wrap_function(load_function(prompt_rules.FUNCTION, own)))
+        prompt_rules.find_prompt_rule(own).inclusion(PROMPTS, pruning.prompts.keep)
     if (own := pruning.completions.function) is not None:
-        completion_rules.adopt(own, in_this_process(load_function(completion_rules.FUNCTION, own)))
-        completion_rules.rule_named(own).inclusion(
+        completion_rules.register(own, wrap_function(load_function(completion_rules.FUNCTION, own)))
+        completion_rules.find_completion_rule(own).inclusion(
             COMPLETIONS, cast("float", pruning.completions.share)
         )
 
 
-def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
+def load_engine_factory(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
     """Maker of the user's engine, ``rollout.engine_function``; None for built-in engines.
 
     Raises:
@@ -102,7 +102,7 @@ def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
             ENGINE, own, f"cannot be called with {form} ({error})", f"Give it {form}"
         ) from error
 
-    def made(*arguments: Any, **named: Any) -> RolloutEngine[Any]:
+    def make_engine(*arguments: Any, **named: Any) -> RolloutEngine[Any]:
         try:
             engine = make(*arguments, **named)
         except UserError:
@@ -126,26 +126,26 @@ def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
             )
         return engine
 
-    return made
+    return make_engine
 
 
-def objective_of(loss: LossConfig) -> Objective:
+def load_objective(loss: LossConfig) -> Objective:
     """The objective of a run.
 
     Raises:
         UserError: a function of the user's cannot be imported or called, or does not hold to what
             it has to.
     """
-    objective = objective_for(loss)
+    objective = resolve_objective(loss)
     if loss.objective is None:
         return objective
-    function = in_this_process(load_function(SETTING, loss.objective))
-    own = replace(objective, name=loss.objective, surrogate=partial(_both, function))
+    function = wrap_function(load_function(SETTING, loss.objective))
+    own = replace(objective, name=loss.objective, surrogate=partial(_compute_surrogate, function))
     _try_out(own)
-    return replace(own, surrogate=partial(_or_named, loss.objective, function))
+    return replace(own, surrogate=partial(_compute_named_surrogate, loss.objective, function))
 
 
-def _or_named(
+def _compute_named_surrogate(
     name: str, function: Callable[[Tokens], Any], tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
     """
@@ -153,13 +153,13 @@ def _or_named(
         UserError: the function raised.
     """
     try:
-        return _both(function, tokens)
+        return _compute_surrogate(function, tokens)
     except FAILURES as error:
         problem = f"raised for {len(tokens.advantage)} tokens:\n{traceback.format_exc(limit=-4)}"
         raise UserError(SETTING, name, problem, "Mend it") from error
 
 
-def _both(function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _compute_surrogate(function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
     """Surrogate of a function, and the tokens that it has clipped: none, if it returns none."""
     returned = function(tokens)
     surrogate, clipped = (
@@ -173,7 +173,7 @@ def _both(function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Te
     return surrogate, clipped
 
 
-def _try_out(own: Objective) -> None:
+def _try_out(objective: Objective) -> None:
     """
     Raises:
         UserError: naming what the function does not hold to.
@@ -182,24 +182,26 @@ def _try_out(own: Objective) -> None:
     sample = torch.arange(2).repeat_interleave(torch.tensor(LENGTHS))
     advantage = torch.where(sample == 0, 1.5, -0.5)
     try:
-        whole = _gradient(own, sample, advantage)
+        whole = _compute_gradient(objective, sample, advantage)
         halves = slice(first), slice(first, None)
-        apart = torch.cat([_gradient(own, sample, advantage, half) for half in halves])
-        without = _gradient(own, sample, torch.where(sample == 0, 0.0, -0.5))
+        apart = torch.cat(
+            [_compute_gradient(objective, sample, advantage, half) for half in halves]
+        )
+        without = _compute_gradient(objective, sample, torch.where(sample == 0, 0.0, -0.5))
     except FAILURES as error:
         remedy = (
             "Mend it; it is given Tokens of megatron_dppo.rl.losses, and returns a tensor "
             "with a value for each"
         )
         raise UserError(
-            SETTING, own.name, f"cannot be used ({type(error).__name__}: {error})", remedy
+            SETTING, objective.name, f"cannot be used ({type(error).__name__}: {error})", remedy
         ) from error
     if not torch.isfinite(whole).all():
         problem = (
             f"has a gradient that is no number, where ratios lie between {RATIOS[0]:g} and "
             f"{RATIOS[1]:g}"
         )
-        raise UserError(SETTING, own.name, problem, "Mend it")
+        raise UserError(SETTING, objective.name, problem, "Mend it")
     if not torch.allclose(whole, apart, rtol=1e-4, atol=1e-6):
         problem = (
             "makes something else of a completion where another one is in the same pack, "
@@ -209,25 +211,25 @@ def _try_out(own: Objective) -> None:
             "Take means and sums over a completion, tokens.sequences.sums(…), and not over "
             "all tokens"
         )
-        raise UserError(SETTING, own.name, problem, remedy)
+        raise UserError(SETTING, objective.name, problem, remedy)
     if without[:first].any():
         problem = (
             "has a gradient where the advantage is 0, and completions with that are left "
             "out: it would be biased"
         )
         remedy = "Multiply every term by tokens.advantage; for a KL term there is loss.kl_coef"
-        raise UserError(SETTING, own.name, problem, remedy)
+        raise UserError(SETTING, objective.name, problem, remedy)
 
 
-def _gradient(
-    own: Objective, sample: Tensor, advantage: Tensor, part: slice = slice(None)
+def _compute_gradient(
+    objective: Objective, sample: Tensor, advantage: Tensor, part: slice = slice(None)
 ) -> Tensor:
     """Gradient of the loss by the log-probabilities of some tokens, [R]."""
     ratio = torch.linspace(*RATIOS, len(sample)).roll(3)  # high and low ones in both completions
     old = torch.linspace(-3.0, -1.0, len(sample))
     logprobs = (old + ratio.log())[part].requires_grad_()
-    losses, _ = token_losses(
-        own,
+    losses, _ = compute_token_losses(
+        objective,
         logprobs=logprobs,
         old_logprobs=old[part],
         engine_logprobs=old[part] - 0.01,

@@ -11,24 +11,24 @@ import torch
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.actor import Actor, Sums, learning_rate, with_gradients
+from megatron_dppo.models.actor import Actor, Sums, compute_learning_rate, with_gradients
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
 from megatron_dppo.models.responses import Responses
 from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.observe.timers import PhaseTimers
-from megatron_dppo.parallel.exchange import deliver
-from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
+from megatron_dppo.parallel.exchange import exchange_samples
+from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, compute_token_losses
 from megatron_dppo.rl.objectives import Objective
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepPlan
 from megatron_dppo.trainer.agreement import (
     ComparedCompletion,
     check_disagreement,
-    compared_rows,
+    collect_comparisons,
     logprob_limit,
 )
 from megatron_dppo.trainer.assemble import PolicyParts
-from megatron_dppo.trainer.functions import objective_of
+from megatron_dppo.trainer.functions import load_objective
 
 DIVERGENCE = "train/distillation_kl"
 TIS_CAP = 2.0
@@ -36,7 +36,7 @@ TIS_CAP = 2.0
 is set."""
 
 
-def importance_cap(config: Config) -> float | None:
+def get_importance_cap(config: Config) -> float | None:
     """Where the importance weights of policy over engine are truncated; None: they are not."""
     loss = config.loss
     unbounded = loss.trust_region == "none" and loss.mask_above is None
@@ -44,9 +44,9 @@ def importance_cap(config: Config) -> float | None:
     return loss.tis_cap or (TIS_CAP if others and unbounded else None)
 
 
-def bound_of_weights(config: Config) -> str:
+def describe_weight_bound(config: Config) -> str:
     """In words, what bounds the importance weights of policy over engine."""
-    if cap := importance_cap(config):
+    if cap := get_importance_cap(config):
         return f"{cap:g} at most"
     loss = config.loss
     return (
@@ -101,7 +101,7 @@ class PolicyLoss:
             log_ratio = torch.where(log_ratio.isnan(), 0.0, log_ratio)
             advantage = advantage + self._distillation_coef * log_ratio
             taught = {DIVERGENCE: -log_ratio.sum()}
-        token_loss, sums = token_losses(
+        token_loss, sums = compute_token_losses(
             self._objective,
             logprobs=logprobs,
             old_logprobs=columns.get("old_logprobs"),
@@ -135,12 +135,12 @@ class Learner:
         themselves. Collective."""
         self._config, self._world, self._actor = parts.config, parts.world, parts.actor
         self.reference: Reference | BasePolicy | None = (
-            parts.reference() if parts.config.loss.kl_coef > 0 else None
+            parts.load_reference() if parts.config.loss.kl_coef > 0 else None
         )
-        self.teachers: list[Teacher] = parts.teachers()
+        self.teachers: list[Teacher] = parts.load_teachers()
         self._pad_id, self._timers = parts.pad_id, timers
-        self._objective = self._world.together(
-            lambda: objective_of(parts.config.loss), what="import of an objective"
+        self._objective = self._world.run_on_all_ranks(
+            lambda: load_objective(parts.config.loss), description="import of an objective"
         )
         routed = self._actor.routing if parts.routing else None
         self._routing, self._layers = (
@@ -149,14 +149,14 @@ class Learner:
         )
 
     @with_gradients
-    def learn(
-        self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int
+    def train(
+        self, plan: StepPlan, groups_by_row: Mapping[int, Group], step: int, *, version: int
     ) -> dict[str, float]:
         """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
 
         Args:
             plan: the same on every rank.
-            held: the groups that this rank has, by row of the step's metadata.
+            groups_by_row: the groups that this rank has, by row of the step's metadata.
             step: counted from 0.
             version: of the actor's weights. Trainer and engine are compared on what these very
                 weights have generated; what older ones have differs rightly.
@@ -169,17 +169,21 @@ class Learner:
                 log-probabilities, or a loss or a gradient is not finite.
         """
         with self._timers("deliver"):
-            packs = {i: self._packs(m, held) for i, m in enumerate(plan.minibatches) if m.capacity}
+            packs = {
+                i: self._build_packs(m, groups_by_row)
+                for i, m in enumerate(plan.minibatches)
+                if m.capacity
+            }
         with self._timers("log_probs"):
-            scored = {i: self._scored(plan.minibatches[i], p) for i, p in packs.items()}
-        loss = self._loss(version)
+            scored = {i: self._score_packs(plan.minibatches[i], p) for i, p in packs.items()}
+        loss = self._build_loss(version)
         totals: dict[str, float] = {}
         norms: list[float] = []
         loads: list[dict[str, float]] = []
         for i, batch in scored.items():
             with self._timers("actor_train"):
                 updates = self._config.loss.updates_per_rollout
-                lr = learning_rate(
+                lr = compute_learning_rate(
                     self._config.optimizer, step * updates + i, self._config.run.steps * updates
                 )
                 result = self._actor.update(batch, loss, lr=lr)
@@ -209,45 +213,49 @@ class Learner:
         return metrics
 
     @with_gradients
-    def gradient_norm(
-        self, minibatch: MinibatchPlan, held: Mapping[int, Group], *, version: int
+    def compute_gradient_norm(
+        self, minibatch: MinibatchPlan, groups_by_row: Mapping[int, Group], *, version: int
     ) -> float:
         """The norm of a minibatch's gradient, before any clipping; 0 if it kept nothing. No weight
         changes. Collective.
 
         Args:
             minibatch: the same on every rank.
-            held: as for ``learn``.
+            groups_by_row: as for ``learn``.
             version: of the actor's weights.
         """
         if minibatch.capacity == 0:
             return 0.0
         with self._timers("deliver"):
-            packs = self._packs(minibatch, held)
+            packs = self._build_packs(minibatch, groups_by_row)
         with self._timers("log_probs"):
-            packs = self._scored(minibatch, packs)
+            packs = self._score_packs(minibatch, packs)
         with self._timers("actor_train"):
-            return self._actor.gradient_norm(packs, self._loss(version))
+            return self._actor.compute_gradient_norm(packs, self._build_loss(version))
 
-    def _loss(self, version: int) -> PolicyLoss:
+    def _build_loss(self, version: int) -> PolicyLoss:
         settings = self._config.loss
         return PolicyLoss(
             self._objective,
             kl_coef=settings.kl_coef,
-            tis_cap=importance_cap(self._config),
+            tis_cap=get_importance_cap(self._config),
             version=version,
             distillation_coef=settings.distillation_coef,
         )
 
-    def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
+    def _build_packs(
+        self, minibatch: MinibatchPlan, groups_by_row: Mapping[int, Group]
+    ) -> list[Pack]:
         return [
             build_pack(
                 samples, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple
             )
-            for samples in deliver(self._world, minibatch, held, self._routing, self._layers)
+            for samples in exchange_samples(
+                self._world, minibatch, groups_by_row, self._routing, self._layers
+            )
         ]
 
-    def _scored(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[Pack]:
+    def _score_packs(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[Pack]:
         """Packs with what earlier passes give their targets. With one update per rollout the ratio
         is 1 against the policy itself, and no pass for old values is made."""
         nothing = [None] * len(packs)
@@ -257,13 +265,15 @@ class Learner:
             else nothing
         )
         reference = self.reference.log_probabilities(packs) if self.reference else nothing
-        taught = self._heads(minibatch, packs)
+        taught = self._compute_heads(minibatch, packs)
         return [
             replace(pack, old_logprobs=before, reference_logprobs=base, teachers=heads)
             for pack, before, base, heads in zip(packs, old, reference, taught, strict=True)
         ]
 
-    def _heads(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[tuple[TeacherHead, ...]]:
+    def _compute_heads(
+        self, minibatch: MinibatchPlan, packs: list[Pack]
+    ) -> list[tuple[TeacherHead, ...]]:
         """Teachers' heads for each pack. One after the other reads the packs in which any of its
         sequences are, on this replica or on another, with which it may share experts."""
         found: list[tuple[TeacherHead, ...]] = [() for _ in packs]
@@ -284,7 +294,7 @@ class Learner:
             if not read:
                 continue
             taught = [(mine[k] == number)[packs[k].sample] for k in read]
-            heads = teacher.heads(
+            heads = teacher.compute_heads(
                 [packs[k] for k in read], taught, self._config.loss.distillation.direction
             )
             for k, head in zip(read, heads, strict=True):
@@ -301,11 +311,11 @@ class Learner:
         """Before the first update of a step trainer, engine and, at step 0, reference are one and
         the same policy."""
 
-        def compared() -> list[ComparedCompletion]:
+        def collect() -> list[ComparedCompletion]:
             return [
                 row
                 for pack, mine in scored
-                for row in compared_rows(pack, mine.float().cpu().numpy(), version)
+                for row in collect_comparisons(pack, mine.float().cpu().numpy(), version)
             ]
 
         if fresh := sums[FRESH_TOKENS]:
@@ -313,11 +323,11 @@ class Learner:
             check_disagreement(
                 self._config,
                 self._world,
-                who="the engine",
-                when=f"in step {step + 1}",
+                source="the engine",
+                context=f"in step {step + 1}",
                 difference=difference,
                 error=error,
-                compared=compared,
+                collect=collect,
                 name=f"step_{step + 1:07d}",
             )
         kl = sums.get("train/kl_loss", 0.0) / max(sums["tokens"], 1.0)

@@ -2,8 +2,8 @@
 each 20,000 rows or so, and all else a fraction of one.
 
 ``check_config`` checks settings against each other, by the table of exclusions in ``config/``;
-``preflight`` also against the machine: files, the policy, the disk, whose space ``disk_needed``
-estimates.
+``run_preflight`` also against the machine: files, the policy, the disk, whose space
+``estimate_disk`` estimates.
 """
 
 from __future__ import annotations
@@ -18,32 +18,50 @@ from functools import partial
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
-from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.bridge.mapping import count_parameters
 from megatron_dppo.bridge.safetensors_files import check_finite, check_weights
 from megatron_dppo.config import WEIGHT_BYTES, Config, DataConfig, exclusions, replace
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.data.date import with_date
-from megatron_dppo.data.examples import Example, Source, example_of, read_examples, sources_of
+from megatron_dppo.data.examples import (
+    Example,
+    Source,
+    parse_example,
+    read_examples,
+    resolve_sources,
+)
 from megatron_dppo.data.generators import GENERATORS, VERIFIERS
 from megatron_dppo.data.prompts import (
     NO_CHECK,
     LabelCheck,
     are_stored,
+    load_offline_prompts,
     load_prompts,
-    load_worked_answers,
-    offline_prompts,
+    load_supervised_examples,
     prepare,
 )
-from megatron_dppo.data.tokenizer import check_embedded, check_template, load_tokenizer
+from megatron_dppo.data.tokenizer import check_template, check_token_ids, load_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, HeldOut, rows_of, sources
+from megatron_dppo.evaluation.benchmarks import (
+    KNOWN,
+    SETTING,
+    EvalSource,
+    list_sources,
+    read_source_rows,
+)
 from megatron_dppo.hub import is_id, policy_folder
 from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron, read_shape
 from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.process.files import check_folder
-from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
-from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
-from megatron_dppo.rollout.servers.launch import syncs_by_files
+from megatron_dppo.rewards.functions import (
+    BUILTIN,
+    TEXT_VERIFIERS,
+    check_columns,
+    check_labels,
+    resolve,
+)
+from megatron_dppo.rollout.conversation_functions import check_turns, load_conversation_function
+from megatron_dppo.rollout.servers.launch import uses_file_sync
 from megatron_dppo.rollout.servers.preflight import check_launch, check_split, server_checks
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
@@ -53,40 +71,42 @@ Check = Callable[[], object]
 """Raises UserError for the first thing that it finds wrong."""
 
 
-def preflight(config: Config, command: Command) -> None:
+def run_preflight(config: Config, command: Command) -> None:
     """Everything that a command needs and that can be looked at from one process.
 
     Raises:
         UserError: for the first thing that is wrong. Nothing has been written.
     """
-    for mistake in mistakes(config, command):
+    for mistake in find_mistakes(config, command):
         raise mistake
     prepare_data(config, command)
 
 
-def mistakes(
+def find_mistakes(
     config: Config, command: Command, environ: Mapping[str, str] = os.environ
 ) -> Iterator[UserError]:
     """Everything that is wrong with a run, but for the rows of large files: see
     :func:`prepare_data`."""
     found = False
-    for mistake in found_by(_checks(config, command, environ)):
+    for mistake in run_checks(_list_checks(config, command, environ)):
         found = True
         yield mistake
     # The resume is checked last: a mistyped file name must not be reported as a changed setting.
     if command in TRAINING and not found:
-        yield from found_by(
+        yield from run_checks(
             [partial(check_resume if command == "train" else check_warm_up, config)]
         )
 
 
-def found_by(checks: Iterable[Check], *, after: Sequence[UserError] = ()) -> Iterator[UserError]:
+def run_checks(
+    checks: Iterable[Check], *, earlier: Sequence[UserError] = ()
+) -> Iterator[UserError]:
     """The mistakes that checks raise, each of them the first of its check.
 
     Args:
-        after: mistakes that were found before. A check may stumble over them in a way of its own.
+        earlier: mistakes that were found before. A check may stumble over them in a way of its own.
     """
-    stumbles = bool(after)
+    stumbles = bool(earlier)
     for check in checks:
         try:
             check()
@@ -98,15 +118,15 @@ def found_by(checks: Iterable[Check], *, after: Sequence[UserError] = ()) -> Ite
                 raise
 
 
-def _checks(config: Config, command: Command, environ: Mapping[str, str]) -> Iterator[Check]:
-    yield from _settings_checks(config, command)
+def _list_checks(config: Config, command: Command, environ: Mapping[str, str]) -> Iterator[Check]:
+    yield from _list_settings_checks(config, command)
     if command in TRAINING:
         yield partial(check_run_dir, Path(config.run.dir))
     found: list[PolicyShape] = []
     yield lambda: found.append(read_shape(config.model.folder))
     for shape in found:
-        yield from _policy_checks(config, shape, command)
-    yield from _environment_checks(config, command, environ)
+        yield from _list_policy_checks(config, shape, command)
+    yield from _list_environment_checks(config, command, environ)
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -115,21 +135,21 @@ def check_config(config: Config, command: Command = "train") -> None:
     Raises:
         UserError: for the first contradiction.
     """
-    for check in _settings_checks(config, command):
+    for check in _list_settings_checks(config, command):
         check()
 
 
-def _settings_checks(config: Config, command: Command) -> Iterator[Check]:
+def _list_settings_checks(config: Config, command: Command) -> Iterator[Check]:
     yield partial(exclusions.check_numbers, config)
-    yield from exclusions.checks(config, command)
+    yield from exclusions.build_checks(config, command)
     if command != "sft":
         yield partial(check_launch, config)
 
 
-def _policy_checks(config: Config, shape: PolicyShape, command: Command) -> Iterator[Check]:
+def _list_policy_checks(config: Config, shape: PolicyShape, command: Command) -> Iterator[Check]:
     yield partial(check_megatron, shape)
     yield partial(check_layout, shape, config.layout)
-    yield from exclusions.checks(config, command, shape)
+    yield from exclusions.build_checks(config, command, shape)
     yield partial(_check_weights, config, shape, command)
     yield partial(_check_tokens, config)
     if config.data.chat_template:
@@ -137,20 +157,24 @@ def _policy_checks(config: Config, shape: PolicyShape, command: Command) -> Iter
     if command in ("train", "probe-batch"):
         for teacher in config.loss.distillation.models:
             yield partial(
-                _check_teacher, config, shape, teacher, config.loss.distillation.setting_of(teacher)
+                _check_teacher,
+                config,
+                shape,
+                teacher,
+                config.loss.distillation.get_setting(teacher),
             )
     if command != "sft":
         yield partial(check_split, config, shape)
     if command in TRAINING:
-        yield partial(_check_room, config, shape, command)
+        yield partial(_check_disk_space, config, shape, command)
 
 
-def _environment_checks(
+def _list_environment_checks(
     config: Config, command: Command, environ: Mapping[str, str]
 ) -> Iterator[Check]:
     if command != "sft":
         yield from server_checks(config, environ)
-    yield from _data_checks(config, command)
+    yield from _list_data_checks(config, command)
     if command != "sft":
         for function in config.reward.functions:
             yield partial(_check_reward, function)
@@ -158,7 +182,7 @@ def _environment_checks(
         yield partial(check_loggers, config.run.loggers)
 
 
-def checks_of_functions(config: Config, command: Command) -> Iterator[Check]:
+def list_function_checks(config: Config, command: Command) -> Iterator[Check]:
     """Import the user's functions, and see whether they can be called as a run calls them; ranks do
     it by themselves.
 
@@ -168,28 +192,28 @@ def checks_of_functions(config: Config, command: Command) -> Iterator[Check]:
     if command != "train":
         return
     yield partial(_check_columns, config)
-    yield lambda: check_turns(config, config.data, lambda: _environments_problems(config.data))
+    yield lambda: check_turns(config, config.data, lambda: _read_environment_rows(config.data))
     if config.rollout.conversation is not None:
-        yield partial(conversation_of, config)
+        yield partial(load_conversation_function, config)
     rules = config.pruning.prompts.function, config.pruning.completions.function
     if {config.loss.advantage, config.loss.objective, config.rollout.engine_function, *rules} != {
         None
     }:
         from megatron_dppo.trainer.functions import (
-            adopt_functions,
-            engine_maker,
-            objective_of,
+            load_engine_factory,
+            load_objective,
+            register_functions,
         )  # torch
 
-        yield partial(engine_maker, config)
-        yield partial(adopt_functions, config)
-        yield partial(objective_of, config.loss)
+        yield partial(load_engine_factory, config)
+        yield partial(register_functions, config)
+        yield partial(load_objective, config.loss)
 
 
 def _check_columns(config: Config) -> None:
     resolve(config.reward.spec)
     for source in (
-        sources_of(config.data, "train") if {*config.reward.functions} - {*BUILTIN} else ()
+        resolve_sources(config.data, "train") if {*config.reward.functions} - {*BUILTIN} else ()
     ):
         if source.setting == "data.train" and not are_stored(source):
             examples = read_examples(source, config.data, "train")
@@ -198,8 +222,8 @@ def _check_columns(config: Config) -> None:
             )
 
 
-def _environments_problems(data: DataConfig) -> Iterator[Mapping[str, object]]:
-    for source in sources_of(data, "train"):
+def _read_environment_rows(data: DataConfig) -> Iterator[Mapping[str, object]]:
+    for source in resolve_sources(data, "train"):
         if source.name == VERIFIERS:
             yield from (example.extra for example in read_examples(source, data, "train"))
 
@@ -211,24 +235,26 @@ def _check_weights(config: Config, shape: PolicyShape, command: Command) -> None
         return
     place = find_checkpoint(Path(config.model.checkpoint))
     if command in TRAINING:
-        _check_own(place, "model.checkpoint", Path(config.model.checkpoint), Path(config.run.dir))
+        _check_initial_weights(
+            place, "model.checkpoint", Path(config.model.checkpoint), Path(config.run.dir)
+        )
 
 
 def _check_tokens(config: Config) -> None:
     """As far as one can without the tokenizer itself, which may add tokens."""
     folder, stops = config.model.folder, config.rollout.stop_token_ids or ()
-    check_embedded(_tokens(folder), folder, "its tokenizer.json")
-    check_embedded(stops, folder, "the setting", "rollout.stop_token_ids")
+    check_token_ids(_read_tokens(folder), folder, "its tokenizer.json")
+    check_token_ids(stops, folder, "the setting", "rollout.stop_token_ids")
 
 
-def _check_teacher(config: Config, shape: PolicyShape, named: str, setting: str) -> None:
+def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) -> None:
     """Look at a teacher's files, and hold its vocabulary, its positions and the layout against its
     shape.
 
     Args:
         config: of the run.
         shape: the policy's.
-        named: its directory, or its id on the hub.
+        path: its directory, or its id on the hub.
         setting: that names it.
 
     Raises:
@@ -239,14 +265,14 @@ def _check_teacher(config: Config, shape: PolicyShape, named: str, setting: str)
         if setting == "loss.distillation.teacher"
         else None
     )
-    teacher = policy_folder(named, setting, weights=stored is None)
+    teacher = policy_folder(path, setting, weights=stored is None)
     try:
         theirs = read_shape(teacher)
         check_layout(theirs, config.layout)
         if stored is None:
             check_weights(teacher, theirs)
         else:
-            _check_own(
+            _check_initial_weights(
                 find_checkpoint(Path(stored)),
                 f"{setting}_checkpoint",
                 Path(stored),
@@ -268,7 +294,7 @@ def _check_teacher(config: Config, shape: PolicyShape, named: str, setting: str)
             f"{shape.vocab_size}"
         )
         raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
-    ours, others = _tokens(config.model.folder), _tokens(teacher)
+    ours, others = _read_tokens(config.model.folder), _read_tokens(teacher)
     different = [
         token for token in sorted(ours.keys() & others.keys()) if ours[token] != others[token]
     ]
@@ -291,7 +317,7 @@ def _check_teacher(config: Config, shape: PolicyShape, named: str, setting: str)
         raise UserError(setting, teacher, problem, remedy)
 
 
-def _tokens(folder: Path) -> dict[int, str]:
+def _read_tokens(folder: Path) -> dict[int, str]:
     """The tokens of ``tokenizer.json`` by id; none where the file is not there, or is none that
     lists them by name."""
     try:
@@ -303,20 +329,20 @@ def _tokens(folder: Path) -> dict[int, str]:
     return {int(number): token for token, number in {**listed, **added}.items()}
 
 
-def _data_checks(config: Config, command: Command) -> Iterator[Check]:
+def _list_data_checks(config: Config, command: Command) -> Iterator[Check]:
     if command != "eval":
-        for training in sources_of(config.data, "train"):
+        for training in resolve_sources(config.data, "train"):
             yield partial(_check_file, training, config, command)
     if command in ("sft", "probe-batch") or config.eval.problems == 0:
         return
-    held_out: list[HeldOut] = []
-    yield lambda: held_out.extend(_held_out(config, command))
+    held_out: list[EvalSource] = []
+    yield lambda: held_out.extend(_find_held_out(config, command))
     for source in held_out:
         yield partial(_check_held_out, source, config, command)
 
 
-def _held_out(config: Config, command: Command) -> list[HeldOut]:
-    found = sources(config)
+def _find_held_out(config: Config, command: Command) -> list[EvalSource]:
+    found = list_sources(config)
     if command == "eval" and not found:
         remedy = f"Name some with --benchmarks: {', '.join(KNOWN)}, or NAME=FILE"
         raise UserError(
@@ -328,7 +354,7 @@ def _held_out(config: Config, command: Command) -> list[HeldOut]:
     return found
 
 
-def _check_held_out(source: HeldOut, config: Config, command: Command) -> None:
+def _check_held_out(source: EvalSource, config: Config, command: Command) -> None:
     place, may_be_several = Path(source.file), source.setting != SETTING
     known = place.is_file() or (may_be_several and (place.is_dir() or is_id(source.file)))
     if source.name and source.file not in GENERATORS and not known:
@@ -339,15 +365,15 @@ def _check_held_out(source: HeldOut, config: Config, command: Command) -> None:
         )
         raise UserError(source.setting, source.file, "is no file", remedy)
     if source.setting == SETTING and source.file not in GENERATORS:
-        rows, data = rows_of(source, config.data)
+        rows, data = read_source_rows(source, config.data)
         verifier = source.benchmark.verifier if source.benchmark else config.reward.spec
-        _check_labels(verifier, [example_of(row, data) for row in rows[: config.eval.problems]])
+        _check_labels(verifier, [parse_example(row, data) for row in rows[: config.eval.problems]])
     else:
         _check_file(Source(source.file, source.setting), config, command)
 
 
 def _check_file(source: Source, config: Config, command: Command) -> None:
-    """Check each row of a file without a tokenizer: see :func:`tokenise_data` for templates and
+    """Check each row of a file without a tokenizer: see :func:`tokenize_data` for templates and
     lengths."""
     if source.setting == "data.train" and are_stored(source):
         return
@@ -372,39 +398,41 @@ def prepare_data(config: Config, command: Command) -> None:
     if command == "eval":
         return
     responses = command == "sft"
-    check = NO_CHECK if responses else label_check(config)
+    check = NO_CHECK if responses else make_label_check(config)
     policy, run_dir = config.model.folder, Path(config.run.dir)
-    for training in sources_of(config.data, "train"):
+    for training in resolve_sources(config.data, "train"):
         if are_stored(training):
             data = with_date(config.data, policy, run_dir, keep=command in TRAINING)
             prepare(training, data, policy, responses=responses, check=check)
 
 
-def tokenise_data(config: Config, command: Command) -> None:
+def tokenize_data(config: Config, command: Command) -> None:
     """Tokenise prompts and worked answers as a run does.
 
     Raises:
         UserError: for the first prompt or answer that a template cannot render or that is too long.
     """
-    from megatron_dppo.evaluation.evaluator import held_out  # imports torch
+    from megatron_dppo.evaluation.evaluator import load_problems  # imports torch
 
     policy = config.model.folder
     tokenizer = load_tokenizer(policy)
     data = with_date(config.data, policy, Path(config.run.dir))
     if command == "sft":
-        load_worked_answers(data, tokenizer)
+        load_supervised_examples(data, tokenizer)
         return
     if data.rollouts is None:
-        load_prompts(data, tokenizer, split="train", check=label_check(config))
+        load_prompts(data, tokenizer, split="train", check=make_label_check(config))
     else:
-        offline_prompts(data, tokenizer)
-    held_out(replace(config, data=data), tokenizer, max_positions=read_shape(policy).max_positions)
+        load_offline_prompts(data, tokenizer)
+    load_problems(
+        replace(config, data=data), tokenizer, max_positions=read_shape(policy).max_positions
+    )
 
 
-def label_check(config: Config) -> LabelCheck:
+def make_label_check(config: Config) -> LabelCheck:
     """Check for the labels of the training data."""
     spec = config.reward.spec
-    if config.data.rollouts is not None or not {*config.reward.functions} & {*OF_TEXT}:
+    if config.data.rollouts is not None or not {*config.reward.functions} & {*TEXT_VERIFIERS}:
         return NO_CHECK
     return LabelCheck(spec, partial(check_labels, spec))
 
@@ -420,7 +448,7 @@ def _check_reward(function: str) -> None:
         resolve(function)  # says what is wrong; what exists is imported where it runs
 
 
-def _check_own(place: Path, setting: str, folder: Path, run_dir: Path) -> None:
+def _check_initial_weights(place: Path, setting: str, folder: Path, run_dir: Path) -> None:
     place, own = place.resolve(), (run_dir / "checkpoints").resolve()
     if own in (place, *place.parents):
         problem = (
@@ -436,7 +464,7 @@ def _check_own(place: Path, setting: str, folder: Path, run_dir: Path) -> None:
 
 def check_run_dir(folder: Path) -> None:
     check_folder(folder, "run.dir")
-    place = _existing(folder)
+    place = _find_existing_parent(folder)
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError(
             "run.dir",
@@ -446,14 +474,14 @@ def check_run_dir(folder: Path) -> None:
         )
 
 
-def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
+def _check_disk_space(config: Config, shape: PolicyShape, command: Command) -> None:
     folder = Path(config.run.dir)
     taken = sum(
         file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file()
     )
     needed, free = (
-        disk_needed(config, shape, command).total - taken,
-        shutil.disk_usage(_existing(folder)).free,
+        estimate_disk(config, shape, command).total - taken,
+        shutil.disk_usage(_find_existing_parent(folder)).free,
     )
     if free < needed:
         fewer = (
@@ -462,8 +490,8 @@ def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
             else ""
         )
         problem = (
-            f"what the run writes will take about {size_text(needed)}, and "
-            f"{size_text(free)} "
+            f"what the run writes will take about {format_size(needed)}, and "
+            f"{format_size(free)} "
             "are free there"
         )
         raise UserError(
@@ -471,7 +499,7 @@ def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
         )
 
 
-def _existing(folder: Path) -> Path:
+def _find_existing_parent(folder: Path) -> Path:
     """The folder, or the nearest thing above it that exists."""
     return next(
         place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
@@ -485,7 +513,7 @@ OVERHEAD = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class DiskUsage:
     """About what a run takes on the disk of its folder, in bytes."""
 
     checkpoint: int
@@ -504,26 +532,26 @@ class Disk:
         return self.checkpoint * self.checkpoints + self.export + self.sync + OVERHEAD
 
 
-def disk_needed(config: Config, shape: PolicyShape, command: Command = "train") -> Disk:
+def estimate_disk(config: Config, shape: PolicyShape, command: Command = "train") -> DiskUsage:
     """Disk space of a training command for a policy of this shape."""
     weights, dtype, run, lora = (
-        parameters(shape),
+        count_parameters(shape),
         WEIGHT_BYTES[config.model.dtype],
         config.run,
         config.model.lora,
     )
     if command == "sft":
-        return Disk(0, 0, weights * dtype)
+        return DiskUsage(0, 0, weights * dtype)
     written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
-    trained = parameters(shape, lora) if lora.rank else weights
+    trained = count_parameters(shape, lora) if lora.rank else weights
     exported = weights + (trained if lora.rank else 0) if run.export else 0
     sync = config.rollout.sync
     synced = (
         (trained if sync.adapter else weights)
-        if syncs_by_files(config.rollout) and sync.folder is None
+        if uses_file_sync(config.rollout) and sync.folder is None
         else 0
     )
-    return Disk(
+    return DiskUsage(
         checkpoint=trained * (dtype + MASTER_AND_MOMENTS),
         checkpoints=min(written, run.keep_checkpoints + run.keep_best + 1),
         export=exported * dtype,
@@ -531,7 +559,7 @@ def disk_needed(config: Config, shape: PolicyShape, command: Command = "train") 
     )
 
 
-def size_text(size: float) -> str:
+def format_size(size: float) -> str:
     """Bytes in the largest unit that they fill."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

@@ -17,18 +17,18 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import Pool, PromptPool
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pruning.draw import completion_terms
+from megatron_dppo.rl.objectives import resolve_objective
+from megatron_dppo.rl.pruning.draw import compute_completion_terms
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import (
-    in_rounds,
-    mixed,
-    next_round,
+    compute_resample_size,
+    compute_window_size,
+    find_nonzero_variance_groups,
     scheduled_keep,
-    window_size,
+    uses_resampling,
 )
-from megatron_dppo.rl.seeds import Purpose, generator
+from megatron_dppo.rl.seeds import Purpose, make_generator
 from megatron_dppo.rl.types import Ints, Selection, StepMetadata
 
 INFLATION_KEPT = 0.9
@@ -51,23 +51,23 @@ class SourceOrder:
             seed: seed of the permutations.
         """
         self._number, self._first, self._size, self._seed = number, first, size, seed
-        self.go_to(0, 0)
+        self.set_position(0, 0)
 
-    def go_to(self, epoch: int, position: int) -> None:
+    def set_position(self, epoch: int, position: int) -> None:
         """Move to the state after ``epoch`` epochs and ``position`` prompts of the next epoch."""
         self.epoch, self.position = epoch, position
-        draw = generator(self._seed, epoch, Purpose.ORDER, self._number)
+        draw = make_generator(self._seed, epoch, Purpose.ORDER, self._number)
         self._permutation = draw.permutation(self._size)
 
     @property
-    def drawn(self) -> int:
+    def draw_count(self) -> int:
         """Number of prompts drawn from the source."""
         return self.epoch * self._size + self.position
 
     def next(self) -> int:
         """Draw the next prompt; return the id."""
         if self.position == self._size:
-            self.go_to(self.epoch + 1, 0)
+            self.set_position(self.epoch + 1, 0)
         self.position += 1
         return self._first + int(self._permutation[self.position - 1])
 
@@ -97,13 +97,13 @@ class PromptOrder:
         ]
         self._deferred: list[int] = []
 
-    def next_window(self, n: int, besides: Ints | None = None) -> Ints:
+    def next_window(self, n: int, excluded: Ints | None = None) -> Ints:
         """Return the next prompt ids, [n].
 
         Args:
             n: number of prompts.
-            besides: ids that are already in the step, and are not repeated; at most the size of the
-                pool minus n.
+            excluded: ids that are already in the step, and are not repeated; at most the size of
+                the pool minus n.
 
         Raises:
             UserError: if the pool has fewer than n prompts.
@@ -115,7 +115,7 @@ class PromptOrder:
             )
             remedy = f"Lower it to {self._size} or less, or give more prompts"
             raise UserError("rollout.prompts_per_step", n, problem, remedy)
-        seen = set() if besides is None else set(besides.tolist())
+        seen = set() if excluded is None else set(excluded.tolist())
         window: list[int] = []
         waiting, self._deferred = deque(self._deferred), []
         while waiting or len(window) < n:
@@ -160,19 +160,19 @@ class PromptOrder:
             )
         places = [(state["epoch"], state["position"]), *state.get("others", ())]
         for source, place in zip(self._sources, places, strict=True):
-            source.go_to(*place)
+            source.set_position(*place)
         self._deferred = list(state["deferred"])
 
     def _next(self) -> int:
-        drawn = sum(source.drawn for source in self._sources)
+        drawn = sum(source.draw_count for source in self._sources)
         lags = [
-            share * (drawn + 1) - source.drawn
+            share * (drawn + 1) - source.draw_count
             for share, source in zip(self._shares, self._sources, strict=True)
         ]
         return self._sources[lags.index(max(lags))].next()
 
 
-def order_of(pool: Pool[Any], seed: int) -> PromptOrder:
+def make_order(pool: Pool[Any], seed: int) -> PromptOrder:
     """Return the prompt order of a pool."""
     return PromptOrder(
         [len(s.items) for s in pool.sources], seed, [source.weight for source in pool.sources]
@@ -201,7 +201,7 @@ def check_shares(pool: Pool[Any], window: int, setting: str = "rollout.prompts_p
             raise UserError(f"data.train[{number}].weight", f"{source.weight:g}", problem, remedy)
 
 
-def widest_window(pool: Pool[Any]) -> int:
+def find_widest_window(pool: Pool[Any]) -> int:
     """Return the size of the largest window for which every source of the pool has enough
     prompts."""
     total = sum(source.weight for source in pool.sources)
@@ -222,7 +222,7 @@ class PromptSampler:
             UserError: if a window needs more prompts than the pool, or a source of the pool, has.
         """
         pool_size = len(pool)
-        if (widest := window_size(config)) > pool_size:
+        if (widest := compute_window_size(config)) > pool_size:
             grown = (
                 f"makes windows of {widest} with pruning.noise, which "
                 if config.pruning.noise
@@ -237,47 +237,51 @@ class PromptSampler:
                 "rollout.prompts_per_step", config.rollout.prompts_per_step, problem, remedy
             )
         check_shares(pool, widest)
-        self._config, self._pool_size, self._widest = config, pool_size, widest_window(pool)
-        self._objective = objective_for(config.loss)
-        self._order = order_of(pool, config.run.seed)
+        self._config, self._pool_size, self._widest = config, pool_size, find_widest_window(pool)
+        self._objective = resolve_objective(config.loss)
+        self._order = make_order(pool, config.run.seed)
         taught = config.loss.distillation_coef > 0.0
         self.history = PromptForecast(
-            PromptFeatures(pool), self._objective.advantage, taught=taught
+            PromptFeatures(pool), self._objective.advantage, has_teacher=taught
         )
         self._inflation = 1.0
 
     def select(self, step: int) -> Selection:
         """Draw the prompts of a step from the next window of candidates."""
-        return self._draw(step, self._order.next_window(self._window()))
+        return self._draw(step, self._order.next_window(self._compute_window_size()))
 
-    def _window(self) -> int:
+    def _compute_window_size(self) -> int:
         """Return N of the next step. With ``pruning.noise`` N may grow up to the widest window of
         the pool."""
-        return min(window_size(self._config, self._inflation), self._widest)
+        return min(compute_window_size(self._config, self._inflation), self._widest)
 
-    def select_more(self, step: int, so_far: StepMetadata, rounds: int) -> Selection | None:
+    def select_round(self, step: int, selected: StepMetadata, rounds: int) -> Selection | None:
         """Draw further prompts for a step that needs one group of non-zero reward variance per
         prompt of the window.
 
         Args:
             step: index of the step, from 0.
-            so_far: metadata of the earlier rounds of the step.
+            selected: metadata of the earlier rounds of the step.
             rounds: number of earlier rounds.
 
         Returns:
-            None if the step has enough such groups, if the pool or ``pruning.max_rounds`` is
-            exhausted, or if the pruning rule has no rounds.
+            None if the step has enough such groups, if the pool or
+            ``make_pruning_section.max_rounds`` is exhausted, or if the pruning rule has no rounds.
         """
-        pruning, known = self._config.pruning, so_far.prompt_ids
-        if not in_rounds(pruning) or rounds >= pruning.max_rounds:
+        pruning, known = self._config.pruning, selected.prompt_ids
+        if not uses_resampling(pruning) or rounds >= pruning.max_rounds:
             return None
-        wanted = next_round(self._window(), len(mixed(so_far)), round(so_far.window))
+        wanted = compute_resample_size(
+            self._compute_window_size(),
+            len(find_nonzero_variance_groups(selected)),
+            round(selected.window),
+        )
         count = min(wanted, self._pool_size - len(known))
         if count == 0:
             return None
-        return self._draw(step, self._order.next_window(count, besides=known), again=rounds)
+        return self._draw(step, self._order.next_window(count, excluded=known), attempt=rounds)
 
-    def _draw(self, step: int, window: Ints, again: int = 0) -> Selection:
+    def _draw(self, step: int, window: Ints, attempt: int = 0) -> Selection:
         pruning = self._config.pruning.prompts
         return select(
             window,
@@ -285,11 +289,11 @@ class PromptSampler:
             pruning,
             group_size=self._config.rollout.samples_per_prompt,
             keep=scheduled_keep(pruning.keep, pruning.schedule, step, self._config.run.steps),
-            rng=generator(self._config.run.seed, step, Purpose.PROMPTS, again),
+            rng=make_generator(self._config.run.seed, step, Purpose.PROMPTS, attempt),
             longest_first=self._config.rollout.longest_first,
         )
 
-    def remember(self, metadata: StepMetadata, inflation: float = 1.0) -> dict[str, float]:
+    def update_history(self, metadata: StepMetadata, inflation: float = 1.0) -> dict[str, float]:
         """Update the reward history with the full groups of a step, after all draws of the step.
 
         Args:
@@ -300,9 +304,9 @@ class PromptSampler:
             Predictor metrics.
         """
         self._inflation += (1.0 - INFLATION_KEPT) * (inflation - self._inflation)
-        known, *_ = completion_terms(metadata, self._config, self._objective)
+        known, *_ = compute_completion_terms(metadata, self._config, self._objective)
         terms = known.score * metadata.prompt_inclusion[:, None]
-        return self.history.judge_and_learn(
+        return self.history.evaluate_and_update(
             Outcomes(
                 prompt_ids=metadata.prompt_ids,
                 rewards=metadata.rewards,

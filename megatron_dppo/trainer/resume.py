@@ -25,24 +25,28 @@ from typing import Any, Literal
 import yaml
 
 from megatron_dppo import __version__
-from megatron_dppo.bridge.checkpoint_folder import iteration_name, latest_checkpoint, step_of
+from megatron_dppo.bridge.checkpoint_folder import (
+    find_latest_checkpoint,
+    format_iteration_name,
+    parse_step,
+)
 from megatron_dppo.config import Config
 from megatron_dppo.config.loss import is_server
 from megatron_dppo.config.types import Loader
 from megatron_dppo.data.rows import is_too_deep
 from megatron_dppo.data.stored import TOKENIZER_FILES
 from megatron_dppo.errors import UserError
-from megatron_dppo.observe.private import has_secrets, public, public_text
+from megatron_dppo.observe.private import format_masked, has_secrets, mask_secrets
 from megatron_dppo.process.files import replace_text
-from megatron_dppo.settings import as_yaml, flattened, settings
+from megatron_dppo.settings import as_yaml, flatten_tree, get_settings
 from megatron_dppo.trainer.fingerprints import (
     FUNCTIONS,
     HELD_OUT,
     PICKLED,
-    difference,
-    fingerprints,
+    compute_fingerprints,
+    describe_difference,
 )
-from megatron_dppo.trainer.writer import Writer, check_resumable, read_state
+from megatron_dppo.trainer.writer import CheckpointFormat, check_resumable, read_state
 
 HISTORY, IN_FORCE = "config_history.jsonl", "config.yaml"
 WARM_UP = "sft.json"
@@ -118,28 +122,28 @@ class SettingsRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SettingChange:
     """A setting that is another one than before, or a file of the same name with other content."""
 
     key: str
-    """Name of a setting; or of a file, as :func:`fingerprints` names it."""
+    """Name of a setting; or of a file, as :func:`compute_fingerprints` names it."""
     before: Any
     now: Any
 
     @property
-    def of_results(self) -> bool:
-        return rule_of(self.key) == "kept"
+    def affects_results(self) -> bool:
+        return get_rule(self.key) == "kept"
 
     def __str__(self) -> str:
         if ": " in self.key:
-            return difference(self.key, self.before, self.now)
+            return describe_difference(self.key, self.before, self.now)
         return (
-            f"{self.key} = {public_text(self.key, self.now)} (was "
-            f"{public_text(self.key, self.before)})"
+            f"{self.key} = {format_masked(self.key, self.now)} (was "
+            f"{format_masked(self.key, self.before)})"
         )
 
 
-def rule_of(key: str) -> Rule:
+def get_rule(key: str) -> Rule:
     """Whether a resume may change a setting, or a file that it names.
 
     Raises:
@@ -148,9 +152,9 @@ def rule_of(key: str) -> Rule:
     return RULES[max((start for start in RULES if key.startswith(start)), key=len)]
 
 
-def flat(config: Config) -> dict[str, Any]:
+def flatten_config(config: Config) -> dict[str, Any]:
     """Every setting by its dotted key, as JSON has it."""
-    return dict(json.loads(json.dumps(dict(config.leaves()), default=dict)))
+    return dict(json.loads(json.dumps(dict(config.iter_settings()), default=dict)))
 
 
 def read_history(folder: Path) -> list[SettingsRecord]:
@@ -160,7 +164,7 @@ def read_history(folder: Path) -> list[SettingsRecord]:
         lines = (folder / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    if entries := [entry for line in lines if (entry := _entry(line)) is not None]:
+    if entries := [entry for line in lines if (entry := _parse_entry(line)) is not None]:
         return entries
     try:
         text = (folder / IN_FORCE).read_text(encoding="utf-8", errors="replace")
@@ -169,46 +173,48 @@ def read_history(folder: Path) -> list[SettingsRecord]:
         )  # a file of somebody else may nest, and repeat, without end
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    return [SettingsRecord(0, dict(flattened(tree)))] if isinstance(tree, dict) else []
+    return [SettingsRecord(0, dict(flatten_tree(tree)))] if isinstance(tree, dict) else []
 
 
-def changes(before: Settings, now: Settings) -> list[Change]:
+def find_changes(before: Settings, now: Settings) -> list[SettingChange]:
     """Settings that differ. One that an older version did not know had its default. One that this
     version does not know is left out."""
     found = []
-    for key, setting in settings().items():
+    for key, setting in get_settings().items():
         default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
         was, is_now = before.get(key, default), now.get(key, default)
         same = (
             was == is_now
-            or (key.startswith(PLACES) and _same_place(was, is_now))
-            or _same_copy(was, is_now)
+            or (key.startswith(PLACES) and _are_equal_places(was, is_now))
+            or _are_equal_copies(was, is_now)
         )
         if key not in OF_THE_START and not same:
-            found.append(Change(key, was, is_now))
+            found.append(SettingChange(key, was, is_now))
     return found
 
 
-def changed_since(
-    folder: Path, step: int, config: Config, given: Mapping[str, str | None] | None = None
-) -> list[Change]:
+def find_changes_since(
+    folder: Path, step: int, config: Config, function_texts: Mapping[str, str | None] | None = None
+) -> list[SettingChange]:
     """Settings that differ from those by which the folder's run has taken its steps up to ``step``,
-    and files that differ from those that it has read. See :func:`fingerprints` for ``given``."""
+    and files that differ from those that it has read. See :func:`compute_fingerprints` for
+    ``function_texts``."""
     entries = [entry for entry in read_history(folder) if entry.step < step]
-    found = changes(entries[-1].settings, flat(config)) if entries else []
-    stored = read_state(folder / "checkpoints" / iteration_name(step))
+    found = find_changes(entries[-1].settings, flatten_config(config)) if entries else []
+    stored = read_state(folder / "checkpoints" / format_iteration_name(step))
     before = stored.files if stored else {}
-    now = fingerprints(config, given) if before else {}
+    now = compute_fingerprints(config, function_texts) if before else {}
     files = [
-        Change(name, before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())
+        SettingChange(name, before.get(name), now.get(name))
+        for name in sorted(before.keys() | now.keys())
     ]
     settings_of = tuple(change.key for change in found)  # which name other files now
     return found + [
-        file for file in files if _differs(file) and not file.key.startswith(settings_of)
+        file for file in files if _is_changed(file) and not file.key.startswith(settings_of)
     ]
 
 
-def _differs(file: Change) -> bool:
+def _is_changed(file: SettingChange) -> bool:
     """Whether two digests are known and differ. Held-out problems may be read or not, as
     ``eval.problems`` says; of some functions given from Python there is no text."""
     unknown = file.key.startswith((*HELD_OUT, *FUNCTIONS)) and None in (file.before, file.now)
@@ -218,22 +224,28 @@ def _differs(file: Change) -> bool:
 def is_unchanged(folder: Path, step: int, config: Config, keys: tuple[str, ...]) -> bool:
     """Return whether the settings and files with these beginnings are those of the run's steps up
     to ``step``."""
-    return not any(change.key.startswith(keys) for change in changed_since(folder, step, config))
+    return not any(
+        change.key.startswith(keys) for change in find_changes_since(folder, step, config)
+    )
 
 
-def check_resume(config: Config, given: Mapping[str, str | None] | None = None) -> None:
-    """See :func:`fingerprints` for ``given``.
+def check_resume(config: Config, function_texts: Mapping[str, str | None] | None = None) -> None:
+    """See :func:`compute_fingerprints` for ``function_texts``.
 
     Raises:
         UserError: the run cannot go on from its last checkpoint; or it could, and its results would
             be those of other settings, which ``run.resume`` does not allow.
     """
     folder = Path(config.run.dir)
-    place = latest_checkpoint(folder / "checkpoints")
-    if place is None or (step := step_of(place)) is None:
+    place = find_latest_checkpoint(folder / "checkpoints")
+    if place is None or (step := parse_step(place)) is None:
         return
-    check_resumable(place, Writer.of(config))
-    other = [change for change in changed_since(folder, step, config, given) if change.of_results]
+    check_resumable(place, CheckpointFormat.from_config(config))
+    other = [
+        change
+        for change in find_changes_since(folder, step, config, function_texts)
+        if change.affects_results
+    ]
     if other and config.run.resume != "anyway":
         problem = "\n".join(
             [f"holds {step} steps that were taken with other settings or files:", *map(str, other)]
@@ -246,12 +258,12 @@ def check_resume(config: Config, given: Mapping[str, str | None] | None = None) 
         raise UserError("run.dir", folder, problem, remedy)
 
 
-def record(folder: Path, step: int, config: Config) -> None:
+def record_settings(folder: Path, step: int, config: Config) -> None:
     """Write down that the steps after ``step`` are taken by these settings. Settings of steps that
     are taken again are forgotten."""
     entries = [entry for entry in read_history(folder) if entry.step < step]
-    now = flat(config)
-    if not entries or changes(entries[-1].settings, now):
+    now = flatten_config(config)
+    if not entries or find_changes(entries[-1].settings, now):
         entries.append(SettingsRecord(step if entries else 0, now))
     lines = [
         {"step": entry.step, "version": __version__, "settings": dict(entry.settings)}
@@ -288,11 +300,11 @@ def check_warm_up(config: Config) -> None:
 def record_warm_up(out: Path, config: Config) -> None:
     """Write the settings of a warm-up beside its policy, without secrets, because policies are
     published."""
-    shown = {key: public(key, value) for key, value in flat(config).items()}
+    shown = {key: mask_secrets(key, value) for key, value in flatten_config(config).items()}
     replace_text(out / WARM_UP, json.dumps(shown, indent=2) + "\n")
 
 
-def _entry(line: str) -> SettingsRecord | None:
+def _parse_entry(line: str) -> SettingsRecord | None:
     try:
         row = json.loads(line)
         entry = SettingsRecord(int(row["step"]), dict(row["settings"]))
@@ -301,7 +313,7 @@ def _entry(line: str) -> SettingsRecord | None:
         return None
 
 
-def _same_copy(one: Any, other: Any) -> bool:
+def _are_equal_copies(one: Any, other: Any) -> bool:
     """Whether both name what the run was given from Python, which has one file whatever it was
     called."""
     if not (isinstance(one, str) and isinstance(other, str)):
@@ -314,13 +326,15 @@ def _same_copy(one: Any, other: Any) -> bool:
     )
 
 
-def _same_place(one: Any, other: Any) -> bool:
+def _are_equal_places(one: Any, other: Any) -> bool:
     """Whether two names, if they are such, are of one file or folder, or both of servers, whose
     addresses change."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return all(one[name] == other[name] or _same_place(one[name], other[name]) for name in one)
+        return all(
+            one[name] == other[name] or _are_equal_places(one[name], other[name]) for name in one
+        )
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return all(a == b or _same_place(a, b) for a, b in zip(one, other, strict=True))
+        return all(a == b or _are_equal_places(a, b) for a, b in zip(one, other, strict=True))
     if not (isinstance(one, str) and isinstance(other, str)):
         return False
     return (is_server(one) and is_server(other)) or Path(one).resolve() == Path(other).resolve()

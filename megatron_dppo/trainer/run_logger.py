@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import Config
-from megatron_dppo.config.exclusions import idle_keys
-from megatron_dppo.data.tokenizer import without_chat_marks
+from megatron_dppo.config.exclusions import find_idle_keys
+from megatron_dppo.data.tokenizer import strip_chat_marks
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluator import HeldOutScores, ShownAnswer
+from megatron_dppo.evaluation.evaluator import EvalScores, ExampleAnswer
 from megatron_dppo.observe.console import Console, LengthGate
 from megatron_dppo.observe.metrics import (
     MetricsLog,
@@ -37,11 +37,17 @@ from megatron_dppo.rewards.functions import resolve
 from megatron_dppo.rl.census import PruningStats
 from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts
-from megatron_dppo.settings import settings
-from megatron_dppo.trainer.collapse import Best
-from megatron_dppo.trainer.fingerprints import functions_without_text
-from megatron_dppo.trainer.learner import bound_of_weights
-from megatron_dppo.trainer.resume import HISTORY, changed_since, flat, read_history, record
+from megatron_dppo.settings import get_settings
+from megatron_dppo.trainer.collapse import BestCheckpoint
+from megatron_dppo.trainer.fingerprints import list_functions_without_text
+from megatron_dppo.trainer.learner import describe_weight_bound
+from megatron_dppo.trainer.resume import (
+    HISTORY,
+    find_changes_since,
+    flatten_config,
+    read_history,
+    record_settings,
+)
 
 WIDEST = 100
 """Characters of an answer that the console shows: its end, where the result stands."""
@@ -69,53 +75,53 @@ class RunLogger:
         self._row: dict[str, float] = {}
         self._census: PruningStats | None = None
         self._log: MetricsLog | None = None
-        self._leads = world.leads
+        self._leads = world.is_rank0
         if not self._leads:
             return
         self._console = Console(config.run.steps)
-        for change in changed_since(self._folder, step, config):
-            self._console.note(f"changed since step {step}: {change}")
+        for change in find_changes_since(self._folder, step, config):
+            self._console.print_note(f"changed since step {step}: {change}")
         if step >= config.run.steps:
             done = (
                 f"{step} steps are done, and run.steps = {config.run.steps}: nothing is left "
                 "to "
                 "train"
             )
-            self._console.note(f"{done}; with more run.steps the run goes on")
+            self._console.print_note(f"{done}; with more run.steps the run goes on")
             return
         if step and not read_history(self._folder):
-            self._console.note(
+            self._console.print_note(
                 f"{HISTORY} cannot be read: changes of settings since step {step} are unknown"
             )
         self._folder.mkdir(parents=True, exist_ok=True)
-        record(self._folder, step, config)
+        record_settings(self._folder, step, config)
         self._log = MetricsLog(
             self._folder,
             resume_step=step,
             loggers=config.run.loggers,
-            settings=flat(config),
-            say=self._console.note,
+            settings=flatten_config(config),
+            log=self._console.print_note,
         )
         self._pruning = StepLog(self._folder / CENSUS, resume_step=step)
         self._gate = LengthGate(config.run.length_gate)
         for row in read_metrics(self._folder):
-            self._gate.look(row["step"], row)
+            self._gate.check(row["step"], row)
         read_answers(
             self._folder
         )  # what cannot be read is said now, and not at the next evaluation
         if step:
-            self._console.note(f"resuming after step {step}")
-        for note in _bias_of_others(config):
-            self._console.note(note)
-        if idle := idle_settings(config):
-            self._console.note(f"without effect in this run: {', '.join(idle)}")
-        if unknown := functions_without_text(config):
-            self._console.note(
+            self._console.print_note(f"resuming after step {step}")
+        for note in _describe_bias(config):
+            self._console.print_note(note)
+        if idle := find_idle_settings(config):
+            self._console.print_note(f"without effect in this run: {', '.join(idle)}")
+        if unknown := list_functions_without_text(config):
+            self._console.print_note(
                 "a resume does not notice changes of functions without source: "
                 f"{', '.join(unknown)}"
             )
         if dropped_prompts:
-            self._console.note(
+            self._console.print_note(
                 f"left out, being longer than data.max_prompt_tokens: {dropped_prompts} prompts"
             )
 
@@ -137,28 +143,30 @@ class RunLogger:
         if metrics.get("train/grad_norm") == 0.0:
             notes = (*notes, NO_GRADIENT)
         for note in (*rollouts.notes, *plan.notes, *notes) if self._log else ():
-            self._console.note(note)
+            self._console.print_note(note)
 
-    def evaluated(self, step: int, evaluation: HeldOutScores, seconds: dict[str, float]) -> None:
+    def add_evaluation(self, step: int, evaluation: EvalScores, seconds: dict[str, float]) -> None:
         """Add an evaluation made after ``step`` steps."""
         self._row |= evaluation.metrics | seconds
         if self._log:
             try:
                 record_answers(self._folder, step, evaluation)
             except UserError as error:  # the file was damaged since the run began
-                self._console.note(f"the sample answers of step {step} were not kept: {error}")
+                self._console.print_note(
+                    f"the sample answers of step {step} were not kept: {error}"
+                )
             for note in evaluation.notes:
-                self._console.note(note)
+                self._console.print_note(note)
 
     def write(self, step: int) -> None:
         """Write the row of ``step``, and begin the next one."""
         if self._log:
             self._log.write(step, self._row | self._held)
-            self._console.step(step, self._row)
+            self._console.print_step(step, self._row)
             if self._census:
-                self._pruning.write(step, self._census.as_row())
-            if warning := self._gate.look(step, self._row):
-                self._console.note(warning, again=True)
+                self._pruning.write(step, self._census.to_dict())
+            if warning := self._gate.check(step, self._row):
+                self._console.print_note(warning, repeat=True)
         self._row, self._census = {}, None
 
     def close(self) -> None:
@@ -168,7 +176,7 @@ class RunLogger:
             self._log.close(finished=False)
             self._pruning.close()
 
-    def finish(self, best: Best | None = None) -> None:
+    def finish(self, best: BestCheckpoint | None = None) -> None:
         """Draw the pictures, write and print the summary, and name the best checkpoint if the last
         one is worse. Where no step was taken, the summary that is there already is printed."""
         if not self._leads:
@@ -177,30 +185,30 @@ class RunLogger:
             self._log.close()
             self._pruning.close()
         elif (summary := read_summary(self._folder)) is not None:
-            self._attempt(
+            self._run_report(
                 "the summary", lambda: print_summary(self._folder, summary, self._console)
             )
             return
-        self._attempt("the pictures", self._draw)
-        self._attempt("the sample answers", self._show_answers)
-        self._attempt(
+        self._run_report("the pictures", self._render_pictures)
+        self._run_report("the sample answers", self._print_answers)
+        self._run_report(
             "the summary",
             lambda: print_summary(self._folder, write_summary(self._folder), self._console),
         )
         if best:
-            self._attempt("the best checkpoint", partial(self._name_best, best))
+            self._run_report("the best checkpoint", partial(self._print_best, best))
 
-    def _attempt(self, what: str, report: Callable[[], object]) -> None:
+    def _run_report(self, name: str, report: Callable[[], object]) -> None:
         """Report on a run whose steps are done. A report that fails, on a damaged file perhaps, is
         a note."""
         try:
             report()
         except Exception as error:
-            self._console.note(
-                f"{what} could not be made ({type(error).__name__}: {error}); the run is complete"
+            self._console.print_note(
+                f"{name} could not be made ({type(error).__name__}: {error}); the run is complete"
             )
 
-    def _draw(self) -> None:
+    def _render_pictures(self) -> None:
         from megatron_dppo.report.render import (
             draw_pictures,
         )  # matplotlib is slow to import, and one rank draws
@@ -208,21 +216,23 @@ class RunLogger:
 
         draw_pictures(run := read_run(self._folder, self._folder.name), self._folder)
         for words in run.left_out:
-            self._console.note(words)
+            self._console.print_note(words)
 
-    def _show_answers(self) -> None:
-        if answers := _answers(read_answers(self._folder)):
-            self._console.banner(answers)
+    def _print_answers(self) -> None:
+        if answers := _format_answers(read_answers(self._folder)):
+            self._console.print_banner(answers)
 
-    def _name_best(self, best: Best) -> None:
+    def _print_best(self, best: BestCheckpoint) -> None:
         rows = [row for row in read_metrics(self._folder) if "eval/accuracy" in row]
         if rows and rows[-1]["eval/accuracy"] < best.accuracy:
-            self._console.note(f"{best}: its checkpoint stays in {self._folder / 'checkpoints'}")
+            self._console.print_note(
+                f"{best}: its checkpoint stays in {self._folder / 'checkpoints'}"
+            )
 
 
-def _bias_of_others(config: Config) -> Iterator[str]:
+def _describe_bias(config: Config) -> Iterator[str]:
     """Biases of the gradient by tokens that this policy has not generated."""
-    which, bound = config.loss.tis_level, bound_of_weights(config)
+    which, bound = config.loss.tis_level, describe_weight_bound(config)
     before = "" if which == "sequence" else ", and no weight corrects for the tokens before it"
     weight = f"its {which}'s probability now over that when it was made, {bound}"
     if ahead := config.rollout.ahead:
@@ -240,34 +250,34 @@ def _bias_of_others(config: Config) -> Iterator[str]:
         )
 
 
-def _answers(rows: list[dict[str, Any]]) -> list[str]:
+def _format_answers(rows: list[dict[str, Any]]) -> list[str]:
     """The same held-out problems, answered before and after training."""
     lines: list[str] = []
     for before, after in zip(rows[0]["answers"], rows[-1]["answers"], strict=False) if rows else ():
-        lines.append(f"{_one_line(before['prompt'])}  (answer: {_one_line(before['label'])})")
+        lines.append(f"{_format_line(before['prompt'])}  (answer: {_format_line(before['label'])})")
         for when, answer in (("before", before), ("after", after)):
             verdict = "right" if answer["correct"] else "wrong"
-            lines.append(f"  {when:<6} {verdict}  {_one_line(answer['answer'])}")
+            lines.append(f"  {when:<6} {verdict}  {_format_line(answer['answer'])}")
     return lines
 
 
-def _one_line(text: str) -> str:
-    joined = " ⏎ ".join(without_chat_marks(text).splitlines())
+def _format_line(text: str) -> str:
+    joined = " ⏎ ".join(strip_chat_marks(text).splitlines())
     return joined if len(joined) <= WIDEST else f"…{joined[1 - WIDEST :]}"
 
 
-def idle_settings(config: Config) -> list[str]:
+def find_idle_settings(config: Config) -> list[str]:
     """Return the dotted keys of changed settings that no part of ``train`` reads, given the other
     settings."""
-    values, idle = dict(config.leaves()), idle_keys(config)
-    changed = [key for key, setting in settings().items() if values[key] != setting.default]
+    values, idle = dict(config.iter_settings()), find_idle_keys(config)
+    changed = [key for key, setting in get_settings().items() if values[key] != setting.default]
     found = [key for key in changed if key.startswith(idle) and not key.endswith(".rule")]
     if "reward.concurrency" in changed and not iscoroutinefunction(resolve(config.reward.spec)):
         found.append("reward.concurrency")
-    return found + (["run.keep_best"] if _best_is_never_saved(config) else [])
+    return found + (["run.keep_best"] if _is_best_unsaved(config) else [])
 
 
-def _best_is_never_saved(config: Config) -> bool:
+def _is_best_unsaved(config: Config) -> bool:
     """Whether checkpoints are saved before the last step, evaluations are made there, and never at
     the same step."""
     run, every = config.run, config.eval.every
@@ -276,7 +286,7 @@ def _best_is_never_saved(config: Config) -> bool:
     return lcm(run.checkpoint_every, every) >= run.steps
 
 
-def record_answers(run_dir: Path, step: int, evaluation: HeldOutScores) -> None:
+def record_answers(run_dir: Path, step: int, evaluation: EvalScores) -> None:
     """Append the shown answers to ``answers.jsonl``, in place of earlier ones of the same or a
     later step."""
     file = run_dir / "answers.jsonl"
@@ -299,7 +309,7 @@ def read_answers(run_dir: Path) -> list[dict]:
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
-            shown = [ShownAnswer(**answer) for answer in row["answers"]]
+            shown = [ExampleAnswer(**answer) for answer in row["answers"]]
             if not all(
                 isinstance(text, str) for of in shown for text in (of.prompt, of.answer, of.label)
             ):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.bridge.checkpoint_folder import FileChecksum
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.lifetime import die_with
+from megatron_dppo.process.lifetime import set_parent_death_signal
 
 _POLL_S = 0.05
 _parent: int | None = None
@@ -29,7 +29,7 @@ _parent: int | None = None
 def _end_with_parent() -> None:
     global _parent
     if _parent is not None:
-        die_with(_parent)
+        set_parent_death_signal(_parent)
         _parent = os.getpid()  # a writer forks more
 
 
@@ -37,7 +37,7 @@ os.register_at_fork(after_in_child=_end_with_parent)
 
 
 @contextmanager
-def _writers_end_with_rank() -> Iterator[None]:
+def _end_writers_with_rank() -> Iterator[None]:
     """Make the processes that are forked in the block end with this one. Megatron's own outlive a
     killed rank."""
     global _parent
@@ -77,11 +77,11 @@ class ShardSave:
         request = dist_checkpointing.save(
             state, str(folder), validate_access_integrity=False, async_sharded_save=True, **strategy
         )
-        with _writers_end_with_rank():
+        with _end_writers_with_rank():
             if background:
                 self._calls.schedule_async_request(request)
             else:
-                self._raise_own(request.execute_sync)
+                self._raise_local(request.execute_sync)
 
     def is_written(self) -> bool:
         """Whether this rank's files are written, so that :meth:`finish` does not wait for them."""
@@ -109,10 +109,12 @@ class ShardSave:
             )
             for call in self._calls.async_calls:
                 call.async_caller.close(abort=True)
-        self._raise_own(lambda: self._calls.maybe_finalize_async_calls(blocking=True, no_dist=True))
+        self._raise_local(
+            lambda: self._calls.maybe_finalize_async_calls(blocking=True, no_dist=True)
+        )
         return self._results.checksums
 
-    def _raise_own(self, write: Callable[[], object]) -> None:
+    def _raise_local(self, write: Callable[[], object]) -> None:
         """Raise this rank's failure in place of Megatron's, which names the failures on one rank
         only."""
         try:
@@ -136,7 +138,7 @@ class _Results:
         rank's files."""
         files = sorted(self._folder.glob(f"__{self._rank}_*"))
         self._file.write_bytes(
-            pickle.dumps((results, {file.name: FileChecksum.of(file) for file in files}))
+            pickle.dumps((results, {file.name: FileChecksum.from_file(file) for file in files}))
         )
 
     def get_nowait(self) -> Any:

@@ -15,12 +15,12 @@ from typing import Any, Literal
 from megatron_dppo.bridge.checkpoint_folder import (
     CHECKSUMS,
     Checksums,
-    DamagedError,
-    refusing_damage,
+    CorruptCheckpointError,
+    convert_corruption_errors,
 )
 from megatron_dppo.config import Config, LoraConfig, ModelConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.trainer.fingerprints import fingerprint
+from megatron_dppo.trainer.fingerprints import compute_weight_fingerprint
 
 STATE = "trainer_state.json"
 """The trainer's own file in a checkpoint: its state, and the writer."""
@@ -51,10 +51,12 @@ class Adapters:
         )
 
     @classmethod
-    def of(cls, model: ModelConfig) -> Adapters | None:
+    def from_config(cls, model: ModelConfig) -> Adapters | None:
         if not (lora := model.lora).rank:
             return None
-        mark = fingerprint(model.folder, Path(model.checkpoint) if model.checkpoint else None)
+        mark = compute_weight_fingerprint(
+            model.folder, Path(model.checkpoint) if model.checkpoint else None
+        )
         setting, base = (
             ("checkpoint", model.checkpoint) if model.checkpoint else ("path", model.path)
         )
@@ -62,7 +64,7 @@ class Adapters:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class CheckpointFormat:
     """Form of a checkpoint's weights, and settings that its optimizer state depends on."""
 
     dtype: Literal["fp32", "bf16"]
@@ -72,11 +74,11 @@ class Writer:
     """None: the whole policy is in the checkpoint."""
 
     @classmethod
-    def of(cls, config: Config) -> Writer:
+    def from_config(cls, config: Config) -> CheckpointFormat:
         kind: Literal["plain", "fully_reshardable"] = (
             "fully_reshardable" if config.optimizer.distributed else "plain"
         )
-        return cls(config.model.dtype, kind, Adapters.of(config.model))
+        return cls(config.model.dtype, kind, Adapters.from_config(config.model))
 
     @property
     def settings(self) -> dict[str, str]:
@@ -91,7 +93,7 @@ class Writer:
         return found
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> Writer:
+    def read(cls, values: dict[str, Any]) -> CheckpointFormat:
         """Return the writer from what :func:`write_state` wrote. Earlier versions also wrote the
         layout.
 
@@ -111,14 +113,14 @@ class StoredState:
     """The leader's state: data order, pruning history."""
     files: dict[str, str]
     """Fingerprints of the files that the run has read."""
-    writer: Writer
+    writer: CheckpointFormat
     is_checked: bool
     """False for a checkpoint of an earlier version, whose checksums are of another form."""
 
 
-def write_state(place: Path, state: dict[str, Any], writer: Writer) -> None:
+def write_state(place: Path, state: dict[str, Any], checkpoint_format: CheckpointFormat) -> None:
     """Write the trainer's state (JSON-able) and the writer into a checkpoint."""
-    (place / STATE).write_text(json.dumps({**state, _KEY: asdict(writer)}))
+    (place / STATE).write_text(json.dumps({**state, _KEY: asdict(checkpoint_format)}))
 
 
 def read_state(place: Path) -> StoredState | None:
@@ -129,24 +131,24 @@ def read_state(place: Path) -> StoredState | None:
     """
     if not os.path.lexists(place / STATE):
         return None
-    with refusing_damage(place, "run.dir"):
+    with convert_corruption_errors(place, "run.dir"):
         if not os.path.lexists(place / CHECKSUMS):  # every run writes them
-            raise DamagedError(f"{CHECKSUMS} is missing: damage would not be noticed")
+            raise CorruptCheckpointError(f"{CHECKSUMS} is missing: damage would not be noticed")
         if (checksums := Checksums.read(place)) is not None:
             checksums.check([STATE])
         try:
             state = dict(json.loads((place / STATE).read_bytes()))
-            files, writer = state.pop(FILES, {}), Writer.read(state.pop(_KEY))
+            files, writer = state.pop(FILES, {}), CheckpointFormat.read(state.pop(_KEY))
             return StoredState(state, files, writer, is_checked=checksums is not None)
         except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-            raise DamagedError(f"{STATE} cannot be read ({error!r})") from error
+            raise CorruptCheckpointError(f"{STATE} cannot be read ({error!r})") from error
 
 
-def check_resumable(place: Path, now: Writer) -> StoredState:
-    """Return the trainer's part of a checkpoint that ``now`` resumes from.
+def check_resumable(place: Path, expected: CheckpointFormat) -> StoredState:
+    """Return the trainer's part of a checkpoint that ``expected`` resumes from.
 
     Raises:
-        UserError: the checkpoint is damaged or of an earlier version, or does not fit ``now``.
+        UserError: the checkpoint is damaged or of an earlier version, or does not fit ``expected``.
     """
     if (state := read_state(place)) is None:
         problem = f"{place} has no {STATE}: it is no checkpoint of a run"
@@ -157,7 +159,7 @@ def check_resumable(place: Path, now: Writer) -> StoredState:
         raise UserError("run.dir", place.parent.parent, problem, remedy)
     written = state.writer
 
-    def refused(setting: str, value: object, problem: str, remedy: str) -> UserError:
+    def build_error(setting: str, value: object, problem: str, remedy: str) -> UserError:
         instead = "or begin another run.dir"
         if written.adapters is None:  # adapters are no policy
             instead += f" with its weights alone: model.checkpoint={place}"
@@ -167,20 +169,22 @@ def check_resumable(place: Path, now: Writer) -> StoredState:
         problem = (
             "is of an earlier version, whose checkpoints this version exports and does not resume"
         )
-        raise refused("run.dir", place.parent.parent, problem, "Finish that run with that version")
+        raise build_error(
+            "run.dir", place.parent.parent, problem, "Finish that run with that version"
+        )
     for setting, was in written.settings.items():
-        if (is_now := now.settings.get(setting, was)) != was:
-            raise refused(
+        if (is_now := expected.settings.get(setting, was)) != was:
+            raise build_error(
                 setting,
                 is_now,
                 f"was written with {setting} = {was}",
                 f"Resume with {setting}={was}",
             )
-    before, after = written.adapters, now.adapters
+    before, after = written.adapters, expected.adapters
     if before and after and before.fingerprint != after.fingerprint:
         base = f"model.{before.setting} = {before.base}"
         problem = f"holds adapters of {base}, which had other weights than {after.base} has"
-        raise refused(
+        raise build_error(
             f"model.{before.setting}",
             after.base,
             problem,

@@ -43,7 +43,7 @@ def policy_tensors(path: Path, shape: PolicyShape | None = None) -> dict[str, to
     """Return the policy's tensors in the form of streams: each expert apart, in whatever form the
     files have them."""
     found = check_weights(path, shape or read_shape(path))
-    values = {name: torch.from_numpy(tensor.values().copy()) for name, tensor in found.items()}
+    values = {name: torch.from_numpy(tensor.map_values().copy()) for name, tensor in found.items()}
     return {
         name: each.view(torch.bfloat16) if found[name].dtype == "BF16" else each
         for name, each in values.items()

@@ -33,7 +33,7 @@ def loaded_policy(
         chunk.bfloat16() if dtype == "bf16" else chunk.float()
         for parameter in chunk.parameters():
             parameter.data.fill_(torch.nan)
-    world.together(lambda: load_policy(chunks, path, world))
+    world.run_on_all_ranks(lambda: load_policy(chunks, path, world))
     return chunks, shape, world
 
 
@@ -51,7 +51,9 @@ def stream_back(
                 assert tensor.dtype == stored[name].dtype
                 assert tensor.is_contiguous()
                 assert torch.equal(tensor, stored[name]), f"{name} has changed"
-            leads = world.copy_rank == 0 and (to is Consumers.STAGE_LEADERS or world.pp_rank == 0)
+            leads = world.shard_group_rank == 0 and (
+                to is Consumers.STAGE_LEADERS or world.pp_rank == 0
+            )
             assert bool(bucket) == (to is Consumers.EVERYONE or leads)
             streams[to].append(list(bucket))
     return streams

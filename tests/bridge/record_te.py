@@ -72,7 +72,7 @@ def names(
             shape, model, layout, config.optimizer, world, temperature=1.0, load=lambda model: None
         )
         Checkpoints(config, world).save(actor, 1, {})
-    world.wait_for_all("checkpoint")
+    world.barrier("checkpoint")
     stored = dist_checkpointing.load_tensors_metadata(str(folder / "checkpoints" / "iter_0000001"))
     return Names(
         {name: tuple(parameter.shape) for name, parameter in actor.chunks[0].named_parameters()},
@@ -87,8 +87,8 @@ def layout_of(tp: int, pp: int = 1) -> LayoutConfig:
 
 
 def record(ranks: RankPool, write: Callable[[Path], PolicyShape]) -> dict[str, dict[str, list]]:
-    """Return ``parameters``, with their shapes at each of :data:`TPS`, and ``checkpoint``, the same
-    at all."""
+    """Return ``parameters``, with their shapes at each of :data:`TPS`, and ``checkpoint``,
+    the same at all."""
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder, "policy"))
         runs = {

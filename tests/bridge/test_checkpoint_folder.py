@@ -13,9 +13,9 @@ from megatron_dppo.bridge.checkpoint_folder import (
     METADATA,
     TRACKER,
     Checksums,
-    DamagedError,
+    CorruptCheckpointError,
     find_checkpoint,
-    latest_step,
+    find_latest_step,
 )
 from megatron_dppo.errors import UserError
 from tests.damage import DAMAGE
@@ -36,11 +36,11 @@ def checkpoints(tmp_path: Path) -> Path:
 def test_tracker_names_a_step_or_converted_weights(checkpoints: Path) -> None:
     assert find_checkpoint(checkpoints) == checkpoints / "iter_0000012"
     assert find_checkpoint(checkpoints / "iter_0000004") == checkpoints / "iter_0000004"
-    assert latest_step(checkpoints) == 12
+    assert find_latest_step(checkpoints) == 12
     (checkpoints / TRACKER).write_text("release")
     assert find_checkpoint(checkpoints) == checkpoints / "release"
     with pytest.raises(UserError, match=r"run\.dir = .*model\.checkpoint="):
-        latest_step(checkpoints)
+        find_latest_step(checkpoints)
 
 
 def test_other_folders_are_refused_with_a_hint(checkpoints: Path) -> None:
@@ -94,7 +94,7 @@ def test_damage_is_noticed_and_the_file_named(written: Path, tmp_path: Path, dam
         for _ in range(20 if damage in ("flipped", "truncated") else 1):
             copy = shutil.copytree(written, tmp_path / "copy")
             DAMAGE[damage](copy / name, rng)
-            with pytest.raises(DamagedError) as caught:
+            with pytest.raises(CorruptCheckpointError) as caught:
                 read(copy).check()
             assert str(caught.value).startswith(name)
             shutil.rmtree(copy)

@@ -13,8 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.bridge import chunks as module
-from megatron_dppo.bridge.chunks import TYPE_NAMES, parameter_chunks, read_rows, tensor_chunks
-from megatron_dppo.bridge.mapping import entries
+from megatron_dppo.bridge.chunks import (
+    TYPE_NAMES,
+    list_parameter_chunks,
+    list_tensor_chunks,
+    read_rows,
+)
+from megatron_dppo.bridge.mapping import list_entries
 from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.models.family import Split
 from megatron_dppo.models.shape import PolicyShape
@@ -25,7 +30,7 @@ SHAPES = [
     replace(QWEN3, architecture="Qwen2ForCausalLM"),
     replace(QWEN3, architecture="Qwen3MoeForCausalLM", experts=2, experts_per_token=1),
 ]
-ENTRIES = [entry for shape in SHAPES for entry in entries(shape)]
+ENTRIES = [entry for shape in SHAPES for entry in list_entries(shape)]
 DTYPES = st.sampled_from(list(TYPE_NAMES))
 
 
@@ -52,7 +57,7 @@ def cuts(data: st.DataObject, extent: int) -> list[tuple[int, int]]:
 @given(data=st.data())
 def test_parameters_cut_anyhow_equal_the_tensors(data: st.DataObject) -> None:
     entry = data.draw(st.sampled_from(ENTRIES))
-    (part,) = entry.stored
+    (part,) = entry.stored_rows
     stored, cast = data.draw(DTYPES), data.draw(DTYPES)
     tensors = {name: torch.randn(size).to(stored) for name, size in entry.tensors.items()}
     with (
@@ -60,7 +65,7 @@ def test_parameters_cut_anyhow_equal_the_tensors(data: st.DataObject) -> None:
         patch.object(module, "BUFFER_BYTES", data.draw(st.integers(1, 999))),
     ):
         whole = {name: store(Path(folder, "hf"), tensor) for name, tensor in tensors.items()}
-        parameter = read(entry.shard_shape(1), parameter_chunks(part, whole), stored)
+        parameter = read(entry.shard_shape(1), list_parameter_chunks(part, whole), stored)
         matrix = parameter.view(parameter.shape[0], -1)
         if entry.mapping.split is Split.VOCABULARY:
             assert not matrix[QWEN3.vocab_size :].any()
@@ -75,7 +80,7 @@ def test_parameters_cut_anyhow_equal_the_tensors(data: st.DataObject) -> None:
             for left, right in cuts(data, matrix.shape[1])
         ]
         for name, tensor in tensors.items():
-            parts = tensor_chunks(name, part, data.draw(st.permutations(chunks)))
+            parts = list_tensor_chunks(name, part, data.draw(st.permutations(chunks)))
             assert torch.equal(read(entry.tensors[name], parts, cast), tensor.to(cast))
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dppo.bridge.export import check_destination, export_hf, write_stream
-from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer, list_stops, plan_files
+from megatron_dppo.bridge.hf_directory import add_stop_tokens, copy_config_and_tokenizer, plan_files
 from megatron_dppo.bridge.safetensors_files import INDEX
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.data.tokenizer import NAMED_TEMPLATES, load_tokenizer
@@ -81,7 +81,7 @@ def test_an_export_lists_the_tokenizers_end_of_turn(tmp_path: Path) -> None:
         (source / "tokenizer.json").write_bytes(tokenizer if readable else b"{")
         (out := tmp_path / str(number)).mkdir()
         copy_config_and_tokenizer(source, out, torch.float32)
-        list_stops(out)
+        add_stop_tokens(out)
         file = "config.json" if settings is None else "generation_config.json"
         written = json.loads((out / file).read_text())
         assert written["eos_token_id"] == listed and (settings is None or written["top_k"] == 5)

@@ -30,7 +30,7 @@ def configure(
 def train_and_save(rank: int, size: int, config: Config) -> Weights:
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
-    learner.learn(
+    learner.train(
         plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0
     )
     Checkpoints(config, world).save(policy.actor, 1, {})
@@ -43,7 +43,7 @@ def start(rank: int, size: int, config: Config) -> tuple[Weights, float]:
     world, learner, policy = build(config)
     initial = weights_of(policy, world)
     metadata, groups = step_of_groups(size)
-    learned = learner.learn(
+    learned = learner.train(
         plan_for(world, config, metadata), held_by(rank, metadata, groups), step=0, version=0
     )
     return initial, learned["train/kl_loss"]

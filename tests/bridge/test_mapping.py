@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.bridge.load import fill_parameter
-from megatron_dppo.bridge.mapping import Entry, entries, expected_tensors
+from megatron_dppo.bridge.mapping import Entry, expected_tensors, list_entries
 from megatron_dppo.bridge.stream import fill_tensors
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.family import Split
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.parallel.layout import stage_layers
+from megatron_dppo.parallel.layout import list_stage_layers
 
 SHAPE = PolicyShape(4, 12, 8, 4, 6, 16, 131, False, 1e6, 1e-6, 128)
 MORE = {
@@ -66,7 +66,9 @@ def shapes(draw: st.DrawFn, tp: int, stages: int) -> PolicyShape:
 
 
 def entries_of(shape: PolicyShape, stage: int, stages: int) -> list[Entry]:
-    return list(entries(shape, stage_layers(shape.num_layers, stage, LayoutConfig(pp=stages))))
+    return list(
+        list_entries(shape, list_stage_layers(shape.num_layers, stage, LayoutConfig(pp=stages)))
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -135,9 +137,9 @@ SLICES: list[tuple[PolicyShape, str, list[str]]] = [
 def test_slices_of_a_rank_are_in_megatrons_order(
     shape: PolicyShape, name: str, by_rank: list[str]
 ) -> None:
-    entry = next(entry for entry in entries(shape) if entry.megatron[0].endswith(name))
+    entry = next(entry for entry in list_entries(shape) if entry.megatron_names[0].endswith(name))
     for rank, expected in enumerate(by_rank):
-        slices = entry.slices(rank, len(by_rank))
+        slices = entry.list_slices(rank, len(by_rank))
         modules = [part.name.split(".")[-2] if part.name else "zeros" for part in slices]
         found = [
             f"{module} {part.start}:{part.stop}"
@@ -148,6 +150,8 @@ def test_slices_of_a_rank_are_in_megatrons_order(
 
 def test_expert_parallel_ranks_hold_consecutive_experts() -> None:
     ranks = {
-        entry.expert: entry.expert_rank(2) for entry in entries(HYBRID) if entry.expert is not None
+        entry.expert: entry.expert_rank(2)
+        for entry in list_entries(HYBRID)
+        if entry.expert is not None
     }
     assert ranks == {0: 0, 1: 0, 2: 1, 3: 1}

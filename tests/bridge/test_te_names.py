@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.bridge.mapping import entries
-from megatron_dppo.models.layer_specs import transformer_engine_installed
+from megatron_dppo.bridge.mapping import list_entries
+from megatron_dppo.models.layer_specs import has_transformer_engine
 from tests.bridge.record_te import POLICIES, RECORDING, TPS, layout_of, names, record
 from tests.ranks import RankPool
 
@@ -24,14 +24,16 @@ def test_every_parameter_of_te_is_a_row_of_the_table(tmp_path: Path, family: str
     recorded = {
         name: tuple(by_tp[TPS.index(tp)]) for name, by_tp in RECORDED[family]["parameters"].items()
     }
-    mapped = list(entries(POLICIES[family](tmp_path)))
+    mapped = list(list_entries(POLICIES[family](tmp_path)))
     rows = {
-        name: [entry.shard_shape(tp) for entry in mapped if name in entry.megatron]
+        name: [entry.shard_shape(tp) for entry in mapped if name in entry.megatron_names]
         for name in recorded
     }
     assert rows == {name: [size] for name, size in recorded.items()}
     assert [
-        entry.megatron for entry in mapped if len(recorded.keys() & set(entry.megatron)) != 1
+        entry.megatron_names
+        for entry in mapped
+        if len(recorded.keys() & set(entry.megatron_names)) != 1
     ] == []
 
 
@@ -50,7 +52,7 @@ def test_a_checkpoint_of_torch_layers_has_te_keys_and_shapes(
     ] * 4
 
 
-@pytest.mark.skipif(not transformer_engine_installed(), reason="needs Transformer Engine")
+@pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine")
 @pytest.mark.parametrize("family", POLICIES)
 def test_transformer_engine_still_has_the_recorded_names(ranks: RankPool, family: str) -> None:
     assert record(ranks, POLICIES[family]) == RECORDED[family]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_dppo.bridge.mapping import entries
+from megatron_dppo.bridge.mapping import list_entries
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import METADATA, plan_checkpoint, write_metadata
 from megatron_dppo.models.shape import PolicyShape
@@ -33,7 +33,7 @@ def test_torch_reads_every_key_of_the_mapping(
     tmp_path: Path, write: Callable[..., PolicyShape]
 ) -> None:
     shape, release = convert(tmp_path, write, torch.bfloat16)
-    stored = [part for entry in entries(shape) for part in entry.stored]
+    stored = [part for entry in list_entries(shape) for part in entry.stored_rows]
     state = {part.key: torch.full(part.stored_shape, torch.nan).bfloat16() for part in stored}
     reader = dcp.FileSystemReader(release)
     assert reader.read_metadata().state_dict_metadata.keys() == state.keys()

@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.launch.start import ranks_to_start, start_ranks
+from megatron_dppo.launch.start import resolve_rank_count, start_ranks
 from megatron_dppo.rl.types import Completion, StepPlan
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.settings import load_config
@@ -63,7 +63,7 @@ class Recorded(Trainer):
         self.note("saved", step=self.step, in_flight=self._in_flight())
 
     def note(self, event: str, **values: Any) -> None:
-        if self.world.leads:
+        if self.world.is_rank0:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / LEDGER).open("ab", buffering=0) as ledger:
                 ledger.write(json.dumps({"event": event, **values}).encode() + b"\n")
@@ -186,4 +186,4 @@ def _find_lost_rollouts(ledger: Sequence[Event], steps: dict[int, Groups]) -> It
 
 if __name__ == "__main__":
     config = load_config(None, sys.argv[1:])
-    sys.exit(start_ranks("tests.chaos.ledger:job", config, ranks_to_start("train", config)))
+    sys.exit(start_ranks("tests.chaos.ledger:job", config, resolve_rank_count("train", config)))

@@ -103,7 +103,7 @@ class Judge:
     def start(self) -> None:
         self.process = subprocess.Popen(self.command)
 
-    def pids(self) -> list[int]:
+    def list_pids(self) -> list[int]:
         return [self.process.pid]
 
     def stop(self) -> None:
@@ -204,14 +204,14 @@ class Chaos:
         """Kill a process of the kind; return False without a victim."""
         away = [what for _, what in self.due]
         well: list[Judge | ServerProcess] = [
-            each for each in self.servers if each.listens() and each not in away
+            each for each in self.servers if each.is_listening() and each not in away
         ]
         if kind in ("judge", "server"):
             well = well if kind == "server" else [self.judge][: self.judge not in away]
             if not well:
                 return False
             what = self.chance.choice(well)
-            pids = what.pids()
+            pids = what.list_pids()
             self.due.append((time.monotonic() + self.chance.uniform(0.0, AWAY_S), what))
         else:
             pids = [victim.pid for victim in run.find_victims(kind, process.pid)]

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.compress.calibration import Batch, make_batches
-from megatron_dppo.data.prompts import WorkedAnswer
-from megatron_dppo.init import character_tokenizer, write_tokenizer
+from megatron_dppo.data.prompts import SupervisedExample
+from megatron_dppo.init import build_character_tokenizer, write_tokenizer
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import write_policy
 
@@ -33,19 +33,20 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy of two layers with six experts, two of them for each token."""
     path = tmp_path_factory.mktemp("mixture") / "policy"
     write_qwen3_moe(path, Sizes(), experts=6)
-    write_tokenizer(character_tokenizer(), path, max_tokens=128)
+    write_tokenizer(build_character_tokenizer(), path, max_tokens=128)
     return path
 
 
 @pytest.fixture(scope="session")
-def answers() -> list[WorkedAnswer]:
+def answers() -> list[SupervisedExample]:
     rng = np.random.default_rng(3)
     lengths = [(3, 9), (7, 2), (5, 5), (2, 11)]
     return [
-        WorkedAnswer(*(rng.integers(3, 131, n).astype(np.int32) for n in pair)) for pair in lengths
+        SupervisedExample(*(rng.integers(3, 131, n).astype(np.int32) for n in pair))
+        for pair in lengths
     ]
 
 
 @pytest.fixture(scope="session")
-def batches(answers: list[WorkedAnswer]) -> list[Batch]:
+def batches(answers: list[SupervisedExample]) -> list[Batch]:
     return make_batches(answers, 512, torch.device("cpu"))

@@ -18,7 +18,7 @@ from megatron_dppo.compress import command
 from megatron_dppo.compress.calibration import read_sequences
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.init import character_tokenizer, write_tokenizer
+from megatron_dppo.init import build_character_tokenizer, write_tokenizer
 from tests.bridge.directories import Sizes, write_qwen2
 
 TEXTS = [("1+2=", "3#3"), ("9+8=", "17#17"), ("5+5+5=", "10+5=15#15"), ("4+4=", "8#8")]
@@ -122,7 +122,7 @@ def test_a_mixture_of_experts_loses_parts(
 
 def test_another_family_keeps_its_type(calibration: Path, tmp_path: Path) -> None:
     write_qwen2(tmp_path / "qwen2", Sizes(), dtype=torch.bfloat16, shard_size="20KB")
-    write_tokenizer(character_tokenizer(), tmp_path / "qwen2", max_tokens=128)
+    write_tokenizer(build_character_tokenizer(), tmp_path / "qwen2", max_tokens=128)
     compress(tmp_path / "qwen2", tmp_path / "out", calibration, "--keep", "0.8", "--multiple", "4")
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
     load(tmp_path / "out")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.bridge.mapping import count_parameters
 from megatron_dppo.compress.cut import (
     PARTS,
     Part,
@@ -30,7 +30,7 @@ MIXTURE = PUBLISHED["qwen3-30b-a3b"]
 
 
 def layer_weights(shape: PolicyShape) -> int:
-    return parameters(shape) - parameters(replace(shape, num_layers=0))
+    return count_parameters(shape) - count_parameters(replace(shape, num_layers=0))
 
 
 def kept_fraction(recipe: Recipe, shape: PolicyShape) -> float:
@@ -40,7 +40,7 @@ def kept_fraction(recipe: Recipe, shape: PolicyShape) -> float:
     cut = recipe.plan_cut(shape)
     zeros = len(cut.zero_attention) * count_attention_weights(shape)
     zeros += len(cut.zero_feed_forward) * count_feed_forward_weights(shape)
-    return (layer_weights(cut.shrink(shape)) - zeros) / layer_weights(shape)
+    return (layer_weights(cut.compute_shape(shape)) - zeros) / layer_weights(shape)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_ATTENTIONS)
@@ -75,7 +75,7 @@ def test_kept_units_are_a_multiple() -> None:
         Recipe("width", "random", keep, multiple=512).plan_cut(PUBLISHED["qwen3-8b"])
         for keep in (0.5, 0.6, 0.7)
     ]
-    assert [cut.shrink(PUBLISHED["qwen3-8b"]).ffn % 512 for cut in cuts] == [0, 0, 0]
+    assert [cut.compute_shape(PUBLISHED["qwen3-8b"]).ffn % 512 for cut in cuts] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

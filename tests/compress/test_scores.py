@@ -15,19 +15,19 @@ import torch
 from megatron_dppo.compress.calibration import Batch
 from megatron_dppo.compress.cut import PARTS, SCORES, Cut, Part, Recipe
 from megatron_dppo.compress.scores import Scorer, choose_cut, draw_halves
-from megatron_dppo.data.prompts import WorkedAnswer
+from megatron_dppo.data.prompts import SupervisedExample
 from megatron_dppo.models.shape import read_shape
 
 WHOLE = Cut((0, 1, 2, 3))
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 
 
-def token_ids(answer: WorkedAnswer) -> torch.Tensor:
+def token_ids(answer: SupervisedExample) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([answer.prompt_ids, answer.response_ids])).long()[None]
 
 
 @torch.no_grad()
-def mean_loss(model: Any, answers: list[WorkedAnswer]) -> float:
+def mean_loss(model: Any, answers: list[SupervisedExample]) -> float:
     losses = []
     for answer in answers:
         tokens = token_ids(answer)
@@ -51,7 +51,7 @@ def ablated(model: Any, part: Part, layers: Collection[int]) -> Any:
 
 @torch.no_grad()
 def test_activations_and_influence_equal_loops_over_tokens(
-    model: Any, answers: list[WorkedAnswer], batches: list[Batch]
+    model: Any, answers: list[SupervisedExample], batches: list[Batch]
 ) -> None:
     seen: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
 
@@ -91,7 +91,7 @@ def test_activations_and_influence_equal_loops_over_tokens(
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_left_out_part_costs_the_loss_of_the_smaller_model(
-    model: Any, answers: list[WorkedAnswer], batches: list[Batch], part: Part
+    model: Any, answers: list[SupervisedExample], batches: list[Batch], part: Part
 ) -> None:
     present = mean_loss(model, answers)
     scorer = Scorer(model, batches)
@@ -101,7 +101,7 @@ def test_a_left_out_part_costs_the_loss_of_the_smaller_model(
 
 
 def test_shapley_value_over_halves_is_a_difference_of_two_means(
-    model: Any, answers: list[WorkedAnswer], batches: list[Batch]
+    model: Any, answers: list[SupervisedExample], batches: list[Batch]
 ) -> None:
     """φ = E[loss | absent] − E[loss | present], over models without a half each."""
     halves = draw_halves(4, 3, seed=5)
@@ -127,7 +127,7 @@ def test_each_pair_of_halves_lacks_every_layer_once(layers: int) -> None:
 
 def test_greedy_removal_takes_the_least_loss_each_time(
     model: Any,
-    answers: list[WorkedAnswer],
+    answers: list[SupervisedExample],
     batches: list[Batch],
     capsys: pytest.CaptureFixture[str],
 ) -> None:

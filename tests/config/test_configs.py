@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import shape_of
+from megatron_dppo.estimate.memory import resolve_shape
 from megatron_dppo.estimate.plan import make_plan
 from megatron_dppo.estimate.search import SPARE, search
 from megatron_dppo.models.shape import PUBLISHED, check_layout
@@ -34,7 +34,7 @@ def test_every_published_shape_has_a_file() -> None:
 @pytest.mark.parametrize("file", PUBLISHED_FILES, ids=stem)
 def test_a_published_model_s_file_fits_and_is_nearly_fastest(file: Path) -> None:
     config = load_config(str(file), [])
-    check_layout(shape_of(config.model.path), config.layout)
+    check_layout(resolve_shape(config.model.path), config.layout)
     plan = make_plan(config, Assumptions())
     assert plan.fits, plan.remedies
     apart = 0 if plan.placement.shared else plan.placement.ranks

@@ -10,19 +10,19 @@ import pytest
 
 from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.config.exclusions import (
+    Condition,
     Exclusion,
-    Term,
-    checks,
-    exclusions,
-    idle_rows,
-    text_of,
-    value_of,
+    build_checks,
+    format_value,
+    get_value,
+    load_exclusions,
+    load_idle_rows,
 )
 from megatron_dppo.config.types import Command
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.settings import load_config, settings
-from megatron_dppo.trainer.preflight import check_config, found_by
+from megatron_dppo.settings import get_settings, load_config
+from megatron_dppo.trainer.preflight import check_config, run_checks
 
 DENSE = PolicyShape(2, 64, 8, 4, 32, 128, 64, True, 1e6, 1e-6, 1536)
 POLICY = {
@@ -82,36 +82,36 @@ MEET = {
 """Overrides that meet conditions on properties, and on two settings."""
 
 
-def term_text(term: Term) -> str:
+def term_text(term: Condition) -> str:
     return f"{term.key}{term.order or ''}{'|'.join(term.words)}"
 
 
-def meeting_overrides(terms: tuple[Term, ...]) -> list[str]:
+def meeting_overrides(terms: tuple[Condition, ...]) -> list[str]:
     """The fewest overrides that meet conditions, as the head of ``exclusions.yaml`` explains
     them."""
     found: dict[str, str] = {}
     for term in terms:
         if term_text(term) in MEET:
             found |= {each.partition("=")[0]: each for each in MEET[term_text(term)]}
-        elif term.key in settings().keys() - found and not term.holds(Config(), None):
+        elif term.key in get_settings().keys() - found and not term.matches(Config(), None):
             found[term.key] = f"{term.key}={value_for(term)}"
     return list(found.values())
 
 
-def value_for(term: Term) -> str:
-    setting = settings()[term.key]
+def value_for(term: Condition) -> str:
+    setting = get_settings()[term.key]
     word = term.words[0] if term.words else None
     match term.order:
         case "=":
             return str(word).replace("*", "")
-        case ">" if word in settings():
-            return str(settings()[word].default + 1)
-        case "<" if word in settings():
-            return str(settings()[word].default - 1)
+        case ">" if word in get_settings():
+            return str(get_settings()[word].default + 1)
+        case "<" if word in get_settings():
+            return str(get_settings()[word].default - 1)
         case ">" | ">=":
             return str(int(str(word)) + 1)
         case "!=" if isinstance(setting.default, tuple):
-            return text_of(tuple(each for each in setting.default if each not in term.words))
+            return format_value(tuple(each for each in setting.default if each not in term.words))
         case "!=" if setting.choices:
             return next(choice for choice in setting.choices if choice not in term.words)
     kinds = {bool: "true", int: "2", float: "2"}
@@ -130,19 +130,23 @@ def find_refusal(row: Exclusion, words: list[str]) -> UserError | None:
         (POLICY[term_text(term)] for term in row.terms if term_text(term) in POLICY), DENSE
     )
     config = load_config(None, words)
-    own = [str(error) for error in found_by([partial(row.check, config, policy)])]
-    found = found_by(checks(config, row.commands[-1], policy if row.of_policy else None))
+    own = [str(error) for error in run_checks([partial(row.check, config, policy)])]
+    found = run_checks(
+        build_checks(config, row.commands[-1], policy if row.needs_policy_shape else None)
+    )
     return next((error for error in found if str(error) in own), None)
 
 
-@pytest.mark.parametrize("row", exclusions(), ids=lambda row: " ".join(map(term_text, row.terms)))
+@pytest.mark.parametrize(
+    "row", load_exclusions(), ids=lambda row: " ".join(map(term_text, row.terms))
+)
 def test_a_row_refuses_the_smallest_configuration(row: Exclusion) -> None:
     words = meeting_overrides(row.terms)
     error = find_refusal(row, words)
     assert error is not None, f"{words} is not refused"
     assert (error.setting, error.value) == (
         row.terms[0].key,
-        text_of(value_of(error.setting, load_config(None, words))),
+        format_value(get_value(error.setting, load_config(None, words))),
     )
     assert error.problem and error.remedy and "{" not in error.problem + error.remedy
     for word in words:
@@ -157,7 +161,7 @@ def test_refused_mappings_are_shown_by_their_names() -> None:
     config = load_config(
         None, ["data.chat_template=false", "data.chat_template_kwargs={my_key: s3cret, b: 1}"]
     )
-    [error] = found_by(checks(config, "train"))
+    [error] = run_checks(build_checks(config, "train"))
     assert error.value == "{my_key: …, b: …}"
 
 
@@ -187,7 +191,9 @@ def test_every_command_takes_the_defaults() -> None:
     ],
 )  # fmt: skip
 def test_a_condition_is_met_as_the_table_explains(term: str, meet: str, fail: str) -> None:
-    assert [Term.read(term).holds(load_config(None, [word]), None) for word in (meet, fail)] == [
+    assert [
+        Condition.parse(term).matches(load_config(None, [word]), None) for word in (meet, fail)
+    ] == [
         True,
         False,
     ]
@@ -195,17 +201,17 @@ def test_a_condition_is_met_as_the_table_explains(term: str, meet: str, fail: st
 
 def test_a_star_in_a_user_s_value_is_no_pattern() -> None:
     """A star of the table stands for any text, one of a user's only for itself."""
-    term = Term.read("model.path=model.checkpoint")
+    term = Condition.parse("model.path=model.checkpoint")
     same, other = (
         Config(model=ModelConfig(path=path, checkpoint="runs/*/hf"))
         for path in ("runs/*/hf", "runs/a/hf")
     )
-    assert term.holds(same, None) and not term.holds(other, None)
+    assert term.matches(same, None) and not term.matches(other, None)
 
 
 def test_idle_rows_name_settings() -> None:
-    for row in idle_rows():
+    for row in load_idle_rows():
         for term in row["when"].split():
-            value_of(Term.read(term).key, Config())
+            get_value(Condition.parse(term).key, Config())
         for key in row["keys"].split():
-            assert any(setting.startswith(key) for setting in settings())
+            assert any(setting.startswith(key) for setting in get_settings())

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config import Config, DataConfig
-from megatron_dppo.data.date import DATE, stop_clock, with_date
+from megatron_dppo.data.date import DATE, freeze_date, with_date
 from megatron_dppo.data.tokenizer import NAMED_TEMPLATES, Tokenizer, load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.eval import _evaluate
-from megatron_dppo.evaluation.answers import out_folder
+from megatron_dppo.evaluation.answers import resolve_out_folder
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.train import Trainer
 from tests.data.conftest import Load
@@ -73,10 +73,10 @@ def test_a_stopped_clock_changes_nothing_but_the_date(tokenizer: Tokenizer, form
         )
 
     assert render(
-        stop_clock(template, f"{day:%Y-%m-%d}")
+        freeze_date(template, f"{day:%Y-%m-%d}")
     ) == f"\n{day.strftime(format)} Hi\n".removesuffix("\n")
     assert (
-        render(stop_clock(template, "2024-02-29"))
+        render(freeze_date(template, "2024-02-29"))
         == f"\n{datetime(2024, 2, 29).strftime(format)} Hi"
     )
 
@@ -100,10 +100,10 @@ def test_a_later_start_has_the_date_of_the_first(ranks: RankPool, tmp_path: Path
     (folder / "hf" / "chat_template.jinja").write_text(DATED)
     limits = ["data.max_prompt_tokens=64", "eval.batch=4", "data.chat_template=true"]
     config = small_run(folder, run, *limits)
-    for place in (run, out_folder(config)):
+    for place in (run, resolve_out_folder(config)):
         place.mkdir(parents=True)
         (place / DATE).write_text("2026-01-31\n")
     for text in ranks.run(2, train_and_evaluate, config):
         assert text.startswith("Today Date: 31 Jan 2026\n")
-    answers = (out_folder(config) / "answers.jsonl").read_text().splitlines()
+    answers = (resolve_out_folder(config) / "answers.jsonl").read_text().splitlines()
     assert answers and all("31 Jan 2026" in json.loads(line)["prompt"] for line in answers)

@@ -78,9 +78,9 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym")
 
     def draw(module: object, config: Any, split: Any) -> object:
-        return generators._draw_problems(config, split)
+        return generators._generate_problems(config, split)
 
-    monkeypatch.setattr(generators, "_rows_of_process", draw)
+    monkeypatch.setattr(generators, "_generate_in_process", draw)
 
 
 @pytest.mark.usefixtures("gym")
@@ -176,5 +176,5 @@ def test_a_process_without_problems_is_named(
     (tmp_path / "leaves.py").write_text(leaves)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"ended the process .*, with exit code {code}") as caught:
-        generators._rows_of_process("leaves", VerifiersConfig(environment="leaves"), "train")
+        generators._generate_in_process("leaves", VerifiersConfig(environment="leaves"), "train")
     assert caught.value.setting == "data.verifiers.environment"

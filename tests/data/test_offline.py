@@ -13,7 +13,7 @@ from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.preflight import preflight
+from megatron_dppo.trainer.preflight import run_preflight
 from tests.data.conftest import write_parquet
 
 ROWS = [
@@ -124,7 +124,7 @@ def test_rollouts_need_no_label_and_are_read_by_preflight(policy: Path, tmp_path
         "pack.max_tokens=64",
     ]
     config = load_config(None, [*common, *settings_of(file)])
-    preflight(config, "train")
+    run_preflight(config, "train")
     write_rows(file, [{"prompt": " ", "completions": []}])
     with pytest.raises(UserError, match=r"data.rollouts.*line 1.*empty prompt"):
-        preflight(config, "train")
+        run_preflight(config, "train")

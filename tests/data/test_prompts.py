@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dppo.config import DataConfig
 from megatron_dppo.data import stored
-from megatron_dppo.data.prompts import load_prompts, load_worked_answers
+from megatron_dppo.data.prompts import load_prompts, load_supervised_examples
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.init import CHAT_TEMPLATE
@@ -84,7 +84,7 @@ def test_a_folder_is_read_in_the_order_of_names(
     pool = load(folder)
     assert [prompt.asked for prompt in pool] == ["0a", "0b", "1a", "2a", "2b"]
     assert pool[4].place == f"{folder}/part-2.parquet, row 2"
-    assert len(load_worked_answers(DataConfig(train=str(folder)), tokenizer)) == 5
+    assert len(load_supervised_examples(DataConfig(train=str(folder)), tokenizer)) == 5
 
 
 def test_overlong_prompts_are_dropped_and_counted(load: Load, refuse: Refuse) -> None:
@@ -123,14 +123,16 @@ def test_worked_answers_end_with_the_end_of_the_turn(
 ) -> None:
     file = write([{"question": "How many?", "answer": "2+3=5\n#### 5", "worked": "5"}])
     for key, text in ((None, "2+3=5\n#### 5"), ("worked", "5")):
-        (worked,) = load_worked_answers(
+        (worked,) = load_supervised_examples(
             DataConfig(train=file, response_key=key, **GSM8K), tokenizer
         )
         assert worked.prompt_ids.tolist() == load(file, **GSM8K)[0].token_ids.tolist()
         assert worked.response_ids[-1] == tokenizer.eos_token_id
         assert tokenizer.decode(worked.response_ids) == text + "<|im_end|>"
     with pytest.raises(UserError, match=r"data\.response_key"):
-        load_worked_answers(DataConfig(train=file, response_key="workings", **GSM8K), tokenizer)
+        load_supervised_examples(
+            DataConfig(train=file, response_key="workings", **GSM8K), tokenizer
+        )
 
 
 @pytest.mark.parametrize("size", [stored.LARGE, 0], ids=["in memory", "stored"])
@@ -150,7 +152,7 @@ def test_plain_prompts_begin_as_the_tokenizer_begins_text(
     )
     for prompt in load(file, framed, chat_template=False):
         assert (prompt.token_ids.tolist(), prompt.text) == ([*first, *hi], "<|endoftext|>Hi")
-    for worked in load_worked_answers(DataConfig(train=file, chat_template=False), framed):
+    for worked in load_supervised_examples(DataConfig(train=file, chat_template=False), framed):
         assert worked.prompt_ids.tolist() == [*first, *hi]
         assert worked.response_ids.tolist() == [*answer, framed.eos_token_id]
     assert load(file, framed)[0].token_ids.tolist() == load(file)[0].token_ids.tolist()
@@ -179,4 +181,6 @@ def test_a_worked_answer_without_text_is_refused(
     write: Write, tokenizer: Tokenizer, answer: object
 ) -> None:
     with pytest.raises(UserError, match=r"line 1: holds|line 1: has an empty answer"):
-        load_worked_answers(DataConfig(train=write([{"prompt": "Hi", "label": answer}])), tokenizer)
+        load_supervised_examples(
+            DataConfig(train=write([{"prompt": "Hi", "label": answer}])), tokenizer
+        )

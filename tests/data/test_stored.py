@@ -16,7 +16,12 @@ import pytest
 from megatron_dppo.config import DataConfig
 from megatron_dppo.config.rollout import SourceConfig
 from megatron_dppo.data import stored
-from megatron_dppo.data.prompts import LabelCheck, PromptPool, load_prompts, load_worked_answers
+from megatron_dppo.data.prompts import (
+    LabelCheck,
+    PromptPool,
+    load_prompts,
+    load_supervised_examples,
+)
 from megatron_dppo.data.tokenizer import Tokenizer
 from tests.data.conftest import Load, Refuse
 
@@ -136,9 +141,9 @@ def test_stored_worked_answers_equal_those_in_memory(
         {"prompt": "How many?", "label": "She sold 48 of them."},
     ]
     data = DataConfig(train=write(tmp_path / "rows.jsonl", rows))
-    in_memory = load_worked_answers(data, tokenizer)
+    in_memory = load_supervised_examples(data, tokenizer)
     be_large()
-    stored_answers = load_worked_answers(data, tokenizer)
+    stored_answers = load_supervised_examples(data, tokenizer)
     for answers in (in_memory, stored_answers):
         assert answers.longest == len(answers[1].prompt_ids) + len(answers[1].response_ids)
     for ours, theirs in zip(in_memory, stored_answers, strict=True):
@@ -175,7 +180,7 @@ def test_an_entry_depends_on_file_tokenizer_and_settings(
     write(file, [{"prompt": "c", "label": "1"}])
     assert "c" in load(file)[0].text
     changed = tmp_path / "tokenizer_config.json"
-    monkeypatch.setattr(stored, "tokenizer_files", lambda _: [changed])
+    monkeypatch.setattr(stored, "list_tokenizer_files", lambda _: [changed])
     for content in ("{}", "{ }"):
         changed.write_text(content)
         load(file)
@@ -241,4 +246,4 @@ def test_held_out_problems_in_the_training_data_are_counted(
     )
     data = DataConfig(train=(SourceConfig(path=train), SourceConfig(path=other)), eval=held_out)
     pool, eval_pool = (load_prompts(data, tokenizer, split=split) for split in ("train", "eval"))
-    assert pool.repeats(list(eval_pool)) == (2, f"{held_out}, line 3 is {other}, line 2")
+    assert pool.find_overlap(list(eval_pool)) == (2, f"{held_out}, line 3 is {other}, line 2")

@@ -13,13 +13,13 @@ import pytest
 
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.data.turns import (
-    Again,
-    NothingLeftError,
-    OtherAnswerError,
+    ChatSession,
+    ConversationFormatError,
+    ReplayMismatchError,
+    ResponseFullError,
     ToolCall,
-    Turns,
-    TurnsError,
-    read_calls,
+    TurnReplay,
+    parse_tool_calls,
 )
 from megatron_dppo.init import CHAT_TEMPLATE
 from tests.data.conftest import Load, Refuse
@@ -61,7 +61,7 @@ def converse(
         return said
 
     async def run() -> None:
-        turns = Turns(tokenizer, ASKED, say, tools)
+        turns = ChatSession(tokenizer, ASKED, say, tools)
         for messages in rounds:
             await turns(messages)
 
@@ -127,15 +127,17 @@ def test_messages_without_place_behind_the_turn_are_refused(
     changed: Any, template: str, messages: list[Any], words: str
 ) -> None:
     changed.chat_template = template
-    with pytest.raises(TurnsError, match=words):
+    with pytest.raises(ConversationFormatError, match=words):
         converse(changed, changed.encode("7"), ASKED, messages)
-    with pytest.raises(TurnsError, match="other messages at first than its problem has"):
+    with pytest.raises(
+        ConversationFormatError, match="other messages at first than its problem has"
+    ):
         converse(changed, changed.encode("7"), [MORE])
 
 
 def replay(told: list[list[int]], *, cut_off: bool = False) -> None:
     """Replay the policy's part of 1 2 | 5 5 | 3 | 6 to an environment that answers ``told``."""
-    again = Again([1, 2, 5, 5, 3, 6], [True, True, False, False, True, False], cut_off=cut_off)
+    again = TurnReplay([1, 2, 5, 5, 3, 6], [True, True, False, False, True, False], cut_off=cut_off)
 
     async def hear() -> None:
         for each in told:
@@ -146,7 +148,7 @@ def replay(told: list[list[int]], *, cut_off: bool = False) -> None:
 
 
 def test_a_replay_finds_an_environment_of_other_answers() -> None:
-    with pytest.raises(NothingLeftError):
+    with pytest.raises(ResponseFullError):
         replay([[], [5, 5], [6, 7]], cut_off=True)  # without room for the 7
     for other, cut_off, did in (
         ([[], [5, 4]], False, "answered"),
@@ -154,7 +156,9 @@ def test_a_replay_finds_an_environment_of_other_answers() -> None:
         ([[], [5, 5], [6]], False, "went on"),
         ([[], [5, 5]], False, "ended"),
     ):
-        with pytest.raises(OtherAnswerError, match=f"The environment {did}, otherwise than when"):
+        with pytest.raises(
+            ReplayMismatchError, match=f"The environment {did}, otherwise than when"
+        ):
             replay(other, cut_off=cut_off)
 
 
@@ -227,7 +231,7 @@ THOUGHT = f"<think>\nI say <tool_call> or\n{call('find')}</think>\n\nNow:"
     ],
 )
 def test_calls_are_read_out_of_a_turn(text: str, said: str, calls: list[ToolCall]) -> None:
-    assert read_calls(text) == (said, calls)
+    assert parse_tool_calls(text) == (said, calls)
 
 
 @pytest.mark.parametrize(
@@ -236,4 +240,4 @@ def test_calls_are_read_out_of_a_turn(text: str, said: str, calls: list[ToolCall
 )
 def test_a_turn_with_an_unreadable_call_is_words(block: str) -> None:
     for text in (f"{call('add', a=1)}<tool_call>{block}</tool_call>", f"<tool_call>{block}"):
-        assert read_calls(text) == (text, [])
+        assert parse_tool_calls(text) == (text, [])

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import Config, DataConfig, VerifiersConfig, replace
-from megatron_dppo.data.prompts import load_prompts, prompts_of
+from megatron_dppo.data.prompts import load_prompts, make_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.init import character_tokenizer, write_tokenizer
+from megatron_dppo.init import build_character_tokenizer, write_tokenizer
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.score import count_failures, tracebacks
+from megatron_dppo.rl.score import collect_tracebacks, count_failures
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import Client
-from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
+from megatron_dppo.rollout.conversation_functions import check_turns, load_conversation_function
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.scoring import GroupScoring
 from megatron_dppo.settings import load_config
@@ -96,7 +96,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working folder: a policy with a tokenizer, and modules of environments."""
     folder = tmp_path_factory.mktemp("verifiers")
     write_policy(folder, layers=1)
-    write_tokenizer(character_tokenizer(), folder, max_tokens=512)
+    write_tokenizer(build_character_tokenizer(), folder, max_tokens=512)
     exits = "import sys\ndef load_environment():\n    sys.exit(0)\n"
     for name, text in {"toy_sums": SUMS, "guess_game": GAME, "exits": exits}.items():
         (folder / f"{name}.py").write_text(text)
@@ -112,9 +112,9 @@ def tokenizer(policy: Path) -> Tokenizer:
 
 
 def problems_of(config: VerifiersConfig, split: str = "train") -> list[Any]:
-    from megatron_dppo.data.verifiers import _problems
+    from megatron_dppo.data.verifiers import _load_problems
 
-    return _problems(config, split)
+    return _load_problems(config, split)
 
 
 def game(*words: str) -> Config:
@@ -126,7 +126,7 @@ def game(*words: str) -> Config:
 
 
 def prompts_for(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
-    return prompts_of(problems_of(config.data.verifiers), config.data, tokenizer)
+    return make_prompts(problems_of(config.data.verifiers), config.data, tokenizer)
 
 
 def test_problems_and_scores_are_the_environments(
@@ -145,7 +145,7 @@ def test_problems_and_scores_are_the_environments(
     said = [(str(first.label), f"it is {first.label}", "?"), ("fail", "?"), (str(second.label),)]
     scoring = workers.begin(99)
     for prompt, texts in zip((first, first, second), said, strict=True):
-        scoring.add([ScoreItem.of(prompt, text, ()) for text in texts])
+        scoring.add([ScoreItem.from_prompt(prompt, text, ()) for text in texts])
     found = scoring.finish()
     rewards = [None if score.failure else score.reward for score in found]
     shortest = [float(len(text) == 1) for text in said[0]]
@@ -154,7 +154,7 @@ def test_problems_and_scores_are_the_environments(
     assert rewards[3:] == [None, None, 1.0 + int(str(second.label)) // 2 + 0.5]
     assert (
         count_failures(found) == (0, 2)
-        and "ArithmeticError: no such answer" in tracebacks(found)[0]
+        and "ArithmeticError: no such answer" in collect_tracebacks(found)[0]
     )
 
 
@@ -200,13 +200,13 @@ async def say(
 def converse(
     config: Config, tokenizer: Any, prompt: Prompt, *texts: str, limit: int = 200
 ) -> Completion:
-    function = conversation_of(config)
+    function = load_conversation_function(config)
     assert function is not None
     function = dataclasses.replace(function, tokenizer=tokenizer, vocabulary=len(tokenizer))
     sampling = sampling_of(samples=1, max_tokens=limit)
     turn = partial(say, list(texts))
     client = Client(function=function, prompt=prompt, sampling=sampling, number=0, turn=turn)
-    return asyncio.run(function.have(client))
+    return asyncio.run(function.run(client))
 
 
 def test_conversations_have_the_tokens_and_rewards_of_rollouts(
@@ -224,9 +224,7 @@ def test_conversations_have_the_tokens_and_rewards_of_rollouts(
         converse(config, tokenizer, prompt, *texts, limit=limit) for texts, limit in group
     ]
     assert sum(each.finish_reason == "length" for each in completions) == 4
-    found = GroupScoring(workers, tokenizer, [prompt], most_failures=99).finish(
-        [tuple(completions)]
-    )
+    found = GroupScoring(workers, tokenizer, [prompt], max_failures=99).finish([tuple(completions)])
     # For the last guess, each guess, a conversation that is cut off, and the shortest of the group.
     assert found[0].rewards.tolist() == [0.625, -0.5, 0.375, 0.375, 0.375, -0.75]
     first = completions[0]

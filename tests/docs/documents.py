@@ -43,7 +43,7 @@ class Command:
 
 @cache
 def text_of(document: str) -> str:
-    """The text of a document, or of one of its :func:`sections`."""
+    """The text of a document, or of one of its :func:`get_sections`."""
     name, _, section = document.partition("#")
     text = (ROOT / name).read_text()
     return re.split(r"^(?=## )", text, flags=re.MULTILINE)[int(section)] if section else text

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megatron_dppo.observe.timers import PHASES
-from megatron_dppo.settings import load_config, sections, settings
+from megatron_dppo.settings import get_sections, get_settings, load_config
 from tests.docs.documents import DOCUMENTS, ROOT, blocks, commands, prose, spans
 from tests.docs.sandbox import Sandbox
 
@@ -36,8 +36,8 @@ def _anchors(site: Path, page: str) -> set[str]:
 
 
 def test_site_builds_and_shows_every_setting(site: Path) -> None:
-    assert settings().keys() <= _anchors(site, "settings")
-    assert [setting.key for setting in settings().values() if not setting.meaning] == []
+    assert get_settings().keys() <= _anchors(site, "settings")
+    assert [setting.key for setting in get_settings().values() if not setting.meaning] == []
     assert "MISSING" not in (site / "settings.html").read_text()
 
 
@@ -79,11 +79,13 @@ def test_settings_named_by_a_page_exist(document: str) -> None:
             named = OVERRIDE.fullmatch(word)
             if (
                 named is None
-                or named[1].split(".")[0] not in sections()
+                or named[1].split(".")[0] not in get_sections()
                 or Path(named[1]).suffix in FILES
             ):
                 continue
-            assert named[1] in settings() or named[1] in sections(), f"{document} names {word}"
+            assert named[1] in get_settings() or named[1] in get_sections(), (
+                f"{document} names {word}"
+            )
             if named[2] and not changes_them and not re.search(r"…|\b[A-Z]{3,}\b", word):
                 load_config(None, [word])
 

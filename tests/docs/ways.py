@@ -47,8 +47,9 @@ class Way:
     commands: str
     """A regular expression of the whole command."""
     suite: Literal["main", "servers", "slurm", "elsewhere", "nowhere"] = "main"
-    """``servers`` and ``slurm`` are marked so, and live beside the tests of these; ``elsewhere``
-    see ``by``; what runs ``nowhere`` is said to, on its line, by :data:`NOT_RUN`."""
+    """``servers`` and ``slurm`` are marked so, and live beside the tests of these;
+    ``elsewhere`` see ``by``; what runs ``nowhere`` is said to, on its line, by
+    :data:`NOT_RUN`."""
     append: str = ""
     replace: Mapping[str, str] = field(default_factory=dict)
     by: tuple[str, str] = ("", "")

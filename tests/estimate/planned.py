@@ -4,9 +4,9 @@ from pathlib import Path
 
 from megatron_dppo.config import Config
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import actor_memory, shape_of
+from megatron_dppo.estimate.memory import estimate_actor_memory, resolve_shape
 from megatron_dppo.estimate.plan import Plan, make_plan
-from megatron_dppo.estimate.workload import Setup, place
+from megatron_dppo.estimate.workload import Setup, assign_gpus
 from megatron_dppo.settings import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +38,9 @@ def plan(*overrides: str, file: str = LARGE, **assumed: float) -> Plan:
 
 
 def setup(config: Config, **assumed: float) -> Setup:
-    shape = shape_of(config.model.path)
-    return Setup(config, shape, place(config, shape), Assumptions(**assumed))
+    shape = resolve_shape(config.model.path)
+    return Setup(config, shape, assign_gpus(config, shape), Assumptions(**assumed))
 
 
 def trainer_parts(config: Config) -> dict[str, float]:
-    return actor_memory(setup(config)).parts
+    return estimate_actor_memory(setup(config)).parts

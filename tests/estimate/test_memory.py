@@ -11,14 +11,14 @@ from megatron_dppo.config import Config, LayoutConfig, LoraConfig, LossConfig, r
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import (
     Saved,
-    activation_bytes,
-    chunks_in_flight,
-    held_bytes,
+    count_activation_bytes,
+    count_chunks_in_flight,
+    count_persistent_bytes,
 )
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Responses, Sums
-from megatron_dppo.models.optimizer import optimizer_parts
+from megatron_dppo.models.optimizer import list_optimizers
 from megatron_dppo.models.shape import read_shape
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -58,7 +58,7 @@ def held(rank: int, size: int, config: Config) -> dict[str, Any]:
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata)
-    (pack, *_) = learner._packs(plan.minibatches[0], held_by(rank, metadata, groups))
+    (pack, *_) = learner._build_packs(plan.minibatches[0], held_by(rank, metadata, groups))
     actor = policy.actor
     parameters = list(actor.parameters())
     own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
@@ -75,13 +75,13 @@ def held(rank: int, size: int, config: Config) -> dict[str, Any]:
         return responses.logprobs.sum(), {}
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        actor.accumulate([pack] * config.layout.least_packs, loss)
+        actor.accumulate([pack] * config.layout.min_packs, loss)
     buffers = [
         buffer
         for module in actor.modules
         for buffer in (*module.buffers, *module.expert_parallel_buffers)
     ]
-    inner = [part.optimizer for part in optimizer_parts(actor.optimizer)]
+    inner = [part.optimizer for part in list_optimizers(actor.optimizer)]
     state = [
         value
         for one in inner
@@ -113,8 +113,8 @@ def expected(config: Config, size: int, tokens: int, stage: int) -> dict[str, fl
     config = replace(config, pack=replace(config.pack, max_tokens=tokens))
     setup = Setup(config, shape, placement, Assumptions(expert_imbalance=1.0))
     return {
-        **held_bytes(setup, stage),
-        "activations": activation_bytes(setup, stage, EAGER, packs=config.layout.least_packs),
+        **count_persistent_bytes(setup, stage),
+        "activations": count_activation_bytes(setup, stage, EAGER, packs=config.layout.min_packs),
     }
 
 
@@ -213,4 +213,4 @@ def test_passes_in_flight_equal_megatron_s_schedules(
     """The first five were counted on real ranks: forward passes of a virtual stage without their
     backward pass."""
     layout = LayoutConfig(pp=stages, vpp=virtual)
-    assert [chunks_in_flight(stage, layout, packs) for stage in range(stages)] == measured
+    assert [count_chunks_in_flight(stage, layout, packs) for stage in range(stages)] == measured

@@ -4,12 +4,17 @@ import json
 
 import pytest
 
-from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.bridge.mapping import count_parameters
 from megatron_dppo.cli import main
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GPUS, Assumptions, read_assumptions
-from megatron_dppo.estimate.memory import parameters_of, rank_elements, resident_bytes, shape_of
+from megatron_dppo.estimate.memory import (
+    count_parameter_kinds,
+    count_rank_elements,
+    count_resident_bytes,
+    resolve_shape,
+)
 from megatron_dppo.estimate.plan import as_json, make_plan
 from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.workload import Lengths, Setup, Work
@@ -32,8 +37,8 @@ def test_one_of_several_teachers_is_in_memory() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_equal_the_mapping(name: str) -> None:
-    counted = parameters_of(PUBLISHED[name])
-    assert counted.total == parameters(PUBLISHED[name])
+    counted = count_parameter_kinds(PUBLISHED[name])
+    assert counted.total == count_parameters(PUBLISHED[name])
     assert (counted.active < counted.total) == bool(PUBLISHED[name].experts)
 
 
@@ -43,17 +48,22 @@ def test_active_parameters_equal_the_model_cards() -> None:
         ("qwen3-235b-a22b", 22.2),
         ("qwen3.5-35b-a3b", 3.5),
     ):
-        assert parameters_of(PUBLISHED[name]).active / 1e9 == pytest.approx(billions, abs=0.1)
+        assert count_parameter_kinds(PUBLISHED[name]).active / 1e9 == pytest.approx(
+            billions, abs=0.1
+        )
 
 
 @pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"])
 def test_shards_add_up_to_the_policy(name: str) -> None:
     """Stages and slices add up, but for what every rank has: norms, routers, and a tied output
     layer's copy."""
-    shape, together = PUBLISHED[name], parameters_of(PUBLISHED[name]).total
+    shape, together = PUBLISHED[name], count_parameter_kinds(PUBLISHED[name]).total
     tp = min(4, shape.kv_heads)
     held = (
-        sum(rank_elements(shape, stage, LayoutConfig(tp=tp, pp=4)).total for stage in range(4)) * tp
+        sum(
+            count_rank_elements(shape, stage, LayoutConfig(tp=tp, pp=4)).total for stage in range(4)
+        )
+        * tp
     )
     copied = shape.vocab_size * shape.hidden if shape.tied else 0
     assert 0 <= held - together - copied < 0.003 * together
@@ -65,7 +75,7 @@ def test_published_model_is_known_by_name() -> None:
         ("x/Qwen3-30B-A3B-Base", 2048),
         ("/x/Qwen3-4B-Instruct-2507-FP8", 2560),
     ):
-        assert shape_of(words).hidden == hidden
+        assert resolve_shape(words).hidden == hidden
 
 
 def test_plain_optimizer_is_whole_on_each_replica() -> None:
@@ -144,7 +154,7 @@ def test_offloaded_state_is_not_resident_while_generating() -> None:
         parts = made.actor.parts
         assert parts["optimizer"] > 0.0, "once the passes are over"
         expected = sum(parts[name] for name in ("weights", "reserved", *kept))
-        assert resident_bytes(made.config, made.actor) == pytest.approx(expected)
+        assert count_resident_bytes(made.config, made.actor) == pytest.approx(expected)
 
 
 TOO_LARGE = [
@@ -254,7 +264,11 @@ def test_shared_prompts_are_trained_on_once_per_pack() -> None:
     assert alone.trained - together.trained == pytest.approx(
         alone.prompts * (samples - 1) * apart.prompt
     )
-    assert together.context > alone.context == pytest.approx(apart.prompt + apart.lengths.typical)
+    assert (
+        together.context
+        > alone.context
+        == pytest.approx(apart.prompt + apart.lengths.token_weighted_mean)
+    )
     _, cut = work("pack.share_prefixes=on")
     assert together.trained < cut.trained <= alone.trained
 
@@ -275,11 +289,11 @@ def test_dynamic_sampling_rolls_out_more() -> None:
 def test_lengths_have_their_mean_and_their_limit() -> None:
     for mean in (40.0, 500.0, 900.0):
         lengths = Lengths(mean, 1000)
-        alive = [lengths.longer_than(i + 0.5) for i in range(1000)]
+        alive = [lengths.compute_tail_fraction(i + 0.5) for i in range(1000)]
         assert sum(alive) == pytest.approx(mean, rel=0.01)
         squares = 2 * sum((i + 0.5) * share for i, share in enumerate(alive))
-        assert squares / mean == pytest.approx(lengths.typical, rel=0.01)
-        assert lengths.longer_than(1000) == 0.0
+        assert squares / mean == pytest.approx(lengths.token_weighted_mean, rel=0.01)
+        assert lengths.compute_tail_fraction(1000) == 0.0
 
 
 def test_planned_passes_equal_the_learner_s() -> None:
@@ -321,7 +335,10 @@ def test_local_engine_has_a_copy_of_the_weights() -> None:
     )
     assert made.placement.servers == (1,) * made.placement.ranks == (1,) * 32
     assert made.server.concurrency == 64
-    assert made.server.memory.parts["weights"] == 2 * parameters_of(PUBLISHED["qwen3-1.7b"]).total
+    assert (
+        made.server.memory.parts["weights"]
+        == 2 * count_parameter_kinds(PUBLISHED["qwen3-1.7b"]).total
+    )
 
 
 def test_assumptions_are_set_shown_and_checked() -> None:

@@ -13,8 +13,8 @@ from megatron_dppo.cli import main
 from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.kernels import stage_passes
-from megatron_dppo.estimate.memory import actor_memory, layers_of_stage
+from megatron_dppo.estimate.kernels import estimate_stage_times
+from megatron_dppo.estimate.memory import count_stage_layers, estimate_actor_memory
 from megatron_dppo.estimate.plan import Plan, make_plan
 from megatron_dppo.estimate.search import (
     MOST_GPUS,
@@ -23,17 +23,21 @@ from megatron_dppo.estimate.search import (
     SPARE,
     TILE,
     Proposal,
-    best_layout,
-    cuts,
-    layouts,
+    find_best_layout,
+    list_cuts,
+    list_layouts,
+    list_splits,
+    list_stage_sizes,
     search,
-    splits,
-    stages,
     with_settings,
 )
-from megatron_dppo.estimate.servers import memories, server_memory
-from megatron_dppo.estimate.time import least_seconds, step_time, trainer_phases
-from megatron_dppo.estimate.workload import Setup, place
+from megatron_dppo.estimate.servers import estimate_memory, estimate_server_memory
+from megatron_dppo.estimate.time import (
+    bound_step_seconds,
+    estimate_step_time,
+    estimate_trainer_phases,
+)
+from megatron_dppo.estimate.workload import Setup, assign_gpus
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.settings import load_config
 from tests.estimate.planned import EXPERTS, LARGE, MIXTURE, ROOT, of, setup
@@ -63,20 +67,20 @@ def pasted(config: Config, each: Proposal | None) -> Plan:
 def seconds_of(run: Setup) -> float:
     """Seconds of the trainer, or of the step if servers share its GPUs; infinity if it does not
     fit."""
-    actor, server = memories(run)
+    actor, server = estimate_memory(run)
     if not server.fits or actor.total > (1 - SPARE) * actor.room:
         return inf
     shared = run.placement.shared
     return (
-        step_time(run, concurrency=server.concurrency).seconds
+        estimate_step_time(run, concurrency=server.concurrency).seconds
         if shared
-        else sum(trainer_phases(run).values())
+        else sum(estimate_trainer_phases(run).values())
     )
 
 
 def every_layout(run: Setup) -> Iterator[Setup]:
     config, longest = run.config, run.config.longest
-    for plain in layouts(run):
+    for plain in list_layouts(run):
         sizes = {
             -(-size // TILE // plain.cp) * TILE * plain.cp
             for size in (longest, config.pack.max_tokens, *PACKS)
@@ -90,7 +94,7 @@ def every_layout(run: Setup) -> Iterator[Setup]:
             for kind, size in product(RECOMPUTATION, sizes)
             if size >= longest
         ]
-        for cut, other in product(cuts(at(run, plain)), runs):
+        for cut, other in product(list_cuts(at(run, plain)), runs):
             yield at(run, cut, other)
 
 
@@ -113,14 +117,14 @@ def test_best_layout_equals_brute_force(file: str, gpus: int) -> None:
     solved: dict[int, Setup | None] = {}
     own: list[tuple[float, float]] = []
     others: list[float] = []
-    for split in splits(config, shape, gpus):
+    for split in list_splits(config, shape, gpus):
         other = with_settings(config, split)
         run = Setup(
-            other, shape, place(replace(other, layout=LayoutConfig()), shape), Assumptions()
+            other, shape, assign_gpus(replace(other, layout=LayoutConfig()), shape), Assumptions()
         )
         ranks = run.placement.ranks
         if run.placement.shared or ranks not in solved:
-            solved[ranks] = best_layout(run)
+            solved[ranks] = find_best_layout(run)
             least = seconds_of(solved[ranks]) if solved[ranks] else inf
             assert least == pytest.approx(min(map(seconds_of, every_layout(run))))
         if found := solved[ranks]:
@@ -129,10 +133,12 @@ def test_best_layout_equals_brute_force(file: str, gpus: int) -> None:
                 found.placement.layout,
                 replace(other, model=found.config.model, pack=found.config.pack),
             )
-            server = memories(whole)[1]
-            seconds = step_time(whole, concurrency=max(server.concurrency, 1)).seconds
+            server = estimate_memory(whole)[1]
+            seconds = estimate_step_time(whole, concurrency=max(server.concurrency, 1)).seconds
             assert (
-                least_seconds(run, concurrency=server_memory(run, resident=0.0).concurrency)
+                bound_step_seconds(
+                    run, concurrency=estimate_server_memory(run, resident=0.0).concurrency
+                )
                 <= seconds
             )
             if server.fits and other.rollout.ahead == config.rollout.ahead:
@@ -203,14 +209,15 @@ def test_search_keeps_running_servers_and_the_local_engine() -> None:
 
 
 def test_stage_with_the_head_has_fewer_layers() -> None:
-    assert list(stages(36, 1)) == [(None, None)]
-    assert list(stages(36, 2)) == [(None, None), (19, 17), (20, 16)]
-    assert (16, 14) in list(stages(64, 4)) and (15, 15) in list(stages(64, 4))
+    assert list(list_stage_sizes(36, 1)) == [(None, None)]
+    assert list(list_stage_sizes(36, 2)) == [(None, None), (19, 17), (20, 16)]
+    assert (16, 14) in list(list_stage_sizes(64, 4)) and (15, 15) in list(list_stage_sizes(64, 4))
     run = setup(
         of(*SLOW, "layout.pp=4", "layout.first_stage_layers=16", "layout.last_stage_layers=14")
     )
     counts = [
-        layers_of_stage(PUBLISHED["qwen3-32b"], stage, run.placement.layout) for stage in range(4)
+        count_stage_layers(PUBLISHED["qwen3-32b"], stage, run.placement.layout)
+        for stage in range(4)
     ]
     assert counts == [16, 17, 17, 14]
 
@@ -231,7 +238,8 @@ def test_example_stages_are_as_equal_as_layers_allow(name: str) -> None:
 
     def slowest(**cut: int) -> float:
         return max(
-            each.update.total for each in stage_passes(at(run, replace(layout, vpp=1, **cut)))
+            each.update.total
+            for each in estimate_stage_times(at(run, replace(layout, vpp=1, **cut)))
         )
 
     near = range(layers // layout.pp - 6, layers // layout.pp + 7)
@@ -278,7 +286,9 @@ def test_search_command_shows_the_nearest_miss(capsys: pytest.CaptureFixture[str
         max(made.actor.total - (1 - SPARE) * made.actor.room, made.server.memory.lack)
     )
     run = setup(with_settings(config, miss.change))
-    assert actor_memory(run).total == min(actor_memory(each).total for each in every_layout(run))
+    assert estimate_actor_memory(run).total == min(
+        estimate_actor_memory(each).total for each in every_layout(run)
+    )
 
 
 def test_gpus_are_whole_nodes() -> None:

@@ -8,7 +8,7 @@ import pytest
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.plan import make_plan
 from megatron_dppo.estimate.search import search
-from megatron_dppo.estimate.time import VARIANCES, _decode_step, measured_variance
+from megatron_dppo.estimate.time import VARIANCES, _estimate_decode_step, get_measured_variance
 from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, text_of
 from tests.estimate.planned import SMALL, of, plan, setup
@@ -62,9 +62,9 @@ def test_a_step_of_fewer_tokens_than_ranks_has_a_plan() -> None:
 
 
 def test_unmeasured_rules_have_no_efficiency() -> None:
-    assert measured_variance(of("pruning.prompts.rule=none")) == VARIANCES[1.0, "auto"]
+    assert get_measured_variance(of("pruning.prompts.rule=none")) == VARIANCES[1.0, "auto"]
     for words in ("pruning.prompts.rule=greso", "pruning.completions.schedule.shape=linear"):
-        assert measured_variance(of(words)) is None
+        assert get_measured_variance(of(words)) is None
     made = plan("pruning.completions.rule=top_k")
     assert made.variance is None and made.efficiency is None
 
@@ -116,7 +116,7 @@ def test_decode_step_grows_with_its_completions() -> None:
     config = of(file=str(ROOT / "configs" / "qwen3_8b_node.yaml"))
 
     def seconds(active: float, **assumed: float) -> float:
-        return _decode_step(setup(config, **assumed), 8, active, 1000.0)
+        return _estimate_decode_step(setup(config, **assumed), 8, active, 1000.0)
 
     for active in (1, 870):
         assert seconds(active) - seconds(active, decode_request_us=4.0) == pytest.approx(

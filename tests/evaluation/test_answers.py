@@ -49,7 +49,7 @@ def test_a_cut_file_keeps_its_whole_batches(tmp_path: Path) -> None:
             for batch, there in zip(BATCHES, log.whole, strict=True):
                 if not there:
                     log.append(rows(batch))
-            assert log.rows() == [row for batch in BATCHES for row in rows(batch)]
+            assert log.read_rows() == [row for batch in BATCHES for row in rows(batch)]
         assert (tmp_path / ANSWERS).read_bytes() == whole
 
 
@@ -65,7 +65,7 @@ def test_benchmarks_alternate_in_one_folder(tmp_path: Path) -> None:
     with closing(opened(tmp_path, sums)) as log:
         assert log.whole == [True, False]
         log.append(rows(sums[1]))
-        assert log.rows() == [
+        assert log.read_rows() == [
             row for batch in (sums[0], products[0], sums[1]) for row in rows(batch)
         ]
     with pytest.raises(

@@ -15,10 +15,10 @@ from megatron_dppo.evaluation.benchmarks import (
     FOLDER,
     Question,
     find_file,
+    list_sources,
     read_benchmark,
-    sources,
 )
-from megatron_dppo.evaluation.evaluator import held_out
+from megatron_dppo.evaluation.evaluator import load_problems
 from megatron_dppo.init import train_bpe, write_tokenizer
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import RewardWorkers
@@ -123,7 +123,7 @@ def test_a_row_without_problem_or_answer_is_named(
 
 def test_the_generator_s_problems_are_held_out_by_default(short: Path) -> None:
     def named(*overrides: str) -> list[str]:
-        return [source.name for source in sources(load_config(None, overrides))]
+        return [source.name for source in list_sources(load_config(None, overrides))]
 
     assert named() == [""]
     assert named("eval.benchmarks=[aime24]") == ["aime24"]
@@ -148,7 +148,7 @@ def test_problems_are_rendered_and_numbered_with_own_ids(short: Path, bpe: Token
     config = load_config(
         None, [f"eval.benchmarks=[gsm8k, own={own}, arithmetic]", "eval.problems=2"]
     )
-    problems = held_out(config, bpe, max_positions=4096)
+    problems = load_problems(config, bpe, max_positions=4096)
     assert list(dict.fromkeys(problem.name for problem in problems)) == [
         "gsm8k",
         "own",
@@ -173,16 +173,16 @@ def test_math_judges_benchmarks_under_any_reward_function(short: Path, bpe: Toke
     config = load_config(
         None, ["eval.benchmarks=[aime24, arithmetic]", "reward.function=exact", "eval.problems=1"]
     )
-    problems = held_out(config, bpe, max_positions=4096)
+    problems = load_problems(config, bpe, max_positions=4096)
     assert [problem.verifier for problem in problems] == ["math", "exact"]
 
 
 def test_long_problems_are_kept_and_without_room_refused(short: Path, bpe: Tokenizer) -> None:
     words = ["eval.benchmarks=[gsm8k]", "data.max_prompt_tokens=8", "data.overlong_prompts=drop"]
     words += ["rollout.max_response_tokens=100"]
-    assert len(held_out(load_config(None, words), bpe, max_positions=1000)) == 2
+    assert len(load_problems(load_config(None, words), bpe, max_positions=1000)) == 2
     with pytest.raises(UserError, match="leaves 28 of the policy's 128 positions") as caught:
-        held_out(load_config(None, words), bpe, max_positions=128)
+        load_problems(load_config(None, words), bpe, max_positions=128)
     assert caught.value.setting == "rollout.max_response_tokens"
 
 

@@ -16,11 +16,11 @@ from megatron_dppo.evaluation.evaluator import (
     Answer,
     EvalAnswers,
     EvalProblem,
+    EvalScores,
     Evaluator,
-    HeldOutScores,
-    ShownAnswer,
+    ExampleAnswer,
+    compute_majority_vote,
     evaluate,
-    vote,
 )
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
@@ -56,7 +56,7 @@ def build_evaluator(
     script = {i: [Said(said)] if isinstance(said, str) else said for i, said in enumerate(answers)}
     engine = ScriptedEngine(tokenizer, script)
     parts = PolicyParts(config, world, None, None, tokenizer, 0, (end_token_id(tokenizer),))
-    return Evaluator(config, world, parts.collectors(engine, verifiers)), engine
+    return Evaluator(config, world, parts.build_collectors(engine, verifiers)), engine
 
 
 def evaluate_answers(
@@ -67,7 +67,7 @@ def evaluate_answers(
     ranks: int = 1,
     files: Mapping[str, Sequence[Prompt]] | None = None,
     workers: object = None,
-) -> list[tuple[HeldOutScores, ScriptedEngine]]:
+) -> list[tuple[EvalScores, ScriptedEngine]]:
     """Return the scores and the engine of every rank."""
     config = collect_config(*overrides, max_failures=max_failures)
     named = files or {"": pool_of(len(answers))}
@@ -77,7 +77,7 @@ def evaluate_answers(
         for i, prompt in enumerate(of)
     ]
 
-    def evaluate_on_a_rank(world: World) -> tuple[HeldOutScores, ScriptedEngine]:
+    def evaluate_on_a_rank(world: World) -> tuple[EvalScores, ScriptedEngine]:
         evaluator, engine = build_evaluator(
             tokenizer, answers, world, config, {FAILING: workers or ScriptedWorkers()}
         )
@@ -88,7 +88,7 @@ def evaluate_answers(
 
 def score_answers(
     tokenizer: Tokenizer, answers: Answers, *overrides: str, **more: object
-) -> HeldOutScores:
+) -> EvalScores:
     return evaluate_answers(tokenizer, answers, *overrides, **more)[0][0]
 
 
@@ -148,7 +148,7 @@ def test_failures_are_limited_in_a_whole_evaluation_not_a_batch(tokenizer: Token
     )
     problems = [EvalProblem("", i, prompt, FAILING) for i, prompt in enumerate(pool_of(6))]
     first, second, third = (
-        evaluator.answer(problems[i : i + 2], keep=0, of_all=6).failed for i in (0, 2, 4)
+        evaluator.generate_answers(problems[i : i + 2], keep=0, total=6).failed for i in (0, 2, 4)
     )
     check_failures(config.reward, [*first, *second], 6)
     with pytest.raises(UserError, match="2 of 6 completions"):
@@ -186,7 +186,7 @@ def test_ranks_share_the_prompts_and_agree(tokenizer: Tokenizer) -> None:
     assert one.metrics["eval/accuracy"] == pytest.approx(2 / 3)
     shown = [("score 1", True), ("score 0", False), ("raise odd", False)]
     assert one.shown == tuple(
-        ShownAnswer(f"prompt {i}", text, "1", right) for i, (text, right) in enumerate(shown)
+        ExampleAnswer(f"prompt {i}", text, "1", right) for i, (text, right) in enumerate(shown)
     )
     assert set(one.notes) == set(alone.notes) == {"raise odd", "raise even"}
 
@@ -241,7 +241,7 @@ def test_several_answers_give_pass_at_k_and_a_vote(tokenizer: Tokenizer) -> None
 def test_recorded_answers_replace_those_of_later_steps(tmp_path: Path) -> None:
     def record(step: int, text: str) -> None:
         record_answers(
-            tmp_path, step, HeldOutScores({}, (ShownAnswer("1+1=", text, "2", text == "2"),), ())
+            tmp_path, step, EvalScores({}, (ExampleAnswer("1+1=", text, "2", text == "2"),), ())
         )
 
     for step in (0, 10, 20, 30):
@@ -285,7 +285,7 @@ def judge_script(
     problems = [
         EvalProblem("here", i, prompts[i], verifier) for i, verifier in enumerate(verifiers)
     ]
-    return evaluator.answer(problems, keep=2, of_all=4 * len(problems))
+    return evaluator.generate_answers(problems, keep=2, total=4 * len(problems))
 
 
 def read_rights(found: EvalAnswers, place: int) -> list[bool]:
@@ -311,7 +311,7 @@ def test_answers_come_with_statements_and_verdicts(
 @pytest.mark.parametrize("verifier", ["math", "exact"])
 def test_an_answer_is_read_after_its_thoughts(tokenizer: Tokenizer, verifier: str) -> None:
     words = [f"reward.function={verifier}", "reward.timeout_s=20", "reward.thinking_tags=[x,y]"]
-    with closing(RewardWorkers.of(load_config(None, words).reward)) as pool:
+    with closing(RewardWorkers.from_config(load_config(None, words).reward)) as pool:
         found = judge_script(tokenizer, {verifier: pool}, [verifier] * 4, *words)
     assert [answer.extracted for answer in found.answers[3]] == ["7", "7", "", "1/2"]
     assert read_rights(found, 3) == [False, False, False, True]
@@ -328,10 +328,12 @@ def test_each_problem_is_judged_by_its_own_verifier(
 def test_equal_answers_vote_together_and_empty_ones_never() -> None:
     def vote_of(right: int, *wrong: str) -> float:
         scores = [("2", Score(1.0, True))] * right + [(text, Score(0.0, False)) for text in wrong]
-        return vote([Answer(None, text, score, 1, "stop") for text, score in scores])
+        return compute_majority_vote(
+            [Answer(None, text, score, 1, "stop") for text, score in scores]
+        )
 
     assert (vote_of(1, "", "", ""), vote_of(0, "", "")) == (1.0, 0.0)
     assert vote_of(2, "1/2", "0.5", "3") == 1.0
     assert vote_of(2, "3", "3", "4") == 0.5
     assert vote_of(2, "3", "3", "3") == 0.0
-    assert np.isnan(vote([Answer(None, "3", None, 1, "stop")]))
+    assert np.isnan(compute_majority_vote([Answer(None, "3", None, 1, "stop")]))

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.scores import (
     Estimate,
-    by_benchmark,
+    bound_fraction,
     compare,
-    estimates,
-    pass_at,
-    powers_up_to,
+    compute_pass_at_k,
+    estimate_means,
+    format_table,
+    group_by_benchmark,
+    list_powers,
     score,
-    share_bounds,
-    table,
 )
 
 Rows = list[dict[str, Any]]
@@ -47,14 +47,14 @@ def answers(name: str, problems: list[list[bool | None]], majority: float | None
 
 
 def estimate(values: np.ndarray) -> Estimate:
-    return estimates({"only": values})["only"]
+    return estimate_means({"only": values})["only"]
 
 
 def test_scores_are_counted_by_hand() -> None:
     rows = answers("aime24", [[True, False, False, None], [True] * 4, [False] * 4])
-    found = score(by_benchmark(rows)["aime24"])
+    found = score(group_by_benchmark(rows)["aime24"])
     assert (found["problems"], found["unscored"]) == (3, 1)
-    assert list(found["pass@k"]) == ["1", "2", "4"] and powers_up_to(6) == [1, 2, 4, 6]
+    assert list(found["pass@k"]) == ["1", "2", "4"] and list_powers(6) == [1, 2, 4, 6]
     assert found["pass@k"]["1"] == found["avg@k"]
     figures = {
         name: found[name] for name in ("avg@k", "majority", "mean_reward", "truncated")
@@ -70,31 +70,33 @@ def test_scores_are_counted_by_hand() -> None:
     }
     assert all(figure["low"] <= figure["value"] <= figure["high"] for figure in figures.values())
     assert found["mean_length"] == {"value": 2.5, "low": 2.5, "high": 2.5}
-    one_token_each = score(by_benchmark(answers("own", [[True]] * 5))["own"])
+    one_token_each = score(group_by_benchmark(answers("own", [[True]] * 5))["own"])
     assert one_token_each["mean_length"] == {"value": 1.0, "low": 1.0, "high": 1.0}, (
         "a length is no share"
     )
 
 
 def test_nothing_scored_is_null_in_json_and_a_dash_in_the_table() -> None:
-    found = score(by_benchmark(answers("own", [[None], [None]], majority=None))["own"])
+    found = score(group_by_benchmark(answers("own", [[None], [None]], majority=None))["own"])
     assert found["avg@k"] == found["majority"] == {"value": None, "low": None, "high": None}
     assert "NaN" not in json.dumps(found)
-    _, line, _ = table({"own": found}, 1)
+    _, line, _ = format_table({"own": found}, 1)
     assert "-% [-, -]" in line and "2 unscored" in line
 
 
 def test_a_comparison_is_paired_by_problem() -> None:
     before = answers("gsm8k", [[i % 3 == 0] * 2 for i in range(90)])
     after = answers("gsm8k", [[i % 3 == 0, i % 3 < 2] for i in range(80)])
-    _, line = compare(after, before, against="before")
+    _, line = compare(after, before, baseline_name="before")
     assert "80 problems" in line and "+16.9 [" in line and line.endswith("differs")
-    (_, same) = compare(before, before, against="before")
+    (_, same) = compare(before, before, baseline_name="before")
     assert "+0.0 [+0.0, +0.0]  no difference shown" in same
-    (_, few) = compare(answers("gsm8k", [[True]]), answers("gsm8k", [[False]]), against="before")
+    (_, few) = compare(
+        answers("gsm8k", [[True]]), answers("gsm8k", [[False]]), baseline_name="before"
+    )
     assert few.endswith("too few problems to say")
     (_, lost) = compare(
-        answers("gsm8k", [[None]] * 20), answers("gsm8k", [[False]] * 20), against="before"
+        answers("gsm8k", [[None]] * 20), answers("gsm8k", [[False]] * 20), baseline_name="before"
     )
     assert lost.endswith("no difference shown")
 
@@ -102,25 +104,27 @@ def test_a_comparison_is_paired_by_problem() -> None:
 def test_only_shared_problems_with_equal_labels_are_compared() -> None:
     mine, theirs = answers("gsm8k", [[True]] * 5), answers("math500", [[True]] * 5)
     with pytest.raises(UserError, match="shares no problem"):
-        compare(mine, theirs, against="theirs")
-    assert len(compare([*mine, *theirs], theirs, against="theirs")) == 2
+        compare(mine, theirs, baseline_name="theirs")
+    assert len(compare([*mine, *theirs], theirs, baseline_name="theirs")) == 2
     for row in theirs:
         row["label"] = "other"
     with pytest.raises(UserError, match="Compare evaluations on the same files"):
-        compare(answers("math500", [[True]]), theirs, against="theirs")
+        compare(answers("math500", [[True]]), theirs, baseline_name="theirs")
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.integers(1, 9))
 def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(answers: list[bool], k: int) -> None:
     chosen = list(combinations(answers, k))
     expected = np.mean([any(some) for some in chosen]) if chosen else np.nan
-    np.testing.assert_allclose(pass_at(np.array([answers], float), k), [expected], atol=1e-12)
+    np.testing.assert_allclose(
+        compute_pass_at_k(np.array([answers], float), k), [expected], atol=1e-12
+    )
 
 
 def test_pass_at_k_of_many_answers_does_not_overflow() -> None:
     half_right = (np.arange(2000)[None] < 1000).astype(float)
-    assert pass_at(half_right, 1)[0] == 0.5
-    assert 0.999 < pass_at(half_right, 700)[0] <= 1.0
+    assert compute_pass_at_k(half_right, 1)[0] == 0.5
+    assert 0.999 < compute_pass_at_k(half_right, 700)[0] <= 1.0
 
 
 def test_intervals_hold_the_truth_in_95_of_100_worlds() -> None:
@@ -135,9 +139,9 @@ def test_intervals_hold_the_truth_in_95_of_100_worlds() -> None:
 
 def test_unanimous_problems_leave_an_interval() -> None:
     """A policy right more often than in 11.6% fails thirty of thirty in one world of 40."""
-    none, every = (share_bounds(estimate(np.full(30, v)), 30) for v in (0.0, 1.0))
+    none, every = (bound_fraction(estimate(np.full(30, v)), 30) for v in (0.0, 1.0))
     assert (none.value, none.low) == (0.0, 0.0) and none.high == pytest.approx(
         1 - 0.025 ** (1 / 30)
     )
     assert (every.value, every.high) == (1.0, 1.0) and every.low == pytest.approx(1 - none.high)
-    assert share_bounds(Estimate(0.5, 0.4, 0.6), 30) == Estimate(0.5, 0.4, 0.6)
+    assert bound_fraction(Estimate(0.5, 0.4, 0.6), 30) == Estimate(0.5, 0.4, 0.6)

@@ -32,7 +32,7 @@ def released(rank: int, size: int, path: Path) -> list[tuple[int, int]]:
     seen = []
     for step in range(2):
         plan = plan_for(world, config, metadata)
-        learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0)
+        learner.train(plan, held_by(rank, metadata, groups), step=step + 1, version=0)
         before = torch.cuda.memory_reserved()
         policy.actor.release_memory()
         seen.append((before, torch.cuda.memory_reserved()))

@@ -13,7 +13,7 @@ import torch
 
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, ModelConfig, PackConfig
 from megatron_dppo.estimate.assumptions import GIB, Assumptions
-from megatron_dppo.estimate.memory import actor_memory, held_bytes
+from megatron_dppo.estimate.memory import count_persistent_bytes, estimate_actor_memory
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.models.shape import PolicyShape
 from tests.commands import Command
@@ -93,11 +93,11 @@ def test_memory_stands_beside_what_a_plan_expects(
         )
         placement = Placement(layout, ranks=1, servers=(1,), shared=True, gpus=1)
         setup = Setup(config, TINY, placement, Assumptions())
-        held = sum(held_bytes(setup, 0).values())
+        held = sum(count_persistent_bytes(setup, 0).values())
         assert held == (16 if width == 4 else 18) * row["parameters"], (
             "the plan counts every parameter that there is"
         )
-        parts = actor_memory(setup).parts
+        parts = estimate_actor_memory(setup).parts
         assert way["planned_peak_gib"] * GIB == pytest.approx(
             held + parts["activations"] + parts["head"]
         )

@@ -32,7 +32,7 @@ def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
 @pytest.fixture(params=["kernels", "operators"])
 def passes(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "operators":
-        with mock.patch.object(policy_head, "_passes", lambda on_cuda: policy_head_torch):
+        with mock.patch.object(policy_head, "_select_kernels", lambda on_cuda: policy_head_torch):
             yield request.param
     else:
         assert importlib.util.find_spec("triton") is not None, "torch for CUDA brings it"

@@ -28,7 +28,7 @@ def scored_and_learned(rank: int, size: int, config: Config) -> tuple[np.ndarray
         [build_pack(rows_of_a_step(), capacity=1024, pad_id=0, align=1)]
     )
     metadata, groups = step_of_groups(size)
-    metrics = learner.learn(
+    metrics = learner.train(
         plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0
     )
     return logprobs, metrics["train/grad_norm"]

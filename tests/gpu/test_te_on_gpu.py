@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.models.actor import Actor
-from megatron_dppo.models.layer_specs import transformer_engine_installed
-from megatron_dppo.models.optimizer import optimizer_parts
-from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.models.layer_specs import has_transformer_engine
+from megatron_dppo.models.optimizer import list_optimizers
+from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import PolicyLoss
@@ -28,7 +28,7 @@ from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_g
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not (torch.cuda.is_available() and transformer_engine_installed()),
+        not (torch.cuda.is_available() and has_transformer_engine()),
         reason="Transformer Engine runs on CUDA, and this machine lacks one of them",
     ),
 ]
@@ -118,7 +118,7 @@ def learned(
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata)
     plan = reverse_order(plan) if backwards else plan
-    metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
+    metrics = learner.train(plan, held_by(rank, metadata, groups), step=1, version=0)
     return metrics, {
         name: tensor.float().cpu() for name, tensor in weights_of(policy, world).items()
     }
@@ -145,7 +145,7 @@ def moments_are_zero(rank: int, size: int, config: Config) -> bool:
     _, _, policy = build(config)
     states = [
         state
-        for part in optimizer_parts(policy.actor.optimizer)
+        for part in list_optimizers(policy.actor.optimizer)
         for state in part.optimizer.state.values()
     ]
     assert states
@@ -175,7 +175,7 @@ def room_for_state(rank: int, size: int, config: Config) -> tuple[int, list[int]
     waiting, state = policy.actor._offloaded, state_of(policy.actor)
     assert waiting is not None
     allocated = []
-    for move in (waiting.leave_device, waiting.return_to_device, waiting.leave_device):
+    for move in (waiting.offload, waiting.onload, waiting.offload):
         move()
         allocated.append(torch.cuda.memory_allocated())
     return (
@@ -205,7 +205,7 @@ def resumed_from_the_background(rank: int, size: int, config: Config, resume: bo
     if resume:
         assert checkpoints.load(policy.actor) == (1, {})
     for step in range(1 if resume else 0, 2):
-        learner.learn(
+        learner.train(
             plan_for(world, config, metadata),
             held_by(rank, metadata, groups),
             step=step + 1,
@@ -239,7 +239,7 @@ def gradients(
     weights. fp32."""
     over_nccl()
     _, _, policy = build(config)
-    loss = PolicyLoss(objective_for(config.loss), kl_coef=0.0, tis_cap=None, version=0)
+    loss = PolicyLoss(resolve_objective(config.loss), kl_coef=0.0, tis_cap=None, version=0)
     rows = rows_of_a_step()
     weights = np.random.default_rng(2).choice([0.0, 1.0, 3.0], len(rows))
 

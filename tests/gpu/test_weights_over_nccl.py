@@ -40,7 +40,7 @@ def server(http: Http) -> Iterator[Callable[..., Any]]:
 
 
 def _sender(http: Http, server: Process, name: str) -> Sender:
-    device, ours = torch.device("cuda", 0), nccl.loaded()
+    device, ours = torch.device("cuda", 0), nccl.get_loaded_version()
     return Sender(
         http, [server], name=name, host="127.0.0.1", device=device, timeout_s=LIMIT_S, our_nccl=ours
     )
@@ -50,7 +50,7 @@ def _arrives(http: Http, server: Process, name: str) -> bool:
     sender = _sender(http, server, name)
     bucket = torch.arange(1_000_000, device="cuda:0")
     sender.send(sender.stage({"a": bucket}), None)
-    sender.arrive()
+    sender.wait_loaded()
     sender.close()
     return server.received == [bucket.cpu().numpy().tobytes()]
 
@@ -69,7 +69,7 @@ def test_a_server_that_dies_within_a_bucket_does_not_take_the_trainer_along(
         sender.send(sender.stage({"a": torch.ones(200_000_000, device="cuda:0")}), None)
         time.sleep(0.5)
         dies.process.kill()
-        sender.arrive()
+        sender.wait_loaded()
     assert list(failed.value.problems) == [dies.url]
     time.sleep(5.0)  # longer than torch's monitor takes to see what a watchdog has found
     assert _arrives(http, server(), "after a death")

@@ -150,7 +150,7 @@ def test_advantages_of_equal_rewards_are_within_rounding(samples):
     rewards = torch.logspace(-3, 1, 5000)[:, None].expand(-1, samples)
     mean, deviation = rewards.mean(dim=1, keepdim=True), rewards.std(dim=1, keepdim=True)
     advantages = ((rewards - mean) / (deviation + 1e-4)).abs().amax(dim=1)
-    bound = integration.largest_rounding(rewards.reshape(-1, 1), samples, divisor=1e-4)
+    bound = integration.compute_max_rounding(rewards.reshape(-1, 1), samples, divisor=1e-4)
     assert ((advantages <= bound) | (bound == integration.MOST_ROUNDING)).all()
     assert (bound <= 0.01).all() and bound[0] < 1e-5
 

@@ -185,7 +185,7 @@ def legacy(config: Any) -> tuple[Any, Any, Workers]:
     workers = trainer.actor_rollout_wg = Workers(config)
     trainer.config, trainer.pruning, trainer.global_steps = (
         config,
-        integration.pruning_settings(config),
+        integration.read_pruning_settings(config),
         1,
     )
     rows = make_rows(workers)

@@ -38,7 +38,7 @@ class Watched(PrunedGRPOTrainer):
     """Trainer that records the rows of a rank before and after rows have moved."""
 
     def _levelled(self, kept: list[Row]) -> tuple[list[Row], int]:
-        mine, most = super()._levelled(kept)
+        mine, most = super()._balance_rows(kept)
         self.had, self.has = len(kept), len(mine)
         return mine, most
 

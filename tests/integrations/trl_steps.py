@@ -23,7 +23,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 from megatron_dppo.integrations.trl import PrunedGRPOTrainer, Pruning
-from megatron_dppo.rl.pruning import draw_from
+from megatron_dppo.rl.pruning import prune_candidates
 from tests.rl.integration import FixedOffset, outcomes
 
 VERSION = trl.__version__
@@ -127,7 +127,9 @@ def draws(pruned: PrunedGRPOTrainer) -> Iterator[float]:
     """Yield the probability of each outcome of the draw, while the trainer's next optimizer step
     has that outcome."""
     candidates, pruning = pruned._candidates, pruned.pruning
-    _, inclusion = draw_from(candidates, pruning.budget, rule=pruning.rule, generated=1.0, seed=0)
+    _, inclusion = prune_candidates(
+        candidates, pruning.budget, rule=pruning.rule, generated=1.0, seed=0
+    )
     order = np.lexsort((candidates.advantage.ravel(), np.indices(inclusion.shape)[0].ravel()))
     assert ((inclusion > 0.0) & (inclusion < 1.0)).any()
     for offset, length in outcomes(inclusion.ravel()[order]):

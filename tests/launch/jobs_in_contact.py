@@ -31,7 +31,7 @@ def killed_before_a_barrier(config: Config) -> None:
     world = _world()
     if world.rank == 1:
         _end(signal.SIGKILL)
-    world.wait_for_all("part")
+    world.barrier("part")
 
 
 def terminated_before_a_sum(config: Config) -> None:
@@ -64,5 +64,5 @@ def say_where_it_listens(config: Config) -> None:
     Path(config.run.dir, f"rank{world.rank}").write_text(
         " ".join(at.laddr.ip for at in [*sockets, *launcher])
     )
-    world.wait_for_all("look at its sockets")
+    world.barrier("look at its sockets")
     watchdog.close()

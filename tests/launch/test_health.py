@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.launch.health import FLOOR, faults_of_node, slow_network
-from megatron_dppo.parallel.meeting import loopback_interface
+from megatron_dppo.launch.health import FLOOR, check_network, find_node_faults
+from megatron_dppo.parallel.meeting import find_loopback_interface
 from tests.commands import Command
 
 NODE = socket.gethostname()
@@ -41,7 +41,11 @@ def check_nodes(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(find_port()),
     }
-    common |= {"WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": loopback_interface() or "", **environ}
+    common |= {
+        "WORLD_SIZE": str(size),
+        "GLOO_SOCKET_IFNAME": find_loopback_interface() or "",
+        **environ,
+    }
     logs = [folder / f"log{rank}" for rank in ranks]
     started = []
     for rank, log in zip(ranks, logs, strict=True):
@@ -94,7 +98,7 @@ def test_findings_of_a_node_s_tools_are_faults(
     for name, words in (("nvidia-smi", nvidia_smi), ("dcgmi", dcgmi)):
         if words is not None:
             write_program(tmp_path / name, words)
-    found = list(faults_of_node())
+    found = list(find_node_faults())
     assert len(found) == len(faults)
     assert all(each.startswith(fault) for each, fault in zip(found, faults, strict=True)), found
 
@@ -143,7 +147,7 @@ def test_a_slow_network_between_nodes_is_a_fault(
     bandwidth: float, nodes: str, floor: str, fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FLOOR, floor)
-    found = slow_network(bandwidth, nodes.split(), "nccl")
+    found = check_network(bandwidth, nodes.split(), "nccl")
     assert found is None if fault is None else (found or "").startswith(fault)
 
 

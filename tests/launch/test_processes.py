@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.launch import processes
-from megatron_dppo.launch.processes import CLOCK_S, FirstFailure, marker_for, run_ranks
+from megatron_dppo.launch.processes import CLOCK_S, FirstFailure, resolve_marker, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_first_cause_is_named(
     if claimed_s_ago is not None:
         failure.claim(failed[0], "a reason")
         os.utime(tmp_path / "marker", (now - claimed_s_ago,) * 2)
-    assert processes._first_cause(failed, failure, all_lived=now - 0.05) == code
+    assert processes._first_cause(failed, failure, previous_poll=now - 0.05) == code
     said = capsys.readouterr().err.removeprefix("a reason\n")
     assert said.startswith(f"error: {named}") if named else said == ""
 
@@ -51,7 +51,7 @@ def test_the_first_to_fail_speaks_with_everyone_s_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = [FirstFailure(tmp_path / "marker") for _ in range(3)]
-    assert ranks[0].code() is None
+    assert ranks[0].get_code() is None
     claims = [
         rank.claim(code, f"{i}")
         for i, (rank, code) in enumerate(zip(ranks, (2, 1, 1), strict=True))
@@ -68,10 +68,10 @@ def test_marker_before_the_run_folder_is_this_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first, second = (marker_for(tmp_path / "run", {}) for _ in range(2))
+    first, second = (resolve_marker(tmp_path / "run", {}) for _ in range(2))
     assert first == second and stat.S_IMODE(first.parent.stat().st_mode) == 0o700
     first.parent.chmod(0o777)  # as somebody else may have made it
-    other = marker_for(tmp_path / "run", {})
+    other = resolve_marker(tmp_path / "run", {})
     assert other.parent != first.parent and stat.S_IMODE(other.parent.stat().st_mode) == 0o700
 
 
@@ -111,7 +111,7 @@ def test_ranks_are_well_if_each_noted_its_end(
 ) -> None:
     failure = FirstFailure(tmp_path / "failure")
     for rank in ended:
-        failure.note_end(rank)
+        failure.record_end(rank)
     code = run_ranks([sys.executable, "-c", ""], {}, 2, failure)
     assert code == (0 if len(ended) == 2 else 1)
     assert ("rank 1 ended with exit code 0 before its job" in capsys.readouterr().err) == bool(code)

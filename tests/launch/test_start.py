@@ -12,8 +12,8 @@ import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import start
-from megatron_dppo.launch.start import srun_started, torch_environment
-from megatron_dppo.rollout.servers.launch import gpus_to_reserve
+from megatron_dppo.launch.start import build_torch_environment, is_srun_task
+from megatron_dppo.rollout.servers.launch import count_reserved_gpus
 from megatron_dppo.settings import load_config
 from tests.commands import Command
 
@@ -139,7 +139,7 @@ def test_ranks_of_one_machine_listen_on_the_loopback_alone(outcomes: dict[str, O
 
 
 def test_ranks_are_given_their_places_and_share_the_cores(outcomes: dict[str, Outcome]) -> None:
-    threads = max(1, start.usable_cores() // 2)
+    threads = max(1, start.count_usable_cores() // 2)
     outcome = outcomes["say_environment"]
     assert (outcome.code, outcome.err) == (0, "")
     assert sorted(outcome.out.splitlines()) == [
@@ -199,16 +199,16 @@ def test_the_layout_decides_the_number_of_ranks(
     monkeypatch.setattr(start, "count_gpus", lambda: gpus)
     config = load_config(None, [f"layout.{word}" for word in layout.split()])
     if isinstance(ranks, int):
-        assert start.ranks_of(config.layout, reserved=reserved) == ranks
+        assert start.count_ranks(config.layout, reserved=reserved) == ranks
     else:
         with pytest.raises(UserError, match=ranks):
-            start.ranks_of(config.layout, reserved=reserved)
+            start.count_ranks(config.layout, reserved=reserved)
 
 
 def test_a_run_s_own_servers_reserve_gpus_unless_colocated() -> None:
     servers = ["rollout.launch.count=2", "rollout.launch.tp=[1,2]"]
     reserved = [
-        gpus_to_reserve(load_config(None, words).rollout)
+        count_reserved_gpus(load_config(None, words).rollout)
         for words in (servers, [*servers, "rollout.colocated=true"], [])
     ]
     assert reserved == [3, 0, 0]
@@ -226,8 +226,8 @@ TASK = {
 
 
 def test_a_task_of_srun_is_a_rank() -> None:
-    assert srun_started(TASK)
-    ours = torch_environment(TASK)
+    assert is_srun_task(TASK)
+    ours = build_torch_environment(TASK)
     assert (ours["RANK"], ours["WORLD_SIZE"], ours["LOCAL_RANK"], ours["MASTER_ADDR"]) == (
         "3",
         "4",
@@ -236,21 +236,23 @@ def test_a_task_of_srun_is_a_rank() -> None:
     )
     assert 1024 < int(ours["MASTER_PORT"]) < 65536
     given = {"MASTER_ADDR": "here", "MASTER_PORT": "1", "OMP_NUM_THREADS": "3"}
-    assert not torch_environment(TASK | given).keys() & given.keys(), "the user's values are kept"
+    assert not build_torch_environment(TASK | given).keys() & given.keys(), (
+        "the user's values are kept"
+    )
     batch = {name: value for name, value in TASK.items() if not name.startswith("SLURM_STEP")}
     for alone in (batch, TASK | {"SLURM_STEP_NUM_TASKS": "1"}, {}):
-        assert not srun_started(alone)
+        assert not is_srun_task(alone)
 
 
 @pytest.mark.parametrize(("cores", "tasks", "threads"), [("96", "8(x4),2", "12"), ("2", "8", "1")])
 def test_tasks_share_the_cores_of_a_node(cores: str, tasks: str, threads: str) -> None:
     node = {"SLURM_CPUS_ON_NODE": cores, "SLURM_STEP_TASKS_PER_NODE": tasks}
-    assert torch_environment(TASK | node)["OMP_NUM_THREADS"] == threads
+    assert build_torch_environment(TASK | node)["OMP_NUM_THREADS"] == threads
 
 
 def test_tasks_of_a_step_meet_and_two_steps_do_not() -> None:
     steps = [TASK | {"SLURM_PROCID": task, "SLURM_STEP_ID": step} for step in "01" for task in "03"]
-    ports = [torch_environment(step)["MASTER_PORT"] for step in steps]
+    ports = [build_torch_environment(step)["MASTER_PORT"] for step in steps]
     assert ports[0] == ports[1] != ports[2] == ports[3]
 
 
@@ -263,4 +265,7 @@ def test_several_nodes_are_listed_by_scontrol(
     )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert torch_environment(TASK | {"SLURM_STEP_NODELIST": "node[3-4]"})["MASTER_ADDR"] == "node3"
+    assert (
+        build_torch_environment(TASK | {"SLURM_STEP_NODELIST": "node[3-4]"})["MASTER_ADDR"]
+        == "node3"
+    )

@@ -43,7 +43,7 @@ def check(
     """Return a check's metrics or error on this rank, and the largest change of the actor's
     weights."""
     world, _, policy = build(config)
-    engine = policy.engine()
+    engine = policy.build_engine()
     policy.sync(engine, 3)
     before = weights_of(policy, world)
     if mistake == "weights" and rank == size - 1:

@@ -14,13 +14,13 @@ from transformers import Qwen3ForCausalLM
 
 from megatron_dppo.config import Config, DistillationConfig, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pruning.draw import completion_terms
+from megatron_dppo.rl.advantages import compute_group_advantages
+from megatron_dppo.rl.objectives import resolve_objective
+from megatron_dppo.rl.pruning.draw import compute_completion_terms
 from megatron_dppo.rl.types import Group, StepMetadata
-from megatron_dppo.rollout.metadata import metadata_of
+from megatron_dppo.rollout.metadata import build_metadata
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.preflight import preflight
+from megatron_dppo.trainer.preflight import run_preflight
 from tests.laws.test_formula import (
     TIS_CAP,
     assert_moved,
@@ -77,12 +77,12 @@ def taught_step(distillation: DistillationConfig, ranks: int) -> tuple[StepMetad
         completions = []
         for each in group.completions:
             given = rng.normal(-3.0, 1.0, len(each.token_ids)).astype(np.float32)
-            served = distillation.served(prompt.data_source)
+            served = distillation.has_server(prompt.data_source)
             completions.append(
                 dataclasses.replace(each, teacher_logprobs=given if served else None)
             )
         groups[row] = dataclasses.replace(group, prompt=prompt, completions=tuple(completions))
-    known = metadata_of(groups, metadata.prompt_inclusion, SAMPLES, 0, 0, distillation)
+    known = build_metadata(groups, metadata.prompt_inclusion, SAMPLES, 0, 0, distillation)
     return dataclasses.replace(metadata, log_ratios=known.log_ratios, teacher=known.teacher), groups
 
 
@@ -105,7 +105,7 @@ def test_distilled_update_equals_the_formula(
         Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32) for path in policies
     )
     metadata, groups = step(4)
-    advantage = group_advantages(metadata.rewards, normalise=True) * several
+    advantage = compute_group_advantages(metadata.rewards, normalise=True) * several
     divergences = []
     assert len(np.unique(metadata.teacher[plan.minibatches[0].group])) == (3 if several else 1)
 
@@ -138,11 +138,11 @@ def test_scores_of_a_server_are_norms_of_token_advantages() -> None:
         teachers={"a": None, "b": SERVER, "c": SERVER, "d": SERVER}, coef=COEF
     )
     config = Config(loss=LossConfig(name="dr_grpo", distillation=given))
-    objective = objective_for(config.loss)
+    objective = resolve_objective(config.loss)
     metadata, groups = taught_step(given, 1)
-    norms = metadata_of(groups, metadata.prompt_inclusion, SAMPLES, 0, 0, given).score_norms
+    norms = build_metadata(groups, metadata.prompt_inclusion, SAMPLES, 0, 0, given).score_norms
     metadata = dataclasses.replace(metadata, score_norms=norms)
-    candidates, *_ = completion_terms(metadata, config, objective)
+    candidates, *_ = compute_completion_terms(metadata, config, objective)
     for row, group in enumerate(groups):
         for sample, c in enumerate(group.completions):
             a = group.rewards[sample] - group.rewards.mean()
@@ -179,7 +179,7 @@ def test_teacher_that_cannot_teach_is_refused(policies: Policies, tmp_path: Path
             "data.max_prompt_tokens=16"
         )
         with pytest.raises(UserError) as error:
-            preflight(
+            run_preflight(
                 load_config(None, [*given.split(), "rollout.max_response_tokens=16", *words]),
                 "train",
             )

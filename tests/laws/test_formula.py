@@ -62,7 +62,7 @@ def update(
                 parameter.mul_(reference_scale)
     before = weights_of(policy, world)
     plan = plan_for(world, config, metadata)
-    metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
+    metrics = learner.train(plan, held_by(rank, metadata, groups), step=1, version=0)
     after = weights_of(policy, world)
     return metrics, {name: after[name] - before[name] for name in before}, plan
 

@@ -15,11 +15,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.bridge.load import load_policy
-from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.bridge.mapping import count_parameters
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.models.families import FAMILIES
-from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
+from megatron_dppo.models.policy import PolicyModel, build_packed_sequence, build_policy
 from megatron_dppo.models.policy_head import HeadOutput
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.parallel.world import World, initialize
@@ -77,7 +77,7 @@ def pack(lengths: tuple[int, ...], vocab: int) -> tuple[torch.Tensor, torch.Tens
     ids = torch.randint(1, vocab, (1, sum(lengths)), generator=generator)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     starts = np.cumsum((0, *lengths), dtype=np.int32)
-    return ids, positions, packed_sequence(starts, max(lengths), torch.device("cpu"))
+    return ids, positions, build_packed_sequence(starts, max(lengths), torch.device("cpu"))
 
 
 def lengths_in(layout: LayoutConfig) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ def scored(
             micro_batch_size=1,
             forward_only=True,
         )
-    logits = policy.logits(ids, positions, packed).numpy() if layout.pp == 1 else None
+    logits = policy.compute_logits(ids, positions, packed).numpy() if layout.pp == 1 else None
     return [{name: value.numpy() for name, value in output.items()} for output in outputs], logits
 
 
@@ -232,7 +232,7 @@ def assert_generates(policy: Path) -> None:
             )
     engine.update_weights(source_of(stored), version=2)
     reference = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
-    assert parameters(read_shape(policy)) == reference.num_parameters()
+    assert count_parameters(read_shape(policy)) == reference.num_parameters()
     prompts, sampling = make_prompts(3, 11, 1, 6), sampling_of(temperature=1.7)
     groups = generate(engine, prompts, sampling)
     assert tokens_of(groups) == tokens_of(generate(engine, prompts, sampling))

@@ -14,7 +14,7 @@ import torch
 from benchmarks.real_gradients import gradient, gradients, planned, single_packs
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
 from megatron_dppo.rl.advantages import estimate_advantages, read_columns
-from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.types import Pack
 from megatron_dppo.trainer.learner import PolicyLoss
 from tests.ranks import RankPool
@@ -34,7 +34,7 @@ def measure_errors(rank: int, size: int, config: Config) -> list[float]:
     actor, loss = policy.actor, config.loss
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata, groups)
-    objective = objective_for(loss)
+    objective = resolve_objective(loss)
     advantage = estimate_advantages(objective.advantage, metadata.rewards, read_columns(metadata))[
         ..., 0
     ]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
-from megatron_dppo.init import character_tokenizer, write_tokenizer
+from megatron_dppo.init import build_character_tokenizer, write_tokenizer
 from megatron_dppo.rl.types import Group
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.laws.test_split_invariance import LAYOUTS, ONE, Update, assert_same_update
@@ -51,7 +51,7 @@ def learn(rank: int, size: int, config: Config) -> Update:
     """Return the metrics of a step of two updates, and the weights after it."""
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
-    metrics = learner.learn(
+    metrics = learner.train(
         plan_for(world, config, metadata), held_by(rank, metadata, route(groups)), 1, version=0
     )
     weights = weights_of(policy, world)
@@ -125,7 +125,7 @@ def test_replay_of_fresh_rollouts_is_the_trainers_choice(ranks: RankPool, tmp_pa
     Rollouts of older weights have other experts."""
     folder = write_run(tmp_path)
     write_qwen3_moe(folder / "hf", Sizes(vocab_size=VOCAB), experts=EXPERTS)
-    write_tokenizer(character_tokenizer(), folder / "hf", max_tokens=128)
+    write_tokenizer(build_character_tokenizer(), folder / "hf", max_tokens=128)
     replay, ahead = "loss.replay_routing=rollout", "rollout.ahead=1"
     settings = {
         "none": (),

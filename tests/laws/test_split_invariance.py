@@ -74,7 +74,7 @@ def learned(
     plan = plan_for(world, config, metadata, groups)
     assert plan.updates
     plan = reverse_order(plan) if backwards else plan
-    metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
+    metrics = learner.train(plan, held_by(rank, metadata, groups), step=1, version=0)
     weights = weights_of(policy, world)
     return metrics, weights if rank == 0 else {}
 

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.real_gradients import gradient, planned
 from megatron_dppo.config import BranchConfig, Config, TreeConfig, replace
 from megatron_dppo.init import write_model
-from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.types import Floats, Selection
 from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.settings import load_config
@@ -56,13 +56,15 @@ def configure(folder: Path, tree: TreeConfig, *, pruned: bool) -> Config:
 
 
 def measure(rank: int, size: int, folder: Path, tree: TreeConfig, pruned: bool) -> Floats:
-    """[STEPS, parameters], the gradients of as many rollouts; ``pruned``: of half of the prompts
-    and completions."""
+    """[STEPS, parameters], the gradients of as many rollouts; ``pruned``: of half of the
+    prompts and completions."""
     rows = []
     with ExitStack() as to_close:
         trainer = begin_run(configure(folder, tree, pruned=pruned), Trainer, to_close)
         trainer.sync(0)
-        loss = PolicyLoss(objective_for(trainer.config.loss), kl_coef=0.0, tis_cap=None, version=0)
+        loss = PolicyLoss(
+            resolve_objective(trainer.config.loss), kl_coef=0.0, tis_cap=None, version=0
+        )
         for trainer.step in range(STEPS):
             chosen, chance = np.arange(PROMPTS), np.ones(PROMPTS)
             if pruned:

@@ -24,15 +24,15 @@ from megatron_dppo.config import (
     PromptPruningConfig,
 )
 from megatron_dppo.config.types import Keep
-from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.losses import token_losses
-from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.advantages import compute_group_advantages
+from megatron_dppo.rl.losses import compute_token_losses
+from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
-from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, prompt_rule, select
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, find_prompt_rule, select
 from megatron_dppo.rl.pruning.sampling import DRAWS
 from megatron_dppo.rl.types import Bools, Floats, MinibatchPlan, Selection, StepMetadata
 from tests.rl.integration import (
@@ -142,9 +142,9 @@ def world() -> World:
         ),
     )
     earlier = np.array([[1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 0], [1, 0, 0, 1]], dtype=float)
-    advantages = group_advantages(earlier, normalise=True)
+    advantages = compute_group_advantages(earlier, normalise=True)
     squares, tokens = (advantages**2).sum(axis=1), np.array([2.0, 3.0, 4.0, 5.0])
-    world.history.judge_and_learn(Outcomes(np.arange(4), earlier, advantages, squares, tokens))
+    world.history.evaluate_and_update(Outcomes(np.arange(4), earlier, advantages, squares, tokens))
     return world
 
 
@@ -177,8 +177,8 @@ def gradient(
             for each in (own, before.detach(), teacher.detach())
         )
         rows = np.array(members, dtype=int)[pack.sample]
-        losses, _ = token_losses(
-            objective_for(config.loss),
+        losses, _ = compute_token_losses(
+            resolve_objective(config.loss),
             logprobs=logprobs,
             old_logprobs=old,
             engine_logprobs=torch.from_numpy(pack.engine_logprobs),
@@ -207,7 +207,7 @@ def select_from(world: World, config: PromptPruningConfig, rng: object) -> Selec
 
 def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Selection, float]]:
     """Yield every selection of prompts that the rule can draw, with its probability."""
-    rule = prompt_rule(config.named)
+    rule = find_prompt_rule(config.named)
     with recorded_draws(PROMPT_RULES, config.named, rule) as drawn:
         select_from(world, config, np.random.default_rng(0))
     for rng, probability in generators(rule, drawn[0][0]):
@@ -306,7 +306,7 @@ def test_masked_completions_count_in_baselines_and_divisor_alone(world, prompts,
 @pytest.mark.parametrize(("good", "bad"), [(0.0, 0.0), (0.1, 0.9)])
 def test_completion_rule_of_a_user_is_unbiased(world, good, bad):
     """The floor applies to the rule, and completions weigh by its probabilities."""
-    completion_rules.adopt(
+    completion_rules.register(
         "own.py:rule", lambda candidates, keep: np.where(candidates.advantage > 0.0, good, bad)
     )
     config = settings("neyman", "none", name="dr_grpo")
@@ -315,7 +315,7 @@ def test_completion_rule_of_a_user_is_unbiased(world, good, bad):
 
 
 def test_prompt_rule_of_a_user_is_unbiased(world):
-    prompt_rules.adopt("own.py:rule", lambda candidates, keep: WINDOW % 2 * keep)
+    prompt_rules.register("own.py:rule", lambda candidates, keep: WINDOW % 2 * keep)
     config = settings("none", "none", name="dr_grpo")
     own = PromptPruningConfig(function="own.py:rule", keep=0.6)
     assert relative_error(world, with_rules(config, prompts=own)) < 1e-6
@@ -368,7 +368,7 @@ def test_draw_of_completions_depends_on_the_draw_of_prompts(world):
     twins = world.metadata(Selection(np.array([0, 0]), np.array([0.25, 1.0]), window=5))
     config = step_config(keep=0.15, max_weight=1e9, name="grpo")
     pruned = prune_minibatch(
-        twins, config, objective_for(config.loss), keep=0.15, rng=FixedOffset(0.5)
+        twins, config, resolve_objective(config.loss), keep=0.15, rng=FixedOffset(0.5)
     )
     assert pruned.inclusion.max() < 1.0
     np.testing.assert_allclose(pruned.inclusion[0], 4 * pruned.inclusion[1], rtol=1e-12)
@@ -378,7 +378,7 @@ def draw_for_plan(world: World, rule: str, rng: object) -> Floats:
     """Draw completions as a plan does. Returns the weights of what is kept, given the prompts."""
     config, inclusion = step_config(rule=rule), np.array([1.0, 0.5, 1.0, 0.25, 1.0])
     metadata = world.metadata(Selection(WINDOW, inclusion, window=PROMPTS))
-    pruned = prune_minibatch(metadata, config, objective_for(config.loss), keep=0.5, rng=rng)
+    pruned = prune_minibatch(metadata, config, resolve_objective(config.loss), keep=0.5, rng=rng)
     return (pruned.weight * inclusion[:, None])[pruned.kept]
 
 

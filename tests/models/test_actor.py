@@ -59,7 +59,7 @@ def learned(rank: int, size: int, config: Config, releases: bool = False) -> Lea
         plan = plan_for(
             world, replace(config, pack=replace(config.pack, max_tokens=tokens)), metadata
         )
-        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0)
+        metrics = learner.train(plan, held_by(rank, metadata, groups), step=step + 1, version=0)
     if releases:
         release()
         policy.actor.release_memory()  # a second release changes nothing
@@ -101,7 +101,7 @@ def come_late(rank: int, size: int, config: Config, done: Path) -> str:
         mock.patch.object(policy.actor, "accumulate", late),
         pytest.raises((UserError, RuntimeError)) as error,
     ):
-        learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
+        learner.train(plan, held_by(rank, metadata, groups), step=1, version=0)
     done.touch()
     return str(error.value)
 

@@ -18,7 +18,7 @@ def test_auto_takes_te_on_cuda_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         monkeypatch.setattr(
-            layer_specs, "transformer_engine_installed", lambda installed=installed: installed
+            layer_specs, "has_transformer_engine", lambda installed=installed: installed
         )
         assert choose_spec(ModelConfig(dtype="bf16")) == expected
         assert choose_spec(ModelConfig(dtype="fp32")) == "torch"
@@ -26,7 +26,7 @@ def test_auto_takes_te_on_cuda_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_te_spec_without_transformer_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_specs, "transformer_engine_installed", lambda: False)
+    monkeypatch.setattr(layer_specs, "has_transformer_engine", lambda: False)
     with pytest.raises(UserError, match="no Transformer Engine") as caught:
         choose_spec(ModelConfig(spec="te"))
     assert caught.value.setting == "model.spec"
@@ -36,7 +36,7 @@ def test_prefixes_are_shared_in_half_precision_alone_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape = PolicyShape(2, 64, 8, 4, 32, 128, 64, True, 1e6, 1e-6, 1536)
-    monkeypatch.setattr(layer_specs, "transformer_engine_installed", lambda: False)
+    monkeypatch.setattr(layer_specs, "has_transformer_engine", lambda: False)
     for cuda, dtype, expected in (
         (False, "fp32", "auto"),
         (True, "fp32", "off"),

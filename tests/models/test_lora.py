@@ -16,8 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo import cli
 from megatron_dppo.bridge import chunks
-from megatron_dppo.bridge.load import bind, bind_adapters, fill_parameter, part_of
-from megatron_dppo.bridge.mapping import adapters_of_tensor
+from megatron_dppo.bridge.load import (
+    bind_adapters,
+    bind_parameters,
+    fill_parameter,
+    get_shard_index,
+)
+from megatron_dppo.bridge.mapping import get_adapter_names
 from megatron_dppo.bridge.stored_policy import read_metadata
 from megatron_dppo.bridge.stream import adapter_stream
 from megatron_dppo.config import Config, LayoutConfig, LoraConfig, replace
@@ -74,7 +79,11 @@ def stirred(config: Config) -> tuple[World, Learner, PolicyParts]:
             size, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
         )
         fill_parameter(
-            entry, parameter.data, {name: whole}, part_of(entry, world), entry.parts(world.layout)
+            entry,
+            parameter.data,
+            {name: whole},
+            get_shard_index(entry, world),
+            entry.count_parts(world.layout),
         )
     return world, learner, policy
 
@@ -87,14 +96,16 @@ def learned(
     world, learner, policy = stirred(config)
     metadata, groups = step_of_groups(size)
     base = {
-        entry: parameter.clone() for entry, parameter in bind(policy.actor.chunks, world).items()
+        entry: parameter.clone()
+        for entry, parameter in bind_parameters(policy.actor.chunks, world).items()
     }
     before = weights_of(policy, world)
-    metrics = learner.learn(
+    metrics = learner.train(
         plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0
     )
     frozen = all(
-        torch.equal(base[entry], now) for entry, now in bind(policy.actor.chunks, world).items()
+        torch.equal(base[entry], now)
+        for entry, now in bind_parameters(policy.actor.chunks, world).items()
     )
     return metrics, before, weights_of(policy, world), frozen
 
@@ -145,10 +156,10 @@ def learned_with_reference(rank: int, size: int, config: Config, copied: bool) -
     if copied:
         learner.reference = dataclasses.replace(
             policy, config=with_lora(config, LoraConfig())
-        ).reference()
+        ).load_reference()
         assert isinstance(learner.reference, Reference)
     metadata, groups = step_of_groups(size)
-    return learner.learn(
+    return learner.train(
         plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0
     )
 
@@ -289,7 +300,7 @@ def test_checkpoint_of_adapters_is_exported_for_peft_or_merged(
     before, after = weights(Path(config.model.path)), weights(merged)
     assert before.keys() == after.keys()
     for tensor, weight in before.items():
-        a, b = map(adapters.get, adapters_of_tensor(tensor))
+        a, b = map(adapters.get, get_adapter_names(tensor))
         expected = weight if a is None or b is None else weight + 2.0 * b @ a  # alpha 6 over rank 3
         torch.testing.assert_close(after[tensor], expected, rtol=0.0, atol=1e-6)
 
@@ -313,7 +324,7 @@ def test_adapters_are_merged_into_no_other_policy(
 def draw(rank: int, size: int, config: Config) -> Weights:
     """Return the whole adapters of an untrained policy on rank 0."""
     world, _, policy = build(config)
-    stream = adapter_stream(policy.actor.chunks, world) if world.in_first_copy else ()
+    stream = adapter_stream(policy.actor.chunks, world) if world.is_in_first_shard_group else ()
     return {name: tensor.clone() for bucket in stream for name, tensor in bucket.items()}
 
 

@@ -67,7 +67,7 @@ def adam() -> torch.optim.AdamW:
 
 def offloaded(adam: torch.optim.Optimizer) -> OffloadedState:
     state = OffloadedState(SimpleNamespace(optimizer=adam), [], torch.device("cpu"))
-    state.leave_device()
+    state.offload()
     return state
 
 
@@ -75,9 +75,9 @@ def test_loaded_tensors_move_into_the_slots_of_the_host(adam: torch.optim.AdamW)
     state, (moments,) = offloaded(adam), adam.state.values()
     slot, loaded = moments["exp_avg"].data_ptr(), torch.randn(7)
     moments["exp_avg"] = loaded.clone()
-    state.leave_device()
+    state.offload()
     assert moments["exp_avg"].data_ptr() == slot
-    state.return_to_device()
+    state.onload()
     assert torch.equal(moments["exp_avg"], loaded)
     assert moments["exp_avg"].data_ptr() != slot
 

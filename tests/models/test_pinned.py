@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from megatron_dppo.models.pinned import pinned_buffer
+from megatron_dppo.models.pinned import allocate_pinned_buffer
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -29,7 +29,7 @@ class Runtime:
 def test_memory_is_registered_only_while_it_is_used() -> None:
     runtime = Runtime()
     with mock.patch.object(torch.cuda, "cudart", lambda: runtime):
-        buffer = pinned_buffer(1536, CUDA, "optimizer.offload", "true")
+        buffer = allocate_pinned_buffer(1536, CUDA, "optimizer.offload", "true")
     assert list(runtime.registered.values()) == [1536]
     del buffer
     gc.collect()
@@ -37,7 +37,7 @@ def test_memory_is_registered_only_while_it_is_used() -> None:
 
 
 def test_a_forked_process_does_not_have_the_memory() -> None:
-    buffer = pinned_buffer(4096, CPU, "optimizer.offload", "true")
+    buffer = allocate_pinned_buffer(4096, CPU, "optimizer.offload", "true")
     buffer.fill_(7)
     child = os.fork()
     if child == 0:

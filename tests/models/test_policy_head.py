@@ -31,8 +31,8 @@ def case(
     dtype: torch.dtype = torch.float32,
     sharpness: float = 0.5,
 ) -> Case:
-    """Return hidden states, a weight of ``rows`` rows (rows past ``vocab`` are poison), targets,
-    gradients."""
+    """Return hidden states, a weight of ``rows`` rows (rows past ``vocab`` are poison),
+    targets, gradients."""
     generator = torch.Generator().manual_seed(positions + vocab)
     hidden = torch.randn(positions, HIDDEN, generator=generator).to(dtype)
     weight = sharpness * torch.randn(rows, HIDDEN, generator=generator)
@@ -182,7 +182,7 @@ def accumulated(rank: int, size: int, path: Path) -> tuple[torch.Tensor, list[to
     world, learner, parts = build(config)
     metadata, groups = step_of_groups(1)
     (minibatch,) = plan_for(world, config, metadata).minibatches
-    packs = learner._packs(minibatch, held_by(0, metadata, groups))
+    packs = learner._build_packs(minibatch, held_by(0, metadata, groups))
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def score(

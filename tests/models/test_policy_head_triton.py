@@ -39,7 +39,7 @@ def interpreted(rank: int, size: int, function: Callable[..., Any], *arguments: 
             del sys.modules[name]
     from megatron_dppo.models import policy_head_triton
 
-    with mock.patch.object(policy_head, "_passes", lambda on_cuda: policy_head_triton):
+    with mock.patch.object(policy_head, "_select_kernels", lambda on_cuda: policy_head_triton):
         return function(rank, size, *arguments)
 
 
@@ -132,7 +132,7 @@ def compile_kernel(name: str, variant: dict[str, object], target: Any) -> Any:
     from megatron_dppo.models import policy_head_triton as kernels
 
     kernel = getattr(kernels, name)
-    constants = {"BLOCK": kernels.SUMMARY_BLOCK if name == "_summarise" else kernels.SLOPE_BLOCK}
+    constants = {"BLOCK": kernels.SUMMARY_BLOCK if name == "_summarise" else kernels.GRADIENT_BLOCK}
     types = dict.fromkeys(("logits", "peak", "sums", "normaliser", "gradient"), "*fp32")
     types |= {
         "targets": "*i64",

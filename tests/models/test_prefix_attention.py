@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from megatron_dppo.models import prefix_attention
-from megatron_dppo.models.context import held_positions
-from megatron_dppo.models.prefix_attention import rounds_of
+from megatron_dppo.models.context import compute_local_positions
+from megatron_dppo.models.prefix_attention import build_rounds
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Pack
 
@@ -80,10 +80,10 @@ def test_stretches_together_are_one_softmax_and_so_are_their_gradients(
         [torch.zeros_like(tensor) for tensor in (query, key, value)],
     )
     for rank in range(size):
-        held = held_positions(np.diff(starts).tolist(), rank, size)
+        held = compute_local_positions(np.diff(starts).tolist(), rank, size)
         mine = query.detach()[held].requires_grad_()
-        rounds = rounds_of(pack, rank, size)
-        attended = prefix_attention._Attend.apply(mine, key, value, rounds, WIDTH**-0.5)
+        rounds = build_rounds(pack, rank, size)
+        attended = prefix_attention._TreeAttention.apply(mine, key, value, rounds, WIDTH**-0.5)
         torch.testing.assert_close(attended, expected[held], rtol=0, atol=1e-12)
         of_query, *of_keys = torch.autograd.grad(attended, (mine, key, value), upstream[held])
         total[0][held] = of_query

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from megatron_dppo.bridge.mapping import expected_tensors, parameters, redundant_tensors
+from megatron_dppo.bridge.mapping import count_parameters, expected_tensors, list_redundant_tensors
 from megatron_dppo.models.shape import PUBLISHED, read_shape
 
 
@@ -30,6 +30,6 @@ def test_table_has_the_tensors_of_transformers(name: str, billions: str, tmp_pat
     written = {
         n: tuple(t.shape) for n, t in revert_weight_conversion(model, model.state_dict()).items()
     }
-    assert written == expected_tensors(shape) | redundant_tensors(shape)
-    assert parameters(shape) == model.num_parameters()
-    assert f"{parameters(shape) / 1e9:.1f}" == billions
+    assert written == expected_tensors(shape) | list_redundant_tensors(shape)
+    assert count_parameters(shape) == model.num_parameters()
+    assert f"{count_parameters(shape) / 1e9:.1f}" == billions

@@ -35,16 +35,16 @@ def chosen(router: RouterReplay, scores: torch.Tensor = SCORES) -> list[list[int
 
 def test_known_tokens_take_the_replayed_experts() -> None:
     router = RouterReplay(unknown=255)
-    router.enter(TARGET, again=False)
+    router.enter(TARGET, recompute=False)
     assert chosen(router) == [[2, 1], [1, 2], OWN[2], [3, 0]]
-    router.enter(None, again=False)
+    router.enter(None, recompute=False)
     assert chosen(router) == OWN
 
 
 def loads(rank: int, size: int, config: Config) -> dict[str, float]:
     world, learner, _ = build(config)
     metadata, groups = step_of_groups(size)
-    metrics = learner.learn(
+    metrics = learner.train(
         plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0
     )
     return {

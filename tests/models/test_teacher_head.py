@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
-from megatron_dppo.models.teacher_head import TeacherHead, divergence_from
+from megatron_dppo.models.teacher_head import TeacherHead, compute_teacher_divergence
 from tests.models.test_policy_head import HIDDEN, MIB, LargestTensor
 
 WIDTH = 10
@@ -31,7 +31,7 @@ def ours(data: Case, vocab: int, direction: Direction, *, chunk_mib: int = 64) -
     """Return the divergence, and the gradients of the student's hidden states and weight."""
     hidden, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
     teacher = TeacherHead(*data[2:4], direction)
-    divergence = divergence_from(
+    divergence = compute_teacher_divergence(
         teacher,
         hidden,
         weight,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pruning.draw import census, prune_minibatch
+from megatron_dppo.rl.objectives import resolve_objective
+from megatron_dppo.rl.pruning.draw import compute_pruning_stats, prune_minibatch
 from tests.rl.plans import step_config, step_metadata
 
 Row = dict[str, float]
@@ -68,8 +68,12 @@ def made_up_census(
                 16, seed=step, rewards=np.random.default_rng(step).normal(size=(16, 8))
             )
         pruned = prune_minibatch(
-            metadata, config, objective_for(config.loss), keep=0.5, rng=np.random.default_rng(step)
+            metadata,
+            config,
+            resolve_objective(config.loss),
+            keep=0.5,
+            rng=np.random.default_rng(step),
         )
-        counted = census([(metadata, pruned)])
-        rows.append({"step": step, **json.loads(json.dumps(counted.as_row()))})
+        counted = compute_pruning_stats([(metadata, pruned)])
+        rows.append({"step": step, **json.loads(json.dumps(counted.to_dict()))})
     return rows

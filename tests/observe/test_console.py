@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_dppo.observe.console import Console, LengthGate
-from megatron_dppo.process.streams import tell
+from megatron_dppo.process.streams import print_message
 from tests.observe.made_up import made_up_rows
 
 
@@ -16,7 +16,7 @@ def printed(rows: list[dict[str, float]], total: int) -> list[str]:
     file = io.StringIO()
     console = Console(total, file=file)
     for row in rows:
-        console.step(int(row["step"]), row)
+        console.print_step(int(row["step"]), row)
     return file.getvalue().splitlines()
 
 
@@ -49,17 +49,17 @@ def test_note_is_printed_once() -> None:
     file = io.StringIO()
     console = Console(3, file=file)
     for _ in range(3):
-        console.note("a biased rule")
-        console.note("http://me:x@host is away")
+        console.print_note("a biased rule")
+        console.print_note("http://me:x@host is away")
     assert file.getvalue() == "note  a biased rule\nnote  http://***@host is away\n"
 
 
 def test_text_of_data_sends_no_escapes_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     file, text = io.StringIO(), "\x1b]0;title\a"
     console = Console(3, file=file)
-    console.note(text)
-    console.banner(["é", text])
-    tell(text)
+    console.print_note(text)
+    console.print_banner(["é", text])
+    print_message(text)
     shown = "\\x1b]0;title\\x07"
     assert file.getvalue() == f"note  {shown}\n\n  é\n  {shown}\n\n"
     assert capsys.readouterr().err == f"{shown}\n"
@@ -83,7 +83,7 @@ def warned(
             "rollout/truncated_ratio": cut,
             "prune/max_weight": weight,
         }
-        if note := gate.look(step, row):
+        if note := gate.check(step, row):
             notes[step] = note
     return notes
 

@@ -216,7 +216,7 @@ def _write(
         "data.chat_template_kwargs": {"key": "hunter2"},
         "data.train": "s3://a:hunter2@host/b",
     }
-    log = MetricsLog(folder, resume_step, loggers=named, settings=settings, say=said.append)
+    log = MetricsLog(folder, resume_step, loggers=named, settings=settings, log=said.append)
     for step in steps:
         log.write(step, {"a": 1.0})
     log.close()

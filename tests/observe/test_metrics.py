@@ -16,9 +16,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import (
     MetricsLog,
+    compute_summary,
     print_summary,
     read_metrics,
-    summarise,
     write_summary,
 )
 from tests.observe.made_up import made_up_rows
@@ -102,7 +102,7 @@ def test_rewards_name_at_most_50_metrics_of_a_run(tmp_path: Path) -> None:
     """A resume keeps the names of the steps before it. The note is printed once."""
     said: list[str] = []
     for resume_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        log = MetricsLog(tmp_path, resume_step, loggers=(), say=said.append)
+        log = MetricsLog(tmp_path, resume_step, loggers=(), log=said.append)
         for step in steps:
             log.write(
                 step,
@@ -118,7 +118,7 @@ def test_rewards_name_at_most_50_metrics_of_a_run(tmp_path: Path) -> None:
 
 
 def test_summary_has_the_figures_of_the_rows() -> None:
-    summary = summarise(made_up_rows(4))
+    summary = compute_summary(made_up_rows(4))
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
     assert summary["seconds"] == 4 * 2.0 + 3 * 3.0  # three evaluations
     assert summary["seconds_per_step"] == 2.0
@@ -147,7 +147,7 @@ def test_steps_without_kept_samples_are_counted_and_shown() -> None:
     del rows[2]["train/grad_norm"]
     rows[2] |= {"prune/kept_token_fraction": 0.0, "pack/fill": 0.0}
     rows[3]["reward/timeouts"] = 2.0
-    summary = summarise(rows)
+    summary = compute_summary(rows)
     assert (summary["no_op_steps"], summary["reward_timeouts"]) == (1, 2)
     assert summary["kept_token_fraction"] == pytest.approx((0.5 + 0.0 + 0.5 + 0.4) / 4)
     assert summary["pack_fill"] == pytest.approx(0.98)  # no pack, no fill
@@ -183,7 +183,7 @@ def test_summary_of_a_biased_rule_shows_no_variance() -> None:
         for name in ("variance_inflation", "noise_share_prompts", "noise_share_completions"):
             del row[f"prune/{name}"]
     rows[1]["prune/discarded_groups"] = 12.0
-    summary = summarise(rows)
+    summary = compute_summary(rows)
     assert summary["variance_inflation"] is summary["noise_share_prompts"] is None
     text = shown(summary)
     assert "no variance is estimated" in text and "sampling" not in text

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.observe.private import has_secrets, public
+from megatron_dppo.observe.private import has_secrets, mask_secrets
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,6 @@ from megatron_dppo.observe.private import has_secrets, public
     ],
 )
 def test_secrets_of_settings_are_left_out(key: str, value: Any, shown: Any) -> None:
-    assert public(key, value) == shown
+    assert mask_secrets(key, value) == shown
     assert has_secrets({key: value})
     assert not has_secrets({key: shown, "data.system": "Mail me@home: https://a/b@c"})

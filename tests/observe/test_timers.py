@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.models.shape import PUBLISHED
-from megatron_dppo.observe.timers import PhaseTimers, Usage, breakdown, saved_seconds
+from megatron_dppo.observe.timers import PhaseTimers, Usage, compute_breakdown, saved_seconds
 from tests.rollout.scripted import as_ranks
 
 STEP = {
@@ -65,7 +65,7 @@ def test_phases_are_timed_and_the_rest_is_other() -> None:
     metrics = timers.take()
     assert set(metrics) == {"perf/step_time", "perf/rollout_time", "perf/actor_train_time"}
     assert metrics["perf/step_time"] >= metrics["perf/rollout_time"] >= 0.02
-    assert sum(breakdown(metrics).values()) == pytest.approx(metrics["perf/step_time"])
+    assert sum(compute_breakdown(metrics).values()) == pytest.approx(metrics["perf/step_time"])
     assert timers.take() == {}
 
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.timers import PhaseTimers
-from megatron_dppo.observe.watchdog import Heartbeat, Watchdog, late_ranks
+from megatron_dppo.observe.watchdog import Heartbeat, Watchdog, find_late_ranks
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.process import lifetime
-from megatron_dppo.process.streams import moved
+from megatron_dppo.process.streams import record_progress
 from tests.ranks import RankPool
 
 LATE_S = 0.4
@@ -61,7 +61,7 @@ def train(rank: int, size: int) -> str:
         with timers("rollout"):
             for _ in range(8):  # time for a second word, which would be one too many
                 time.sleep(LATE_S / 4)
-                moved()
+                record_progress()
     return said.getvalue()
 
 
@@ -85,9 +85,9 @@ def stop(rank: int, size: int) -> str:
             deadline = time.monotonic() + 20.0
             while "late" not in said.getvalue() and time.monotonic() < deadline:
                 time.sleep(0.05)
-                moved()
+                record_progress()
             os.kill(process, signal.SIGCONT)
-        world.wait_for_all("rollouts")
+        world.barrier("rollouts")
     return said.getvalue()
 
 
@@ -116,12 +116,12 @@ def test_stopped_rank_is_named_in_every_phase(ranks: RankPool) -> None:
     ],
 )
 def test_late_ranks(beats: list[Heartbeat], late: list[int]) -> None:
-    assert late_ranks(beats, [0.1] * len(beats), 1.0, 5.0) == late
+    assert find_late_ranks(beats, [0.1] * len(beats), 1.0, 5.0) == late
 
 
 def test_silent_rank_is_late() -> None:
     waiting = replace(AT, entered=6, still_s=9.0)
-    assert late_ranks([waiting, AT, waiting], [0.1, 0.1, 3.0], 1.0, 5.0) == [2]
+    assert find_late_ranks([waiting, AT, waiting], [0.1, 0.1, 3.0], 1.0, 5.0) == [2]
 
 
 def stand_still(rank: int, size: int, phase: str, late_s: float) -> tuple[str, str]:
@@ -161,7 +161,7 @@ def move_slowly(rank: int, size: int) -> str:
         with timers("rollout"):
             for _ in range(12):
                 time.sleep(LATE_S / 4)
-                moved()
+                record_progress()
         with timers("actor_train"):  # whose steps may be long
             time.sleep(4 * LATE_S)
     return said.getvalue()
@@ -178,7 +178,7 @@ def try_again(rank: int, size: int, caught: type[BaseException], log: Path) -> N
         log.write_text(f"{code} {text}")
         os._exit(code)
 
-    lifetime.leave = leave
+    lifetime.exit_now = leave
     with watched(size, timeout_s=4 * LATE_S, still_s=60.0) as (_, timers, _), timers("rollout"):
         while True:
             with contextlib.suppress(caught):

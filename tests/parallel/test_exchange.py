@@ -5,7 +5,7 @@ from itertools import chain
 import numpy as np
 
 from megatron_dppo.config import LayoutConfig
-from megatron_dppo.parallel.exchange import deliver
+from megatron_dppo.parallel.exchange import exchange_samples
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, RoutingShape
@@ -82,7 +82,7 @@ def receive(
     layers = [
         np.arange(rank, SHAPE.layers, 2) for rank in range(size)
     ]  # some ranks have more layers than others
-    return world.dp_rank, deliver(world, plan(), held, SHAPE, layers), layers[rank]
+    return world.dp_rank, exchange_samples(world, plan(), held, SHAPE, layers), layers[rank]
 
 
 def test_ranks_get_the_samples_of_their_replica_in_order(ranks):

@@ -7,10 +7,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_dppo.config import LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.layout import (
-    capacity_multiple,
-    interleaved_packs,
+    compute_capacity_multiple,
+    count_interleaved_packs,
+    list_stage_layers,
     resolve_layout,
-    stage_layers,
 )
 
 
@@ -26,7 +26,7 @@ from megatron_dppo.parallel.layout import (
     ],
 )
 def test_packs_on_gpus_are_whole_tiles_where_the_limit_allows(cp, max_tokens, cuda, multiple):
-    assert capacity_multiple(LayoutConfig(cp=cp), max_tokens, cuda=cuda) == multiple
+    assert compute_capacity_multiple(LayoutConfig(cp=cp), max_tokens, cuda=cuda) == multiple
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_stages_have_the_layers_of_megatron(layers, layout):
     )
     placed: list[int] = []
     for stage in range(layout.pp):
-        chunks = stage_layers(layers, stage, layout)
+        chunks = list_stage_layers(layers, stage, layout)
         assert len(chunks) == layout.vpp
         for turn, chunk in enumerate(chunks):
             place = {"vp_stage": turn if layout.vpp > 1 else None, "pp_rank": stage}
@@ -72,12 +72,12 @@ def test_stages_have_the_layers_of_megatron(layers, layout):
 )
 def test_indivisible_layers_are_refused(layout):
     with pytest.raises(ValueError, match="12 layers"):
-        stage_layers(12, 0, layout)
+        list_stage_layers(12, 0, layout)
 
 
 @pytest.mark.parametrize(("packs", "stages", "size"), [(3, 2, 3), (4, 2, 2), (5, 2, 3), (9, 4, 5)])
 def test_interleaved_packs_leave_no_group_below_the_stages(packs, stages, size):
-    assert interleaved_packs(packs, stages) == size
+    assert count_interleaved_packs(packs, stages) == size
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_ranks_that_cannot_share_the_experts_are_refused(layout, ranks, setting,
     with pytest.raises(UserError, match=f"layout.dp to a multiple of {multiple}") as caught:
         resolve_layout(layout, ranks)
     assert caught.value.setting == setting
-    assert resolve_layout(replace(layout, dp=None), layout.least_ranks).dp is not None
+    assert resolve_layout(replace(layout, dp=None), layout.min_ranks).dp is not None

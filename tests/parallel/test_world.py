@@ -22,7 +22,7 @@ def come_late(rank: int, size: int, reported: Path) -> str:
             time.sleep(0.01)
 
     try:
-        world.together(roll_out, what="rollouts")
+        world.run_on_all_ranks(roll_out, description="rollouts")
     except UserError as error:
         reported.touch()
         return str(error)

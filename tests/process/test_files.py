@@ -19,10 +19,10 @@ from megatron_dppo.process.files import (
     HOLDER,
     LOCK,
     FolderLock,
+    check_not_held,
     check_replaceable,
-    refuse_if_held,
-    replacing_directory,
-    replacing_file,
+    replace_directory,
+    replace_file,
 )
 from megatron_dppo.trainer.preflight import check_run_dir
 from tests.bridge.conversions import contents
@@ -44,12 +44,12 @@ time.sleep(60)
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("old")
-    with pytest.raises(ValueError, match="no"), replacing_file(file) as draft:
+    with pytest.raises(ValueError, match="no"), replace_file(file) as draft:
         draft.write_text("half")
         assert file.read_text() == "old"
         raise ValueError("no")
     assert file.read_text() == "old"
-    with replacing_file(file) as draft:
+    with replace_file(file) as draft:
         draft.write_text("whole")
     assert contents(tmp_path) == {"file": b"whole"}
 
@@ -83,16 +83,16 @@ def test_obstructed_folder_is_refused(folder: str, problem: str, tmp_path: Path)
 
 def test_the_earlier_writer_of_a_directory_is_undisturbed(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with replacing_directory(out) as first:
+    with replace_directory(out) as first:
         (first / "first").touch()
         with (
             pytest.raises(FileExistsError, match="another process is writing there"),
-            replacing_directory(out),
+            replace_directory(out),
         ):
             pytest.fail("two drafts of one directory")
         (first / "more").touch()
     assert contents(tmp_path) == {"out/first": b"", "out/more": b""}
-    with replacing_directory(out) as second:
+    with replace_directory(out) as second:
         (second / "second").touch()
     assert contents(tmp_path) == {"out/second": b""}
     assert list(tmp_path.iterdir()) == [out]
@@ -103,7 +103,7 @@ def test_an_error_leaves_or_restores_the_old_directory(former: str, tmp_path: Pa
     """A killed process had put the old directory aside."""
     (tmp_path / former).mkdir()
     (tmp_path / former / "old").touch()
-    with pytest.raises(ValueError, match="no"), replacing_directory(tmp_path / "out") as draft:
+    with pytest.raises(ValueError, match="no"), replace_directory(tmp_path / "out") as draft:
         (draft / "new").touch()
         raise ValueError("no")
     assert contents(tmp_path) == {"out/old": b""}
@@ -136,7 +136,7 @@ def lock(folder: Path) -> None:
 def test_a_second_writer_is_refused_by_the_first_s_name(tmp_path: Path) -> None:
     with hold_elsewhere(tmp_path) as (process, _):
         before = sorted(tmp_path.iterdir())
-        for take in (lock, refuse_if_held):
+        for take in (lock, check_not_held):
             with pytest.raises(UserError, match=f"process {process.pid} on .*, since 20") as caught:
                 take(tmp_path)
             assert caught.value.setting == "run.dir"
@@ -144,7 +144,7 @@ def test_a_second_writer_is_refused_by_the_first_s_name(tmp_path: Path) -> None:
     with closing(FolderLock(tmp_path, "run.dir")):  # the first writer was killed
         assert json.loads((tmp_path / HOLDER).read_text())["pid"] == os.getpid()
     assert [file.name for file in tmp_path.iterdir()] == [LOCK]
-    refuse_if_held(tmp_path)
+    check_not_held(tmp_path)
 
 
 def test_a_child_of_a_killed_holder_holds_nothing(tmp_path: Path) -> None:

@@ -27,17 +27,17 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("ours")
 def test_stop_is_heard_after_a_users_file_took_its_signal() -> None:
-    lifetime.listen_for_stop()
-    assert lifetime.taken_signals() == []
+    lifetime.install_stop_handler()
+    assert lifetime.list_replaced_handlers() == []
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    assert [note.split(": ")[0] for note in lifetime.taken_signals()] == [
+    assert [note.split(": ")[0] for note in lifetime.list_replaced_handlers()] == [
         "code of the user handles SIGTERM",
         "code of the user handles SIGUSR1",
     ]
     signal.raise_signal(signal.SIGUSR1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the handler runs
-    assert lifetime.stop_asked()
+    assert lifetime.is_stop_requested()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -50,5 +50,5 @@ def test_children_with_odd_names_are_found() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert child.pid in lifetime._children()
+        assert child.pid in lifetime._list_children()
         child.kill()

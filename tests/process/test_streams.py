@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.process.streams import progress
+from megatron_dppo.process.streams import report_progress
 
 SAYS = """
 import os, sys, time
-from megatron_dppo.process.streams import outlive_readers
+from megatron_dppo.process.streams import ignore_broken_streams
 from megatron_dppo.observe.console import Console
-outlive_readers()
+ignore_broken_streams()
 sys.stdin.readline()
 console = Console(3)
 for step in range(3):
-    console.step(step + 1, {"rollout/raw_reward": 0.5, "perf/step_time": 1.0})
+    console.print_step(step + 1, {"rollout/raw_reward": 0.5, "perf/step_time": 1.0})
     print("a reward function's words", flush=True)
 with open(sys.argv[1], "w") as file:  # must not have become the standard output
     print("words", flush=True)
@@ -56,9 +56,9 @@ def test_a_run_outlives_its_output(words: str, tmp_path: Path) -> None:
 
 
 SHOWS = """
-from megatron_dppo.process.streams import escape_unencodable, outlive_readers
+from megatron_dppo.process.streams import escape_unencodable, ignore_broken_streams
 if "rank" in __import__("sys").argv:
-    outlive_readers()
+    ignore_broken_streams()
 escape_unencodable()
 print("né –")
 """
@@ -74,8 +74,8 @@ def test_letters_that_a_terminal_lacks_are_escaped(program: str) -> None:
 
 
 BAR = """
-from megatron_dppo.process.streams import progress_bar
-with progress_bar("problems", 4, done=1) as advance:
+from megatron_dppo.process.streams import make_progress_bar
+with make_progress_bar("problems", 4, initial=1) as advance:
     if advance:
         advance(3, "50.0% right")
 """
@@ -98,7 +98,10 @@ def test_lines_report_progress_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megatron_dppo.process.streams.SAY_EVERY_S", 0.0)
-    with progress("work", 2000) as advance, progress("others'", 1, shown=False) as silent:
+    with (
+        report_progress("work", 2000) as advance,
+        report_progress("others'", 1, enabled=False) as silent,
+    ):
         advance(500, "well")
         silent(1)
     said, end = capsys.readouterr().err.splitlines()

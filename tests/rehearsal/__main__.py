@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_dppo.cli import read_config
-from megatron_dppo.errors import MistakesError, UserError, error_text
+from megatron_dppo.errors import MistakesError, UserError, format_error
 from tests.rehearsal.command import rehearse
 
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config, assumed, rank=chosen.rank, stage=chosen.stage, json_wanted=chosen.json
         )
     except (UserError, MistakesError) as error:
-        print(error_text(error), file=sys.stderr)
+        print(format_error(error), file=sys.stderr)
         return 2
 
 

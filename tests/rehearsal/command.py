@@ -28,17 +28,17 @@ from megatron_dppo.estimate.kernels import (
     PIPELINE,
     PRODUCTS,
     REPLICAS,
-    kernel_seconds,
-    message_seconds,
-    optimizer_seconds,
-    reduction_seconds,
-    stage_passes,
-    wire_seconds,
+    estimate_kernel_time,
+    estimate_message_time,
+    estimate_optimizer_time,
+    estimate_reduction_time,
+    estimate_stage_times,
+    estimate_transfer_time,
 )
-from megatron_dppo.estimate.memory import Memory, rank_memory, shape_of
-from megatron_dppo.estimate.time import head_flops, layer_flops
-from megatron_dppo.estimate.workload import Setup, place
-from megatron_dppo.parallel.layout import layout_text
+from megatron_dppo.estimate.memory import Memory, estimate_rank_memory, resolve_shape
+from megatron_dppo.estimate.time import count_head_flops, count_layer_flops
+from megatron_dppo.estimate.workload import Setup, assign_gpus
+from megatron_dppo.parallel.layout import format_layout
 from megatron_dppo.trainer.preflight import check_config
 from tests.rehearsal.device import load_device, missing_parts, python_folder
 
@@ -75,8 +75,8 @@ def rehearse(
     if missing := missing_parts():
         raise MistakesError(missing)
     check_config(config)
-    shape = shape_of(config.model.path)
-    setup = Setup(config, shape, place(config, shape), read_assumptions(assumed))
+    shape = resolve_shape(config.model.path)
+    setup = Setup(config, shape, assign_gpus(config, shape), read_assumptions(assumed))
     chosen = _rank(setup, rank, stage)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a real GPU must not answer in the device's place
     warnings.simplefilter("ignore")
@@ -100,7 +100,7 @@ def _rank(setup: Setup, rank: int | None, stage: Stage | None) -> int:
                 "--rank", rank, f"the trainer has {ranks} ranks", f"Give 0 to {ranks - 1}"
             )
         return rank
-    fullest = max(range(stages), key=lambda each: rank_memory(setup, each).total)
+    fullest = max(range(stages), key=lambda each: estimate_rank_memory(setup, each).total)
     return {"first": 0, "last": stages - 1, None: fullest}[stage] * ranks // stages
 
 
@@ -112,7 +112,7 @@ def as_text(setup: Setup, found: dict[str, Any]) -> Iterator[str]:
         found["kernel_seconds"] + found["collective_seconds"],
     )
     where = (
-        f"rank {found['rank']} of {setup.placement.ranks} ({layout_text(setup.placement.layout)})"
+        f"rank {found['rank']} of {setup.placement.ranks} ({format_layout(setup.placement.layout)})"
     )
     yield (
         f"{config.model.path}: {where}, pipeline stage {found['stage']}, on a {config.cluster.gpu}"
@@ -194,10 +194,10 @@ def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
         setup, assume=dataclasses.replace(setup.assume, expert_imbalance=1.0)
     )
     planned_seconds = update_seconds(even, played.stage)
-    layout, planned = setup.placement.layout, rank_memory(setup, played.stage)
+    layout, planned = setup.placement.layout, estimate_rank_memory(setup, played.stage)
     memory, busy = rehearsed_memory(setup, planned, played), useful_seconds(setup, played)
     once = seconds.get("optimizer", 0.0) + seconds.get(REPLICAS, 0.0)  # after the pipeline's passes
-    stages = [each.update.total for each in stage_passes(even)]
+    stages = [each.update.total for each in estimate_stage_times(even)]
     slower = max(stages) / stages[played.stage]  # than this one, which waits for it with each pack
     waiting = (kernels + wires - once) * (
         slower * (1 + (layout.pp - 1) / (layout.vpp * played.packs)) - 1
@@ -248,15 +248,17 @@ def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
 def update_seconds(setup: Setup, stage: int) -> tuple[float, float]:
     """Return planned seconds of an update's kernels and of its collectives on a rank of a stage,
     without waits."""
-    packs, one = setup.packs, stage_passes(setup)[stage].update
-    kernels = packs * one.kernels + optimizer_seconds(setup, stage)
-    return kernels, packs * (one.messages + one.exchange) + reduction_seconds(setup, stage)
+    packs, one = setup.packs, estimate_stage_times(setup)[stage].update
+    kernels = packs * one.kernels + estimate_optimizer_time(setup, stage)
+    return kernels, packs * (one.messages + one.exchange) + estimate_reduction_time(setup, stage)
 
 
 def useful_seconds(setup: Setup, played: Rehearsed) -> float:
     """Seconds of an update's model FLOPs at the data sheet's rate, without padding and
     recomputation, on each rank."""
-    each = layer_flops(setup) * played.tokens + head_flops(setup.shape) * played.responses
+    each = (
+        count_layer_flops(setup) * played.tokens + count_head_flops(setup.shape) * played.responses
+    )
     ranks = setup.placement.ranks / (setup.placement.layout.dp or 1)
     return 3.0 * each * played.packs / ranks / setup.rate
 
@@ -369,14 +371,16 @@ def seconds(kernel: KernelLaunch, setup: Setup) -> float:
     if kernel.name.startswith("c10d::"):
         kind = kind_of(kernel)
         if kernel.name.startswith(MESSAGES):
-            return 0.0 if "recv" in kernel.name else message_seconds(setup, kind, kernel.bytes)
+            return (
+                0.0 if "recv" in kernel.name else estimate_message_time(setup, kind, kernel.bytes)
+            )
         ranks, times = (
             int(kernel.name.rpartition(" ")[2]),
             2.0 if "allreduce" in kernel.name else 1.0,
         )
-        return wire_seconds(setup, kind, ranks, kernel.bytes, times=times)
+        return estimate_transfer_time(setup, kind, ranks, kernel.bytes, times=times)
     dtype = "bf16" if kernel.dtype.itemsize == 2 else "fp32"
     share = ATTENTION.get(kernel.name, PRODUCTS)
-    return kernel_seconds(
+    return estimate_kernel_time(
         setup, kernel.flops, kernel.bytes, share=share, dtype=dtype, product=kernel.product
     )

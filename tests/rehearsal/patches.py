@@ -106,7 +106,7 @@ def one_rank(size: int, rank: int) -> Iterator[None]:
     try:
         with (
             mock.patch.multiple(dist, new_group=group, **answers),
-            mock.patch.object(World, "from_leader", alone),
+            mock.patch.object(World, "broadcast", alone),
         ):
             yield
     finally:

@@ -93,10 +93,10 @@ def _steps(mode: RehearsalMode, case: Case, config: Config) -> dict[str, Any]:
     metadata = dataclasses.replace(metadata, owners=np.full_like(metadata.owners, world.rank))
     held, layout, built = dict(enumerate(groups)), config.layout, set(book.allocations)
     if (
-        not world.last_stage or world.tp_rank or world.cp_rank
+        not world.is_last_stage or world.tp_rank or world.cp_rank
     ):  # ranks that the loss's sums reach over the network
         policy.actor._total = lambda mine: dict.fromkeys((*SUMS, "train/kl_loss"), 1.0)
-    multiple = world.capacity_multiple(layout, config.pack.max_tokens)
+    multiple = world.compute_capacity_multiple(layout, config.pack.max_tokens)
     for step in range(2):
         plan = plan_step(
             metadata, config, replicas=world.dp, align=layout.row_multiple,
@@ -107,7 +107,7 @@ def _steps(mode: RehearsalMode, case: Case, config: Config) -> dict[str, Any]:
         gc.collect()
         book.clear()
         before = book.bytes_now
-        learner.learn(plan, held, step=step + 1, version=0)
+        learner.train(plan, held, step=step + 1, version=0)
         found |= booked(mode)
         if case.extra == "release":
             policy.actor.release_memory()

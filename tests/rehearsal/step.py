@@ -21,13 +21,13 @@ from megatron_dppo.estimate.workload import Setup
 from megatron_dppo.models import actor as actor_module
 from megatron_dppo.models.actor import Actor, Loss, Sums
 from megatron_dppo.models.frozen import Reference
-from megatron_dppo.parallel.layout import interleaved_packs
+from megatron_dppo.parallel.layout import count_interleaved_packs
 from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rl.pack import TrainingSample, build_pack
-from megatron_dppo.rl.packing import pack_sequences, packs_wanted
+from megatron_dppo.rl.packing import pack_sequences, resolve_min_packs
 from megatron_dppo.rl.types import Pack
-from megatron_dppo.trainer.functions import objective_of
-from megatron_dppo.trainer.learner import PolicyLoss, importance_cap
+from megatron_dppo.trainer.functions import load_objective
+from megatron_dppo.trainer.learner import PolicyLoss, get_importance_cap
 from tests.rehearsal.booking import Allocation, Book, KernelLaunch
 from tests.rehearsal.dispatch import RehearsalMode
 from tests.rehearsal.patches import one_rank
@@ -182,8 +182,8 @@ def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
 
 
 def packs_to_play(packs: int, layout: LayoutConfig) -> tuple[int, int]:
-    """Counts of packs for two updates that show the memory and the work of an update of ``packs``
-    packs.
+    """Counts of packs for two updates that show the memory and the work of an update of
+    ``packs`` packs.
 
     The first count is that of pipeline stages. The second is at least twice that; with virtual
     stages, it is a count that the interleaved schedule takes in groups of the same size as all
@@ -191,9 +191,9 @@ def packs_to_play(packs: int, layout: LayoutConfig) -> tuple[int, int]:
     """
 
     def alike(count: int) -> bool:
-        return layout.vpp == 1 or interleaved_packs(count, layout.pp) == interleaved_packs(
-            packs, layout.pp
-        )
+        return layout.vpp == 1 or count_interleaved_packs(
+            count, layout.pp
+        ) == count_interleaved_packs(packs, layout.pp)
 
     return min(layout.pp, packs), next(filter(alike, range(2 * layout.pp, packs)), packs)
 
@@ -215,10 +215,10 @@ def mean_pack(setup: Setup, world: World) -> tuple[int, Pack]:
         ranks=1,
         max_tokens=room,
         align=layout.row_multiple,
-        capacity_multiple=world.capacity_multiple(layout, room),
+        capacity_multiple=world.compute_capacity_multiple(layout, room),
         window=config.pack.window,
-        min_per_rank=packs_wanted(config.pack.min_per_rank, layout.pp),
-        least_per_rank=layout.least_packs,
+        min_per_rank=resolve_min_packs(config.pack.min_per_rank, layout.pp),
+        least_per_rank=layout.min_packs,
     )
     (packs,) = packing.packs
     each = [prompt + responses[list(rows)] for rows in packs]
@@ -253,9 +253,9 @@ def actor_of(book: Book, setup: Setup, world: World) -> tuple[dict[str, int], Ac
             load=lambda chunks: marks.append(book.bytes_now),
         )  # fmt: skip
     if (
-        not world.last_stage or world.tp_rank or world.cp_rank
+        not world.is_last_stage or world.tp_rank or world.cp_rank
     ):  # ranks that the loss's sums reach over the network
-        actor._total = lambda mine: dict.fromkeys(SUMS, 1.0)  # type: ignore[method-assign]
+        actor._sum_over_replicas = lambda mine: dict.fromkeys(SUMS, 1.0)  # type: ignore[method-assign]
     marks.append(_settled(book))
     held = dict(zip(("weights", "gradients", "optimizer"), np.diff(marks).tolist(), strict=True))
     if actor._offloaded is not None:
@@ -305,13 +305,13 @@ def _update(actor: Actor, setup: Setup, packs: Sequence[Pack]) -> None:
     """One update, with log-probabilities of earlier passes if the run's loss reads them."""
     config = setup.config
     loss = PolicyLoss(
-        objective_of(config.loss),
+        load_objective(config.loss),
         kl_coef=config.loss.kl_coef,
-        tis_cap=importance_cap(config),
+        tis_cap=get_importance_cap(config),
         version=0,
     )
     loss.take_scored()
-    last = actor.world.last_stage
+    last = actor.world.is_last_stage
     if last and config.loss.updates_per_rollout > 1:
         packs = [replace(pack, old_logprobs=pack.engine_logprobs) for pack in packs]
     if last and config.loss.kl_coef > 0:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import shape_of
-from megatron_dppo.estimate.workload import Setup, place
+from megatron_dppo.estimate.memory import resolve_shape
+from megatron_dppo.estimate.workload import Setup, assign_gpus
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.settings import load_config
 from tests.policies import trains
@@ -88,8 +88,10 @@ def test_chosen_stage_is_played_and_extended_to_all_packs(found: dict[str, Any])
 
 def test_report_names_a_policy_that_does_not_fit(found: dict[str, Any], policy: Path) -> None:
     config = load_config(CONFIG, [TWO_TRAIN, f"model.path={policy}", *SMALL_GPU])
-    shape = shape_of(config.model.path)
-    report = "\n".join(as_text(Setup(config, shape, place(config, shape), Assumptions()), found))
+    shape = resolve_shape(config.model.path)
+    report = "\n".join(
+        as_text(Setup(config, shape, assign_gpus(config, shape), Assumptions()), found)
+    )
     assert "it does NOT fit into 39.4 GiB" in report
 
 

@@ -12,4 +12,4 @@ from megatron_dppo.report import render
 def empty_drawings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave drawings empty, unless the test's module or function is marked ``drawn``."""
     if request.node.get_closest_marker("drawn") is None:
-        monkeypatch.setattr(render, "svg", lambda chart: "<svg></svg>")
+        monkeypatch.setattr(render, "render_svg", lambda chart: "<svg></svg>")

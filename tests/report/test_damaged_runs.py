@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.report.page import page
-from megatron_dppo.report.pruning import answers_chart
+from megatron_dppo.report.page import render_page
+from megatron_dppo.report.pruning import make_answers_chart
 from megatron_dppo.report.render import draw_pictures
 from megatron_dppo.report.run import read_run, read_runs
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer import run_logger
-from megatron_dppo.trainer.resume import record
+from megatron_dppo.trainer.resume import record_settings
 from tests.damage import DAMAGE
 from tests.report.made_up import write_run
 from tests.rollout.scripted import world_of
@@ -25,7 +25,7 @@ FILES = ("config_history.jsonl", "metrics.jsonl", "pruning.jsonl", "answers.json
 
 def whole(folder: Path) -> Path:
     run = write_run(folder, 3)
-    record(run, 0, load_config(None, [f"run.dir={run}"]))
+    record_settings(run, 0, load_config(None, [f"run.dir={run}"]))
     scores = {"value": 0.5, "low": 0.4, "high": 0.6}
     of = {
         "problems": 4,
@@ -58,14 +58,14 @@ def test_damaged_file_costs_no_page(tmp_path: Path, name: str, kind: str) -> Non
     for _ in range(12):
         (run / name).write_bytes(before)
         ({"respelled": respell} | DAMAGE)[kind](run / name, rng)
-        assert "Reward and accuracy" in page(read_runs([run]))
+        assert "Reward and accuracy" in render_page(read_runs([run]))
 
 
 def test_skipped_lines_are_counted(tmp_path: Path) -> None:
     run = whole(tmp_path / "run")
     lines = (run / "pruning.jsonl").read_text().replace('"binary"', '"b9nary"', 2)
     (run / "pruning.jsonl").write_text(lines)
-    assert "2 of the lines of pruning.jsonl cannot be read, and are left out" in page(
+    assert "2 of the lines of pruning.jsonl cannot be read, and are left out" in render_page(
         read_runs([run])
     )
 
@@ -74,9 +74,9 @@ def test_skipped_lines_are_counted(tmp_path: Path) -> None:
 def test_failed_chart_is_named_in_its_place(tmp_path: Path) -> None:
     run = read_run(whole(tmp_path / "run"), "run")
     object.__setattr__(run, "census", [{"step": 1}])
-    assert answers_chart(run).empty == "cannot be drawn: KeyError: 'binary'"
+    assert make_answers_chart(run).empty == "cannot be drawn: KeyError: 'binary'"
     object.__setattr__(run, "rows", [{"step": 1, "perf/step_time": "long"}])
-    assert "cannot be drawn: TypeError: " in page([run])
+    assert "cannot be drawn: TypeError: " in render_page([run])
     draw_pictures(run, tmp_path)
 
 
@@ -92,7 +92,7 @@ def test_failed_report_ends_no_run(
     monkeypatch.setattr(
         "megatron_dppo.report.render.draw_pictures", lambda run, folder: {}["a chart"]
     )
-    log.finish(run_logger.Best(0.5, 1))
+    log.finish(run_logger.BestCheckpoint(0.5, 1))
     said = " ".join(capsys.readouterr().out.split())
     assert "the pictures could not be made (KeyError: 'a chart'); the run is complete" in said
     assert "the sample answers could not be made (UserError: run.dir = " in said

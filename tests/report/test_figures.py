@@ -14,14 +14,19 @@ import pytest
 from hypothesis import given
 from scipy.special import stdtrit
 
-from megatron_dppo.observe.timers import duration
-from megatron_dppo.report.charts import say, thin
-from megatron_dppo.report.learning import learning, wilson
-from megatron_dppo.report.page import page
+from megatron_dppo.observe.timers import format_duration
+from megatron_dppo.report.charts import format_number, reduce_points
+from megatron_dppo.report.learning import compute_wilson_interval, make_learning_section
+from megatron_dppo.report.page import render_page
 from megatron_dppo.report.parts import Charts
 from megatron_dppo.report.run import RunRecord, read_runs
-from megatron_dppo.report.timing import Race, cost, race, spent
-from megatron_dppo.rl.intervals import student_t
+from megatron_dppo.report.timing import (
+    SpeedComparison,
+    count_device_hours,
+    make_comparison,
+    make_cost_section,
+)
+from megatron_dppo.rl.intervals import compute_student_t
 from tests.report.made_up import drawn_on_axes, write_lines, write_run
 
 ROLLOUT_S, TRAIN_S, FIXED_S = 3e-4, 7e-4, 0.25
@@ -51,9 +56,11 @@ def one_step(folder: Path, *, prompts: float, completions: float, **held: float)
 
 def test_saved_hours_equal_the_extra_hours_without_pruning(tmp_path: Path) -> None:
     def hours(name: str, prompts: float, completions: float) -> float:
-        return spent(one_step(tmp_path / name, prompts=prompts, completions=completions)).hours
+        return count_device_hours(
+            one_step(tmp_path / name, prompts=prompts, completions=completions)
+        ).hours
 
-    found = spent(one_step(tmp_path / "pruned", prompts=0.7, completions=0.5))
+    found = count_device_hours(one_step(tmp_path / "pruned", prompts=0.7, completions=0.5))
     assert found.hours + found.both == pytest.approx(hours("neither", 1.0, 1.0))
     assert found.hours + found.by_prompts == pytest.approx(hours("prompts", 1.0, 0.5))
     assert found.hours + found.by_completions == pytest.approx(hours("completions", 0.7, 1.0))
@@ -62,13 +69,18 @@ def test_saved_hours_equal_the_extra_hours_without_pruning(tmp_path: Path) -> No
 
 def test_hours_count_every_device(tmp_path: Path) -> None:
     run = read_runs([write_run(tmp_path / "run", 6, held={"perf/ranks": 8, "perf/gpus": 8})])[0]
-    assert spent(run).hours == pytest.approx(8 * (6 * 2.0 + 4 * 3.0) / 3600)
-    assert spent(run).devices == "8 GPUs"
+    assert count_device_hours(run).hours == pytest.approx(8 * (6 * 2.0 + 4 * 3.0) / 3600)
+    assert count_device_hours(run).devices == "8 GPUs"
     with_servers = replace(run, config={**run.config, **SERVERS})
-    assert spent(with_servers).devices == "11 GPUs, 3 of them for servers"
-    assert spent(with_servers).hours == pytest.approx(11 / 8 * spent(run).hours)
+    assert count_device_hours(with_servers).devices == "11 GPUs, 3 of them for servers"
+    assert count_device_hours(with_servers).hours == pytest.approx(
+        11 / 8 * count_device_hours(run).hours
+    )
     on_cpu = read_runs([write_run(tmp_path / "cpu", 6, held={"perf/ranks": 2, "perf/gpus": 0})])[0]
-    assert (spent(on_cpu).devices, spent(on_cpu).unit) == ("2 processes", "process-h")
+    assert (count_device_hours(on_cpu).devices, count_device_hours(on_cpu).unit) == (
+        "2 processes",
+        "process-h",
+    )
 
 
 @pytest.mark.parametrize("given", [["http://a:30000", "http://b:30000"], "slurm"])
@@ -76,8 +88,8 @@ def test_externally_managed_servers_are_not_counted(tmp_path: Path, given: objec
     run = read_runs([write_run(tmp_path / "run", 6, held={"perf/ranks": 8, "perf/gpus": 8})])[0]
     own = {"rollout.engine": "sglang", "rollout.servers": given, "cluster.server_nodes": 2}
     with_servers = replace(run, config={**run.config, **own})
-    assert spent(with_servers).devices == "8 GPUs, servers not counted"
-    assert spent(with_servers).hours == spent(run).hours
+    assert count_device_hours(with_servers).devices == "8 GPUs, servers not counted"
+    assert count_device_hours(with_servers).hours == count_device_hours(run).hours
 
 
 SERVERS = {"rollout.engine": "sglang", "rollout.launch.count": 2, "rollout.launch.tp": [1, 2]}
@@ -87,17 +99,17 @@ def test_changed_number_of_ranks_is_counted_row_by_row(tmp_path: Path) -> None:
     run = one_step(tmp_path / "run", prompts=1.0, completions=1.0, **{"perf/ranks": 2})
     second = dict(run.rows[0]) | {"step": 2, "perf/ranks": 4}
     twice = replace(run, rows=[*run.rows, second])
-    assert spent(twice).hours == pytest.approx(3 * spent(run).hours)
+    assert count_device_hours(twice).hours == pytest.approx(3 * count_device_hours(run).hours)
 
 
 def test_price_of_the_command_line_comes_first(tmp_path: Path) -> None:
     run = read_runs([write_run(tmp_path / "run", 60, held={"perf/ranks": 1, "perf/gpus": 1})])[0]
     run, hours = (
         replace(run, config={**run.config, "cluster.price_per_gpu_hour": 3.0}),
-        spent(run).hours,
+        count_device_hours(run).hours,
     )
     for price, wanted in ((None, 3.0), (10.0, 10.0)):
-        rows = {row[0]: row[1] for row in cost([run], price).parts[0].rows}
+        rows = {row[0]: row[1] for row in make_cost_section([run], price).parts[0].rows}
         assert rows["money spent"] == f"{hours * wanted:.2f}"
 
 
@@ -112,15 +124,15 @@ def test_race_ends_at_the_accuracy_of_the_slowest(tmp_path: Path) -> None:
         (tmp_path / name / "config.yaml").write_text("data: {train: arithmetic}")
         return tmp_path / name
 
-    outcome = race(
+    outcome = make_comparison(
         read_runs([run("fast", 1.0, [0.1, 0.3, 0.6, 0.9]), run("slow", 3.0, [0.1, 0.6, 0.5, 0.4])])
     )
     assert outcome is not None
     assert (outcome.target, dict(outcome.reached)) == (0.6, {"fast": 2.0, "slow": 3.0})
-    assert "slow 3.00 s, 1.50 times as long" in outcome.said()
-    stuck = race(read_runs([tmp_path / "fast", run("stuck", 1.0, [0.05, 0.0, 0.0])]))
+    assert "slow 3.00 s, 1.50 times as long" in outcome.describe()
+    stuck = make_comparison(read_runs([tmp_path / "fast", run("stuck", 1.0, [0.05, 0.0, 0.0])]))
     assert stuck is not None and stuck.target is None
-    assert race(read_runs([tmp_path / "fast"])) is None
+    assert make_comparison(read_runs([tmp_path / "fast"])) is None
 
 
 def test_seeds_of_one_configuration_give_an_interval(tmp_path: Path) -> None:
@@ -142,26 +154,28 @@ def test_seeds_of_one_configuration_give_an_interval(tmp_path: Path) -> None:
         runs("dapo", [2.0]),
     )
     found = read_runs([*first, *second])
-    outcome = race(found)
+    outcome = make_comparison(found)
     assert outcome is not None and [arm.name for arm in outcome.arms] == [
         "grpo-0 (3 seeds)",
         "gspo-0 (3 seeds)",
     ]
     # Student's interval of the logarithms of 2, 2.2 and 1.8, seed by seed: the seeds' own spread
     # does not count.
-    assert "1.99 times as long [1.55, 2.56]" in outcome.said()
-    assert "[1.55, 2.56]</b>" in page(found)
-    mixed = race(read_runs([*first, *second, *single]))
-    assert mixed is not None and mixed.said().count(" times as long [") == 2
+    assert "1.99 times as long [1.55, 2.56]" in outcome.describe()
+    assert "[1.55, 2.56]</b>" in render_page(found)
+    mixed = make_comparison(read_runs([*first, *second, *single]))
+    assert mixed is not None and mixed.describe().count(" times as long [") == 2
 
 
-def against_another(folder: Path, problems: Mapping[str, int] | None = None, **own: object) -> Race:
+def against_another(
+    folder: Path, problems: Mapping[str, int] | None = None, **own: object
+) -> SpeedComparison:
     """A race of a run against one with settings of its own; the page says the same."""
     runs = read_runs([write_run(folder / "a", 6), write_run(folder / "b", 6, problems=problems)])
     other = replace(runs[1], config={**runs[1].config, **own})
-    outcome = race([runs[0], other])
+    outcome = make_comparison([runs[0], other])
     assert outcome is not None
-    assert ("are not compared" in page([runs[0], other])) == bool(outcome.differs)
+    assert ("are not compared" in render_page([runs[0], other])) == bool(outcome.differs)
     return outcome
 
 
@@ -180,9 +194,9 @@ def test_different_evaluations_are_not_raced(tmp_path: Path, key: str, value: ob
     assert outcome.target is None and not outcome.reached
     assert (
         f"The runs were tested on different problems, or in different ways ({key})"
-        in outcome.said()
+        in outcome.describe()
     )
-    assert "b 2.00 s, 1.00 times as long" in outcome.said()
+    assert "b 2.00 s, 1.00 times as long" in outcome.describe()
 
 
 def test_different_numbers_of_problems_are_not_raced(tmp_path: Path) -> None:
@@ -200,33 +214,33 @@ def test_runs_with_different_training_are_raced(tmp_path: Path, key: str) -> Non
 
 def test_runs_without_evaluation_are_compared_by_step(tmp_path: Path) -> None:
     runs = [one_step(tmp_path / name, prompts=1.0, completions=1.0) for name in ("a", "b")]
-    outcome = race(runs)
+    outcome = make_comparison(runs)
     assert outcome is not None and outcome.target is None
-    assert "a step: a 1.11 s; b 1.11 s, 1.00 times as long. In brackets" in outcome.said()
+    assert "a step: a 1.11 s; b 1.11 s, 1.00 times as long. In brackets" in outcome.describe()
 
 
 def test_run_without_recorded_settings_is_not_raced(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 6) for name in ("a", "b")]
     (runs[1] / "config.yaml").unlink()
-    outcome = race(read_runs(runs))
+    outcome = make_comparison(read_runs(runs))
     assert outcome is not None and outcome.target is None
-    assert "not every run's settings are recorded" in outcome.said()
+    assert "not every run's settings are recorded" in outcome.describe()
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 5, 30, 1000])
 def test_student_t_equals_scipy(freedom: int) -> None:
-    assert student_t(freedom) == pytest.approx(stdtrit(freedom, 0.975), rel=1e-6)
+    assert compute_student_t(freedom) == pytest.approx(stdtrit(freedom, 0.975), rel=1e-6)
 
 
 def test_wilson_interval_stays_within_0_and_1() -> None:
     """An interval of Student's kind has no width there."""
-    assert wilson(0.0, 30) == (0.0, pytest.approx(0.1135, abs=1e-4))
-    assert wilson(1.0, 30) == (pytest.approx(0.8865, abs=1e-4), 1.0)
+    assert compute_wilson_interval(0.0, 30) == (0.0, pytest.approx(0.1135, abs=1e-4))
+    assert compute_wilson_interval(1.0, 30) == (pytest.approx(0.8865, abs=1e-4), 1.0)
 
 
 def test_each_axis_places_the_same_values_elsewhere(tmp_path: Path) -> None:
     run = read_runs([write_run(tmp_path / "run", 6)])[0]
-    parts = [part for part in learning([run]).parts if isinstance(part, Charts)]
+    parts = [part for part in make_learning_section([run]).parts if isinstance(part, Charts)]
     lines = {part.axis: drawn_on_axes(part.charts[1]).lines[-1] for part in parts}
     assert len({tuple(line.get_ydata()) for line in lines.values()}) == 1
     assert {axis: list(line.get_xdata()) for axis, line in lines.items()} == {
@@ -240,7 +254,7 @@ def test_each_axis_places_the_same_values_elsewhere(tmp_path: Path) -> None:
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(1, 50))
 def test_thinning_keeps_the_mean_and_the_extremes(values: list[float], most: int) -> None:
     y = np.array(values)
-    x, mean, least, greatest = thin(np.arange(float(len(y))), y, most)
+    x, mean, least, greatest = reduce_points(np.arange(float(len(y))), y, most)
     assert min(len(y), most // 2) <= len(x) <= most
     assert least.min() == y.min() and greatest.max() == y.max()
     assert (least <= mean + 1e-6).all() and (mean <= greatest + 1e-6).all()
@@ -250,13 +264,17 @@ def test_thinning_keeps_the_mean_and_the_extremes(values: list[float], most: int
 
 
 def test_numbers_and_times_are_short() -> None:
-    assert [duration(s) for s in (0.0, 4e-5, 42.4, 18_720)] == [
+    assert [format_duration(s) for s in (0.0, 4e-5, 42.4, 18_720)] == [
         "0 s",
         "<0.001 s",
         "42 s",
         "5 h 12 min",
     ]
-    assert [say(v, "number") for v in (None, 3.3e-7, 1234.5)] == ["–", "3.3e−7", "1,234.5"]
+    assert [format_number(v, "number") for v in (None, 3.3e-7, 1234.5)] == [
+        "–",
+        "3.3e−7",
+        "1,234.5",
+    ]
 
 
 def test_scores_are_found_in_any_subfolder(tmp_path: Path) -> None:

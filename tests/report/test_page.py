@@ -14,10 +14,10 @@ import pytest
 from megatron_dppo.cli import main
 from megatron_dppo.config import CompletionPruningConfig, PruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.report.page import page, report
+from megatron_dppo.report.page import render_page, report
 from megatron_dppo.report.run import read_runs
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.resume import record
+from megatron_dppo.trainer.resume import record_settings
 from tests.report.made_up import UNPRUNED, write_lines, write_run
 
 SECTIONS = (
@@ -55,7 +55,7 @@ class Elements(HTMLParser):
 
 
 def write(*folders: Path, price: float | None = None) -> Elements:
-    return Elements(page(read_runs(folders), price))
+    return Elements(render_page(read_runs(folders), price))
 
 
 def test_page_has_every_section_with_its_figures(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_page_has_no_key_or_password(tmp_path: Path) -> None:
         (0, "data.chat_template_kwargs={a: hunter2}"),
         (3, "rollout.servers=[http://a:hunter2@b]"),
     ):
-        record(run, step, load_config(None, [f"run.dir={run}", *secrets, more]))
-    text = page(read_runs([run]))
+        record_settings(run, step, load_config(None, [f"run.dir={run}", *secrets, more]))
+    text = render_page(read_runs([run]))
     assert "hunter" not in text
     assert text.count("http://***@host") == 2 and "http://***@b" in text
 
@@ -171,7 +171,7 @@ def test_biased_rule_is_shown_with_its_reason(tmp_path: Path) -> None:
 
 @pytest.mark.drawn
 def test_page_requests_nothing(tmp_path: Path) -> None:
-    text = page(read_runs([write_run(tmp_path / "run")]))
+    text = render_page(read_runs([write_run(tmp_path / "run")]))
     shown = Elements(text)
     assert not shown.values("src")
     assert all(link.startswith(("#", "data:")) for link in shown.values("href"))
@@ -346,7 +346,7 @@ def test_page_of_a_long_run_is_small(tmp_path: Path) -> None:
                 )
                 + "\n"
             )
-    assert len(page(read_runs([run]))) < 1_000_000
+    assert len(render_page(read_runs([run]))) < 1_000_000
 
 
 def test_command_writes_page_and_pictures_without_torch(tmp_path: Path) -> None:
@@ -382,8 +382,8 @@ def test_page_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.Monke
 def test_changed_objective_is_shown(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name) for name in ("changed", "plain")]
     start = [f"run.dir={folders[0]}", "run.steps=6", "eval.problems=50"]
-    record(folders[0], 0, load_config(None, start))
-    record(
+    record_settings(folders[0], 0, load_config(None, start))
+    record_settings(
         folders[0],
         4,
         load_config(None, [*start, "loss.name=gspo", "optimizer.lr=1e-7", "run.resume=anyway"]),

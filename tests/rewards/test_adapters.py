@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.adapters import GroupScoresError, NotScoredError, ScoreItem, awaited
-from megatron_dppo.rewards.functions import resolve, to_score
+from megatron_dppo.rewards.adapters import (
+    GroupScoresError,
+    NotScoredError,
+    ScoreItem,
+    run_awaitable,
+)
+from megatron_dppo.rewards.functions import parse_reward, resolve
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.score import Score
 
@@ -159,8 +164,10 @@ def test_functions_are_called_as_by_their_trainer(
 ) -> None:
     prompt = [{"role": "user", "content": "1+1"}] if name == "format_reward" else "1+1"
     assert (
-        to_score(
-            awaited(resolve(f"{file}:{name}")(ScoreItem("here", solution, label, extra, prompt)))
+        parse_reward(
+            run_awaitable(
+                resolve(f"{file}:{name}")(ScoreItem("here", solution, label, extra, prompt))
+            )
         )
         == expected
     )
@@ -176,8 +183,8 @@ def test_none_of_trl_leaves_a_completion_unscored(file: Path) -> None:
 )
 def test_verls_functions_are_called_by_keyword(file: Path, name: str) -> None:
     function = resolve(f"{file}:{name}")
-    assert awaited(function(ScoreItem("here", "72", ["72"], {"level": 2}))) == 1.0
-    assert awaited(function(ScoreItem("there", "72", ["72"], {"level": 2}))) == 0.0
+    assert run_awaitable(function(ScoreItem("here", "72", ["72"], {"level": 2}))) == 1.0
+    assert run_awaitable(function(ScoreItem("there", "72", ["72"], {"level": 2}))) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.adapters import GroupScorer, NotScoredError, ScoreItem, awaited
+from megatron_dppo.rewards.adapters import GroupScorer, NotScoredError, ScoreItem, run_awaitable
 from megatron_dppo.rewards.functions import (
     LARGEST,
     InvalidScoreError,
     check_columns,
     check_labels,
     exact_score,
+    parse_reward,
+    parse_role_rewards,
     read_score,
     resolve,
-    role_rewards,
-    to_score,
 )
 from megatron_dppo.rl.score import Score
 from megatron_dppo.settings import load_config
@@ -105,7 +105,7 @@ def test_unusable_functions_are_refused(file: Path, spec: str, words: list[str])
 def test_scores_and_correctness_are_told_apart(
     returned: object, expected: tuple[float, bool]
 ) -> None:
-    assert to_score(returned) == expected
+    assert parse_reward(returned) == expected
 
 
 @pytest.mark.parametrize(
@@ -116,19 +116,19 @@ def test_scores_and_correctness_are_told_apart(
 )  # fmt: skip
 def test_other_results_are_errors(returned: object) -> None:
     with pytest.raises(InvalidScoreError):
-        to_score(returned)
+        parse_reward(returned)
 
 
 def test_roles_of_a_conversation_have_rewards_of_their_own() -> None:
     returned = {"score": 0.5, "roles": {"solver": 1, "critic": np.float32(-0.25)}}
-    assert (to_score(returned), role_rewards(returned)) == (
+    assert (parse_reward(returned), parse_role_rewards(returned)) == (
         (0.5, False),
         {"solver": 1.0, "critic": -0.25},
     )
-    assert role_rewards(1.0) == role_rewards({"score": 1.0}) == {}
+    assert parse_role_rewards(1.0) == parse_role_rewards({"score": 1.0}) == {}
     for wrong in ([1.0], {"solver": None}, {"solver": float("nan")}):
         with pytest.raises(InvalidScoreError):
-            role_rewards({"score": 0.5, "roles": wrong})
+            parse_role_rewards({"score": 0.5, "roles": wrong})
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def score(spec: str, *solutions: str, **extra: object) -> list[Score]:
     returned = (
         scorer(items)
         if isinstance(scorer, GroupScorer)
-        else [awaited(scorer(item)) for item in items]
+        else [run_awaitable(scorer(item)) for item in items]
     )
     return [read_score(each) for each in returned]
 
@@ -286,9 +286,9 @@ def test_example_reward_prefers_closer_answers() -> None:
     form."""
     score = resolve(f"{CONFIGS / 'gsm8k_reward.py'}:compute_score")
     label = "48/2 = <<48/2=24>>24\n#### 1,072"
-    assert to_score(score(ScoreItem("", "so\n#### 1,072.0", label))) == (1.0, True)
+    assert parse_reward(score(ScoreItem("", "so\n#### 1,072.0", label))) == (1.0, True)
     answers = ["1072.001", "1071", "1000", "500", "0", "-9", "99999999"]
-    values = [to_score(score(ScoreItem("", f"#### {answer}", label)))[0] for answer in answers]
+    values = [parse_reward(score(ScoreItem("", f"#### {answer}", label)))[0] for answer in answers]
     assert values == sorted({*values}, reverse=True)
     assert values[-1] > 0.1 and values[0] <= 0.5
-    assert to_score(score(ScoreItem("", "it is 1072", label))) == (0.0, False)
+    assert parse_reward(score(ScoreItem("", "it is 1072", label))) == (0.0, False)

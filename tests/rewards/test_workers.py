@@ -21,7 +21,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rewards import workers as workers_module
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.score import Score, count_failures, tracebacks
+from megatron_dppo.rl.score import Score, collect_tracebacks, count_failures
 from megatron_dppo.settings import load_config
 from tests.rewards.math.test_completion import OPENED, THOUGHTS
 from tests.waiting import is_alive, wait_until
@@ -119,15 +119,15 @@ def score(spec: str, *solutions: str, **settings: Any) -> list[Score]:
 def test_scores_keep_the_order_of_completions() -> None:
     scored = score(FAILING, *(f"score {n}" for n in range(100)), workers=2)
     assert read_rewards(scored) == list(range(100))
-    assert (count_failures(scored), tracebacks(scored)) == ((0, 0), ())
+    assert (count_failures(scored), collect_tracebacks(scored)) == ((0, 0), ())
 
 
 def test_abandoned_completions_leave_no_trace(workers: RewardWorkers) -> None:
-    scoring = workers.begin(most_failures=9)
+    scoring = workers.begin(max_failures=9)
     scoring.add(write_items("sleep 1", "score 1"))
     while not any(worker.pending for worker in workers._workers):
-        scoring.advance(0.1)
-    scoring.abandon()
+        scoring.step(0.1)
+    scoring.cancel()
     assert read_rewards(workers.score(write_items("score 4", "score 5"))) == [4.0, 5.0]
 
 
@@ -141,10 +141,10 @@ def test_settings_reach_the_scoring_processes() -> None:
     """A sum of functions, and the tags of thoughts, which the rendered prompt may open."""
     summed = "reward.function=[{function: math}, {function: exact, weight: 0}]"
     items = [ScoreItem("", completion, "43", rendered=prompt) for prompt, completion, _ in THOUGHTS]
-    with closing(RewardWorkers.of(load_config(None, [summed]).reward)) as pool:
+    with closing(RewardWorkers.from_config(load_config(None, [summed]).reward)) as pool:
         assert read_rewards(pool.score(items)) == [float(answer == "43") for *_, answer in THOUGHTS]
     plain = load_config(None, ["reward.function=exact", "reward.thinking_tags=[]"])
-    with closing(RewardWorkers.of(plain.reward)) as pool:
+    with closing(RewardWorkers.from_config(plain.reward)) as pool:
         assert read_rewards(pool.score([ScoreItem("", "<think>\n#43", "43", rendered=OPENED)])) == [
             1.0
         ]
@@ -187,7 +187,7 @@ def test_limits_hold_for_each_completion_on_a_busy_machine() -> None:
 def test_forked_children_of_a_function_answer_nothing(workers: RewardWorkers) -> None:
     scored = workers.score(write_items("fork", "score 2", "fork-raise", "score 3", "fork"))
     assert read_rewards(scored) == [1.0, 2.0, 1.0, 3.0, 1.0]
-    assert count_failures(scored) == (0, 0), tracebacks(scored)
+    assert count_failures(scored) == (0, 0), collect_tracebacks(scored)
 
 
 TRAINER = """
@@ -245,7 +245,7 @@ def read_pids(folder: Path) -> list[int]:
 def test_function_past_its_memory_costs_its_completion_only() -> None:
     scored = score(FAILING, "allocate 100", "allocate 1000", "allocate 100", memory_mib=256)
     assert read_rewards(scored) == [1.0, None, 1.0]
-    assert count_failures(scored) == (0, 1) and "MemoryError" in tracebacks(scored)[0]
+    assert count_failures(scored) == (0, 1) and "MemoryError" in collect_tracebacks(scored)[0]
 
 
 def test_errors_are_counted_each_and_shown_once(fresh_workers: RewardWorkers) -> None:
@@ -260,13 +260,13 @@ def test_errors_are_counted_each_and_shown_once(fresh_workers: RewardWorkers) ->
         5: "SystemExit: 3",
         6: "SIGSEGV",
     }
-    for text, (row, words) in zip(tracebacks(scored), expected.items(), strict=True):
+    for text, (row, words) in zip(collect_tracebacks(scored), expected.items(), strict=True):
         assert words in text and text.startswith(f"reward.function = {FAILING}, for row {row}: "), (
             text
         )
-    assert "rewards_that_fail.py" in tracebacks(scored)[0]
+    assert "rewards_that_fail.py" in collect_tracebacks(scored)[0]
     again = fresh_workers.score(write_items("raise three", "score nan"))
-    assert (count_failures(again), tracebacks(again)) == ((0, 2), ())
+    assert (count_failures(again), collect_tracebacks(again)) == ((0, 2), ())
 
 
 def test_killed_workers_are_replaced(workers: RewardWorkers, tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def groups(tmp_path: Path) -> Path:
 
 def score_groups(spec: str, *groups: list[str], workers: int = 1) -> list[Score]:
     with closing(RewardWorkers(spec, workers=workers, timeout_s=LIMIT_S)) as pool:
-        scoring = pool.begin(most_failures=99)
+        scoring = pool.begin(max_failures=99)
         for group in groups:
             scoring.add(write_items(*group))
         return scoring.finish()
@@ -340,13 +340,13 @@ def test_group_function_gets_the_completions_of_one_prompt(groups: Path) -> None
     )
     assert (
         read_rewards(scored) == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0] and count_failures(scored)[1] == 0
-    ), tracebacks(scored)
+    ), collect_tracebacks(scored)
 
 
 def test_failing_group_function_fails_for_the_whole_group(groups: Path) -> None:
     scored = score_groups(f"{groups}:one_too_few", ["a", "b", "c"], ["a", "b", "c"])
     assert (read_rewards(scored), count_failures(scored)) == ([None] * 6, (0, 6))
-    (text,) = tracebacks(scored)
+    (text,) = collect_tracebacks(scored)
     assert "returned 2 scores for a group of 3 completions" in text and "for row 0" in text
 
 
@@ -387,7 +387,7 @@ def test_awaited_completions_are_open_together_and_scored_in_order(
     ) as pool:
         pool.wait_ready()
         scored = pool.score(write_items(*map(str, range(16))))
-        assert read_rewards(scored) == list(range(16)), tracebacks(scored)
+        assert read_rewards(scored) == list(range(16)), collect_tracebacks(scored)
         if name == "compute_score":
             assert read_rewards(pool.score(write_items("most"))) == [at_once]
             assert len(set(read_rewards(pool.score(write_items(*["pid"] * 16))))) == workers, (
@@ -397,10 +397,10 @@ def test_awaited_completions_are_open_together_and_scored_in_order(
 
 def test_later_completions_join_awaited_completions(awaited: Callable[..., str]) -> None:
     with closing(RewardWorkers(awaited(wanted=4), workers=1, timeout_s=20.0)) as pool:
-        scoring = pool.begin(most_failures=9)
+        scoring = pool.begin(max_failures=9)
         scoring.add(write_items("1", "2"))
         while not pool._workers[0].pending:
-            scoring.advance(0.1)
+            scoring.step(0.1)
         scoring.add(write_items("3", "4"))
         assert read_rewards(scoring.finish()) == [1.0, 2.0, 3.0, 4.0]
 
@@ -432,9 +432,9 @@ def test_failing_awaited_completions_are_named_and_cost_no_other(
     assert read_rewards(scored) == [None] * 5 + [*range(5, 11)]
     assert count_failures(scored) == (0, 5)
     for row, words in enumerate(failing.values()):
-        assert any(words in text and f"for row {row}:" in text for text in tracebacks(scored)), (
-            tracebacks(scored)
-        )
+        assert any(
+            words in text and f"for row {row}:" in text for text in collect_tracebacks(scored)
+        ), collect_tracebacks(scored)
 
 
 @pytest.mark.parametrize(("how", "on_the_clock"), [("spin", 100), ("block", 4)])
@@ -453,7 +453,7 @@ def test_past_most_failures_awaited_completions_are_left(awaited: Callable[..., 
     with closing(RewardWorkers(awaited(), workers=1, timeout_s=20.0)) as pool:
         pool.wait_ready()
         busy = pool._workers[0].process
-        scored = pool.score(write_items("hang", "hang", "raise", "hang"), most_failures=0)
+        scored = pool.score(write_items("hang", "hang", "raise", "hang"), max_failures=0)
         assert (count_failures(scored), read_rewards(scored)) == ((0, 1), [None] * 4)
-        assert "for row 2" in tracebacks(scored)[0]
+        assert "for row 2" in collect_tracebacks(scored)[0]
         assert busy.poll() is not None, "nothing hangs any more"

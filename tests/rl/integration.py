@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_dppo.config import Config
 from megatron_dppo.rl import plan as planning
-from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES, rule_named
+from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES, find_completion_rule
 from megatron_dppo.rl.pruning.sampling import Rule, draw_bernoulli
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata, StepPlan
 from tests.rl.plans import plan
@@ -100,10 +100,10 @@ def all_plans(
 ) -> Iterator[tuple[StepPlan, float]]:
     """Yield every plan that the draw of a step's completions can give, and its probability."""
     name = config.pruning.completions.named
-    rule = rule_named(name)
+    rule = find_completion_rule(name)
     with recorded_draws(COMPLETION_RULES, name, rule) as drawn:
         plan(metadata, config, **options)
     [(inclusion, _)] = drawn
     for rng, probability in generators(rule, inclusion):
-        with mock.patch.object(planning, "generator", lambda *_, rng=rng: rng):
+        with mock.patch.object(planning, "make_generator", lambda *_, rng=rng: rng):
             yield plan(metadata, config, **options), probability

@@ -42,7 +42,7 @@ def step_metadata(
         "owners": rng.integers(0, 4, groups),
     }
     made |= fields
-    plain = planning.plain_fields(made["prompt_lengths"], samples)
+    plain = planning.build_default_fields(made["prompt_lengths"], samples)
     total = float((1 / made["prompt_inclusion"]).sum()) if window is None else window
     return StepMetadata(**(plain | made), window=total)
 

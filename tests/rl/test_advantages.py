@@ -15,13 +15,13 @@ from megatron_dppo.config import Config, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import (
     ESTIMATORS,
-    adopt,
+    check_estimator,
+    compute_group_advantages,
     estimate_advantages,
-    group_advantages,
     read_columns,
-    try_out,
+    register,
 )
-from megatron_dppo.rl.numbers import without_rounding
+from megatron_dppo.rl.numbers import round_rewards
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.types import SEGMENT, StepMetadata
 from tests.rl.integration import all_plans
@@ -32,9 +32,11 @@ from tests.rl.tree_toy import LONGEST, PREFIXES, plan_gradient, toy
 def test_binary_rewards_give_the_textbook_advantages() -> None:
     rewards = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
     expected = [[3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)], [1, 1, -1, -1]]
-    np.testing.assert_allclose(group_advantages(rewards, normalise=True), expected, rtol=1e-15)
+    np.testing.assert_allclose(
+        compute_group_advantages(rewards, normalise=True), expected, rtol=1e-15
+    )
     expected = [[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5]]
-    np.testing.assert_array_equal(group_advantages(rewards, normalise=False), expected)
+    np.testing.assert_array_equal(compute_group_advantages(rewards, normalise=False), expected)
 
 
 def test_sample_deviation_divides_by_one_less() -> None:
@@ -126,15 +128,15 @@ def test_facts_of_estimators_are_true(name: str) -> None:
             return known.advantages(rewards, columns)
 
         own.zero_if_equal, own.batch_moments = zero_if_equal, batch_moments  # type: ignore[attr-defined]
-        adopt("own.py:facts", own)
+        register("own.py:facts", own)
         if zero_if_equal <= known.zero_if_equal and batch_moments >= known.batch_moments:
-            try_out("own.py:facts")
+            check_estimator("own.py:facts")
         else:
             with pytest.raises(
                 UserError,
                 match=r"Say so below it, NAME\.(zero_if_equal = False|batch_moments = True)",
             ):
-                try_out("own.py:facts")
+                check_estimator("own.py:facts")
 
 
 @pytest.mark.parametrize(
@@ -148,16 +150,18 @@ def test_facts_of_estimators_are_true(name: str) -> None:
     ids=["shape", "NaN", "tokens", "None"],
 )
 def test_wrong_advantages_are_refused(returned: Any, problem: str) -> None:
-    adopt("own.py:wrong", lambda rewards, columns: returned)
+    register("own.py:wrong", lambda rewards, columns: returned)
     with pytest.raises(UserError, match=problem):
-        try_out("own.py:wrong")
+        check_estimator("own.py:wrong")
 
 
 def test_rounding_is_no_advantage_of_an_estimator_from_a_file() -> None:
-    adopt("own.py:centred", lambda rewards, columns: rewards - rewards.mean(axis=1, keepdims=True))
+    register(
+        "own.py:centred", lambda rewards, columns: rewards - rewards.mean(axis=1, keepdims=True)
+    )
     tenths = np.full((1, 7), 0.1)
     assert tenths.mean() != 0.1
-    for rewards in (tenths, without_rounding(np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15]]))):
+    for rewards in (tenths, round_rewards(np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15]]))):
         columns = {
             "present": np.ones(rewards.shape, np.bool_),
             "lengths": np.ones(rewards.shape, np.int64),
@@ -183,7 +187,7 @@ def decaying(rewards: np.ndarray, columns: Mapping[str, Any]) -> list[list[np.nd
 
 
 def test_advantages_of_tokens_are_unbiased_under_pruning() -> None:
-    adopt("own.py:decaying", decaying)
+    register("own.py:decaying", decaying)
     config = step_config(name="dr_grpo", advantage="own.py:decaying")
     rewards = np.array([[1.0, 0.0, 0.25, 0.0]])
     lengths = np.array([[len(path) for path in PATHS]])

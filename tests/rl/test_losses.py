@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_dppo.config import LossConfig
-from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, k3, token_losses
-from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
+from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, compute_token_losses, k3
+from megatron_dppo.rl.objectives import OBJECTIVES, resolve_objective
 
 GRPO, DAPO = OBJECTIVES["grpo"], OBJECTIVES["dapo"]
 BY_SEQUENCE = replace(GRPO, tis_level="sequence")
@@ -30,7 +30,7 @@ def evaluate(
         "engine_logprobs": logprobs.detach(),
         "advantage": torch.full_like(logprobs, advantage).detach(),
     }
-    losses, sums = token_losses(objective, logprobs=logprobs, **(given | options))
+    losses, sums = compute_token_losses(objective, logprobs=logprobs, **(given | options))
     (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
     return losses, sums, gradient
 
@@ -52,7 +52,7 @@ def test_trust_region_takes_probabilities_of_zero_and_one(kind: str, advantage: 
         torch.tensor([-1e-9, -200.0, 0.0, -1.0]),
         torch.tensor([0.0, -0.1, -1e-9, -np.inf]),
     )
-    objective = objective_for(LossConfig(trust_region=kind))
+    objective = resolve_objective(LossConfig(trust_region=kind))
     losses, _, gradient = evaluate(policy, advantage, objective, engine_logprobs=engine)
     assert gradient.isfinite().all() and losses.isfinite().all()
 

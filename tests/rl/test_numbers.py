@@ -14,21 +14,21 @@ import torch
 from megatron_dppo import api, prune
 from megatron_dppo.config import TreeConfig
 from megatron_dppo.config.rollout import BranchConfig
-from megatron_dppo.rl.advantages import estimate_advantages, group_advantages
+from megatron_dppo.rl.advantages import compute_group_advantages, estimate_advantages
 from megatron_dppo.rl.numbers import (
     as_logprobs,
     as_mask,
     as_number,
     as_truth,
     is_right,
-    without_rounding,
+    round_rewards,
 )
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.pruning.schedule import mixed
-from megatron_dppo.rl.trees import tree_advantages
+from megatron_dppo.rl.pruning.schedule import find_nonzero_variance_groups
+from megatron_dppo.rl.trees import compute_tree_advantages
 from megatron_dppo.rl.types import SEGMENT, Group
-from megatron_dppo.rollout.metadata import metadata_of
+from megatron_dppo.rollout.metadata import build_metadata
 from tests.rl.plans import made_up_pool
 from tests.rollout.scripted import completion_of
 
@@ -98,7 +98,7 @@ def test_rounding_is_no_advantage_at_any_scale(rewards: np.ndarray, scale: float
     assert len(np.unique(rewards)) > 1, "the case is meant to be one of rounding"
     for normalise in (True, False):
         assert (
-            group_advantages(without_rounding(scale * rewards), normalise=normalise) == 0.0
+            compute_group_advantages(round_rewards(scale * rewards), normalise=normalise) == 0.0
         ).all()
     assert not prune([[9, 9, 9, 9]], scale * rewards).mask.any()
 
@@ -106,7 +106,7 @@ def test_rounding_is_no_advantage_at_any_scale(rewards: np.ndarray, scale: float
 @pytest.mark.parametrize("scale", [1e-200, 1e9])
 def test_more_than_rounding_is_an_advantage(scale: float) -> None:
     rewards = scale * np.array([[1.0, 1.0 - 1e-6, 1.0, 1.0]])
-    found = group_advantages(rewards, normalise=True)
+    found = compute_group_advantages(rewards, normalise=True)
     np.testing.assert_allclose(found, [[3**-0.5, -(3**0.5), 3**-0.5, 3**-0.5]], rtol=1e-6)
 
 
@@ -114,7 +114,7 @@ def test_more_than_rounding_is_an_advantage(scale: float) -> None:
 def test_no_baseline_makes_an_advantage_of_rounding(name: str) -> None:
     rewards = np.array([[*EQUAL[0], 7.0], [*EQUAL[0, ::-1], -7.0]])
     present = np.arange(5) < np.array([[4], [4]])
-    rounded = without_rounding(rewards, present)
+    rounded = round_rewards(rewards, present)
     found = estimate_advantages(name, rounded, {"inclusion": np.ones(2), "present": present})
     assert (found == 0.0).all(), "the last column takes no part"
     tenths = np.full((3, 7), 0.1)
@@ -129,7 +129,7 @@ def test_tree_has_no_advantage_of_rounding() -> None:
     tree = TreeConfig(branches=(BranchConfig(at=1, children=2),), baseline="depth")
     segments = np.zeros((1, 4, 2), SEGMENT)
     segments["tokens"] = 1, 2
-    assert (tree_advantages(without_rounding(EQUAL), segments, tree) == 0.0).all()
+    assert (compute_tree_advantages(round_rewards(EQUAL), segments, tree) == 0.0).all()
 
 
 def test_rounding_makes_no_mixed_group() -> None:
@@ -142,42 +142,44 @@ def test_rounding_makes_no_mixed_group() -> None:
         for prompt, row in zip(made_up_pool(3), rewards, strict=True)
     ]
     of_roles = [np.stack([row, row[::-1]], axis=1) for row in rewards]
-    of_run = metadata_of(groups, np.ones(3), samples=4, segments=2, owner=0, role_rewards=of_roles)
+    of_run = build_metadata(
+        groups, np.ones(3), samples=4, segments=2, owner=0, role_rewards=of_roles
+    )
     for metadata in (by_user, of_run):
-        assert mixed(metadata).tolist() == [2]
+        assert find_nonzero_variance_groups(metadata).tolist() == [2]
     assert [len(np.unique(row)) for row in of_run.segments["reward"].reshape(3, -1)] == [1, 1, 2]
 
 
 def test_reward_history_takes_rounding_for_equality() -> None:
     history, ids = PromptHistory(), np.array([1, 2])
-    rewards = without_rounding(
-        np.concatenate([RIGHT, np.array([[1.0, 0.0, 1.0 - 2**-53, 2.0**-60]])])
-    )
-    history.update(ids, rewards, group_advantages(rewards, normalise=True))
+    rewards = round_rewards(np.concatenate([RIGHT, np.array([[1.0, 0.0, 1.0 - 2**-53, 2.0**-60]])]))
+    history.update(ids, rewards, compute_group_advantages(rewards, normalise=True))
     assert history.binary
-    assert history.equal_visits(ids).tolist() == [1, 0]
+    assert history.count_equal_visits(ids).tolist() == [1, 0]
     assert history.pool_mean == (6.0 + 1.0) / (8.0 + 2.0), "four right; two right and two wrong"
-    equal = without_rounding(EQUAL)
-    history.update(ids[:1], equal, group_advantages(equal, normalise=True))
+    equal = round_rewards(EQUAL)
+    history.update(ids[:1], equal, compute_group_advantages(equal, normalise=True))
     assert not history.binary
-    assert history.equal_visits(ids[:1]).tolist() == [2]
+    assert history.count_equal_visits(ids[:1]).tolist() == [2]
 
 
 def test_forecast_takes_rounding_for_equality() -> None:
     known = PromptForecast(PromptFeatures(made_up_pool(4)))
     one, zeros = np.ones(2), np.zeros((2, 4))
     for visits, rewards in ((1, [*RIGHT, *(1.0 - RIGHT + ONE_MORE)]), (2, [*EQUAL, *EQUAL])):
-        rounded = without_rounding(np.array(rewards))
-        known.judge_and_learn(Outcomes(np.array([0, 1]), rounded, zeros, squares=one, tokens=one))
+        rounded = round_rewards(np.array(rewards))
+        known.evaluate_and_update(
+            Outcomes(np.array([0, 1]), rounded, zeros, squares=one, tokens=one)
+        )
         assert known.binary == (visits == 1)
-        assert known.equal_visits(np.array([0, 1])).tolist() == [visits, visits - 1]
+        assert known.count_equal_visits(np.array([0, 1])).tolist() == [visits, visits - 1]
 
 
 def test_ones_and_zeros_are_exact_and_padding_stays() -> None:
-    assert len(np.unique(without_rounding(np.array([[1.0, *EQUAL[0], 0.0, *SINGLE[0, :2]]])))) == 4
+    assert len(np.unique(round_rewards(np.array([[1.0, *EQUAL[0], 0.0, *SINGLE[0, :2]]])))) == 4
     rewards = np.array([[1.0 - 2**-53, 2.0**-60, 0.5, 3.0], [-0.0, 0.0, 0.0, np.nan]])
     np.testing.assert_array_equal(
-        without_rounding(rewards, PADDED), [[1.0, 0.0, 0.5, 3.0], [0.0, 0.0, 0.0, np.nan]]
+        round_rewards(rewards, PADDED), [[1.0, 0.0, 0.5, 3.0], [0.0, 0.0, 0.0, np.nan]]
     )
 
 

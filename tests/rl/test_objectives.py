@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config import LossConfig
-from megatron_dppo.rl.losses import token_losses
+from megatron_dppo.rl.losses import compute_token_losses
 from megatron_dppo.rl.objectives import (
     OBJECTIVES,
     Aggregation,
-    kept_share,
-    objective_for,
-    soft_overlong_penalty,
+    compute_kept_fraction,
+    compute_overlong_penalty,
+    resolve_objective,
 )
 from megatron_dppo.rl.types import Floats, StepMetadata
 from tests.rl.plans import plan, step_config, step_metadata
@@ -146,8 +146,8 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
     )
     new = torch.from_numpy(policy).requires_grad_()
     owner = np.repeat(np.arange(len(sizes)), sizes)
-    losses, sums = token_losses(
-        objective_for(loss),
+    losses, sums = compute_token_losses(
+        resolve_objective(loss),
         logprobs=new,
         old_logprobs=old,
         engine_logprobs=engine,
@@ -186,20 +186,22 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
 
 
 def test_clips_of_zero_are_settings() -> None:
-    objective = objective_for(LossConfig(name="dapo", clip_low=0.0, clip_high=0.5))
+    objective = resolve_objective(LossConfig(name="dapo", clip_low=0.0, clip_high=0.5))
     assert (objective.clip_low, objective.clip_high, objective.aggregation) == (
         0.0,
         0.5,
         "token_mean",
     )
-    bounds = {kind: objective_for(LossConfig(trust_region=kind)).clip_low for kind in ("tv", "kl")}
+    bounds = {
+        kind: resolve_objective(LossConfig(trust_region=kind)).clip_low for kind in ("tv", "kl")
+    }
     assert bounds == {"tv": 0.15, "kl": 0.05}
 
 
 def test_overlong_penalty_falls_linearly_over_the_buffer() -> None:
     lengths, penalties = [1, 80, 85, 90, 100, 101], [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
-    assert soft_overlong_penalty(lengths, limit=100, buffer=20).tolist() == penalties
-    assert not soft_overlong_penalty(lengths, limit=100, buffer=0).any()
+    assert compute_overlong_penalty(lengths, limit=100, buffer=20).tolist() == penalties
+    assert not compute_overlong_penalty(lengths, limit=100, buffer=0).any()
 
 
 @pytest.mark.parametrize(
@@ -213,4 +215,4 @@ def test_kept_share_of_the_divisor_counts_unseen_prompts(
         "prompt_inclusion": np.array([0.5, 0.1]),
     }
     kept = np.array([[True, False], [True, True]])
-    assert kept_share(aggregation, **known, kept=kept) == pytest.approx(share)
+    assert compute_kept_fraction(aggregation, **known, kept=kept) == pytest.approx(share)

@@ -12,11 +12,11 @@ from megatron_dppo.rl.pack import (
     LEAST_SHARED,
     TrainingSample,
     build_pack,
-    cut,
-    path_to,
-    prefix_tree,
-    shared_lengths,
-    shared_of_kept,
+    build_prefix_tree,
+    compute_shared_lengths,
+    find_path,
+    select_shared_lengths,
+    split_prefix_groups,
 )
 from megatron_dppo.rl.types import Completion, Pack
 
@@ -134,8 +134,8 @@ def test_shared_tokens_are_stored_once_and_predict_for_each() -> None:
         [3, 2, 1, 2, 1, 2, 3],
     )
     assert pack.max_seqlen == 7
-    assert path_to(pack, 9).tolist() == [0, 1, 2, 4, 5, 8, 9]
-    assert path_to(pack, 13).tolist() == [12, 13]
+    assert find_path(pack, 9).tolist() == [0, 1, 2, 4, 5, 8, 9]
+    assert find_path(pack, 13).tolist() == [12, 13]
 
 
 def test_routing_lies_beside_its_tokens() -> None:
@@ -186,7 +186,7 @@ def share(of: Sequences) -> list[int]:
 def test_paths_of_a_prefix_tree_are_the_samples(of: Sequences) -> None:
     """No shared token is stored twice."""
     shares = share(of)
-    segments = prefix_tree([*map(len, of)], shares)
+    segments = build_prefix_tree([*map(len, of)], shares)
     assert sum(end - begin for *_, begin, end in segments) == sum(map(len, of)) - sum(shares)
     paths: dict[int, tuple[int, ...]] = {-1: ()}
     prefixes = set()
@@ -200,12 +200,12 @@ def test_paths_of_a_prefix_tree_are_the_samples(of: Sequences) -> None:
 @given(sequences, aligns, st.integers(1, 40))
 def test_pieces_of_prefix_groups_keep_to_their_size(of: Sequences, align: int, most: int) -> None:
     lengths = np.array([*map(len, of)])
-    pieces = cut(lengths, np.array(share(of)), most=most, align=align)
+    pieces = split_prefix_groups(lengths, np.array(share(of)), max_slots=most, align=align)
     assert pieces.starts[0] == 0 and pieces.starts[-1] == len(of)
     for number, (first, last) in enumerate(pairwise(pieces.starts.tolist())):
         shares = pieces.shared[first:last].tolist()
         assert shares[0] == 0 and all(shares[1:])
-        segments = prefix_tree(lengths[first:last].tolist(), shares)
+        segments = build_prefix_tree(lengths[first:last].tolist(), shares)
         assert pieces.slots[number] == sum(
             -(-(end - begin) // align) * align for *_, begin, end in segments
         )
@@ -216,7 +216,7 @@ def test_pieces_of_prefix_groups_keep_to_their_size(of: Sequences, align: int, m
 def test_prefix_group_is_cut_where_its_size_ends() -> None:
     lengths, shared = np.array([30, 30, 30]), np.array([0, 20, 20])
     for most, starts, slots in ((50, [0, 3], [50]), (49, [0, 2, 3], [40, 30])):
-        pieces = cut(lengths, shared, most=most, align=1)
+        pieces = split_prefix_groups(lengths, shared, max_slots=most, align=1)
         assert (pieces.starts.tolist(), pieces.slots.tolist()) == (starts, slots)
 
 
@@ -229,10 +229,10 @@ def completion(*tokens: int) -> Completion:
 def test_responses_share_what_is_long_enough_for_a_segment() -> None:
     trunk = range(LEAST_SHARED)
     group = completion(*trunk, 7), completion(*trunk, 8), completion(*trunk[:-1], 9), completion(1)
-    assert shared_lengths(4, group) == [0, 4 + LEAST_SHARED, 4, 4]
+    assert compute_shared_lengths(4, group) == [0, 4 + LEAST_SHARED, 4, 4]
 
 
 def test_kept_neighbours_share_the_least_of_those_between() -> None:
     table = np.array([[0, 20, 30, 25], [0, 9, 9, 9]])
     group, kept = np.array([0, 0, 0, 1, 1]), np.array([0, 2, 3, 1, 3])
-    assert shared_of_kept(table, group, kept).tolist() == [0, 20, 25, 0, 9]
+    assert select_shared_lengths(table, group, kept).tolist() == [0, 20, 25, 0, 9]

@@ -9,8 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.pack import prefix_tree
-from megatron_dppo.rl.packing import Packing, pack_metrics, pack_sequences, sequence_costs
+from megatron_dppo.rl.pack import build_prefix_tree
+from megatron_dppo.rl.packing import (
+    Packing,
+    compute_pack_metrics,
+    compute_sequence_costs,
+    pack_sequences,
+)
 
 
 def contents(packing: Packing) -> list[tuple[int, ...]]:
@@ -22,7 +27,7 @@ def segment_sizes(
 ) -> int:
     """Return what the segments of a pack take up, each padded."""
     segments = (
-        prefix_tree([int(lengths[k]) for k in pack], [packing.shared[k] for k in pack])
+        build_prefix_tree([int(lengths[k]) for k in pack], [packing.shared[k] for k in pack])
         if pack
         else []
     )
@@ -78,7 +83,7 @@ def test_packs_hold_every_sequence_once_within_their_capacity(request_):
         packing.saved and options["share"] == "off"
     )
     assert packing.fill == pytest.approx(filled / (packing.capacity * len(packs)))
-    work = sequence_costs(lengths, shared=np.array(packing.shared))
+    work = compute_sequence_costs(lengths, shared=np.array(packing.shared))
     load = [sum(work[row] for pack in rank for row in pack) for rank in packing.packs]
     assert packing.imbalance == pytest.approx(max(load) / np.mean(load))
 
@@ -122,7 +127,7 @@ def test_capacity_and_packs_are_what_a_step_needs(lengths, options, capacity, pe
         capacity,
         [per_rank] * options["ranks"],
     )
-    metrics = pack_metrics([packing])
+    metrics = compute_pack_metrics([packing])
     assert metrics["pack/empty"] == max(metrics["pack/count"] - len(lengths), 0)
 
 
@@ -139,7 +144,7 @@ def test_metrics_weigh_minibatches_by_their_slots():
     full, half, none = (
         pack_sequences(lengths, ranks=2, max_tokens=64) for lengths in ([64, 64], [64, 32], [])
     )
-    metrics = pack_metrics([full, half, none])
+    metrics = compute_pack_metrics([full, half, none])
     assert metrics["pack/fill"] == (128 + 96) / 256
     assert (metrics["pack/count"], metrics["pack/capacity"]) == (4.0, 64.0)
     assert metrics["pack/imbalance"] == half.imbalance > 1.0

@@ -18,8 +18,8 @@ from megatron_dppo.config import (
     TreeConfig,
     replace,
 )
-from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.plan import gather_metadata, take_groups
+from megatron_dppo.rl.advantages import compute_group_advantages
+from megatron_dppo.rl.plan import gather_metadata, select_groups
 from megatron_dppo.rl.types import SEGMENT, MinibatchPlan, StepMetadata, StepPlan
 from tests.rl import plans
 from tests.rl.plans import step_config, step_metadata
@@ -76,7 +76,7 @@ def test_samples_carry_the_numbers_of_their_completion():
     np.testing.assert_array_equal(samples.prompt_length, metadata.prompt_lengths[samples.group])
     np.testing.assert_array_equal(samples.response_length, metadata.response_lengths[at])
     np.testing.assert_array_equal(
-        samples.advantage[:, 0], group_advantages(metadata.rewards, normalise=True)[at]
+        samples.advantage[:, 0], compute_group_advantages(metadata.rewards, normalise=True)[at]
     )
     assert minibatch.normaliser == 24 * 8
     np.testing.assert_allclose(
@@ -144,7 +144,7 @@ def test_step_of_equal_groups_keeps_nothing_and_says_so(updates: int):
 
 
 def test_step_without_any_group_keeps_nothing():
-    empty = take_groups(step_metadata(4), np.arange(0))
+    empty = select_groups(step_metadata(4), np.arange(0))
     result = plan(empty, step_config(updates_per_rollout=2))
     assert [minibatch.capacity for minibatch in result.minibatches] == [0]
     json.dumps(result.metrics, allow_nan=False)
@@ -187,8 +187,8 @@ def test_packs_obey_the_settings_of_the_layout_and_of_packing():
 
 def test_metadata_is_gathered_in_the_order_of_the_prompts():
     whole = step_metadata(12)
-    parts = [take_groups(whole, np.flatnonzero(whole.owners == rank)) for rank in (3, 1, 0, 2)]
-    parts.insert(1, take_groups(whole, np.arange(0)))
+    parts = [select_groups(whole, np.flatnonzero(whole.owners == rank)) for rank in (3, 1, 0, 2)]
+    parts.insert(1, select_groups(whole, np.arange(0)))
     gathered = gather_metadata(parts, window=whole.window)
     for field in StepMetadata.__slots__:
         np.testing.assert_array_equal(getattr(gathered, field), getattr(whole, field))
@@ -267,7 +267,7 @@ def test_all_that_can_teach_is_kept_where_nothing_is_pruned(rule: str, step: int
         config, run=RunConfig(steps=100), pruning=replace(config.pruning, completions=completions)
     )
     samples = samples_of(metadata, config, step=step)
-    group, completion = np.nonzero(group_advantages(metadata.rewards, normalise=True))
+    group, completion = np.nonzero(compute_group_advantages(metadata.rewards, normalise=True))
     assert pairs(samples) == list(zip(group.tolist(), completion.tolist(), strict=True))
     assert (samples.weight == 1.0).all()
     middle = samples_of(metadata, config, step=50)

@@ -9,7 +9,7 @@ import pytest
 
 import megatron_dppo
 from megatron_dppo import prune
-from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.advantages import compute_group_advantages
 from tests.rl.integration import FixedOffset
 
 DRAWS = 1024
@@ -86,7 +86,7 @@ def test_surprising_completions_are_kept_more():
 
 
 def test_trainer_may_give_its_own_advantages():
-    own = group_advantages(batch()["rewards"].astype(float), normalise=True)
+    own = compute_group_advantages(batch()["rewards"].astype(float), normalise=True)
     assert_same_draw(advantages=own)
     own[:, 1:] = 0.0
     assert not prune(**batch(), advantages=own).mask[:, 1:].any()

@@ -10,7 +10,12 @@ import pytest
 from megatron_dppo.config import Config, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.plan import gather_metadata
-from megatron_dppo.rl.sequences import check_sequences, further_lengths, longest_response, spoken
+from megatron_dppo.rl.sequences import (
+    check_sequences,
+    compute_further_lengths,
+    compute_longest_response,
+    strip_contexts,
+)
 from megatron_dppo.rl.types import Completion, Prompt, StepMetadata, StepPlan
 from tests.rl.integration import all_plans
 from tests.rl.plans import plan, step_config, step_metadata
@@ -88,7 +93,7 @@ def test_expected_gradient_is_that_of_all_sequences(loss: str) -> None:
 
 
 def test_metadata_of_unequal_numbers_of_sequences_is_gathered() -> None:
-    assert further_lengths([[ONE, TWO], [ONE]], 2).tolist() == [[[0], [4]], [[0], [0]]]
+    assert compute_further_lengths([[ONE, TWO], [ONE]], 2).tolist() == [[[0], [4]], [[0], [0]]]
     none, some = step_metadata(2, 3, seed=1), step_of_sequences(2, 3)[0]
     gathered = gather_metadata([none, some], window=4.0)
     assert gathered.further_lengths.shape == (4, 3, 2)
@@ -100,12 +105,12 @@ def test_metadata_of_unequal_numbers_of_sequences_is_gathered() -> None:
 
 
 def test_verifier_is_shown_no_context_twice() -> None:
-    assert [of.tolist() for of in spoken(TWO)] == [[1, 2, 3], [True, True, True]]
-    assert [of.tolist() for of in spoken(ONE)] == [
+    assert [of.tolist() for of in strip_contexts(TWO)] == [[1, 2, 3], [True, True, True]]
+    assert [of.tolist() for of in strip_contexts(ONE)] == [
         [1, 2, 5, 5, 5, 3],
         [True, True, False, False, False, True],
     ]
-    assert [longest_response(prompt, TWO) for prompt in (1, 2, 3)] == [3, 2, 2]
+    assert [compute_longest_response(prompt, TWO) for prompt in (1, 2, 3)] == [3, 2, 2]
 
 
 @pytest.mark.parametrize(

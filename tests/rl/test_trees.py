@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import BranchConfig, Config, RolloutConfig, TreeConfig, replace
-from megatron_dppo.rl.advantages import completion_advantages
-from megatron_dppo.rl.trees import find_biased_settings, tree_advantages
+from megatron_dppo.rl.advantages import compute_completion_advantages
+from megatron_dppo.rl.trees import compute_tree_advantages, find_biased_settings
 from megatron_dppo.rl.types import SEGMENT, Floats, Ints, StepMetadata
 from tests.rl.integration import all_plans
 from tests.rl.plans import step_config, step_metadata
@@ -36,7 +36,7 @@ def case(name: str) -> Forests:
 
 
 def advantages(given: Forests, **settings: object) -> Floats:
-    return tree_advantages(given.rewards, given.segments, replace(given.tree, **settings))
+    return compute_tree_advantages(given.rewards, given.segments, replace(given.tree, **settings))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -63,7 +63,7 @@ def test_advantages_of_a_tree_written_out() -> None:
     segments["tokens"][0, 6:, 1:] = 0
     branches = BranchConfig(at=1, children=3), BranchConfig(at=2, children=2)
     tree = TreeConfig(roots=2, branches=branches)
-    found = tree_advantages(np.array([[4.0, 0, 2, 14, 5, -1, *[-1] * 6]]), segments, tree)
+    found = compute_tree_advantages(np.array([[4.0, 0, 2, 14, 5, -1, *[-1] * 6]]), segments, tree)
     expected = np.zeros((12, 3))
     expected[:6] = np.column_stack(
         [[5] * 6, np.repeat([-1, 7, -1], 2), [4.5, -1.5, -4.5, 13.5, 6, -3]]
@@ -111,7 +111,7 @@ def test_score_of_a_path_is_a_second_moment_over_segments() -> None:
     segments = np.zeros((1, 2, 2), SEGMENT)
     segments["tokens"] = 2, 6
     segments["square"][0, 1] = 9.0, 4.0
-    found = completion_advantages(
+    found = compute_completion_advantages(
         step_metadata(1, 2, segments=segments), np.array([[[-4.0, 1.0], [2.0, -1.0]]])
     )
     assert found[0] == pytest.approx([-np.sqrt((2 * 16 + 6) / 8), np.sqrt((9 * 4 + 4) / 13)])

@@ -74,12 +74,12 @@ class ScriptedEngine(RolloutEngine[Completions]):
         self.asked.append(([prompt.id for prompt in prompts], sampling))
         return [tuple(map(self._complete, self._script[p.id][: sampling.samples])) for p in prompts]
 
-    def finish(self, pending: Completions, look: GroupCallback | None = None) -> Completions:
+    def finish(self, pending: Completions, callback: GroupCallback | None = None) -> Completions:
         """Show all groups but the last before the end."""
         self.finished += 1
         for place, group in enumerate(pending[:-1]):
-            if look is not None:
-                look([(place, group)])
+            if callback is not None:
+                callback([(place, group)])
         return pending
 
     def _complete(self, said: Said) -> Completion:
@@ -104,22 +104,22 @@ class ScriptedWorkers:
 
     thinking_tags: Sequence[str] = ()
 
-    def begin(self, most_failures: int) -> ScriptedWorkers:
-        self._most_failures = most_failures
+    def begin(self, max_failures: int) -> ScriptedWorkers:
+        self._most_failures = max_failures
         self._items: list[ScoreItem] = []
         return self
 
     def add(self, items: Sequence[ScoreItem]) -> None:
         self._items.extend(items)
 
-    def advance(self) -> bool:
+    def step(self) -> bool:
         return False
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         pass
 
     def finish(self) -> list[Score]:
-        scores, told = [Score.failed("unscored")] * len(self._items), set()
+        scores, told = [Score.from_failure("unscored")] * len(self._items), set()
         for number, item in enumerate(self._items):
             match item.solution.split():
                 case ["score", reward, *named]:
@@ -129,9 +129,9 @@ class ScriptedWorkers:
                     right = float(reward) >= 1.0
                     scores[number] = Score(float(reward), right, roles=roles, metrics=metrics)
                 case ["sleep"]:
-                    scores[number] = Score.failed("timeout")
+                    scores[number] = Score.from_failure("timeout")
                 case _:
-                    scores[number] = Score.failed(
+                    scores[number] = Score.from_failure(
                         "error", "" if item.solution in told else item.solution
                     )
                     told.add(item.solution)
@@ -161,10 +161,10 @@ class ThreadWorld(World):
     def gather(self, value: Any) -> list[Any]:
         return self.control.gather(self.rank, value)
 
-    def from_leader(self, make: Callable[[], T]) -> T:
-        return self.gather(self.together(lambda: make() if self.leads else None))[0]
+    def broadcast(self, make: Callable[[], T]) -> T:
+        return self.gather(self.run_on_all_ranks(lambda: make() if self.is_rank0 else None))[0]
 
-    def wait_for_all(self, what: str) -> None:
+    def barrier(self, description: str) -> None:
         self.control.gather(self.rank, None)
 
 

@@ -16,7 +16,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import RoutingShape, Selection, StepMetadata
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.metadata import staleness
+from megatron_dppo.rollout.metadata import compute_staleness
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from tests.rollout.scripted import (
     LIMIT_TOKENS,
@@ -64,7 +64,7 @@ class Bench:
             window or count,
         )
         begun = self.collector.request(pool_of(10), StepRollouts(selection, step))
-        return self.collector.collected([self.collector.finish(begun)])
+        return self.collector.merge([self.collector.finish(begun)])
 
 
 def test_failed_groups_leave_whole_and_others_replace_them(tokenizer: Tokenizer) -> None:
@@ -226,7 +226,7 @@ def test_trees_fork_in_training_alone_and_shared_tokens_count_once(tokenizer: To
     )
     assert result.metrics["rollout/generated_tokens"] == 8 * 8
     assert result.metrics["rollout/unique_tokens"] == (8 + 2 + 5 + 2) + (8 + 5)
-    bench.collector.ask([pool_of(10)[6]], Sampling(4, 8, 1.0, (), seed=1))
+    bench.collector.submit([pool_of(10)[6]], Sampling(4, 8, 1.0, (), seed=1))
     assert [len(sampling.branches) for _, sampling in bench.engine.asked] == [2, 0]
     with pytest.raises(UserError, match="that did not fork"):
         Bench(tokenizer, {2: said("score 1") * 8}, *settings).collect()
@@ -311,13 +311,13 @@ def test_completion_is_as_old_as_its_oldest_token(tokenizer: Tokenizer) -> None:
         (known, 9, 3, [1.0, 3.0, 13 / 6, 3.0]),
         (empty, 9, 0, [0.0, 0.0, 0.0, 0.0]),
     ):
-        assert staleness(metadata, version, bound=bound) == pytest.approx(
+        assert compute_staleness(metadata, version, bound=bound) == pytest.approx(
             dict(zip(names, expected, strict=True))
         )
     # A late completion is not left out: late completions are long, and the rest would be a policy
     # of short ones.
     with pytest.raises(UserError, match="3 updates old") as raised:
-        staleness(known, 9, bound=2)
+        compute_staleness(known, 9, bound=2)
     assert raised.value.setting == "rollout.ahead"
 
 
@@ -373,7 +373,7 @@ def test_completions_without_routing_to_replay_are_refused(tokenizer: Tokenizer)
         bench = Bench(tokenizer, {4: MIXED}, world=world, routing=shape)
         with pytest.raises(UserError, match="a completion came without") as caught:
             bench.collect()
-        bench.collector.ask([pool_of(10)[4]], Sampling(1, 8, 1.0, (), seed=1))
+        bench.collector.submit([pool_of(10)[4]], Sampling(1, 8, 1.0, (), seed=1))
         return caught.value.setting, [sampling.routing for _, sampling in bench.engine.asked]
 
     assert as_ranks(2, on_a_rank) == [("loss.replay_routing", [shape, None])] * 2

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.sequences import sequences
+from megatron_dppo.rl.sequences import split_sequences
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout import conversation
-from megatron_dppo.rollout.conversation import Client, ConversationFunction, Turn, joined
-from megatron_dppo.rollout.conversation_checks import UnusableError
+from megatron_dppo.rollout.conversation import Client, ConversationFunction, Turn, merge_parts
+from megatron_dppo.rollout.conversation_checks import InvalidCompletionError
 from megatron_dppo.rollout.engine import Sampling
 from tests.docs.documents import blocks
 
@@ -54,7 +54,7 @@ def completed(
         number=0,
         generated=generated,
     )
-    return conversation.completed(returned, client)
+    return conversation.build_completion(returned, client)
 
 
 def finished(turns: Sequence[Turn], *, limit: int = 20, roles: Sequence[str] = ()) -> Completion:
@@ -96,7 +96,7 @@ def test_sampled_tokens_are_trained_on_and_given_tokens_are_read() -> None:
         ([turn(1), [5], turn(2)], "length"),
         ([turn(1), turn(2, STOP)], "stop"),
         ([turn(1, STOP), [5]], "stop"),
-        ([turn(1, STOP), [5], joined([])], "length"),  # nothing was left of the response
+        ([turn(1, STOP), [5], merge_parts([])], "length"),  # nothing was left of the response
     ],
 )
 def test_response_ends_as_the_last_turn_of_the_policy(turns: list[Turn], reason: str) -> None:
@@ -149,9 +149,9 @@ IN_ROLES = replace(OWN, segments=np.array([0, -1], np.int8))
             SUMMED,
             "turn 1 that was generated after other tokens",
         ),
-        (replace(joined([FIRST, [6], NEXT]), starts=(2, 9)), SUMMED, "begin at"),
+        (replace(merge_parts([FIRST, [6], NEXT]), starts=(2, 9)), SUMMED, "begin at"),
         (
-            replace(joined([FIRST, [6] * 21, NEXT]), starts=(2,)),
+            replace(merge_parts([FIRST, [6] * 21, NEXT]), starts=(2,)),
             SUMMED,
             "of 21 tokens more than the prompt's, and 20",
         ),
@@ -160,7 +160,7 @@ IN_ROLES = replace(OWN, segments=np.array([0, -1], np.int8))
     ],
 )
 def test_untrainable_results_are_refused(returned: Any, generated: list, words: str) -> None:
-    with pytest.raises(UnusableError, match=words):
+    with pytest.raises(InvalidCompletionError, match=words):
         completed(returned, PROMPT, generated, 20, vocabulary=100)
 
 
@@ -178,7 +178,7 @@ def test_untrainable_results_are_refused(returned: Any, generated: list, words: 
     ],
 )
 def test_unknown_roles_are_refused(returned: Any, words: str) -> None:
-    with pytest.raises(UnusableError, match=words):
+    with pytest.raises(InvalidCompletionError, match=words):
         completed(returned, PROMPT, ONCE, 20, TWO)
 
 
@@ -201,7 +201,9 @@ def test_lists_of_turns_are_sequences_with_a_context_of_their_own() -> None:
         [[("a", FIRST)], [[6, 6, 6], ("b", NEXT)]], PROMPT, SUMMED, 20, ("a", "b")
     ).segments
     assert said_by is not None and said_by.tolist() == [0, 0, -1, -1, -1, 1, 1]
-    assert joined([[9], whole]).starts == (4,), "as trees and resumed rollouts join completions"
+    assert merge_parts([[9], whole]).starts == (4,), (
+        "as trees and resumed rollouts join completions"
+    )
 
 
 def test_sequences_past_their_limit_are_cut_off() -> None:
@@ -223,7 +225,7 @@ def test_sampled_tokens_have_the_role_of_their_turn() -> None:
     assert whole.segments is not None and whole.segments.dtype == np.int8
     assert whole.segments.tolist() == [0, 0, -1, 1, 0, 0, 0]
     for again, expected in (
-        (joined([whole, [6], turn(9)]), [*whole.segments, -1, -1]),
+        (merge_parts([whole, [6], turn(9)]), [*whole.segments, -1, -1]),
         (finished(turns, limit=4, roles=TWO), [0, 0, -1, 1]),
         (completed(whole, PROMPT, [], 20, TWO), whole.segments.tolist()),
     ):
@@ -242,7 +244,7 @@ def test_routing_of_a_token_is_that_of_its_first_reader() -> None:
         (finished(turns), [1] * 3 + [2] * 5),
         (finished(turns, limit=5), [1] * 3 + [2] * 3),
         # A request that was broken off before its first token has read nothing.
-        (joined([routed(turn(1), 2, 1), turn(), routed(turn(2), 3, 2)]), [1, 1, 2]),
+        (merge_parts([routed(turn(1), 2, 1), turn(), routed(turn(2), 3, 2)]), [1, 1, 2]),
     ):
         assert completion.routing is not None and completion.routing.ravel().tolist() == expected
     assert finished([turn(1, 2), [5], turn(3)]).routing is None
@@ -303,5 +305,5 @@ def test_worked_examples_have_their_conversation(
     completion = completed(
         asyncio.run(scope["rollout"](client, prompt)), prompt, client.generated, 60, roles
     )
-    tokens = [completion.token_ids[of] for of in sequences(completion)]
+    tokens = [completion.token_ids[of] for of in split_sequences(completion)]
     assert [tokenizer.decode(each[each != STOP]) for each in tokens] == expected

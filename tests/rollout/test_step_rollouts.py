@@ -16,7 +16,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.types import Completion, Group, Selection, StepMetadata
 from megatron_dppo.rollout.engine import PartialRollout
-from megatron_dppo.rollout.metadata import metadata_of
+from megatron_dppo.rollout.metadata import build_metadata
 from megatron_dppo.rollout.step_rollouts import (
     CompleteRollouts,
     StepRollouts,
@@ -72,7 +72,7 @@ def complete_of(
     rng = np.random.default_rng(0)
     rewards = [rng.random((3, SEGMENTS.get(kind, 0))) for _ in groups]
     inclusion = np.array([*groups]) / 7.0
-    part = metadata_of(
+    part = build_metadata(
         [*groups.values()], inclusion, 3, SEGMENTS.get(kind, 0), world.rank, role_rewards=rewards
     )
     part = replace(part, log_ratios=rng.random(part.log_ratios.shape))
@@ -159,14 +159,23 @@ def test_rollouts_fit_the_settings_that_asked_for_them(
     kind: str, prompts: tuple[int, ...], settings: list[str], fits: bool
 ) -> None:
     config = load_config(None, ["rollout.samples_per_prompt=3", *settings])
-    assert complete_of(world_of(1, 0), kind, prompts).fit(config, oldest=0, routed=False) == fits
+    assert (
+        complete_of(world_of(1, 0), kind, prompts).can_resume(
+            config, min_version=0, needs_routing=False
+        )
+        == fits
+    )
 
 
 def test_rollouts_fit_by_age_and_routing() -> None:
     config = load_config(None, ["rollout.samples_per_prompt=3"])
     plain, routed = (complete_of(world_of(1, 0), kind) for kind in ("plain", "routed"))
-    assert [plain.fit(config, oldest=oldest, routed=False) for oldest in (3, 4)] == [True, False]
-    assert [each.fit(config, oldest=0, routed=True) for each in (plain, routed)] == [False, True]
+    assert [
+        plain.can_resume(config, min_version=oldest, needs_routing=False) for oldest in (3, 4)
+    ] == [True, False]
+    assert [
+        each.can_resume(config, min_version=0, needs_routing=True) for each in (plain, routed)
+    ] == [False, True]
 
 
 def test_steps_come_back_in_their_order_and_partial_rollouts_to_their_rank(tmp_path: Path) -> None:
@@ -207,8 +216,8 @@ def test_steps_come_back_in_their_order_and_partial_rollouts_to_their_rank(tmp_p
     partial = backs[0][1]
     for oldest, limit, fits in ((3, 9, True), (4, 9, False), (3, 3, False)):
         config = load_config(None, [f"rollout.max_response_tokens={limit}"])
-        assert partial.fit(config, oldest=oldest, routed=False) == fits
-    assert partial.fit(load_config(None, []), oldest=0, routed=True)
+        assert partial.can_resume(config, min_version=oldest, needs_routing=False) == fits
+    assert partial.can_resume(load_config(None, []), min_version=0, needs_routing=True)
 
 
 def test_checkpoint_without_rollouts_has_none(tmp_path: Path) -> None:

@@ -173,11 +173,11 @@ def test_servers_read_their_completions_at_once(
     ):
         server.failures = [429, 503, 0]
         reading = TeacherQuery(servers, prompts)
-        reading.look([(2, groups[2])])
+        reading.submit_groups([(2, groups[2])])
         wait_until(lambda: server.asked == 2, 20.0)  # and wait() has not been called
         assert server.failures == []
         reading.wait(groups, world_of(1, 0))
-        read = reading.answers(groups)
+        read = reading.add_logprobs(groups)
         assert server.asked == 5
         assert read[1] == groups[1], "nobody teaches source b"
         for place in (0, 2):
@@ -197,7 +197,7 @@ def test_rollouts_have_the_log_ratios_of_their_teacher(policy: Path) -> None:
         with closing(Collector(*parts, teachers=teachers, **offline)) as collector:
             selection = Selection(np.array([4]), np.ones(1), 1)
             begun = collector.request(pool_of(10), StepRollouts(selection, step=0))
-            rollouts = collector.collected([collector.finish(begun)])
+            rollouts = collector.merge([collector.finish(begun)])
         for completion, known in zip(
             rollouts.held[0].completions, rollouts.metadata.log_ratios[0], strict=True
         ):
@@ -229,7 +229,7 @@ def test_unusable_answers_stop_the_run(
         query = TeacherQuery(servers, prompts)
         query.wait(groups, world_of(1, 0))
         with pytest.raises(UserError, match=words) as error:
-            query.answers(groups)
+            query.add_logprobs(groups)
     assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
 
 

@@ -26,8 +26,8 @@ def write_rollouts(rank: int, size: int, config: Config, file: Path) -> None:
     """Run, and write the rollouts of each step in the order of the pool."""
 
     class Writing(Trainer):
-        def complete(self, rollouts: StepRollouts) -> CompleteRollouts:
-            complete = super().complete(rollouts)
+        def collect_rollouts(self, rollouts: StepRollouts) -> CompleteRollouts:
+            complete = super().collect_rollouts(rollouts)
             with file.open("a") as lines:
                 for group in sorted(complete.held.values(), key=lambda g: g.prompt.id):
                     completions = [

@@ -97,7 +97,7 @@ class Rig:
         hurt.
         """
         prompts = [prompt_of(i) for i in range(PROMPTS)][self.world.rank :: self.world.size]
-        victims = [self.processes()[i] for i in servers] if self.world.leads else []
+        victims = [self.processes()[i] for i in servers] if self.world.is_rank0 else []
 
         def resume_and_hurt() -> None:
             for victim in victims:
@@ -126,7 +126,7 @@ class Rig:
     def wait_for_servers(self, count: int, version: int) -> None:
         """Sync, again and again, until so many servers serve."""
         until = time.monotonic() + BACK_S
-        while self.world.from_leader(lambda: len(self.engine.servers)) < count:
+        while self.world.broadcast(lambda: len(self.engine.servers)) < count:
             assert time.monotonic() < until, f"the servers did not come back: {self.words}"
             time.sleep(1.0)
             self.sync(version)
@@ -153,7 +153,7 @@ class Rig:
 
 def signal_all(process: Any, number: signal.Signals) -> None:
     """Signal a server with all of its ranks."""
-    for pid in process.pids():
+    for pid in process.list_pids():
         os.kill(pid, number)
 
 
@@ -187,7 +187,7 @@ def faults(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
             rounds[name].difference = rig.difference(version)
 
     def kill_once(number: int) -> None:
-        if rig.world.leads and number == 3:
+        if rig.world.is_rank0 and number == 3:
             kill_main(rig.processes()[0])
             rig.on_bucket = lambda number: None
 
@@ -211,7 +211,7 @@ def faults(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
         note("both killed", 3, kill_main, 0, 1)
         rig.wait_for_servers(2, 3)
         note("at the end", 3)
-    return rounds if rig.world.leads else {}
+    return rounds if rig.world.is_rank0 else {}
 
 
 def stop_with(rank: int, size: int, settings: Sequence[str], secret: str) -> str:
@@ -236,10 +236,10 @@ def colocated(
     """
     names = (
         "release_memory",
-        "regain_weights",
+        "resume_weights",
         "begin_update",
         "end_update",
-        "regain_cache",
+        "resume_kv_cache",
         "resume",
     )
     calls = defaultdict[str, list[str]](list)
@@ -266,7 +266,7 @@ def colocated(
             rounds.append(rig.roll_out(*([kill_main, 0] if version == 1 else [])))
             rounds[-1].difference = rig.difference(version)
             calls.clear()
-    return (rounds, requests) if rig.world.leads else ([], [])
+    return (rounds, requests) if rig.world.is_rank0 else ([], [])
 
 
 def in_flight(rank: int, size: int, settings: Sequence[str], secret: str) -> dict[str, Any]:
@@ -292,11 +292,11 @@ def _update_in_flight(rig: Rig, old: int) -> dict[str, Any]:
     rig.change(1.03)
     half, sampling = len(prompts) // 2, Sampling(SAMPLES, LONG, 1.0, (), seed=3)
     pending = [rig.engine.begin(prompts[:half], sampling)]
-    rig.world.wait_for_all("beginning")
+    rig.world.barrier("beginning")
     # Once a prompt that was asked later has some tokens, the others have some, however busy the
     # machine is.
     later = [prompt_of(PROMPTS)], Sampling(1, LONG // 8, 1.0, (), seed=3)
-    rig.world.from_leader(lambda: rig.engine.begin(*later).wait(60.0))
+    rig.world.broadcast(lambda: rig.engine.begin(*later).wait(60.0))
     pending.append(rig.engine.begin(prompts[half:], sampling))  # arrives during the pause
     rig.sync(old + 1)
     groups = [group for batch in pending for group in rig.engine.finish(batch)]

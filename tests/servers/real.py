@@ -20,7 +20,7 @@ import pytest
 from megatron_dppo.config.rollout import ServerKind as Kind
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.launch import SECRET, spec_of
+from megatron_dppo.rollout.servers.launch import SECRET, load_engine_spec
 from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, stop_all, wait_ready
 from megatron_dppo.settings import load_config
 from tests.commands import Command
@@ -120,9 +120,11 @@ class RealServers:
             process, policy = server.process, server.policy
             process.stop()
         process.start()
-        client = partial(spec_of(kind).client, http=self._http, secret=self._secret, timeout_s=60.0)
+        client = partial(
+            load_engine_spec(kind).client, http=self._http, secret=self._secret, timeout_s=60.0
+        )
         api = self._http.run(wait_ready(process, client, WAIT_S))
-        self._http.run(api.info())
+        self._http.run(api.get_info())
         self._running[key] = RealServer(process, api, kind, tp, policy)
         return self._running[key]
 
@@ -130,7 +132,7 @@ class RealServers:
         stop_all([server.process for server in self._running.values()])
 
     def _is_well(self, server: RealServer) -> bool:
-        for pid in server.process.pids():
+        for pid in server.process.list_pids():
             if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
                 os.kill(pid, signal.SIGCONT)
         try:
@@ -138,7 +140,7 @@ class RealServers:
             self._http.run(server.api.health(20.0))
         except ServerError:
             return False
-        return server.process.alive()
+        return server.process.is_alive()
 
 
 def given(*servers: RealServer) -> list[str]:

@@ -107,10 +107,10 @@ def test_colocated_servers_sleep_through_each_step(
         assert seen.versions == {version} and seen.difference <= AGREES
     wakes = [
         "release_memory",
-        "regain_weights",
+        "resume_weights",
         "begin_update",
         "end_update",
-        "regain_cache",
+        "resume_kv_cache",
         "resume",
     ]
     assert requests == [[wakes, wakes]] * 3
@@ -206,7 +206,7 @@ def test_servers_behind_a_router_serve(
     )
     secret = servers[0].secret
     pool = ServerPool(
-        load_config(None, settings), http, architecture="Qwen3ForCausalLM", secret=secret, say=print
+        load_config(None, settings), http, architecture="Qwen3ForCausalLM", secret=secret, log=print
     )
     http.run(pool.open())
     assert {server.url for server in pool.servers} == {server.api.url for server in servers}

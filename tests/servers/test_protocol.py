@@ -31,10 +31,10 @@ from megatron_dppo.rollout.servers.client import (
     Manifest,
     ServerClient,
     WeightGroup,
-    least_entropies,
+    compute_entropy_bounds,
 )
 from megatron_dppo.rollout.servers.http import ServerError
-from megatron_dppo.rollout.servers.launch import SECRET, spec_of
+from megatron_dppo.rollout.servers.launch import SECRET, load_engine_spec
 from megatron_dppo.rollout.servers.sender import Sender
 from megatron_dppo.rollout.servers.vllm import VllmClient
 from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
@@ -99,7 +99,7 @@ class Served:
         try:
             for bucket in buckets:
                 sender.send(sender.stage(bucket), None)
-            sender.arrive()
+            sender.wait_loaded()
         finally:
             sender.close()
 
@@ -156,7 +156,7 @@ def serve(real_servers: RealServers, served_policy: Path) -> Callable[..., Serve
 def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Iterator[Served]:
     served = serve(request.param)
     yield served
-    served.run("abandon_update")
+    served.run("abort_update")
     served.run("resume")
 
 
@@ -164,7 +164,7 @@ def served(request: pytest.FixtureRequest, serve: Callable[..., Served]) -> Iter
 def vllm(serve: Callable[..., Served]) -> Iterator[Served]:
     served = serve("vllm")
     yield served
-    served.run("abandon_update")
+    served.run("abort_update")
     served.run("resume")
 
 
@@ -214,17 +214,17 @@ def test_weights_arrive_with_their_version(
     served: Served, old: Weights, new: Weights, transport: str, tmp_path: Path
 ) -> None:
     served.generate()  # leaves the prompt in the server's cache
-    checksums = served.run("checksums")
+    checksums = served.run("get_checksums")
     served.update(new, folder=None if transport == "group" else tmp_path)
-    assert served.run("version") == "2"
+    assert served.run("get_version") == "2"
     for result in served.generate(samples=2):
         assert served.differences(new, result).max() < AGREES
         assert result.versions == (("2", len(result.token_ids)),)
-    changed = served.run("checksums")
+    changed = served.run("get_checksums")
     assert changed.keys() == checksums.keys()
     assert not changed.items() & checksums.items()
     served.update(old, version="3")
-    assert served.run("checksums") == checksums
+    assert served.run("get_checksums") == checksums
 
 
 def test_a_teacher_scores_as_transformers_does(
@@ -238,7 +238,9 @@ def test_a_teacher_scores_as_transformers_does(
     )
     prompt, world = Prompt(0, np.array(PROMPT, np.int32), "", ""), world_of(1, 0)
     with closing(TeacherServers(config, world, load_tokenizer(served_policy))) as servers:
-        [[scored]] = TeacherQuery(servers, [prompt]).finish([(completion_of(PROMPT),)], world)
+        query, completions = TeacherQuery(servers, [prompt]), [(completion_of(PROMPT),)]
+        query.wait(completions, world)
+        [[scored]] = query.add_logprobs(completions)
     taught = replace(scored, logprobs=scored.teacher_logprobs)
     assert vllm.differences(old, taught).max() < AGREES
 
@@ -254,13 +256,13 @@ def test_a_paused_server_is_well(vllm: Served) -> None:
 
 def test_a_stranger_can_neither_ask_nor_change_anything(served: Served) -> None:
     for secret in (None, "another"):
-        stranger = spec_of(served.server.kind).client(
+        stranger = load_engine_spec(served.server.kind).client(
             served.api.url, served.http, secret=secret, timeout_s=10.0
         )
         generate = partial(stranger.generate, PROMPT, SAMPLING, timeout_s=10.0)
         for request in (
             generate,
-            stranger.version,
+            stranger.get_version,
             stranger.resume,
             stranger.flush,
             stranger.begin_update,
@@ -274,12 +276,12 @@ def test_two_ranks_each_take_their_part(
     serve: Callable[..., Served], new: Weights, kind: Kind
 ) -> None:
     served = serve(kind, 2)
-    assert served.run("info").ranks == 2
+    assert served.run("get_info") and served.api.ranks == 2
     if kind == "vllm":  # a wrong shape kills SGLang
         served.run("begin_update")
         with pytest.raises(Exception, match=r"norm\.weight"):
             served.send({"model.norm.weight": torch.zeros(3)})
-        served.run("abandon_update")
+        served.run("abort_update")
         served.run("health", 20.0)
     served.update(new)
     served.check(new)
@@ -297,7 +299,7 @@ def test_entropies_are_those_of_the_scaled_distribution(
         served.distributions(old, PROMPT, result.token_ids, temperature).topk(likeliest).values
     )
     np.testing.assert_allclose(
-        result.entropies, least_entropies(expected.tolist()), atol=10 * AGREES
+        result.entropies, compute_entropy_bounds(expected.tolist()), atol=10 * AGREES
     )
 
 
@@ -315,13 +317,13 @@ def test_a_server_is_in_several_groups_at_once(vllm: Served, new: Weights) -> No
     senders = vllm.sender(), vllm.sender()
     for sender, part in zip(senders, parts, strict=True):
         sender.send(sender.stage(part), None)
-        sender.arrive()
+        sender.wait_loaded()
         sender.close()
     vllm.run("end_update", "2")
     vllm.run("resume")
     vllm.check(new)
     with pytest.raises(ServerError, match=f"no group named {senders[0].name}"):
-        vllm.run("update_from_distributed", Manifest.of(new), senders[0].name, None)
+        vllm.run("update_from_distributed", Manifest.from_tensors(new), senders[0].name, None)
     vllm.run("leave", senders[0].name)  # also if the server is no member
 
 
@@ -331,16 +333,16 @@ def test_an_incomplete_update_is_refused_and_a_good_one_follows(
     name = "model.layers.1.mlp.up_proj.weight"  # of a layer that has another tensor already
     with pytest.raises(Exception, match=name):
         vllm.update(dict(new) | {name: new[name][:, :-1].contiguous()})
-    assert vllm.run("version") == INCOMPLETE
-    vllm.run("abandon_update")
+    assert vllm.run("get_version") == INCOMPLETE
+    vllm.run("abort_update")
     with pytest.raises(ServerError, match=r"not whole.*layers\.0\.mlp"):
         vllm.update({name: tensor for name, tensor in new.items() if "layers.0.mlp" not in name})
-    assert vllm.run("version") == INCOMPLETE
-    vllm.run("abandon_update")
+    assert vllm.run("get_version") == INCOMPLETE
+    vllm.run("abort_update")
     vllm.run("begin_update")
     with pytest.raises(ServerError, match="no safetensors"):
         vllm.run("update_from_disk", tmp_path, "2")
-    vllm.run("abandon_update")
+    vllm.run("abort_update")
     vllm.update(new)
     vllm.check(new)
 
@@ -351,10 +353,10 @@ def test_a_silent_sender_holds_no_server_for_ever(vllm: Served, old: Weights, ne
     sender = vllm.sender(hasty)
     began = time.monotonic()
     with pytest.raises(ServerError, match="rank 0") as raised:
-        vllm.http.run(hasty.update_from_distributed(Manifest.of(new), sender.name, None))
+        vllm.http.run(hasty.update_from_distributed(Manifest.from_tensors(new), sender.name, None))
     assert raised.value.alive
     assert time.monotonic() - began < 30.0
-    vllm.run("abandon_update")
+    vllm.run("abort_update")
     sender.close()
     vllm.check(old)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -367,7 +369,7 @@ def test_a_silent_sender_holds_no_server_for_ever(vllm: Served, old: Weights, ne
 
 @pytest.mark.parametrize("process", ["EngineCore", "Worker"])
 def test_health_sees_a_hang_behind_the_front(vllm: Served, process: str) -> None:
-    everyone = [psutil.Process(pid) for pid in vllm.server.process.pids()]
+    everyone = [psutil.Process(pid) for pid in vllm.server.process.list_pids()]
     (hung,) = [each for each in everyone if f"VLLM::{process}" in " ".join(each.cmdline())]
     hung.suspend()
     try:

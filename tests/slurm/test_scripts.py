@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.parallel.layout import resolve_layout
-from megatron_dppo.rollout.servers.launch import gpus_to_reserve
+from megatron_dppo.rollout.servers.launch import count_reserved_gpus
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.preflight import check_config
 from tests.slurm.jobs import ROOT, SCRIPTS
@@ -41,7 +41,7 @@ def test_a_script_asks_for_the_machines_of_its_configuration(script: str) -> Non
     assert (
         int(actors["gpus-per-node"])
         == cluster.gpus_per_node
-        == per_node + gpus_to_reserve(config.rollout)
+        == per_node + count_reserved_gpus(config.rollout)
     )
     resolve_layout(config.layout, cluster.nodes * per_node)
     assert actors["time"] == f"{cluster.hours:02.0f}:00:00"

@@ -34,10 +34,10 @@ def test_labels_are_right(split: str) -> None:
         "multiply": int.__mul__,
         "divide": int.__floordiv__,
     }
-    for row in problems.problems(split, 400, set()):
+    for row in problems.generate_problems(split, 400, set()):
         small, large = find_numbers(read_question(row))
         assert row["label"] == str(results[row["data_source"]](large, small)), row
-    for row in problems.problems(split, 400, set(), [2, 3]):
+    for row in problems.generate_problems(split, 400, set(), [2, 3]):
         calculation = row["response"].removeprefix("\\boxed{").removesuffix("}")
         assert eval(calculation) == int(row["label"]), row
         assert {*find_numbers(calculation)} == {*find_numbers(read_question(row))}, row
@@ -57,11 +57,11 @@ def test_training_and_held_out_problems_share_no_words() -> None:
 @pytest.mark.parametrize("steps", [[1], [2, 3]])
 def test_no_two_problems_have_the_same_numbers(steps: list[int]) -> None:
     made = [tuple(find_numbers(asked)) for asked, _ in problems.EXAMPLES]
-    taken = problems.in_examples()
+    taken = problems.list_example_numbers()
     for split, count in (("held_out", 400), ("train", 3072)):
         made += [
             tuple(find_numbers(read_question(row)))
-            for row in problems.problems(split, count, taken, steps)
+            for row in problems.generate_problems(split, count, taken, steps)
         ]
     assert len(set(made)) == len(made) == 3476, "5 + 3 is 3 + 5, and examples are problems, too"
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dppo.bridge.checkpoint_folder import latest_step
+from megatron_dppo.bridge.checkpoint_folder import find_latest_step
 from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from tests.policies import write_policy
@@ -55,14 +55,14 @@ def train_while_it_is_written(
     metadata, groups = step_of_groups(size)
     held = held_by(rank, metadata, groups)
     for step in range(3):
-        learner.learn(plan_for(world, config, metadata), held, step=step + 1, version=0)
+        learner.train(plan_for(world, config, metadata), held, step=step + 1, version=0)
         if step == 0:
             AT_BIRTH[:] = [stops]
             checkpoints.save(policy.actor, 1, STATE)
             AT_BIRTH.clear()
     folder = Path(config.run.dir, "checkpoints")
-    world.wait_for_all("updates")
-    before = latest_step(folder)
+    world.barrier("updates")
+    before = find_latest_step(folder)
     if problem:
         with pytest.raises((CheckpointException, RuntimeError), match=problem):
             checkpoints.finish()
@@ -71,7 +71,7 @@ def train_while_it_is_written(
         for child in psutil.Process().children():
             child.send_signal(signal.SIGCONT)
         checkpoints.finish()
-    return before, latest_step(folder)
+    return before, find_latest_step(folder)
 
 
 @pytest.mark.parametrize(

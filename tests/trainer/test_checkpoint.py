@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.bridge.checkpoint_folder import TRACKER, iteration_name, latest_step
+from megatron_dppo.bridge.checkpoint_folder import TRACKER, find_latest_step, format_iteration_name
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.checkpoint import Checkpoints, _Unfinished
+from megatron_dppo.trainer.checkpoint import Checkpoints, _PendingCheckpoint
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.laws.test_split_invariance import LAYOUTS, ONE
 from tests.policies import trains, write_family, write_policy
@@ -81,7 +81,7 @@ def train(
         if step in save and (step, STATE) != found:
             checkpoints.save(policy.actor, step, STATE)
         if step < stop:
-            metrics = learner.learn(
+            metrics = learner.train(
                 plan_for(world, config, metadata), held, step=step + 1, version=0
             )
             losses.append((metrics["train/loss"], metrics["train/grad_norm"]))
@@ -235,7 +235,7 @@ def save_without_room(rank: int, size: int, config: Config) -> str:
     world, _, policy = build(config)
     checkpoints = Checkpoints(config, world)
     checkpoints.save(policy.actor, 1, {})
-    world.from_leader(lambda: Path(config.run.dir, "ballast").write_bytes(bytes(6 * 2**20)))
+    world.broadcast(lambda: Path(config.run.dir, "ballast").write_bytes(bytes(6 * 2**20)))
     with pytest.raises(UserError) as error:
         checkpoints.save(policy.actor, 2, {})
     return str(error.value)
@@ -245,7 +245,7 @@ def test_full_disk_costs_no_checkpoint(ranks: RankPool, policy: Path, small_disk
     for message in ranks.run(2, save_without_room, configure(policy, small_disk, LAYOUTS["tp2"])):
         assert message.startswith(f"run.dir = {small_disk}: a checkpoint could not be written")
         assert "MiB needed" in message, "the disk is asked before the writing"
-    assert latest_step(small_disk / "checkpoints") == 1
+    assert find_latest_step(small_disk / "checkpoints") == 1
 
 
 def save_more(rank: int, size: int, config: Config) -> str:
@@ -271,7 +271,7 @@ def test_checkpoint_has_the_files_of_every_rank(
     """If a rank cannot write its files, there is no checkpoint."""
     for message in ranks.run(2, save_more, configure(policy, tmp_path, LAYOUTS["tp2"])):
         assert "a checkpoint could not be written" in message
-    assert latest_step(tmp_path / "checkpoints") == 1
+    assert find_latest_step(tmp_path / "checkpoints") == 1
     assert sorted(path.name for path in (tmp_path / "checkpoints/iter_0000001").glob("more-*")) == [
         "more-0",
         "more-1",
@@ -319,23 +319,23 @@ def test_checkpoint_is_flushed_before_it_counts(
     ranks: RankPool, policy: Path, tmp_path: Path
 ) -> None:
     [named] = ranks.run(1, save_and_watch, configure(policy, tmp_path, ONE))
-    assert named == [(name, []) for name in ("hf", iteration_name(1), TRACKER, "")]
+    assert named == [(name, []) for name in ("hf", format_iteration_name(1), TRACKER, "")]
 
 
 def test_newest_checkpoint_stays_beside_later_numbers(policy: Path, tmp_path: Path) -> None:
     """Later numbers are of another life of the run; of the earlier ones the latest and the best
     stay."""
     folder = tmp_path / "checkpoints"
-    for name in (*map(iteration_name, (2, 3, 4, 9, 10)), ".iter_0000005.partial", "hf"):
+    for name in (*map(format_iteration_name, (2, 3, 4, 9, 10)), ".iter_0000005.partial", "hf"):
         (folder / name).mkdir(parents=True)
     partial = folder / ".iter_0000005.partial"
     (partial / "common.pt").touch()
     config = load_config(
         None, [f"model.path={policy}", f"run.dir={tmp_path}", "run.keep_checkpoints=1"]
     )
-    written = _Unfinished(SimpleNamespace(folder=partial), 5, {}, needed=0, also_keep=3)
+    written = _PendingCheckpoint(SimpleNamespace(folder=partial), 5, {}, needed=0, also_keep=3)
     Checkpoints(config, world_of(1, 0))._put_in_place(written, {})
     assert {path.name for path in folder.glob("iter_*")} == {
-        iteration_name(step) for step in (3, 5, 9, 10)
+        format_iteration_name(step) for step in (3, 5, 9, 10)
     }
-    assert latest_step(folder) == 5
+    assert find_latest_step(folder) == 5

@@ -71,25 +71,25 @@ def test_best_is_the_highest_evaluated_and_saved_step() -> None:
     guard = CollapseGuard(RunConfig())
     kept = []
     for step, accuracy in enumerate([0.2, None, 0.6, 0.6, 0.1], start=1):
-        guard.trained(updated=True, reward=0.0)
+        guard.record_step(updated=True, reward=0.0)
         if accuracy is not None:
-            guard.evaluated(accuracy)
-        kept.append(guard.saving(step))
+            guard.record_evaluation(accuracy)
+        kept.append(guard.update_best(step))
     assert kept == [1, 1, 3, 3, 3]
     resumed = CollapseGuard(RunConfig())
     resumed.load_state_dict(guard.state_dict())
-    assert resumed.saving(6) == 3, "the step of the resume was not evaluated again"
+    assert resumed.update_best(6) == 3, "the step of the resume was not evaluated again"
     none = CollapseGuard(RunConfig(keep_best=False))
-    none.evaluated(0.9)
-    assert none.saving(1) is None
+    none.record_evaluation(0.9)
+    assert none.update_best(1) is None
 
 
 def test_only_consecutive_steps_count() -> None:
     guard = CollapseGuard(RunConfig(max_idle_steps=3))
     seen = []
     for updated in (False, False, True, False, False, False):
-        guard.trained(updated=updated, reward=0.0)
-        seen.append(guard.hopeless)
+        guard.record_step(updated=updated, reward=0.0)
+        seen.append(guard.is_collapsed)
     assert seen == [False] * 5 + [True]
 
 

@@ -22,7 +22,7 @@ from megatron_dppo.bridge.checkpoint_folder import (
     METADATA,
     TRACKER,
     Checksums,
-    latest_step,
+    find_latest_step,
 )
 from megatron_dppo.bridge.stored_policy import read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON
@@ -76,7 +76,7 @@ def load(rank: int, size: int, configs: list[Config]) -> list[tuple[str, Any]]:
                 (f"{error.setting} = {error.value}: {error.problem}. {error.remedy}", None)
             )
             continue
-        learner.learn(plan, held, step=step + 1, version=0)
+        learner.train(plan, held, step=step + 1, version=0)
         found.append(
             (
                 f"step {step}" + " with another state" * (state != TRAINER_STATE),
@@ -261,7 +261,7 @@ def test_foreign_files_stay_beside_checkpoints(
         (folder / name).mkdir()
     for name in ("iter_0000009", "iter_0000003", ".iter_0000003.partial", "notes.txt"):
         (folder / name).write_text("a file")
-    assert latest_step(folder) == 2
+    assert find_latest_step(folder) == 2
     ranks.in_turn(1, (save_again, ours, 3), (save_again, ours, 4))
     foreign = folders | {"iter_0000003.bak", "iter_0000009", "notes.txt"}
     assert {path.name for path in folder.iterdir()} == foreign | {
@@ -285,4 +285,4 @@ def test_run_without_a_tracker_resumes_from_the_newest_whole(
     (kept, _), (earlier, _), (message, weights) = ranks.run(1, load, [whole, torn, none])[0]
     assert (kept, earlier, weights) == ("step 2", "step 1", None)
     assert f"no whole checkpoint (iter_0000002: {data.name} is missing)" in message
-    assert latest_step(tmp_path / "nowhere") is None
+    assert find_latest_step(tmp_path / "nowhere") is None

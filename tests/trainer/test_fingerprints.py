@@ -22,11 +22,11 @@ from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.fingerprints import (
     SAMPLE_BYTES,
     SAMPLES,
-    fingerprints,
-    functions_without_text,
-    weight_digests,
+    compute_fingerprints,
+    compute_weight_digests,
+    list_functions_without_text,
 )
-from megatron_dppo.trainer.resume import PROMPTS, check_resume, is_unchanged, record
+from megatron_dppo.trainer.resume import PROMPTS, check_resume, is_unchanged, record_settings
 from megatron_dppo.trainer.writer import FILES
 from tests.trainer.test_preflight import write_marks
 
@@ -60,8 +60,8 @@ def config(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Con
 
 
 def save(config: Config, folder: Path) -> None:
-    write_marks(config, 3, {FILES: fingerprints(config)})
-    record(folder, 0, config)
+    write_marks(config, 3, {FILES: compute_fingerprints(config)})
+    record_settings(folder, 0, config)
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
@@ -169,13 +169,13 @@ def test_large_weights_are_sampled(tmp_path: Path) -> None:
     ).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2**23))
-    seen = {weight_digests(tmp_path, None)[file.name]}
+    seen = {compute_weight_digests(tmp_path, None)[file.name]}
     step = file.stat().st_size // SAMPLES
     for at in (8 + len(header), step + 1, 40 * step + SAMPLE_BYTES - 1, 63 * step):
         with file.open("r+b") as opened:
             opened.seek(at)
             opened.write(b"x")
-        seen.add(weight_digests(tmp_path, None)[file.name])
+        seen.add(compute_weight_digests(tmp_path, None)[file.name])
     assert len(seen) == 5
 
 
@@ -199,7 +199,7 @@ def test_function_from_python_is_known_by_its_text(config: Config, tmp_path: Pat
     anyway = replace(config, run=replace(config.run, resume="anyway"))
     given = _with_functions(anyway, folder, check=check_resume, reward=halves)
     save(given, folder)
-    assert functions_without_text(given) == []
+    assert list_functions_without_text(given) == []
     check_resume(given)  # as the command line does, which is given none
     with pytest.raises(UserError) as caught:
         _with_functions(config, folder, check=check_resume, reward=partial(shorten))
@@ -215,6 +215,6 @@ def test_function_from_python_is_known_by_its_text(config: Config, tmp_path: Pat
     with pytest.raises(UserError, match="shorten, given from Python, has changed"):
         check_resume(replace(changed, run=config.run))
     # A function without source has not the text of an earlier one.
-    assert functions_without_text(_with_functions(anyway, folder, reward=max)) == [
+    assert list_functions_without_text(_with_functions(anyway, folder, reward=max)) == [
         "reward.function: max"
     ]

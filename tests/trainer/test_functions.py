@@ -12,9 +12,9 @@ import torch
 from megatron_dppo.config import Config, LossConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins import load_function
-from megatron_dppo.rl.losses import token_losses
+from megatron_dppo.rl.losses import compute_token_losses
 from megatron_dppo.rl.objectives import Objective
-from megatron_dppo.trainer.functions import adopt_functions, engine_maker, objective_of
+from megatron_dppo.trainer.functions import load_engine_factory, load_objective, register_functions
 from tests.ranks import RankPool
 from tests.small_runs import live, rows, small_run, write_run
 
@@ -98,7 +98,7 @@ def decaying(rewards, columns):
 
 
 def live_with_functions(rank: int, size: int, config: Config) -> None:
-    adopt_functions(config)
+    register_functions(config)
     live(rank, size, config)
 
 
@@ -135,14 +135,14 @@ def test_named_objective_gives_clips_and_ratio(own: Path) -> None:
         ({"name": "gspo", "clip_high": 9.0}, [-1.2214, -1.2214]),
         ({"name": "dapo"}, [-1.0, -1.28]),
     ):
-        objective = objective_of(LossConfig(objective=f"{own}:ppo", **settings))
+        objective = load_objective(LossConfig(objective=f"{own}:ppo", **settings))
         assert compute_losses(objective, logprobs, old).tolist() == pytest.approx(loss, abs=1e-4)
-        assert objective.aggregation == objective_of(LossConfig(**settings)).aggregation
+        assert objective.aggregation == load_objective(LossConfig(**settings)).aggregation
 
 
 @pytest.mark.parametrize("name", ["plain", "sequence_mean"])
 def test_means_and_sums_over_a_completion_are_accepted(name: str, own: Path) -> None:
-    objective_of(LossConfig(objective=f"{own}:{name}"))
+    load_objective(LossConfig(objective=f"{own}:{name}"))
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,13 @@ def test_means_and_sums_over_a_completion_are_accepted(name: str, own: Path) -> 
 )
 def test_unfit_objective_is_refused(name: str, problem: str, own: Path) -> None:
     with pytest.raises(UserError, match=problem) as refused:
-        objective_of(LossConfig(objective=f"{own}:{name}"))
+        load_objective(LossConfig(objective=f"{own}:{name}"))
     assert (refused.value.setting, refused.value.value) == ("loss.objective", f"{own}:{name}")
 
 
 def test_error_of_a_function_names_the_function(own: Path) -> None:
     """Of an objective that passes its trial and fails on a pack, and of an engine's constructor."""
-    objective = objective_of(LossConfig(objective=f"{own}:stumbles"))
+    objective = load_objective(LossConfig(objective=f"{own}:stumbles"))
     long = torch.full((9,), -1.0)
     compute_losses(objective, long[:4], long[:4])
     with pytest.raises(
@@ -173,7 +173,7 @@ def test_error_of_a_function_names_the_function(own: Path) -> None:
         match=r"loss\.objective = .*:stumbles: raised for 9 tokens:\n(.|\n)*SystemExit: too m",
     ):
         compute_losses(objective, long, long)
-    make = engine_maker(Config(rollout=RolloutConfig(engine_function=f"{own}:no_engine")))
+    make = load_engine_factory(Config(rollout=RolloutConfig(engine_function=f"{own}:no_engine")))
     assert make is not None
     with pytest.raises(UserError, match=r"rollout\.engine_function = (.|\n)*no_such_thing"):
         make("path", device=None, dtype=None, world=None)
@@ -188,13 +188,13 @@ def compute_losses(objective: Objective, logprobs: torch.Tensor, old: torch.Tens
         "reference_logprobs": None,
         "sample": sample,
     }
-    return token_losses(
+    return compute_token_losses(
         objective, logprobs=logprobs, advantage=ones, kl_coef=0.0, tis_cap=None, **behind
     )[0]
 
 
 def test_own_engine_without_all_methods_is_refused(own: Path) -> None:
-    make = engine_maker(Config(rollout=RolloutConfig(engine_function=f"{own}:Half")))
+    make = load_engine_factory(Config(rollout=RolloutConfig(engine_function=f"{own}:Half")))
     assert make is not None
     with pytest.raises(
         UserError, match="made a Half, which lacks finish, sample_each, take_events"
@@ -229,13 +229,13 @@ def test_process_that_a_function_forks_ends(use: str, tmp_path: Path) -> None:
     if use == "import":
         load_function("loss.objective", f"{file}:objective")
     elif use == "rule":
-        adopt_functions(
+        register_functions(
             Config.model_validate(
                 {"pruning": {"completions": {"function": f"{file}:rule", "keep": 0.5}}}
             )
         )
     else:
-        objective_of(LossConfig(objective=f"{file}:objective"))
+        load_objective(LossConfig(objective=f"{file}:objective"))
     if os.getpid() != process:
         os._exit(1)
     children = sys.modules["plugin_file_own"].children

@@ -17,11 +17,11 @@ import torch
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.actor import Actor, learning_rate
+from megatron_dppo.models.actor import Actor, compute_learning_rate
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.agreement import check_disagreement
-from megatron_dppo.trainer.learner import importance_cap
+from megatron_dppo.trainer.learner import get_importance_cap
 from tests.laws.test_split_invariance import LAYOUTS, ONE
 from tests.ranks import RankPool
 from tests.rollout.scripted import world_of
@@ -81,7 +81,7 @@ def learn(
 
     with mock.patch.object(Actor, "update", record):
         try:
-            metrics = learner.learn(
+            metrics = learner.train(
                 plan, held_by(rank, metadata, groups), step=step, version=version
             )
         except UserError as raised:
@@ -190,7 +190,7 @@ def test_nan_and_infinite_differences_are_past_every_limit(
     difference: float, error: float, tmp_path: Path
 ) -> None:
     config = replace(Config(), run=replace(Config().run, dir=str(tmp_path)))
-    words = {"who": "the engine", "when": "in step 3", "compared": list, "name": "step"}
+    words = {"source": "the engine", "context": "in step 3", "collect": list, "name": "step"}
     with pytest.raises(UserError, match="disagree") as caught:
         check_disagreement(config, world_of(1, 0), difference=difference, error=error, **words)
     named = "rollout.max_prob_error" if np.isfinite(difference) else "rollout.max_logprob_diff"
@@ -214,7 +214,7 @@ def test_importance_weights_of_older_rollouts_are_capped(
 ) -> None:
     """Rollouts ahead and of another policy have a cap of two, unless the weights are bounded
     otherwise."""
-    assert importance_cap(load_config(None, overrides)) == cap
+    assert get_importance_cap(load_config(None, overrides)) == cap
 
 
 def test_second_update_is_measured_against_the_first_policy(ranks: RankPool, policy: Path) -> None:
@@ -252,7 +252,7 @@ def test_bf16_update_has_the_direction_of_fp32(ranks: RankPool, policy: Path) ->
 
 def test_learning_rate_warms_up_and_decays() -> None:
     settings = replace(Config().optimizer, lr=1.0, min_lr=0.1, schedule="cosine", warmup_steps=4)
-    rates = [learning_rate(settings, update, 24) for update in range(24)]
+    rates = [compute_learning_rate(settings, update, 24) for update in range(24)]
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     assert all(later < earlier for earlier, later in itertools.pairwise(rates[4:]))
     assert rates[-1] == pytest.approx(0.1)

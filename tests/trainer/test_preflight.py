@@ -18,17 +18,23 @@ from megatron_dppo.bridge.checkpoint_folder import (
     FORMAT,
     TRACKER,
     Checksums,
-    iteration_name,
+    format_iteration_name,
 )
-from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.bridge.mapping import count_parameters
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.fingerprints import fingerprints
-from megatron_dppo.trainer.preflight import OVERHEAD, check_config, disk_needed, mistakes, preflight
-from megatron_dppo.trainer.resume import record
-from megatron_dppo.trainer.writer import FILES, STATE, Writer, write_state
+from megatron_dppo.trainer.fingerprints import compute_fingerprints
+from megatron_dppo.trainer.preflight import (
+    OVERHEAD,
+    check_config,
+    estimate_disk,
+    find_mistakes,
+    run_preflight,
+)
+from megatron_dppo.trainer.resume import record_settings
+from megatron_dppo.trainer.writer import FILES, STATE, CheckpointFormat, write_state
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.commands import Command
 from tests.small_runs import small_words, write_run
@@ -43,20 +49,20 @@ def config_of(policy: Path, tmp_path: Path, *overrides: str) -> Config:
 
 def refuse(config: Config, command: str = "train") -> UserError:
     with pytest.raises(UserError) as caught:
-        preflight(config, command)
+        run_preflight(config, command)
     return caught.value
 
 
 def test_fitting_configuration_passes_and_writes_nothing(policy: Path, tmp_path: Path) -> None:
     check_config(Config())
     for command in ("train", "sft"):
-        preflight(config_of(policy, tmp_path), command)
+        run_preflight(config_of(policy, tmp_path), command)
     many = (
         "loss.updates_per_rollout=8",
         "rollout.prompts_per_step=10",
         "pruning.prompts.rule=none",
     )
-    preflight(config_of(policy, tmp_path, *many), "train")
+    run_preflight(config_of(policy, tmp_path, *many), "train")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -114,7 +120,7 @@ def test_worked_answers_are_read_for_sft(policy: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     config = config_of(policy, tmp_path, f"data.train={file}", "data.response_key=worked")
     file.write_text('{"prompt": "a", "label": "", "worked": "1"}\n')
-    preflight(config, "sft")
+    run_preflight(config, "sft")
     file.write_text('{"prompt": "a", "label": "1", "worked": ""}\n')
     assert "line 1: has an empty answer" in str(refuse(config, "sft"))
 
@@ -130,11 +136,11 @@ def test_truncated_weights_are_refused(policy: Path, tmp_path: Path) -> None:
 
 def write_marks(config: Config, step: int, state: Mapping[str, Any] | None = None) -> Path:
     """Write the marks of a run's checkpoint, without weights."""
-    place = Path(config.run.dir) / "checkpoints" / iteration_name(step)
+    place = Path(config.run.dir) / "checkpoints" / format_iteration_name(step)
     place.mkdir(parents=True, exist_ok=True)
     (place / FORMAT).write_text("{}")
     (place.parent / TRACKER).write_text(str(step))
-    write_state(place, dict(state or {}), Writer.of(config))
+    write_state(place, dict(state or {}), CheckpointFormat.from_config(config))
     Checksums(place, {}).write()
     return place
 
@@ -146,7 +152,7 @@ def test_checkpoint_replaces_the_weights_of_a_policy(policy: Path, tmp_path: Pat
     shutil.copyfile(policy / "config.json", bare / "config.json")
     assert refuse(config_of(bare, tmp_path)).setting == "model.path"
     for named in (place, place.parent):
-        preflight(config_of(bare, tmp_path, f"model.checkpoint={named}"), "train")
+        run_preflight(config_of(bare, tmp_path, f"model.checkpoint={named}"), "train")
     own = refuse(config_of(bare, tmp_path / "before", f"model.checkpoint={place}"))
     assert own.setting == "model.checkpoint"
     assert "this very run" in own.problem
@@ -166,9 +172,9 @@ def test_unfit_resume_is_refused(
 ) -> None:
     before, after = config_of(policy, tmp_path, written), config_of(policy, tmp_path, resumed)
     place = write_marks(before, 3)
-    preflight(before, "train")
+    run_preflight(before, "train")
     assert refuse(after).setting == setting
-    preflight(after, "sft")
+    run_preflight(after, "sft")
     (place / STATE).write_text("{}")
     assert refuse(before).setting == "run.dir"
     (place / STATE).unlink()
@@ -187,10 +193,10 @@ def test_unreadable_data_of_a_resumed_run_is_the_only_mistake(
         config_of(policy, tmp_path, f"data.train={tmp_path / n}", *own)
         for n in ("rows.jsonl", name)
     )
-    write_marks(config, 3, {FILES: fingerprints(config)})
-    record(Path(config.run.dir), 0, config)
-    assert [*mistakes(config, "train")] == []
-    assert [mistake.setting for mistake in mistakes(other, "train")] == ["data.train"]
+    write_marks(config, 3, {FILES: compute_fingerprints(config)})
+    record_settings(Path(config.run.dir), 0, config)
+    assert [*find_mistakes(config, "train")] == []
+    assert [mistake.setting for mistake in find_mistakes(other, "train")] == ["data.train"]
 
 
 def test_checkpoint_of_an_earlier_version_is_refused_by_its_name(
@@ -209,15 +215,15 @@ def test_missing_room_on_the_disk_is_found(
 ) -> None:
     """Room that checkpoints take already is not needed again."""
     config = config_of(policy, tmp_path)
-    needed = disk_needed(config, read_shape(policy)).total
+    needed = estimate_disk(config, read_shape(policy)).total
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
     assert refuse(config).setting == "run.dir"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
-    preflight(config, "train")
+    run_preflight(config, "train")
     (write_marks(config, 1) / "shard").write_bytes(b"x" * 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1000))
-    preflight(config, "train")
+    run_preflight(config, "train")
 
 
 @pytest.mark.parametrize(
@@ -235,8 +241,8 @@ def test_checkpoint_is_weights_and_three_fp32_copies(
     policy: Path, overrides: tuple[str, ...], per_weight: int
 ) -> None:
     shape = read_shape(policy)
-    needed = disk_needed(load_config(None, ["run.export=false", *overrides]), shape)
-    assert needed.total - OVERHEAD == parameters(shape) * per_weight
+    needed = estimate_disk(load_config(None, ["run.export=false", *overrides]), shape)
+    assert needed.total - OVERHEAD == count_parameters(shape) * per_weight
 
 
 DISK = ("rollout.engine=sglang", "rollout.sync.transport=disk")
@@ -258,9 +264,9 @@ def test_files_for_servers_lie_on_the_runs_disk(
 ) -> None:
     """Except in a folder of their own."""
     config, shape = load_config(None, overrides), read_shape(policy)
-    found = disk_needed(config, shape)
+    found = estimate_disk(config, shape)
     assert found.sync == 4 * (
-        weights * parameters(shape) + adapters * parameters(shape, config.model.lora)
+        weights * count_parameters(shape) + adapters * count_parameters(shape, config.model.lora)
     )
 
 
@@ -269,7 +275,7 @@ def test_adapters_unknown_to_peft_are_refused(tmp_path: Path) -> None:
     asked = ("model.lora.rank=2", "model.lora.targets=[q_proj,up_proj]")
     error = refuse(config_of(tmp_path / "policy", tmp_path, *asked))
     assert (error.setting, error.value) == ("model.lora.targets", "[q_proj,up_proj]")
-    preflight(config_of(tmp_path / "policy", tmp_path, *asked, "run.export=false"), "train")
+    run_preflight(config_of(tmp_path / "policy", tmp_path, *asked, "run.export=false"), "train")
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "eval", "probe-batch"])

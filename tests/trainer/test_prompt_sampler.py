@@ -16,7 +16,7 @@ from megatron_dppo.data.prompts import Pool, PromptPool, SourcePool
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptForecast
-from megatron_dppo.rl.pruning.schedule import mixed
+from megatron_dppo.rl.pruning.schedule import find_nonzero_variance_groups
 from megatron_dppo.rl.types import Selection, StepMetadata
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.prompt_sampler import PromptOrder, PromptSampler, check_shares
@@ -72,8 +72,8 @@ def test_selection_depends_on_earlier_rewards_alone(rule: str) -> None:
     for step in range(2):
         first, again = one.select(step), other.select(step)
         assert_same(first, again)
-    one.remember(roll_out(first, np.full(WINDOW, 0.5)))
-    other.remember(roll_out(again, right))
+    one.update_history(roll_out(first, np.full(WINDOW, 0.5)))
+    other.update_history(roll_out(again, right))
     assert set(one.select(2).inclusion) != set(other.select(2).inclusion)
 
 
@@ -83,7 +83,7 @@ def test_paper_rule_scores_normalised_advantages() -> None:
     sampler = make_sampler("pruning.prompts.rule=threshold", "pruning.prompts.keep=0.3")
     ids = np.arange(WINDOW)
     rewards = (np.arange(SAMPLES) < np.where(ids % 2 == 0, 1, 4)[:, None]).astype(float)
-    sampler.remember(metadata_of(ids, rewards * np.where(ids < 2, 1e-3, 100.0)[:, None]))
+    sampler.update_history(metadata_of(ids, rewards * np.where(ids < 2, 1e-3, 100.0)[:, None]))
     inclusion = inclusion_by_prompt(sampler.select(0))
     assert {pi for prompt, pi in inclusion.items() if prompt % 2 == 0} <= {0.3}
     assert [inclusion[prompt] for prompt in range(1, WINDOW, 2)] == [1.0] * 12
@@ -106,14 +106,14 @@ def test_resumed_sampler_draws_as_before(words: tuple[str, ...]) -> None:
     pool = PromptPool([SourcePool(prompts[:20], 1.0), SourcePool(prompts[20:], 2.0)])
     first = make_sampler(*words, pool=pool)
     for step in range(5):
-        first.remember(roll_out(first.select(step), accuracy, seed=step), inflation=3.0)
+        first.update_history(roll_out(first.select(step), accuracy, seed=step), inflation=3.0)
     resumed = make_sampler(*words, pool=pool)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for step in range(5, 10):
         selections = first.select(step), resumed.select(step)
         assert_same(*selections)
         for sampler, selection in zip((first, resumed), selections, strict=True):
-            sampler.remember(roll_out(selection, accuracy, seed=step), inflation=3.0)
+            sampler.update_history(roll_out(selection, accuracy, seed=step), inflation=3.0)
     assert first.state_dict() == resumed.state_dict()
 
 
@@ -122,11 +122,11 @@ def test_remembered_squares_have_no_weight_of_the_draw(monkeypatch: pytest.Monke
     20."""
     learned: list[Outcomes] = []
     monkeypatch.setattr(
-        PromptForecast, "judge_and_learn", lambda self, visits: learned.append(visits)
+        PromptForecast, "evaluate_and_update", lambda self, visits: learned.append(visits)
     )
     rewards = np.tile([1.0, 0.0], (6, SAMPLES // 2))
     inclusion = np.linspace(0.2, 1.0, 6)
-    make_sampler().remember(metadata_of(np.arange(6), rewards, prompt_inclusion=inclusion))
+    make_sampler().update_history(metadata_of(np.arange(6), rewards, prompt_inclusion=inclusion))
     np.testing.assert_allclose(learned[0].squares, 8 / 20**2)
     np.testing.assert_allclose(learned[0].tokens, 20)
 
@@ -139,7 +139,7 @@ def test_baseline_of_the_minibatch_favours_wrong_prompts(loss: str, by_minibatch
     rewards = np.ones((WINDOW, SAMPLES))
     rewards[never], rewards[some, ::2] = 0.0, 0.0
     sampler = make_sampler(f"loss.name={loss}")
-    sampler.remember(metadata_of(np.arange(WINDOW), rewards))
+    sampler.update_history(metadata_of(np.arange(WINDOW), rewards))
     chance = inclusion_by_prompt(sampler.select(1))
     of_never, of_some = ([chance[i] for i in ids.tolist() if i in chance] for ids in (never, some))
     likelier, other = (of_never, of_some) if by_minibatch else (of_some, of_never)
@@ -190,15 +190,15 @@ def test_step_rolls_out_a_window_of_mixed_groups() -> None:
     accuracy = np.where(np.arange(3 * WINDOW) % 3 == 0, 1.0, 0.5)
     seen = roll_out(sampler.select(0), accuracy)
     rounds = 1
-    while more := sampler.select_more(0, seen, rounds):
-        missing = WINDOW - len(mixed(seen))
+    while more := sampler.select_round(0, seen, rounds):
+        missing = WINDOW - len(find_nonzero_variance_groups(seen))
         assert missing <= len(more.prompt_ids) <= WINDOW
         assert not set(more.prompt_ids) & set(seen.prompt_ids)
         seen = gather_metadata(
             [seen, roll_out(more, accuracy, seed=rounds)], window=seen.window + more.window
         )
         rounds += 1
-    assert len(mixed(seen)) >= WINDOW
+    assert len(find_nonzero_variance_groups(seen)) >= WINDOW
     assert rounds > 1
 
 
@@ -206,13 +206,13 @@ def test_rounds_end_with_their_limit_the_pool_or_the_rule() -> None:
     nothing = np.ones(3 * WINDOW)
     sampler = make_sampler(SAMPLING, "pruning.max_rounds=2", pool=3 * WINDOW)
     seen = roll_out(sampler.select(0), nothing)
-    assert sampler.select_more(0, seen, 1) is not None
-    assert sampler.select_more(0, seen, 2) is None
+    assert sampler.select_round(0, seen, 1) is not None
+    assert sampler.select_round(0, seen, 2) is None
     everything = step_metadata(3 * WINDOW, SAMPLES, rewards=np.ones((3 * WINDOW, SAMPLES)))
-    assert make_sampler(SAMPLING, pool=3 * WINDOW).select_more(0, everything, 1) is None
+    assert make_sampler(SAMPLING, pool=3 * WINDOW).select_round(0, everything, 1) is None
     for rule in ("neyman", "greso"):
         sampler = make_sampler(f"pruning.prompts.rule={rule}", pool=3 * WINDOW)
-        assert sampler.select_more(0, roll_out(sampler.select(0), nothing), 1) is None
+        assert sampler.select_round(0, roll_out(sampler.select(0), nothing), 1) is None
 
 
 def test_longest_expected_prompts_are_requested_first() -> None:
@@ -225,7 +225,7 @@ def test_longest_expected_prompts_are_requested_first() -> None:
         lengths = np.broadcast_to(ids[:, None] + 10, metadata.rewards.shape)
         for sampler in samplers:
             sampler.select(step)
-            sampler.remember(
+            sampler.update_history(
                 dataclasses.replace(metadata, response_lengths=lengths, sampled_lengths=lengths)
             )
     longest, plain = (sampler.select(4) for sampler in samplers)
@@ -247,7 +247,7 @@ def test_window_of_equal_noise_ends_where_a_source_ends() -> None:
     for step, window in enumerate((WINDOW, 80)):
         selection = sampler.select(step)
         assert selection.window == window == len(set(selection.prompt_ids.tolist()))
-        sampler.remember(roll_out(selection, np.full(120, 0.5)), inflation=50.0)
+        sampler.update_history(roll_out(selection, np.full(120, 0.5)), inflation=50.0)
 
 
 Sources = list[tuple[int, float]]
@@ -307,7 +307,7 @@ def test_a_second_draw_of_a_step_repeats_no_prompt() -> None:
     lost."""
     order = PromptOrder([10], seed=0)
     held = order.next_window(4)
-    again = [order.next_window(3, besides=held) for _ in range(5)]
+    again = [order.next_window(3, excluded=held) for _ in range(5)]
     later = [order.next_window(5) for _ in range(6)]
     assert all(len({*window.tolist(), *held.tolist()}) == 7 for window in again)
     assert all(len({*window.tolist()}) == 5 for window in later)

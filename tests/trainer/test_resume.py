@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, iteration_name
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, format_iteration_name
 from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.settings import as_yaml, load_config, settings
-from megatron_dppo.trainer.preflight import preflight
+from megatron_dppo.settings import as_yaml, get_settings, load_config
+from megatron_dppo.trainer.preflight import run_preflight
 from megatron_dppo.trainer.resume import (
     HISTORY,
     IN_FORCE,
@@ -23,14 +23,14 @@ from megatron_dppo.trainer.resume import (
     RULES,
     SEGMENTS,
     WARM_UP,
-    changed_since,
     check_resume,
     check_warm_up,
+    find_changes_since,
+    get_rule,
     is_unchanged,
     read_history,
-    record,
+    record_settings,
     record_warm_up,
-    rule_of,
 )
 from tests.ranks import RankPool
 from tests.small_runs import live, rows, small_run, write_run
@@ -46,7 +46,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """The folder of a run with a checkpoint after step 3."""
-    record(tmp_path, 0, config_of(tmp_path))
+    record_settings(tmp_path, 0, config_of(tmp_path))
     write_marks(config_of(tmp_path), 3)
     return tmp_path
 
@@ -74,16 +74,16 @@ def test_settings_of_results_change_only_on_request(override: str, saved: Path) 
 def test_every_setting_has_a_rule() -> None:
     """The longest beginning of its name decides, and every rule decides for a setting."""
     longest = {
-        max((start for start in RULES if key.startswith(start)), key=len) for key in settings()
+        max((start for start in RULES if key.startswith(start)), key=len) for key in get_settings()
     }
     assert longest == {*RULES}
-    assert rule_of("reward.workers") == "free"
-    assert rule_of("reward.function: reward.py") == "kept"
+    assert get_rule("reward.workers") == "free"
+    assert get_rule("reward.function: reward.py") == "kept"
 
 
 def test_run_without_checksums_is_not_resumed(saved: Path) -> None:
     check_resume(config_of(saved))
-    (saved / "checkpoints" / iteration_name(3) / CHECKSUMS).unlink()
+    (saved / "checkpoints" / format_iteration_name(3) / CHECKSUMS).unlink()
     with pytest.raises(UserError, match=r"checksums\.json is missing"):
         check_resume(config_of(saved))
 
@@ -113,7 +113,7 @@ def train_as_megatron_0_19(rank: int, size: int, configs: list[Config]) -> None:
             *(key for key in ("max_lr", "min_lr") if key not in known),
         )
     for config in configs:
-        preflight(config, "train")
+        run_preflight(config, "train")
         live(rank, size, config)
 
 
@@ -138,12 +138,14 @@ def test_run_resumes_with_all_free_settings_changed(ranks: RankPool, tmp_path: P
 )
 def test_teacher_may_move(teachers: str, moved: bool, tmp_path: Path) -> None:
     setting = "loss.distillation.teachers="
-    record(tmp_path, 0, config_of(tmp_path, f"{setting}{{a: http://h:1, b: dir, c: null}}"))
-    assert (changed_since(tmp_path, 3, config_of(tmp_path, setting + teachers)) == []) == moved
+    record_settings(
+        tmp_path, 0, config_of(tmp_path, f"{setting}{{a: http://h:1, b: dir, c: null}}")
+    )
+    assert (find_changes_since(tmp_path, 3, config_of(tmp_path, setting + teachers)) == []) == moved
 
 
 def test_run_without_a_checkpoint_begins_with_any_settings(tmp_path: Path) -> None:
-    record(tmp_path, 0, config_of(tmp_path))
+    record_settings(tmp_path, 0, config_of(tmp_path))
     check_resume(config_of(tmp_path, "loss.name=gspo"))
 
 
@@ -153,12 +155,14 @@ def test_each_step_keeps_the_settings_of_the_time(tmp_path: Path) -> None:
 
     configs = {name: config_of(tmp_path, f"loss.name={name}") for name in ("grpo", "gspo", "dapo")}
     for step, name in ((0, "grpo"), (10, "grpo"), (20, "gspo"), (30, "dapo")):
-        record(tmp_path, step, configs[name])
+        record_settings(tmp_path, step, configs[name])
     assert names() == [(0, "grpo"), (20, "gspo"), (30, "dapo")]
     assert (tmp_path / IN_FORCE).read_text() == as_yaml(configs["dapo"])
-    assert [change.now for change in changed_since(tmp_path, 30, configs["dapo"])] == ["dapo"]
-    assert changed_since(tmp_path, 31, configs["dapo"]) == []
-    record(tmp_path, 20, configs["grpo"])  # steps 21 to 30 are repeated from an earlier checkpoint
+    assert [change.now for change in find_changes_since(tmp_path, 30, configs["dapo"])] == ["dapo"]
+    assert find_changes_since(tmp_path, 31, configs["dapo"]) == []
+    record_settings(
+        tmp_path, 20, configs["grpo"]
+    )  # steps 21 to 30 are repeated from an earlier checkpoint
     assert names() == [(0, "grpo")]
 
 
@@ -179,7 +183,7 @@ def test_settings_with_keys_are_private(
     (tmp_path / f"{IN_FORCE}.partial").touch(0o666)
     before = os.umask(umask)
     try:
-        record(tmp_path, 0, config_of(tmp_path, override))
+        record_settings(tmp_path, 0, config_of(tmp_path, override))
     finally:
         os.umask(before)
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in (HISTORY, IN_FORCE)} == {mode}
@@ -187,7 +191,7 @@ def test_settings_with_keys_are_private(
 
 def test_keys_of_earlier_steps_stay_private(tmp_path: Path) -> None:
     for step, override in ((0, "data.verifiers.arguments={key: x}"), (3, "run.seed=2")):
-        record(tmp_path, step, config_of(tmp_path, override))
+        record_settings(tmp_path, step, config_of(tmp_path, override))
     assert (tmp_path / HISTORY).stat().st_mode & 0o077 == 0
 
 
@@ -197,7 +201,7 @@ def test_settings_beside_a_warmed_up_policy_have_no_keys(tmp_path: Path) -> None
 
 
 def test_torn_history_is_read_to_the_last_whole_line(tmp_path: Path) -> None:
-    record(tmp_path, 0, config_of(tmp_path))
+    record_settings(tmp_path, 0, config_of(tmp_path))
     with (tmp_path / HISTORY).open("a") as torn:
         torn.write('{"step": 20, "sett')
     assert [entry.step for entry in read_history(tmp_path)] == [0]
@@ -223,7 +227,7 @@ def test_settings_without_end_are_none(name: str, text: str, tmp_path: Path) -> 
 
 
 def test_other_prompts_begin_a_new_order(tmp_path: Path) -> None:
-    record(tmp_path, 0, config_of(tmp_path))
+    record_settings(tmp_path, 0, config_of(tmp_path))
     for override, same in (
         ("loss.name=gspo", True),
         ("data.arithmetic.seed=3", False),
@@ -240,7 +244,7 @@ def test_groups_of_another_tree_are_other_groups(tmp_path: Path) -> None:
             f"rollout.tree.roots={roots}",
         )
 
-    record(tmp_path, 0, tree(4, 2))
+    record_settings(tmp_path, 0, tree(4, 2))
     assert [is_unchanged(tmp_path, 3, config, SEGMENTS) for config in (tree(4, 2), tree(2, 4))] == [
         True,
         False,

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluator import HeldOutScores, ShownAnswer
+from megatron_dppo.evaluation.evaluator import EvalScores, ExampleAnswer
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.run_logger import RunLogger, idle_settings
+from megatron_dppo.trainer.run_logger import RunLogger, find_idle_settings
 from tests.damage import DAMAGE, Damage, replace_file
 from tests.rollout.scripted import world_of
 
@@ -43,8 +43,8 @@ def write_files(folder: Path, first: int) -> None:
     for step in range(first + 1 if first else 0, STEPS + 1):
         logger.add({"rollout/raw_reward": step / 7, "perf/step_time": 0.5})
         if step in (0, STEPS):
-            shown = (ShownAnswer("1+1=", f"at {step}", "2", step == STEPS),)
-            logger.evaluated(step, HeldOutScores({"eval/accuracy": step / STEPS}, shown, ()), {})
+            shown = (ExampleAnswer("1+1=", f"at {step}", "2", step == STEPS),)
+            logger.add_evaluation(step, EvalScores({"eval/accuracy": step / STEPS}, shown, ()), {})
         logger.write(step)
     logger.finish()
 
@@ -154,8 +154,8 @@ def test_unread_setting_is_named(idle: str) -> None:
     unread, read = (
         load_config(None, [*common, idle, *([word] if word else [])]) for word in IDLE[idle]
     )
-    assert {*idle_settings(unread)} - {"data.eval", "eval.every"} == {idle.partition("=")[0]}
-    assert idle_settings(read) == []
+    assert {*find_idle_settings(unread)} - {"data.eval", "eval.every"} == {idle.partition("=")[0]}
+    assert find_idle_settings(read) == []
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,6 @@ def test_concurrency_is_named_without_awaiting_rewards(
 ) -> None:
     (tmp_path / "reward.py").write_text(function)
     config = load_config(None, [f"reward.function={tmp_path}/reward.py:f", "reward.concurrency=8"])
-    assert ("reward.concurrency" in idle_settings(config)) == idle
-    assert idle_settings(load_config(None, ["reward.concurrency=8"])) == ["reward.concurrency"]
-    assert idle_settings(load_config(None, [])) == []
+    assert ("reward.concurrency" in find_idle_settings(config)) == idle
+    assert find_idle_settings(load_config(None, ["reward.concurrency=8"])) == ["reward.concurrency"]
+    assert find_idle_settings(load_config(None, [])) == []

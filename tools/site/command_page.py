@@ -31,12 +31,12 @@ def command_page() -> str:
             lines.append(
                 f'<a id="{command.replace(" ", "-")}"></a>\n\n### `{command}`\n\n{meaning}\n'
             )
-            rows = list(_rows(parsers[command]))
+            rows = list(_list_rows(parsers[command]))
             lines.extend(["| option | meaning |\n|---|---|", *rows, ""] if rows else [])
     return "\n".join(lines)
 
 
-def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
+def _list_rows(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction):
             continue
@@ -48,10 +48,10 @@ def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
         meaning = (
             parser._get_formatter()._expand_help(action).replace("`", "") if action.help else ""
         )
-        yield f"| `{_escaped(name)}` | {_escaped(meaning)} |"
+        yield f"| `{_format_cell(name)}` | {_format_cell(meaning)} |"
 
 
-def _escaped(text: str) -> str:
+def _format_cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 

@@ -226,7 +226,7 @@ PAGES = {
 """Where the figures of other scripts stand."""
 
 
-def stored() -> dict[str, dict[str, Any]]:
+def load_figures() -> dict[str, dict[str, Any]]:
     """The figures and the origin of each recorded command."""
     return {
         command: found
@@ -235,8 +235,8 @@ def stored() -> dict[str, dict[str, Any]]:
     }
 
 
-def rows(figures: Iterable[Figure]) -> Iterator[str]:
-    results = stored()
+def render_rows(figures: Iterable[Figure]) -> Iterator[str]:
+    results = load_figures()
     yield "| figure | value | baseline | command | commit and date |"
     yield "|---|---|---|---|---|"
     for row in figures:
@@ -248,36 +248,40 @@ def rows(figures: Iterable[Figure]) -> Iterator[str]:
         )
 
 
-def elsewhere() -> Iterator[str]:
+def render_commands() -> Iterator[str]:
     """The recorded commands whose figures stand on other pages."""
     yield "| command | page | commit and date |"
     yield "|---|---|---|"
-    for command, found in stored().items():
+    for command, found in load_figures().items():
         if page := PAGES.get(command.split()[0]):
             name = Path(page).name.partition(".")[0].replace("_", " ")
             yield f"| `{command}` | [{name}]({page}) | `{found['commit']}`, {found['date']} |"
 
 
-def efficiency(command: str) -> Iterator[str]:
+def render_efficiency(command: str) -> Iterator[str]:
     """E of each way to prune at each stage of a task's training."""
-    stages = stored()[command]["figures"]["stages"]
-    yield _row("arm", (stage["stage"] for stage in stages))
+    stages = load_figures()[command]["figures"]["stages"]
+    yield _format_row("arm", (stage["stage"] for stage in stages))
     yield "|---" * (len(stages) + 1) + "|"
-    yield _row("answers right", (f"{stage['accuracy']:.0%}" for stage in stages))
-    yield _row("groups of unequal rewards", (f"{stage['mixed_groups']:.0%}" for stage in stages))
+    yield _format_row("answers right", (f"{stage['accuracy']:.0%}" for stage in stages))
+    yield _format_row(
+        "groups of unequal rewards", (f"{stage['mixed_groups']:.0%}" for stage in stages)
+    )
     for name in stages[0]["arms"]:
         if name != "unpruned":
-            yield _row(_in_words(name), (_with_reach(stage["arms"][name]) for stage in stages))
-    yield _row("best draw found", (_with_reach(stage["bound"]) for stage in stages))
+            yield _format_row(
+                _format_arm(name), (_format_interval(stage["arms"][name]) for stage in stages)
+            )
+    yield _format_row("best draw found", (_format_interval(stage["bound"]) for stage in stages))
 
 
-def curves() -> Iterator[str]:
+def render_curves() -> Iterator[str]:
     """The real language model's arms: accuracy at the end, and seconds to an accuracy on the
     way."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     benchmark = import_module("real_curves")
-    runs = stored()["real_curves.py"]["figures"]["runs"]
-    yield _row(
+    runs = load_figures()["real_curves.py"]["figures"]["runs"]
+    yield _format_row(
         "arm",
         (
             "learning rate",
@@ -298,7 +302,7 @@ def curves() -> Iterator[str]:
             ratio["ratio"], *ratio["interval"]
         )  # fmt: skip
         accuracy = f"{100 * found['final_accuracy']:.1f}"
-        yield _row(
+        yield _format_row(
             name,
             (
                 f"{arm.lr:g}",
@@ -311,12 +315,12 @@ def curves() -> Iterator[str]:
         )
 
 
-def errors() -> Iterator[str]:
+def render_errors() -> Iterator[str]:
     """Squared error of the pruned gradient by rule, at two budgets of each stage: loss ``grpo``,
     weights up to 5."""
     rows = [
         row
-        for row in stored()["estimator.py"]["figures"]["rows"]
+        for row in load_figures()["estimator.py"]["figures"]["rows"]
         if row["max_weight"] in (None, 5.0)
     ]
     found = {
@@ -325,66 +329,71 @@ def errors() -> Iterator[str]:
         if row["objective"] == "grpo"
     }
     cells = [(stage, budget) for stage in ("early", "middle", "late") for budget in (0.5, 0.3)]
-    yield _row("rule", (f"{stage}, {budget}" for stage, budget in cells))
+    yield _format_row("rule", (f"{stage}, {budget}" for stage, budget in cells))
     yield "|---" * (len(cells) + 1) + "|"
     for rule in dict.fromkeys(row["rule"] for row in rows):
-        yield _row(rule, (_two_digits(found[rule, stage, budget]) for stage, budget in cells))
+        yield _format_row(
+            rule, (_format_error(found[rule, stage, budget]) for stage, budget in cells)
+        )
 
 
-def _two_digits(error: float | None) -> str:
+def _format_error(error: float | None) -> str:
     return "–" if error is None else "0" if error < 5e-5 else f"{error:.2g}"
 
 
-def beside_trl() -> Iterator[str]:
+def render_trl_comparison() -> Iterator[str]:
     """Times that a step is faster than TRL's, by pruning and workload."""
-    found = stored()["against_trl.py --steps 10"]["figures"]
+    found = load_figures()["against_trl.py --steps 10"]["figures"]
     yield "| pruning here | answers of varied length | answers of equal length |"
     yield "|---|---|---|"
     for arm, pruning in ARMS_BESIDE_TRL.items():
-        yield _row(
+        yield _format_row(
             pruning,
             (f"{found[workload][arm]['seconds_ratio']:.1f}" for workload in ("varied", "equal")),
         )
 
 
-def group_size() -> Iterator[str]:
+def render_group_sizes() -> Iterator[str]:
     """Relative noise × seconds of groups of 8 over that of groups of other sizes."""
-    stages = stored()["group_size.py"]["figures"]["stages"]
-    yield _row(
+    stages = load_figures()["group_size.py"]["figures"]["stages"]
+    yield _format_row(
         "completions per prompt",
         (f"{each}, {stage['stage']}" for stage in stages for each in stage["arms"]),
     )
     yield "|---" * (1 + sum(len(stage["arms"]) for stage in stages)) + "|"
     for size in stages[0]["arms"]["unpruned"]:
-        yield _row(
-            size, (_with_reach(arm[size]) for stage in stages for arm in stage["arms"].values())
+        yield _format_row(
+            size,
+            (_format_interval(arm[size]) for stage in stages for arm in stage["arms"].values()),
         )
 
 
-def rehearsed() -> Iterator[str]:
+def render_rehearsals() -> Iterator[str]:
     """Memory, kernels and collectives of each published configuration."""
-    yield _row("configuration", REHEARSED)
+    yield _format_row("configuration", REHEARSED)
     yield "|---" * (len(REHEARSED) + 1) + "|"
-    for name, figures in stored()["rehearsal.py"]["figures"].items():
-        yield _row(f"`{name}`", (text.format(**figures) for text in REHEARSED.values()))
+    for name, figures in load_figures()["rehearsal.py"]["figures"].items():
+        yield _format_row(f"`{name}`", (text.format(**figures) for text in REHEARSED.values()))
 
 
-def published() -> Iterator[str]:
+def render_published_runs() -> Iterator[str]:
     """Seconds of published runs, and the planner's."""
     yield "| run | phase | published [s] | planned [s] | planned / published |"
     yield "|---|---|---|---|---|"
-    for found in stored()["plan_published.py"]["figures"]["phases"]:
+    for found in load_figures()["plan_published.py"]["figures"]["phases"]:
         ratio = f"{found['ratio']:.2f}"
         is_close = 1 / 1.3 <= found["ratio"] <= 1.3
         seconds = (f"{found[name]:.3g}" for name in ("published_s", "planned_s"))
-        yield _row(found["run"], (found["phase"], *seconds, ratio if is_close else f"**{ratio}**"))
+        yield _format_row(
+            found["run"], (found["phase"], *seconds, ratio if is_close else f"**{ratio}**")
+        )
 
 
-def _row(name: str, cells: Iterable[str]) -> str:
+def _format_row(name: str, cells: Iterable[str]) -> str:
     return f"| {' | '.join([name, *cells])} |"
 
 
-def _in_words(arm: str) -> str:
+def _format_arm(arm: str) -> str:
     """``0.7 / auto, the default``: prompts 0.7, tokens auto, the default."""
     name = re.sub(r"^(\S+) / (\S+?),", r"prompts \1, tokens \2,", arm).replace(
         "completions", "tokens"
@@ -392,15 +401,17 @@ def _in_words(arm: str) -> str:
     return f"**{name}**" if "default" in arm else name
 
 
-def _with_reach(found: dict[str, Any]) -> str:
+def _format_interval(found: dict[str, Any]) -> str:
     low, high = found["interval"]
     return f"{found['efficiency']:.2f} ± {(high - low) / 2:.2f}"
 
 
-def times(task: str) -> Iterator[str]:
+def render_times(task: str) -> Iterator[str]:
     """Seconds to an accuracy, the fastest arm first."""
     commands = (
-        each["figures"] for name, each in stored().items() if name.startswith("time_to_accuracy.py")
+        each["figures"]
+        for name, each in load_figures().items()
+        if name.startswith("time_to_accuracy.py")
     )
     (found,) = (figures for figures in commands if figures["task"] == task)
     yield (
@@ -415,22 +426,22 @@ def times(task: str) -> Iterator[str]:
 
 
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
-    "measured": partial(rows, MEASURED),
-    "earlier": partial(rows, EARLIER),
-    "elsewhere": elsewhere,
-    "efficiency_sums": partial(efficiency, "efficiency.py"),
-    "efficiency_smollm2_steps": partial(efficiency, SMOLLM2),
+    "measured": partial(render_rows, MEASURED),
+    "earlier": partial(render_rows, EARLIER),
+    "elsewhere": render_commands,
+    "efficiency_sums": partial(render_efficiency, "efficiency.py"),
+    "efficiency_smollm2_steps": partial(render_efficiency, SMOLLM2),
     "efficiency_word_problems": partial(
-        efficiency, "efficiency.py --task word_problems --prompts 48"
+        render_efficiency, "efficiency.py --task word_problems --prompts 48"
     ),
-    "beside_trl": beside_trl,
-    "curves": curves,
-    "errors": errors,
-    "group_size": group_size,
-    "published": published,
-    "rehearsed": rehearsed,
-    "times_sums": partial(times, "sums"),
-    "times_word_problems": partial(times, "word_problems"),
+    "beside_trl": render_trl_comparison,
+    "curves": render_curves,
+    "errors": render_errors,
+    "group_size": render_group_sizes,
+    "published": render_published_runs,
+    "rehearsed": render_rehearsals,
+    "times_sums": partial(render_times, "sums"),
+    "times_word_problems": partial(render_times, "word_problems"),
 }
 
 

@@ -12,8 +12,15 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_dppo.config import Config
-from megatron_dppo.config.exclusions import PLACE, Exclusion, Term, exclusions, is_key, value_of
-from megatron_dppo.settings import Setting, allowed, settings, short
+from megatron_dppo.config.exclusions import (
+    PLACE,
+    Condition,
+    Exclusion,
+    get_value,
+    is_key,
+    load_exclusions,
+)
+from megatron_dppo.settings import Setting, describe_type, format_value, get_settings
 
 PAGE = Path(__file__).parents[2] / "docs/settings.md"
 INTRODUCTION = """# Settings
@@ -45,7 +52,7 @@ def settings_page() -> str:
     """The text of the page. The heading of a setting has the key as its anchor:
     ``settings.md#rollout.ahead``."""
     by_section: dict[str, list[Setting]] = {}
-    for setting in settings().values():
+    for setting in get_settings().values():
         by_section.setdefault(setting.key.rpartition(".")[0], []).append(setting)
     return "\n".join(
         [
@@ -53,69 +60,74 @@ def settings_page() -> str:
             *(
                 line
                 for section, members in by_section.items()
-                for line in _section(section, members)
+                for line in _render_section(section, members)
             ),
             EXCLUSIONS,
             *(
                 line
-                for commands, rows in groupby(exclusions(), lambda row: row.commands)
-                for line in _table(commands, rows)
+                for commands, rows in groupby(load_exclusions(), lambda row: row.commands)
+                for line in _render_table(commands, rows)
             ),
         ]
     )
 
 
-def _section(section: str, members: list[Setting]) -> Iterator[str]:
+def _render_section(section: str, members: list[Setting]) -> Iterator[str]:
     yield f'<a id="{section}"></a>\n\n## {section}\n'
     for setting in members:
         yield f'<a id="{setting.key}"></a>\n\n### `{setting.key}`\n'
         meaning = setting.meaning.replace("``", "`")
-        yield f"{meaning}\n\n*Default* `{_default(setting)}` · *takes* {allowed(setting.type)}\n"
+        yield (
+            f"{meaning}\n\n*Default* `{_format_default(setting)}` · *takes* "
+            f"{describe_type(setting.type)}\n"
+        )
 
 
-def _default(setting: Setting) -> str:
-    return "[]" if setting.default == () else short(setting.default)
+def _format_default(setting: Setting) -> str:
+    return "[]" if setting.default == () else format_value(setting.default)
 
 
-def _table(commands: tuple[str, ...], rows: Iterator[Exclusion]) -> Iterator[str]:
+def _render_table(commands: tuple[str, ...], rows: Iterator[Exclusion]) -> Iterator[str]:
     yield f"For {', '.join(f'`{command}`' for command in commands)}:\n"
     yield "| setting | with | because | remedy |\n|---|---|---|---|"
     for row in rows:
-        refused, *others = map(_condition, row.terms)
+        refused, *others = map(_describe_condition, row.terms)
         yield (
-            f"| {refused} | {', '.join(others)} | {_text(row.because, others)} | "
-            f"{_text(row.remedy, others)} |"
+            f"| {refused} | {', '.join(others)} | {_format_text(row.because, others)} | "
+            f"{_format_text(row.remedy, others)} |"
         )
     yield ""
 
 
-def _condition(term: Term) -> str:
-    words = [_label(word) if is_key(word) else word for word in term.words]
+def _describe_condition(term: Condition) -> str:
+    words = [_describe_key(word) if is_key(word) else word for word in term.words]
     if term.order is None:
-        return _label(term.key)
-    if term.order == "=" and len(words) == 1 and term.key in settings():
+        return _describe_key(term.key)
+    if term.order == "=" and len(words) == 1 and term.key in get_settings():
         return f"`{term.key}={words[0]}`"
     comparisons = {"=": "equal to", "!=": "other than"} | COMPARISONS
-    return f"{_label(term.key)} {comparisons[term.order]} {' or '.join(words)}"
+    return f"{_describe_key(term.key)} {comparisons[term.order]} {' or '.join(words)}"
 
 
-def _label(key: str) -> str:
+def _describe_key(key: str) -> str:
     """Name a setting by its key, and a property of a section by the first clause of its
     docstring."""
-    if key in settings() or key.startswith("policy.") or "//" in key:
+    if key in get_settings() or key.startswith("policy.") or "//" in key:
         return f"`{key}`"
     section, _, name = key.rpartition(".")
-    meaning = getattr(type(value_of(section, Config()) if section else Config()), name).__doc__
+    meaning = getattr(type(get_value(section, Config()) if section else Config()), name).__doc__
     clause = re.split(r"[:,.](?:\s|$)", meaning)[0].replace("``", "")
     return clause[0].lower() + clause[1:]
 
 
-def _text(text: str, others: list[str]) -> str:
+def _format_text(text: str, conditions: list[str]) -> str:
     """Replace values in a row's text by an ellipsis, and ``{with}`` by the other conditions."""
     text = PLACE.sub(
         lambda found: found[0] if found[1] == "with" else "…", re.sub(r" = \{[^}]*\}", "", text)
     )
-    return SETTING.sub(lambda found: f"`{found[0]}`", text).replace("{with}", " and ".join(others))
+    return SETTING.sub(lambda found: f"`{found[0]}`", text).replace(
+        "{with}", " and ".join(conditions)
+    )
 
 
 if __name__ == "__main__":

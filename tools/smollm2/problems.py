@@ -2,11 +2,11 @@
 
     python tools/smollm2/problems.py OUT [--steps 2,3]
 
-writes ``train.jsonl`` and ``held_out.jsonl``. These share no name, no thing and no calculation: no
-two problems have the same numbers, in whatever order. Nor do they share a wording if all problems
-have one step. Problems of several steps are put together from the same sentences in both files. The
-answer is a calculation: ``\\boxed{5 + 7}`` in one step, ``\\boxed{(12 - 5) * 3}`` in two. The label
-is the number that the calculation makes.
+writes ``train.jsonl`` and ``load_problems.jsonl``. These share no name, no thing and no
+calculation: no two problems have the same numbers, in whatever order. Nor do they share a wording
+if all problems have one step. Problems of several steps are put together from the same sentences in
+both files. The answer is a calculation: ``\\boxed{5 + 7}`` in one step, ``\\boxed{(12 - 5) * 3}``
+in two. The label is the number that the calculation makes.
 
 A prompt is a chat. It begins with four solved examples if all problems have one step; no problem
 has their numbers. Problems of several steps have no examples: the worked answers in the column
@@ -26,7 +26,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.files import replace_file
 
 TRAIN, HELD_OUT = 3072, 400
 """Problems of each."""
@@ -296,17 +296,17 @@ EXAMPLES = (
 )
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def find_numbers(text: str) -> tuple[int, ...]:
     """The numbers in a text, the smallest first."""
     return tuple(sorted(map(int, re.findall(r"\d+", text))))
 
 
-def result(calculation: str) -> Fraction:
+def compute_result(calculation: str) -> Fraction:
     """The number that a calculation makes."""
     return Fraction(eval(re.sub(r"\d+", r"Fraction(\g<0>)", calculation)))
 
 
-def one_step(language: Language, number: int, rng: random.Random) -> tuple[str, str]:
+def make_single_step(language: Language, number: int, rng: random.Random) -> tuple[str, str]:
     """A question and the calculation that answers it. Operations and wordings take turns by
     ``number``."""
     operation = "+-*/"[number % 4]
@@ -322,7 +322,7 @@ def one_step(language: Language, number: int, rng: random.Random) -> tuple[str, 
 
 
 @functools.cache
-def plans(steps: int) -> list[tuple[str, ...]]:
+def list_plans(steps: int) -> list[tuple[str, ...]]:
     """Calculations of a question's clauses that have so many operations. Only the last one
     compares."""
     firsts, others = (
@@ -333,77 +333,77 @@ def plans(steps: int) -> list[tuple[str, ...]]:
         for count in range(1, steps + 1)
         for plan in itertools.product(firsts, *[others] * count)
     ]
-    found = [plan for plan in found if not any(map(compares, plan[:-1]))]
+    found = [plan for plan in found if not any(map(is_comparison, plan[:-1]))]
     return [plan for plan in found if len(re.findall(r"[-+*/]", "".join(plan))) == steps]
 
 
-def compares(form: str) -> bool:
+def is_comparison(form: str) -> bool:
     """A clause tells how many things somebody else has, and the question is for both."""
     return form.startswith("x + x")
 
 
-def several_steps(language: Language, steps: int, rng: random.Random) -> tuple[str, str]:
+def make_multi_step(language: Language, steps: int, rng: random.Random) -> tuple[str, str]:
     """A question of clauses, and the calculation that answers it. Each clause makes a whole number,
     2 to ``MOST``."""
-    plan = rng.choice(plans(steps))
+    plan = rng.choice(list_plans(steps))
     sentences = [rng.choice(CLAUSES[form]) for form in plan]
-    ask = rng.choice(QUESTIONS_TOGETHER if compares(plan[-1]) else QUESTIONS)
+    ask = rng.choice(QUESTIONS_TOGETHER if is_comparison(plan[-1]) else QUESTIONS)
     names = {"n": rng.choice(language.names), "t": rng.choice(language.things)}
     while True:
         told, answer, count, loose = [], "", Fraction(0), False
         for form, sentence in zip(plan, sentences, strict=True):
-            drawn = {letter: str(number_for(letter, form, rng)) for letter in "abc"}
+            drawn = {letter: str(sample_number(letter, form, rng)) for letter in "abc"}
             told.append(sentence.format(**drawn, **names))
             x = f"({answer})" if loose and re.search(r"x [*/]", form) else answer
             answer = form.translate(
                 {ord(letter): text for letter, text in {**drawn, "x": x}.items()}
             )
             loose = bool(re.search("[-+]", form))
-            before, count = count, result(answer)
-            if count.denominator > 1 or not (before if compares(form) else 1) < count <= MOST:
+            before, count = count, compute_result(answer)
+            if count.denominator > 1 or not (before if is_comparison(form) else 1) < count <= MOST:
                 break
         else:
             return " ".join([*told, ask.format(**names)]), answer
 
 
-def number_for(letter: str, form: str, rng: random.Random) -> int:
+def sample_number(letter: str, form: str, rng: random.Random) -> int:
     """A number that takes the place of a letter: a small one if it multiplies or divides."""
     small = re.search(rf"[*/] {letter}|{letter} \*", form)
     return rng.randint(2, 12) if small else round(10 ** rng.uniform(0.4, 2.4))
 
 
-def in_examples() -> set[tuple[int, ...]]:
+def list_example_numbers() -> set[tuple[int, ...]]:
     """The numbers of the solved examples."""
-    return {numbers(question) for question, _ in EXAMPLES}
+    return {find_numbers(question) for question, _ in EXAMPLES}
 
 
-def problems(
-    split: str, count: int, taken: set[tuple[int, ...]], steps: Sequence[int] = (1,)
+def generate_problems(
+    split: str, count: int, used: set[tuple[int, ...]], steps: Sequence[int] = (1,)
 ) -> Iterator[dict[str, object]]:
-    """Rows of a split, the numbers of ``steps`` in turn, with numbers that are not ``taken``, and
+    """Rows of a split, the numbers of ``steps`` in turn, with numbers that are not ``used``, and
     then are."""
     language, rng = LANGUAGE[split], random.Random(f"{SEED} {split}")
     for number in range(count):
         turn, place = divmod(number, len(steps))
         question = ""
-        while not question or numbers(question) in taken:
+        while not question or find_numbers(question) in used:
             if (of := steps[place]) == 1:
-                question, answer = one_step(language, turn, rng)
+                question, answer = make_single_step(language, turn, rng)
                 source = KINDS["+-*/"[turn % 4]]
             else:
-                question, answer = several_steps(language, of, rng)
+                question, answer = make_multi_step(language, of, rng)
                 source = f"{of} steps"
-        taken.add(numbers(question))
-        prompt = chat(question, EXAMPLES if max(steps) == 1 else ())
+        used.add(find_numbers(question))
+        prompt = build_chat(question, EXAMPLES if max(steps) == 1 else ())
         yield {
             "prompt": prompt,
-            "label": str(result(answer)),
+            "label": str(compute_result(answer)),
             "response": f"\\boxed{{{answer}}}",
             "data_source": source,
         }
 
 
-def chat(question: str, examples: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+def build_chat(question: str, examples: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
     """Messages that show solved examples and ask a question."""
     shown = [
         {"role": role, "content": content}
@@ -434,13 +434,15 @@ def main() -> None:
             "as 2,3"
         )
     options.out.mkdir(parents=True, exist_ok=True)
-    taken = in_examples()
+    taken = list_example_numbers()
     for split, count in (("held_out", HELD_OUT), ("train", TRAIN)):
         rows = [
             json.dumps(row) + "\n"
-            for row in problems(split, count, taken, list(map(int, options.steps.split(","))))
+            for row in generate_problems(
+                split, count, taken, list(map(int, options.steps.split(",")))
+            )
         ]
-        with replacing_file(options.out / f"{split}.jsonl") as draft:
+        with replace_file(options.out / f"{split}.jsonl") as draft:
             draft.write_text("".join(rows), encoding="utf-8")
 
 

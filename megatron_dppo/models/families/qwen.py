@@ -14,7 +14,7 @@ SUPPORTED = {
 }
 
 
-def sizes(
+def make_sizes(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False
 ) -> dict[str, Any]:
     """The shape of a published Qwen3."""
@@ -52,12 +52,12 @@ QWEN3 = Family(
     megatron={"qk_layernorm": True},
     supported=SUPPORTED,
     published={
-        "qwen3-0.6b": sizes(28, 1024, 16, 8, 3072, tied=True),
-        "qwen3-1.7b": sizes(28, 2048, 16, 8, 6144, tied=True),
-        "qwen3-4b": sizes(36, 2560, 32, 8, 9728, tied=True),
-        "qwen3-8b": sizes(36, 4096, 32, 8, 12288),
-        "qwen3-14b": sizes(40, 5120, 40, 8, 17408),
-        "qwen3-32b": sizes(64, 5120, 64, 8, 25600),
+        "qwen3-0.6b": make_sizes(28, 1024, 16, 8, 3072, tied=True),
+        "qwen3-1.7b": make_sizes(28, 2048, 16, 8, 6144, tied=True),
+        "qwen3-4b": make_sizes(36, 2560, 32, 8, 9728, tied=True),
+        "qwen3-8b": make_sizes(36, 4096, 32, 8, 12288),
+        "qwen3-14b": make_sizes(40, 5120, 40, 8, 17408),
+        "qwen3-32b": make_sizes(64, 5120, 64, 8, 25600),
     },
 )
 
@@ -75,7 +75,9 @@ QWEN3_MOE = Family(
     optional=("head_dim",),
     supported={**SUPPORTED, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     published={
-        "qwen3-30b-a3b": sizes(48, 2048, 32, 4, 768) | {"experts": 128, "experts_per_token": 8},
-        "qwen3-235b-a22b": sizes(94, 4096, 64, 4, 1536) | {"experts": 128, "experts_per_token": 8},
+        "qwen3-30b-a3b": make_sizes(48, 2048, 32, 4, 768)
+        | {"experts": 128, "experts_per_token": 8},
+        "qwen3-235b-a22b": make_sizes(94, 4096, 64, 4, 1536)
+        | {"experts": 128, "experts_per_token": 8},
     },
 )

@@ -101,7 +101,7 @@ MIXTURE_ROWS = (
 )
 
 
-def sizes(
+def make_sizes(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, delta: int, tied: bool
 ) -> dict[str, Any]:
     """The shape of a published Qwen3.5, whose delta networks have so many value heads."""
@@ -169,9 +169,9 @@ TEXT = Family(
     },
     carried=("mtp.",),
     published={
-        "qwen3.5-4b": sizes(32, 2560, 16, 4, 9216, delta=32, tied=True),
-        "qwen3.5-9b": sizes(32, 4096, 16, 4, 12288, delta=32, tied=False),
-        "qwen3.5-27b": sizes(64, 5120, 24, 4, 17408, delta=48, tied=False),
+        "qwen3.5-4b": make_sizes(32, 2560, 16, 4, 9216, delta=32, tied=True),
+        "qwen3.5-9b": make_sizes(32, 4096, 16, 4, 12288, delta=32, tied=False),
+        "qwen3.5-27b": make_sizes(64, 5120, 24, 4, 17408, delta=48, tied=False),
     },
 )
 MIXTURE = replace(
@@ -195,7 +195,7 @@ MIXTURE = replace(
         "shared_expert_gate": ("one", "hidden"),
     },
     published={
-        "qwen3.5-35b-a3b": sizes(40, 2048, 16, 2, 512, delta=32, tied=False)
+        "qwen3.5-35b-a3b": make_sizes(40, 2048, 16, 2, 512, delta=32, tied=False)
         | {"shared_ffn": 512, "experts": 256, "experts_per_token": 8},
     },
 )

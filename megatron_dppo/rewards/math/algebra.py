@@ -10,26 +10,32 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_dppo.rewards.math.expressions import MINUS_ONE, Node, UnreadableError, product, read
+from megatron_dppo.rewards.math.expressions import (
+    MINUS_ONE,
+    ExpressionParseError,
+    Node,
+    make_product,
+    parse_expressions,
+)
 from megatron_dppo.rewards.math.notation import (
     OPEN_SET,
     UNION,
-    bracketed,
-    enclosed,
-    parts,
+    parse_brackets,
     split,
-    united,
+    split_brackets,
+    split_union,
+    split_with_separators,
 )
-from megatron_dppo.rewards.math.quantities import Number, number_of
+from megatron_dppo.rewards.math.quantities import Number, parse_number
 from megatron_dppo.rewards.math.values import (
     DIGITS,
     MOST_DIGITS,
-    Point,
+    SamplePoint,
     TooLargeError,
     UndefinedError,
     Value,
-    subexpressions,
-    symbols,
+    find_symbols,
+    iter_subexpressions,
 )
 
 CLOCK = re.compile(r"[0-9]{1,2}\s*:\s*[0-5][0-9]")
@@ -48,131 +54,141 @@ own sign."""
 STEPPED = (("call", "floor"), ("call", "ceil"))
 STEPS = tuple((sign, size) for size in (10, 100, 1000) for sign in (1, -1, 0) for _ in range(6))
 """More of them, where values are rounded to integers."""
-ENOUGH, EXACTLY = 2, 4
+MIN_POINTS, RATIONAL_POINTS = 2, 4
 """Points at which both must have values; and at which they are compared if all are rational."""
 SPARE_BITS = 60
 """By which terms of a sum may differ before more digits are taken."""
-Pair = tuple[Value, Value, Point]
+Pair = tuple[Value, Value, SamplePoint]
 UNEQUAL = re.compile(r"([a-zA-Z])\s*\\ne(?![a-zA-Z])(.+)")
-CLOSE = 30
+EQUAL_DIGITS = 30
 """Digits that two ends have in common that are one."""
 
 
-class NarrowerError(Exception):
+class NarrowerDomainError(Exception):
     """An answer has no value at a point where its label has one."""
 
 
-def same_algebra(label: str, answer: str) -> bool:
-    """Whether two whole texts in ``spelled``'s spelling are one expression, equation, inequality or
-    ratio."""
+def match_algebra(label: str, answer: str) -> bool:
+    """Whether two whole texts in ``normalize_notation``'s spelling are one expression, equation,
+    inequality or ratio."""
     if any(CLOCK.fullmatch(text) for text in (label, answer)):
         return False
     try:
-        expected, found = parts(label, RELATIONS), parts(answer, RELATIONS)
+        expected, found = (
+            split_with_separators(label, RELATIONS),
+            split_with_separators(answer, RELATIONS),
+        )
         if [sign for sign, _ in expected] == [sign for sign, _ in found] == [""]:
-            return _same_ratio(label, answer)
+            return _match_ratio(label, answer)
         if len(expected) != len(found) or len(expected) == 1:
             return False
-        sides = read(*(text for _, text in (*expected, *found)))
+        sides = parse_expressions(*(text for _, text in (*expected, *found)))
         signs = [[sign for sign, _ in chain[1:]] for chain in (expected, found)]
-        return _same_chain(
+        return _match_chain(
             signs[0], sides[: len(expected)], signs[1], sides[len(expected) :], label
         )
-    except (UnreadableError, TooLargeError, NarrowerError):
+    except (ExpressionParseError, TooLargeError, NarrowerDomainError):
         return False
 
 
-def without_approximation(text: str) -> str:
+def strip_approximation(text: str) -> str:
     r"""The exact value of ``2\pi \approx 6.28``, if the decimal is its value, rounded or cut off.
     In any other text an approximate equality is an equality."""
     exact, *others = split(text, r"\\approx(?![a-zA-Z])")
-    number = number_of(others[0]) if len(others) == 1 else None
+    number = parse_number(others[0]) if len(others) == 1 else None
     if number is not None and number.decimals is not None:
-        value = constant(split(exact, "=")[-1])
-        if value is not None and abs(_fraction(value) - number.value) < Fraction(
+        value = evaluate_constant(split(exact, "=")[-1])
+        if value is not None and abs(_to_fraction(value) - number.value) < Fraction(
             1, 10**number.decimals
         ):
             return exact
     return re.sub(r"\\approx(?![a-zA-Z])", "=", text).strip(" =")
 
 
-def constant(text: str) -> Value | None:
+def evaluate_constant(text: str) -> Value | None:
     """The value of an expression without unknowns that is a real number; None for any other
     text."""
     try:
-        (node,) = read(text)
-        if symbols(node):
+        (node,) = parse_expressions(text)
+        if find_symbols(node):
             return None
-        found = next(_values(node, node, text), None)
-    except (UnreadableError, TooLargeError):
+        found = next(_evaluate_points(node, node, text), None)
+    except (ExpressionParseError, TooLargeError):
         return None
     return None if found is None or not found[2].is_real(found[0]) else found[0]
 
 
-def _same_ratio(label: str, answer: str) -> bool:
+def _match_ratio(label: str, answer: str) -> bool:
     """Expressions; of ratios, ``2:3:4``, all terms by one factor."""
     terms, others = split(label, ":"), split(answer, ":")
     if max(len(terms), len(others)) <= 2:
-        return _same_expression(label, answer)
+        return _match_expression(label, answer)
     return len(terms) == len(others) and all(
-        _same_expression(f"({one})({others[-1]})", f"({other})({terms[-1]})")
+        _match_expression(f"({one})({others[-1]})", f"({other})({terms[-1]})")
         for one, other in zip(terms[:-1], others[:-1], strict=True)
     )
 
 
-def _same_expression(label: str, answer: str) -> bool:
-    one, other = read(label, answer)
+def _match_expression(label: str, answer: str) -> bool:
+    one, other = parse_expressions(label, answer)
     if one == other:
         return True
-    if bool(symbols(one)) != bool(symbols(other)) and {one[0], other[0]} <= {"number", "symbol"}:
+    if bool(find_symbols(one)) != bool(find_symbols(other)) and {one[0], other[0]} <= {
+        "number",
+        "symbol",
+    }:
         return False  # a number and an unknown; in a call an unknown might cancel out
-    written = number_of(label), number_of(answer)
+    written = parse_number(label), parse_number(answer)
     for number, node in ((written[0], other), (written[1], one)):
-        if number is not None and (number.decimals or 0) >= 6 and not symbols(node):
-            value = constant(answer if node is other else label)
-            return value is not None and number.same(Number(_fraction(value)))
-    return _compared(one, other, label, _equal)
+        if number is not None and (number.decimals or 0) >= 6 and not find_symbols(node):
+            value = evaluate_constant(answer if node is other else label)
+            return value is not None and number.matches(Number(_to_fraction(value)))
+    return _match_at_points(one, other, label, _is_equal)
 
 
-def _same_chain(
-    signs: list[str], sides: list[Node], others: list[str], found: list[Node], seed: str
+def _match_chain(
+    signs: list[str], sides: list[Node], found_signs: list[str], found: list[Node], seed: str
 ) -> bool:
-    turned = [TURNED.get(sign) for sign in reversed(others)]
-    closed = not symbols(("sum", *sides, *found))
+    turned = [TURNED.get(sign) for sign in reversed(found_signs)]
+    closed = not find_symbols(("sum", *sides, *found))
 
-    def same(one: Node, other: Node) -> bool:
+    def matches(one: Node, other: Node) -> bool:
         # All truths about numbers are worth the same, so that only their writing can tell them
         # apart.
-        return _ordered(one) == _ordered(other) if closed else _compared(one, other, seed, _equal)
+        return (
+            _sort_operands(one) == _sort_operands(other)
+            if closed
+            else _match_at_points(one, other, seed, _is_equal)
+        )
 
-    if signs == others and all(map(same, sides, found)):
+    if signs == found_signs and all(map(matches, sides, found)):
         return True
-    if signs == turned and all(map(same, sides, reversed(found))):
+    if signs == turned and all(map(matches, sides, reversed(found))):
         return True
     if (
         closed
         or len(signs) != 1
         or signs[0] not in TURNED
-        or others[0] not in (signs[0], TURNED[signs[0]])
+        or found_signs[0] not in (signs[0], TURNED[signs[0]])
     ):
         return False
-    one, other = (("sum", left, product(MINUS_ONE, right)) for left, right in (sides, found))
+    one, other = (("sum", left, make_product(MINUS_ONE, right)) for left, right in (sides, found))
     equation = signs[0] in ("=", r"\ne")
     candidates = [(one, other)]
     if equation:
-        cleared = _cleared(one), _cleared(other)
+        cleared = _clear_denominators(one), _clear_denominators(other)
         candidates += [(cleared[0], other), (one, cleared[1]), cleared]
     for first, second in dict.fromkeys(candidates):
-        factor = _factor(first, second, seed)
-        if factor and (equation or (factor > 0) == (signs == others)):
+        factor = _find_factor(first, second, seed)
+        if factor and (equation or (factor > 0) == (signs == found_signs)):
             return True
     return False
 
 
-def _ordered(node: Node) -> Node:
+def _sort_operands(node: Node) -> Node:
     """The expression with the terms of sums and the factors of products in one order, and numbers
     divided out."""
-    parts = tuple(_ordered(part) if isinstance(part, tuple) else part for part in node[1:])
+    parts = tuple(_sort_operands(part) if isinstance(part, tuple) else part for part in node[1:])
     if node[0] in ("sum", "product"):
         inner: list[Node] = []
         for part in parts:
@@ -192,128 +208,136 @@ def _is_number(node: Node) -> bool:
     return node[0] == "number" or inverse
 
 
-def _cleared(node: Node) -> Node:
+def _clear_denominators(node: Node) -> Node:
     """A difference times all denominators in it that hold unknowns: 0 where it was 0."""
-    below = dict.fromkeys(_denominators(node))
-    return product(node, *below) if below else node
+    below = dict.fromkeys(_find_denominators(node))
+    return make_product(node, *below) if below else node
 
 
-def _denominators(node: Node) -> Iterator[Node]:
-    if node[0] == "power" and node[2][0] == "number" and node[2][1] < 0 and symbols(node[1]):
+def _find_denominators(node: Node) -> Iterator[Node]:
+    if node[0] == "power" and node[2][0] == "number" and node[2][1] < 0 and find_symbols(node[1]):
         yield ("power", node[1], ("number", -node[2][1]))
     elif node[0] in ("sum", "product"):
         for part in node[1:]:
-            yield from _denominators(part)
+            yield from _find_denominators(part)
 
 
-def _factor(one: Node, other: Node, seed: str) -> Value | None:
+def _find_factor(left: Node, right: Node, seed: str) -> Value | None:
     """The constant other than 0 by which the one is a multiple of the other."""
     factors: list[Value] = []
 
-    def same_factor(first: Value, second: Value, point: Point) -> bool:
+    def match_factor(first: Value, second: Value, point: SamplePoint) -> bool:
         if first == 0 or second == 0:
             return first == second and bool(factors)
         both = isinstance(first, Fraction) and isinstance(second, Fraction)
-        factor = first / second if both else point.inexact(first) / point.inexact(second)
+        factor = first / second if both else point.to_mpmath(first) / point.to_mpmath(second)
         factors.append(factor)
-        return point.is_real(factor) and _equal(factor, factors[0], point)
+        return point.is_real(factor) and _is_equal(factor, factors[0], point)
 
-    return factors[0] if _compared(one, other, seed, same_factor) and factors else None
+    return factors[0] if _match_at_points(left, right, seed, match_factor) and factors else None
 
 
-def _compared(
-    one: Node, other: Node, seed: str, same: Callable[[Value, Value, Point], bool]
+def _match_at_points(
+    left: Node, right: Node, seed: str, matches: Callable[[Value, Value, SamplePoint], bool]
 ) -> bool:
     """Whether a comparison holds at all points; where roots and logarithms are real, if there are
     such points."""
-    nodes = [*subexpressions(one), *subexpressions(other)]
+    nodes = [*iter_subexpressions(left), *iter_subexpressions(right)]
     imaginary = ("symbol", "i") in nodes
-    closed = not symbols(one) and not symbols(other)
+    closed = not find_symbols(left) and not find_symbols(right)
     steps = any(node[:2] in STEPPED or node[:2] == ("call", "abs") for node in nodes)
     for complex_roots in (True,) if imaginary else (False, True):
         compared, rational = 0, True
-        for first, second, point in _values(one, other, seed, imaginary=complex_roots):
-            if not same(first, second, point):
+        for first, second, point in _evaluate_points(left, right, seed, imaginary=complex_roots):
+            if not matches(first, second, point):
                 return False
             compared += 1
             rational = rational and isinstance(first, Fraction) and isinstance(second, Fraction)
-            if closed or (rational and compared == EXACTLY and not steps):
+            if closed or (rational and compared == RATIONAL_POINTS and not steps):
                 return True
-        if compared >= ENOUGH:
+        if compared >= MIN_POINTS:
             return True
     return False
 
 
-def _values(one: Node, other: Node, seed: str, *, imaginary: bool = False) -> Iterator[Pair]:
+def _evaluate_points(
+    left: Node, right: Node, seed: str, *, imaginary: bool = False
+) -> Iterator[Pair]:
     """The values of two expressions at the points where both have one, to as many digits as they
     need."""
-    closed = not symbols(one) and not symbols(other)
-    stepped = any(node[:2] in STEPPED for node in (*subexpressions(one), *subexpressions(other)))
+    closed = not find_symbols(left) and not find_symbols(right)
+    stepped = any(
+        node[:2] in STEPPED for node in (*iter_subexpressions(left), *iter_subexpressions(right))
+    )
     points = (*POINTS, *STEPS) if stepped else POINTS
     for number, (sign, size) in enumerate(POINTS[:1] if closed else points):
         try:
-            yield _at(
-                one, other, Point(f"{seed}{number}", sign, Fraction(size), imaginary=imaginary)
+            yield _evaluate_point(
+                left,
+                right,
+                SamplePoint(f"{seed}{number}", sign, Fraction(size), imaginary=imaginary),
             )
         except UndefinedError:
             continue
-        except NarrowerError:
-            if _signs_matter(one, other):
+        except NarrowerDomainError:
+            if _is_sign_dependent(left, right):
                 raise
         except TooLargeError:
             if size == 1:
                 raise
 
 
-def _signs_matter(label: Node, answer: Node) -> bool:
+def _is_sign_dependent(label: Node, answer: Node) -> bool:
     """Whether the label may have the logarithm of an unknown below zero: it is of one unknown, or
     of an absolute value.
 
     The unknowns in ln(a/b) are taken to be positive, so that ln a − ln b is the same.
     """
     logarithms = [
-        [n for n in subexpressions(of) if n[:2] in (("call", "ln"), ("call", "log"))]
+        [n for n in iter_subexpressions(of) if n[:2] in (("call", "ln"), ("call", "log"))]
         for of in (label, answer)
     ]
-    absolute = any(n[:2] == ("call", "abs") for log in logarithms[0] for n in subexpressions(log))
+    absolute = any(
+        n[:2] == ("call", "abs") for log in logarithms[0] for n in iter_subexpressions(log)
+    )
     return absolute or (
-        bool(logarithms[0]) and len(symbols(("sum", *logarithms[0], *logarithms[1]))) == 1
+        bool(logarithms[0]) and len(find_symbols(("sum", *logarithms[0], *logarithms[1]))) == 1
     )
 
 
-def _at(one: Node, other: Node, point: Point) -> Pair:
+def _evaluate_point(left: Node, right: Node, point: SamplePoint) -> Pair:
     """The values at a point; worked out again with more digits, where terms of unlike sizes took
     too many."""
     try:
-        values = _pair(one, other, point)
+        values = _evaluate_pair(left, right, point)
         if point.unlike <= SPARE_BITS or all(isinstance(value, Fraction) for value in values):
             return (*values, point)
-    except (UndefinedError, NarrowerError):
+    except (UndefinedError, NarrowerDomainError):
         if point.unlike <= SPARE_BITS:
             raise
     digits = DIGITS + int(point.unlike * 0.302)
     if digits > MOST_DIGITS:
         raise TooLargeError
     finer = point.with_digits(digits)
-    return (*_pair(one, other, finer), finer)
+    return (*_evaluate_pair(left, right, finer), finer)
 
 
-def _pair(label: Node, answer: Node, point: Point) -> tuple[Value, Value]:
-    expected = point.value(label)
+def _evaluate_pair(label: Node, answer: Node, point: SamplePoint) -> tuple[Value, Value]:
+    expected = point.evaluate(label)
     try:
-        return expected, point.value(answer)
+        return expected, point.evaluate(answer)
     except UndefinedError as error:
-        raise NarrowerError from error
+        raise NarrowerDomainError from error
 
 
-def _equal(one: Value, other: Value, point: Point) -> bool:
-    if isinstance(one, Fraction) and isinstance(other, Fraction):
-        return one == other
-    first, second = point.inexact(one), point.inexact(other)
+def _is_equal(left: Value, right: Value, point: SamplePoint) -> bool:
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return left == right
+    first, second = point.to_mpmath(left), point.to_mpmath(right)
     return bool(abs(first - second) <= max(abs(first), abs(second)) * point.rounding * 1000)
 
 
-def _fraction(value: Value) -> Fraction:
+def _to_fraction(value: Value) -> Fraction:
     """The exact value of a binary number."""
     if isinstance(value, Fraction):
         return Fraction(value)
@@ -323,7 +347,7 @@ def _fraction(value: Value) -> Fraction:
 
 End = Fraction | float
 """A number, or an infinity."""
-SIMPLE = 10**12
+MAX_DENOMINATOR = 10**12
 """The largest denominator that a value is taken to have which is a fraction but for rounding."""
 
 
@@ -336,30 +360,30 @@ class Interval(NamedTuple):
     with_high: bool
 
 
-def same_real_set(label: str, answer: str) -> bool | None:
+def match_real_sets(label: str, answer: str) -> bool | None:
     """Whether two texts are one set of numbers; None where one is none that is read here."""
-    expected, found = _intervals(label), _intervals(answer)
+    expected, found = _parse_intervals(label), _parse_intervals(answer)
     if expected is None or found is None:
         return None
     named = {unknown for _, unknown in (expected, found) if unknown}
-    return len(named) <= 1 and _joined(expected[0]) == _joined(found[0])
+    return len(named) <= 1 and _merge_intervals(expected[0]) == _merge_intervals(found[0])
 
 
-def _intervals(text: str) -> tuple[list[Interval], str | None] | None:
+def _parse_intervals(text: str) -> tuple[list[Interval], str | None] | None:
     """The intervals of a set, and the name of its unknown."""
     intervals: list[Interval] = []
     unknowns: set[str] = set()
-    members = united(text, UNION + "|,")
+    members = split_union(text, UNION + "|,")
     unequal = [found for member in members if (found := UNEQUAL.fullmatch(member))]
     if unequal and len(members) > 1:  # x ≠ 1, x ≠ 2 leaves both out, and is no union
         same = len(unequal) == len(members) and len({found[1] for found in unequal}) == 1
         return (
-            _without(unequal[0][1] + r"\ne " + ",".join(found[2] for found in unequal))
+            _parse_complement(unequal[0][1] + r"\ne " + ",".join(found[2] for found in unequal))
             if same
             else None
         )
     for member in members:
-        some = _without(member) or _one_interval(member)
+        some = _parse_complement(member) or _parse_interval(member)
         if some is None:
             return None
         intervals += some[0]
@@ -367,13 +391,13 @@ def _intervals(text: str) -> tuple[list[Interval], str | None] | None:
     return (intervals, next(iter(unknowns), None)) if len(unknowns) <= 1 else None
 
 
-def _without(text: str) -> tuple[list[Interval], str | None] | None:
+def _parse_complement(text: str) -> tuple[list[Interval], str | None] | None:
     r"""All real numbers but some: ``\mathbb{R} \setminus \{0\}``, ``x \ne 0``."""
     unequal = UNEQUAL.fullmatch(text)
     sides = split(text, r"\\setminus(?![a-zA-Z])|-(?=\s*⦃)")
     if unequal is None and (len(sides) != 2 or re.sub(r"\s", "", sides[0]) != r"\mathbb{R}"):
         return None
-    points = _points("⦃" + unequal[2] + "⦄" if unequal else sides[1])
+    points = _parse_points("⦃" + unequal[2] + "⦄" if unequal else sides[1])
     if points is None:
         return None
     ends: list[End] = [-math.inf, *sorted(points), math.inf]
@@ -382,42 +406,42 @@ def _without(text: str) -> tuple[list[Interval], str | None] | None:
     ]
 
 
-def _one_interval(text: str) -> tuple[list[Interval], str | None] | None:
+def _parse_interval(text: str) -> tuple[list[Interval], str | None] | None:
     """An interval, or the points of a set, as intervals of one number each."""
-    points = _points(text)
+    points = _parse_points(text)
     if points is not None:
         return [Interval(point, True, point, True) for point in points], None
-    found = bracketed(text)
+    found = parse_brackets(text)
     if found is None or len(found.elements) != 2:
         return None
-    low, high = map(_end, found.elements)
+    low, high = map(_parse_endpoint, found.elements)
     if low is None or high is None:
         return None
     return [Interval(low, found.opening == "[", high, found.closing == "]")], found.unknown
 
 
-def _points(text: str) -> list[Fraction] | None:
-    whole = enclosed(text.strip())
+def _parse_points(text: str) -> list[Fraction] | None:
+    whole = split_brackets(text.strip())
     if whole is None or whole[0] != OPEN_SET:
         return None
-    ends = [_end(part) for part in split(whole[1], "[,;]")]
+    ends = [_parse_endpoint(part) for part in split(whole[1], "[,;]")]
     points = [end for end in ends if isinstance(end, Fraction)]
     return points if len(points) == len(ends) else None
 
 
-def _end(text: str) -> End | None:
+def _parse_endpoint(text: str) -> End | None:
     plain = re.sub(r"[\s+]", "", text)
     if plain in (r"\infty", r"-\infty"):
         return -math.inf if plain[0] == "-" else math.inf
-    value = constant(text)
+    value = evaluate_constant(text)
     if value is None or isinstance(value, Fraction):
         return value
-    exact = _fraction(value)
-    near, close = exact.limit_denominator(SIMPLE), abs(exact) / 10**CLOSE
-    return near if abs(near - exact) <= close else Fraction(value.context.nstr(value, CLOSE))
+    exact = _to_fraction(value)
+    near, close = exact.limit_denominator(MAX_DENOMINATOR), abs(exact) / 10**EQUAL_DIGITS
+    return near if abs(near - exact) <= close else Fraction(value.context.nstr(value, EQUAL_DIGITS))
 
 
-def _joined(intervals: list[Interval]) -> list[Interval]:
+def _merge_intervals(intervals: list[Interval]) -> list[Interval]:
     """The intervals in order, those that touch as one, without empty ones."""
     joined: list[Interval] = []
     for one in sorted(intervals, key=lambda one: (one.low, not one.with_low)):

@@ -15,7 +15,7 @@ generator has it."""
 NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 BOXED = re.compile(r"\\f?boxed\s*(?:\{|([^\s{}\\]))")
 BRACE = re.compile(r"[{}]")
-SAID = re.compile(r"\banswer\s*(?:is|:|=)[\s:*]*", re.IGNORECASE)
+ANSWER_PHRASE = re.compile(r"\banswer\s*(?:is|:|=)[\s:*]*", re.IGNORECASE)
 CLAUSE = re.compile(r"\s(?:because|since|as|which|so|when)\b")
 SENTENCE_END = re.compile(rf"\n|\.\s|,\s+(?=[a-z]{{2}})|{CLAUSE.pattern}|\sby\b")
 """A full stop before a space ends a sentence, a decimal point does not."""
@@ -29,7 +29,7 @@ FORMULA = re.compile(
 )
 """A formula between delimiters, in a group; or an amount of dollars, in none."""
 LOOSE = re.compile(r"(?<![\w.,])[-+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+|\s?\\?%)?")
-TOLD = re.compile(rf"\s+(?:is|are|equals)\s+(?:exactly\s+)?({LOOSE.pattern})[.!]?\s*")
+STATED_NUMBER = re.compile(rf"\s+(?:is|are|equals)\s+(?:exactly\s+)?({LOOSE.pattern})[.!]?\s*")
 """A number that a sentence gives to the formula before it: ``the largest $n$ is 34.``"""
 BETWEEN = re.compile(
     r"(?:[\s$,;.*()]|\\[()\[\],; ]|\\q?quad|\\text\{|\}|\b[a-zA-Z](?:_(?:\w|\{[^{}]*\}))?\s*="
@@ -52,7 +52,7 @@ TAIL = 2000
 """Characters at the end of a text in which the fallbacks look for an answer."""
 
 
-def after_thoughts(text: str, prompt: str = "", tags: Sequence[str] = THINKING_TAGS) -> str:
+def strip_thinking(text: str, prompt: str = "", tags: Sequence[str] = THINKING_TAGS) -> str:
     """The text of a completion after the last of its thoughts; empty if they have no end.
 
     Args:
@@ -68,7 +68,7 @@ def after_thoughts(text: str, prompt: str = "", tags: Sequence[str] = THINKING_T
     return "" if open_still else answer
 
 
-def stated_answer(text: str) -> str | None:
+def extract_marked_answer(text: str) -> str | None:
     r"""The contents of the last ``\boxed{}``, else what follows the last number signs; None without
     either.
 
@@ -76,17 +76,17 @@ def stated_answer(text: str) -> str | None:
     heading. A box that is cut off before it closes holds no answer: the empty string, and no
     earlier box counts in its place.
     """
-    boxes = stated_boxes(text)
+    boxes = extract_boxes(text)
     if boxes:
         return ", ".join(boxes)
     text = text.rstrip()
     for match in reversed(list(MARKED.finditer(text))):
-        if match.end() == len(text) or plain_number(match[1]) is not None:
+        if match.end() == len(text) or parse_plain_number(match[1]) is not None:
             return match[1].strip()
     return None
 
 
-def stated_boxes(text: str) -> list[str]:
+def extract_boxes(text: str) -> list[str]:
     r"""The contents of the last box; of all, where nothing but commas, "and", "or" and names stand
     between them.
 
@@ -98,7 +98,7 @@ def stated_boxes(text: str) -> list[str]:
             continue
         end, inside = match.end(), match[1]
         if inside is None:
-            closing = _closing(text, end)
+            closing = _find_closing_brace(text, end)
             end, inside = (end, "") if closing is None else (closing + 1, text[end:closing])
         found.append((match.start(), end, inside))
     boxes = [found[-1][2]] if found else []
@@ -110,11 +110,11 @@ def stated_boxes(text: str) -> list[str]:
     return boxes if len(set(boxes)) > 1 else boxes[:1]
 
 
-def said_answer(text: str) -> str:
+def extract_unmarked_answer(text: str) -> str:
     """Where no answer is marked: the end of the last "answer is …", else the last formula, else the
     last number."""
     text = text[-TAIL:]
-    said = list(SAID.finditer(text))
+    said = list(ANSWER_PHRASE.finditer(text))
     if said:
         start = said[-1].end()
         subject = SUBJECT.match(text, start)
@@ -124,13 +124,13 @@ def said_answer(text: str) -> str:
     formulas = list(FORMULA.finditer(text))
     last = formulas[-1] if formulas else None
     if last and last.lastindex:  # money behind all formulas: prose has the answer
-        told = TOLD.fullmatch(text, last.end())
+        told = STATED_NUMBER.fullmatch(text, last.end())
         return told[1].rstrip(",") if told else last[last.lastindex].strip()
     numbers = LOOSE.findall(text)
     return numbers[-1].rstrip(",") if numbers else ""
 
 
-def plain_number(text: str) -> Fraction | None:
+def parse_plain_number(text: str) -> Fraction | None:
     """The value of text that is one decimal number (currency sign, thousands' commas, full stop
     allowed), else None."""
     text = text.strip().rstrip(".").strip()
@@ -139,7 +139,7 @@ def plain_number(text: str) -> Fraction | None:
     return Fraction(text.replace("$", "").replace(",", ""))
 
 
-def _closing(text: str, start: int) -> int | None:
+def _find_closing_brace(text: str, start: int) -> int | None:
     depth = 1
     for brace in BRACE.finditer(text, start):
         depth += 1 if brace[0] == "{" else -1

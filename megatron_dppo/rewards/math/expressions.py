@@ -31,20 +31,22 @@ TOKEN = re.compile(
 )
 
 
-def _names(names: str) -> frozenset[str]:
+def _split_names(names: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", names))
 
 
 ROUND = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth")
 INVERSES = {f"{arc}{name}": f"a{name}" for name in ROUND for arc in ("arc", "ar", "a")}
 FUNCTIONS = {*ROUND, *INVERSES, "ln", "log", "lg", "exp", "sqrt"}
-UNREAD = _names("det gcd lcm max min deg dim ker arg Re Im sgn Arg mod pmod bmod")
+UNREAD = _split_names("det gcd lcm max min deg dim ker arg Re Im sgn Arg mod pmod bmod")
 """Functions that are not worked out: equal where their arguments are."""
-LARGE = _names("sum prod int iint oint lim sup inf limsup liminf bigcup bigcap")
+LARGE = _split_names("sum prod int iint oint lim sup inf limsup liminf bigcup bigcap")
 """Operators on the whole term behind them, not worked out either."""
-ACCENTS = _names("overline bar hat tilde vec dot ddot underline widehat widetilde overrightarrow")
+ACCENTS = _split_names(
+    "overline bar hat tilde vec dot ddot underline widehat widetilde overrightarrow"
+)
 ALPHABETS = {"mathbb", "mathcal", "mathfrak", "mathscr"}
-LETTERS = _names(
+LETTERS = _split_names(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau "
     "upsilon phi chi psi"
     " omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega varepsilon vartheta varphi "
@@ -54,11 +56,11 @@ LETTERS = _names(
 """Commands that are symbols."""
 
 
-class UnreadableError(Exception):
+class ExpressionParseError(Exception):
     """The text is no expression, or none that is read here."""
 
 
-def tokens(text: str) -> list[tuple[str, str]]:
+def tokenize(text: str) -> list[tuple[str, str]]:
     """Kind and text of each piece.
 
     Raises:
@@ -69,7 +71,7 @@ def tokens(text: str) -> list[tuple[str, str]]:
     while place < len(text):
         found = TOKEN.match(text, place)
         if found is None:
-            raise UnreadableError(text[place:])
+            raise ExpressionParseError(text[place:])
         kind = found.lastgroup or ""
         product_of_letters = (
             kind == "word" and len(found[kind]) < 4 and found[kind] not in FUNCTIONS
@@ -106,9 +108,9 @@ DEGREE: Node = ("product", ("symbol", r"\pi"), ("number", Fraction(1, 180)))
 MINUS_ONE: Node = ("number", Fraction(-1))
 
 
-def read(*texts: str) -> list[Node]:
-    """The expressions that whole texts are; in ``spelled``'s spelling, and without relations such
-    as ``=``.
+def parse_expressions(*texts: str) -> list[Node]:
+    """The expressions that whole texts are; in ``normalize_notation``'s spelling, and without
+    relations such as ``=``.
 
     A name that stands before brackets in one of them, and without brackets in none, is a function
     in all of them.
@@ -116,39 +118,41 @@ def read(*texts: str) -> list[Node]:
     Raises:
         UnreadableError: if one is no expression that is read here.
     """
-    readings = [_read(text, frozenset()) for text in texts]
+    readings = [_parse_expression(text, frozenset()) for text in texts]
     called = {name for _, names, _ in readings for name in names}
     bare = {name for _, _, names in readings for name in names}
     functions = frozenset(name for name in called - bare if APPLIED.fullmatch(name))
-    return [_read(text, functions)[0] for text in texts]
+    return [_parse_expression(text, functions)[0] for text in texts]
 
 
 @lru_cache(maxsize=512)
-def _read(text: str, functions: frozenset[str]) -> tuple[Node, frozenset[str], frozenset[str]]:
-    reader = _Reader(text, functions)
-    node = reader.sum()
+def _parse_expression(
+    text: str, functions: frozenset[str]
+) -> tuple[Node, frozenset[str], frozenset[str]]:
+    reader = _Parser(text, functions)
+    node = reader.parse_sum()
     if reader.peek():
-        raise UnreadableError(text)
+        raise ExpressionParseError(text)
     return node, frozenset(reader.called), frozenset(reader.bare)
 
 
-def product(*factors: Node) -> Node:
+def make_product(*factors: Node) -> Node:
     return factors[0] if len(factors) == 1 else ("product", *factors)
 
 
-def negated(node: Node) -> Node:
+def make_negation(node: Node) -> Node:
     return ("number", -node[1]) if node[0] == "number" else ("product", MINUS_ONE, node)
 
 
-def quotient(top: Node, bottom: Node) -> Node:
+def make_quotient(top: Node, bottom: Node) -> Node:
     return ("product", top, ("power", bottom, MINUS_ONE))
 
 
-class _Reader:
+class _Parser:
     """Descends from sums to atoms; ``place`` is the next token."""
 
     def __init__(self, text: str, functions: frozenset[str]) -> None:
-        self.tokens = [*tokens(text), ("", "")]
+        self.tokens = [*tokenize(text), ("", "")]
         self.functions = functions
         self.place = self.depth = self.bars = 0
         self.called: set[str] = set()
@@ -157,114 +161,116 @@ class _Reader:
     def peek(self) -> str:
         return self.tokens[self.place][1]
 
-    def kind(self) -> str:
+    def get_kind(self) -> str:
         return self.tokens[self.place][0]
 
-    def ahead(self, count: int) -> tuple[str, ...]:
+    def get_lookahead(self, count: int) -> tuple[str, ...]:
         return tuple(text for _, text in self.tokens[self.place : self.place + count])
 
-    def take(self, wanted: str | None = None) -> str:
+    def take(self, expected: str | None = None) -> str:
         text = self.peek()
-        if not text or (wanted is not None and text != wanted):
-            raise UnreadableError(wanted)
+        if not text or (expected is not None and text != expected):
+            raise ExpressionParseError(expected)
         self.place += 1
         return text
 
-    def sum(self) -> Node:
-        terms = [self.term()]
+    def parse_sum(self) -> Node:
+        terms = [self.parse_term()]
         while self.peek() in ("+", "-"):
-            terms.append(self.term())
+            terms.append(self.parse_term())
         return terms[0] if len(terms) == 1 else ("sum", *terms)
 
-    def term(self) -> Node:
+    def parse_term(self) -> Node:
         """Signs, and factors between signs of multiplication and division."""
-        negative = self.signs()
-        node = self.run()
+        negative = self.parse_signs()
+        node = self.parse_factors()
         while (sign := self.peek()) in TIMES or sign in OVER:
             self.take()
-            minus = self.signs()
-            right = negated(self.run()) if minus else self.run()
-            node = quotient(node, right) if sign in OVER else product(node, right)
-        return negated(node) if negative else node
+            minus = self.parse_signs()
+            right = make_negation(self.parse_factors()) if minus else self.parse_factors()
+            node = make_quotient(node, right) if sign in OVER else make_product(node, right)
+        return make_negation(node) if negative else node
 
-    def signs(self) -> bool:
+    def parse_signs(self) -> bool:
         negative = False
         while self.peek() in ("+", "-"):
             negative ^= self.take() == "-"
         return negative
 
-    def run(self, *, calls: bool = True) -> Node:
+    def parse_factors(self, *, calls: bool = True) -> Node:
         """Factors without a sign between them."""
-        factors = [self.factor()]
-        while self.begins_factor() and (calls or self.peek().removeprefix("\\") not in FUNCTIONS):
+        factors = [self.parse_factor()]
+        while self.is_factor_start() and (calls or self.peek().removeprefix("\\") not in FUNCTIONS):
             start, before = self.place, self.tokens[self.place - 1][0]
             power = (
                 before != "number" and self.tokens[self.place + 1][1] == "^"
             )  # 2x 3^x, and not 2 3^x
-            if self.kind() == "number" and self.tokens[self.place - 1][1] != ")" and not power:
-                raise UnreadableError("a number behind another factor")
-            right = self.factor()
+            if self.get_kind() == "number" and self.tokens[self.place - 1][1] != ")" and not power:
+                raise ExpressionParseError("a number behind another factor")
+            right = self.parse_factor()
             mixed = (
                 factors[-1][0] == before == "number"
                 and self.tokens[start][1] == r"\frac"
                 and len(factors) == 1
             )
-            factors[-1:] = [_mixed(factors[-1], right)] if mixed else [factors[-1], right]
-        return product(*factors)
+            factors[-1:] = (
+                [_make_mixed_number(factors[-1], right)] if mixed else [factors[-1], right]
+            )
+        return make_product(*factors)
 
-    def begins_factor(self) -> bool:
-        token, kind = self.peek(), self.kind()
+    def is_factor_start(self) -> bool:
+        token, kind = self.peek(), self.get_kind()
         if kind in ("sign", ""):
             return token in ("(", "[", "{", "°") or (token == "|" and not self.bars)
         return token not in NO_FACTOR
 
-    def factor(self) -> Node:
+    def parse_factor(self) -> Node:
         """An atom with its factorials and its power."""
-        node = self.atom()
+        node = self.parse_atom()
         while self.peek() in ("!", "°", "'"):
             mark = self.take()
             if mark == "'":
                 node = ("call", "'", node)
             elif mark == "°":
-                node = product(node, DEGREE)
+                node = make_product(node, DEGREE)
             elif node[0] == "call" and node[1] == "!":
-                raise UnreadableError("a factorial of a factorial, or a double one")
+                raise ExpressionParseError("a factorial of a factorial, or a double one")
             else:
                 node = ("call", "!", node)
         if self.peek() == "^":
             self.take()
-            node = ("power", node, self.script())
+            node = ("power", node, self.parse_exponent())
             if self.peek() in ("^", "!"):
-                raise UnreadableError("a power of what power?")
+                raise ExpressionParseError("a power of what power?")
         return node
 
-    def script(self) -> Node:
+    def parse_exponent(self) -> Node:
         """Exponent behind a caret: a group, or one token with its sign."""
-        negative = self.signs()
-        if self.kind() not in ("number", "word", "command") and self.peek() not in ("(", "{"):
-            raise UnreadableError("no exponent")
-        node = self.atom()
-        return negated(node) if negative else node
+        negative = self.parse_signs()
+        if self.get_kind() not in ("number", "word", "command") and self.peek() not in ("(", "{"):
+            raise ExpressionParseError("no exponent")
+        node = self.parse_atom()
+        return make_negation(node) if negative else node
 
-    def enclosed(self, closing: str, comma: str | None = None) -> list[Node]:
+    def parse_enclosed(self, closing: str, comma: str | None = None) -> list[Node]:
         """One sum, or several between commas, and the bracket that closes them. A bar in here opens
         a pair of bars."""
         bars, self.bars = self.bars, 0
-        found = [self.sum()]
+        found = [self.parse_sum()]
         while self.peek() == comma:
             self.take()
-            found.append(self.sum())
+            found.append(self.parse_sum())
         self.bars = bars
         self.take(closing)
         return found
 
-    def argument(self) -> Node:
+    def parse_argument(self) -> Node:
         r"""Argument of a command: a group, or one digit, letter or command."""
-        if self.kind() == "number" and len(self.peek()) > 1:
-            raise UnreadableError("which digits?")
-        return self.atom()
+        if self.get_kind() == "number" and len(self.peek()) > 1:
+            raise ExpressionParseError("which digits?")
+        return self.parse_atom()
 
-    def raw(self) -> str:
+    def take_raw(self) -> str:
         """The text of a group or token that only names something."""
         if self.peek() != "{":
             return self.take()
@@ -273,120 +279,128 @@ class _Reader:
             parts.append(self.take())
         return "".join(parts[1:-1])
 
-    def atom(self) -> Node:
+    def parse_atom(self) -> Node:
         self.depth += 1
         if self.depth > DEEPEST:
-            raise UnreadableError("nested too deeply")
-        node = self.bare_atom()
+            raise ExpressionParseError("nested too deeply")
+        node = self.parse_bare_atom()
         self.depth -= 1
         return node
 
-    def bare_atom(self) -> Node:
-        kind, token = self.kind(), self.take()
+    def parse_bare_atom(self) -> Node:
+        kind, token = self.get_kind(), self.take()
         if kind == "number":
             return ("number", Fraction(token.replace(",", "").rstrip(".")))
         if kind == "word":
-            return self.call(token) if token in FUNCTIONS else self.named(token)
+            return self.parse_call(token) if token in FUNCTIONS else self.parse_symbol(token)
         if kind == "text":
-            return self.words(token[len(r"\text{") : -1])
+            return self.parse_words(token[len(r"\text{") : -1])
         if kind == "block":
             return ("symbol", re.sub(r"\s", "", token))
         if kind == "derivative":
             return ("symbol", re.sub(r"\\frac|[\s{}/]", "", token))
         if token in PAIRS:
-            (node,) = self.enclosed(PAIRS[token])
+            (node,) = self.parse_enclosed(PAIRS[token])
             return ("call", WRAPS[token], node) if token in WRAPS else node
         if token == "|":
             self.bars += 1
-            node = self.sum()
+            node = self.parse_sum()
             self.bars -= 1
             self.take("|")
             return ("call", "abs", node)
         if token == "°":
             return DEGREE
         if kind == "command":
-            return self.command(token[1:])
-        raise UnreadableError(token)
+            return self.parse_command(token[1:])
+        raise ExpressionParseError(token)
 
-    def words(self, text: str) -> Node:
+    def parse_words(self, text: str) -> Node:
         text = " ".join(text.replace("~", " ").split())
         if text in FUNCTIONS:
-            return self.call(text)
+            return self.parse_call(text)
         if re.fullmatch(r"[a-zA-Z]", text) or (text.startswith("\\") and text[1:] in LETTERS):
-            return self.named(text)
+            return self.parse_symbol(text)
         if written := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)|\(\s*([0-9]+(?:\.[0-9]+)?)\s*\)", text):
             return ("number", Fraction(written[1] or written[2]))
         if not text or "\\" in text:
-            raise UnreadableError("nothing in words, or what is none")
+            raise ExpressionParseError("nothing in words, or what is none")
         # Words have no case, letters have.
-        return self.named(f"\\text{{{text.lower() if re.search('[a-zA-Z]{2}', text) else text}}}")
+        return self.parse_symbol(
+            f"\\text{{{text.lower() if re.search('[a-zA-Z]{2}', text) else text}}}"
+        )
 
-    def command(self, name: str) -> Node:
+    def parse_command(self, name: str) -> Node:
         if name in ("frac", "binom", "dbinom", "tbinom"):
-            top, bottom = self.argument(), self.argument()
-            return quotient(top, bottom) if name == "frac" else ("call", "binom", top, bottom)
+            top, bottom = self.parse_argument(), self.parse_argument()
+            return make_quotient(top, bottom) if name == "frac" else ("call", "binom", top, bottom)
         if name == "sqrt" and self.peek() == "[":
             self.take()
-            degree = self.sum()
+            degree = self.parse_sum()
             self.take("]")
-            return ("call", "root", self.argument(), degree)
+            return ("call", "root", self.parse_argument(), degree)
         if name in FUNCTIONS:
-            return self.call(name)
+            return self.parse_call(name)
         if name in LARGE or name in UNREAD:
             named = "\\" + name
             while self.peek() in ("_", "^"):
-                named += self.take() + "{" + self.raw() + "}"
-            return ("call", named, *([self.term()] if name in LARGE else self.arguments()))
+                named += self.take() + "{" + self.take_raw() + "}"
+            return (
+                "call",
+                named,
+                *([self.parse_term()] if name in LARGE else self.parse_arguments()),
+            )
         if name in ACCENTS or name in ALPHABETS:
             start = self.place
-            letters = self.raw()
+            letters = self.take_raw()
             if name in ALPHABETS or re.fullmatch(r"[a-zA-Z]+", letters):
-                return self.named(f"\\{name}{{{letters}}}")
+                return self.parse_symbol(f"\\{name}{{{letters}}}")
             self.place = start
-            return ("call", "\\" + name, self.argument())
+            return ("call", "\\" + name, self.parse_argument())
         if name in ("angle", "measuredangle", "triangle"):
             letters = ""
-            while self.kind() == "word" and len(letters) < 3:
+            while self.get_kind() == "word" and len(letters) < 3:
                 letters += self.take()
             if not letters:
-                raise UnreadableError(name)
+                raise ExpressionParseError(name)
             # An angle is the same from either leg.
             return ("symbol", f"\\{name} {min(letters, letters[::-1])}")
         if name in LETTERS:
-            return self.named("\\" + name)
-        raise UnreadableError(name)
+            return self.parse_symbol("\\" + name)
+        raise ExpressionParseError(name)
 
-    def arguments(self) -> list[Node]:
+    def parse_arguments(self) -> list[Node]:
         """In brackets and between commas; without brackets one term."""
         if self.peek() != "(":
-            return [self.term()]
+            return [self.parse_term()]
         self.take()
-        return self.enclosed(")", ",")
+        return self.parse_enclosed(")", ",")
 
-    def named(self, name: str) -> Node:
+    def parse_symbol(self, name: str) -> Node:
         """A symbol with its subscript and primes; or a function of what stands in the brackets
         behind it."""
         if self.peek() == "_":
             self.take()
-            name += "_" + re.sub(r"\\text\{([^{}]*)\}", r"\1", self.raw())
-        while prime := next((prime for prime in PRIMES if self.ahead(len(prime)) == prime), None):
+            name += "_" + re.sub(r"\\text\{([^{}]*)\}", r"\1", self.take_raw())
+        while prime := next(
+            (prime for prime in PRIMES if self.get_lookahead(len(prime)) == prime), None
+        ):
             name, self.place = name + "'", self.place + len(prime)
-        if self.ahead(4) == ("^", "{", r"\prime", "}"):
+        if self.get_lookahead(4) == ("^", "{", r"\prime", "}"):
             name, self.place = name + "'", self.place + 4
         if self.peek() != "(":
             self.bare.add(name)
             return ("symbol", name)
         self.called.add(name)
         of_a_number = (
-            VALUE.match("".join(self.ahead(9))) and name not in NUMBERS
+            VALUE.match("".join(self.get_lookahead(9))) and name not in NUMBERS
         )  # I(0) is no product by zero
         return (
-            ("call", name, *self.arguments())
+            ("call", name, *self.parse_arguments())
             if name in self.functions or of_a_number
             else ("symbol", name)
         )
 
-    def call(self, name: str) -> Node:
+    def parse_call(self, name: str) -> Node:
         """A function with a name of its own, with the power and the base that stand before its
         argument."""
         name = INVERSES.get(name, name)
@@ -394,26 +408,26 @@ class _Reader:
         for _ in range(2):
             if self.peek() == "^" and power is None:
                 self.take()
-                power = self.script()
+                power = self.parse_exponent()
             elif self.peek() == "_" and base is None:
                 self.take()
-                base = self.argument() if self.kind() != "number" else self.atom()
+                base = self.parse_argument() if self.get_kind() != "number" else self.parse_atom()
         if self.peek() in ("(", "[", "{"):
-            node = self.atom()
+            node = self.parse_atom()
         else:
-            node = self.run(calls=False)
+            node = self.parse_factors(calls=False)
             # cos 2pi/3 is the cosine of all of it; of ln 2/3 nobody knows
             if self.peek() == "/" and self.tokens[self.place + 1][0] == "number":
                 if name not in ROUND:
-                    raise UnreadableError("where does the argument end?")
+                    raise ExpressionParseError("where does the argument end?")
                 self.take()
-                node = quotient(node, self.atom())
+                node = make_quotient(node, self.parse_atom())
         if name == "sqrt":
             found: Node = ("call", "root", node, ("number", Fraction(2)))
         elif name in ("log", "lg"):
             found = ("call", "log", node, base or ("number", Fraction(10)))
         elif base is not None:
-            raise UnreadableError("a function with a base")
+            raise ExpressionParseError("a function with a base")
         elif name == "exp":
             found = ("power", ("symbol", "e"), node)
         elif power == MINUS_ONE and name in ROUND:
@@ -423,7 +437,7 @@ class _Reader:
         return found if power is None else ("power", found, power)
 
 
-def _mixed(whole: Node, fraction: Node) -> Node:
+def _make_mixed_number(whole: Node, fraction: Node) -> Node:
     r"""2\frac{1}{2}: the sum where both are written out, else the product."""
     parts = fraction[1:] if fraction[0] == "product" else ()
     if (
@@ -440,5 +454,5 @@ def _mixed(whole: Node, fraction: Node) -> Node:
         or bottom.denominator != 1
         or top.denominator != 1
     ):
-        raise UnreadableError("neither a mixed number nor a product")
+        raise ExpressionParseError("neither a mixed number nor a product")
     return ("number", whole[1] + top / bottom)

@@ -90,18 +90,18 @@ REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
 COMPILED = [(re.compile(pattern), into) for pattern, into in REWRITINGS]
 
 
-def spelled(text: str) -> str:
+def normalize_notation(text: str) -> str:
     """The text in one spelling: typography, spacing, fraction forms, bracket sizes, fonts; no outer
     dollar signs."""
     if not text.isascii():
-        text = _in_ascii(text)
-    text = COMMAND.sub(lambda found: COMMANDS.get(found[1], found[0]), _without_delimiters(text))
+        text = _convert_to_ascii(text)
+    text = COMMAND.sub(lambda found: COMMANDS.get(found[1], found[0]), _strip_delimiters(text))
     for pattern, into in COMPILED:
         text = pattern.sub(into, text)
-    return _trimmed(text)
+    return _trim_ends(text)
 
 
-def _in_ascii(text: str) -> str:
+def _convert_to_ascii(text: str) -> str:
     """LaTeX for Unicode's signs, Greek letters, fractions, and raised and lowered characters."""
     # U+00B5 is a prefix; Greek's mu is a letter.
     text = re.sub("µ([a-zA-Z]+)", r"\\mu\\text{\1}", text)
@@ -115,14 +115,14 @@ def _in_ascii(text: str) -> str:
             sign = "^" if kind == "<super>" else "_"
             latex_parts.append(f"{sign}{{{unicodedata.normalize('NFKC', ''.join(run))}}}")
         else:
-            latex_parts += map(_latex, run)
+            latex_parts += map(_convert_to_latex, run)
     text = unicodedata.normalize("NFKC", "".join(latex_parts).replace("°", r"^\circ "))
     # Marks of no width are dropped.
     visible = "".join(c for c in text if unicodedata.category(c) != "Cf")
     return visible.replace("−", "-")
 
 
-def _latex(character: str) -> str:
+def _convert_to_latex(character: str) -> str:
     kind, _, of = unicodedata.decomposition(character).partition(" ")
     if kind == "<fraction>" and len(of.split()) == 3:
         top, _, bottom = (chr(int(code, 16)) for code in of.split())
@@ -134,13 +134,13 @@ def _latex(character: str) -> str:
     return f"\\{letter if named[1] == 'SMALL' else letter.capitalize()} "
 
 
-def unspaced(text: str) -> str:
+def strip_spaces(text: str) -> str:
     """Spelling for comparisons, without spaces, which LaTeX passes over; those between two digits
     stay."""
     return re.sub(r"(?<![0-9]) | (?![0-9])", "", text)
 
 
-def _without_delimiters(text: str) -> str:
+def _strip_delimiters(text: str) -> str:
     text = text.strip().strip("*`").strip()
     for start, end in ((r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(start) and text.rstrip(".").endswith(end):
@@ -151,7 +151,7 @@ def _without_delimiters(text: str) -> str:
     return re.sub(r"(?<!\\)\$", "", text)
 
 
-def _trimmed(text: str) -> str:
+def _trim_ends(text: str) -> str:
     previous = None
     while text != previous:
         previous, text = text, text.lstrip(" ,;:=").rstrip(" .,;:")
@@ -168,8 +168,8 @@ NAME = (
     rf"|[a-zA-Z]{SUBSCRIPT}'*+|\([a-zA-Z, \\]+\)|(?<=[a-zA-Z])\([^()=]*\)|\|[a-zA-Z]+\|"
     r"|(?<=[\w} ]):(?=\s*\\?[a-zA-Z])|\s)++"
 )
-GIVEN = r"(?:=|\\in(?![a-zA-Z]))"
-SIDE = re.compile(rf"({NAME}){GIVEN}(.+)")
+ASSIGNMENT = r"(?:=|\\in(?![a-zA-Z]))"
+SIDE = re.compile(rf"({NAME}){ASSIGNMENT}(.+)")
 RELATION = re.compile(r"<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])")
 UNKNOWN = re.compile(rf"\\?[a-zA-Z]+{SUBSCRIPT}'*(?:\([a-zA-Z]\))?")
 BUILDER = re.compile(rf"{OPEN_SET}([^|:]*?)(?:\||:|\\mid)(.*){CLOSE_SET}")
@@ -180,7 +180,7 @@ MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?
 
 
 @dataclass(frozen=True, slots=True)
-class Bracketed:
+class BracketGroup:
     """Elements between two brackets; an interval if there are two and a bracket is square."""
 
     opening: str
@@ -189,7 +189,7 @@ class Bracketed:
     unknown: str | None = None
     """Unknown of an inequality read as an interval."""
 
-    def same_brackets(self, other: Bracketed) -> bool:
+    def match_brackets(self, other: BracketGroup) -> bool:
         """Whether the brackets say the same: of a vector of three or more they say nothing."""
         if len(self.elements) != 2:
             return True
@@ -198,7 +198,7 @@ class Bracketed:
         ]
 
 
-def parts(text: str, separator: str) -> list[tuple[str, str]]:
+def split_with_separators(text: str, separator: str) -> list[tuple[str, str]]:
     """The parts of ``text`` between separators (a regular expression) that stand in no bracket,
     each behind its own."""
     found, before, start, depth = [], "", 0, 0
@@ -213,10 +213,10 @@ def parts(text: str, separator: str) -> list[tuple[str, str]]:
 
 def split(text: str, separator: str) -> list[str]:
     """The parts without their separators."""
-    return [part for _, part in parts(text, separator)]
+    return [part for _, part in split_with_separators(text, separator)]
 
 
-def enclosed(text: str) -> tuple[str, str, str] | None:
+def split_brackets(text: str) -> tuple[str, str, str] | None:
     """Opening bracket, contents and closing bracket, where one pair holds the whole text; ``(1,
     2]`` is a pair."""
     if len(text) < 2 or text[0] not in OPENING or text[-1] not in CLOSING:
@@ -229,51 +229,54 @@ def enclosed(text: str) -> tuple[str, str, str] | None:
     return None
 
 
-def united(text: str, separator: str) -> list[str]:
+def split_union(text: str, separator: str) -> list[str]:
     """The parts of a union between separators; parts in round brackets that are unions themselves
     are taken apart."""
     found = []
     for part in split(text, separator):
-        whole = enclosed(part)
+        whole = split_brackets(part)
         inside = whole[1] if whole and whole[0] == "(" else ""
-        found += united(inside, UNION) if len(split(inside, UNION)) > 1 else [part]
+        found += split_union(inside, UNION) if len(split(inside, UNION)) > 1 else [part]
     return found
 
 
-def sides(text: str) -> tuple[str | None, str]:
+def split_assignment(text: str) -> tuple[str | None, str]:
     """The name before the one equals sign and what stands behind; None where not just one name is
     given a value."""
     found = SIDE.fullmatch(text)
-    if found is None or RELATION.search(text) or len(split(found[2], GIVEN)) > 1:
+    if found is None or RELATION.search(text) or len(split(found[2], ASSIGNMENT)) > 1:
         return None, text
-    return unspaced(found[1].strip()), found[2].strip()
+    return strip_spaces(found[1].strip()), found[2].strip()
 
 
-def members(text: str) -> tuple[list[tuple[str | None, str]], bool]:
+def parse_members(text: str) -> tuple[list[tuple[str | None, str]], bool]:
     """The members of a list or set, each with its name, a plus-minus sign making two of one; and
     whether in braces.
 
     A name counts for what is listed behind it: n is 3, too, in ``n = 2, 3``.
     """
-    name, value = sides(text)
-    whole = enclosed(value)
+    name, value = split_assignment(text)
+    whole = split_brackets(value)
     if whole is not None and whole[0] == OPEN_SET:
         return [
-            (None, member) for part in split(whole[1], COMMA) if part for member in _signs(part)
+            (None, member)
+            for part in split(whole[1], COMMA)
+            if part
+            for member in _expand_signs(part)
         ], True
     found, name = [], None
     for part in split(text, COMMA):
-        own, value = sides(part)
+        own, value = split_assignment(part)
         name = own if own is not None or "=" in part else name
-        found += [(name, member) for member in _signs(value) if part]
+        found += [(name, member) for member in _expand_signs(value) if part]
     return found, False
 
 
-def unpacked(text: str) -> list[tuple[str | None, str]] | None:
+def unpack_tuple(text: str) -> list[tuple[str | None, str]] | None:
     """The members of a tuple of names that is given one of values: ``(x, y) = (1, 2)``; None for
     any other text."""
-    name, value = sides(text)
-    names, values = enclosed(name or ""), bracketed(value)
+    name, value = split_assignment(text)
+    names, values = split_brackets(name or ""), parse_brackets(value)
     if names is None or values is None or len(split(names[1], ",")) != len(values.elements):
         return None
     return list(zip(split(names[1], ","), values.elements, strict=True))
@@ -286,14 +289,14 @@ def with_tuples(text: str, other: str) -> str:
     Elements are in the names' alphabetical order. A single solution becomes a tuple if ``other`` is
     a bare one.
     """
-    listed, _ = members(text)
+    listed, _ = parse_members(text)
     names = sorted({name for name, _ in listed if name})
     rows = [
         dict(listed[start : start + len(names)]) for start in range(0, len(listed), len(names) or 1)
     ]
     if len(names) < 2 or any(sorted(map(str, row)) != names for row in rows):
         return text
-    whole = enclosed(other)
+    whole = split_brackets(other)
     if len(rows) == 1 and not (whole and whole[0] in "(["):
         return text
     return ",".join(
@@ -301,7 +304,7 @@ def with_tuples(text: str, other: str) -> str:
     )
 
 
-def links(text: str) -> list[str]:
+def split_equation_chain(text: str) -> list[str]:
     """The sides of a chain of equations; the whole text where there is no equals sign, or another
     relation."""
     return [text] if RELATION.search(text) else split(text, "=")
@@ -312,30 +315,32 @@ def is_name(text: str) -> bool:
     return SIDE.fullmatch(text + "=0") is not None
 
 
-def bracketed(text: str) -> Bracketed | None:
+def parse_brackets(text: str) -> BracketGroup | None:
     """A tuple, vector or interval; an inequality in one unknown is the interval of its
     solutions."""
     built = BUILDER.fullmatch(text)
     text = built[2].strip() if built else text
-    if unspaced(text) == r"\mathbb{R}":
-        return Bracketed("(", (r"-\infty", r"\infty"), ")")
-    whole = enclosed(text)
+    if strip_spaces(text) == r"\mathbb{R}":
+        return BracketGroup("(", (r"-\infty", r"\infty"), ")")
+    whole = split_brackets(text)
     if whole is not None and whole[0] in "([⟨" and whole[2] in ")]⟩":
         inside = split(whole[1], "[,;]")
-        return Bracketed(whole[0], tuple(inside), whole[2]) if len(inside) > 1 else None
-    return _solutions(text)
+        return BracketGroup(whole[0], tuple(inside), whole[2]) if len(inside) > 1 else None
+    return _parse_inequality(text)
 
 
-def matrix(text: str) -> list[list[str]] | None:
+def parse_matrix(text: str) -> list[list[str]] | None:
     """The entries of a matrix, row by row."""
-    found = MATRIX.fullmatch(text) or MATRIX.fullmatch((enclosed(text) or ("", "", ""))[1].strip())
+    found = MATRIX.fullmatch(text) or MATRIX.fullmatch(
+        (split_brackets(text) or ("", "", ""))[1].strip()
+    )
     if found is None:
         return None
     rows = [row for row in re.split(r"\\\\", found[2]) if row.strip()]
     return [[cell.strip() for cell in row.split("&")] for row in rows]
 
 
-def _signs(text: str) -> list[str]:
+def _expand_signs(text: str) -> list[str]:
     if r"\pm" not in text and r"\mp" not in text:
         return [text]
     return [
@@ -344,7 +349,7 @@ def _signs(text: str) -> list[str]:
     ]
 
 
-def _solutions(text: str) -> Bracketed | None:
+def _parse_inequality(text: str) -> BracketGroup | None:
     sides = [part.strip() for part in RELATION.split(text)]
     relations = RELATION.findall(text)
     if not relations or len(relations) > 2 or not all(sides) or "=" in text:
@@ -355,22 +360,22 @@ def _solutions(text: str) -> Bracketed | None:
         return None
     opening, closing = ("(" if relations[0] == "<" else "["), (")" if relations[-1] == "<" else "]")
     if len(sides) == 3 and UNKNOWN.fullmatch(sides[1]):
-        return Bracketed(opening, (sides[0], sides[2]), closing, sides[1])
+        return BracketGroup(opening, (sides[0], sides[2]), closing, sides[1])
     if len(sides) == 2 and UNKNOWN.fullmatch(sides[0]):
-        return Bracketed("(", (r"-\infty", sides[1]), closing, sides[0])
+        return BracketGroup("(", (r"-\infty", sides[1]), closing, sides[0])
     if len(sides) == 2 and UNKNOWN.fullmatch(sides[1]):
-        return Bracketed(opening, (sides[0], r"\infty"), ")", sides[1])
+        return BracketGroup(opening, (sides[0], r"\infty"), ")", sides[1])
     return None
 
 
-TOLD = re.compile(r"\\text\{\s*\(([A-J])\)\s*\}\s*(.+)|\(([A-J])\) ([0-9.,]+)")
+CHOICE_WITH_TEXT = re.compile(r"\\text\{\s*\(([A-J])\)\s*\}\s*(.+)|\(([A-J])\) ([0-9.,]+)")
 """A choice that stands before its text."""
 BARE = re.compile(r"\(\s*([A-J])\s*\)|([A-J])\s*\)?")
 CHOSEN = re.compile(
     r"(?:(?:option|choice|answer)\s+)?(?:\(([A-J])\)|([A-J])(?:[.):]|$))(?:[\s:.)](?!\s*[,;]).*|$|[^\s+\-*/^=,;].*)",
     re.IGNORECASE,
 )
-OTHER = re.compile(r"\([A-J]\)|(?<![a-zA-Z])[A-J](?:[.):]|$)")
+OTHER_CHOICE = re.compile(r"\([A-J]\)|(?<![a-zA-Z])[A-J](?:[.):]|$)")
 """Another letter that is chosen behind the first one."""
 SHORT = {
     "yes",
@@ -393,11 +398,11 @@ SHORT = {
 EMPTY = {"no solution", "none", "empty set", "no such", r"\emptyset", "⦃⦄", "⦃ ⦄"}
 
 
-def choice_of(text: str, *, bare: bool = False) -> frozenset[str] | None:
+def parse_choice_letters(text: str, *, bare: bool = False) -> frozenset[str] | None:
     """The letters of a multiple choice.
 
     Args:
-        text: as ``spelled`` returns it.
+        text: as ``normalize_notation`` returns it.
         bare: whether the letters must be all there is; an answer may also say what stands behind
             its letter.
     """
@@ -409,19 +414,19 @@ def choice_of(text: str, *, bare: bool = False) -> frozenset[str] | None:
     if bare:
         return None
     found = CHOSEN.fullmatch(text)
-    if found and OTHER.search(text, found.end(1) if found[1] else found.end(2)):
+    if found and OTHER_CHOICE.search(text, found.end(1) if found[1] else found.end(2)):
         return None
     letter = found and (found[1] or found[2])
     return frozenset(letter) if letter and letter.isupper() else None
 
 
-def told_choice(text: str) -> tuple[str, str] | None:
+def parse_choice(text: str) -> tuple[str, str] | None:
     """Letter and text of a choice such as ``\\text{(C)} 24``; None for any other text."""
-    found = TOLD.fullmatch(text)
+    found = CHOICE_WITH_TEXT.fullmatch(text)
     return (found[1] or found[3], found[2] or found[4]) if found else None
 
 
-def words_of(text: str) -> str | None:
+def normalize_words(text: str) -> str | None:
     """Words of a text, without case, punctuation, articles and the s of the plural; None for a
     formula."""
     if text in EMPTY:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from megatron_dppo.rewards.math.notation import unspaced
+from megatron_dppo.rewards.math.notation import strip_spaces
 
 DIGITS = (
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)?(?:\.[0-9]+)?"
@@ -41,7 +41,7 @@ class Number:
     decimals: int | None = None
     """Digits behind the point; None unless it was a decimal without a power of ten."""
 
-    def same(self, other: Number) -> bool:
+    def matches(self, other: Number) -> bool:
         """Whether two numbers are equal, or one is the other with decimals rounded or cut off.
 
         The shorter one must have six or more decimals, and six digits after the leading zeros.
@@ -57,7 +57,7 @@ class Number:
         return told and (cut or abs(full.value - short.value) * 2 <= unit)
 
 
-def number_of(text: str) -> Number | None:
+def parse_number(text: str) -> Number | None:
     """The number that the whole of a spelled text writes out, else None."""
     text = text.strip()
     if len(text) > MOST_DIGITS or not any(c in "0123456789" for c in text):
@@ -72,13 +72,13 @@ def number_of(text: str) -> Number | None:
         )
         return Number((-1 if sign else 1) * (lead + tail / 10 ** len(fixed)))
     if found := DECIMAL.fullmatch(text):
-        return _decimal(*found.groups())
+        return _parse_decimal(*found.groups())
     if found := FRACTION.fullmatch(text) or SLASHED.fullmatch(text):
-        return _fraction(*found.groups())
+        return _parse_fraction(*found.groups())
     return None
 
 
-def numeral_of(text: str) -> tuple[str, str] | None:
+def parse_numeral(text: str) -> tuple[str, str] | None:
     """Digits and base of a numeral such as ``2516_8``, else None."""
     found = NUMERAL.fullmatch(text.replace(" ", ""))
     if found is None or not found[1][0].isdigit():
@@ -87,7 +87,9 @@ def numeral_of(text: str) -> tuple[str, str] | None:
     return found[1].lstrip("0"), BASES.get(base, base)
 
 
-def _decimal(sign: str, digits: str, power: str | None, exponent: str | None) -> Number | None:
+def _parse_decimal(
+    sign: str, digits: str, power: str | None, exponent: str | None
+) -> Number | None:
     plain = re.sub(r"[, ]", "", digits)
     if not plain:
         return None
@@ -98,9 +100,9 @@ def _decimal(sign: str, digits: str, power: str | None, exponent: str | None) ->
     return Number(value, len(plain.partition(".")[2]))
 
 
-def _fraction(sign: str, whole: str | None, top: str, bottom: str) -> Number | None:
+def _parse_fraction(sign: str, whole: str | None, top: str, bottom: str) -> Number | None:
     numbers = [DECIMAL.fullmatch(part.strip()) for part in (top, bottom)]
-    read = [_decimal(*found.groups()) for found in numbers if found]
+    read = [_parse_decimal(*found.groups()) for found in numbers if found]
     if len(read) < 2 or read[0] is None or read[1] is None or read[1].value == 0:
         return None
     above, below = read[0], read[1]
@@ -216,12 +218,14 @@ class Unit:
         )
 
 
-def unit_of(text: str) -> Unit | None:
+def parse_unit(text: str) -> Unit | None:
     r"""The unit that ``text`` names (``cm^2``, ``\text{km}/\text{h}``, ``miles per hour``); None if
     it is none."""
     text = re.sub(r"°\s*(?:\\text\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))", r" deg\1\2 ", text)
     text = re.sub(
-        r"\\text\{([^{}]*)\}", lambda found: f" {UPRIGHT_LETTER.sub(_upright, found[1])} ", text
+        r"\\text\{([^{}]*)\}",
+        lambda found: f" {UPRIGHT_LETTER.sub(_replace_upright, found[1])} ",
+        text,
     )
     text = re.sub(r"\s*\^\s*\{?\s*(-?[1-9])\s*\}?", r"^\1", text.replace(r"\cdot", " "))
     text = re.sub(r"([kM]?)\s*\\Omega(?![a-zA-Z])", r" \1ohm", text)
@@ -251,7 +255,7 @@ def unit_of(text: str) -> Unit | None:
             power = sign * int(named[2] or 1)
             if (len(word) == 1 or re.search("[°%¢€£]", word)) and named[1] not in NAMES:
                 return None  # a letter that is no unit is a factor
-            dimension, of = _named(named[1])
+            dimension, of = _parse_unit_word(named[1])
             powers[dimension] += power
             size *= of**power
     if powers["share"] not in (0, 1):
@@ -266,7 +270,7 @@ def is_named(word: str) -> bool:
     )
 
 
-def multiple_of(text: str) -> tuple[int, str]:
+def parse_multiplier(text: str) -> tuple[int, str]:
     r"""How many of it are meant, and what: ``5 million people`` are 5,000,000."""
     many = 1
     while found := MULTIPLE.match(text):
@@ -275,11 +279,11 @@ def multiple_of(text: str) -> tuple[int, str]:
     return many, text
 
 
-def _upright(found: re.Match[str]) -> str:
+def _replace_upright(found: re.Match[str]) -> str:
     return found[1] + UPRIGHT[found[2]]
 
 
-def _named(word: str) -> tuple[str, Fraction]:
+def _parse_unit_word(word: str) -> tuple[str, Fraction]:
     for spelling in (
         (word, word.lower(), word.lower().removesuffix("s")) if len(word) > 1 else (word,)
     ):
@@ -312,7 +316,7 @@ MOST_WORDS = 3
 ROUND_ARGUMENT = re.compile(r"(?:sin|cos|tan|cot|sec|csc)[^()]*$")
 """An argument whose degrees belong to it: those of ``\\sin 30°`` are no unit."""
 
-Same = Callable[[str, str], bool]
+Matcher = Callable[[str, str], bool]
 """Compares two values that are no plain numbers."""
 
 
@@ -325,33 +329,35 @@ class Quantity:
     unit: Unit | None
 
 
-def same_number(label: str, answer: str) -> bool | None:
+def match_number(label: str, answer: str) -> bool | None:
     """Whether two written-out numbers are one; None if either is no number."""
-    one, other = number_of(label), number_of(answer)
+    one, other = parse_number(label), parse_number(answer)
     if one is None or other is None:
         return None
     # 108,135,189 may be a number and a list: where it is not this number, it may be that list.
-    return one.same(other) or (None if "," in label or "," in answer else False)
+    return one.matches(other) or (None if "," in label or "," in answer else False)
 
 
-def same_share(label: str, answer: str, same: Same) -> bool | None:
+def match_percent(label: str, answer: str, matches: Matcher) -> bool | None:
     """Whether two texts are one share, of which one at least is written with a percent sign; else
     None."""
-    one, other = quantity_of(label), quantity_of(answer)
+    one, other = parse_quantity(label), parse_quantity(answer)
     units = [q.unit for q in (one, other) if q.unit is not None]
     if "share" not in [unit.dimension for unit in units]:
         return None
     if len(units) == 2:
-        return units[0] == units[1] and _same_value(one, other, same)
+        return units[0] == units[1] and _match_values(one, other, matches)
     percent, bare = (one, other) if one.unit is not None else (other, one)
     if percent.number is None or bare.number is None:
-        return same(percent.text, bare.text) or same(rf"\frac{{{percent.text}}}{{100}}", bare.text)
-    if abs(bare.number.value) > 1 and percent.number.same(bare.number):
+        return matches(percent.text, bare.text) or matches(
+            rf"\frac{{{percent.text}}}{{100}}", bare.text
+        )
+    if abs(bare.number.value) > 1 and percent.number.matches(bare.number):
         return True
-    return _scaled(percent, Fraction(1, 100)).same(bare.number)
+    return _scale_quantity(percent, Fraction(1, 100)).matches(bare.number)
 
 
-def same_amount(label: str, answer: str, same: Same) -> bool | None:
+def match_quantity(label: str, answer: str, matches: Matcher) -> bool | None:
     """Whether two texts are the same amount of the same; None if neither names a unit."""
     clocks = [
         CLOCK.fullmatch(re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip())
@@ -363,13 +369,13 @@ def same_amount(label: str, answer: str, same: Same) -> bool | None:
         )
         same_half = other_half is None or (half or "").lower() == other_half.lower()
         return int(hour) == int(other_hour) and minute == other_minute and same_half
-    one, other = quantity_of(label), quantity_of(answer)
+    one, other = parse_quantity(label), parse_quantity(answer)
     if None in (one.unit, other.unit) and ("dozen" in label) != ("dozen" in answer):
         return False  # a bare number may count the dozens, or what they hold
     if one.unit is None and other.unit is None:
         multiple = one.number is not None and other.number is not None
         return (
-            _same_value(one, other, same)
+            _match_values(one, other, matches)
             if multiple and {one.text, other.text} != {label, answer}
             else None
         )
@@ -382,44 +388,46 @@ def same_amount(label: str, answer: str, same: Same) -> bool | None:
         r"\pi" in q.text for q in (one, other) if q.unit is None
     )
     if in_radians or {*dimensions} == {"angle", "radian"}:
-        return same(_radians(one), _radians(other))
+        return matches(_convert_to_radians(one), _convert_to_radians(other))
     if one.unit is None or other.unit is None or one.unit == other.unit:
-        letters = {unspaced(re.sub(r"\\text\{([^{}]*)\}", r"\1", text)) for text in (label, answer)}
-        return len(letters) == 1 or _same_value(
-            one, other, same
+        letters = {
+            strip_spaces(re.sub(r"\\text\{([^{}]*)\}", r"\1", text)) for text in (label, answer)
+        }
+        return len(letters) == 1 or _match_values(
+            one, other, matches
         )  # one side alone may set them upright
     if one.unit.dimensions != other.unit.dimensions or one.number is None or other.number is None:
         return False
-    return _scaled(one, one.unit.size).same(_scaled(other, other.unit.size))
+    return _scale_quantity(one, one.unit.size).matches(_scale_quantity(other, other.unit.size))
 
 
-def quantity_of(text: str) -> Quantity:
+def parse_quantity(text: str) -> Quantity:
     """Value and unit of a text; without a unit the text is the value."""
-    if number := number_of(text):
+    if number := parse_number(text):
         return Quantity(text, number, None)
     if money := CURRENCY.fullmatch(text):
-        amount = quantity_of(money[1] + money[3])
+        amount = parse_quantity(money[1] + money[3])
         return (
-            replace(amount, unit=unit_of(money[2]))
+            replace(amount, unit=parse_unit(money[2]))
             if amount.unit is None
             else Quantity(text, None, None)
         )
     for start in START.finditer(text):
         value, named = text[: start.start()].strip(), text[start.start() :]
-        if not value or NO_NOUN.search(named) or not _may_name(text, start, value):
+        if not value or NO_NOUN.search(named) or not _is_unit_start(text, start, value):
             continue
-        many, named = multiple_of(named)
-        unit = unit_of(named) if named else None
+        many, named = parse_multiplier(named)
+        unit = parse_unit(named) if named else None
         if named and unit is None:
             continue
-        number = number_of(value)
+        number = parse_number(value)
         if many > 1:
             value, number = rf"({value})\cdot {many}", number and Number(number.value * many)
         return Quantity(value, number, unit)
     return Quantity(text, None, None)
 
 
-def _may_name(text: str, start: re.Match[str], value: str) -> bool:
+def _is_unit_start(text: str, start: re.Match[str], value: str) -> bool:
     """Whether what begins here is a unit and no factor: ``5 m`` is five metres, ``5m`` a
     product."""
     word = start[0]
@@ -430,22 +438,22 @@ def _may_name(text: str, start: re.Match[str], value: str) -> bool:
     spaced = text[start.start() - 1] == " "
     if is_named(word):
         ended = re.search(r"[0-9)} ]$|\\pi$", value) is not None
-        return (spaced and number_of(value) is not None) or (len(word) > 1 and ended)
+        return (spaced and parse_number(value) is not None) or (len(word) > 1 and ended)
     few = len(text[start.start() :].split()) <= MOST_WORDS
-    return spaced and few and len(word) >= 3 and number_of(value) is not None
+    return spaced and few and len(word) >= 3 and parse_number(value) is not None
 
 
-def _same_value(one: Quantity, other: Quantity, same: Same) -> bool:
+def _match_values(one: Quantity, other: Quantity, matches: Matcher) -> bool:
     if one.number is not None and other.number is not None:
-        return one.number.same(other.number)
-    return same(one.text, other.text)
+        return one.number.matches(other.number)
+    return matches(one.text, other.text)
 
 
-def _radians(angle: Quantity) -> str:
+def _convert_to_radians(angle: Quantity) -> str:
     in_degrees = angle.unit is not None and angle.unit.dimension == "angle"
     return rf"\frac{{({angle.text}) \pi}}{{180}}" if in_degrees else angle.text
 
 
-def _scaled(quantity: Quantity, size: Fraction) -> Number:
+def _scale_quantity(quantity: Quantity, size: Fraction) -> Number:
     assert quantity.number is not None
     return Number(quantity.number.value * size)

@@ -7,38 +7,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.rewards.math.algebra import same_algebra, same_real_set, without_approximation
+from megatron_dppo.rewards.math.algebra import match_algebra, match_real_sets, strip_approximation
 from megatron_dppo.rewards.math.completion import (
     NEGATED,
     SUBJECT,
     THINKING_TAGS,
-    after_thoughts,
-    plain_number,
-    said_answer,
-    stated_answer,
-    stated_boxes,
+    extract_boxes,
+    extract_marked_answer,
+    extract_unmarked_answer,
+    parse_plain_number,
+    strip_thinking,
 )
 from megatron_dppo.rewards.math.notation import (
     OPEN_SET,
-    Bracketed,
-    bracketed,
-    choice_of,
-    enclosed,
+    BracketGroup,
     is_name,
-    links,
-    matrix,
-    members,
-    sides,
-    spelled,
+    normalize_notation,
+    normalize_words,
+    parse_brackets,
+    parse_choice,
+    parse_choice_letters,
+    parse_matrix,
+    parse_members,
     split,
-    told_choice,
-    united,
-    unpacked,
-    unspaced,
+    split_assignment,
+    split_brackets,
+    split_equation_chain,
+    split_union,
+    strip_spaces,
+    unpack_tuple,
     with_tuples,
-    words_of,
 )
-from megatron_dppo.rewards.math.quantities import numeral_of, same_amount, same_number, same_share
+from megatron_dppo.rewards.math.quantities import (
+    match_number,
+    match_percent,
+    match_quantity,
+    parse_numeral,
+)
 
 LONGEST = 1000
 """Characters of an answer that is read at all; a longer one is right only if it is the label letter
@@ -71,7 +76,7 @@ class Verdict:
     """Names of the equivalences that were needed, outermost first."""
 
 
-def judge(label: str, answer: str) -> Verdict:
+def grade_answer(label: str, answer: str) -> Verdict:
     """Compare an answer with its label.
 
     Raises:
@@ -81,17 +86,17 @@ def judge(label: str, answer: str) -> Verdict:
         raise ValueError(f"the label {label!r:.200} cannot be read as mathematics")
     if label.strip() == answer.strip():
         return Verdict(True)
-    if len(answer) > LONGEST or not answer.strip() or _depth(answer) > DEEPEST:
+    if len(answer) > LONGEST or not answer.strip() or _compute_depth(answer) > DEEPEST:
         return Verdict(False)
-    expected, found = (without_approximation(spelled(text)) for text in (label, answer))
+    expected, found = (strip_approximation(normalize_notation(text)) for text in (label, answer))
     if answer.count("{") != answer.count("}"):  # something was left out
-        right = unspaced(expected) == unspaced(found)
+        right = strip_spaces(expected) == strip_spaces(found)
         return Verdict(right, ("spelling",) if right else ())
     comparison = _Comparison()
-    right = comparison.same(expected, found)
+    right = comparison.matches(expected, found)
     subject = SUBJECT.match(found)
     if not right and subject and NAMED.match(subject[0]) and not NEGATED.search(subject[0]):
-        right = comparison.same(expected, found[subject.end() :])
+        right = comparison.matches(expected, found[subject.end() :])
     return Verdict(right, tuple(dict.fromkeys(comparison.used)) if right else ())
 
 
@@ -106,11 +111,12 @@ class _Comparison:
         self.used: list[str] = []
         """Names of the equivalences that have made texts equal, outermost first."""
 
-    def same(self, label: str, answer: str) -> bool:
-        """Whether two texts in ``spelled``'s spelling are the same by some equivalence."""
+    def matches(self, label: str, answer: str) -> bool:
+        """Whether two texts in ``normalize_notation``'s spelling are the same by some
+        equivalence."""
         if not answer or not label:
             return False
-        if unspaced(label) == unspaced(answer):
+        if strip_spaces(label) == strip_spaces(answer):
             self.used.append("spelling")
             return True
         for name, rule in RULES.items():
@@ -121,79 +127,83 @@ class _Comparison:
                 return verdict
         return False
 
-    def by_choice(self, label: str, answer: str) -> bool | None:
-        expected = choice_of(label, bare=True)
+    def match_choice(self, label: str, answer: str) -> bool | None:
+        expected = parse_choice_letters(label, bare=True)
         if expected is None:
-            return self.told_choice(label, answer)
-        return expected == (choice_of(answer) or choice_of(sides(answer)[1]))
+            return self.match_choice_text(label, answer)
+        return expected == (
+            parse_choice_letters(answer) or parse_choice_letters(split_assignment(answer)[1])
+        )
 
-    def told_choice(self, label: str, answer: str) -> bool | None:
+    def match_choice_text(self, label: str, answer: str) -> bool | None:
         """A label with the text of its choice: the letter is enough, and so is the text."""
-        expected, found = told_choice(label), told_choice(answer)
+        expected, found = parse_choice(label), parse_choice(answer)
         if expected is None:
             return None
         if found is not None:
-            return expected[0] == found[0] and self.same(expected[1], found[1])
-        letters = choice_of(answer, bare=True)
-        return letters == {expected[0]} if letters is not None else self.same(expected[1], answer)
+            return expected[0] == found[0] and self.matches(expected[1], found[1])
+        letters = parse_choice_letters(answer, bare=True)
+        return (
+            letters == {expected[0]} if letters is not None else self.matches(expected[1], answer)
+        )
 
-    def by_words(self, label: str, answer: str) -> bool | None:
-        expected, said = words_of(label), words_of(answer)
+    def match_words(self, label: str, answer: str) -> bool | None:
+        expected, said = normalize_words(label), normalize_words(answer)
         if expected is None and said is None:
             return None
-        return expected == (said or words_of(sides(answer)[1]))
+        return expected == (said or normalize_words(split_assignment(answer)[1]))
 
-    def by_base(self, label: str, answer: str) -> bool | None:
-        expected, found = numeral_of(label), numeral_of(answer)
+    def match_base(self, label: str, answer: str) -> bool | None:
+        expected, found = parse_numeral(label), parse_numeral(answer)
         if expected is None and found is None:
             return None
         if expected is None:  # 10 is no numeral of two, but it may be told that it is one of ten
             return found == (label.lstrip("0"), "10")
         return expected == (found or (answer.lstrip("0"), expected[1]))
 
-    def by_interval(self, label: str, answer: str) -> bool | None:
-        (name, expected), (other, found) = sides(label), sides(answer)
+    def match_interval(self, label: str, answer: str) -> bool | None:
+        (name, expected), (other, found) = split_assignment(label), split_assignment(answer)
         two_names = bool(name and other and name != other)
         both = label + "\n" + answer
         if re.search(SETS, both):
             if two_names:
                 return False
-            same = same_real_set(expected, found)
+            same = match_real_sets(expected, found)
             return (
-                self.matched_sets(expected, found)
+                self.match_sets(expected, found)
                 if same is None and re.search(OPERATORS, both)
                 else same
             )
-        one, two = bracketed(expected), bracketed(found)
+        one, two = parse_brackets(expected), parse_brackets(found)
         if one is None or two is None:
             return None
         if not (one.unknown or two.unknown):  # x in (1, 2) is not y in (1, 2)
             return False if two_names else None
         unknowns = {unknown for unknown in (name, other, one.unknown, two.unknown) if unknown}
-        return len(unknowns) == 1 and self.same_brackets(one, two)
+        return len(unknowns) == 1 and self.match_brackets(one, two)
 
-    def matched_sets(self, expected: str, found: str) -> bool:
+    def match_sets(self, expected: str, found: str) -> bool:
         """Unions of the same sets, and differences or intersections of the same in one order."""
         for operator in ("setminus", "cup", "cap"):
-            parted = united if operator == "cup" else split
+            parted = split_union if operator == "cup" else split
             ones, others = (
                 parted(text, rf"\\{operator}(?![a-zA-Z])") for text in (expected, found)
             )
             if max(len(ones), len(others)) > 1:
                 if operator == "setminus":
-                    return self.all_same(ones, others)
-                return self.matched(
+                    return self.match_all(ones, others)
+                return self.match_members(
                     [(None, one) for one in ones], [(None, other) for other in others]
                 )
-        return same_algebra(expected, found)
+        return match_algebra(expected, found)
 
-    def by_list(self, label: str, answer: str) -> bool | None:
+    def match_list(self, label: str, answer: str) -> bool | None:
         tuples = with_tuples(label, answer), with_tuples(answer, label)
         if tuples != (label, answer):
-            return self.same(*tuples)
-        (expected, braces), (found, others) = members(label), members(answer)
+            return self.matches(*tuples)
+        (expected, braces), (found, others) = parse_members(label), parse_members(answer)
         if (len(expected) == len(found) == 1 and not (braces or others)) or (
-            bracketed(label) and bracketed(answer)
+            parse_brackets(label) and parse_brackets(answer)
         ):
             return None
         if any(text.startswith(OPEN_SET) and BUILT.search(text) for text in (label, answer)):
@@ -205,17 +215,19 @@ class _Comparison:
             and 1 in (len(expected), len(found))
             and not (braces or others)
         ):
-            expected, found = unpacked(label) or expected, unpacked(answer) or found
-        owners = [sides(text)[0] for text in (label, answer)] if braces and others else [None]
+            expected, found = unpack_tuple(label) or expected, unpack_tuple(answer) or found
+        owners = (
+            [split_assignment(text)[0] for text in (label, answer)] if braces and others else [None]
+        )
         if None not in owners and len(set(owners)) > 1:
             return False
         if not (braces or others):
-            return self.matched(expected, found)
-        return all(any(self.same_member(one, two) for two in found) for one in expected) and all(
-            any(self.same_member(one, two) for one in expected) for two in found
+            return self.match_members(expected, found)
+        return all(any(self.match_member(one, two) for two in found) for one in expected) and all(
+            any(self.match_member(one, two) for one in expected) for two in found
         )
 
-    def matched(self, expected: Sequence[Member], found: Sequence[Member]) -> bool:
+    def match_members(self, expected: Sequence[Member], found: Sequence[Member]) -> bool:
         """Whether each member of one is exactly one of the other; in order where one side lacks
         several names."""
         if len(expected) != len(found) or len(found) > MOST_MEMBERS:
@@ -223,47 +235,51 @@ class _Comparison:
         missing = [any(name is None for name, _ in some) for some in (expected, found)]
         several = [len({name for name, _ in some if name}) > 1 for some in (expected, found)]
         if (several[0] and missing[1]) or (several[1] and missing[0]):
-            return all(self.same_member(one, two) for one, two in zip(expected, found, strict=True))
+            return all(
+                self.match_member(one, two) for one, two in zip(expected, found, strict=True)
+            )
         left = list(found)
         for one in expected:
-            partner = next((i for i, two in enumerate(left) if self.same_member(one, two)), None)
+            partner = next((i for i, two in enumerate(left) if self.match_member(one, two)), None)
             if partner is None:
                 return False
             del left[partner]
         return True
 
-    def all_same(self, expected: Sequence[str], found: Sequence[str]) -> bool:
+    def match_all(self, expected: Sequence[str], found: Sequence[str]) -> bool:
         """Whether texts in order are the same."""
-        return len(expected) == len(found) and all(map(self.same, expected, found))
+        return len(expected) == len(found) and all(map(self.matches, expected, found))
 
-    def same_member(self, one: Member, two: Member) -> bool:
+    def match_member(self, one: Member, two: Member) -> bool:
         named = one[0] is None or two[0] is None or one[0] == two[0]
-        return named and self.same(one[1], two[1])
+        return named and self.matches(one[1], two[1])
 
-    def by_side(self, label: str, answer: str) -> bool | None:
-        (name, value), (other, found) = sides(label), sides(answer)
+    def match_side(self, label: str, answer: str) -> bool | None:
+        (name, value), (other, found) = split_assignment(label), split_assignment(answer)
         if name is not None and other is not None:
-            return self.same(value, found) if name == other else None
-        chains = links(label), links(answer)
+            return self.matches(value, found) if name == other else None
+        chains = split_equation_chain(label), split_equation_chain(answer)
         if max(map(len, chains)) > 2:
-            return self.chain(*chains)
+            return self.match_chain(*chains)
         if name is not None or other is not None:
             bare = answer if name is not None else label
             if "=" in bare or (name is not None and PRODUCT.fullmatch(name)):
                 return None
-            return self.same(value, found)
+            return self.matches(value, found)
         if len(chains[0]) == len(chains[1]):
             return None
-        return self.chain(*chains)
+        return self.match_chain(*chains)
 
-    def chain(self, expected: list[str], found: list[str]) -> bool | None:
+    def match_chain(self, expected: list[str], found: list[str]) -> bool | None:
         """Equations in a row. In front are the same names, or one name on one side; all the rest
         has one value."""
         for chain in (expected, found):
             named = [is_name(part) for part in chain]
             if sorted(named, reverse=True) != named:
                 return None
-        names = [{unspaced(part) for part in chain if is_name(part)} for chain in (expected, found)]
+        names = [
+            {strip_spaces(part) for part in chain if is_name(part)} for chain in (expected, found)
+        ]
         values = [[part for part in chain if not is_name(part)] for chain in (expected, found)]
         few = sorted(map(len, names)) in ([0, 0], [0, 1])
         if not all(values) or not (names[0] == names[1] or few):
@@ -272,55 +288,55 @@ class _Comparison:
             LETTER.search(part) for chain in (expected, found) for part in chain
         ):
             return False  # an equation is no value, unless it is a sum worked out: 2 + 3 = 5
-        return all(self.same(values[0][0], value) for value in (*values[0][1:], *values[1]))
+        return all(self.matches(values[0][0], value) for value in (*values[0][1:], *values[1]))
 
-    def by_tuple(self, label: str, answer: str) -> bool | None:
-        expected, found = bracketed(label), bracketed(answer)
+    def match_tuple(self, label: str, answer: str) -> bool | None:
+        expected, found = parse_brackets(label), parse_brackets(answer)
         if expected is not None and found is not None:
-            return self.same_brackets(expected, found)
+            return self.match_brackets(expected, found)
         lone = expected or found
         if lone is not None:  # a tuple is never a number; of an inequality algebra has the word
             return None if lone.unknown else False
-        alone = [enclosed(text) for text in (label, answer)]
+        alone = [split_brackets(text) for text in (label, answer)]
         if not any(whole is not None and whole[0] in "([" for whole in alone):
             return None
         one, other = (
             whole[1].strip() if whole else text
             for whole, text in zip(alone, (label, answer), strict=True)
         )
-        return self.same(one, other)
+        return self.matches(one, other)
 
-    def same_brackets(self, expected: Bracketed, found: Bracketed) -> bool:
-        return expected.same_brackets(found) and self.all_same(expected.elements, found.elements)
+    def match_brackets(self, expected: BracketGroup, found: BracketGroup) -> bool:
+        return expected.match_brackets(found) and self.match_all(expected.elements, found.elements)
 
-    def by_matrix(self, label: str, answer: str) -> bool | None:
-        expected, found = matrix(label), matrix(answer)
+    def match_matrix(self, label: str, answer: str) -> bool | None:
+        expected, found = parse_matrix(label), parse_matrix(answer)
         if expected is None and found is None:
             return None
         if expected is None or found is None or len(expected) != len(found):
             return False
-        return all(map(self.all_same, expected, found))
+        return all(map(self.match_all, expected, found))
 
 
 RULES: Mapping[str, Callable[[_Comparison, str, str], bool | None]] = {
-    "choice": _Comparison.by_choice,
-    "words": _Comparison.by_words,
-    "base": _Comparison.by_base,
-    "number": lambda _, label, answer: same_number(label, answer),
-    "percent": lambda comparison, label, answer: same_share(label, answer, comparison.same),
-    "unit": lambda comparison, label, answer: same_amount(label, answer, comparison.same),
-    "interval": _Comparison.by_interval,
-    "list": _Comparison.by_list,
-    "side": _Comparison.by_side,
-    "tuple": _Comparison.by_tuple,
-    "matrix": _Comparison.by_matrix,
-    "algebra": lambda _, label, answer: same_algebra(label, answer),
+    "choice": _Comparison.match_choice,
+    "words": _Comparison.match_words,
+    "base": _Comparison.match_base,
+    "number": lambda _, label, answer: match_number(label, answer),
+    "percent": lambda comparison, label, answer: match_percent(label, answer, comparison.matches),
+    "unit": lambda comparison, label, answer: match_quantity(label, answer, comparison.matches),
+    "interval": _Comparison.match_interval,
+    "list": _Comparison.match_list,
+    "side": _Comparison.match_side,
+    "tuple": _Comparison.match_tuple,
+    "matrix": _Comparison.match_matrix,
+    "algebra": lambda _, label, answer: match_algebra(label, answer),
 }
 """The equivalences in the order in which they are asked: the first whose case the two texts are
 decides."""
 
 
-def _depth(text: str) -> int:
+def _compute_depth(text: str) -> int:
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -341,21 +357,21 @@ def math_verdict(
     ``by``: why it is.
 
     The answer stands after the thoughts, see
-    :func:`~megatron_dppo.rewards.math.completion.after_thoughts`: in the last ``\boxed{}`` (in all
+    :func:`~megatron_dppo.rewards.math.completion.strip_thinking`: in the last ``\boxed{}`` (in all
     of them, where several are listed), else after the last ``####`` or ``#``, else what
-    :func:`~megatron_dppo.rewards.math.completion.said_answer` finds. The label may be marked in the
-    same way, or be the bare answer. This function has no time limit: the process that it runs in is
-    killed when the time is over.
+    :func:`~megatron_dppo.rewards.math.completion.extract_unmarked_answer` finds. The label may be
+    marked in the same way, or be the bare answer. This function has no time limit: the process that
+    it runs in is killed when the time is over.
 
     Raises:
         ValueError: if the label is empty: a fault of the data, not of the answer.
     """
-    label = stated_answer(ground_truth) or ground_truth
-    solution_str = after_thoughts(solution_str, prompt, thinking_tags)
-    answer = stated_answer(solution_str)
+    label = extract_marked_answer(ground_truth) or ground_truth
+    solution_str = strip_thinking(solution_str, prompt, thinking_tags)
+    answer = extract_marked_answer(solution_str)
     if answer is None:
-        answer = said_answer(solution_str)
-    numbers = plain_number(label), plain_number(answer)
+        answer = extract_unmarked_answer(solution_str)
+    numbers = parse_plain_number(label), parse_plain_number(answer)
     if numbers[0] is not None and numbers[1] is not None and numbers[0] == numbers[1]:
         # Spares the great majority of answers all that follows.
         return {
@@ -363,14 +379,14 @@ def math_verdict(
             "pred": answer,
             "by": () if label.strip() == answer.strip() else ("number",),
         }
-    verdict = judge(label, answer)
-    boxes = stated_boxes(solution_str)
+    verdict = grade_answer(label, answer)
+    boxes = extract_boxes(solution_str)
     if not verdict.right and len(boxes) > 1:  # one answer in several forms
-        forms = [judge(label, box) for box in boxes]
+        forms = [grade_answer(label, box) for box in boxes]
         verdict = forms[-1] if all(form.right for form in forms) else verdict
     return {"score": float(verdict.right), "pred": answer, "by": verdict.by}
 
 
 # The first call takes longer than many verdicts. It is made here, so that no completion has to wait
 # for it.
-judge(r"\sqrt{4}", r"2^{1}")
+grade_answer(r"\sqrt{4}", r"2^{1}")

@@ -13,20 +13,20 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.numbers import without_rounding
+from megatron_dppo.rl.advantages import compute_group_advantages
+from megatron_dppo.rl.numbers import round_rewards
 from megatron_dppo.rl.pruning.completion_rules import (
     COMPLETION_RULES,
     CompletionCandidates,
-    completion_inclusion,
-    completion_weight,
+    compute_completion_inclusion,
+    compute_completion_weights,
     draw_completions,
-    efficient_keep,
+    find_efficient_keep,
 )
 from megatron_dppo.rl.types import Bools, Floats
 
 
-class Kept(NamedTuple):
+class KeptCompletions(NamedTuple):
     """Completions to train on. Arrays are [Q, G].
 
     For a group of one right and three wrong answers half the tokens may leave ``mask`` [[True,
@@ -52,7 +52,7 @@ def prune(
     sequence_mean: bool = True,
     max_weight: float = 10.0,
     seed: int | Sequence[int] | np.random.Generator = 0,
-) -> Kept:
+) -> KeptCompletions:
     """Choose by chance which completions of a batch are trained on, and weigh them so that the
     gradient stays unbiased.
 
@@ -84,10 +84,11 @@ def prune(
         logprobs: of each prompt's completions, the log-probabilities of their tokens at sampling:
             lists of lists, or [Q, G, T] with padding at the end. None: what they would tell of the
             gradients' norms is not used, and the variance is higher.
-        budget: share of all tokens, prompts' included, that is trained on. Under ``threshold`` it
-            is the chance of the low-scored, 1 − r of the paper; under ``top_k`` and ``extremes``,
-            which are biased, a share of completions. ``auto``, for ``neyman``: the share at which
-            variance × (tokens generated and trained on) is least.
+        budget: share of all tokens, prompts' included, that is trained on. Under
+            ``threshold`` it is the chance of the low-scored, 1 − r of the paper; under
+            ``top_k`` and ``extremes``, which are biased, a share of completions.
+            ``auto``, for ``neyman``: the share at which variance × (tokens generated and
+            trained on) is least.
         advantages: [Q, G], the trainer's own. None: rewards less their group's mean. Completions
             whose advantage is 0 are never kept.
         prompt_lengths: [Q] or one for all, tokens that a completion is trained together with.
@@ -118,14 +119,14 @@ def prune(
             "0 < budget <= 1 <= max_weight is wanted, lengths of at least 1, and finite rewards."
         )
     if advantages is None:
-        advantage = group_advantages(without_rounding(reward), normalise=normalise)
+        advantage = compute_group_advantages(round_rewards(reward), normalise=normalise)
     else:
         advantage = np.asarray(advantages, np.float64)
         if advantage.shape != length.shape or not np.isfinite(advantage).all():
             raise ValueError(
                 f"advantages {advantage.shape} should be finite, and {length.shape} as lengths are."
             )
-    norm = 1.0 if logprobs is None else _score_norms(logprobs, length)
+    norm = 1.0 if logprobs is None else _compute_score_norms(logprobs, length)
     candidates = CompletionCandidates(
         advantage=advantage,
         score=np.abs(advantage) * norm / (length if sequence_mean else 1.0),
@@ -134,18 +135,20 @@ def prune(
         floor=np.full_like(length, 1.0 / max_weight),
         zero_advantage=advantage == 0.0,
     )
-    kept, _ = draw_from(candidates, budget, rule=rule, generated=float(length.sum()), seed=seed)
+    kept, _ = prune_candidates(
+        candidates, budget, rule=rule, generated=float(length.sum()), seed=seed
+    )
     return kept
 
 
-def draw_from(
+def prune_candidates(
     candidates: CompletionCandidates,
     budget: float | Literal["auto"],
     *,
     rule: str,
     generated: float,
     seed: int | Sequence[int] | np.random.Generator,
-) -> tuple[Kept, Floats]:
+) -> tuple[KeptCompletions, Floats]:
     """The draw of ``prune``, for trainers that know their completions' scores and costs.
 
     Args:
@@ -158,15 +161,15 @@ def draw_from(
     Returns:
         The completions kept with their weights, and the inclusion probabilities [Q, G] of all.
     """
-    share = efficient_keep(rule, candidates, generated) if budget == "auto" else budget
-    inclusion = completion_inclusion(rule, candidates, share)
+    share = find_efficient_keep(rule, candidates, generated) if budget == "auto" else budget
+    inclusion = compute_completion_inclusion(rule, candidates, share)
     mask = draw_completions(rule, candidates, inclusion, np.random.default_rng(seed))
-    return Kept(
-        mask, np.where(mask, completion_weight(rule, candidates, inclusion, share), 0.0)
+    return KeptCompletions(
+        mask, np.where(mask, compute_completion_weights(rule, candidates, inclusion, share), 0.0)
     ), inclusion
 
 
-def _score_norms(logprobs: Sequence[Sequence[ArrayLike]], lengths: Floats) -> Floats:
+def _compute_score_norms(logprobs: Sequence[Sequence[ArrayLike]], lengths: Floats) -> Floats:
     """[Q, G], √Σ_t (1 − p_t)², in proportion to which the norm of a completion's score is expected
     to grow."""
     if [len(group) for group in logprobs] != [lengths.shape[1]] * len(lengths):

@@ -18,10 +18,10 @@ from megatron_dppo.rl.pruning.sampling import (
     DRAWS,
     ROUNDING,
     Rule,
-    below_mean,
-    capped_proportional,
+    allocate_proportional,
     draw_bernoulli,
-    own_rule,
+    is_below_mean,
+    wrap_user_rule,
 )
 from megatron_dppo.rl.types import Bools, Floats
 
@@ -37,14 +37,15 @@ class CompletionCandidates:
     draw. [Q, G].
 
     A group of one right and three wrong answers has ``advantage`` [[1.73, −0.58, −0.58, −0.58]].
-    With 100 tokens each ``cost`` is [[100, 100, 100, 100]]. At ``pruning.max_weight`` 5 ``floor``
-    is [[0.2, 0.2, 0.2, 0.2]].
+    With 100 tokens each ``cost`` is [[100, 100, 100, 100]]. At
+    ``make_pruning_section.max_weight`` 5 ``floor`` is [[0.2, 0.2, 0.2, 0.2]].
     """
 
     advantage: Floats
     score: Floats
     """A proxy of the norm of the term that enters the sum, |A|·c·√Σ_t(1−p_t)²/π_prompt
-    (``pruning.completions.score`` chooses another; with a teacher ``magnitudes`` takes the place of
+    (``pruning.completions.score`` chooses another; with a teacher ``magnitudes`` takes the
+    place of
     |A|). It has the first draw's 1/π, since the completions of seldom kept prompts weigh more."""
     cost: Floats
     """Tokens that it takes up in a pack, prompt and response."""
@@ -60,7 +61,7 @@ def keep_all(candidates: CompletionCandidates, keep: float) -> Floats:
     return np.ones_like(candidates.advantage)
 
 
-def prunable(candidates: CompletionCandidates) -> Bools:
+def find_prunable(candidates: CompletionCandidates) -> Bools:
     """[Q, G], True if |A| is strictly below its group's mean |A|, and for all of a group whose |A|
     are all equal.
 
@@ -68,27 +69,27 @@ def prunable(candidates: CompletionCandidates) -> Bools:
     """
     magnitude = np.abs(candidates.advantage)
     least, most = magnitude.min(axis=1, keepdims=True), magnitude.max(axis=1, keepdims=True)
-    low: Bools = below_mean(magnitude, magnitude.mean(axis=1, keepdims=True)) | (
+    low: Bools = is_below_mean(magnitude, magnitude.mean(axis=1, keepdims=True)) | (
         most - least <= ROUNDING * most
     )
     return low
 
 
-def threshold(candidates: CompletionCandidates, keep: float) -> Floats:
+def apply_threshold(candidates: CompletionCandidates, keep: float) -> Floats:
     """The DPPO paper's rule (arXiv:2603.04135): ``keep``, which is its 1 − r, for the prunable,
     else 1.
 
     It meets no budget: the share kept follows from the rewards.
     """
-    return np.where(prunable(candidates), keep, 1.0)
+    return np.where(find_prunable(candidates), keep, 1.0)
 
 
-def neyman(candidates: CompletionCandidates, keep: float) -> Floats:
+def apply_neyman(candidates: CompletionCandidates, keep: float) -> Floats:
     """The least variance at a budget of tokens: min(1, c·score/√cost), with c such that Σ π·cost is
     keep·Σ cost."""
     live = ~candidates.zero_advantage
     probabilities = np.zeros_like(candidates.score)
-    probabilities[live] = capped_proportional(
+    probabilities[live] = allocate_proportional(
         candidates.score[live],
         candidates.cost[live],
         keep * candidates.cost.sum(),
@@ -97,14 +98,14 @@ def neyman(candidates: CompletionCandidates, keep: float) -> Floats:
     return probabilities
 
 
-def threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Floats:
+def apply_threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Floats:
     """The rule of the DPPO paper's Appendix A, which drops by rank and not by chance.
 
     0 for the lowest |A| among each group's prunable, floor((1 − keep)·their number) of them; 1 for
     all others. Among equal |A| the first sampled are dropped first.
     """
     kept = np.ones_like(candidates.advantage)
-    low = prunable(candidates)
+    low = find_prunable(candidates)
     for row, group in enumerate(np.abs(candidates.advantage)):
         (members,) = np.nonzero(low[row])
         dropped = math.floor((1.0 - keep) * len(members) + 1e-9)
@@ -112,13 +113,13 @@ def threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Fl
     return kept
 
 
-def draws_weight(candidates: CompletionCandidates, keep: float) -> Floats:
+def compute_threshold_weights(candidates: CompletionCandidates, keep: float) -> Floats:
     """1/keep for the prunable, else 1: the weights of the paper's draw, although this rule keeps
     another share."""
-    return np.where(prunable(candidates), 1.0 / keep, 1.0)
+    return np.where(find_prunable(candidates), 1.0 / keep, 1.0)
 
 
-def top_k(candidates: CompletionCandidates, keep: float) -> Floats:
+def apply_top_k(candidates: CompletionCandidates, keep: float) -> Floats:
     """CPPO's rule (arXiv:2503.22342): 1 for the ``keep`` of the minibatch with the largest |A|,
     else 0, and no weights.
 
@@ -135,7 +136,7 @@ def top_k(candidates: CompletionCandidates, keep: float) -> Floats:
     return kept.reshape(magnitude.shape)
 
 
-def extremes(candidates: CompletionCandidates, keep: float) -> Floats:
+def apply_extremes(candidates: CompletionCandidates, keep: float) -> Floats:
     """BranchGRPO's pruning in width (arXiv:2509.06040): of each group the best and as many of the
     worst, else 0.
 
@@ -150,51 +151,55 @@ def extremes(candidates: CompletionCandidates, keep: float) -> Floats:
 
 COMPLETION_RULES: Mapping[str, Rule[CompletionCandidates]] = {
     "none": Rule(keep_all),
-    "threshold": Rule(threshold, draw_bernoulli),
-    "neyman": Rule(neyman),
+    "threshold": Rule(apply_threshold, draw_bernoulli),
+    "neyman": Rule(apply_neyman),
     "threshold_deterministic": Rule(
-        threshold_deterministic,
+        apply_threshold_deterministic,
         biased="it drops the lowest |A| by rank, whose inclusion probability is 0",
-        weight=draws_weight,
+        weight=compute_threshold_weights,
     ),
     "top_k": Rule(
-        top_k,
+        apply_top_k,
         biased="it drops the lowest |A|, whose inclusion probability is 0, and weighs nothing up",
     ),
     "extremes": Rule(
-        extremes,
+        apply_extremes,
         biased="it drops what is neither best nor worst in its group, and weighs nothing up",
     ),
 }
 
 
-_OWN: dict[str, Rule[CompletionCandidates]] = {}
+_REGISTERED: dict[str, Rule[CompletionCandidates]] = {}
 
 
-def adopt(name: str, function: Callable[[CompletionCandidates, float], ArrayLike]) -> None:
+def register(name: str, function: Callable[[CompletionCandidates, float], ArrayLike]) -> None:
     """Have a user's function be the rule of this name, in this process."""
-    _OWN[name] = own_rule(FUNCTION, name, function, lambda candidates: candidates.advantage.shape)
+    _REGISTERED[name] = wrap_user_rule(
+        FUNCTION, name, function, lambda candidates: candidates.advantage.shape
+    )
 
 
-def rule_named(name: str) -> Rule[CompletionCandidates]:
+def find_completion_rule(name: str) -> Rule[CompletionCandidates]:
     """A rule of the table, or one that was adopted."""
-    return COMPLETION_RULES.get(name) or _OWN[name]
+    return COMPLETION_RULES.get(name) or _REGISTERED[name]
 
 
-def completion_inclusion(rule: str, candidates: CompletionCandidates, keep: float) -> Floats:
+def compute_completion_inclusion(
+    rule: str, candidates: CompletionCandidates, keep: float
+) -> Floats:
     """Inclusion probabilities [Q, G] under a rule, by its name: 0 for zero advantage, else at least
     the floor.
 
     The 0 and 1 of a biased rule have no floor, which would make another rule of it.
     """
-    chosen = rule_named(rule)
+    chosen = find_completion_rule(rule)
     probabilities = chosen.inclusion(candidates, keep)
     if not chosen.biased:
         probabilities = np.maximum(probabilities, candidates.floor)
     return np.where(candidates.zero_advantage, 0.0, probabilities)
 
 
-def efficient_keep(rule: str, candidates: CompletionCandidates, generated: float) -> float:
+def find_efficient_keep(rule: str, candidates: CompletionCandidates, generated: float) -> float:
     """The share of the tokens, of ``SHARES``, at which variance × cost is least; 1 where none has
     less than that.
 
@@ -220,20 +225,20 @@ def efficient_keep(rule: str, candidates: CompletionCandidates, generated: float
     ):  # nothing is left to train on, as where each group lost a completion to a failed scoring
         return 1.0
 
-    def product(share: float) -> float:
-        inclusion = completion_inclusion(rule, candidates, share)[live]
+    def compute_product(share: float) -> float:
+        inclusion = compute_completion_inclusion(rule, candidates, share)[live]
         return float((squares / inclusion).sum() * (generated + inclusion @ tokens))
 
     least, most = tokens @ candidates.floor[live] / total, tokens.sum() / total
-    return min([1.0, *np.linspace(most, least, SHARES).tolist()], key=product)
+    return min([1.0, *np.linspace(most, least, SHARES).tolist()], key=compute_product)
 
 
-def completion_weight(
+def compute_completion_weights(
     rule: str, candidates: CompletionCandidates, inclusion: Floats, keep: float
 ) -> Floats:
     """The factor [Q, G] of each completion that is kept, given its prompt: 1/π, or a biased rule's
     own weight; 0 for those that are never kept."""
-    chosen = rule_named(rule)
+    chosen = find_completion_rule(rule)
     ever = inclusion > 0.0
     if chosen.biased:
         own = chosen.weight(candidates, keep) if chosen.weight else np.ones_like(inclusion)
@@ -255,7 +260,7 @@ def draw_completions(
     Completions are sorted by (prompt, A). A systematic draw then spreads what it keeps over the
     prompts, and within each over bad and good completions.
     """
-    decide = DRAWS[draw] if draw else rule_named(rule).draw
+    decide = DRAWS[draw] if draw else find_completion_rule(rule).draw
     group, sample = map(np.ravel, np.indices(inclusion.shape))
     order = np.lexsort((candidates.advantage[group, sample], group))
     group, sample = group[order], sample[order]

@@ -16,21 +16,26 @@ from numpy.typing import NDArray
 from megatron_dppo.config import Config
 from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.advantages import (
-    completion_advantages,
     compute_advantages,
-    group_advantages,
-    masked_completions,
+    compute_completion_advantages,
+    compute_group_advantages,
+    find_masked_completions,
 )
 from megatron_dppo.rl.census import Cell, PruningStats
-from megatron_dppo.rl.objectives import Objective, coefficient, kept_share, normaliser
+from megatron_dppo.rl.objectives import (
+    Objective,
+    compute_coefficients,
+    compute_kept_fraction,
+    compute_normaliser,
+)
 from megatron_dppo.rl.pruning.completion_rules import (
     CompletionCandidates,
-    completion_inclusion,
-    completion_weight,
+    compute_completion_inclusion,
+    compute_completion_weights,
     draw_completions,
-    efficient_keep,
+    find_efficient_keep,
 )
-from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
+from megatron_dppo.rl.pruning.prompt_rules import find_prompt_rule
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 
@@ -61,7 +66,8 @@ class PruningDraw:
     normaliser: float
     """Z"""
     magnitude: Floats
-    """Size of a completion's token advantages, see :func:`magnitudes`; |A| without a teacher."""
+    """Size of a completion's token advantages, see :func:`compute_magnitudes`; |A| without a
+    teacher."""
 
 
 def prune_minibatch(
@@ -74,8 +80,8 @@ def prune_minibatch(
 ) -> PruningDraw:
     """Draw what a minibatch trains on.
 
-    No weight exceeds ``pruning.max_weight``, since no completion's probability is below
-    1/(max_weight·π_prompt).
+    No weight exceeds ``make_pruning_section.max_weight``, since no completion's probability is
+    below 1/(max_weight·π_prompt).
 
     Args:
         part: metadata of the minibatch's groups, with the part of the window that they stand for.
@@ -85,28 +91,28 @@ def prune_minibatch(
         rng: for this one draw.
     """
     pruning = config.pruning.completions
-    candidates, segments, c, magnitude = completion_terms(part, config, objective)
+    candidates, segments, c, magnitude = compute_completion_terms(part, config, objective)
     if keep == "auto":
-        keep = efficient_keep(
+        keep = find_efficient_keep(
             pruning.named, candidates, generated=float(part.response_lengths.sum())
         )
-    inclusion = completion_inclusion(pruning.named, candidates, keep)
+    inclusion = compute_completion_inclusion(pruning.named, candidates, keep)
     kept = draw_completions(pruning.named, candidates, inclusion, rng, draw=pruning.draw)
     weight = (
-        completion_weight(pruning.named, candidates, inclusion, keep)
+        compute_completion_weights(pruning.named, candidates, inclusion, keep)
         / part.prompt_inclusion[:, None]
     )
-    z = normaliser(
+    z = compute_normaliser(
         objective.aggregation,
         sampled_lengths=part.sampled_lengths,
         prompt_inclusion=part.prompt_inclusion,
         prompts=len(part.prompt_ids)
-        if prompt_rule(config.pruning.prompts.named).biased
+        if find_prompt_rule(config.pruning.prompts.named).biased
         else part.window,
         max_response_tokens=config.rollout.max_response_tokens,
     )
     if pruning.normaliser == "kept":
-        z *= kept_share(
+        z *= compute_kept_fraction(
             objective.aggregation,
             sampled_lengths=part.sampled_lengths,
             prompt_inclusion=part.prompt_inclusion,
@@ -125,7 +131,7 @@ def prune_minibatch(
     )
 
 
-def completion_terms(
+def compute_completion_terms(
     part: StepMetadata, config: Config, objective: Objective
 ) -> tuple[CompletionCandidates, Floats, Floats, Floats]:
     """Compute the sizes of a minibatch's terms, before anything is drawn.
@@ -134,12 +140,15 @@ def completion_terms(
         - Candidates of a completion rule.
         - [Q, G, S], advantages of the segments.
         - [Q, G], coefficients c of the aggregation.
-        - [Q, G], :func:`magnitudes`.
+        - [Q, G], :func:`compute_magnitudes`.
     """
     segments = compute_advantages(part, config, objective.advantage)
-    advantage, masked = completion_advantages(part, segments), masked_completions(part, config)
-    c = coefficient(objective.aggregation, part.sampled_lengths)
-    magnitude = np.where(masked, 0.0, magnitudes(part, advantage, config))
+    advantage, masked = (
+        compute_completion_advantages(part, segments),
+        find_masked_completions(part, config),
+    )
+    c = compute_coefficients(objective.aggregation, part.sampled_lengths)
+    magnitude = np.where(masked, 0.0, compute_magnitudes(part, advantage, config))
     prompt_inclusion = part.prompt_inclusion[:, None]
     rewards_alone = ~part.log_ratios.any(axis=-1) & (config.loss.kl_coef == 0.0)
     score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
@@ -155,7 +164,7 @@ def completion_terms(
     return candidates, segments, c, magnitude
 
 
-def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
+def compute_magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
     """Return the root mean square of the factors of a completion's token scores, [Q, G]. Without a
     teacher: |A|.
 
@@ -173,17 +182,17 @@ def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
 
 
 # The coordinates of the census's tables are rounded, so that the tables stay small.
-PER_GROUP = 16
+BINS_PER_GROUP = 16
 """The share of a group's answers that are better than its mean is exact for groups of up to this
 size."""
-PER_DEVIATION = 2
-PER_OCTAVE_OF_LENGTH = 4
-PER_OCTAVE_OF_SCORE = 2
-WIDEST_SCORE = 4
+BINS_PER_DEVIATION = 2
+BINS_PER_LENGTH_OCTAVE = 4
+BINS_PER_SCORE_OCTAVE = 2
+MAX_SCORE_OCTAVES = 4
 """Octaves to either side of the median score. Scores beyond are counted with the last."""
 
 
-def prune_metrics(
+def compute_prune_metrics(
     window: float,
     parts: Sequence[tuple[StepMetadata, PruningDraw]],
     *,
@@ -207,9 +216,10 @@ def prune_metrics(
       were pruned.
     - ``zero_advantage_tokens``: tokens of completions whose gradient is exactly 0. They are not
       trained on without pruning either, so that they are no saving.
-    - ``variance_inflation``: see the function of that name.
+    - ``compute_variance_inflation``: see the function of that name.
     - ``noise_share_prompts``, ``noise_share_completions``: the shares of prompt and completion
-      pruning in the gradient's noise, see ``gradient_noise``. The rest is the share of sampling.
+      pruning in the gradient's noise, see ``estimate_gradient_noise``. The rest is the share of
+      sampling.
 
     The last three are left out if the rule of either level is biased: its error is its bias as well
     as its variance. A biased rule for completions is recognised by its weights.
@@ -217,12 +227,12 @@ def prune_metrics(
     Args:
         window: N, the prompts that the step considered.
         parts: its minibatches, each with its draw; and the groups that a rule left out, see
-            ``left_out``.
+            ``make_empty_draw``.
         biased_prompts: whether the rule for prompts is biased.
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
     tokens = np.concatenate([part.tokens for part, _ in parts])
-    kept, zero_advantage, advantage, weight = _of_all(
+    kept, zero_advantage, advantage, weight = _concat_fields(
         parts, "kept", "zero_advantage", "advantage", "weight"
     )
     weight = weight[kept]
@@ -236,7 +246,7 @@ def prune_metrics(
         * float(tokens.sum())
         / max(prompts, 1)
         if biased_prompts
-        else sum(_tokens_not_rolled_out(part) for part, _ in parts),
+        else sum(_estimate_skipped_tokens(part) for part, _ in parts),
         "prune/saved_tokens_completions": float(tokens[~kept & ~zero_advantage].sum()),
         "prune/zero_advantage_tokens": float(tokens[~kept & zero_advantage].sum()),
     }
@@ -244,23 +254,27 @@ def prune_metrics(
         metrics["prune/effective_sample_size"] = float(
             weight.sum() ** 2 / (weight.size * (weight**2).sum())
         )
-    if not biased_prompts and all(_weighted_by_inclusion(part, pruned) for part, pruned in parts):
-        sampling, by_prompts, by_completions = gradient_noise(parts)
+    if not biased_prompts and all(
+        _is_weighted_by_inclusion(part, pruned) for part, pruned in parts
+    ):
+        sampling, by_prompts, by_completions = estimate_gradient_noise(parts)
         total = sampling + by_prompts + by_completions
         metrics |= {
-            "prune/variance_inflation": variance_inflation(parts),
+            "prune/variance_inflation": compute_variance_inflation(parts),
             "prune/noise_share_prompts": by_prompts / total if total > 0.0 else 0.0,
             "prune/noise_share_completions": by_completions / total if total > 0.0 else 0.0,
         }
     return metrics
 
 
-def _of_all(parts: Sequence[tuple[StepMetadata, PruningDraw]], *names: str) -> list[NDArray[Any]]:
+def _concat_fields(
+    parts: Sequence[tuple[StepMetadata, PruningDraw]], *names: str
+) -> list[NDArray[Any]]:
     """Arrays of all draws: of each name one [Q, G], over the groups of all parts."""
     return [np.concatenate([getattr(pruned, name) for _, pruned in parts]) for name in names]
 
 
-def left_out(part: StepMetadata) -> PruningDraw:
+def make_empty_draw(part: StepMetadata) -> PruningDraw:
     """The draw of groups that a rule left out after their rollouts: nothing of them is kept."""
     zeros, nothing = np.zeros(part.rewards.shape), np.zeros(part.rewards.shape, dtype=np.bool_)
     return PruningDraw(
@@ -276,7 +290,7 @@ def left_out(part: StepMetadata) -> PruningDraw:
     )
 
 
-def variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> float:
+def compute_variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> float:
     """By how much pruning multiplies the sum of squares of the terms: Σ h²/(π_prompt·π) over Σ h²;
     1 without pruning.
 
@@ -285,7 +299,7 @@ def variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> flo
     the variance of *independent* draws with the same probabilities. A systematic draw has less, of
     which there is no unbiased estimate. 1 if every h is 0.
     """
-    squares = [(_squares(part, pruned), pruned.weight) for part, pruned in parts]
+    squares = [(_compute_squares(part, pruned), pruned.weight) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)
     return (
         sum(float((square * weight).sum()) for square, weight in squares) / full
@@ -294,13 +308,15 @@ def variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> flo
     )
 
 
-def gradient_noise(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> tuple[float, float, float]:
+def estimate_gradient_noise(
+    parts: Sequence[tuple[StepMetadata, PruningDraw]],
+) -> tuple[float, float, float]:
     """Where the noise of the gradient comes from, of a step whose weights are 1/(π_prompt·π).
 
     Each sum is over the window, and an unbiased estimate from the prompts rolled out. Only their
     ratios are of use. They take the terms for orthogonal and the draws for *independent*; a
-    systematic draw adds less noise than that. h is that of ``variance_inflation``, which times the
-    first sum is the sum of all three.
+    systematic draw adds less noise than that. h is that of ``compute_variance_inflation``, which
+    times the first sum is the sum of all three.
 
     Returns:
         - Σ h², the noise of the full batch, whose completions are sampled. Estimated by Σ h²/π_q.
@@ -310,81 +326,84 @@ def gradient_noise(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> tuple[f
     """
     sampling = prompts = completions = 0.0
     for part, pruned in parts:
-        square, first = _squares(part, pruned), 1.0 / part.prompt_inclusion[:, None]
+        square, first = _compute_squares(part, pruned), 1.0 / part.prompt_inclusion[:, None]
         sampling += float(square.sum())
         prompts += float((square * (first - 1.0)).sum())
         completions += float((square * np.maximum(pruned.weight - first, 0.0)).sum())
     return sampling, prompts, completions
 
 
-def _squares(part: StepMetadata, pruned: PruningDraw) -> Floats:
+def _compute_squares(part: StepMetadata, draw: PruningDraw) -> Floats:
     """[Q, G], h²/π_prompt: a completion's term in the estimate of Σ h² over the window."""
-    squares: Floats = _term_norm(part, pruned) ** 2 / part.prompt_inclusion[:, None]
+    squares: Floats = _compute_term_norms(part, draw) ** 2 / part.prompt_inclusion[:, None]
     return squares
 
 
-def _term_norm(part: StepMetadata, pruned: PruningDraw) -> Floats:
+def _compute_term_norms(part: StepMetadata, draw: PruningDraw) -> Floats:
     """[Q, G], h."""
-    norm: Floats = pruned.magnitude * pruned.coefficient * part.score_norms
+    norm: Floats = draw.magnitude * draw.coefficient * part.score_norms
     return norm
 
 
-def _weighted_by_inclusion(part: StepMetadata, pruned: PruningDraw) -> bool:
+def _is_weighted_by_inclusion(part: StepMetadata, draw: PruningDraw) -> bool:
     """Whether every completion with an advantage may be kept, and then has the weight
     1/(π_prompt·π)."""
-    has_advantage = pruned.advantage != 0.0
-    back = (pruned.weight * pruned.inclusion * part.prompt_inclusion[:, None])[has_advantage]
+    has_advantage = draw.advantage != 0.0
+    back = (draw.weight * draw.inclusion * part.prompt_inclusion[:, None])[has_advantage]
     return bool(np.allclose(back, 1.0))
 
 
-def _tokens_not_rolled_out(part: StepMetadata) -> float:
+def _estimate_skipped_tokens(part: StepMetadata) -> float:
     group = part.tokens.sum(axis=1)
     return float((group * (1.0 / part.prompt_inclusion - 1.0)).sum())
 
 
-def census(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> PruningStats:
+def compute_pruning_stats(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> PruningStats:
     """Count a step's completions: of all its minibatches, and of the groups that were
-    ``left_out``."""
+    ``make_empty_draw``."""
     rewards, tokens = (
         np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens")
     )
     lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
     score = np.concatenate(
-        [_term_norm(part, pruned) / part.prompt_inclusion[:, None] for part, pruned in parts]
+        [
+            _compute_term_norms(part, pruned) / part.prompt_inclusion[:, None]
+            for part, pruned in parts
+        ]
     )
-    kept, zero_advantage, advantage, inclusion = _of_all(
+    kept, zero_advantage, advantage, inclusion = _concat_fields(
         parts, "kept", "zero_advantage", "advantage", "inclusion"
     )
     has_advantage = advantage != 0.0
 
-    def total(which: Bools) -> tuple[int, int]:
-        return int(which.sum()), int(tokens[which].sum())
+    def count_tokens(mask: Bools) -> tuple[int, int]:
+        return int(mask.sum()), int(tokens[mask].sum())
 
-    def table(x: Floats, y: Floats) -> tuple[Cell, ...]:
-        return _table(
+    def build_table(x: Floats, y: Floats) -> tuple[Cell, ...]:
+        return _build_table(
             x[has_advantage], y[has_advantage], inclusion[has_advantage], kept[has_advantage]
         )
 
-    deviations = group_advantages(rewards, normalise=True)
+    deviations = compute_group_advantages(rewards, normalise=True)
     low, high = rewards.min(axis=1, keepdims=True), rewards.max(axis=1, keepdims=True)
     side, samples = np.sign(advantage), rewards.shape[1]
     better = np.broadcast_to((side > 0.0).sum(axis=1, keepdims=True) / samples, side.shape)
     typical = float(np.median(score[has_advantage])) if has_advantage.any() else 1.0
-    octaves = np.clip(_log2(score / (typical or 1.0)), -WIDEST_SCORE, WIDEST_SCORE)
+    octaves = np.clip(_log2(score / (typical or 1.0)), -MAX_SCORE_OCTAVES, MAX_SCORE_OCTAVES)
     return PruningStats(
-        kept=total(kept),
-        pruned=total(~kept & ~zero_advantage),
-        zero_advantage=total(~kept & zero_advantage),
+        kept=count_tokens(kept),
+        pruned=count_tokens(~kept & ~zero_advantage),
+        zero_advantage=count_tokens(~kept & zero_advantage),
         binary=bool(((rewards == low) | (rewards == high)).all()),
-        by_group=table(_rounded(better, min(samples, PER_GROUP)), side),
-        by_reward=table(_rounded(deviations, PER_DEVIATION), side),
-        by_cause=table(
-            _rounded(_log2(lengths), PER_OCTAVE_OF_LENGTH), _rounded(octaves, PER_OCTAVE_OF_SCORE)
+        by_group=build_table(_round(better, min(samples, BINS_PER_GROUP)), side),
+        by_reward=build_table(_round(deviations, BINS_PER_DEVIATION), side),
+        by_cause=build_table(
+            _round(_log2(lengths), BINS_PER_LENGTH_OCTAVE), _round(octaves, BINS_PER_SCORE_OCTAVE)
         ),
     )
 
 
-def _table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[Cell, ...]:
+def _build_table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[Cell, ...]:
     """One cell for each pair of coordinates that occurs, in ascending order. All [n]."""
     places, cell = np.unique(np.stack([x, y], axis=1), axis=0, return_inverse=True)
     counts, expected, drawn = (
@@ -403,7 +422,7 @@ def _log2(values: Floats) -> Floats:
     return np.log2(np.maximum(values, 1e-12))
 
 
-def _rounded(values: Floats, parts: int) -> Floats:
+def _round(values: Floats, parts: int) -> Floats:
     """To multiples of 1/parts."""
     rounded: Floats = np.round(values * parts) / max(parts, 1) + 0.0  # −0.0 becomes 0.0
     return rounded

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rl.advantages import find_estimator, squares_by_right
+from megatron_dppo.rl.advantages import compute_mean_squares, find_estimator
 from megatron_dppo.rl.pruning.history import PromptHistory, is_binary
 from megatron_dppo.rl.pruning.success_model import SizeModel, SuccessModel
 from megatron_dppo.rl.types import Floats, Ints, Prompt
@@ -59,40 +59,40 @@ class PromptForecast(PromptHistory):
     Args:
         features: of the pool.
         estimator: of advantages, by its name.
-        taught: whether a teacher gives every group a gradient, also those whose rewards are equal.
-            Then E[Σ h²] is the regression alone, over all groups.
+        has_teacher: whether a teacher gives every group a gradient, also those whose rewards are
+            equal. Then E[Σ h²] is the regression alone, over all groups.
     """
 
     def __init__(
-        self, features: PromptFeatures, estimator: str = "grpo", *, taught: bool = False
+        self, features: PromptFeatures, estimator: str = "grpo", *, has_teacher: bool = False
     ) -> None:
         super().__init__()
-        self._features, self._estimator, self._taught = features, estimator, taught
+        self._features, self._estimator, self._taught = features, estimator, has_teacher
         self._success = SuccessModel(features.size)
         self._size, self._tokens = SizeModel(features.size), SizeModel(features.size)
 
     def expected_square(self, prompt_ids: Ints, *, group_size: int) -> Floats:
         """Return E[Σ_i h_i²] of the next group of each prompt, [N], up to a factor common to
         all."""
-        features = self._features.of(prompt_ids)
+        features = self._features.get(prompt_ids)
         if self._taught:
             return self._size.predict(features)
         chance = self._success.predict(prompt_ids, features)
         if self.binary:
-            of_right = chance.of_right(group_size)
-            square = of_right @ squares_by_right(self._estimator, of_right.mean(axis=0))
+            of_right = chance.compute_count_probabilities(group_size)
+            square = of_right @ compute_mean_squares(self._estimator, of_right.mean(axis=0))
         elif find_estimator(self._estimator).zero_if_equal:
             square = chance.mean()
         else:
-            square = self.mean_square(prompt_ids)
+            square = self.compute_mean_square(prompt_ids)
         return square * self._size.predict(features)
 
     def expected_tokens(self, prompt_ids: Ints) -> Floats:
         """Return the tokens that a completion of each prompt takes to generate, [N]; 1 for all
         before anything is known."""
-        return self._tokens.predict(self._features.of(prompt_ids))
+        return self._tokens.predict(self._features.get(prompt_ids))
 
-    def judge_and_learn(self, visits: Outcomes) -> dict[str, float]:
+    def evaluate_and_update(self, visits: Outcomes) -> dict[str, float]:
         """Compare the predictions with a step's groups, then learn from the groups.
 
         Returns:
@@ -103,33 +103,33 @@ class PromptForecast(PromptHistory):
         if self.binary and not is_binary(visits.rewards):
             self.binary = False  # from now on what is predicted is whether a group's rewards differ
             self._success = SuccessModel(self._features.size)
-        scores = self._judge(visits)
-        self._learn(visits)
+        scores = self._evaluate(visits)
+        self._update_models(visits)
         return scores
 
-    def _judge(self, visits: Outcomes) -> dict[str, float]:
-        right, trials = self._outcomes(visits)
+    def _evaluate(self, visits: Outcomes) -> dict[str, float]:
+        right, trials = self._count_successes(visits)
         observed = right / trials
         predicted = self._success.predict(
-            visits.prompt_ids, self._features.of(visits.prompt_ids)
+            visits.prompt_ids, self._features.get(visits.prompt_ids)
         ).mean()
         return {
             "prune/brier_model": float(((predicted - observed) ** 2).mean()),
             "prune/brier_pool": float(((self.pool_mean - observed) ** 2).mean()),
         }
 
-    def _learn(self, visits: Outcomes) -> None:
-        features = self._features.of(visits.prompt_ids)
+    def _update_models(self, visits: Outcomes) -> None:
+        features = self._features.get(visits.prompt_ids)
         sized = ((visits.advantages != 0.0).any(axis=1) | self._taught) & (visits.squares > 0.0)
-        self._success.learn(visits.prompt_ids, features, *self._outcomes(visits))
+        self._success.update(visits.prompt_ids, features, *self._count_successes(visits))
         squares = visits.squares[sized]
         if not self._taught:
             squares /= (visits.advantages[sized] ** 2).mean(axis=1)
-        self._size.learn(features[sized], squares)
-        self._tokens.learn(features, visits.tokens)
+        self._size.update(features[sized], squares)
+        self._tokens.update(features, visits.tokens)
         self.update(visits.prompt_ids, visits.rewards, visits.advantages)
 
-    def _outcomes(self, visits: Outcomes) -> tuple[Floats, Floats]:
+    def _count_successes(self, visits: Outcomes) -> tuple[Floats, Floats]:
         """[Q] and [Q]: successes and trials: right answers of all, or whether the rewards of the
         group differ."""
         if self.binary:
@@ -142,16 +142,16 @@ class PromptForecast(PromptHistory):
         """All that a resumed run needs, for JSON: Python writes floats so that they read back bit
         for bit."""
         return super().state_dict() | {
-            "models": {name: model.state_dict() for name, model in self._models().items()}
+            "models": {name: model.state_dict() for name, model in self._get_models().items()}
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned, before or after it was written as JSON."""
         super().load_state_dict(state)
-        for name, model in self._models().items():
+        for name, model in self._get_models().items():
             model.load_state_dict(state["models"][name])
 
-    def _models(self) -> dict[str, SuccessModel | SizeModel]:
+    def _get_models(self) -> dict[str, SuccessModel | SizeModel]:
         return {"success": self._success, "size": self._size, "tokens": self._tokens}
 
 
@@ -191,17 +191,19 @@ class PromptFeatures:
         self._pool = pool
         self._known: dict[int, Floats] = {}
 
-    def of(self, prompt_ids: Ints) -> Floats:
+    def get(self, prompt_ids: Ints) -> Floats:
         """[N, D]"""
-        return np.array([self._of(prompt_id) for prompt_id in prompt_ids.tolist()]).reshape(
+        return np.array([self._get_row(prompt_id) for prompt_id in prompt_ids.tolist()]).reshape(
             -1, self.size
         )
 
-    def _of(self, prompt_id: int) -> Floats:
+    def _get_row(self, prompt_id: int) -> Floats:
         if prompt_id not in self._known:
             if len(self._known) == KEPT:
                 self._known.clear()
-            scaled = _scaled(_read(self._pool[prompt_id]), self._scale[0], self._scale[1])
+            scaled = _scale_features(
+                _read_features(self._pool[prompt_id]), self._scale[0], self._scale[1]
+            )
             squares = scaled[:PLAIN] ** 2 - self._scale[2][:PLAIN]
             self._known[prompt_id] = np.concatenate([[1.0], scaled, squares])
         return self._known[prompt_id]
@@ -215,19 +217,19 @@ class PromptFeatures:
             .round()
             .astype(np.int64)
         )
-        raw = np.array([_read(self._pool[i]) for i in sample.tolist()])
+        raw = np.array([_read_features(self._pool[i]) for i in sample.tolist()])
         mean, spread = raw.mean(axis=0), raw.std(axis=0)
-        return np.array([mean, spread, (_scaled(raw, mean, spread) ** 2).mean(axis=0)])
+        return np.array([mean, spread, (_scale_features(raw, mean, spread) ** 2).mean(axis=0)])
 
 
-def _scaled(raw: Floats, mean: Floats, spread: Floats) -> Floats:
+def _scale_features(raw: Floats, mean: Floats, spread: Floats) -> Floats:
     varies = spread > 1e-9
     return np.clip(
         np.divide(raw - mean, spread, out=np.zeros_like(raw), where=varies), -WIDEST, WIDEST
     )
 
 
-def _read(prompt: Prompt) -> Floats:
+def _read_features(prompt: Prompt) -> Floats:
     numbers = np.array([float(text[:LONGEST_NUMBER]) for text in NUMBER.findall(prompt.text)])
     tokens = prompt.token_ids.tolist()
     sizes = np.array([len(tokens), len(numbers), numbers.sum(), numbers.max(initial=0.0)])
@@ -243,13 +245,18 @@ def _read(prompt: Prompt) -> Floats:
         sizes[3],
         largest,
     ]
-    source = _hashed([prompt.data_source], SOURCES)
+    source = _count_hashed([prompt.data_source], SOURCES)
     return np.concatenate(
-        [plain, source, np.sqrt(_hashed(tokens, TOKENS)), np.sqrt(_hashed(pairwise(tokens), PAIRS))]
+        [
+            plain,
+            source,
+            np.sqrt(_count_hashed(tokens, TOKENS)),
+            np.sqrt(_count_hashed(pairwise(tokens), PAIRS)),
+        ]
     )
 
 
-def _hashed(items: Iterable[object], buckets: int) -> Floats:
+def _count_hashed(items: Iterable[object], buckets: int) -> Floats:
     """[buckets], how many of the items fall into each. Python's own hash differs from process to
     process."""
     counts = np.zeros(buckets)

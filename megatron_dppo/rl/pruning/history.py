@@ -56,13 +56,13 @@ class Exploration:
     STEP: ClassVar[float] = 0.01
     LIMITS: ClassVar[tuple[float, float]] = (0.05, 0.95)
 
-    def follow(self, easy: float, hard: float) -> None:
+    def update(self, easy: float, hard: float) -> None:
         """Move by a step's groups: the share whose rewards were all 1, and the share that were
         equal but not 1."""
-        self.easy = self._moved(self.easy, easy < self.EASY_TARGET)
-        self.hard = self._moved(self.hard, hard < self.HARD_TARGET)
+        self.easy = self._adjust(self.easy, easy < self.EASY_TARGET)
+        self.hard = self._adjust(self.hard, hard < self.HARD_TARGET)
 
-    def _moved(self, p: float, up: bool) -> float:
+    def _adjust(self, p: float, up: bool) -> float:
         low, high = self.LIMITS
         return min(max(p + (self.STEP if up else -self.STEP), low), high)
 
@@ -102,8 +102,8 @@ class PromptHistory:
         square, magnitude = (advantages**2).sum(axis=1), np.abs(advantages).mean(axis=1)
         equal, easy = (rewards == rewards[:, :1]).all(axis=1), right == rewards.shape[1]
         if len(prompt_ids):
-            self._exploration.follow(float(easy.mean()), float((equal & ~easy).mean()))
-        old = self._records.of(prompt_ids)
+            self._exploration.update(float(easy.mean()), float((equal & ~easy).mean()))
+        old = self._records.get(prompt_ids)
         self._records.put(
             prompt_ids,
             right=DECAY * old["right"] + right,
@@ -116,25 +116,25 @@ class PromptHistory:
             mixed=DECAY * old["mixed"] + ~equal,
         )
 
-    def last_magnitude(self, prompt_ids: Ints) -> Floats:
+    def get_last_magnitude(self, prompt_ids: Ints) -> Floats:
         """[N], mean |A| of each prompt's last visit; NaN where there was none."""
-        magnitude: Floats = self._records.of(prompt_ids)["magnitude"]
+        magnitude: Floats = self._records.get(prompt_ids)["magnitude"]
         return magnitude
 
-    def equal_visits(self, prompt_ids: Ints) -> Ints:
+    def count_equal_visits(self, prompt_ids: Ints) -> Ints:
         """[N], how many of each prompt's latest visits, without a break, gave equal rewards."""
-        return self._records.of(prompt_ids)["equal_visits"].astype(np.int64)
+        return self._records.get(prompt_ids)["equal_visits"].astype(np.int64)
 
-    def explore(self, prompt_ids: Ints) -> Floats:
+    def get_exploration(self, prompt_ids: Ints) -> Floats:
         """[N], GRESO's p: that of easy prompts where the last visit's rewards were all 1, else that
         of hard ones."""
-        easy = self._records.of(prompt_ids)["easy"]
+        easy = self._records.get(prompt_ids)["easy"]
         return np.where(easy > 0.0, self._exploration.easy, self._exploration.hard)
 
-    def mean_square(self, prompt_ids: Ints) -> Floats:
+    def compute_mean_square(self, prompt_ids: Ints) -> Floats:
         """Return the decayed mean of Σ_i A_i² over each prompt's visits, [N]; for prompts never
         seen the pool's."""
-        record = self._records.of(prompt_ids)
+        record = self._records.get(prompt_ids)
         pool = np.full(len(prompt_ids), self._sum("square") / self._sum("visits"))
         return np.divide(record["square"], record["visits"], out=pool, where=record["visits"] > 0.0)
 
@@ -180,10 +180,10 @@ class PromptTable:
     Then ``table.of(np.array([7, 8]))["right"]`` is [3, 0], and ``len(table)`` is 1.
     """
 
-    def __init__(self, unseen: Mapping[str, float]) -> None:
-        """``unseen``: the row of a prompt that was never seen."""
-        self._dtype = np.dtype([(name, np.float64) for name in unseen])
-        self._unseen = tuple(unseen.values())
+    def __init__(self, default: Mapping[str, float]) -> None:
+        """``default``: the row of a prompt that was never seen."""
+        self._dtype = np.dtype([(name, np.float64) for name in default])
+        self._unseen = tuple(default.values())
         self._clear()
 
     def _clear(self) -> None:
@@ -200,7 +200,7 @@ class PromptTable:
         """[len(self)]"""
         return self._rows[1 : 1 + self._seen]
 
-    def of(self, prompt_ids: Ints) -> Rows:
+    def get(self, prompt_ids: Ints) -> Rows:
         """[N], a copy."""
         known = prompt_ids < len(self._row_of)
         rows = np.zeros(len(prompt_ids), np.int64)
@@ -211,11 +211,11 @@ class PromptTable:
         """Rows of distinct prompts, [N] for each of the table's names."""
         if not len(prompt_ids):
             return
-        self._row_of = _grown(self._row_of, int(prompt_ids.max()) + 1)
+        self._row_of = _resize(self._row_of, int(prompt_ids.max()) + 1)
         new = prompt_ids[self._row_of[prompt_ids] == 0]
         self._row_of[new] = 1 + self._seen + np.arange(len(new))
         self._seen += len(new)
-        self._rows = _grown(self._rows, 1 + self._seen)
+        self._rows = _resize(self._rows, 1 + self._seen)
         rows = self._row_of[prompt_ids]
         for name, value in values.items():
             self._rows[name][rows] = value
@@ -226,7 +226,7 @@ class PromptTable:
         ids = np.flatnonzero(self._row_of)
         return {
             str(prompt_id): list(row)
-            for prompt_id, row in zip(ids.tolist(), self.of(ids).tolist(), strict=True)
+            for prompt_id, row in zip(ids.tolist(), self.get(ids).tolist(), strict=True)
         }
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
@@ -239,7 +239,7 @@ class PromptTable:
         )
 
 
-def _grown(array: NDArray[Any], size: int) -> NDArray[Any]:
+def _resize(array: NDArray[Any], size: int) -> NDArray[Any]:
     """With room for so many, and for as many again if there was none."""
     if size <= len(array):
         return array

@@ -18,10 +18,10 @@ from megatron_dppo.rl.pruning.forecast import PromptForecast
 from megatron_dppo.rl.pruning.sampling import (
     DRAWS,
     Rule,
-    below_mean,
-    capped_proportional,
+    allocate_proportional,
     draw_bernoulli,
-    own_rule,
+    is_below_mean,
+    wrap_user_rule,
 )
 from megatron_dppo.rl.types import Floats, Ints, Selection
 
@@ -57,7 +57,7 @@ def keep_all(candidates: PromptCandidates, keep: float) -> Floats:
     return np.ones_like(candidates.expected_square)
 
 
-def threshold(candidates: PromptCandidates, keep: float) -> Floats:
+def apply_threshold(candidates: PromptCandidates, keep: float) -> Floats:
     """The DPPO paper's rule (arXiv:2603.04135): ``keep``, its 1 − r, for scores below the window's
     mean, else 1.
 
@@ -67,11 +67,11 @@ def threshold(candidates: PromptCandidates, keep: float) -> Floats:
     seen = ~np.isnan(candidates.last_magnitude)
     if not seen.any():
         return np.ones_like(candidates.last_magnitude)
-    low = below_mean(candidates.last_magnitude, candidates.last_magnitude[seen].mean())
+    low = is_below_mean(candidates.last_magnitude, candidates.last_magnitude[seen].mean())
     return np.where(low, keep, 1.0)
 
 
-def neyman(candidates: PromptCandidates, keep: float) -> Floats:
+def apply_neyman(candidates: PromptCandidates, keep: float) -> Floats:
     """The least variance at a budget of generated tokens: proportional to √(E[Σ h²]/E[tokens]),
     between floor and 1.
 
@@ -81,10 +81,12 @@ def neyman(candidates: PromptCandidates, keep: float) -> Floats:
     """
     budget = max(1, round(keep * len(candidates.expected_square)))
     cost = candidates.expected_tokens / candidates.expected_tokens.mean()
-    return capped_proportional(np.sqrt(candidates.expected_square), cost, budget, candidates.floor)
+    return allocate_proportional(
+        np.sqrt(candidates.expected_square), cost, budget, candidates.floor
+    )
 
 
-def greso(candidates: PromptCandidates, keep: float) -> Floats:
+def apply_greso(candidates: PromptCandidates, keep: float) -> Floats:
     """GRESO's rule (arXiv:2506.02177): max(p^z, 0.01), where the latest z visits, without a break,
     gave equal rewards.
 
@@ -97,43 +99,48 @@ def greso(candidates: PromptCandidates, keep: float) -> Floats:
     return np.maximum(candidates.explore**candidates.equal_visits, 0.01)
 
 
-def dynamic_sampling(candidates: PromptCandidates, keep: float) -> Floats:
+def apply_dynamic_sampling(candidates: PromptCandidates, keep: float) -> Floats:
     """DAPO's rule (arXiv:2503.14476, section 3.2): 1, since groups of equal reward are dropped
     after their rollouts.
 
-    ``next_round`` in ``schedule.py`` says how many more prompts are rolled out in their place.
+    ``compute_resample_size`` in ``schedule.py`` says how many more prompts are rolled out in their
+    place.
     """
     return np.ones_like(candidates.expected_square)
 
 
 PROMPT_RULES: Mapping[str, Rule[PromptCandidates]] = {
     "none": Rule(keep_all),
-    "threshold": Rule(threshold, draw_bernoulli),
-    "neyman": Rule(neyman),
-    "greso": Rule(greso, draw_bernoulli, biased="prompts that it keeps seldom are not weighted up"),
+    "threshold": Rule(apply_threshold, draw_bernoulli),
+    "neyman": Rule(apply_neyman),
+    "greso": Rule(
+        apply_greso, draw_bernoulli, biased="prompts that it keeps seldom are not weighted up"
+    ),
     "dynamic_sampling": Rule(
-        dynamic_sampling,
+        apply_dynamic_sampling,
         biased="groups of equal reward are replaced by others, so that the mean is over mixed ones "
         "only",
     ),
 }
 
 
-_OWN: dict[str, Rule[PromptCandidates]] = {}
+_REGISTERED: dict[str, Rule[PromptCandidates]] = {}
 
 
-def adopt(name: str, function: Callable[[PromptCandidates, float], ArrayLike]) -> None:
+def register(name: str, function: Callable[[PromptCandidates, float], ArrayLike]) -> None:
     """Have a user's function be the rule of this name, in this process. Below the floor its
     probabilities are that."""
-    own = own_rule(FUNCTION, name, function, lambda candidates: candidates.expected_square.shape)
-    _OWN[name] = Rule(
+    own = wrap_user_rule(
+        FUNCTION, name, function, lambda candidates: candidates.expected_square.shape
+    )
+    _REGISTERED[name] = Rule(
         lambda candidates, keep: np.maximum(own.inclusion(candidates, keep), candidates.floor)
     )
 
 
-def prompt_rule(name: str) -> Rule[PromptCandidates]:
+def find_prompt_rule(name: str) -> Rule[PromptCandidates]:
     """A rule of the table, or one that was adopted."""
-    return PROMPT_RULES.get(name) or _OWN[name]
+    return PROMPT_RULES.get(name) or _REGISTERED[name]
 
 
 def select(
@@ -164,13 +171,13 @@ def select(
         first, each with its inclusion probability. The draw does not depend on the order. Under a
         biased rule, which weighs nothing up, the probabilities are given as 1.
     """
-    rule = prompt_rule(config.named)
+    rule = find_prompt_rule(config.named)
     candidates = PromptCandidates(
-        last_magnitude=history.last_magnitude(window),
+        last_magnitude=history.get_last_magnitude(window),
         expected_square=history.expected_square(window, group_size=group_size),
         expected_tokens=history.expected_tokens(window),
-        equal_visits=history.equal_visits(window),
-        explore=history.explore(window),
+        equal_visits=history.count_equal_visits(window),
+        explore=history.get_exploration(window),
         floor=config.floor,
     )
     inclusion = rule.inclusion(candidates, keep)

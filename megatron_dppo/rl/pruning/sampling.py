@@ -22,7 +22,7 @@ GRID = 1 << 43
 million units."""
 
 
-def systematic(inclusion: Floats, offset: float) -> Bools:
+def select_systematic(inclusion: Floats, offset: float) -> Bools:
     """Madow's systematic draw: lay the probabilities end to end, keep the units that contain
     offset, offset + 1, …
 
@@ -40,7 +40,7 @@ def systematic(inclusion: Floats, offset: float) -> Bools:
         [n], True where the unit is kept: never for probability 0, always for probability 1.
     """
     shares = np.rint(inclusion * GRID).astype(np.int64)
-    _complete(shares)
+    _adjust_total(shares)
     start = int(offset * GRID)
     below = -(
         (start - np.cumsum(shares)) // GRID
@@ -48,7 +48,7 @@ def systematic(inclusion: Floats, offset: float) -> Bools:
     return np.diff(below, prepend=0) > 0
 
 
-def _complete(shares: NDArray[np.int64]) -> None:
+def _adjust_total(shares: NDArray[np.int64]) -> None:
     """If the shares miss a multiple of GRID by no more than rounding, make them add up to it, in
     place."""
     fractional = np.flatnonzero((shares > 0) & (shares < GRID))
@@ -59,8 +59,8 @@ def _complete(shares: NDArray[np.int64]) -> None:
 
 
 def draw_systematic(inclusion: Floats, rng: np.random.Generator) -> Bools:
-    """``systematic`` with a random offset."""
-    return systematic(inclusion, rng.random())
+    """``select_systematic`` with a random offset."""
+    return select_systematic(inclusion, rng.random())
 
 
 def draw_bernoulli(inclusion: Floats, rng: np.random.Generator) -> Bools:
@@ -79,7 +79,8 @@ class Rule(Generic[Candidates]):
 
         Rule(threshold, draw_bernoulli)
 
-    keeps each unit by itself with the probability that ``threshold`` gives it, and is unbiased.
+    keeps each unit by itself with the probability that ``threshold`` gives it, and is
+    unbiased.
     """
 
     inclusion: Callable[[Candidates, float], Floats]
@@ -94,7 +95,7 @@ class Rule(Generic[Candidates]):
     """The weights of what a biased rule keeps; None: 1."""
 
 
-def own_rule(
+def wrap_user_rule(
     setting: str,
     name: str,
     function: Callable[[Candidates, float], ArrayLike],
@@ -127,7 +128,7 @@ def own_rule(
     return Rule(inclusion)
 
 
-def capped_proportional(
+def allocate_proportional(
     scores: Floats, costs: Floats, budget: float, floor: Floats | float
 ) -> Floats:
     """Neyman allocation: π = clip(c·s/√cost, floor, 1), with c such that Σ π·cost is the budget.
@@ -156,17 +157,17 @@ def capped_proportional(
     left = budget - float(costs[scored].sum())
     if left >= costs[~scored] @ least[~scored]:
         rest = ~scored
-        inclusion[rest] = capped_proportional(inclusion[rest], costs[rest], left, least[rest])
+        inclusion[rest] = allocate_proportional(inclusion[rest], costs[rest], left, least[rest])
         return inclusion
     inclusion[~scored] = least[~scored]
     left = budget - float(costs[~scored] @ least[~scored])
-    inclusion[scored] = _proportional(
+    inclusion[scored] = _allocate(
         scores[scored] / np.sqrt(costs[scored]), costs[scored], left, least[scored]
     )
     return inclusion
 
 
-def _proportional(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floats:
+def _allocate(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floats:
     """clip(c·rate, floor, 1) for positive rates and a budget between what the floors and what all
     of them cost.
 
@@ -176,12 +177,12 @@ def _proportional(rate: Floats, costs: Floats, budget: float, floor: Floats) -> 
     """
     rate = np.maximum(rate / rate.max(), 1e-300)  # keeps the breakpoints finite
 
-    def spent(c: float) -> float:
+    def compute_cost(c: float) -> float:
         return float(costs @ np.clip(c * rate, floor, 1.0))
 
     leaves_floor, meets_cap = floor / rate, 1.0 / rate
     breakpoints: NDArray[np.float64] = np.unique(np.concatenate([leaves_floor, meets_cap]))
-    stretch = min(bisect_right(breakpoints, budget, key=spent), len(breakpoints) - 1)
+    stretch = min(bisect_right(breakpoints, budget, key=compute_cost), len(breakpoints) - 1)
     start = breakpoints[max(stretch - 1, 0)]
     capped, floored = meets_cap <= start, leaves_floor > start
     between = ~capped & ~floored
@@ -195,6 +196,6 @@ ROUNDING = 1e-9
 """Two scores that differ by less than this share are the same number, computed in two ways."""
 
 
-def below_mean(scores: Floats, mean: Floats | float) -> Bools:
+def is_below_mean(scores: Floats, mean: Floats | float) -> Bools:
     """Whether scores (not negative) are below their mean by more than rounding; False for NaN."""
     return scores < mean * (1.0 - ROUNDING)

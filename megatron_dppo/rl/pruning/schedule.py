@@ -23,9 +23,10 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
 def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps: int) -> Keep:
     """The share to keep at one step.
 
-    ``constant``: ``keep`` from the first step. ``linear``, ``cosine``: from 1 to ``keep`` over the
-    first ``schedule.ramp`` of the run. Over the last ``schedule.off_last`` of the run nothing is
-    pruned, as in InfoBatch (arXiv:2303.04947), so that training ends without the noise of pruning.
+    ``constant``: ``keep`` from the first step. ``linear``, ``cosine``: from 1 to ``keep``
+    over the first ``schedule.ramp`` of the run. Over the last ``schedule.off_last`` of the run
+    nothing is pruned, as in InfoBatch (arXiv:2303.04947), so that training ends without the noise
+    of pruning.
 
     Args:
         keep: the share that the schedule goes to.
@@ -44,7 +45,7 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
     return 1.0 - (1.0 - keep) * progress
 
 
-def window_size(config: Config, inflation: float = 1.0) -> int:
+def compute_window_size(config: Config, inflation: float = 1.0) -> int:
     """N of a step, the number of prompts that it considers: ``rollout.prompts_per_step``, times
     ``inflation`` over ``pruning.noise`` if that is set.
 
@@ -59,29 +60,31 @@ def window_size(config: Config, inflation: float = 1.0) -> int:
     return max(1, round(prompts * inflation / noise)) if noise else prompts
 
 
-def in_rounds(pruning: PruningConfig) -> bool:
+def uses_resampling(pruning: PruningConfig) -> bool:
     """Whether a step rolls out in rounds until it has enough groups of mixed reward, and leaves the
     others out."""
     rule = pruning.prompts.rule
     return rule == "dynamic_sampling" or (rule == "greso" and pruning.refill == "prompts")
 
 
-def mixed(metadata: StepMetadata) -> Ints:
+def find_nonzero_variance_groups(metadata: StepMetadata) -> Ints:
     """Return the indices of groups with unequal rewards."""
     rewards = metadata.rewards
     return np.flatnonzero((rewards != rewards[:, :1]).any(axis=1))
 
 
-def next_round(wanted: int, found: int, looked_at: int) -> int:
+def compute_resample_size(num_groups: int, num_found: int, num_sampled: int) -> int:
     """How many prompts to look at next: the missing groups over the share of prompts that were
     mixed so far.
 
     That is GRESO's adaptive batch (arXiv:2506.02177, section 4.2). DAPO takes a whole batch again.
 
     Args:
-        wanted: groups of mixed reward that the step is to have.
-        found: those that it has.
-        looked_at: prompts that it took to find them.
+        num_groups: groups of mixed reward that the step is to have.
+        num_found: those that it has.
+        num_sampled: prompts that it took to find them.
     """
-    missing = wanted - found
-    return 0 if missing <= 0 else min(wanted, math.ceil(missing * looked_at / max(found, 1)))
+    missing = num_groups - num_found
+    return (
+        0 if missing <= 0 else min(num_groups, math.ceil(missing * num_sampled / max(num_found, 1)))
+    )

@@ -40,7 +40,7 @@ def sigmoid(logits: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Chance:
+class SuccessProbability:
     """Belief about N probabilities, whose logits are Gaussian.
 
         Chance(logit=np.array([0.0]), variance=np.array([1.0]))
@@ -58,7 +58,7 @@ class Chance:
         expected: Floats = self._nodes() @ SHARES
         return expected
 
-    def of_right(self, answers: int) -> Floats:
+    def compute_count_probabilities(self, answers: int) -> Floats:
         """[N, answers + 1], the probability that of so many answers 0, 1, … are right."""
         p, right = self._nodes()[..., None], np.arange(answers + 1)
         ways = np.array([math.comb(answers, k) for k in right.tolist()], np.float64)
@@ -105,37 +105,39 @@ class SuccessModel:
         """τ²"""
         return float(SPREADS[self._evidence.argmax()])
 
-    def predict(self, prompt_ids: Ints, features: Floats) -> Chance:
+    def predict(self, prompt_ids: Ints, features: Floats) -> SuccessProbability:
         """Predict N prompts with features [N, D]."""
         logit, variance = self._weights.predict(features)
-        mean, share = self._intercepts_of(prompt_ids)
-        return Chance(logit + mean, variance + share * self.spread)
+        mean, share = self._get_intercepts(prompt_ids)
+        return SuccessProbability(logit + mean, variance + share * self.spread)
 
-    def learn(self, prompt_ids: Ints, features: Floats, right: Floats, trials: Floats) -> None:
+    def update(self, prompt_ids: Ints, features: Floats, right: Floats, trials: Floats) -> None:
         """Learn from Q prompts with features [Q, D]: ``right`` of ``trials`` answers, both [Q]. One
         update of the policy follows."""
         if len(prompt_ids):
-            mean, share = self._intercepts_of(prompt_ids)
-            self._weigh_spreads(features, mean, share, right, trials)
+            mean, share = self._get_intercepts(prompt_ids)
+            self._update_evidence(features, mean, share, right, trials)
             prior = share * self.spread
-            self._fit_weights(features, mean, prior, right, trials)
+            self._update_weights(features, mean, prior, right, trials)
             offset = features @ self._weights.mean + mean
             moved, information = _shift(offset, prior, right, trials)
             left = 1.0 / (1.0 + prior * information)
             update = np.full(len(prompt_ids), float(self._update))
             self._intercepts.put(prompt_ids, mean=mean + moved, share=share * left, update=update)
-        self._weights.fade()
+        self._weights.apply_forgetting()
         self._update += 1
 
-    def _weigh_spreads(
+    def _update_evidence(
         self, features: Floats, mean: Floats, share: Floats, right: Floats, trials: Floats
     ) -> None:
         logit, variance = self._weights.predict(features)
-        chances = [Chance(logit + mean, variance + share * spread) for spread in SPREADS]
+        chances = [
+            SuccessProbability(logit + mean, variance + share * spread) for spread in SPREADS
+        ]
         likelihood = [chance.log_likelihood(right, trials).sum() for chance in chances]
         self._evidence = EVIDENCE_DECAY * self._evidence + np.array(likelihood)
 
-    def _fit_weights(
+    def _update_weights(
         self, features: Floats, mean: Floats, prior: Floats, right: Floats, trials: Floats
     ) -> None:
         """Newton's steps to the weights' mode, intercepts integrated out by Laplace's
@@ -154,11 +156,11 @@ class SuccessModel:
                 offset - mean + moved * variance / prior
             )  # moved / prior is the slope of the group's likelihood
             self._weights.mean, self._weights.covariance = mean_before, covariance_before
-            self._weights.condition(features, seen, variance)
+            self._weights.update(features, seen, variance)
 
-    def _intercepts_of(self, prompt_ids: Ints) -> tuple[Floats, Floats]:
+    def _get_intercepts(self, prompt_ids: Ints) -> tuple[Floats, Floats]:
         """[N] and [N]: mean, and the variance as a share of τ², as of now."""
-        found = self._intercepts.of(prompt_ids)
+        found = self._intercepts.get(prompt_ids)
         kept = INTERCEPT_KEPT ** (self._update - found["update"])
         return kept * found["mean"], 1.0 - kept**2 * (1.0 - found["share"])
 
@@ -215,7 +217,7 @@ class Weights:
         self.mean = np.zeros(size)
         self.covariance = np.diag(self._prior)
 
-    def fade(self) -> None:
+    def apply_forgetting(self) -> None:
         """One update of the policy goes by."""
         self.mean = WEIGHTS_KEPT * self.mean
         self.covariance = WEIGHTS_KEPT**2 * self.covariance + np.diag(
@@ -226,7 +228,7 @@ class Weights:
         """[N] and [N]: mean and variance of the weighted sum of each row of features [N, D]."""
         return features @ self.mean, ((features @ self.covariance) * features).sum(axis=1)
 
-    def condition(self, features: Floats, values: Floats, variance: Floats) -> None:
+    def update(self, features: Floats, values: Floats, variance: Floats) -> None:
         """Learn that the weighted sums of features [Q, D] were seen as values [Q] with noise of
         this variance [Q]."""
         told = features.T / variance
@@ -266,17 +268,15 @@ class SizeModel:
         expected: Floats = correction * np.exp(self._weights.predict(features)[0])
         return expected
 
-    def learn(self, features: Floats, sizes: Floats) -> None:
+    def update(self, features: Floats, sizes: Floats) -> None:
         """Learn from Q prompts with features [Q, D]: positive sizes [Q]. One update of the policy
         follows."""
         if len(sizes):
-            self._weights.condition(
-                features, np.log(sizes), np.full(len(sizes), self.NOISE_VARIANCE)
-            )
+            self._weights.update(features, np.log(sizes), np.full(len(sizes), self.NOISE_VARIANCE))
             fitted = np.exp(self._weights.predict(features)[0])
             self._seen = self.DECAY * self._seen + float(sizes.sum())
             self._predicted = self.DECAY * self._predicted + float(fitted.sum())
-        self._weights.fade()
+        self._weights.apply_forgetting()
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import joined
+from megatron_dppo.rollout.conversation import merge_parts
 from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollout, Sampling
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.tree import Entropies, TreePath, list_leaves, make_root
 
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 """How often groups that are complete are looked at, while others are waited for."""
 
 
@@ -49,7 +49,7 @@ class PartialCompletion:
         return self.prefix.length + sum(len(part.token_ids) for part in self.parts)
 
     @property
-    def fresh(self) -> bool:
+    def is_unstarted(self) -> bool:
         """Whether no token follows the prefix."""
         return self.length == self.prefix.length
 
@@ -65,15 +65,15 @@ class RequestBatch:
         self,
         prompts: Sequence[Prompt],
         sampling: Sampling,
-        oldest: int,
+        min_version: int,
         number: int,
-        so_far: Sequence[PartialRollout] = (),
+        partial_rollouts: Sequence[PartialRollout] = (),
     ) -> None:
         self.prompts, self.sampling, self.number = prompts, sampling, number
-        self.oldest = oldest
+        self.oldest = min_version
         """Version before which no token may be made from now on."""
-        known = {(one.prompt, one.slot): one for one in so_far}
-        self.samples = [self._samples(prompt, known) for prompt in prompts]
+        known = {(one.prompt, one.slot): one for one in partial_rollouts}
+        self.samples = [self._make_samples(prompt, known) for prompt in prompts]
         """Completions that begin with each prompt."""
         self.broken_off = False
         """Whether no more of it is to be asked."""
@@ -89,27 +89,27 @@ class RequestBatch:
         """Prompts that are finished, and were not taken yet."""
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it is finished or has failed."""
         return self._over.is_set()
 
     @property
-    def unfinished(self) -> int:
+    def unfinished_count(self) -> int:
         return len(self.prompts) - self.finished
 
     def wait(self, seconds: float) -> None:
         """Until it is finished or has failed, for so long at most."""
         self._over.wait(seconds)
 
-    def progress(self) -> list[PartialRollout]:
+    def collect_partial(self) -> list[PartialRollout]:
         """How far it is, where nothing forks."""
-        begun = [one for each in self.samples for one in each if not one.fresh]
+        begun = [one for each in self.samples for one in each if not one.is_unstarted]
         return [
-            PartialRollout(one.prefix.prompt.id, one.slot, joined(one.parts), one.ended)
+            PartialRollout(one.prefix.prompt.id, one.slot, merge_parts(one.parts), one.ended)
             for one in begun
         ]
 
-    def _samples(
+    def _make_samples(
         self, prompt: Prompt, known: Mapping[tuple[int, int], PartialRollout]
     ) -> list[PartialCompletion]:
         """Completions that begin with a prompt. ``known`` has partial ones by prompt and slot."""
@@ -122,7 +122,7 @@ class RequestBatch:
             for slot, one in so_far
         ]
 
-    def groups(self) -> Completions:
+    def build_groups(self) -> Completions:
         return [list_leaves(paths, self.sampling.branches) for paths in self.paths]
 
     def take_complete(self) -> Iterator[tuple[int, tuple[Completion, ...]]]:
@@ -131,11 +131,11 @@ class RequestBatch:
             index = self._complete.popleft()
             yield index, list_leaves(self.paths[index], self.sampling.branches)
 
-    def prompt_ended(self, index: int) -> None:
+    def finish_prompt(self, index: int) -> None:
         self.finished += 1
         self._complete.append(index)
 
-    def some_ended(
+    def add_ended(
         self, index: int, samples: Sequence[PartialCompletion]
     ) -> list[list[PartialCompletion]]:
         """Samples of a prompt have ended, or none of them.
@@ -154,25 +154,28 @@ class RequestBatch:
                 )
         return continued
 
-    def over(self, error: Exception | None) -> None:
+    def finish(self, error: Exception | None) -> None:
         self.error = self.error or error
         self._over.set()
 
 
-def alike_so_far(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialCompletion]]:
+def group_by_prefix(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialCompletion]]:
     """Return samples by request: one for all samples without tokens after the prefix, and one for
     each other sample."""
-    fresh = [sample for sample in samples if sample.fresh]
-    return [*([fresh] if fresh else []), *([sample] for sample in samples if not sample.fresh)]
+    fresh = [sample for sample in samples if sample.is_unstarted]
+    return [
+        *([fresh] if fresh else []),
+        *([sample] for sample in samples if not sample.is_unstarted),
+    ]
 
 
-def wait(batch: RequestBatch, seconds: float, look: GroupCallback | None) -> None:
+def wait(batch: RequestBatch, seconds: float, callback: GroupCallback | None) -> None:
     """Until a batch is over and nobody is at work on its groups, for so long at most."""
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0.0:
-        batch.wait(left_s if look is None else min(left_s, LOOK_S))
-        busy = look is not None and look(batch.take_complete())
-        if batch.is_over and not busy:
+        batch.wait(left_s if callback is None else min(left_s, POLL_INTERVAL_S))
+        busy = callback is not None and callback(batch.take_complete())
+        if batch.is_done and not busy:
             return
-        if batch.is_over:
-            time.sleep(min(left_s, LOOK_S))
+        if batch.is_done:
+            time.sleep(min(left_s, POLL_INTERVAL_S))

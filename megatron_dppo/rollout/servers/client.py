@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.types import Routing
-from megatron_dppo.rollout.servers.http import Http, ServerError, readable
+from megatron_dppo.rollout.servers.http import Http, ServerError, wrap_errors
 
 if TYPE_CHECKING:  # what runs servers needs neither torch nor Megatron
     import torch
@@ -81,7 +81,7 @@ class GenerateResult:
     routing: Routing | None = None
     """[P + L − 1, layers, k], of the request's tokens and its own but for the last."""
     entropies: NDArray[np.float64] | None = None
-    """[L], see :func:`least_entropies`; None where they were not asked for."""
+    """[L], see :func:`compute_entropy_bounds`; None where they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Manifest:
     shapes: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> Manifest:
         return cls(
             names=list(tensors),
             dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
@@ -117,7 +117,7 @@ class Manifest:
         )
 
 
-def least_entropies(top: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+def compute_entropy_bounds(top: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     """Entropies of distributions of which the likeliest tokens are known, with all others as one.
 
     That is less than the true entropy by what the others' would be among themselves. It depends on
@@ -137,17 +137,17 @@ def least_entropies(top: Sequence[Sequence[float]]) -> NDArray[np.float64]:
     return -np.sum(shares * np.log(np.where(shares > 0.0, shares, 1.0)), axis=1)
 
 
-def ask_all(
+def call_servers(
     world: World,
     http: Http,
     clients: Sequence[ServerClient],
-    ask: Callable[[ServerClient], Awaitable[None]],
+    call: Callable[[ServerClient], Awaitable[None]],
 ) -> dict[str, str]:
     """Ask one thing of all servers at once, from the leader; what went wrong, by URL, on every
     rank. Collective."""
 
-    async def ask_each() -> dict[str, str]:
-        asked = (readable(client.url, ask(client)) for client in clients)
+    async def gather_problems() -> dict[str, str]:
+        asked = (wrap_errors(client.url, call(client)) for client in clients)
         problems = {}
         for client, result in zip(
             clients, await asyncio.gather(*asked, return_exceptions=True), strict=True
@@ -158,7 +158,7 @@ def ask_all(
                 raise result
         return problems
 
-    return http.run_on_leader(world, ask_each)
+    return http.run_on_rank0(world, gather_problems)
 
 
 @dataclass(eq=False)
@@ -218,7 +218,7 @@ class ServerClient(ABC):
     ) -> Any:
         """A request; where a time limit is named, as of completions, a busy server is asked again
         within it."""
-        call = self.http.call if timeout_s is None else self.http.call_patiently
+        call = self.http.call if timeout_s is None else self.http.call_with_retries
         return await call(
             "POST",
             self.url,
@@ -229,13 +229,13 @@ class ServerClient(ABC):
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
         )
 
-    def routing(
+    def parse_routing(
         self,
         sampling: Sampling,
         prompt: int,
         length: int,
         reason: str,
-        told: NDArray[np.integer] | None,
+        reported: NDArray[np.integer] | None,
     ) -> Routing | None:
         """Parse a server's routing for ``length`` tokens after a prompt of ``prompt`` tokens.
 
@@ -247,9 +247,9 @@ class ServerClient(ABC):
             ServerError: it was asked and told nothing, or what cannot be.
         """
         shape = sampling.routing
-        if shape is None or length == 0 or (told is None and reason == "abort"):
+        if shape is None or length == 0 or (reported is None and reason == "abort"):
             return None
-        if told is None:
+        if reported is None:
             raise ServerError(
                 self.url,
                 f"did not say which experts it chose: start it with {ROUTING_FLAG}",
@@ -257,25 +257,25 @@ class ServerClient(ABC):
             )
         wanted = (prompt + length - 1, shape.layers, shape.per_token)
         if (
-            told.size != math.prod(wanted)
-            or told.min(initial=0) < 0
-            or told.max(initial=0) >= shape.experts
+            reported.size != math.prod(wanted)
+            or reported.min(initial=0) < 0
+            or reported.max(initial=0) >= shape.experts
         ):
-            experts = f"{told.size} experts up to number {told.max(initial=0)}"
+            experts = f"{reported.size} experts up to number {reported.max(initial=0)}"
             problem = (
                 f"named {experts}, not {wanted[1]} x {wanted[2]} of {shape.experts} for "
                 f"{wanted[0]} tokens"
             )
             raise ServerError(self.url, problem, alive=True)
-        return told.reshape(wanted).astype(shape.dtype)
+        return reported.reshape(wanted).astype(shape.dtype)
 
-    async def routes(self) -> frozenset[str]:
+    async def get_routes(self) -> frozenset[str]:
         """The paths that the server serves: what it can do is asked, not inferred from its
         version."""
         return frozenset((await self.get("/openapi.json"))["paths"])
 
     @abstractmethod
-    async def info(self) -> ServerInfo: ...
+    async def get_info(self) -> ServerInfo: ...
 
     @abstractmethod
     async def health(self, timeout_s: float) -> None:
@@ -305,7 +305,7 @@ class ServerClient(ABC):
         """Close the update. The server is at ``version`` afterwards."""
 
     @abstractmethod
-    async def abandon_update(self) -> None:
+    async def abort_update(self) -> None:
         """Close an update that failed half-way, if one is open. The weights are mixed until another
         update."""
 
@@ -347,20 +347,20 @@ class ServerClient(ABC):
         )
 
     @abstractmethod
-    async def version(self) -> str: ...
+    async def get_version(self) -> str: ...
 
     @abstractmethod
-    async def checksums(self) -> dict[str, str]:
+    async def get_checksums(self) -> dict[str, str]:
         """SHA-256 in hex, or the beginning of it, of its parameters, by ``name@rank``; {} where it
         has none."""
 
     @abstractmethod
     async def release_memory(self) -> None:
-        """Give the GPU's memory back, weights and cache, until ``regain_weights`` and
-        ``regain_cache``."""
+        """Give the GPU's memory back, weights and cache, until ``resume_weights`` and
+        ``resume_kv_cache``."""
 
     @abstractmethod
-    async def regain_weights(self) -> None: ...
+    async def resume_weights(self) -> None: ...
 
     @abstractmethod
-    async def regain_cache(self) -> None: ...
+    async def resume_kv_cache(self) -> None: ...

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import (
-    AGAIN_S,
+    RETRY_DELAY_S,
     Client,
     ConversationFunction,
     TryAgainError,
-    joined,
+    merge_parts,
 )
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
-from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
+from megatron_dppo.rollout.servers.http import Http, ServerError, run_all, wrap_errors
 
 ReadVersions = Callable[[Sequence[tuple[str, int]]], NDArray[np.int32]]
 """A run's own version of each token, from those that a server tells. It raises :class:`ServerError`
@@ -40,7 +40,7 @@ class ConversationError(ServerError):
     again."""
 
 
-def completion_of(result: GenerateResult, versions: NDArray[np.int32]) -> Completion:
+def to_completion(result: GenerateResult, versions: NDArray[np.int32]) -> Completion:
     """A server's continuation, all of whose tokens the policy sampled."""
     sampled = np.ones(len(result.token_ids), bool)
     reason: Literal["stop", "length"] = "stop" if result.reason == "stop" else "length"
@@ -61,7 +61,7 @@ class Conversations:
         self._begun: dict[int, float] = {}
         """When the conversations of each prompt under way were last begun, by the prompt's id."""
 
-    def late(self, seconds: float) -> str:
+    def describe_stalled(self, seconds: float) -> str:
         """The prompt whose conversations are under way longest, if for so long; else empty. From
         any thread."""
         prompt, began = min(
@@ -93,17 +93,17 @@ class Conversations:
             "completion in the end"
         )
 
-        def turn(*request: Any) -> Awaitable[Completion]:
+        def request_turn(*request: Any) -> Awaitable[Completion]:
             """In the conversations' thread."""
             return asyncio.wrap_future(
-                server.http.start(self._turn(server, read_versions, *request))
+                server.http.start(self._request_turn(server, read_versions, *request))
             )
 
         client = partial(
-            Client, function=self._function, prompt=prompt, sampling=sampling, turn=turn
+            Client, function=self._function, prompt=prompt, sampling=sampling, turn=request_turn
         )
         clients = [client(number=number, failure=ServerError) for number in range(sampling.samples)]
-        future = self._thread.start(run_all(map(self._function.have, clients)))
+        future = self._thread.start(run_all(map(self._function.run, clients)))
         self._begun[prompt.id] = time.monotonic()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
@@ -114,12 +114,12 @@ class Conversations:
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # the run cancelled the conversations
-            raise self._function.interference() from None
+            raise self._function.make_interference_error() from None
         finally:
             self._begun.pop(prompt.id, None)
         raise ConversationError(server.url, problem, alive=True)
 
-    async def _turn(
+    async def _request_turn(
         self,
         server: ServerClient,
         read_versions: ReadVersions,
@@ -131,15 +131,15 @@ class Conversations:
         parts: list[Completion] = []
         made: list[int] = []
         while len(made) < sampling.max_tokens:
-            seed = sampling.seed_at(
+            seed = sampling.derive_seed(
                 client.prompt.id, client.number, len(client.generated), len(made)
             )
             rest = replace(sampling, max_tokens=sampling.max_tokens - len(made), seed=seed)
             answer = server.generate([*context, *made], rest, timeout_s=self._timeout_s)
-            (result,) = await readable(server.url, answer)
-            parts.append(completion_of(result, read_versions(result.versions)))
+            (result,) = await wrap_errors(server.url, answer)
+            parts.append(to_completion(result, read_versions(result.versions)))
             made += result.token_ids.tolist()
             if result.reason != "abort":
                 break
-            await asyncio.sleep(AGAIN_S)
-        return joined(parts)
+            await asyncio.sleep(RETRY_DELAY_S)
+        return merge_parts(parts)

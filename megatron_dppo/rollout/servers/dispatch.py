@@ -31,20 +31,20 @@ from numpy.typing import NDArray
 
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.engine import PartialRollout, Sampling
-from megatron_dppo.rollout.servers.batch import PartialCompletion, RequestBatch, alike_so_far
+from megatron_dppo.rollout.servers.batch import PartialCompletion, RequestBatch, group_by_prefix
 from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.conversations import (
     ConversationError,
     Conversations,
-    completion_of,
+    to_completion,
 )
-from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
+from megatron_dppo.rollout.servers.http import Http, ServerError, run_all, wrap_errors
 
-PROBE_S = 5.0
+PROBE_TIMEOUT_S = 5.0
 """Seconds in which a server must answer a health check after a broken connection."""
-FAILURES = 8
+MAX_CONSECUTIVE_FAILURES = 8
 """Requests in a row that a server may fail."""
-PAUSE_S = 0.3
+RETRY_DELAY_S = 0.3
 """Seconds before a prompt is requested again, if all servers have just failed or aborted the
 prompt."""
 
@@ -103,47 +103,48 @@ class Dispatcher:
         self.resubmitted = 0
         """Number of repeated requests."""
 
-    def take_lost(self) -> dict[str, str]:
+    def take_unhealthy(self) -> dict[str, str]:
         """Return the servers removed by this rank since the last call: reasons by URL."""
-        return self._http.run(self._take_lost())
+        return self._http.run(self._take_unhealthy())
 
-    def under_way(self) -> Counter[str]:
+    def count_in_flight(self) -> Counter[str]:
         """Return the number of pending requests of this rank, by URL."""
-        return self._http.run(self._under_way())
+        return self._http.run(self._count_in_flight())
 
-    def serve_from(self, clients: Sequence[ServerClient]) -> None:
+    def set_servers(self, clients: Sequence[ServerClient]) -> None:
         """Replace the servers. Requests that are pending on other servers are sent again."""
-        self._http.run(self._serve_from(clients))
+        self._http.run(self._set_servers(clients))
 
     def begin(
         self,
         prompts: Sequence[Prompt],
         sampling: Sampling,
-        oldest: int,
-        so_far: Sequence[PartialRollout] = (),
+        min_version: int,
+        partial_rollouts: Sequence[PartialRollout] = (),
     ) -> RequestBatch:
         """Start requests for prompts, without waiting.
 
         Args:
             prompts: prompts, in the order of requests and groups.
             sampling: sampling of all prompts.
-            oldest: oldest version that may generate a token. A server with an older version is
+            min_version: oldest version that may generate a token. A server with an older version is
                 removed.
-            so_far: partial rollouts to resume. Completions that have ended are not requested.
+            partial_rollouts: partial rollouts to resume. Completions that have ended are not
+                requested.
         """
-        batch = RequestBatch(prompts, sampling, oldest, next(self._numbers), so_far)
+        batch = RequestBatch(prompts, sampling, min_version, next(self._numbers), partial_rollouts)
         future = self._http.start(self._run(batch))
-        future.add_done_callback(lambda future: batch.over(_outcome(future)))
+        future.add_done_callback(lambda future: batch.finish(_get_error(future)))
         self._running[batch] = future
         return batch
 
-    def ask_no_more(self, batches: Sequence[RequestBatch]) -> None:
+    def stop_submitting(self, batches: Sequence[RequestBatch]) -> None:
         """Send no further requests. Those in flight still return."""
         for batch in batches:
             batch.broken_off = True
-        self._http.run(self._let_go())
+        self._http.run(self._wake_in_loop())
 
-    def progress(
+    def collect_partial(
         self, batches: Sequence[RequestBatch], wait_s: float
     ) -> list[list[PartialRollout]]:
         """Return the partial rollouts of stopped batches, after servers have aborted the requests.
@@ -154,42 +155,42 @@ class Dispatcher:
         for batch in batches:
             batch.wait(max(until - time.monotonic(), 0.0))
             self._running.pop(batch).cancel()
-        return self._http.run(self._progress(batches))
+        return self._http.run(self._collect_partial(batches))
 
-    async def _let_go(self) -> None:
+    async def _wake_in_loop(self) -> None:
         self._wake()
 
-    async def _progress(self, batches: Sequence[RequestBatch]) -> list[list[PartialRollout]]:
-        return [batch.progress() for batch in batches]
+    async def _collect_partial(self, batches: Sequence[RequestBatch]) -> list[list[PartialRollout]]:
+        return [batch.collect_partial() for batch in batches]
 
-    async def _take_lost(self) -> dict[str, str]:
+    async def _take_unhealthy(self) -> dict[str, str]:
         lost, self._lost = self._lost, {}
         return lost
 
-    async def _under_way(self) -> Counter[str]:
+    async def _count_in_flight(self) -> Counter[str]:
         return Counter({client.url: len(tasks) for client, tasks in self._asked.items()})
 
-    async def _serve_from(self, clients: Sequence[ServerClient]) -> None:
+    async def _set_servers(self, clients: Sequence[ServerClient]) -> None:
         for client in set(self._asked) - set(clients):
-            self._drop(client)
+            self._remove_server(client)
         for client in clients:
             self._lost.pop(client.url, None)
             self._asked.setdefault(client, set())
         self._wake()
 
     async def _run(self, batch: RequestBatch) -> None:
-        await run_all(self._prompt(batch, index) for index in range(len(batch.prompts)))
+        await run_all(self._run_prompt(batch, index) for index in range(len(batch.prompts)))
 
-    async def _prompt(self, batch: RequestBatch, index: int) -> None:
+    async def _run_prompt(self, batch: RequestBatch, index: int) -> None:
         """Complete one prompt."""
         samples = batch.samples[index]
-        batch.some_ended(index, [sample for sample in samples if sample.ended])
-        left = alike_so_far([sample for sample in samples if not sample.ended])
-        await run_all(self._samples(batch, index, each) for each in left)
+        batch.add_ended(index, [sample for sample in samples if sample.ended])
+        left = group_by_prefix([sample for sample in samples if not sample.ended])
+        await run_all(self._run_samples(batch, index, each) for each in left)
         if not batch.broken_off:
-            batch.prompt_ended(index)
+            batch.finish_prompt(index)
 
-    async def _samples(
+    async def _run_samples(
         self,
         batch: RequestBatch,
         index: int,
@@ -213,23 +214,23 @@ class Dispatcher:
                     f"prompt {prompt.id} was asked {attempt} times, the last time {last}"
                 )
             before = sum(sample.length for sample in samples)
-            if failure := await self._part(batch, index, samples, attempt, avoided):
+            if failure := await self._send_request(batch, index, samples, attempt, avoided):
                 attempt, last = attempt + 1, failure
                 self.resubmitted += 1
             if batch.broken_off:
                 return
-            alike = alike_so_far([sample for sample in samples if not sample.ended])
+            alike = group_by_prefix([sample for sample in samples if not sample.ended])
             others = bool(failure) and not avoided >= set(self._asked)
             if alike and sum(sample.length for sample in samples) == before and not others:
                 # All servers have just failed, or are paused and abort requests.
-                await asyncio.sleep(PAUSE_S)
-        forks = batch.some_ended(index, [sample for sample in samples if sample.ended])
+                await asyncio.sleep(RETRY_DELAY_S)
+        forks = batch.add_ended(index, [sample for sample in samples if sample.ended])
         continued = [
-            self._samples(batch, index, each, attempt, frozenset(avoided)) for each in alike
+            self._run_samples(batch, index, each, attempt, frozenset(avoided)) for each in alike
         ]
-        await run_all([*continued, *(self._samples(batch, index, each) for each in forks)])
+        await run_all([*continued, *(self._run_samples(batch, index, each) for each in forks)])
 
-    async def _part(
+    async def _send_request(
         self,
         batch: RequestBatch,
         index: int,
@@ -247,11 +248,13 @@ class Dispatcher:
             The reason for another attempt; None if there is no reason.
         """
         place = (batch.number, index)
-        client = await self._server(place, failed, samples[0].server if samples[0].fresh else None)
+        client = await self._acquire_server(
+            place, failed, samples[0].server if samples[0].is_unstarted else None
+        )
         if batch.broken_off:
             self._wake()  # for the next one that waits
             return None
-        read_versions = partial(self._versions, client, batch.oldest)
+        read_versions = partial(self._resolve_versions, client, batch.oldest)
         answer: Coroutine[Any, Any, Sequence[GenerateResult | Completion]]
         if self._conversations is not None:
             sampling = replace(batch.sampling, samples=len(samples))
@@ -264,12 +267,14 @@ class Dispatcher:
                 max_tokens=sampling.max_tokens - first.length,
                 # A new seed, because the old one would repeat the random numbers of the first
                 # tokens.
-                seed=sampling.seed_at(first.prefix.prompt.id, first.slot, attempt, first.length),
+                seed=sampling.derive_seed(
+                    first.prefix.prompt.id, first.slot, attempt, first.length
+                ),
             )
             answer = client.generate(first.token_ids, sampling, timeout_s=self._timeout_s)
         asked = self._asked[client]
         task: asyncio.Task[Sequence[GenerateResult | Completion]] = asyncio.create_task(
-            readable(client.url, answer)
+            wrap_errors(client.url, answer)
         )
         task.add_done_callback(
             lambda done: done.cancelled() or done.exception()
@@ -285,13 +290,13 @@ class Dispatcher:
                     client.url, f"gave {len(results)} samples, not {len(samples)}", alive=True
                 )
             parts = [
-                r if isinstance(r, Completion) else completion_of(r, read_versions(r.versions))
+                r if isinstance(r, Completion) else to_completion(r, read_versions(r.versions))
                 for r in results
             ]
         except ServerError as error:
             failed.add(client)
             if not isinstance(error, ConversationError):
-                await self._blame(client, error)
+                await self._record_failure(client, error)
             return str(error)
         finally:
             task.cancel()
@@ -307,47 +312,49 @@ class Dispatcher:
             sample.ended = not aborted or sample.length == batch.sampling.max_tokens
         return None
 
-    def _versions(
-        self, client: ServerClient, oldest: int, versions: Sequence[tuple[str, int]]
+    def _resolve_versions(
+        self, client: ServerClient, min_version: int, versions: Sequence[tuple[str, int]]
     ) -> NDArray[np.int32]:
         known = []
         for told, _ in versions:
             version = self._read_version(told)
-            if version is None or version < oldest:
+            if version is None or version < min_version:
                 problem = (
                     f"generates with weights of version {told!r}, which this step must not use"
                 )
-                self._lose(client, problem)
+                self._mark_unhealthy(client, problem)
                 raise ServerError(client.url, problem, alive=True)
             known.append(version)
         return np.repeat(np.array(known, np.int32), [count for _, count in versions])
 
-    async def _blame(self, client: ServerClient, error: ServerError) -> None:
-        """Remove a server after ``FAILURES`` consecutive failures, or after a broken connection
-        without an answer to a health check."""
+    async def _record_failure(self, client: ServerClient, error: ServerError) -> None:
+        """Remove a server after ``MAX_CONSECUTIVE_FAILURES`` consecutive failures, or after a
+        broken connection without an answer to a health check."""
         self._failures[client] += 1
-        if self._failures[client] >= FAILURES:
-            self._lose(
-                client, f"failed {FAILURES} requests in a row, the last time it {error.problem}"
+        if self._failures[client] >= MAX_CONSECUTIVE_FAILURES:
+            self._mark_unhealthy(
+                client,
+                f"failed {MAX_CONSECUTIVE_FAILURES} requests in a row, the last time it "
+                f"{error.problem}",
             )
         elif not error.alive:
             try:
-                await asyncio.wait_for(client.version(), PROBE_S)
+                await asyncio.wait_for(client.get_version(), PROBE_TIMEOUT_S)
             except (ServerError, TimeoutError):
-                self._lose(client, error.problem)
+                self._mark_unhealthy(client, error.problem)
 
-    def _lose(self, client: ServerClient, problem: str) -> None:
+    def _mark_unhealthy(self, client: ServerClient, problem: str) -> None:
         if client in self._asked:
             self._lost[client.url] = problem
-            self._drop(client)
+            self._remove_server(client)
 
-    def _drop(self, client: ServerClient) -> None:
+    def _remove_server(self, client: ServerClient) -> None:
         del self._failures[client]
         for task in self._asked.pop(client):
             task.cancel()
 
-    async def _server(
-        self, place: tuple[int, int], avoided: set[ServerClient], preferred: ServerClient | None
+    async def _acquire_server(
+        self, priority: tuple[int, int], excluded: set[ServerClient], preferred: ServerClient | None
     ) -> ServerClient:
         """Wait for a server with capacity, and return the preferred server or else the least busy
         one.
@@ -356,7 +363,7 @@ class Dispatcher:
         prompt), so that repeated and continued requests come before new prompts.
         """
         while True:
-            clients = [client for client in self._asked if client not in avoided] or list(
+            clients = [client for client in self._asked if client not in excluded] or list(
                 self._asked
             )
             first = self._first % max(len(clients), 1)
@@ -367,22 +374,22 @@ class Dispatcher:
             if free:
                 return min(free, key=lambda client: len(self._asked[client]))
             turn = asyncio.get_running_loop().create_future()
-            self._waiting.append((place, turn))
+            self._waiting.append((priority, turn))
             await turn
 
     def _wake(self) -> None:
         """Wake the waiting requests after the current task, which may continue on the same
         server."""
-        asyncio.get_running_loop().call_soon(self._next)
+        asyncio.get_running_loop().call_soon(self._wake_waiters)
 
-    def _next(self) -> None:
+    def _wake_waiters(self) -> None:
         waiting, self._waiting = sorted(self._waiting, key=lambda waits: waits[0]), []
         for _, turn in waiting:
             if not turn.done():  # cancelled
                 turn.set_result(None)
 
 
-def _outcome(future: Future[None]) -> Exception | None:
+def _get_error(future: Future[None]) -> Exception | None:
     if future.cancelled():
         return PromptFailedError("generation was broken off")
     error = future.exception()

@@ -20,7 +20,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.conversation_functions import conversation_of
+from megatron_dppo.rollout.conversation_functions import load_conversation_function
 from megatron_dppo.rollout.engine import (
     Completions,
     GroupCallback,
@@ -39,7 +39,7 @@ from megatron_dppo.rollout.servers.processes import new_secret
 from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import open_transport
 
-BREAK_OFF_S = 10.0
+ABORT_TIMEOUT_S = 10.0
 """How long aborted requests may take to come back. A server that was paused as they arrived keeps
 them."""
 
@@ -65,19 +65,19 @@ class ServerEngine:
         config: of the run.
         world: the ranks.
         shape: of the policy.
-        say: takes words for the log, on the leader.
+        log: takes words for the log, on the leader.
 
     Raises:
         UserError: on every rank, if the servers cannot serve this run; none is left behind then.
     """
 
     def __init__(
-        self, config: Config, world: World, shape: PolicyShape, say: Callable[[str], None]
+        self, config: Config, world: World, shape: PolicyShape, log: Callable[[str], None]
     ) -> None:
         rollout = config.rollout
-        self._config, self._world, self._say = config, world, say
+        self._config, self._world, self._say = config, world, log
         # One word tells this run's versions from another's, and one secret opens its servers.
-        run, given, new = world.from_leader(
+        run, given, new = world.broadcast(
             lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret())
         )
         self._run, self.secret = run, new if rollout.launch.count else given
@@ -94,16 +94,16 @@ class ServerEngine:
             self._http = Http()
             opened.callback(self._http.close)
             self._conversations: Conversations | None = None
-            if function := world.together(
-                lambda: conversation_of(config), what="import of a conversation"
+            if function := world.run_on_all_ranks(
+                lambda: load_conversation_function(config), description="import of a conversation"
             ):
                 self._conversations = Conversations(function, timeout_s=rollout.request_timeout_s)
                 opened.callback(self._conversations.close)
             self._pool: ServerPool | None = None
-            if world.leads:
+            if world.is_rank0:
                 architecture, secret = shape.architecture, self.secret
                 self._pool = ServerPool(
-                    config, self._http, architecture=architecture, secret=secret, say=say
+                    config, self._http, architecture=architecture, secret=secret, log=log
                 )
                 opened.callback(self._pool.close)
             transport = open_transport(config, world, self._http, shape, run=run)
@@ -113,7 +113,7 @@ class ServerEngine:
                 world, self._http, transport, "abort" if sync.adapter else sync.in_flight
             )
             self._dispatcher = self._new_dispatcher(rollout.attempts, self._conversations)
-            self._http.run_on_leader(world, lambda: self._leaders_pool.open())
+            self._http.run_on_rank0(world, lambda: self._rank0_pool.open())
             self._set_servers(lambda pool: pool.servers)
             self._opened = opened.pop_all()
 
@@ -123,33 +123,36 @@ class ServerEngine:
         return self._sync.timings
 
     @property
-    def _leaders_pool(self) -> ServerPool:
+    def _rank0_pool(self) -> ServerPool:
         assert self._pool is not None, "only the leader has a pool"
         return self._pool
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> RequestBatch:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
-    def break_off(self, pending: Sequence[RequestBatch]) -> list[list[PartialRollout]] | None:
+    def interrupt(self, pending: Sequence[RequestBatch]) -> list[list[PartialRollout]] | None:
         """Not for conversations and trees: servers know nothing of a function's turns or of
         forks."""
         if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
-        self._dispatcher.ask_no_more(pending)
+        self._dispatcher.stop_submitting(pending)
         self._world.gather(None)  # only then servers abort: no rank asks them again
-        self._lose(self._sync.abort(self.servers))
-        progress = self._dispatcher.progress(pending, BREAK_OFF_S)
+        self._remove_servers(self._sync.abort(self.servers))
+        progress = self._dispatcher.collect_partial(pending, ABORT_TIMEOUT_S)
         self._world.gather(None)  # and no rank has anything under way as they go on
         self.resume()
         return progress
 
-    def go_on(
-        self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Sequence[PartialRollout]
+    def resume_partial(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        partial_rollouts: Sequence[PartialRollout],
     ) -> RequestBatch:
-        known = () if self._conversations is not None or sampling.branches else so_far
+        known = () if self._conversations is not None or sampling.branches else partial_rollouts
         return self._dispatcher.begin(prompts, sampling, self._version, known)
 
-    def finish(self, pending: RequestBatch, look: GroupCallback | None = None) -> Completions:
+    def finish(self, pending: RequestBatch, callback: GroupCallback | None = None) -> Completions:
         """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at
         least once a second.
 
@@ -161,26 +164,26 @@ class ServerEngine:
         self._checking = None  # of an earlier wait; a sync may have come between
         wait_s = 0.05
         while True:
-            wait(pending, wait_s, look)
+            wait(pending, wait_s, callback)
             wait_s = min(2 * wait_s, EXCHANGE_S)
             reports = self._world.gather(self._report(pending, began))
             if error := next((report.error for report in reports if report.error), None):
-                raise self._failed(error)
+                raise self._make_error(error)
             lost = {url: why for report in reports for url, why in report.lost.items()}
             if lost:
-                self._lose(lost)
+                self._remove_servers(lost)
             left = [report.unfinished for report in reports]
             if not any(left):
-                return pending.groups()
+                return pending.build_groups()
             late = next((report.late for report in reports if report.late), "")
-            self._heartbeat(left, began, late)
+            self._log_heartbeat(left, began, late)
             if not self.servers:
-                self._recover()
+                self._restore_servers()
                 began = time.monotonic()
             elif min(report.idle_s for report in reports) > self._config.rollout.timeout_s:
-                asked = sum(self._world.gather(self._dispatcher.under_way()), Counter())
+                asked = sum(self._world.gather(self._dispatcher.count_in_flight()), Counter())
                 at = ", ".join(f"{count} at server {url}" for url, count in sorted(asked.items()))
-                problem = f"no prompt was answered for so long; unanswered: {_by_rank(left)}"
+                problem = f"no prompt was answered for so long; unanswered: {_format_by_rank(left)}"
                 problem = "; ".join(
                     filter(None, (problem, at and f"requests under way: {at}", late))
                 )
@@ -196,9 +199,9 @@ class ServerEngine:
         update."""
         failed: Mapping[str, str] | None = None
         while self._config.rollout.colocated and failed != {}:
-            self._wait_for_starting()
+            self._wait_for_restarts()
             failed = self._sync.release(self.servers)
-            self._lose(failed)  # and start it again, for which the step waits, too
+            self._remove_servers(failed)  # and start it again, for which the step waits, too
 
     def update_weights(self, source: WeightSource, version: int) -> None:
         """Bring every server to a version. Servers that fail are lost; servers that have come back
@@ -211,7 +214,7 @@ class ServerEngine:
         retries = self._config.rollout.sync.retries
         problems: Mapping[str, str] | None = None
         for _ in range(retries + 1):
-            self._set_servers(ServerPool.welcome)
+            self._set_servers(ServerPool.admit_ready)
             if not self.servers:
                 self._wait_for_servers()
             every = self._config.rollout.sync.check_every
@@ -223,17 +226,19 @@ class ServerEngine:
                 self._synced = True
                 return
             self._retries += 1
-            self._say_on_leader(
-                f"an update of the weights failed and is tried again: {_list(problems)}"
+            self._log_on_rank0(
+                f"an update of the weights failed and is tried again: {_format_problems(problems)}"
             )
-            self._lose(problems)
-        problem = f"the servers could not be brought to version {version}: {_list(problems)}"
+            self._remove_servers(problems)
+        problem = (
+            f"the servers could not be brought to version {version}: {_format_problems(problems)}"
+        )
         remedy = "Look into the servers' logs; raise it, or try rollout.sync.transport=disk"
         raise UserError("rollout.sync.retries", retries, problem, remedy)
 
     def resume(self) -> None:
-        self._lose(self._sync.resume(self.servers))
-        self._dispatcher.serve_from(self.servers)
+        self._remove_servers(self._sync.resume(self.servers))
+        self._dispatcher.set_servers(self.servers)
 
     def health(self) -> str | None:
         return None if self.servers else "no rollout server is left"
@@ -247,31 +252,31 @@ class ServerEngine:
         batches: dict[ServerClient, RequestBatch] = {}
         self._checking, self._checked = None, time.monotonic()
 
-        def look() -> dict[str, str] | None:
+        def find_problems() -> dict[str, str] | None:
             """Problems of servers; None once all have answered."""
             for server in self.servers:
                 if server not in batches:
                     alone = self._new_dispatcher(attempts=1)
-                    alone.serve_from([server])
+                    alone.set_servers([server])
                     batches[server] = alone.begin(prompts, sampling, 0)
             asked = {server: batches[server] for server in self.servers}
             for batch in asked.values():
                 batch.wait(EXCHANGE_S)
-            if not any(batch.unfinished for batch in asked.values()):
+            if not any(batch.unfinished_count for batch in asked.values()):
                 return None
             failed = {
                 server.url: f"{batch.error}"
                 for server, batch in asked.items()
                 if batch.error is not None
             }
-            return {**self._unhealthy(self._leaders_pool), **failed}
+            return {**self._check_health(self._rank0_pool), **failed}
 
-        while (lost := self._world.from_leader(look)) is not None:
-            self._lose(lost)
+        while (lost := self._world.broadcast(find_problems)) is not None:
+            self._remove_servers(lost)
             if not self.servers:
-                self._recover()
-        return self._world.from_leader(
-            lambda: {server.name: batches[server].groups() for server in self.servers}
+                self._restore_servers()
+        return self._world.broadcast(
+            lambda: {server.name: batches[server].build_groups() for server in self.servers}
         )
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
@@ -289,24 +294,24 @@ class ServerEngine:
             "perf/sync_bytes": float(timings.bytes),
         }
         self._resubmitted, self._retries = sum(counts), 0
-        return self._world.from_leader(lambda: metrics), ()
+        return self._world.broadcast(lambda: metrics), ()
 
     def close(self) -> None:
         self._opened.close()
 
-    def _report(self, batch: RequestBatch, began: float) -> _Report:
-        lost = self._dispatcher.take_lost()
+    def _report(self, batch: RequestBatch, start_time: float) -> _Report:
+        lost = self._dispatcher.take_unhealthy()
         if self._pool is not None:
-            lost = {**self._unhealthy(self._pool), **lost}
-        idle = time.monotonic() - max(began, batch.progressed)
+            lost = {**self._check_health(self._pool), **lost}
+        idle = time.monotonic() - max(start_time, batch.progressed)
         late = (
-            self._conversations.late(self._config.run.late_s)
+            self._conversations.describe_stalled(self._config.run.late_s)
             if self._conversations is not None
             else ""
         )
-        return _Report(batch.unfinished, lost, batch.error, idle, late)
+        return _Report(batch.unfinished_count, lost, batch.error, idle, late)
 
-    def _unhealthy(self, pool: ServerPool) -> dict[str, str]:
+    def _check_health(self, pool: ServerPool) -> dict[str, str]:
         """Findings of the leader's health checks since the last call. They run in the HTTP
         thread."""
         timeout_s = self._config.rollout.health_timeout_s
@@ -317,32 +322,32 @@ class ServerEngine:
             self._checking = self._http.start(pool.check(timeout_s))
         return {}
 
-    def _lose(self, problems: Mapping[str, str]) -> None:
+    def _remove_servers(self, problems: Mapping[str, str]) -> None:
         """Take servers out on every rank alike."""
         if not problems:
             return
-        self._set_servers(lambda pool: pool.lose(problems))
-        self._dispatcher.serve_from(self.servers)
+        self._set_servers(lambda pool: pool.remove_unhealthy(problems))
+        self._dispatcher.set_servers(self.servers)
 
-    def _recover(self) -> None:
+    def _restore_servers(self) -> None:
         """Nobody serves: wait for a server to come back, and bring it up to date."""
         self._wait_for_servers()
         assert self._source is not None, "rollouts were asked for before any weights were there"
         self.update_weights(self._source, self._version)
         self.resume()
 
-    def _wait_for_starting(self) -> None:
+    def _wait_for_restarts(self) -> None:
         """Wait for servers that are being started again: they would take the memory that a step
         trains in."""
 
-        def look(pool: ServerPool) -> tuple[ServerClient, ...] | None:
-            servers = pool.welcome()
-            if not pool.starting:
+        def check_restarts(pool: ServerPool) -> tuple[ServerClient, ...] | None:
+            servers = pool.admit_ready()
+            if not pool.is_restarting:
                 return servers
             time.sleep(EXCHANGE_S)
             return None
 
-        self._set_servers(look)
+        self._set_servers(check_restarts)
 
     def _wait_for_servers(self) -> None:
         """
@@ -350,21 +355,21 @@ class ServerEngine:
             UserError: on every rank, if none comes back within ``rollout.timeout_s``, or none can.
         """
         began, timeout_s = time.monotonic(), self._config.rollout.timeout_s
-        self._say_on_leader("no rollout server is left; waiting for one to come back")
+        self._log_on_rank0("no rollout server is left; waiting for one to come back")
 
-        def look(pool: ServerPool) -> tuple[ServerClient, ...] | None:
+        def check_servers(pool: ServerPool) -> tuple[ServerClient, ...] | None:
             restarts = self._config.rollout.launch.restarts
-            if servers := pool.welcome():
+            if servers := pool.admit_ready():
                 return servers
-            if pool.hopeless:
-                problem = f"are used up, and no rollout server is left: {pool.losses}"
+            if pool.is_exhausted:
+                problem = f"are used up, and no rollout server is left: {pool.failures}"
                 remedy = (
                     "Look into the servers' logs; raise it, and run the same command again: "
                     "it resumes"
                 )
                 raise UserError("rollout.launch.restarts", restarts, problem, remedy)
             if time.monotonic() - began > timeout_s:
-                problem = f"no rollout server is left, and none came back in time: {pool.losses}"
+                problem = f"no rollout server is left, and none came back in time: {pool.failures}"
                 remedy = (
                     "Look into the servers' logs, start them again, and run the same command "
                     "again: it resumes"
@@ -373,12 +378,14 @@ class ServerEngine:
             time.sleep(EXCHANGE_S)
             return None
 
-        self._set_servers(look)
+        self._set_servers(check_servers)
 
-    def _set_servers(self, look: Callable[[ServerPool], tuple[ServerClient, ...] | None]) -> None:
-        """Set the servers as soon as ``look`` returns them, called with the leader's pool.
+    def _set_servers(
+        self, get_servers: Callable[[ServerPool], tuple[ServerClient, ...] | None]
+    ) -> None:
+        """Set the servers as soon as ``get_servers`` returns them, called with the leader's pool.
         Collective."""
-        self.servers = self._world.poll(lambda: look(self._leaders_pool))
+        self.servers = self._world.poll(lambda: get_servers(self._rank0_pool))
         for server in self.servers:
             server.http = self._http
 
@@ -396,27 +403,28 @@ class ServerEngine:
             conversations=conversations,
         )
 
-    def _read_version(self, told: str) -> int | None:
-        run, _, number = told.rpartition("-")
+    def _read_version(self, reported: str) -> int | None:
+        run, _, number = reported.rpartition("-")
         return int(number) if run == self._run and number.isdigit() else None
 
-    def _heartbeat(self, left: Sequence[int], began: float, late: str) -> None:
+    def _log_heartbeat(self, left: Sequence[int], start_time: float, stalled: str) -> None:
         now = time.monotonic()
-        if late and not self._late:
-            self._say_on_leader(f"late: {late}")
-        self._late = bool(late)
+        if stalled and not self._late:
+            self._log_on_rank0(f"late: {stalled}")
+        self._late = bool(stalled)
         if now - self._spoke > self._config.rollout.heartbeat_s:
             self._spoke = now
-            self._say_on_leader(
-                f"waiting for rollouts for {now - began:.0f} s; {len(self.servers)} servers serve; "
-                f"prompts not yet answered: {_by_rank(left)}"
+            self._log_on_rank0(
+                f"waiting for rollouts for {now - start_time:.0f} s; {len(self.servers)} servers "
+                "serve; "
+                f"prompts not yet answered: {_format_by_rank(left)}"
             )
 
-    def _say_on_leader(self, text: str) -> None:
-        if self._world.leads:
+    def _log_on_rank0(self, text: str) -> None:
+        if self._world.is_rank0:
             self._say(text)
 
-    def _failed(self, error: Exception) -> Exception:
+    def _make_error(self, error: Exception) -> Exception:
         if isinstance(error, UserError):
             return error
         remedy = "Look into the servers' logs; raise it if servers died of something else"
@@ -424,10 +432,10 @@ class ServerEngine:
         return UserError("rollout.attempts", self._config.rollout.attempts, problem, remedy)
 
 
-def _by_rank(left: Sequence[int]) -> str:
+def _format_by_rank(left: Sequence[int]) -> str:
     return ", ".join(f"{count} of rank {rank}" for rank, count in enumerate(left) if count)
 
 
-def _list(problems: Mapping[str, str] | None) -> str:
+def _format_problems(problems: Mapping[str, str] | None) -> str:
     said = "; ".join(f"{url} {problem}" for url, problem in (problems or {}).items())
     return said or "nobody knows which server failed"

@@ -32,11 +32,11 @@ BUSY = (429, 503)
 """Statuses that ask for patience: too many requests, and no service now."""
 AGAIN_S = 1.0
 """Seconds until a busy server is asked again, if more than so many are left."""
-MOST_SAID = 600
+MAX_ERROR_CHARS = 600
 """Characters of a server's error that are repeated."""
 
 
-def in_url(host: str | None) -> str:
+def format_url_host(host: str | None) -> str:
     """A host as URLs have it: addresses of IPv6 in brackets."""
     return f"[{host}]" if host and ":" in host else host or ""
 
@@ -72,7 +72,7 @@ class BusyError(ServerError):
     """A server answered that it has no room now. The same request may succeed later."""
 
 
-async def readable(url: str, answer: Awaitable[T]) -> T:
+async def wrap_errors(url: str, answer: Awaitable[T]) -> T:
     """Await ``answer``.
 
     Raises:
@@ -86,7 +86,7 @@ async def readable(url: str, answer: Awaitable[T]) -> T:
         raise ServerError(url, problem, alive=True) from error
 
 
-async def _quiet(work: Coroutine[Any, Any, T]) -> T:
+async def _ignore_unretrieved(work: Coroutine[Any, Any, T]) -> T:
     """Have asyncio not complain where whoever waited has given up, and the work has failed
     since."""
     task = asyncio.current_task()
@@ -106,7 +106,7 @@ class Http:
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the loop."""
-        return asyncio.run_coroutine_threadsafe(_quiet(work), self._loop)
+        return asyncio.run_coroutine_threadsafe(_ignore_unretrieved(work), self._loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine in the loop and wait for it, from any other thread; it is cancelled at
@@ -118,7 +118,7 @@ class Http:
             future.cancel()
             raise
 
-    def run_on_leader(self, world: World, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def run_on_rank0(self, world: World, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run the leader's coroutine; its result on every rank. Collective.
 
         Args:
@@ -128,13 +128,13 @@ class Http:
         """
         futures: list[Future[T]] = []
 
-        def look() -> tuple[T] | None:
+        def check_result() -> tuple[T] | None:
             if not futures:
                 futures.append(self.start(work()))
             wait(futures, EXCHANGE_S)
             return (futures[0].result(),) if futures[0].done() else None
 
-        return world.poll(look)[0]
+        return world.poll(check_result)[0]
 
     async def call(
         self,
@@ -161,7 +161,7 @@ class Http:
             headers["Authorization"] = f"Bearer {secret}"
         connect_s = min(timeout_s, CONNECT_S)
         try:
-            async with self._connections().request(
+            async with self._get_session().request(
                 method,
                 url + path,
                 data=orjson.dumps(body) if body is not None else None,
@@ -183,7 +183,7 @@ class Http:
             reason = str(error) or type(error).__name__
             raise ServerError(url, f"broke off at {path} ({reason})", alive=False) from None
         if status != 200:
-            said = content[:MOST_SAID].decode(errors="replace")
+            said = content[:MAX_ERROR_CHARS].decode(errors="replace")
             kind = BusyError if status in BUSY else ServerError
             raise kind(url, f"refused {path} with status {status}: {said}", alive=True)
         try:
@@ -191,7 +191,7 @@ class Http:
         except orjson.JSONDecodeError:
             return None  # some routes say in plain words that all is well
 
-    async def call_patiently(
+    async def call_with_retries(
         self, method: str, url: str, path: str, *, timeout_s: float, **rest: Any
     ) -> Any:
         """:meth:`call`, again and again while the server is busy, within ``timeout_s`` in all.
@@ -221,7 +221,7 @@ class Http:
         self._thread.join()
         self._loop.close()
 
-    def _connections(self) -> aiohttp.ClientSession:
+    def _get_session(self) -> aiohttp.ClientSession:
         if self._session is None:  # within the loop, as aiohttp wants it
             import aiohttp
 

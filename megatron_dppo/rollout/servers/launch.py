@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 from megatron_dppo.config import DTYPES, Config, LoraConfig, RolloutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine
+from megatron_dppo.parallel.meeting import LOOPBACK, is_single_node
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient
-from megatron_dppo.rollout.servers.http import in_url
+from megatron_dppo.rollout.servers.http import format_url_host
 
 OVERRIDE = "MEGATRON_DPPO_SERVERS"
 """Environment variable with URLs, separated by commas, that take the place of what Slurm says."""
@@ -83,7 +83,7 @@ class EngineSpec:
         return shutil.which(self.command[0]) is not None
 
 
-def spec_of(engine: str) -> EngineSpec:
+def load_engine_spec(engine: str) -> EngineSpec:
     """The spec of a kind of server, from the file of its name beside this one."""
     spec: EngineSpec = import_module(f"{__package__}.{engine}").SPEC
     return spec
@@ -99,29 +99,29 @@ def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tupl
     """
     servers = config.rollout.servers
     if servers != "slurm":
-        return normal_urls("rollout.servers", servers)
+        return normalize_urls("rollout.servers", servers)
     if given := environ.get(OVERRIDE):
-        return normal_urls(OVERRIDE, given.split(","))
+        return normalize_urls(OVERRIDE, given.split(","))
     if given := environ.get(HOSTS):
-        return normal_urls(
-            HOSTS, _one_port_each(given.split(","), config.rollout.launch.first_port)
+        return normalize_urls(
+            HOSTS, _assign_ports(given.split(","), config.rollout.launch.first_port)
         )
     nodes = environ.get(NODES)
     if not nodes:
         problem = f"this is no rank of a heterogeneous Slurm job: {NODES} is not set"
         remedy = f"Submit a job whose second component runs the servers, or set {OVERRIDE}=URL,URL"
         raise UserError("rollout.servers", "slurm", problem, remedy)
-    return normal_urls(NODES, _one_port_each(_expand(nodes), config.rollout.launch.first_port))
+    return normalize_urls(NODES, _assign_ports(_expand(nodes), config.rollout.launch.first_port))
 
 
-def _one_port_each(hosts: Sequence[str], first_port: int) -> list[str]:
+def _assign_ports(hosts: Sequence[str], first_port: int) -> list[str]:
     return [
-        f"http://{in_url(host)}:{first_port + hosts[:i].count(host)}"
+        f"http://{format_url_host(host)}:{first_port + hosts[:i].count(host)}"
         for i, host in enumerate(hosts)
     ]
 
 
-def normal_urls(origin: str, urls: Iterable[str]) -> tuple[str, ...]:
+def normalize_urls(origin: str, urls: Iterable[str]) -> tuple[str, ...]:
     """URLs in one form.
 
     Args:
@@ -133,7 +133,7 @@ def normal_urls(origin: str, urls: Iterable[str]) -> tuple[str, ...]:
     """
     found: list[str] = []
     for given in urls:
-        url = _normal(given.strip())
+        url = _normalize_url(given.strip())
         if url is None:
             raise UserError(
                 origin, given, "is no server's URL", "Write http://HOST:PORT, without a path"
@@ -144,9 +144,9 @@ def normal_urls(origin: str, urls: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _normal(given: str) -> str | None:
+def _normalize_url(url: str) -> str | None:
     try:
-        parts = urlsplit(given)
+        parts = urlsplit(url)
         port = parts.port
     except ValueError:
         return None
@@ -161,10 +161,10 @@ def _normal(given: str) -> str | None:
         or not parts.hostname
         or not port
         or not plain
-        or " " in given
+        or " " in url
     ):
         return None
-    return f"{parts.scheme}://{in_url(parts.hostname)}:{port}"
+    return f"{parts.scheme}://{format_url_host(parts.hostname)}:{port}"
 
 
 def _expand(nodes: str) -> list[str]:
@@ -199,7 +199,7 @@ def sync_folder(config: Config) -> Path:
     return Path(config.rollout.sync.folder or Path(config.run.dir) / "sync")
 
 
-def gpus_to_reserve(rollout: RolloutConfig) -> int:
+def count_reserved_gpus(rollout: RolloutConfig) -> int:
     """GPUs beside the trainer's that servers will want on a machine that has any."""
     return 0 if rollout.colocated else sum(tensor_parallel(rollout))
 
@@ -212,7 +212,7 @@ def base_command(
     The first of these: ``rollout.launch.command``; the engine's module in ``SERVER_PYTHON``; the
         engine's own command.
     """
-    spec, python = spec_of(rollout.engine), environ.get(SERVER_PYTHON)
+    spec, python = load_engine_spec(rollout.engine), environ.get(SERVER_PYTHON)
     if rollout.launch.command is not None:
         return rollout.launch.command
     return (python, "-m", spec.module) if python else spec.command
@@ -231,7 +231,7 @@ def server_command(
         secret_file: YAML with the secret, where the kind takes one.
     """
     rollout, tp = config.rollout, tensor_parallel(config.rollout)[index]
-    spec = spec_of(rollout.engine)
+    spec = load_engine_spec(rollout.engine)
     words = [*base_command(rollout), *spec.flags(config, secret_file), "--host", host]
     words += [
         "--port",
@@ -256,7 +256,7 @@ def server_command(
 def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]:
     """Environment variables that this kind of server needs, besides those of
     ``rollout.launch.env``."""
-    spec = spec_of(rollout.engine)
+    spec = load_engine_spec(rollout.engine)
     return spec.environment(secret) | (
         dict(spec.adapter_environment) if rollout.sync.adapter else {}
     )
@@ -266,22 +266,22 @@ def rank_environment(rollout: RolloutConfig) -> Mapping[str, str]:
     """NCCL's variables that both ends of the group for weights must share, unless the user sets
     them."""
     collective = rollout.served and rollout.sync.transport == "collective"
-    return spec_of(rollout.engine).rank_environment if collective else {}
+    return load_engine_spec(rollout.engine).rank_environment if collective else {}
 
 
-def syncs_by_files(rollout: RolloutConfig) -> bool:
+def uses_file_sync(rollout: RolloutConfig) -> bool:
     """Whether servers read weights or adapters from files."""
     if rollout.served and rollout.sync.adapter:
-        return spec_of(rollout.engine).adapter_files
+        return load_engine_spec(rollout.engine).adapter_files
     return rollout.served and rollout.sync.transport == "disk"
 
 
-def listening_address(environ: Mapping[str, str]) -> str:
+def find_listen_address(environ: Mapping[str, str]) -> str:
     """Loopback where all ranks are on this machine, else the address at which they find rank 0."""
-    if on_one_machine(environ):
+    if is_single_node(environ):
         return LOOPBACK
     for name in (environ.get("MASTER_ADDR", ""), socket.gethostname()):
-        for address in _addresses(name):
+        for address in _resolve_addresses(name):
             if not address.startswith(
                 "127."
             ):  # some systems give a machine's own name one of these
@@ -309,7 +309,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
-def gpu_shares(config: Config, gpus: Sequence[str], local_ranks: int) -> list[str | None]:
+def assign_server_gpus(config: Config, gpus: Sequence[str], local_ranks: int) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each server: the GPUs after those of the trainer's ranks, or,
     colocated, the same ones.
 
@@ -345,7 +345,7 @@ def gpu_shares(config: Config, gpus: Sequence[str], local_ranks: int) -> list[st
     return [",".join(free[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
 
-def _addresses(name: str) -> list[str]:
+def _resolve_addresses(name: str) -> list[str]:
     try:
         found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:

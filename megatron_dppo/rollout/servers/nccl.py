@@ -15,7 +15,7 @@ MISMATCH = re.compile(
 """NCCL's message about two versions, on every rank."""
 
 
-def loaded() -> str | None:
+def get_loaded_version() -> str | None:
     """Return the version of the NCCL that runs in this process, ``2.29.7``; None for a torch
     without NCCL."""
     if not dist.is_nccl_available():
@@ -24,7 +24,7 @@ def loaded() -> str | None:
     return ".".join(map(str, version[:3]))
 
 
-def packages() -> list[str]:
+def list_packages() -> list[str]:
     """The packages that hold NCCL, as pip has them: ``nvidia-nccl-cu13 2.29.7``."""
     found = []
     for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
@@ -35,7 +35,7 @@ def packages() -> list[str]:
     return found
 
 
-def refuse_mismatch(message: str) -> None:
+def check_mismatch(message: str) -> None:
     """Raise a UserError if ``message``, of a failed group, has NCCL's words about two versions."""
     if (found := MISMATCH.search(message)) is None:
         return

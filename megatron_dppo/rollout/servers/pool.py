@@ -22,10 +22,10 @@ from megatron_dppo.config import DTYPES, Config, LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient, ServerInfo
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.launch import server_urls, spec_of
+from megatron_dppo.rollout.servers.launch import load_engine_spec, server_urls
 from megatron_dppo.rollout.servers.processes import (
     ServerProcess,
-    servers_to_start,
+    create_processes,
     stop_all,
     wait_ready,
 )
@@ -49,7 +49,7 @@ class ServerPool:
         http: through which to speak to them.
         architecture: of the policy; a server that says it has another is refused.
         secret: to be shown to them.
-        say: takes words for the log.
+        log: takes words for the log.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class ServerPool:
         *,
         architecture: str,
         secret: str | None,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self._config, self._http, self._architecture = config, http, architecture
-        self._secret, self._say = secret, say
+        self._secret, self._say = secret, log
         self.processes: list[ServerProcess] = []
         """Processes of the servers that the run starts."""
         self._serving: list[ServerClient] = []
@@ -86,18 +86,20 @@ class ServerPool:
         """
         launch = self._config.rollout.launch
         if launch.count:
-            self.processes = servers_to_start(self._config, self._secret or "")
+            self.processes = create_processes(self._config, self._secret or "")
         for process in self.processes:
             process.start()
         ours = [
-            self._said(
-                wait_ready(process, partial(self._client, process=number), launch.wait_s),
-                self._until_ready(process.name, f"its log is {process.log}"),
+            self._wait_with_log(
+                wait_ready(process, partial(self._make_client, process=number), launch.wait_s),
+                self._make_wait_message(process.name, f"its log is {process.log}"),
             )
             for number, process in enumerate(self.processes)
         ]
         given = [
-            self._said(self._given(url, launch.wait_s), self._until_ready(url, NOTHING))
+            self._wait_with_log(
+                self._connect_external(url, launch.wait_s), self._make_wait_message(url, NOTHING)
+            )
             for url in server_urls(self._config)
         ]
         started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
@@ -110,7 +112,7 @@ class ServerPool:
         """Who serves now."""
         return tuple(self._serving)
 
-    def lose(self, problems: Mapping[str, str]) -> tuple[ServerClient, ...]:
+    def remove_unhealthy(self, problems: Mapping[str, str]) -> tuple[ServerClient, ...]:
         """Take servers out, and have them come back if they can.
 
         Args:
@@ -123,15 +125,15 @@ class ServerPool:
             self._say(f"server {server.name} is taken out: it {problems[server.url]}")
             self._lost[server.url] = problems[server.url]
             self._serving.remove(server)
-            self._recall(server)
+            self._start_recovery(server)
         return self.servers
 
     @property
-    def losses(self) -> str:
+    def failures(self) -> str:
         """Which servers are lost, and why."""
         return "; ".join(f"server {url} {problem}" for url, problem in self._lost.items())
 
-    def welcome(self) -> tuple[ServerClient, ...]:
+    def admit_ready(self) -> tuple[ServerClient, ...]:
         """Take servers in that can generate again. They need an update of the weights. Who serves
         then."""
         for server, returning in list(self._returning.items()):
@@ -142,7 +144,7 @@ class ServerPool:
                 client = returning.result()
             except Exception as error:  # whatever went wrong with one server is no reason to stop
                 self._say(f"server {server.name} did not come back: {error}")
-                self._recall(server)
+                self._start_recovery(server)
             else:
                 self._serving.append(client)
                 self._lost.pop(client.url, None)
@@ -150,12 +152,12 @@ class ServerPool:
         return self.servers
 
     @property
-    def hopeless(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether none serves and none can come back."""
         return not self._serving and not self._returning
 
     @property
-    def starting(self) -> bool:
+    def is_restarting(self) -> bool:
         """Whether one of ours is being started again."""
         return any(server.process is not None for server in self._returning)
 
@@ -178,7 +180,7 @@ class ServerPool:
 
         first = min(SAY_AFTER_S, timeout_s / 2)
         asked = [
-            self._said(server.health(timeout_s), partial(silent, server), first)
+            self._wait_with_log(server.health(timeout_s), partial(silent, server), first)
             for server in serving
         ]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -198,17 +200,17 @@ class ServerPool:
             returning.cancel()
         stop_all(self.processes)
 
-    def _until_ready(self, server: str, what: str) -> Callable[[float], str]:
+    def _make_wait_message(self, server: str, default: str) -> Callable[[float], str]:
         """Says for how long a server that cannot generate yet was waited for.
 
         Args:
             server: its name or its URL.
-            what: is said of it, as long as it was heard to say nothing.
+            default: is said of it, as long as it was heard to say nothing.
         """
         most = self._config.rollout.launch.wait_s
 
         def say(taken: float) -> str:
-            heard = self._heard.get(server, what)
+            heard = self._heard.get(server, default)
             return (
                 f"waiting for {taken:.0f} s, of rollout.launch.wait_s = {most:g}, for server "
                 f"{server}: {heard}"
@@ -216,30 +218,30 @@ class ServerPool:
 
         return say
 
-    async def _said(
+    async def _wait_with_log(
         self,
-        waiting: Coroutine[Any, Any, T],
-        words: Callable[[float], str],
+        work: Coroutine[Any, Any, T],
+        message: Callable[[float], str],
         wait_s: float | None = None,
     ) -> T:
         """Wait for a server, and say so where it takes long.
 
         Args:
-            waiting: until it has answered.
-            words: for the log, from the seconds so far.
+            work: until it has answered.
+            message: for the log, from the seconds so far.
             wait_s: after which they are said first; None: ``SAY_AFTER_S``.
         """
-        began, task = time.monotonic(), asyncio.ensure_future(waiting)
+        began, task = time.monotonic(), asyncio.ensure_future(work)
         wait_s = SAY_AFTER_S if wait_s is None else wait_s
         try:
             while not (await asyncio.wait([task], timeout=wait_s))[0]:
-                self._say(words(time.monotonic() - began))
+                self._say(message(time.monotonic() - began))
                 wait_s = SAY_EVERY_S
             return task.result()
         finally:
             task.cancel()  # where another server has failed
 
-    async def _given(self, url: str, wait_s: float) -> list[ServerClient]:
+    async def _connect_external(self, url: str, wait_s: float) -> list[ServerClient]:
         """A given server, or the servers behind it if it is a router, once each can generate.
 
         A router is spoken to no more after that: it would go on asking a server that is not up to
@@ -253,12 +255,12 @@ class ServerPool:
             async with asyncio.timeout(wait_s):
                 while True:
                     try:
-                        workers = await self._workers(self._client(url))
+                        workers = await self._list_workers(self._make_client(url))
                         clients = [
-                            self._client(worker)
+                            self._make_client(worker)
                             for worker in ([url] if workers is None else workers)
                         ]
-                        await asyncio.gather(*(self._come_to_life(client) for client in clients))
+                        await asyncio.gather(*(self._ensure_ready(client) for client in clients))
                         if clients:
                             if workers is not None:
                                 self._say(f"{url} is a router; its {len(clients)} workers serve")
@@ -275,21 +277,21 @@ class ServerPool:
             remedy,
         )
 
-    async def _workers(self, door: ServerClient) -> list[str] | None:
+    async def _list_workers(self, client: ServerClient) -> list[str] | None:
         """The URLs of a router's servers; None if it is a server itself.
 
         Raises:
             ServerError: nobody is there.
         """
         try:
-            answer = await door.get("/workers")
+            answer = await client.get("/workers")
         except ServerError as error:
             if not error.alive:
                 raise
             return None
         return [worker["url"].rstrip("/") for worker in answer["workers"]]
 
-    async def _come_to_life(self, client: ServerClient) -> None:
+    async def _ensure_ready(self, client: ServerClient) -> None:
         """See to it that a given server can generate: an update that nobody ended has left it
         paused.
 
@@ -299,51 +301,51 @@ class ServerPool:
         await client.resume()
         await client.health(self._config.rollout.health_timeout_s)
 
-    def _recall(self, server: ServerClient) -> None:
+    def _start_recovery(self, server: ServerClient) -> None:
         """Begin to bring a lost server back."""
-        connect = partial(self._client, process=server.process, life=server.life + 1)
+        connect = partial(self._make_client, process=server.process, life=server.life + 1)
         restarts = self._config.rollout.launch.restarts
         if server.process is None:
-            self._returning[server] = self._http.start(self._return(connect(server.url)))
+            self._returning[server] = self._http.start(self._wait_until_ready(connect(server.url)))
         elif self._restarts < restarts:
             self._restarts += 1
             self._returning[server] = self._http.start(
                 self._restart(self.processes[server.process], connect)
             )
         else:
-            words = self.processes[server.process].last_words()
+            words = self.processes[server.process].read_log_tail()
             self._say(
                 f"rollout.launch.restarts = {restarts} are used up"
                 + (f":\n{words}" if words else "")
             )
 
-    async def _return(self, client: ServerClient) -> ServerClient:
+    async def _wait_until_ready(self, client: ServerClient) -> ServerClient:
         """A given server, once it can generate again; it may take as long as it likes."""
         while True:
             await asyncio.sleep(ASK_AGAIN_S)
             with contextlib.suppress(ServerError):
-                await self._come_to_life(client)
+                await self._ensure_ready(client)
                 await self._check(client)
                 return client
 
     async def _restart(
         self, process: ServerProcess, connect: Callable[[str], ServerClient]
     ) -> ServerClient:
-        await asyncio.to_thread(self._restart_unless_closed, process)
+        await asyncio.to_thread(self._restart_process, process)
         client = await wait_ready(process, connect, self._config.rollout.launch.wait_s)
         await self._check(client)
         return client
 
-    def _restart_unless_closed(self, process: ServerProcess) -> None:
+    def _restart_process(self, process: ServerProcess) -> None:
         process.stop()
         if not self._closed:
             process.start()
         if self._closed:  # meanwhile
             process.stop()
 
-    def _client(self, url: str, process: int | None = None, life: int = 0) -> ServerClient:
+    def _make_client(self, url: str, process: int | None = None, life: int = 0) -> ServerClient:
         sync = self._config.rollout.sync
-        return spec_of(self._config.rollout.engine).client(
+        return load_engine_spec(self._config.rollout.engine).client(
             url,
             self._http,
             secret=self._secret,
@@ -360,7 +362,7 @@ class ServerPool:
         """
         setting = "rollout.launch.flags" if self.processes else "rollout.servers"
         try:
-            info = await client.info()
+            info = await client.get_info()
         except ServerError as error:
             remedy = (
                 f"{'Start it as that says' if error.alive else 'Look into its log'}, or name "
@@ -403,13 +405,13 @@ class ServerPool:
                 "replays them"
             )
             remedy = f"Start it with {ROUTING_FLAG}, or set loss.replay_routing"
-        elif rollout.sync.adapter and not _takes(info, self._config.model.lora):
+        elif rollout.sync.adapter and not _supports_adapters(info, self._config.model.lora):
             takes = f"up to rank {info.lora_rank} on {', '.join(sorted(info.lora_targets))}"
             problem = (
                 f"takes {takes if info.lora_rank else 'no'} adapters, and "
                 "rollout.sync.adapter sends it others"
             )
-            spec = spec_of(rollout.engine)
+            spec = load_engine_spec(rollout.engine)
             words = shlex.join(spec.adapter_flags(self._config.model.lora))
             for name, value in spec.adapter_environment.items():
                 words += f" and {name}={value} in its environment"
@@ -419,7 +421,7 @@ class ServerPool:
         raise UserError(setting, client.url, problem, remedy)
 
 
-def _takes(info: ServerInfo, lora: LoraConfig) -> bool:
+def _supports_adapters(info: ServerInfo, lora: LoraConfig) -> bool:
     """Whether a server can have these adapters."""
     return info.lora_rank >= lora.rank and (
         "all" in info.lora_targets or info.lora_targets.issuperset(lora.targets)

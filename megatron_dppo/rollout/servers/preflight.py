@@ -12,16 +12,16 @@ from functools import partial
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.observe.private import public
+from megatron_dppo.observe.private import mask_secrets
 from megatron_dppo.rollout.servers.launch import (
     SERVER_PYTHON,
     EngineSpec,
+    load_engine_spec,
     rank_environment,
     server_urls,
-    spec_of,
     sync_folder,
-    syncs_by_files,
     tensor_parallel,
+    uses_file_sync,
 )
 
 ASK_S = 60.0
@@ -38,7 +38,7 @@ def check_launch(config: Config) -> None:
     launch = config.rollout.launch
     if not config.rollout.served or not launch.count:
         return
-    spec = spec_of(config.rollout.engine)
+    spec = load_engine_spec(config.rollout.engine)
     for entry in launch.env:
         if not VARIABLE.match(entry):
             raise UserError(
@@ -87,12 +87,12 @@ def server_checks(
         return
     yield partial(server_urls, config, environ)
     if _are_started(config):
-        yield partial(_check_both_ends, config, environ)
+        yield partial(_check_environment, config, environ)
     if rollout.launch.count:
         yield partial(_check_command, config, environ)
     if rollout.colocated:
         yield partial(_check_memory, config)
-    if syncs_by_files(rollout):
+    if uses_file_sync(rollout):
         yield partial(_check_sync_folder, config)
 
 
@@ -113,7 +113,7 @@ def _check_sync_folder(config: Config) -> None:
         )
 
 
-def _check_both_ends(config: Config, environ: Mapping[str, str]) -> None:
+def _check_environment(config: Config, environ: Mapping[str, str]) -> None:
     given = dict(entry.split("=", 1) for entry in config.rollout.launch.env)
     for name, value in rank_environment(config.rollout).items():
         ours = environ.get(name, value)
@@ -151,7 +151,7 @@ def check_split(config: Config, shape: PolicyShape) -> None:
 def _check_memory(config: Config) -> None:
     """Check the memory of servers and the trainer on the same GPUs."""
     rollout = config.rollout
-    flag, share = spec_of(rollout.engine).memory_flag
+    flag, share = load_engine_spec(rollout.engine).memory_flag
     given = {word.partition("=")[0].replace("_", "-") for word in rollout.launch.flags}
     if rollout.launch.count and flag not in given:
         problem = (
@@ -162,7 +162,7 @@ def _check_memory(config: Config) -> None:
             f"Add {flag} with {share}; megatron-dppo plan says what the trainer keeps meanwhile"
         )
         flags = "rollout.launch.flags"
-        raise UserError(flags, public(flags, [*rollout.launch.flags]), problem, remedy)
+        raise UserError(flags, mask_secrets(flags, [*rollout.launch.flags]), problem, remedy)
     import torch
 
     if not torch.cuda.is_available():
@@ -171,7 +171,7 @@ def _check_memory(config: Config) -> None:
 
 
 def _check_command(config: Config, environ: Mapping[str, str]) -> None:
-    command, spec = config.rollout.launch.command, spec_of(config.rollout.engine)
+    command, spec = config.rollout.launch.command, load_engine_spec(config.rollout.engine)
     python = environ.get(SERVER_PYTHON)
     if command is None and python:
         _check_python(python, spec)

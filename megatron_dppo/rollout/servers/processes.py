@@ -21,20 +21,20 @@ import psutil
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.observe.private import public
+from megatron_dppo.observe.private import mask_secrets
 from megatron_dppo.process import lifetime
-from megatron_dppo.rollout.servers.http import ServerError, in_url
+from megatron_dppo.rollout.servers.http import ServerError, format_url_host
 from megatron_dppo.rollout.servers.launch import (
     ALLOCATOR,
-    gpu_shares,
-    listening_address,
+    assign_server_gpus,
+    find_listen_address,
     local_ranks,
     server_command,
     server_environment,
     visible_gpus,
 )
 
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 """Seconds between looks at a server that is starting."""
 HEALTH_S = 60.0
 """How long the first answer of a server may take: kernels are compiled for it."""
@@ -45,7 +45,7 @@ LINES = 25
 LOG_BYTES = 2**16
 """Bytes at the end of a log that are searched for them."""
 
-OURS = (
+RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -54,18 +54,18 @@ OURS = (
     "MASTER_PORT",
     "OMP_NUM_THREADS",
 )
-OUR_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS", *ALLOCATOR)
+RANK_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS", *ALLOCATOR)
 """Variables, and prefixes of variables, that describe a rank of the trainer and would mislead a
 server."""
 
 
-class Answers(Protocol):
+class HealthClient(Protocol):
     """Methods of a :class:`ServerClient` used here."""
 
     def health(self, timeout_s: float) -> Awaitable[None]: ...
 
 
-Client = TypeVar("Client", bound=Answers)
+Client = TypeVar("Client", bound=HealthClient)
 
 
 def new_secret() -> str:
@@ -108,7 +108,7 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Where it listens, or will. A server that is started again may be elsewhere."""
-        return f"http://{in_url(self.host)}:{self._port}"
+        return f"http://{format_url_host(self.host)}:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -117,13 +117,13 @@ class ServerProcess:
         Raises:
             ProcessLookupError: if it has ended.
         """
-        if not (pids := self.pids()):
+        if not (pids := self.list_pids()):
             raise ProcessLookupError(f"server {self.name} has ended")
         return pids[0]
 
-    def pids(self) -> list[int]:
+    def list_pids(self) -> list[int]:
         """The server's processes, the main one first; none once it has ended."""
-        if not self.alive():
+        if not self.is_alive():
             return []
         assert self._process is not None
         try:
@@ -161,18 +161,18 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self.environment(os.environ),
+                env=self.build_environment(os.environ),
                 start_new_session=True,  # signals from a terminal are the trainer's business
             )
         finally:
             os.close(log)
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def listens(self) -> bool:
+    def is_listening(self) -> bool:
         """Whether one of its processes, and no stranger, listens at its port."""
-        for pid in self.pids():
+        for pid in self.list_pids():
             try:
                 sockets = psutil.Process(pid).net_connections("tcp")
             except psutil.Error:
@@ -184,11 +184,11 @@ class ServerProcess:
                 return True
         return False
 
-    def lost_its_port(self) -> bool:
+    def is_port_taken(self) -> bool:
         """Whether it ended because another process took the port before it could."""
-        return not self.alive() and not _is_free(self.host, self._port)
+        return not self.is_alive() and not _is_free(self.host, self._port)
 
-    def ending(self) -> str:
+    def describe_exit(self) -> str:
         """How it ended, to stand after "server"; or that it has not."""
         code = None if self._process is None else self._process.poll()
         if code is None:
@@ -198,7 +198,7 @@ class ServerProcess:
             return f"was ended by signal {number} ({signal.strsignal(number)})"
         return f"ended with exit code {code}"
 
-    def last_words(self) -> str:
+    def read_log_tail(self) -> str:
         """The end of what it has logged since its last start, without the secret."""
         try:
             with self.log.open("rb") as file:
@@ -229,12 +229,12 @@ class ServerProcess:
         self.stop()
         self.start()
 
-    def environment(self, ours: Mapping[str, str]) -> dict[str, str]:
-        """Environment of the server, from the trainer's, ``ours``."""
+    def build_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Environment of the server, from the trainer's, ``environ``."""
         kept = {
             name: value
-            for name, value in ours.items()
-            if name not in OURS and not name.startswith(OUR_PREFIXES)
+            for name, value in environ.items()
+            if name not in RANK_VARIABLES and not name.startswith(RANK_PREFIXES)
         }
         if self.gpus is not None:
             kept["CUDA_VISIBLE_DEVICES"] = self.gpus
@@ -260,7 +260,7 @@ class ServerProcess:
         raise UserError("rollout.launch.ports", launch.ports, problem, remedy)
 
 
-def servers_to_start(
+def create_processes(
     config: Config, secret: str, environ: Mapping[str, str] = os.environ
 ) -> list[ServerProcess]:
     """The servers of ``rollout.launch``, not yet started; for the run's first rank.
@@ -269,8 +269,8 @@ def servers_to_start(
         UserError: if the GPUs are too few, or no address of this machine is fit for others to
             reach.
     """
-    host = listening_address(environ)
-    shares = gpu_shares(config, visible_gpus(environ), local_ranks(environ))
+    host = find_listen_address(environ)
+    shares = assign_server_gpus(config, visible_gpus(environ), local_ranks(environ))
     return [
         ServerProcess(config, i, host=host, secret=secret, gpus=share)
         for i, share in enumerate(shares)
@@ -297,21 +297,21 @@ async def wait_ready(
     """
     until = time.monotonic() + wait_s
     while (left := until - time.monotonic()) > 0:
-        if not process.alive():
-            if not process.lost_its_port():
-                raise _ended_early(process)
+        if not process.is_alive():
+            if not process.is_port_taken():
+                raise _make_exit_error(process)
             process.restart()
-        if process.listens():
+        if process.is_listening():
             client = connect(process.url)
             try:
                 await client.health(min(left, HEALTH_S))
                 return client
             except ServerError:
                 pass  # not yet
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
     problem = (
         f"server {process.name} cannot generate after so long; the end of its "
-        f"log:\n{process.last_words()}"
+        f"log:\n{process.read_log_tail()}"
     )
     remedy = f"Raise it if the server needs longer, or read {process.log}"
     raise UserError("rollout.launch.wait_s", f"{wait_s:g}", problem, remedy)
@@ -323,22 +323,23 @@ def stop_all(processes: Sequence[ServerProcess]) -> None:
         list(threads.map(ServerProcess.stop, processes))
 
 
-def _ended_early(process: ServerProcess) -> UserError:
+def _make_exit_error(process: ServerProcess) -> UserError:
     problem = (
-        f"server {process.name} {process.ending()} before it could generate; the end of its log:\n"
+        f"server {process.name} {process.describe_exit()} before it could generate; the end "
+        "of its log:\n"
     )
     remedy = (
         f"Read {process.log}, then mend the command, rollout.launch.flags or rollout.launch.env"
     )
     setting = "rollout.launch.command"
-    command = " ".join(public(setting, [*process.command]))
-    return UserError(setting, command, problem + process.last_words(), remedy)
+    command = " ".join(mask_secrets(setting, [*process.command]))
+    return UserError(setting, command, problem + process.read_log_tail(), remedy)
 
 
-def _write_secret(place: Path, text: str) -> None:
-    place.unlink(missing_ok=True)
+def _write_secret(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
     with os.fdopen(
-        os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8"
+        os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8"
     ) as file:
         file.write(text)
 

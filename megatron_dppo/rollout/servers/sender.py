@@ -29,11 +29,11 @@ from megatron_dppo.parallel.meeting import is_loopback, open_store
 from megatron_dppo.rollout.engine import Bucket
 from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.client import Manifest, ServerClient, WeightGroup
-from megatron_dppo.rollout.servers.http import MOST_SAID, Http, ServerError
+from megatron_dppo.rollout.servers.http import MAX_ERROR_CHARS, Http, ServerError
 
 T = TypeVar("T")
 
-LOOK_S = 0.0005
+POLL_INTERVAL_S = 0.0005
 """Seconds between looks at a bucket on its way."""
 GRACE_S = 5.0
 """How long servers may take to say what went wrong, once it has."""
@@ -77,11 +77,11 @@ class _SentBucket:
     replies: Mapping[str, Future[None]]
 
     @property
-    def refused(self) -> bool:
+    def is_refused(self) -> bool:
         return any(reply.done() and reply.exception() for reply in self.replies.values())
 
     @property
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it has left, or it is known that it will not."""
         return self.work.done() and (
             self.work.exception() is not None or self.work.result().is_completed()
@@ -138,7 +138,7 @@ class Sender:
         group: dist.ProcessGroup | None = None
         problem = "not all servers joined the group for weights"
         try:
-            with without_watchdog():
+            with disable_watchdog():
                 group, _ = _new_process_group_helper(
                     size,
                     0,
@@ -150,7 +150,7 @@ class Sender:
                 )
             _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         except Exception as error:
-            problem = f"{problem} ({_said(error)})"
+            problem = f"{problem} ({_format_error(error)})"
             error.__traceback__ = (
                 None  # it holds the store, and with it the servers that wait there
             )
@@ -159,13 +159,13 @@ class Sender:
         joined = group is not None
         del group, store  # or the error that is raised below would keep them
         if not joined or any(reply.done() and reply.exception() for reply in joins.values()):
-            raise self._broken(joins, problem)
-        if problems := outcomes(joins, timeout_s):
+            raise self._handle_failure(joins, problem)
+        if problems := collect_problems(joins, timeout_s):
             self.close()
             raise SyncFailedError(problems, problem)
-        self._greet()
+        self._send_first_byte()
 
-    def _greet(self) -> None:
+    def _send_first_byte(self) -> None:
         """Send one byte to all ranks, so that the group is known to work before weights are sent.
 
         NCCL makes its communicator within the first broadcast. That call waits for the last rank,
@@ -175,12 +175,12 @@ class Sender:
         """
         try:
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            self._start("the first byte", StagedBucket(FIRST, byte), None, begin=_aside)
-            self.arrive()
+            self._start("the first byte", StagedBucket(FIRST, byte), None, begin=_run_in_thread)
+            self.wait_loaded()
         except SyncFailedError as failed:
             self.close()
-            nccl.refuse_mismatch(" ".join([failed.problem, *failed.problems.values()]))
-            if (ours := nccl.loaded()) is None:
+            nccl.check_mismatch(" ".join([failed.problem, *failed.problems.values()]))
+            if (ours := nccl.get_loaded_version()) is None:
                 raise
             hint = f"(the trainer has NCCL {ours}, and a server with another could not join it)"
             problems = {url: f"{problem} {hint}" for url, problem in failed.problems.items()}
@@ -199,7 +199,7 @@ class Sender:
             end = start + tensor.nbytes
             flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             start = end
-        return StagedBucket(Manifest.of(bucket), flat)
+        return StagedBucket(Manifest.from_tensors(bucket), flat)
 
     def send(self, staged: StagedBucket, version: str | None) -> None:
         """Set a bucket on its way, once the one before has arrived.
@@ -215,12 +215,12 @@ class Sender:
             SyncFailedError: the one before did not arrive. Nothing can be sent through this group
                 any more.
         """
-        self.arrive()
-        self._start("a bucket", staged, version, begin=_now)
+        self.wait_loaded()
+        self._start("a bucket", staged, version, begin=_run_now)
 
     def _start(
         self,
-        what: str,
+        label: str,
         staged: StagedBucket,
         version: str | None,
         *,
@@ -244,9 +244,9 @@ class Sender:
                 group.abort()
             return work
 
-        self._sent = _SentBucket(what, begin(broadcast), replies)
+        self._sent = _SentBucket(label, begin(broadcast), replies)
 
-    def arrive(self) -> None:
+    def wait_loaded(self) -> None:
         """Wait until every server has loaded what was sent last.
 
         Raises:
@@ -258,25 +258,25 @@ class Sender:
         # The work that it holds keeps the group's connections open, and servers waiting at them.
         self._sent = None
         if problem:
-            raise self._broken(replies, problem)
-        if problems := outcomes(replies, self._timeout_s):
+            raise self._handle_failure(replies, problem)
+        if problems := collect_problems(replies, self._timeout_s):
             raise SyncFailedError(problems, f"{what} was not loaded")
 
-    def _wait_for(self, sent: _SentBucket) -> str | None:
+    def _wait_for(self, bucket: _SentBucket) -> str | None:
         """Wait until what was sent has left; or until it is known that it will not, and why."""
         deadline = time.monotonic() + self._timeout_s
-        while not sent.over:
+        while not bucket.is_done:
             # A server that refused, or is gone, will not take part; the group would wait for it
             # until it times out.
-            if sent.refused:
-                return f"a server left while {sent.what} was on its way"
+            if bucket.is_refused:
+                return f"a server left while {bucket.what} was on its way"
             if time.monotonic() > deadline:
-                return f"{sent.what} took more than {self._timeout_s:g} s"
-            time.sleep(LOOK_S)
+                return f"{bucket.what} took more than {self._timeout_s:g} s"
+            time.sleep(POLL_INTERVAL_S)
         try:
-            sent.work.result().wait()
+            bucket.work.result().wait()
         except RuntimeError as error:  # dist.DistBackendError is one, too
-            return f"{sent.what} could not be sent ({_said(error)})"
+            return f"{bucket.what} could not be sent ({_format_error(error)})"
         return None
 
     def close(self) -> None:
@@ -293,15 +293,15 @@ class Sender:
         leaving = {
             client.url: self._http.start(client.leave(self.name)) for client in self._clients
         }
-        ours = _aside(partial(_destroy, group), "leaving")
-        outcomes(leaving, GRACE_S)
+        ours = _run_in_thread(partial(_destroy, group), "leaving")
+        collect_problems(leaving, GRACE_S)
         try:
             ours.result(GRACE_S)
         except (
             TimeoutError
         ):  # a server that is gone leaves no group: servers that wait in it are freed
             if group is not None:
-                _aside(group.abort, "breaking off")
+                _run_in_thread(group.abort, "breaking off")
 
     def _end(self) -> None:
         group, self._group, self._store, self._sent = self._group, None, None, None
@@ -310,7 +310,7 @@ class Sender:
                 group.abort()
             _destroy(group)
 
-    def _broken(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
+    def _handle_failure(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
         """End the group, so that servers that wait in it answer, and find out which servers are at
         fault.
 
@@ -321,12 +321,12 @@ class Sender:
         """
         before = {url: reply for url, reply in replies.items() if reply.done()}
         self._end()
-        silent_or_gone = outcomes(replies, GRACE_S, refusals=False)
-        refused = {} if any(map(_is_gone, replies.values())) else outcomes(before, GRACE_S)
+        silent_or_gone = collect_problems(replies, GRACE_S, include_refusals=False)
+        refused = {} if any(map(_is_gone, replies.values())) else collect_problems(before, GRACE_S)
         return SyncFailedError({**refused, **silent_or_gone}, problem)
 
 
-def address_towards(urls: Iterable[str]) -> str:
+def find_local_address(urls: Iterable[str]) -> str:
     """The address of this machine that servers see: the one from which packets to them would leave.
 
     Where some are on this machine and some are not, that for those which are not; it serves all.
@@ -343,15 +343,15 @@ def address_towards(urls: Iterable[str]) -> str:
     return next((address for address in found if not is_loopback(address)), found[0])
 
 
-def outcomes(
-    replies: Mapping[str, Future[None]], timeout_s: float, *, refusals: bool = True
+def collect_problems(
+    replies: Mapping[str, Future[None]], timeout_s: float, *, include_refusals: bool = True
 ) -> dict[str, str]:
     """Problems by server; none for servers that did as they were told.
 
     Args:
         replies: by URL.
         timeout_s: how long to wait for all of them.
-        refusals: whether a server that answers, but with a refusal, is at fault itself.
+        include_refusals: whether a server that answers, but with a refusal, is at fault itself.
     """
     deadline = time.monotonic() + timeout_s
     problems = {}
@@ -359,7 +359,7 @@ def outcomes(
         try:
             reply.result(max(deadline - time.monotonic(), 0.0))
         except ServerError as error:
-            if refusals or not error.alive:
+            if include_refusals or not error.alive:
                 problems[url] = error.problem
         except TimeoutError:
             reply.cancel()
@@ -368,7 +368,7 @@ def outcomes(
 
 
 @contextlib.contextmanager
-def without_watchdog() -> Iterator[None]:
+def disable_watchdog() -> Iterator[None]:
     """NCCL groups made within the block have no watchdog of torch's.
 
     The watchdog would end this process once a server has died, whatever
@@ -386,7 +386,7 @@ def without_watchdog() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _now(call: Callable[[], T]) -> Future[T]:
+def _run_now(call: Callable[[], T]) -> Future[T]:
     """Result or error of a call. Nothing that its frames refer to is kept."""
     future: Future[T] = Future()
     try:
@@ -403,12 +403,12 @@ def _destroy(group: dist.ProcessGroup | None) -> None:
             dist.destroy_process_group(group)
 
 
-def _aside(call: Callable[[], T], name: str = "first byte") -> Future[T]:
+def _run_in_thread(call: Callable[[], T], name: str = "first byte") -> Future[T]:
     """Future result or error of a call, from a thread that may be left behind."""
     future: Future[T] = Future()
 
     def run() -> None:
-        outcome = _now(call)
+        outcome = _run_now(call)
         if (error := outcome.exception()) is not None:
             future.set_exception(error)
         else:
@@ -423,7 +423,7 @@ def _is_gone(reply: Future[None]) -> bool:
     return isinstance(error, ServerError) and not error.alive
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     """An error of torch's in one line, without the stack; NCCL's own words are the last of several
     lines."""
-    return " ".join(str(error).partition("\nException raised from")[0].split())[:MOST_SAID]
+    return " ".join(str(error).partition("\nException raised from")[0].split())[:MAX_ERROR_CHARS]

@@ -23,11 +23,11 @@ from megatron_dppo.models.shape import read_shape
 from megatron_dppo.process import lifetime
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import SECRET, server_urls, spec_of
+from megatron_dppo.rollout.servers.launch import SECRET, load_engine_spec, server_urls
 from megatron_dppo.rollout.servers.preflight import check_launch, check_servers
 from megatron_dppo.rollout.servers.processes import ServerProcess, wait_ready
 
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 """Seconds between looks whether the server lives."""
 
 
@@ -43,13 +43,13 @@ def serve(config: Config, environ: Mapping[str, str] = os.environ) -> int:
             can generate.
     """
     process = task_server(config, environ)
-    lifetime.listen_for_stop()  # it is the trainer's to answer
+    lifetime.install_stop_handler()  # it is the trainer's to answer
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     http = Http()
     try:
         process.start()
-        _say(process, f"starts; its log is {process.log}")
+        _print_status(process, f"starts; its log is {process.log}")
         return _watch(process, http, config)
     finally:
         http.close()
@@ -74,7 +74,10 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
         problem = "is not set: without a secret, whoever reaches the server could use it"
         raise UserError(SECRET, "", problem, "Set it to a word of your own, for the trainer too")
     shape = read_shape(config.model.folder)
-    for check in (*exclusions.checks(config, "serve"), *exclusions.checks(config, "serve", shape)):
+    for check in (
+        *exclusions.build_checks(config, "serve"),
+        *exclusions.build_checks(config, "serve", shape),
+    ):
         check()
     url = urlsplit(urls[task])
     assert url.hostname and url.port
@@ -88,11 +91,16 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
     node = environ.get("SLURMD_NODENAME") or socket.gethostname()
     name = f"{node}.{local}" if local else node
     return ServerProcess(
-        config, 0, host=host, secret=environ[SECRET], gpus=_gpus(config, local, environ), name=name
+        config,
+        0,
+        host=host,
+        secret=environ[SECRET],
+        gpus=_select_gpus(config, local, environ),
+        name=name,
     )
 
 
-def _gpus(config: Config, local: int, environ: Mapping[str, str]) -> str | None:
+def _select_gpus(config: Config, local: int, environ: Mapping[str, str]) -> str | None:
     """The GPUs of the server that is the ``local``-th of its node; None where Slurm does not say
     which there are."""
     gpus, tp = (
@@ -116,33 +124,37 @@ def _watch(process: ServerProcess, http: Http, config: Config) -> int:
     rollout, begin, deaths = config.rollout, time.monotonic(), 0
 
     def client_at(url: str) -> ServerClient:
-        return spec_of(rollout.engine).client(
+        return load_engine_spec(rollout.engine).client(
             url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s
         )
 
     while True:
         try:
             http.run(wait_ready(process, client_at, rollout.launch.wait_s))
-            _say(process, f"can generate at {process.url} after {time.monotonic() - begin:.0f} s")
-            while process.alive():
-                time.sleep(LOOK_S)
+            _print_status(
+                process, f"can generate at {process.url} after {time.monotonic() - begin:.0f} s"
+            )
+            while process.is_alive():
+                time.sleep(POLL_INTERVAL_S)
         except UserError:
             if deaths == 0:
                 raise
-        _say(process, f"{process.ending()}; the end of its log:\n{process.last_words()}")
+        _print_status(
+            process, f"{process.describe_exit()}; the end of its log:\n{process.read_log_tail()}"
+        )
         if deaths == rollout.launch.restarts:
-            _say(process, f"is given up: rollout.launch.restarts = {deaths} are used up")
+            _print_status(process, f"is given up: rollout.launch.restarts = {deaths} are used up")
             return 1
         deaths, begin = deaths + 1, time.monotonic()
-        _say(
+        _print_status(
             process,
             f"is started again ({deaths} of rollout.launch.restarts = {rollout.launch.restarts})",
         )
         process.restart()
 
 
-def _say(process: ServerProcess, what: str) -> None:
-    print(f"server {process.name} {what}", flush=True)
+def _print_status(process: ServerProcess, message: str) -> None:
+    print(f"server {process.name} {message}", flush=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -40,9 +40,9 @@ from megatron_dppo.rollout.servers.client import (
     ServerClient,
     ServerInfo,
     WeightGroup,
-    least_entropies,
+    compute_entropy_bounds,
 )
-from megatron_dppo.rollout.servers.http import ServerError, in_url
+from megatron_dppo.rollout.servers.http import ServerError, format_url_host
 from megatron_dppo.rollout.servers.launch import EngineSpec
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class SglangClient(ServerClient):
     _known_routes: frozenset[str] | None = None
     _known_deterministic: bool | None = None
 
-    async def info(self) -> ServerInfo:
+    async def get_info(self) -> ServerInfo:
         model, server = await self.get("/model_info"), await self.get("/server_info")
-        self._known_routes = await self.routes()
+        self._known_routes = await self.get_routes()
         self._known_deterministic = bool(server.get("enable_deterministic_inference"))
         stages = int(server.get("pp_size", 1))
         self.ranks = int(server["tp_size"]) * stages
@@ -69,7 +69,7 @@ class SglangClient(ServerClient):
             model=model["model_path"],
             architecture=(model.get("architectures") or [None])[0],
             stages=stages,
-            dtype=_dtype(server.get("dtype")),
+            dtype=_parse_dtype(server.get("dtype")),
             max_tokens=server.get("context_length"),
             routing=bool(server.get("enable_return_routed_experts")),
             lora_rank=(server.get("max_lora_rank") or 0) if server.get("enable_lora") else 0,
@@ -99,9 +99,9 @@ class SglangClient(ServerClient):
         body: dict[str, Any] = {"return_logprob": True}
         if sampling.routing is not None:
             body["return_routed_experts"] = True
-        if sampling.entropies:
+        if sampling.needs_entropies:
             body["top_logprobs_num"] = TOP_LOGPROBS
-        if await self._deterministic():
+        if await self._is_deterministic():
             body["input_ids"] = [list(token_ids)] * sampling.samples
             body["sampling_params"] = [
                 parameters | {"sampling_seed": sampling.seed + i} for i in range(sampling.samples)
@@ -113,7 +113,7 @@ class SglangClient(ServerClient):
             }
         answers = await self.post("/generate", body, timeout_s=timeout_s)
         answers = answers if isinstance(answers, list) else [answers]
-        return [self._result(answer, len(token_ids), sampling) for answer in answers]
+        return [self._parse_result(answer, len(token_ids), sampling) for answer in answers]
 
     async def pause(self, in_flight: InFlight) -> None:
         await self.post("/pause_generation", {"mode": PAUSES[in_flight]})
@@ -125,29 +125,29 @@ class SglangClient(ServerClient):
         await self.post("/flush_cache", {})
 
     async def begin_update(self) -> None:
-        if await self._has("/begin_weight_update"):
-            await self._order("/begin_weight_update", {})
-        await self._call_it(INCOMPLETE)
+        if await self._has_route("/begin_weight_update"):
+            await self._post_and_check("/begin_weight_update", {})
+        await self._set_version(INCOMPLETE)
 
     async def end_update(self, version: str) -> None:
-        if await self._has("/end_weight_update"):
-            await self._order("/end_weight_update", {})
-        if await self.version() != version:
-            await self._call_it(version)
+        if await self._has_route("/end_weight_update"):
+            await self._post_and_check("/end_weight_update", {})
+        if await self.get_version() != version:
+            await self._set_version(version)
 
-    async def abandon_update(self) -> None:
+    async def abort_update(self) -> None:
         await self._end_if_any("/end_weight_update", {})
 
     async def join(self, group: WeightGroup) -> None:
         body = {
-            "master_address": in_url(group.host),
+            "master_address": format_url_host(group.host),
             "master_port": group.port,
             "rank_offset": group.offset,
             "world_size": group.size,
             "group_name": group.name,
             "backend": group.backend,
         }
-        await self._order("/init_weights_update_group", body)
+        await self._post_and_check("/init_weights_update_group", body)
 
     async def leave(self, group: str) -> None:
         await self._end_if_any("/destroy_weights_update_group", {"group_name": group})
@@ -156,11 +156,15 @@ class SglangClient(ServerClient):
         self, manifest: Manifest, group: str, version: str | None
     ) -> None:
         body = asdict(manifest) | {"group_name": group, "load_format": "flattened_bucket"}
-        await self._order("/update_weights_from_distributed", body | _version(version))
+        await self._post_and_check(
+            "/update_weights_from_distributed", body | _build_update_fields(version)
+        )
 
     async def update_from_disk(self, folder: Path, version: str) -> None:
         body = {"model_path": str(folder), "load_format": "auto"}
-        await self._order("/update_weights_from_disk", body | _version(version))
+        await self._post_and_check(
+            "/update_weights_from_disk", body | _build_update_fields(version)
+        )
 
     async def load_adapter(
         self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
@@ -173,15 +177,15 @@ class SglangClient(ServerClient):
             "config_dict": dict(config),
             "serialized_named_tensors": [every] * self.ranks,
         }
-        await self._order("/load_lora_adapter_from_tensors", body)
+        await self._post_and_check("/load_lora_adapter_from_tensors", body)
 
-    async def version(self) -> str:
+    async def get_version(self) -> str:
         return str((await self.get("/model_info"))["weight_version"])
 
-    async def checksums(self) -> dict[str, str]:
-        if not await self._has("/weights_checker"):
+    async def get_checksums(self) -> dict[str, str]:
+        if not await self._has_route("/weights_checker"):
             return {}
-        answer = await self._order("/weights_checker", {"action": "checksum"})
+        answer = await self._post_and_check("/weights_checker", {"action": "checksum"})
         return {
             f"{name}@{rank}": checksum
             for rank, part in enumerate(answer["ranks"])
@@ -191,47 +195,49 @@ class SglangClient(ServerClient):
     async def release_memory(self) -> None:
         await self.post("/release_memory_occupation", {})
 
-    async def regain_weights(self) -> None:
+    async def resume_weights(self) -> None:
         await self.post("/resume_memory_occupation", {"tags": ["weights", "cuda_graph"]})
 
-    async def regain_cache(self) -> None:
+    async def resume_kv_cache(self) -> None:
         await self.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
-    async def _call_it(self, version: str) -> None:
-        await self._order(
+    async def _set_version(self, version: str) -> None:
+        await self._post_and_check(
             "/update_weight_version", {"new_version": version, "abort_all_requests": False}
         )
 
-    async def _deterministic(self) -> bool:
+    async def _is_deterministic(self) -> bool:
         if self._known_deterministic is None:
             self._known_deterministic = bool(
                 (await self.get("/server_info")).get("enable_deterministic_inference")
             )
         return self._known_deterministic
 
-    async def _has(self, route: str) -> bool:
+    async def _has_route(self, route: str) -> bool:
         if self._known_routes is None:
-            self._known_routes = await self.routes()
+            self._known_routes = await self.get_routes()
         return route in self._known_routes
 
     async def _end_if_any(self, path: str, body: Mapping[str, Any]) -> None:
         """End an update or a group. A server that lives refuses this where there is none, which is
         as well."""
-        if await self._has(path):
+        if await self._has_route(path):
             try:
-                await self._order(path, body)
+                await self._post_and_check(path, body)
             except ServerError as error:
                 if not error.alive:
                     raise
 
-    async def _order(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def _post_and_check(self, path: str, body: Mapping[str, Any]) -> Any:
         """A request whose answer says whether it succeeded."""
         answer = await self.post(path, body)
         if not (isinstance(answer, Mapping) and answer.get("success")):
             raise ServerError(self.url, f"refused {path}: {answer}", alive=True)
         return answer
 
-    def _result(self, answer: Mapping[str, Any], prompt: int, sampling: Sampling) -> GenerateResult:
+    def _parse_result(
+        self, answer: Mapping[str, Any], prompt: int, sampling: Sampling
+    ) -> GenerateResult:
         meta, tokens = answer["meta_info"], answer["output_ids"]
         reason = meta["finish_reason"]["type"]
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
@@ -242,8 +248,8 @@ class SglangClient(ServerClient):
             )
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         entropies = None
-        if sampling.entropies:
-            entropies = least_entropies(
+        if sampling.needs_entropies:
+            entropies = compute_entropy_bounds(
                 [[entry[0] for entry in top] for top in meta.get("output_top_logprobs") or ()]
             )
             if len(entropies) != len(tokens):
@@ -263,18 +269,18 @@ class SglangClient(ServerClient):
                 (str(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]
             ),
             reason=reason,
-            routing=self.routing(sampling, prompt, len(tokens), reason, routing),
+            routing=self.parse_routing(sampling, prompt, len(tokens), reason, routing),
             entropies=entropies,
         )
 
 
-def _version(version: str | None) -> dict[str, Any]:
+def _build_update_fields(version: str | None) -> dict[str, Any]:
     """The caches of prompts are flushed once, at the end of an update, and not with every
     bucket."""
     return {"flush_cache": False} | ({} if version is None else {"weight_version": version})
 
 
-def _dtype(name: str | None) -> str | None:
+def _parse_dtype(name: str | None) -> str | None:
     return None if name in (None, "auto") else name
 
 

@@ -17,14 +17,14 @@ import torch
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.client import InFlight, ServerClient, ask_all
+from megatron_dppo.rollout.servers.client import InFlight, ServerClient, call_servers
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sender import SyncFailedError
 from megatron_dppo.rollout.servers.transports import Transport
 
 SHA256_DIGITS = 64
 """In hex."""
-ABANDON_S = 15.0
+ABORT_TIMEOUT_S = 15.0
 """How long a server may take to close an update that failed elsewhere."""
 
 
@@ -75,7 +75,7 @@ class Sync:
                 self._without_weights.add(client)
                 self._without_cache.add(client)
 
-        return self._ask_all(clients, release)
+        return self._call_servers(clients, release)
 
     def update(
         self, clients: Sequence[ServerClient], source: WeightSource, version: str, *, verify: bool
@@ -93,30 +93,30 @@ class Sync:
             fault it was; the others can be tried again at once.
         """
         began = time.perf_counter()
-        if problems := self._ask_all(clients, self._begin):
+        if problems := self._call_servers(clients, self._begin):
             return problems
         paused, digests = time.perf_counter(), _Digests(source)
         try:
             sent = self.transport.send(clients, digests if verify else source, version)
         except SyncFailedError as failed:
-            stuck = self._ask_all(
-                [client for client in clients if client.url not in failed.problems], _abandon
+            stuck = self._call_servers(
+                [client for client in clients if client.url not in failed.problems], _abort_update
             )
             return {**stuck, **failed.problems} or {
                 "nobody knows which server failed:": failed.problem
             }
         loaded = time.perf_counter()
-        if problems := self._ask_all(clients, lambda client: self._end(client, version)):
+        if problems := self._call_servers(clients, lambda client: self._end(client, version)):
             return problems
         ended = time.perf_counter()
-        if verify and (problems := self._verify(clients, digests.of_all(self.world))):
+        if verify and (problems := self._verify(clients, digests.gather_all(self.world))):
             return problems
         self.timings = Timings(paused - began, loaded - paused, ended - loaded, bytes=sent)
         return None
 
     def abort(self, clients: Sequence[ServerClient]) -> Mapping[str, str]:
         """Have the servers break off what they are at, and pause; what went wrong, by URL."""
-        return self._ask_all(clients, lambda client: client.pause("abort"))
+        return self._call_servers(clients, lambda client: client.pause("abort"))
 
     def resume(self, clients: Sequence[ServerClient]) -> Mapping[str, str]:
         """Have the servers generate; what went wrong, by URL."""
@@ -124,32 +124,32 @@ class Sync:
 
         async def resume(client: ServerClient) -> None:
             if client in self._without_cache:
-                await client.regain_cache()
+                await client.resume_kv_cache()
                 self._without_cache.remove(client)
             await client.resume()
 
-        problems = self._ask_all(clients, resume)
+        problems = self._call_servers(clients, resume)
         self.timings.resume = time.perf_counter() - began
         return problems
 
     async def _begin(self, client: ServerClient) -> None:
         await client.pause(self.in_flight)
         if client in self._without_weights:
-            await client.regain_weights()
+            await client.resume_weights()
             self._without_weights.remove(client)
         try:
             await client.begin_update()
         except ServerError as error:
             if not error.alive:
                 raise
-            await client.abandon_update()  # of an update that somebody began, and did not end
+            await client.abort_update()  # of an update that somebody began, and did not end
             await client.begin_update()
 
     async def _end(self, client: ServerClient, version: str) -> None:
         await client.end_update(version)
         if self.in_flight != "keep":
             await client.flush()
-        if (told := await client.version()) != version:
+        if (told := await client.get_version()) != version:
             raise ServerError(
                 client.url,
                 f"says that its weights are of version {told!r} after an update",
@@ -169,7 +169,7 @@ class Sync:
         first: dict[int, Mapping[str, str]] = {}
 
         async def verify(client: ServerClient) -> None:
-            seen = await client.checksums()
+            seen = await client.get_checksums()
             others = first.setdefault(client.ranks, seen)
             for name, checksum in seen.items():
                 known = on_cpu or len(checksum) == SHA256_DIGITS
@@ -187,20 +187,20 @@ class Sync:
                         alive=True,
                     )
 
-        return self._ask_all(clients, verify)
+        return self._call_servers(clients, verify)
 
-    def _ask_all(
-        self, clients: Sequence[ServerClient], ask: Callable[[ServerClient], Awaitable[None]]
+    def _call_servers(
+        self, clients: Sequence[ServerClient], call: Callable[[ServerClient], Awaitable[None]]
     ) -> dict[str, str]:
-        return ask_all(self.world, self.http, clients, ask)
+        return call_servers(self.world, self.http, clients, call)
 
 
-async def _abandon(client: ServerClient) -> None:
+async def _abort_update(client: ServerClient) -> None:
     try:
-        await asyncio.wait_for(client.abandon_update(), ABANDON_S)
+        await asyncio.wait_for(client.abort_update(), ABORT_TIMEOUT_S)
     except TimeoutError:
         raise ServerError(
-            client.url, f"hangs in an update that failed, for {ABANDON_S:g} s", alive=False
+            client.url, f"hangs in an update that failed, for {ABORT_TIMEOUT_S:g} s", alive=False
         ) from None
 
 
@@ -222,6 +222,6 @@ class _Digests:
                     self._seen[name] = hashlib.sha256(data.numpy()).hexdigest()
             yield bucket
 
-    def of_all(self, world: World) -> Mapping[str, str]:
+    def gather_all(self, world: World) -> Mapping[str, str]:
         """By Hugging Face's names, of all ranks. Collective."""
         return {name: digest for seen in world.gather(self._seen) for name, digest in seen.items()}

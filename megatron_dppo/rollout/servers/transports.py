@@ -18,7 +18,7 @@ import torch
 
 from megatron_dppo.bridge.export import describe_policy, write_stream
 from megatron_dppo.bridge.hf_directory import (
-    adapter_config,
+    build_adapter_config,
     plan_adapter_file,
     plan_files,
     write_adapter_config,
@@ -28,10 +28,10 @@ from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import WeightSource
-from megatron_dppo.rollout.servers.client import ServerClient, ask_all
+from megatron_dppo.rollout.servers.client import ServerClient, call_servers
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import sync_folder, syncs_by_files
-from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards
+from megatron_dppo.rollout.servers.launch import sync_folder, uses_file_sync
+from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, find_local_address
 
 BUCKET_MIB = {"cuda": 512, "cpu": 30}
 """Defaults of ``rollout.sync.bucket_mib``, by the weights' device."""
@@ -75,11 +75,11 @@ class CollectiveTransport:
         try:
             if self._joined != list(clients):  # every rank comes to the same conclusion
                 self.close()
-                _by_stage(self._world, lambda: self._join(clients))
+                _run_by_stage(self._world, lambda: self._join(clients))
                 self._joined = list(clients)
-            return _by_stage(
+            return _run_by_stage(
                 self._world,
-                lambda: self._stage(source, version if self._world.last_stage else None),
+                lambda: self._send_stage(source, version if self._world.is_last_stage else None),
             )
         except SyncFailedError:
             self.close()
@@ -92,18 +92,18 @@ class CollectiveTransport:
 
     def _join(self, clients: Sequence[ServerClient]) -> int:
         number = next(self._groups)
-        if self._world.copy_rank == 0:
+        if self._world.shard_group_rank == 0:
             self._sender = Sender(
                 self._http,
                 clients,
                 name=f"{self._run}-{self._world.pp_rank}-{number}",
-                host=address_towards(client.url for client in clients),
+                host=find_local_address(client.url for client in clients),
                 device=self._world.device,
                 timeout_s=self._timeout_s,
             )
         return 0
 
-    def _stage(self, source: WeightSource, version: str | None) -> int:
+    def _send_stage(self, source: WeightSource, version: str | None) -> int:
         """Send the stage's buckets, ``version`` with the last of them; how many bytes. Collective
         over the stage."""
         buckets = source(to=Consumers.STAGE_LEADERS, bucket_mib=self._bucket_mib)
@@ -120,7 +120,7 @@ class CollectiveTransport:
                 sent += staged.flat.nbytes
                 bucket = next(buckets, None)
                 self._sender.send(staged, version if bucket is None else None)
-            self._sender.arrive()
+            self._sender.wait_loaded()
         finally:
             for (
                 _
@@ -156,14 +156,14 @@ class DiskTransport:
 
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         place = self._folder.absolute() / version
-        buckets = source(to=Consumers.LEADER) if self._world.in_first_copy else iter(())
+        buckets = source(to=Consumers.LEADER) if self._world.is_in_first_shard_group else iter(())
         write_stream(buckets, self._world, self._plan, place, self._describe, "rollout.sync.folder")
         try:
-            problems = ask_all(
+            problems = call_servers(
                 self._world, self._http, clients, lambda client: self._load(client, place, version)
             )
         finally:
-            if self._world.leads:
+            if self._world.is_rank0:
                 shutil.rmtree(place, ignore_errors=True)
         if problems:
             raise SyncFailedError(problems, "a server did not load what was written")
@@ -186,16 +186,16 @@ class AdapterTransport:
 
     def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig) -> None:
         self._http, self._world = http, world
-        self._config = adapter_config(model.path, model.lora)
+        self._config = build_adapter_config(model.path, model.lora)
         self._plan = plan_adapter_file(shape, model.lora, model.torch_dtype)
 
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         tensors: dict[str, torch.Tensor] = {}
-        for bucket in source(to=Consumers.LEADER) if self._world.in_first_copy else ():
+        for bucket in source(to=Consumers.LEADER) if self._world.is_in_first_shard_group else ():
             tensors |= {
                 name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket.items()
             }
-        problems = ask_all(
+        problems = call_servers(
             self._world,
             self._http,
             clients,
@@ -214,7 +214,7 @@ def open_transport(
 ) -> Transport:
     """The transport that ``rollout.sync`` names. See :class:`CollectiveTransport` for ``run``."""
     sync = config.rollout.sync
-    if sync.adapter and not syncs_by_files(config.rollout):
+    if sync.adapter and not uses_file_sync(config.rollout):
         return AdapterTransport(http, world, shape=shape, model=config.model)
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
     if sync.transport == "collective" and not sync.adapter:
@@ -227,7 +227,7 @@ def open_transport(
     )
 
 
-def _by_stage(world: World, attempt: Callable[[], int]) -> int:
+def _run_by_stage(world: World, attempt: Callable[[], int]) -> int:
     """Run ``attempt`` on the ranks of one pipeline stage after the other, in the leader's copy.
     Collective.
 
@@ -244,7 +244,7 @@ def _by_stage(world: World, attempt: Callable[[], int]) -> int:
     total = 0
     for stage in range(world.layout.pp):
         mine: int | Exception = 0
-        if stage == world.pp_rank and world.in_first_copy:
+        if stage == world.pp_rank and world.is_in_first_shard_group:
             try:
                 mine = attempt()
             except Exception as error:

@@ -49,7 +49,7 @@ from megatron_dppo.rollout.servers.client import (
     ServerClient,
     ServerInfo,
     WeightGroup,
-    least_entropies,
+    compute_entropy_bounds,
 )
 from megatron_dppo.rollout.servers.http import ServerError
 from megatron_dppo.rollout.servers.launch import EngineSpec
@@ -89,17 +89,17 @@ class VllmClient(ServerClient):
 
     _known_config: Mapping[str, Any] | None = None
 
-    async def info(self) -> ServerInfo:
+    async def get_info(self) -> ServerInfo:
         """
         Raises:
             ServerError: it lacks a route, or was started so that it gives other log-probabilities;
                 the message says what to start it with.
         """
-        routes = await self.routes()
+        routes = await self.get_routes()
         for route, giver in GIVEN_BY.items():
             if route not in routes:
                 raise ServerError(self.url, f"has no {route}: start it with {giver}", alive=True)
-        config = await self._config()
+        config = await self._get_config()
         model, lora = (
             config["model_config"],
             config.get("lora_config") if LOAD_ADAPTER in routes else None,
@@ -147,7 +147,7 @@ class VllmClient(ServerClient):
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,
             **sampling.truncation,
-            "logprobs": TOP_LOGPROBS if sampling.entropies else 0,
+            "logprobs": TOP_LOGPROBS if sampling.needs_entropies else 0,
             "detokenize": False,
         }
         if self.seeded:
@@ -158,7 +158,9 @@ class VllmClient(ServerClient):
         if self.adapted:
             body["model"] = ADAPTER
         answer = await self.post("/inference/v1/generate", body, timeout_s=timeout_s)
-        results = [self._result(choice, len(token_ids), sampling) for choice in answer["choices"]]
+        results = [
+            self._parse_result(choice, len(token_ids), sampling) for choice in answer["choices"]
+        ]
         return results * sampling.samples if greedy else results
 
     async def pause(self, in_flight: InFlight) -> None:
@@ -174,31 +176,31 @@ class VllmClient(ServerClient):
         await self._flush()
 
     async def begin_update(self) -> None:
-        if await self._receives():
-            await self._order("begin")
-        await self._call_it(INCOMPLETE)
+        if await self._uses_receiver():
+            await self._call_receivers("begin")
+        await self._set_version(INCOMPLETE)
 
     async def end_update(self, version: str) -> None:
-        if await self._receives():
-            await self._order("end")
-        await self._call_it(version)
+        if await self._uses_receiver():
+            await self._call_receivers("end")
+        await self._set_version(version)
 
-    async def abandon_update(self) -> None:
-        if await self._receives():
-            await self._order("abandon")
+    async def abort_update(self) -> None:
+        if await self._uses_receiver():
+            await self._call_receivers("abandon")
 
     async def join(self, group: WeightGroup) -> None:
         # Less time than we have, so that the server says what is wrong before we stop listening.
-        await self._order("join", **asdict(group), timeout_s=0.9 * self.timeout_s)
+        await self._call_receivers("join", **asdict(group), timeout_s=0.9 * self.timeout_s)
 
     async def leave(self, group: str) -> None:
-        await self._order("leave", name=group)
+        await self._call_receivers("leave", name=group)
 
     async def update_from_distributed(
         self, manifest: Manifest, group: str, version: str | None
     ) -> None:
         """The version comes with the end of the update."""
-        await self._order("update_from_distributed", group=group, **asdict(manifest))
+        await self._call_receivers("update_from_distributed", group=group, **asdict(manifest))
 
     async def update_from_disk(self, folder: Path, version: str) -> None:
         """This works without our extension, too, but not on CPU: there a tied head would keep what
@@ -206,10 +208,10 @@ class VllmClient(ServerClient):
 
         The version comes with the end of the update.
         """
-        if await self._extended():
-            await self._order("update_from_disk", folder=str(folder))
+        if await self._has_extension():
+            await self._call_receivers("update_from_disk", folder=str(folder))
         else:
-            await self._of_all_ranks("reload_weights", {"weights_path": str(folder)})
+            await self._call_all_ranks("reload_weights", {"weights_path": str(folder)})
 
     async def load_adapter_from(self, folder: Path) -> None:
         try:
@@ -219,12 +221,12 @@ class VllmClient(ServerClient):
                 raise
         await self.post(LOAD_ADAPTER, {"lora_name": ADAPTER, "lora_path": str(folder)})
 
-    async def version(self) -> str:
+    async def get_version(self) -> str:
         return str((await self.get("/weight_info"))["weight_version"])
 
-    async def checksums(self) -> dict[str, str]:
+    async def get_checksums(self) -> dict[str, str]:
         """Without those of empty tensors: on CPU, what a layer has prepacked leaves one behind."""
-        if "/weight_checker" not in await self.routes():
+        if "/weight_checker" not in await self.get_routes():
             return {}
         answer = await self.post("/weight_checker", {"action": "checksum"})
         empty, named = hashlib.sha256().hexdigest(), {}
@@ -240,7 +242,7 @@ class VllmClient(ServerClient):
 
         On CPU the server says yes and does nothing.
         """
-        config = await self._config()
+        config = await self._get_config()
         if (
             not config["model_config"]["enable_sleep_mode"]
             and config["device_config"]["device"] != "cpu"
@@ -250,36 +252,36 @@ class VllmClient(ServerClient):
             )
         await self.post("/sleep", {}, level="1", mode="keep")
 
-    async def regain_weights(self) -> None:
+    async def resume_weights(self) -> None:
         await self.post("/wake_up", {}, tags="weights")
 
-    async def regain_cache(self) -> None:
+    async def resume_kv_cache(self) -> None:
         """The server then generates at once: vLLM does not stay paused over this."""
         await self.post("/wake_up", {}, tags="kv_cache")
 
-    async def _config(self) -> Mapping[str, Any]:
+    async def _get_config(self) -> Mapping[str, Any]:
         if self._known_config is None:
             answer = await self.get("/server_info", timeout_s=DESCRIPTION_S, config_format="json")
             self._known_config = answer["vllm_config"]
         return self._known_config
 
-    async def _receives(self) -> bool:
+    async def _uses_receiver(self) -> bool:
         """Whether an update is one of our extension's, which wants all weights."""
-        return not self.adapted and await self._extended()
+        return not self.adapted and await self._has_extension()
 
-    async def _extended(self) -> bool:
-        return (await self._config())["parallel_config"]["worker_extension_cls"] == EXTENSION
+    async def _has_extension(self) -> bool:
+        return (await self._get_config())["parallel_config"]["worker_extension_cls"] == EXTENSION
 
-    async def _order(self, order: str, **arguments: Any) -> None:
+    async def _call_receivers(self, order: str, **arguments: Any) -> None:
         """Have every rank's receiver do something. All of them answer, also where one fails."""
-        if not await self._extended():
+        if not await self._has_extension():
             flag = f"--worker-extension-cls {EXTENSION}"
             problem = (
                 f"can load weights from disk only: start it with {flag} and {PLUGIN} on its "
                 "PYTHONPATH"
             )
             raise ServerError(self.url, problem, alive=True)
-        answers = await self._of_all_ranks("megatron_dppo", {"order": order, **arguments})
+        answers = await self._call_all_ranks("megatron_dppo", {"order": order, **arguments})
         for rank, answer in enumerate(answers):
             if answer is not None:
                 raise ServerError(
@@ -288,11 +290,11 @@ class VllmClient(ServerClient):
                     alive=True,
                 )
 
-    async def _of_all_ranks(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
+    async def _call_all_ranks(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
         body = {"method": method, "kwargs": arguments}
         return (await self.post("/collective_rpc", body))["results"]
 
-    async def _call_it(self, version: str) -> None:
+    async def _set_version(self, version: str) -> None:
         await self.post("/update_weight_version", {"new_version": version})
 
     async def _flush(self, **query: str) -> None:
@@ -302,7 +304,9 @@ class VllmClient(ServerClient):
                 self.url, "did not drop its cache: requests still hold parts of it", alive=True
             )
 
-    def _result(self, choice: Mapping[str, Any], prompt: int, sampling: Sampling) -> GenerateResult:
+    def _parse_result(
+        self, choice: Mapping[str, Any], prompt: int, sampling: Sampling
+    ) -> GenerateResult:
         tokens, reason = choice["token_ids"], choice["finish_reason"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         spans = choice["weight_versions"] or []
@@ -334,21 +338,21 @@ class VllmClient(ServerClient):
                 (str(span["version"]), count) for span, count in zip(spans, counts, strict=True)
             ),
             reason=reason,
-            routing=self.routing(sampling, prompt, len(tokens), reason, routing),
-            entropies=_least_entropies(choice["logprobs"]["content"])
-            if sampling.entropies
+            routing=self.parse_routing(sampling, prompt, len(tokens), reason, routing),
+            entropies=_compute_entropy_bounds(choice["logprobs"]["content"])
+            if sampling.needs_entropies
             else None,
         )
 
 
-def _least_entropies(content: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
+def _compute_entropy_bounds(content: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
     """Entropy bounds from all reported likeliest tokens but the last, which is missing after some
     draws."""
     told = [
         sorted((entry["logprob"] for entry in token["top_logprobs"]), reverse=True)
         for token in content
     ]
-    return least_entropies([logprobs[: TOP_LOGPROBS - 1] for logprobs in told])
+    return compute_entropy_bounds([logprobs[: TOP_LOGPROBS - 1] for logprobs in told])
 
 
 def server_environment(secret: str) -> dict[str, str]:

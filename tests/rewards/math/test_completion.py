@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.rewards.math.completion import after_thoughts, said_answer, stated_answer
+from megatron_dppo.rewards.math.completion import (
+    extract_marked_answer,
+    extract_unmarked_answer,
+    strip_thinking,
+)
 from megatron_dppo.rewards.math.verdict import math_verdict
 
 GSM8K_LABEL = (
@@ -58,7 +62,7 @@ def test_completions_are_judged(answer: str, label: str, right: bool) -> None:
     ],
 )
 def test_last_stated_answer_counts(text: str, stated: str | None) -> None:
-    assert stated_answer(text) == stated
+    assert extract_marked_answer(text) == stated
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_last_stated_answer_counts(text: str, stated: str | None) -> None:
     ],
 )
 def test_without_a_mark_the_last_statement_counts(text: str, said: str) -> None:
-    assert said_answer(text) == said
+    assert extract_unmarked_answer(text) == said
 
 
 PLAIN, OPENED, CLOSED = (
@@ -114,7 +118,7 @@ def test_thoughts_are_no_answer(prompt: str, completion: str, answer: str) -> No
 
 def test_thinking_tags_are_a_setting() -> None:
     text = r"[T] \boxed{42} [/T] <think> \boxed{43}"
-    assert after_thoughts(text) == ""
-    assert after_thoughts(text, tags=()) == text
-    assert after_thoughts(text, tags=("[T]", "[/T]")) == r" <think> \boxed{43}"
-    assert after_thoughts(r"[T] \boxed{43}", tags=("[T]", "[/T]")) == ""
+    assert strip_thinking(text) == ""
+    assert strip_thinking(text, tags=()) == text
+    assert strip_thinking(text, tags=("[T]", "[/T]")) == r" <think> \boxed{43}"
+    assert strip_thinking(r"[T] \boxed{43}", tags=("[T]", "[/T]")) == ""

@@ -16,7 +16,7 @@ from benchmarks.mutated_labels import mutated
 from benchmarks.respelled_labels import SPELLINGS, respelled
 from benchmarks.sympy_equivalence import equivalent
 from megatron_dppo.rewards.adapters import ScoreItem
-from megatron_dppo.rewards.math.verdict import RULES, judge, math_verdict
+from megatron_dppo.rewards.math.verdict import RULES, grade_answer, math_verdict
 from megatron_dppo.rewards.workers import RewardWorkers
 
 REWARD_TIMEOUT_S = 2.0
@@ -50,7 +50,7 @@ def test_hard_pairs_have_a_mathematicians_verdict(name: str) -> None:
     assert rows
     for row in rows:
         label, answer = row["label"], row["answer"]
-        verdict = judge(label, answer)
+        verdict = grade_answer(label, answer)
         assert verdict.right == row["right"], row
         if row["right"]:
             assert name in verdict.by or (name == "spelling" and not verdict.by), (row, verdict.by)
@@ -61,8 +61,8 @@ def test_hard_pairs_have_a_mathematicians_verdict(name: str) -> None:
 @pytest.mark.parametrize("name", [*RULES, "spelling"])
 def test_examples_of_the_documentation_are_true(name: str) -> None:
     label, same, another, different = EQUIVALENCES[name]
-    assert judge(label, same).right
-    assert not judge(another, different).right
+    assert grade_answer(label, same).right
+    assert not grade_answer(another, different).right
 
 
 def test_published_verdicts_are_ours() -> None:
@@ -94,13 +94,13 @@ def test_empty_and_malformed_answers_are_wrong(answer: str) -> None:
         "x > 3",
         r"50\%",
     ):
-        assert not judge(label, answer).right
+        assert not grade_answer(label, answer).right
         if answer.strip():
-            judge(answer, label)
+            grade_answer(answer, label)
 
 
 @pytest.mark.parametrize(
-    "verdict", [lambda: judge(" ", "5"), lambda: math_verdict("", "#### 5", "")]
+    "verdict", [lambda: grade_answer(" ", "5"), lambda: math_verdict("", "#### 5", "")]
 )
 def test_empty_label_is_an_error(verdict: Any) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
@@ -123,13 +123,13 @@ def test_empty_label_is_an_error(verdict: Any) -> None:
 )
 @pytest.mark.xfail(strict=True, reason="known limits; the words beside each pair say which")
 def test_known_limits_are_still_limits(label: str, answer: str, reason: str) -> None:
-    assert judge(label, answer).right, reason
+    assert grade_answer(label, answer).right, reason
 
 
 def test_long_answers_are_compared_by_letters() -> None:
     long = "+".join("x" * 600)
-    assert judge(long, f" {long} ").right
-    assert not judge("600x", long).right
+    assert grade_answer(long, f" {long} ").right
+    assert not grade_answer("600x", long).right
 
 
 MADE_UP = [
@@ -155,7 +155,7 @@ MADE_UP = [
 
 
 def test_no_answer_with_one_change_is_right() -> None:
-    right = [pair for pair in mutated(MADE_UP, 1500) if judge(pair.label, pair.answer).right]
+    right = [pair for pair in mutated(MADE_UP, 1500) if grade_answer(pair.label, pair.answer).right]
     assert not [pair for pair in right if not equivalent(pair.label, pair.answer)]
     for pair in [
         (r"\frac{1}{2^{50}}", r"\frac{1}{2^{51}}"),
@@ -174,9 +174,9 @@ def test_labels_are_right_in_every_spelling() -> None:
 
 def test_nonsense_and_neighbouring_numbers_are_wrong() -> None:
     for label in MADE_UP:
-        assert not judge(label, r"\text{mu}").right, label
+        assert not grade_answer(label, r"\text{mu}").right, label
         if re.fullmatch(r"-?\d+", label):
-            assert not judge(label, str(int(label) + 1)).right, label
+            assert not grade_answer(label, str(int(label) + 1)).right, label
 
 
 FRAGMENTS = sorted({piece for row in ROWS for piece in re.findall(r"\\\w+ ?|.", row["answer"])})
@@ -187,9 +187,9 @@ def test_no_text_is_an_error() -> None:
     for _ in range(500):
         text = "".join(rng.choices(FRAGMENTS, k=rng.choice((3, 8, 40))))
         label = rng.choice(MADE_UP)
-        judge(label, text)
-        judge(text + "5", label)
-        judge(text + "5", text[: len(text) // 2])
+        grade_answer(label, text)
+        grade_answer(text + "5", label)
+        grade_answer(text + "5", text[: len(text) // 2])
 
 
 BOXED = [
@@ -235,6 +235,6 @@ def test_hostile_answers_are_wrong_within_their_time(workers: RewardWorkers) -> 
 def test_code_in_an_answer_is_never_run(tmp_path: Path, code: str) -> None:
     mark = tmp_path / "mark"
     for text in (code.format(mark=mark), "5" + code.format(mark=mark)):
-        assert not judge("5", text).right
-        assert not judge(r"\sqrt{5}", f"${text}$").right
+        assert not grade_answer("5", text).right
+        assert not grade_answer(r"\sqrt{5}", f"${text}$").right
     assert not mark.exists()

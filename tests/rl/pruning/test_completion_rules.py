@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.advantages import compute_group_advantages
 from megatron_dppo.rl.pruning.completion_rules import (
     COMPLETION_RULES,
     CompletionCandidates,
-    adopt,
-    completion_inclusion,
-    completion_weight,
+    compute_completion_inclusion,
+    compute_completion_weights,
     draw_completions,
+    register,
 )
 
 MIXED = [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
@@ -19,7 +19,7 @@ UNBIASED = ["none", "threshold", "neyman"]
 
 
 def candidates(rewards, *, floor: float = 0.2, needs_all: bool = False) -> CompletionCandidates:
-    advantage = group_advantages(np.asarray(rewards, dtype=float), normalise=True)
+    advantage = compute_group_advantages(np.asarray(rewards, dtype=float), normalise=True)
     return CompletionCandidates(
         advantage=advantage,
         score=np.abs(advantage),
@@ -42,13 +42,13 @@ def candidates(rewards, *, floor: float = 0.2, needs_all: bool = False) -> Compl
 )
 def test_threshold_prunes_the_majority_outcome_of_each_group(rewards, expected):
     np.testing.assert_array_equal(
-        completion_inclusion("threshold", candidates(rewards), 0.4), expected
+        compute_completion_inclusion("threshold", candidates(rewards), 0.4), expected
     )
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(0.3, 0.3 * 16), (0.8, 12)])
 def test_neyman_budget_is_a_share_of_all_rolled_out_tokens(keep, expected):
-    assert completion_inclusion(
+    assert compute_completion_inclusion(
         "neyman", candidates([*MIXED, [1] * 4]), keep
     ).sum() == pytest.approx(expected)
 
@@ -89,15 +89,17 @@ def test_neyman_budget_is_a_share_of_all_rolled_out_tokens(keep, expected):
 )
 def test_biased_rule_keeps_and_weighs(rule, keep, rewards, expected):
     given = candidates(rewards)
-    inclusion = completion_inclusion(rule, given, keep)
+    inclusion = compute_completion_inclusion(rule, given, keep)
     np.testing.assert_array_equal(inclusion, np.sign(expected))
-    np.testing.assert_array_equal(completion_weight(rule, given, inclusion, keep), expected)
+    np.testing.assert_array_equal(
+        compute_completion_weights(rule, given, inclusion, keep), expected
+    )
 
 
 @pytest.mark.parametrize("rule", COMPLETION_RULES)
 def test_every_rule_drops_completions_without_advantage(rule):
     given = candidates([[1, 1, 1, 1], [1, 0, 0, 0]])
-    inclusion = completion_inclusion(rule, given, 0.9)
+    inclusion = compute_completion_inclusion(rule, given, 0.9)
     assert (inclusion[0] == 0.0).all()
     assert (inclusion[1] > 0.0).any()
     for seed in range(5):
@@ -107,13 +109,13 @@ def test_every_rule_drops_completions_without_advantage(rule):
 @pytest.mark.parametrize("rule", UNBIASED)
 def test_floor_holds_also_without_advantage_under_a_kl_term(rule):
     given = candidates([*MIXED, [1, 1, 1, 1]], floor=0.6, needs_all=True)
-    assert (completion_inclusion(rule, given, 0.1) >= 0.6).all()
+    assert (compute_completion_inclusion(rule, given, 0.1) >= 0.6).all()
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(0.5, [1, 1]), (0.25, [1, 0])])
 def test_systematic_draw_is_spread_over_prompts_and_outcomes(keep, kept):
     given = candidates([[1, 0, 1, 0]] * 8)
-    inclusion = completion_inclusion("neyman", given, keep)
+    inclusion = compute_completion_inclusion("neyman", given, keep)
     for seed in range(20):
         drawn = draw_completions("neyman", given, inclusion, np.random.default_rng(seed))
         good = (drawn & (given.advantage > 0)).sum(axis=1)
@@ -125,7 +127,7 @@ def test_draw_setting_replaces_the_draw_of_the_rule():
     """The number of kept completions is the budget's under the rule's own draw, and varies under
     independent ones."""
     given = candidates(MIXED * 10)
-    inclusion = completion_inclusion("neyman", given, 0.4)
+    inclusion = compute_completion_inclusion("neyman", given, 0.4)
 
     def counts(draw: str | None) -> set[int]:
         rngs = [np.random.default_rng(seed) for seed in range(20)]
@@ -153,9 +155,9 @@ def test_draw_setting_replaces_the_draw_of_the_rule():
     ids=["shape", "above 1", "NaN", "fails", "exits"],
 )
 def test_result_of_a_users_rule_is_refused(function, problem):
-    adopt("own.py:rule", function)
+    register("own.py:rule", function)
     with pytest.raises(UserError, match=problem) as refused:
-        completion_inclusion("own.py:rule", candidates(MIXED), 0.5)
+        compute_completion_inclusion("own.py:rule", candidates(MIXED), 0.5)
     assert (refused.value.setting, refused.value.value) == (
         "pruning.completions.function",
         "own.py:rule",

@@ -13,14 +13,14 @@ import pytest
 
 from megatron_dppo.config import DistillationConfig
 from megatron_dppo.rl.census import Cell
-from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.plan import take_groups
+from megatron_dppo.rl.objectives import resolve_objective
+from megatron_dppo.rl.plan import select_groups
 from megatron_dppo.rl.pruning.draw import (
     PruningDraw,
-    census,
-    gradient_noise,
-    left_out,
-    prune_metrics,
+    compute_prune_metrics,
+    compute_pruning_stats,
+    estimate_gradient_noise,
+    make_empty_draw,
     prune_minibatch,
 )
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
@@ -35,7 +35,7 @@ def draw(
 ) -> PruningDraw:
     config = step_config(rule=rule, keep=keep, **loss)
     return prune_minibatch(
-        metadata, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0)
+        metadata, config, resolve_objective(config.loss), keep=keep, rng=np.random.default_rng(0)
     )
 
 
@@ -68,9 +68,9 @@ def test_noise_and_saved_tokens_are_estimated_without_bias():
             "magnitude",
         )
         rows = replace(pruned, **{name: getattr(pruned, name)[prompts] for name in arrays})
-        parts = [(take_groups(metadata, np.flatnonzero(prompts)), rows)]
-        estimates += chance * np.array(gradient_noise(parts))
-        saved += chance * prune_metrics(3.0, parts)["prune/saved_tokens_prompts"]
+        parts = [(select_groups(metadata, np.flatnonzero(prompts)), rows)]
+        estimates += chance * np.array(estimate_gradient_noise(parts))
+        saved += chance * compute_prune_metrics(3.0, parts)["prune/saved_tokens_prompts"]
         truth += chance * float(metadata.tokens[~prompts].sum())
         for share, completions in outcomes(inclusion):
             error = h * (prompts[:, None] & completions) * pruned.weight - h
@@ -92,7 +92,7 @@ def test_masked_completions_are_no_noise_and_no_saving(rule, teacher):
     pruned = draw(
         metadata, rule=rule, mask_truncated=True, distillation=DistillationConfig(teacher=teacher)
     )
-    metrics = prune_metrics(24.0, [(metadata, pruned)])
+    metrics = compute_prune_metrics(24.0, [(metadata, pruned)])
     assert not pruned.kept[truncated].any()
     assert pruned.zero_advantage[truncated].all()
     squares = (
@@ -101,13 +101,18 @@ def test_masked_completions_are_no_noise_and_no_saving(rule, teacher):
     assert metrics[INFLATION] == pytest.approx((squares * pruned.weight).sum() / squares.sum())
     idle = ~pruned.kept & pruned.zero_advantage
     assert metrics["prune/saved_tokens_completions"] == metadata.tokens[~pruned.kept & ~idle].sum()
-    assert census([(metadata, pruned)]).zero_advantage == (idle.sum(), metadata.tokens[idle].sum())
+    assert compute_pruning_stats([(metadata, pruned)]).zero_advantage == (
+        idle.sum(),
+        metadata.tokens[idle].sum(),
+    )
 
 
 @pytest.mark.parametrize("rule", ["none", "neyman"])
 def test_noise_of_sampling_is_one_over_the_inflation(rule):
     metadata = step_metadata(48, prompt_inclusion=np.linspace(0.3, 1.0, 48))
-    metrics = prune_metrics(metadata.window, [(metadata, draw(metadata, rule=rule, keep=0.3))])
+    metrics = compute_prune_metrics(
+        metadata.window, [(metadata, draw(metadata, rule=rule, keep=0.3))]
+    )
     assert 1.0 - sum(metrics[share] for share in NOISE) == pytest.approx(1.0 / metrics[INFLATION])
     assert metrics[NOISE[0]] > 0.05
     assert (metrics[NOISE[1]] > 0.05) == (rule != "none")
@@ -115,7 +120,7 @@ def test_noise_of_sampling_is_one_over_the_inflation(rule):
 
 def test_tokens_are_trained_on_or_saved_or_of_zero_advantage():
     parts = [(part, draw(part)) for part in (step_metadata(16, seed=1), step_metadata(16, seed=2))]
-    metrics = prune_metrics(32.0, parts)
+    metrics = compute_prune_metrics(32.0, parts)
     kept = sum(int(part.tokens[pruned.kept].sum()) for part, pruned in parts)
     total = sum(
         int((part.prompt_lengths[:, None] + part.response_lengths).sum()) for part, _ in parts
@@ -133,10 +138,10 @@ def test_biased_completion_rule_has_no_variance():
     unpruned = draw(metadata, rule="none")
     heavy = replace(unpruned, weight=2.0 * unpruned.weight)
     for pruned in (draw(metadata, rule="top_k"), heavy):
-        metrics = prune_metrics(metadata.window, [(metadata, pruned)])
+        metrics = compute_prune_metrics(metadata.window, [(metadata, pruned)])
         assert np.isfinite(list(metrics.values())).all()
         assert not {INFLATION, *NOISE} & set(metrics)
-    assert INFLATION in prune_metrics(metadata.window, [(metadata, unpruned)])
+    assert INFLATION in compute_prune_metrics(metadata.window, [(metadata, unpruned)])
 
 
 def test_biased_prompt_rule_saves_its_prompts_at_the_mean_of_the_others():
@@ -144,13 +149,13 @@ def test_biased_prompt_rule_saves_its_prompts_at_the_mean_of_the_others():
     left out."""
     metadata = step_metadata(6, 4)
     tokens = metadata.tokens.sum(axis=1)
-    used, discarded = (take_groups(metadata, np.arange(*ends)) for ends in ((0, 4), (4, 6)))
-    metrics = prune_metrics(10.0, [(used, draw(used))], biased_prompts=True)
+    used, discarded = (select_groups(metadata, np.arange(*ends)) for ends in ((0, 4), (4, 6)))
+    metrics = compute_prune_metrics(10.0, [(used, draw(used))], biased_prompts=True)
     assert metrics["prune/saved_tokens_prompts"] == pytest.approx(6 * tokens[:4].mean())
     assert not {INFLATION, *NOISE} & set(metrics)
 
-    metrics = prune_metrics(
-        6.0, [(used, draw(used)), (discarded, left_out(discarded))], biased_prompts=True
+    metrics = compute_prune_metrics(
+        6.0, [(used, draw(used)), (discarded, make_empty_draw(discarded))], biased_prompts=True
     )
     assert metrics["prune/kept_prompt_fraction"] == 1.0
     assert metrics["prune/saved_tokens_prompts"] == 0.0
@@ -160,15 +165,15 @@ def test_biased_prompt_rule_saves_its_prompts_at_the_mean_of_the_others():
 @pytest.mark.parametrize("groups", [0, 4])
 def test_step_without_advantages_has_no_noise_of_pruning(groups):
     metadata = step_metadata(groups, rewards=np.ones((groups, 8)))
-    metrics = prune_metrics(4.0, [(metadata, draw(metadata))])
+    metrics = compute_prune_metrics(4.0, [(metadata, draw(metadata))])
     assert [metrics[name] for name in (INFLATION, *NOISE)] == [1.0, 0.0, 0.0]
 
 
 def test_census_counts_every_completion_once_in_every_table():
     """Two minibatches are counted together."""
-    halves = [take_groups(step_metadata(48), groups) for groups in np.split(np.arange(48), 2)]
+    halves = [select_groups(step_metadata(48), groups) for groups in np.split(np.arange(48), 2)]
     parts = [(half, draw(half)) for half in halves]
-    counted = census(parts)
+    counted = compute_pruning_stats(parts)
     advantage, inclusion = (
         np.concatenate([getattr(pruned, name) for _, pruned in parts])
         for name in ("advantage", "inclusion")
@@ -187,7 +192,7 @@ def test_census_counts_every_completion_once_in_every_table():
 
 def count_one(rewards: list[list[float]], rule: str = "none", **fields: Any) -> Any:
     metadata = step_metadata(len(rewards), len(rewards[0]), rewards=np.array(rewards), **fields)
-    return census([(metadata, draw(metadata, rule=rule))])
+    return compute_pruning_stats([(metadata, draw(metadata, rule=rule))])
 
 
 def cells(table: tuple[Cell, ...], columns: int) -> list[tuple[float, ...]]:
@@ -233,8 +238,8 @@ def test_census_places_graded_rewards_by_deviations_from_the_mean():
 @pytest.mark.parametrize("groups", [0, 64])
 def test_census_row_is_small(groups):
     metadata = step_metadata(groups)
-    counted = census([(metadata, draw(metadata))])
-    row = json.dumps(counted.as_row())
+    counted = compute_pruning_stats([(metadata, draw(metadata))])
+    row = json.dumps(counted.to_dict())
     assert json.loads(row)["kept"] == list(counted.kept)
     assert len(row) < 6000
     assert "-0.0" not in row

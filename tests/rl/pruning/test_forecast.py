@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.advantages import compute_group_advantages
 from megatron_dppo.rl.pruning.forecast import (
     WIDEST,
     Outcomes,
@@ -40,7 +40,7 @@ LENGTHS = np.array([len(sum_.text) for sum_ in SUMS], float)
 
 
 def read(pool: list[Prompt]) -> Floats:
-    return PromptFeatures(pool).of(np.arange(len(pool)))
+    return PromptFeatures(pool).get(np.arange(len(pool)))
 
 
 def test_features_have_one_scale_over_the_pool():
@@ -85,7 +85,7 @@ RIGHT = np.ones((len(IDS), GROUP))
 def visits(ids: Ints, rewards: Floats = ROLLED_OUT, **fields: Floats) -> Outcomes:
     """Return the outcomes of prompts, from tables of rewards and further fields of all prompts."""
     rewards = rewards[ids]
-    advantages = group_advantages(rewards, normalise=True)
+    advantages = compute_group_advantages(rewards, normalise=True)
     found = Outcomes(ids, rewards, advantages, (advantages**2).sum(axis=1), np.full(len(ids), 20.0))
     return replace(found, **{name: table[ids] for name, table in fields.items()})
 
@@ -103,7 +103,7 @@ def learn(
 ) -> list[dict[str, float]]:
     """Learn from windows of prompts, one after the other."""
     return [
-        known.judge_and_learn(visits(window, *tables, **fields))
+        known.evaluate_and_update(visits(window, *tables, **fields))
         for window in ids.reshape(-1, WINDOW)
     ]
 
@@ -121,7 +121,7 @@ def test_model_predicts_prompts_at_their_first_visit():
 
 def test_groups_of_equal_reward_count_under_a_teacher():
     """All answers are right. The longer the prompt, the larger the gradients of a group."""
-    known, squares = forecast(taught=True), LENGTHS**2
+    known, squares = forecast(has_teacher=True), LENGTHS**2
     learn(known, SEEN, RIGHT, squares=squares)
     found = expected(known, UNSEEN)
     assert np.corrcoef(np.log(found), np.log(squares[UNSEEN]))[0, 1] > 0.9
@@ -131,7 +131,7 @@ def test_groups_of_equal_reward_count_under_a_teacher():
 def test_step_is_predicted_before_the_models_learn():
     """All answers are right; when nothing is known, one half is predicted."""
     known, step = forecast(), visits(UNSEEN, RIGHT)
-    first, again = (known.judge_and_learn(step) for _ in range(2))
+    first, again = (known.evaluate_and_update(step) for _ in range(2))
     assert first == {
         "prune/brier_model": pytest.approx(0.25),
         "prune/brier_pool": pytest.approx(0.25),
@@ -182,7 +182,7 @@ def test_graded_rewards_are_predicted_to_differ_or_not():
 def test_step_without_groups_changes_nothing():
     known = forecast()
     before = json.dumps(known.state_dict())
-    assert not known.judge_and_learn(visits(IDS[:0]))
+    assert not known.evaluate_and_update(visits(IDS[:0]))
     assert json.dumps(known.state_dict()) == before
 
 

@@ -5,16 +5,16 @@ from hypothesis import strategies as st
 
 from megatron_dppo.config import PromptPruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.advantages import compute_group_advantages
 from megatron_dppo.rl.pruning.forecast import PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import (
     PROMPT_RULES,
     PromptCandidates,
-    adopt,
-    prompt_rule,
+    find_prompt_rule,
+    register,
     select,
 )
-from megatron_dppo.rl.seeds import Purpose, generator
+from megatron_dppo.rl.seeds import Purpose, make_generator
 from megatron_dppo.rl.types import Floats, Selection
 from tests.rl.plans import Foretold
 
@@ -31,7 +31,7 @@ def inclusion(rule: str, keep: float, square, *, floor: float = 0.2, **known) ->
         explore=np.array(known.get("explore", [0.5] * count)),
         floor=floor,
     )
-    return prompt_rule(rule).inclusion(candidates, keep)
+    return find_prompt_rule(rule).inclusion(candidates, keep)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_share_of_one_keeps_all_prompts(rule):
 
 
 def draw(rule: str, history: PromptForecast) -> Selection:
-    rng = generator(1, 3, Purpose.PROMPTS)
+    rng = make_generator(1, 3, Purpose.PROMPTS)
     return select(WINDOW, history, PromptPruningConfig(rule=rule), group_size=8, keep=KEEP, rng=rng)
 
 
@@ -92,8 +92,8 @@ def draw(rule: str, history: PromptForecast) -> Selection:
 def test_selected_prompts_keep_their_order_and_probability(rule):
     rng, history = np.random.default_rng(0), Foretold(np.ones(200), np.ones(200))
     rewards = (rng.random((200, 8)) < rng.random((200, 1))).astype(float)
-    history.update(np.arange(200), rewards, group_advantages(rewards, normalise=True))
-    magnitude = history.last_magnitude(WINDOW)
+    history.update(np.arange(200), rewards, compute_group_advantages(rewards, normalise=True))
+    magnitude = history.get_last_magnitude(WINDOW)
     expected = np.where((rule == "threshold") & (magnitude < magnitude.mean()), KEEP, 1.0)
     selection = draw(rule, history)
     kept = np.isin(WINDOW, selection.prompt_ids)
@@ -106,7 +106,7 @@ def test_selected_prompts_keep_their_order_and_probability(rule):
 def test_prompts_of_a_biased_rule_have_no_weight():
     history, rewards = Foretold(np.ones(200), np.ones(200)), np.ones((200, 8))
     for _ in range(3):
-        history.update(np.arange(200), rewards, group_advantages(rewards, normalise=True))
+        history.update(np.arange(200), rewards, compute_group_advantages(rewards, normalise=True))
     selection = draw("greso", history)
     assert 0 < len(selection.prompt_ids) < 40, "prompts with right answers alone are skipped"
     np.testing.assert_array_equal(selection.inclusion, 1.0)
@@ -114,14 +114,16 @@ def test_prompts_of_a_biased_rule_have_no_weight():
 
 def test_steps_and_purposes_have_their_own_random_numbers():
     places = [(5, Purpose.PROMPTS), (6, Purpose.PROMPTS), (5, Purpose.COMPLETIONS)]
-    assert len({generator(1, *place).random() for place in places}) == 3
+    assert len({make_generator(1, *place).random() for place in places}) == 3
 
 
 def test_users_rule_has_the_floor_and_a_checked_shape():
-    adopt("own.py:rule", lambda candidates, keep: np.where(candidates.equal_visits > 1, 0.0, keep))
+    register(
+        "own.py:rule", lambda candidates, keep: np.where(candidates.equal_visits > 1, 0.0, keep)
+    )
     found = inclusion("own.py:rule", 0.7, [1.0] * 3, equal_visits=[0, 1, 2])
     np.testing.assert_array_equal(found, [0.7, 0.7, 0.2])
-    adopt("own.py:one", lambda candidates, keep: keep)
+    register("own.py:one", lambda candidates, keep: keep)
     with pytest.raises(UserError, match=r"for candidates of shape \(3,\)") as refused:
         inclusion("own.py:one", 0.7, [1.0] * 3)
     assert (refused.value.setting, refused.value.value) == (

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.rl.pruning.sampling import capped_proportional, systematic
+from megatron_dppo.rl.pruning.sampling import allocate_proportional, select_systematic
 from tests.rl.integration import outcomes
 
 ALMOST_ONE = float(np.nextafter(1.0, 0.0))
@@ -16,13 +16,15 @@ anything = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40).map(np.array)
 
 @given(dyadic)
 def test_systematic_inclusion_is_exact(inclusion):
-    kept = sum(length * systematic(inclusion, offset) for offset, length in outcomes(inclusion))
+    kept = sum(
+        length * select_systematic(inclusion, offset) for offset, length in outcomes(inclusion)
+    )
     np.testing.assert_array_equal(kept, inclusion)
 
 
 @given(anything, offsets)
 def test_systematic_keeps_the_sum_to_within_one(inclusion, offset):
-    kept = systematic(inclusion, offset)
+    kept = select_systematic(inclusion, offset)
     assert abs(int(kept.sum()) - inclusion.sum()) < 1 + 1e-9
     assert kept[inclusion == 1.0].all()
     assert not kept[inclusion == 0.0].any()
@@ -37,15 +39,15 @@ def test_systematic_keeps_the_sum_to_within_one(inclusion, offset):
 def test_systematic_keeps_n_if_probabilities_add_up_to_n(size, seed, offset, data):
     count = data.draw(st.integers(1, size))
     scores = np.random.default_rng(seed).lognormal(0.0, 2.0, size)
-    inclusion = capped_proportional(scores, np.ones(size), count, 0.0)
-    assert systematic(inclusion, offset).sum() == count
+    inclusion = allocate_proportional(scores, np.ones(size), count, 0.0)
+    assert select_systematic(inclusion, offset).sum() == count
 
 
 @pytest.mark.parametrize("offset", [1e-16, ALMOST_ONE])
 def test_systematic_sums_of_many_units_are_exact(offset):
     tenths = np.full(100_000, 0.1)
     assert np.cumsum(tenths)[-1] != 10_000.0, "floating point is exact here"
-    assert systematic(tenths, offset).sum() == 10_000
+    assert select_systematic(tenths, offset).sum() == 10_000
 
 
 @st.composite
@@ -61,7 +63,7 @@ def problems(draw):
 @given(problems())
 def test_budget_is_met_where_floors_and_caps_allow(problem):
     scores, costs, budget, floor = problem
-    inclusion = capped_proportional(scores, costs, budget, floor)
+    inclusion = allocate_proportional(scores, costs, budget, floor)
     assert inclusion @ costs == pytest.approx(
         np.clip(budget, (costs * floor).sum(), costs.sum()), rel=1e-11
     )
@@ -72,7 +74,7 @@ def test_budget_is_met_where_floors_and_caps_allow(problem):
 @given(problems())
 def test_probabilities_are_proportional_to_score_over_root_cost(problem):
     scores, costs, budget, floor = problem
-    inclusion = capped_proportional(scores, costs, budget, floor)
+    inclusion = allocate_proportional(scores, costs, budget, floor)
     rate, scored = scores / np.sqrt(costs), scores > 0
     between = (inclusion > floor * (1 + 1e-9)) & (inclusion < 1.0 - 1e-9) & scored
     for c in (inclusion[between] / rate[between])[:1]:
@@ -85,16 +87,18 @@ def test_probabilities_are_proportional_to_score_over_root_cost(problem):
 )
 def test_units_of_score_zero_share_the_rest(scores, expected):
     np.testing.assert_allclose(
-        capped_proportional(np.array(scores), np.ones(4), 2.5, 0.1), expected
+        allocate_proportional(np.array(scores), np.ones(4), 2.5, 0.1), expected
     )
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1e200])
 def test_only_ratios_of_scores_matter(scale):
     scores = np.array([1.0, 2.0, 5.0, 1e-9])
-    expected = capped_proportional(scores, np.ones(4), 2.0, 0.1)
-    np.testing.assert_allclose(capped_proportional(scores * scale, np.ones(4), 2.0, 0.1), expected)
+    expected = allocate_proportional(scores, np.ones(4), 2.0, 0.1)
+    np.testing.assert_allclose(
+        allocate_proportional(scores * scale, np.ones(4), 2.0, 0.1), expected
+    )
 
 
 def test_no_units_need_no_budget():
-    assert capped_proportional(np.zeros(0), np.zeros(0), 0.0, 0.2).shape == (0,)
+    assert allocate_proportional(np.zeros(0), np.zeros(0), 0.0, 0.2).shape == (0,)

@@ -5,10 +5,14 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import Config, PruningConfig, ScheduleConfig
-from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
-from megatron_dppo.rl.pruning.draw import completion_terms, prune_minibatch
-from megatron_dppo.rl.pruning.schedule import next_round, scheduled_keep, window_size
+from megatron_dppo.rl.pruning.draw import compute_completion_terms, prune_minibatch
+from megatron_dppo.rl.pruning.schedule import (
+    compute_resample_size,
+    compute_window_size,
+    scheduled_keep,
+)
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.settings import load_config
 from tests.rl.plans import plan, step_config, step_metadata
@@ -34,9 +38,9 @@ def efficiency(keep, **settings) -> float:
     """Return variance × tokens of the unpruned step over the same of the draw."""
     part = step_metadata(64, prompt_inclusion=np.random.default_rng(1).uniform(0.3, 1.0, 64))
     config = step_config(**settings)
-    objective = objective_for(config.loss)
+    objective = resolve_objective(config.loss)
     pruned = prune_minibatch(part, config, objective, keep=keep, rng=np.random.default_rng(0))
-    candidates, *_ = completion_terms(part, config, objective)
+    candidates, *_ = compute_completion_terms(part, config, objective)
     live, generated = ~candidates.zero_advantage, part.response_lengths.sum()
     tokens = (part.prompt_lengths[:, None] + part.response_lengths)[live]
     squares, inclusion = candidates.score[live] ** 2, pruned.inclusion[live]
@@ -55,14 +59,14 @@ def test_no_other_share_is_more_efficient(max_weight):
 @pytest.mark.parametrize(("noise", "sizes"), [(None, [64, 64]), (1.0, [80, 128]), (2.0, [40, 64])])
 def test_window_grows_with_the_noise_of_earlier_steps(noise, sizes):
     config = Config(pruning=PruningConfig(noise=noise))
-    assert [window_size(config, inflation) for inflation in (1.25, 2.0)] == sizes
+    assert [compute_window_size(config, inflation) for inflation in (1.25, 2.0)] == sizes
 
 
 @pytest.mark.parametrize(
     ("found", "seen", "more"), [(70, 80, 0), (32, 64, 64), (48, 64, 22), (0, 64, 64)]
 )
 def test_next_round_is_the_missing_number_over_the_useful_share(found, seen, more):
-    assert next_round(64, found, seen) == more
+    assert compute_resample_size(64, found, seen) == more
 
 
 def plan_with(metadata: StepMetadata, *settings: str) -> StepPlan:

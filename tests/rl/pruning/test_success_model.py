@@ -10,9 +10,9 @@ import pytest
 from megatron_dppo.rl.pruning.success_model import (
     INTERCEPT_KEPT,
     SPREADS,
-    Chance,
     SizeModel,
     SuccessModel,
+    SuccessProbability,
     Weights,
     sigmoid,
 )
@@ -39,7 +39,7 @@ class Prompts:
         model = SuccessModel(FEATURES)
         for part in np.array_split(ids, steps):
             right = self.rng.binomial(GROUP, self.chance[part]).astype(float)
-            model.learn(part, self.features[part], right, np.full(len(part), float(GROUP)))
+            model.update(part, self.features[part], right, np.full(len(part), float(GROUP)))
         return model
 
     def error(self, model: SuccessModel, ids: Ints) -> float:
@@ -74,21 +74,21 @@ def test_spread_of_intercepts_is_estimated(spread):
 def test_visits_fade_with_updates_of_the_policy():
     features, one, none = np.ones((1, FEATURES)), np.array([0]), np.array([])
     model = SuccessModel(FEATURES)
-    model.learn(one, features, np.array([8.0]), np.array([8.0]))
-    before = model._intercepts_of(one)
+    model.update(one, features, np.array([8.0]), np.array([8.0]))
+    before = model._get_intercepts(one)
     for _ in range(10):
-        model.learn(none.astype(np.int64), features[:0], none, none)
-    after = model._intercepts_of(one)
+        model.update(none.astype(np.int64), features[:0], none, none)
+    after = model._get_intercepts(one)
     assert after[0] == pytest.approx(before[0] * INTERCEPT_KEPT**10)
     assert 1.0 > after[1] > before[1]
 
 
 def test_expectations_are_those_of_the_logits_distribution():
     p = sigmoid(0.4 + np.sqrt(1.7) * np.random.default_rng(0).standard_normal(400_000))
-    chance = Chance(np.array([0.4]), np.array([1.7]))
+    chance = SuccessProbability(np.array([0.4]), np.array([1.7]))
     assert chance.mean()[0] == pytest.approx(p.mean(), abs=2e-3)
     expected = [(math.comb(4, k) * p**k * (1 - p) ** (4 - k)).mean() for k in range(5)]
-    np.testing.assert_allclose(chance.of_right(4)[0], expected, atol=2e-3)
+    np.testing.assert_allclose(chance.compute_count_probabilities(4)[0], expected, atol=2e-3)
     seen = chance.log_likelihood(np.array([3.0]), np.array([8.0]))[0]
     assert seen == pytest.approx(np.log((p**3 * (1 - p) ** 5).mean()), abs=1e-2)
 
@@ -104,7 +104,7 @@ def test_weights_are_those_of_ridge_regression():
     weights = Weights(4)
     prior = np.linalg.inv(weights.covariance)
     for part in (slice(20), slice(20, 50)):
-        weights.condition(features[part], values[part], np.full(len(values[part]), 0.01))
+        weights.update(features[part], values[part], np.full(len(values[part]), 0.01))
     expected = np.linalg.solve(prior + features.T @ features / 0.01, features.T @ values / 0.01)
     np.testing.assert_allclose(weights.mean, expected, rtol=1e-8)
 
@@ -116,7 +116,7 @@ def test_sizes_are_predicted_without_bias():
     model = SizeModel(4)
     np.testing.assert_array_equal(model.predict(features), 1.0)
     for part in np.array_split(np.arange(2000), 10):
-        model.learn(features[part], sizes[part])
+        model.update(features[part], sizes[part])
     predicted = model.predict(features[2000:])
     assert predicted.sum() == pytest.approx(sizes[2000:].sum(), rel=0.12)
     assert np.corrcoef(np.log(predicted), features[2000:, 1])[0, 1] > 0.98

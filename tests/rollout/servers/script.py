@@ -71,7 +71,7 @@ class Script(SglangClient):
         self.in_flight -= 1
         return self._answer(self, request)
 
-    async def version(self) -> str:
+    async def get_version(self) -> str:
         if not self.alive:
             raise ServerError(self.url, "is gone", alive=False)
         return str(VERSION)
@@ -112,7 +112,7 @@ def dispatcher_of(
         attempts=attempts,
         conversations=conversations,
     )
-    dispatcher.serve_from(servers)
+    dispatcher.set_servers(servers)
     return dispatcher
 
 

@@ -21,7 +21,7 @@ from megatron_dppo.rollout.servers.client import (
     ROUTING_FLAG,
     Manifest,
     ServerClient,
-    least_entropies,
+    compute_entropy_bounds,
 )
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
@@ -180,13 +180,13 @@ def test_a_server_samples_as_requested_and_by_no_default(client: Any) -> None:
 
 
 def test_properties_are_those_reported(client: Any) -> None:
-    info = client.http.run(client.info())
+    info = client.http.run(client.get_info())
     assert (info.model, client.ranks, info.dtype, info.max_tokens) == ("/m", 2, "float32", 64)
     assert client.ranks == 2
     assert (info.routing, info.lora_rank, info.lora_targets) == (False, 0, set())
     for targets in (["q_proj"], None):
         client.offer_all(targets)
-        info = client.http.run(client.info())
+        info = client.http.run(client.get_info())
         everything = {"all"} if isinstance(client, Vllm) else set()
         assert (info.routing, info.lora_rank, info.lora_targets) == (
             True,
@@ -228,7 +228,7 @@ def test_entropies_depend_on_no_drawn_token(vllm: Vllm) -> None:
         top = [{"token_id": token, "logprob": float(np.log(SHARES[token]))} for token in reported]
         vllm.completion["logprobs"] = {"content": [{"logprob": -1.0, "top_logprobs": top}] * 3}
         result = generate(vllm, replace(SAMPLING, branches=(BranchConfig(entropy=1.0),)))
-        assert result.entropies == pytest.approx(least_entropies([likeliest] * 3), abs=1e-12)
+        assert result.entropies == pytest.approx(compute_entropy_bounds([likeliest] * 3), abs=1e-12)
 
 
 def test_entropies_come_from_the_likeliest_tokens(http: Http) -> None:
@@ -242,7 +242,7 @@ def test_entropies_come_from_the_likeliest_tokens(http: Http) -> None:
         "all others count as one"
     )
     assert client.body["top_logprobs_num"] == 20
-    assert least_entropies([[0.0, -np.inf]]) == [0.0]
+    assert compute_entropy_bounds([[0.0, -np.inf]]) == [0.0]
 
 
 def test_deterministic_sglang_samples_have_distinct_seeds(http: Http) -> None:
@@ -260,7 +260,7 @@ def test_deterministic_sglang_samples_have_distinct_seeds(http: Http) -> None:
 def test_vllm_has_seeds_on_gpus_alone(vllm: Vllm, device: str, seed: int | None) -> None:
     """On a CPU, a seed ends vLLM's engine as soon as a prompt is computed in parts."""
     vllm.settings["device_config"]["device"] = device
-    vllm.http.run(vllm.info())
+    vllm.http.run(vllm.get_info())
     generate(vllm, replace(SAMPLING, seed=2**64 - 1))
     assert vllm.sampling.get("seed") == seed
 
@@ -268,19 +268,19 @@ def test_vllm_has_seeds_on_gpus_alone(vllm: Vllm, device: str, seed: int | None)
 def test_sglang_stages_multiply_its_ranks(http: Http) -> None:
     client = Sglang(http)
     client.settings["pp_size"] = 2
-    info = http.run(client.info())
+    info = http.run(client.get_info())
     assert (client.ranks, info.stages) == (4, 2)
 
 
 def test_vllm_with_other_flags_is_refused(vllm: Vllm) -> None:
     vllm.settings["model_config"]["logprobs_mode"] = "raw_logprobs"
     with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
-        vllm.http.run(vllm.info())
+        vllm.http.run(vllm.get_info())
     del vllm.answers["/openapi.json"]["paths"]["/inference/v1/generate"]
     with pytest.raises(
         ServerError, match="has no /inference/v1/generate: start it with --enable-scale-out"
     ):
-        vllm.http.run(vllm.info())
+        vllm.http.run(vllm.get_info())
 
 
 def test_a_vllm_update_fails_in_words(vllm: Vllm) -> None:
@@ -298,4 +298,4 @@ def test_vllm_checksums_leave_out_prepacked_weights(vllm: Vllm) -> None:
     vllm.answers["/weight_checker"] = {
         "checksums": {f"{rank}:model.norm.weight": norm, f"{rank}:a.weight": nothing}
     }
-    assert vllm.http.run(vllm.checksums()) == {f"model.norm.weight@{rank}": norm}
+    assert vllm.http.run(vllm.get_checksums()) == {f"model.norm.weight@{rank}": norm}

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation_functions import conversation_of
+from megatron_dppo.rollout.conversation_functions import load_conversation_function
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.conversations import Conversations
 from megatron_dppo.rollout.servers.http import Http, ServerError
@@ -105,7 +105,9 @@ class Conversing:
 
     def function(self, name: str, *settings: str) -> Any:
         spec = f"rollout.conversation={self._file}:{name}"
-        return conversation_of(load_config(None, [f"model.path={self._policy}", spec, *settings]))
+        return load_conversation_function(
+            load_config(None, [f"model.path={self._policy}", spec, *settings])
+        )
 
     def converse(self, name: str, *settings: str, attempts: int = 3, **more: Any) -> Any:
         """Have a function answer all prompts. Lost servers and prompts' extras become attributes of
@@ -125,7 +127,7 @@ class Conversing:
         batch = dispatcher.begin(prompts, sampling, 3)
         batch.wait(60.0)
         conversations.close()
-        assert dispatcher.take_lost() == {}, "a server is blamed"
+        assert dispatcher.take_unhealthy() == {}, "a server is blamed"
         assert [each["turns"] for each in extra] == [[]] * PROMPTS, (
             "a conversation wrote into the prompt"
         )
@@ -133,9 +135,9 @@ class Conversing:
 
     def completions(self, name: str, *settings: str, **more: Any) -> list[Completion]:
         batch = self.converse(name, *settings, **more)
-        assert batch.error is None and batch.unfinished == 0
-        assert [len(group) for group in batch.groups()] == [SAMPLES] * PROMPTS
-        return [completion for group in batch.groups() for completion in group]
+        assert batch.error is None and batch.unfinished_count == 0
+        assert [len(group) for group in batch.build_groups()] == [SAMPLES] * PROMPTS
+        return [completion for group in batch.build_groups() for completion in group]
 
 
 @pytest.fixture
@@ -230,9 +232,9 @@ def test_a_conversation_that_blocks_is_named_and_fails(conversing: Conversing) -
     begun = http.start(
         conversations(SglangClient(conversing.url, http), prompt, sampling, lambda told: [])
     )
-    while not (named := conversations.late(0.1)):
+    while not (named := conversations.describe_stalled(0.1)):
         time.sleep(0.05)
     assert "tools.py:block has been about prompt 7 for" in named
     with pytest.raises(ServerError, match="for 1 s, with no completion in the end"):
         begun.result(10.0)
-    assert conversations.late(0.0) == ""
+    assert conversations.describe_stalled(0.0) == ""

@@ -17,7 +17,7 @@ from megatron_dppo.config import BranchConfig
 from megatron_dppo.rl.types import Completion, RoutingShape
 from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import GenerateResult
-from megatron_dppo.rollout.servers.dispatch import PAUSE_S, PromptFailedError
+from megatron_dppo.rollout.servers.dispatch import RETRY_DELAY_S, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from tests.rollout.local import forks_of
 from tests.rollout.servers.script import (
@@ -42,9 +42,9 @@ def echo(server: Script, request: Request) -> list[GenerateResult]:
 
 
 def check_echoed(batch: RequestBatch, count: int) -> None:
-    assert batch.error is None and batch.unfinished == 0
-    assert len(batch.groups()) == count
-    for prompt, group in enumerate(batch.groups()):
+    assert batch.error is None and batch.unfinished_count == 0
+    assert len(batch.build_groups()) == count
+    for prompt, group in enumerate(batch.build_groups()):
         assert [c.token_ids.tolist() for c in group] == [[prompt + 1, prompt + 1, 0]] * SAMPLES
         assert all(c.logprobs.tolist() == [-prompt - 1, -prompt - 1, 0] for c in group)
         assert all(
@@ -86,9 +86,9 @@ def test_partial_rollouts_resume_from_their_tokens(http: Http) -> None:
     dispatcher = dispatcher_of(http, server, max_in_flight=2)
     batch = dispatcher.begin(prompts_of(4), SAMPLING, VERSION)
     assert happens(lambda: len(server.requests) == 3)
-    dispatcher.ask_no_more([batch])
+    dispatcher.stop_submitting([batch])
     over.set()
-    (partial,) = dispatcher.progress([batch], 10.0)
+    (partial,) = dispatcher.collect_partial([batch], 10.0)
     known = Counter((one.prompt, one.ended, len(one.completion.token_ids)) for one in partial)
     assert known == {(0, True, 3): 3, (1, True, 3): 1, (1, False, 1): 2, (2, False, 1): 3}
 
@@ -109,15 +109,15 @@ def test_requests_of_a_dead_server_are_resubmitted_whole(http: Http) -> None:
     living = Script(http, echo, "b")
     dispatcher = dispatcher_of(http, dying, living)
     check_echoed(request_all(dispatcher, 6), 6)
-    assert dispatcher.take_lost() == {"http://a:1": "broke off"}
-    assert dispatcher.take_lost() == {}
+    assert dispatcher.take_unhealthy() == {"http://a:1": "broke off"}
+    assert dispatcher.take_unhealthy() == {}
     assert dispatcher.resubmitted == len(dying.requests)
     assert all(request.sampling.samples == SAMPLES for request in living.requests)
 
     dispatcher = dispatcher_of(http, dying, living)
     check_echoed(request_all(dispatcher, 3), 3)
-    dispatcher.serve_from([Script(http, echo)])
-    assert dispatcher.take_lost() == {}, "a server that serves again is not lost"
+    dispatcher.set_servers([Script(http, echo)])
+    assert dispatcher.take_unhealthy() == {}, "a server that serves again is not lost"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_failed_request_is_repeated_with_another_seed(http: Http, fault: str) 
     server = Script(http, fail_first)
     dispatcher = dispatcher_of(http, server)
     check_echoed(request_all(dispatcher, 1), 1)
-    assert (dispatcher.take_lost(), dispatcher.resubmitted) == ({}, 1)
+    assert (dispatcher.take_unhealthy(), dispatcher.resubmitted) == ({}, 1)
     first, second = server.requests
     assert first.sampling.seed != second.sampling.seed
 
@@ -149,7 +149,7 @@ def test_answers_of_other_weights_are_not_taken(http: Http, version: str) -> Non
     )
     dispatcher = dispatcher_of(http, stale, Script(http, echo, "b"))
     check_echoed(request_all(dispatcher, 4), 4)
-    assert f"{version!r}" in dispatcher.take_lost()["http://a:1"]
+    assert f"{version!r}" in dispatcher.take_unhealthy()["http://a:1"]
 
 
 def test_a_prompt_refused_everywhere_fails_the_batch(http: Http) -> None:
@@ -167,9 +167,9 @@ def test_prompts_wait_for_a_server_and_for_room(http: Http) -> None:
     dispatcher = dispatcher_of(http, max_in_flight=2)
     batch = dispatcher.begin(prompts_of(7), SAMPLING, VERSION)
     batch.wait(0.1)
-    assert batch.unfinished == 7
+    assert batch.unfinished_count == 7
     server = Script(http, echo)
-    dispatcher.serve_from([server])
+    dispatcher.set_servers([server])
     batch.wait(20.0)
     check_echoed(batch, 7)
     assert server.most_in_flight == 2
@@ -183,8 +183,8 @@ def test_requests_hung_at_a_removed_server_are_resubmitted(http: Http) -> None:
     hung, living = Script(http, echo, holds=lambda request: True), Script(http, echo, "b")
     dispatcher = dispatcher_of(http, hung, living, max_in_flight=2)
     batch = dispatcher.begin(prompts_of(9), SAMPLING, VERSION)
-    assert happens(lambda: (len(hung.requests), batch.unfinished) == (2, 2))
-    dispatcher.serve_from([living])
+    assert happens(lambda: (len(hung.requests), batch.unfinished_count) == (2, 2))
+    dispatcher.set_servers([living])
     batch.wait(20.0)
     check_echoed(batch, 9)
 
@@ -194,7 +194,7 @@ def test_a_server_that_refuses_everything_is_removed(http: Http) -> None:
     living = Script(http, echo, "b", holds=lambda request: len(broken.requests) < 8)
     dispatcher = dispatcher_of(http, broken, living, attempts=2)
     check_echoed(request_all(dispatcher, 20), 20)
-    assert "failed 8 requests in a row" in dispatcher.take_lost()["http://a:1"]
+    assert "failed 8 requests in a row" in dispatcher.take_unhealthy()["http://a:1"]
 
 
 def test_a_paused_server_is_asked_after_a_pause(http: Http) -> None:
@@ -208,7 +208,7 @@ def test_a_paused_server_is_asked_after_a_pause(http: Http) -> None:
 
     dispatcher = dispatcher_of(http, Script(http, abort_twice), attempts=1)
     check_echoed(request_all(dispatcher, 1), 1)
-    assert min(np.diff(times)) > 0.9 * PAUSE_S
+    assert min(np.diff(times)) > 0.9 * RETRY_DELAY_S
     assert dispatcher.resubmitted == 0
 
 
@@ -231,7 +231,7 @@ def test_complete_groups_are_taken_before_the_batch_ends(http: Http) -> None:
     batch = dispatcher_of(http, server).begin(prompts_of(3), SAMPLING, VERSION)
 
     wait(batch, 20.0, lambda groups: taken.update(place for place, _ in groups))
-    assert batch.is_over and taken == {0, 1, 2}
+    assert batch.is_done and taken == {0, 1, 2}
     busy = iter([True, True, False])
     wait(batch, 20.0, lambda groups: next(busy))
     assert next(busy, None) is None, "waits while groups are being scored"
@@ -279,7 +279,7 @@ def check_tree(group: Sequence[Completion]) -> None:
 
 def test_every_fork_is_a_request_from_its_tokens(http: Http) -> None:
     server = Script(http, Numbers())
-    (group,) = request_all(dispatcher_of(http, server), 1, TREES).groups()
+    (group,) = request_all(dispatcher_of(http, server), 1, TREES).build_groups()
     check_tree(group)
     requested = Counter(
         (len(each.token_ids) - 2, each.sampling.samples, each.sampling.max_tokens)
@@ -313,10 +313,10 @@ def test_a_death_between_levels_repeats_no_root(http: Http) -> None:
     servers = [Script(http, die_at_forks), Script(http, numbers, "b")]
     dispatcher = dispatcher_of(http, *servers)
     batch = request_all(dispatcher, 4, TREES)
-    assert batch.error is None and batch.unfinished == 0
-    for group in batch.groups():
+    assert batch.error is None and batch.unfinished_count == 0
+    for group in batch.build_groups():
         check_tree(group)
-    assert list(dispatcher.take_lost()) == ["http://a:1"]
+    assert list(dispatcher.take_unhealthy()) == ["http://a:1"]
     roots = [
         each.token_ids[0]
         for server in servers
@@ -341,7 +341,7 @@ def test_an_aborted_fork_resumes_and_keeps_versions(http: Http) -> None:
         ]
 
     server = Script(http, abort_once)
-    (group,) = request_all(dispatcher_of(http, server), 1, TREES).groups()
+    (group,) = request_all(dispatcher_of(http, server), 1, TREES).build_groups()
     check_tree(group)
     spans = [
         tuple(len(list(same)) for _, same in groupby(leaf.versions.tolist())) for leaf in group
@@ -359,7 +359,7 @@ def test_forks_by_entropy_follow_the_servers_entropies(http: Http) -> None:
     numbers = Numbers()
 
     def report(server, request):
-        assert request.sampling.entropies
+        assert request.sampling.needs_entropies
         made = len(request.token_ids) - 2
         uncertain = np.array([{3: 1.5, 6: 2.5}.get(place, 0.5) for place in range(made, LENGTH)])
         entropies = [uncertain] * request.sampling.samples
@@ -370,7 +370,7 @@ def test_forks_by_entropy_follow_the_servers_entropies(http: Http) -> None:
     by_entropy = replace(
         SAMPLING, samples=8, branches=(BranchConfig(entropy=1.0), BranchConfig(entropy=1.0))
     )
-    (group,) = request_all(dispatcher_of(http, Script(http, report)), 1, by_entropy).groups()
+    (group,) = request_all(dispatcher_of(http, Script(http, report)), 1, by_entropy).build_groups()
     assert [forks_of(leaf) for leaf in group] == [(3, 6)] * 4 + [(8, 8)] * 4
 
 
@@ -389,7 +389,7 @@ def test_siblings_keep_the_experts_of_their_shared_tokens(http: Http) -> None:
 
     (group,) = request_all(
         dispatcher_of(http, Script(http, route)), 1, replace(TREES, routing=shape)
-    ).groups()
+    ).build_groups()
     tables = np.stack([leaf.routing[:, 0, 0] for leaf in group])
     assert tables.shape == (12, 9) and not tables[0].any()
     assert not tables[:, :4].any(), "prompt and two tokens, all read by the root's request"

@@ -10,14 +10,14 @@ import psutil
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.parallel.meeting import listen, open_store
+from megatron_dppo.parallel.meeting import open_listener, open_store
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG
 from megatron_dppo.rollout.servers.launch import (
     HOSTS,
     NODES,
     OVERRIDE,
-    gpu_shares,
-    listening_address,
+    assign_server_gpus,
+    find_listen_address,
     local_ranks,
     server_command,
     server_environment,
@@ -25,7 +25,7 @@ from megatron_dppo.rollout.servers.launch import (
     visible_gpus,
 )
 from megatron_dppo.rollout.servers.processes import ServerProcess, _is_free
-from megatron_dppo.rollout.servers.sender import address_towards
+from megatron_dppo.rollout.servers.sender import find_local_address
 from megatron_dppo.settings import load_config
 
 
@@ -65,9 +65,9 @@ def test_ipv6_servers_are_reached_over_loopback() -> None:
         "http://[::1]:31000",
         "http://10.0.0.2:31000",
     )
-    with listen("::1") as listener:
+    with open_listener("::1") as listener:
         port = listener.getsockname()[1]
-        assert address_towards([f"http://[::1]:{port}"]) == "::1"
+        assert find_local_address([f"http://[::1]:{port}"]) == "::1"
         assert not _is_free("::1", port)
         server = ServerProcess(load_config(None, []), 0, host="::1", secret="", gpus=None)
         assert server.url.startswith("http://[::1]:")
@@ -109,11 +109,11 @@ def test_servers_listen_on_loopback_for_ranks_of_one_machine() -> None:
         four | {"LOCAL_WORLD_SIZE": "4"},
         four | {"SLURM_STEP_NUM_NODES": "1"},
     ):
-        assert listening_address(alone) == "127.0.0.1"
+        assert find_listen_address(alone) == "127.0.0.1"
     several = four | {"LOCAL_WORLD_SIZE": "2"}
-    assert listening_address(several | {"MASTER_ADDR": "192.0.2.7"}) == "192.0.2.7"
+    assert find_listen_address(several | {"MASTER_ADDR": "192.0.2.7"}) == "192.0.2.7"
     try:
-        assert not listening_address(several | {"MASTER_ADDR": "localhost"}).startswith("127.")
+        assert not find_listen_address(several | {"MASTER_ADDR": "localhost"}).startswith("127.")
     except UserError as error:
         assert error.setting == "MASTER_ADDR"
 
@@ -127,7 +127,7 @@ def test_ranks_of_a_machine_are_counted_under_either_launcher() -> None:
 def test_servers_take_the_gpus_after_the_trainers() -> None:
     def shares(*settings: str, gpus: str = "4, 5,6,7,GPU-8") -> list[str | None]:
         config = load_config(None, ["rollout.engine=sglang", "rollout.launch.count=2", *settings])
-        return gpu_shares(config, visible_gpus({"CUDA_VISIBLE_DEVICES": gpus}), 2)
+        return assign_server_gpus(config, visible_gpus({"CUDA_VISIBLE_DEVICES": gpus}), 2)
 
     assert shares("rollout.launch.tp=[1,2]") == ["6", "7,GPU-8"]
     assert shares("rollout.colocated=true") == ["4", "5"]

@@ -31,7 +31,7 @@ URL = "http://127.0.0.1:1"
 
 def pool_of(http: Http, *settings: str, say: Any = print) -> ServerPool:
     config = load_config(None, ["rollout.engine=sglang", f"rollout.servers=[{URL}]", *settings])
-    return ServerPool(config, http, architecture="Qwen3ForCausalLM", secret=None, say=say)
+    return ServerPool(config, http, architecture="Qwen3ForCausalLM", secret=None, log=say)
 
 
 class Described(SglangClient):
@@ -39,7 +39,7 @@ class Described(SglangClient):
 
     properties: dict[str, Any]
 
-    async def info(self) -> ServerInfo:
+    async def get_info(self) -> ServerInfo:
         plain = {"model": "/m", "architecture": None, "dtype": None, "max_tokens": None}
         return ServerInfo(**plain | self.properties)
 
@@ -127,8 +127,8 @@ def test_a_lost_given_server_comes_back(http: Http, monkeypatch: pytest.MonkeyPa
         client = SglangClient(url, http)
         serving = pool_of(http, say=said.append)
         serving._serving.append(client)
-        assert serving.lose({url: "broke off"}) == ()
-        assert happens(lambda: [server.life for server in serving.welcome()] == [1])
+        assert serving.remove_unhealthy({url: "broke off"}) == ()
+        assert happens(lambda: [server.life for server in serving.admit_ready()] == [1])
     name = url.removeprefix("http://")
     assert said == [f"server {name} is taken out: it broke off", f"server {name} is back"]
 

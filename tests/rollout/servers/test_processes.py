@@ -80,8 +80,8 @@ def end(pids: list[int]) -> bool:
 def family_of(server: ServerProcess, http: Http) -> list[int]:
     """Return the pids of a server that answers, its child and its grandchild."""
     wait_well(server, http)
-    assert happens(lambda: len(server.pids()) == 3)
-    return server.pids()
+    assert happens(lambda: len(server.list_pids()) == 3)
+    return server.list_pids()
 
 
 @pytest.mark.parametrize("hang", ["", "stubborn", "SIGSTOP"])
@@ -89,16 +89,16 @@ def test_no_process_of_a_stopped_server_is_left(start: Start, http: Http, hang: 
     server = start(does=hang)
     family = family_of(server, http)
     assert server.url == f"http://{HOST}:{FIRST_PORT}"
-    assert server.alive() and server.listens() and server.ending() == "is running"
+    assert server.is_alive() and server.is_listening() and server.describe_exit() == "is running"
     for pid in (psutil.Process(server.pid).ppid(), *family):  # as Slurm does when time is short
         os.kill(pid, signal.SIGUSR1)
     time.sleep(0.2)
-    assert all(map(lives, family)) and server.alive()
+    assert all(map(lives, family)) and server.is_alive()
     if hang == "SIGSTOP":
         os.kill(server.pid, signal.SIGSTOP)
     server.stop()
     assert not any(psutil.pid_exists(pid) for pid in family)
-    assert not server.alive()
+    assert not server.is_alive()
     server.stop()
 
 
@@ -106,8 +106,8 @@ def test_a_killed_server_leaves_no_child_and_restarts(start: Start, http: Http) 
     server = start()
     family = family_of(server, http)
     os.kill(server.pid, signal.SIGKILL)
-    assert end(family) and happens(lambda: not server.alive())
-    assert server.ending() == "was ended by signal 9 (Killed)"
+    assert end(family) and happens(lambda: not server.is_alive())
+    assert server.describe_exit() == "was ended by signal 9 (Killed)"
     with pytest.raises(ProcessLookupError):
         _ = server.pid
     server.restart()
@@ -182,9 +182,9 @@ def test_a_failing_server_is_reported_with_its_last_words(start: Start, http: Ht
     assert "s3cret" not in str(caught.value)
     assert str(server.log) in caught.value.remedy
     server.restart()
-    assert happens(lambda: not server.alive())
+    assert happens(lambda: not server.is_alive())
     assert server.log.read_text().count("no such model") == 2
-    assert server.last_words().count("no such model") == 1
+    assert server.read_log_tail().count("no such model") == 1
 
 
 def test_the_secret_reaches_the_server_alone(start: Start, http: Http) -> None:
@@ -193,7 +193,7 @@ def test_the_secret_reaches_the_server_alone(start: Start, http: Http) -> None:
     server = start(secret=secret)
     family_of(server, http)
     assert f"the secret is read: api-key: {secret}" in server.log.read_text()
-    assert secret not in server.last_words()
+    assert secret not in server.read_log_tail()
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             assert secret.encode() not in cmdline.read_bytes()
@@ -213,7 +213,7 @@ def test_a_server_has_no_variable_of_a_rank(tmp_path: Path, engine: str) -> None
     )
     kept = {"KEPT": "1", "NCCL_CUMEM_ENABLE": "0"}
     server = ServerProcess(config, 0, host=HOST, secret="s", gpus="2")
-    environment = server.environment(ours | kept | {"VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "1"})
+    environment = server.build_environment(ours | kept | {"VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "1"})
     expected = kept | {
         "A": "1=2",
         "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",

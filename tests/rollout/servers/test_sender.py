@@ -128,7 +128,7 @@ def check_receives(servers: list[Process]) -> None:
         server.received.clear()
     sender = sender_of(servers, "again")
     send(sender)
-    sender.arrive()
+    sender.wait_loaded()
     sender.close()
     assert [len(server.received) for server in servers] == [1] * len(servers)
 
@@ -143,7 +143,7 @@ def test_buckets_arrive_though_their_memory_is_reused(servers: list[Process]) ->
             b"".join(t.flatten().view(torch.uint8).numpy().tobytes() for t in bucket.values())
         )
         sender.send(sender.stage(bucket), None)
-    sender.arrive()
+    sender.wait_loaded()
     assert [server.received for server in servers] == [sent, sent]
     sender.close()
 
@@ -155,7 +155,7 @@ def test_a_death_within_a_bucket_frees_the_others(servers: list[Process]) -> Non
         send(sender, 4_000_000)
         time.sleep(0.5)
         servers[0].process.kill()
-        sender.arrive()
+        sender.wait_loaded()
     assert list(failed.value.problems) == ["http://a:1"]
     sender.close()
     check_receives(servers[1:])
@@ -181,7 +181,7 @@ def test_a_failed_join_names_the_server_and_frees_the_others(
     said: str,
     problem: str,
 ) -> None:
-    monkeypatch.setattr(nccl, "loaded", lambda: "2.29.7" if said else None)
+    monkeypatch.setattr(nccl, "get_loaded_version", lambda: "2.29.7" if said else None)
     began = time.monotonic()
     with pytest.raises(SyncFailedError, match=f"(?s){problem}") as failed:
         sender_of([servers[0], process(kind, said)], "join")
@@ -244,7 +244,7 @@ def test_a_broadcast_that_raises_fails_the_update(
     with pytest.raises(SyncFailedError) as failed:
         sender = sender_of(servers, "raises")
         send(sender)
-        sender.arrive()
+        sender.wait_loaded()
     problem = (
         "could not be sent (NCCL error in: NCCLUtils.cpp:94, internal error Last error: no such"
     )

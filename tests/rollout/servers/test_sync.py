@@ -36,12 +36,12 @@ class Holds(SglangClient):
 
     async def _nothing(self, *_: Any) -> None: ...
 
-    pause = begin_update = end_update = flush = abandon_update = _nothing
+    pause = begin_update = end_update = flush = abort_update = _nothing
 
-    async def version(self) -> str:
+    async def get_version(self) -> str:
         return self._version
 
-    async def checksums(self) -> dict[str, str]:
+    async def get_checksums(self) -> dict[str, str]:
         return self._checksums
 
 

@@ -53,7 +53,7 @@ class ReceiverGroup:
         self._store = dist.TCPStore(
             host, port, size, is_master=False, timeout=self._timeout, wait_for_workers=False
         )
-        with _without_watchdog():
+        with _disable_watchdog():
             self._group, _ = _new_process_group_helper(
                 size,
                 rank,
@@ -85,7 +85,7 @@ class ReceiverGroup:
 
 
 @contextmanager
-def _without_watchdog() -> Iterator[None]:
+def _disable_watchdog() -> Iterator[None]:
     """NCCL groups made meanwhile have no watchdog, which would end the worker where the trainer
     breaks off a bucket."""
     before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")

@@ -121,22 +121,22 @@ class Receiver:
         if group not in self._groups:
             raise ValueError(f"no group named {group} was joined; there are {sorted(self._groups)}")
         types = [getattr(torch, name) for name in dtypes]
-        flat = self._groups[group].receive(_size(types, shapes)).to(self._worker.device)
-        self._load(_views(flat, names, types, shapes))
+        flat = self._groups[group].receive(_compute_size(types, shapes)).to(self._worker.device)
+        self._load(_split_flat(flat, names, types, shapes))
 
     def update_from_disk(self, *, folder: str) -> None:
         """Load a Hugging Face directory."""
         files = sorted(Path(folder).glob("*.safetensors"))
         if not files:
             raise ValueError(f"there are no safetensors files in {folder}")
-        self._load(_tensors_of(files))
+        self._load(_read_tensors(files))
 
     def end(self) -> None:
         """
         Raises:
             ValueError: a layer got no weights, and would keep the old ones (vLLM would only warn).
         """
-        missing, tied = self._without_own_weights()
+        missing, tied = self._find_unloaded_layers()
         if missing:
             raise ValueError(
                 f"the update is not whole: {len(missing)} layers got no weights, such as "
@@ -188,7 +188,7 @@ class Receiver:
     def _finalize(self) -> None:
         finalize_layerwise_reload(self._model, self._worker.model_config)
 
-    def _without_own_weights(self) -> tuple[list[str], list[torch.nn.Module]]:
+    def _find_unloaded_layers(self) -> tuple[list[str], list[torch.nn.Module]]:
         """Layers that got none: names of those that miss them, and those that share another's, as
         with tied heads."""
         layers = [
@@ -209,19 +209,19 @@ class Receiver:
         ]
 
 
-def _tensors_of(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         with safetensors.safe_open(file, framework="pt") as content:
             for name in content.offset_keys():
                 yield name, content.get_tensor(name)
 
 
-def _size(dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> int:
+def _compute_size(dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> int:
     """Bytes of a bucket."""
     return sum(prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True))
 
 
-def _views(
+def _split_flat(
     flat: torch.Tensor,
     names: Sequence[str],
     dtypes: Sequence[torch.dtype],
