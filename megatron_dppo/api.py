@@ -97,7 +97,8 @@ class RunFailedError(RuntimeError):
     """
 
     def __init__(self, code: int, reason: str = "") -> None:
-        self.code, self.reason = code, reason
+        self.code = code
+        self.reason = reason
         super().__init__(f"the run ended with exit code {code}:\n{reason or 'no rank said why'}")
 
     def __reduce__(self) -> tuple[type[RunFailedError], tuple[int, str]]:

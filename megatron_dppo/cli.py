@@ -98,7 +98,8 @@ OF_MODULES = {
 }
 """Commands of modules that are slow to import. The first function adds the command's options to the
 parser, the second one runs the command with the parsed options."""
-STEPS, LEAST_STEPS = 12, 6
+STEPS = 12
+LEAST_STEPS = 6
 """Steps that ``probe-batch`` measures: the default, and the fewest."""
 
 
@@ -367,7 +368,8 @@ def _add_settings_arguments(parsers: Mapping[str, argparse.ArgumentParser]) -> N
         )
     what = "check this task's server, its interpreter and its GPUs, start nothing, and exit"
     parsers["serve"].add_argument("--check", action="store_true", help=what)
-    launch, probe = parsers["launch"], parsers["probe-batch"]
+    launch = parsers["launch"]
+    probe = parsers["probe-batch"]
     what = "where to run (default: %(default)s)"
     launch.add_argument("--executor", choices=("local", "slurm"), default="local", help=what)
     launch.add_argument(

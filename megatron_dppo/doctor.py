@@ -102,10 +102,8 @@ def _collect_cuda() -> dict[str, Any]:
 
 def _get_memory_gib() -> float:
     """The machine's memory, or its container's share of it."""
-    total, limit = (
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        Path("/sys/fs/cgroup/memory.max"),
-    )
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         total = min(total, int(text))
     return total / 2**30
@@ -115,7 +113,8 @@ def _print_table(findings: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    machine, nccl = findings["machine"], findings["machine"]["nccl"]
+    machine = findings["machine"]
+    nccl = findings["machine"]["nccl"]
     if nccl is not None:  # servers must have the same version
         nccl = (
             f"{nccl['loaded']} "

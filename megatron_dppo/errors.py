@@ -27,7 +27,10 @@ class UserError(Exception):
     """
 
     def __init__(self, setting: str, value: object, problem: str, remedy: str) -> None:
-        self.setting, self.value, self.problem, self.remedy = setting, value, problem, remedy
+        self.setting = setting
+        self.value = value
+        self.problem = problem
+        self.remedy = remedy
         super().__init__(
             sanitize_text(f"{setting} = {value}: {problem}. {_format_remedy(remedy)}.")
         )

@@ -66,7 +66,8 @@ def evaluate_model(config: Config) -> None:
 
 
 def _evaluate(config: Config, world: World) -> None:
-    policy, folder = config.model.folder, resolve_out_folder(config)
+    policy = config.model.folder
+    folder = resolve_out_folder(config)
     config = replace(
         config, data=world.broadcast(lambda: with_date(config.data, policy, folder, keep=True))
     )
@@ -170,7 +171,8 @@ def _build_rows(problem: EvalProblem, answers: EvalAnswers, index: int) -> list[
 def _report(
     config: Config, folder: Path, benchmarks: Sequence[str], rows: Sequence[AnswerRow]
 ) -> None:
-    checkpoint, samples = config.model.checkpoint, config.eval.samples
+    checkpoint = config.model.checkpoint
+    samples = config.eval.samples
     finished = {
         *benchmarks,
         *list_finished_benchmarks(folder),

@@ -87,7 +87,8 @@ def export(arguments: argparse.Namespace) -> None:
             be merged where the policy that they were trained beside is not there any more, or is
             another one now.
     """
-    run, out = arguments.run, arguments.out or arguments.run / "export"
+    run = arguments.run
+    out = arguments.out or arguments.run / "export"
     found = read_run(run, run.resolve().name)
     checkpoint = find_checkpoint(run / "checkpoints", "RUN")
     writer = stored.writer if (stored := read_state(checkpoint)) else None
@@ -109,7 +110,8 @@ def export(arguments: argparse.Namespace) -> None:
     trained = ModelConfig(dtype=writer.dtype).torch_dtype if writer and base else policy.dtype
     dtype = resolve_dtype(arguments, trained)
     if adapters and base is None:
-        kind, plan = ADAPTERS, plan_adapter_file(shape, adapters.settings, dtype)
+        kind = ADAPTERS
+        plan = plan_adapter_file(shape, adapters.settings, dtype)
         name = (
             find_base_model(found) if arguments.push else adapters.base
         )  # a place on this machine is nobody else's
@@ -117,7 +119,8 @@ def export(arguments: argparse.Namespace) -> None:
         millions = count_parameters(shape, adapters.settings) / 1e6
         weights = f"adapters of rank {adapters.rank}, {millions:,.2f} million weights, of {name}"
     else:
-        kind, plan = MODEL, plan_files(shape, dtype)
+        kind = MODEL
+        plan = plan_files(shape, dtype)
         describe = partial(describe_policy, hf, dtype=dtype)
         weights = describe_weights(shape, dtype) + ", with the adapters merged" * (base is not None)
     card = out / CARD
@@ -156,7 +159,8 @@ def _find_base(adapters: Adapters) -> Path:
     Raises:
         UserError: it is not there any more, or is another one now.
     """
-    is_checkpoint, setting = adapters.setting == "checkpoint", f"model.{adapters.setting}"
+    is_checkpoint = adapters.setting == "checkpoint"
+    setting = f"model.{adapters.setting}"
     base = Path(adapters.base) if is_checkpoint else policy_folder(adapters.base, setting)
     if compute_weight_fingerprint(base, base if is_checkpoint else None) != adapters.fingerprint:
         problem = "has other weights than the adapters were trained beside"

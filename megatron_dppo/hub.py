@@ -100,7 +100,8 @@ def data_files(name: str, setting: str, *, split: str) -> list[Path]:
         if _are_all(files):
             return [folder / file for file in files]
     _fetch(repo, "dataset", setting, ("README.md",))  # which says what there is
-    listed, readme = _list_files(repo, setting), _read_readme(_find_cached(repo, "dataset"))
+    listed = _list_files(repo, setting)
+    readme = _read_readme(_find_cached(repo, "dataset"))
     files = _select_files(listed, readme, name, setting, *wanted)
     if not files:
         raise _build_split_error(name, setting, wanted[1], listed)

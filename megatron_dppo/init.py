@@ -313,7 +313,9 @@ def _write_weights(
     write_index(folder, plan)
 
 
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
 UNKNOWN = "<|unknown|>"
 SPECIALS = (END_OF_TEXT, TURN_START, TURN_END)
 SUM_CHARACTERS = "0123456789+-*/=#\n abcdefghijklmnopqrstuvwxyz"

@@ -110,7 +110,8 @@ def configure_pruning(config: Config, pair: Pair) -> Config:
 
 def get_configured_pair(config: Config) -> Pair | None:
     """Shares of the configuration; None if a rule is neither ``neyman`` nor ``none``."""
-    prompts, completions = config.pruning.prompts, config.pruning.completions
+    prompts = config.pruning.prompts
+    completions = config.pruning.completions
     if not {prompts.named, completions.named} <= {"neyman", "none"}:
         return None
     return (1.0 if prompts.rule == "none" else prompts.keep), (
@@ -140,7 +141,8 @@ def estimate_noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Est
         halves: [n], mean squared norms of the gradients of each half of these prompts.
         batch: prompts.
     """
-    big, small = np.asarray(whole, np.float64), np.asarray(halves, np.float64)
+    big = np.asarray(whole, np.float64)
+    small = np.asarray(halves, np.float64)
     noise, signal, least = (
         (small - big) * batch,
         2.0 * big - small,
@@ -161,7 +163,8 @@ def estimate_cost_line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, fl
     Seconds are proportional to tokens if all sizes are within a factor of 1.3, or if the line would
     be negative at 0.
     """
-    sizes, taken = np.asarray(tokens, np.float64), np.asarray(seconds, np.float64)
+    sizes = np.asarray(tokens, np.float64)
+    taken = np.asarray(seconds, np.float64)
     large = sizes > (sizes.min() + sizes.max()) / 2.0
     if not large.any():
         return float(np.median(taken)), 0.0
@@ -213,7 +216,8 @@ def estimate_gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Esti
             generated, trained
         )
 
-    full, ours = np.asarray(unpruned, np.float64), np.asarray(pruning, np.float64)
+    full = np.asarray(unpruned, np.float64)
+    ours = np.asarray(pruning, np.float64)
     value, reach = compute_jackknife(
         lambda rows: product(full[rows]) / product(ours[rows]), len(full)
     )
@@ -274,7 +278,8 @@ class Report:
         return asdict(self) | computed | {"noise": noise, "gains": gains, "half": half}
 
     def __str__(self) -> str:
-        costs, noise = self.costs, self.noise
+        costs = self.costs
+        noise = self.noise
         prompts, completions = (
             list(dict.fromkeys(shares)) for shares in zip(*self.gains, strict=True)
         )
@@ -319,7 +324,8 @@ class Report:
     @property
     def conclusion(self) -> str:
         """The sentence that closes the table; a second one if the noise scale is not bounded."""
-        noise, (steps, time) = self.noise.value, self.estimate_half_batch()
+        noise = self.noise.value
+        (steps, time) = self.estimate_half_batch()
         of_best = (
             f"pruning at {self.best[0]:g} / {self.best[1]} is worth {self.gains[self.best]} "
             "of a smaller batch"
@@ -366,11 +372,11 @@ class _BatchProbe:
         workers: RewardWorkers,
         timers: PhaseTimers,
     ) -> None:
-        self._parts, self._engine, self._timers = parts, engine, timers
-        self._pool, self._collector = (
-            load_training_pool(parts),
-            parts.build_collector(engine, workers),
-        )
+        self._parts = parts
+        self._engine = engine
+        self._timers = timers
+        self._pool = load_training_pool(parts)
+        self._collector = parts.build_collector(engine, workers)
         self._learner, self._sampler = (
             Learner(parts, timers),
             PromptSampler(parts.config, self._pool),
@@ -387,17 +393,19 @@ class _BatchProbe:
         }
         self._windows: dict[Pair, list[Floats]] = {pair: [] for pair in self._configs}
         self._rng = np.random.default_rng(config.run.seed)
-        self._squares, self._generated, self._trained = Samples(), Samples(), Samples()
-        self._fixed, self._mixed = list[float](), list[float]()
+        self._squares = Samples()
+        self._generated = Samples()
+        self._trained = Samples()
+        self._fixed = list[float]()
+        self._mixed = list[float]()
 
     def step(self, step: int) -> None:
         """Roll out, measure gradients, and let the predictor learn. Collective."""
-        parts, timers = self._parts, self._timers
+        parts = self._parts
+        timers = self._timers
         rollouts, generated = self._roll_out(step)
-        metadata, plan_with = (
-            rollouts.metadata,
-            make_planner(parts, self._pool, rollouts.metadata, step),
-        )
+        metadata = rollouts.metadata
+        plan_with = make_planner(parts, self._pool, rollouts.metadata, step)
         if parts.config.rollout.colocated:
             self._engine.pause()
         config = choose_sharing(parts.config, parts.shape)
@@ -409,7 +417,8 @@ class _BatchProbe:
             whole = parts.world.broadcast(lambda: plan_with(one))
         halves = parts.world.broadcast(lambda: plan_with(two))
         fixed = sum(timers.take().values())
-        squares, trained = [], []
+        squares = []
+        trained = []
         for minibatch in (*whole.minibatches, *halves.minibatches):
             squares.append(
                 self._learner.compute_gradient_norm(minibatch, rollouts.held, version=0) ** 2
@@ -433,7 +442,9 @@ class _BatchProbe:
         """A window's rollouts; and tokens and seconds of each round. Learning steps have two rounds
         of half of the prompts, so that seconds of two sizes are known."""
         selection = self._parts.world.broadcast(lambda: self._sampler.select(step))
-        ids, rounds, taken = selection.prompt_ids, [], []
+        ids = selection.prompt_ids
+        rounds = []
+        taken = []
         for number, chosen in enumerate([ids[::2], ids[1::2]] if step < LEARNING_STEPS else [ids]):
             part = Selection(chosen, np.ones(len(chosen)), window=len(chosen))
             with self._timers("rollout"):
@@ -460,8 +471,10 @@ class _BatchProbe:
 
     def _draw(self, metadata: StepMetadata, config: Config) -> tuple[float, float, int, int]:
         """One draw's row for ``gain``."""
-        objective, prompts = resolve_objective(config.loss), config.pruning.prompts
-        ids, size = metadata.prompt_ids, metadata.rewards.shape[1]
+        objective = resolve_objective(config.loss)
+        prompts = config.pruning.prompts
+        ids = metadata.prompt_ids
+        size = metadata.rewards.shape[1]
         selection = select(
             ids, self._sampler.history, prompts, group_size=size, keep=prompts.keep, rng=self._rng
         )

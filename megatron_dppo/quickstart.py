@@ -89,11 +89,13 @@ def quickstart(arguments: argparse.Namespace) -> int:
     from megatron_dppo.launch.start import count_gpus, prepare_environment, run
 
     file = str(EXAMPLES / "configs/quickstart.yaml")
-    config, plain = load_config(file, arguments.overrides), load_config(file, ())
+    config = load_config(file, arguments.overrides)
+    plain = load_config(file, ())
     prepare_environment(config)
     layout = ONE_GPU if count_gpus() == 1 else ()
     config = load_config(file, [*layout, *arguments.overrides])
-    warm, initial = Path(str(plain.model.path)), Path(plain.run.dir, "initial")
+    warm = Path(str(plain.model.path))
+    initial = Path(plain.run.dir, "initial")
     if not (warm / "config.json").exists():
         if not (initial / "config.json").exists():
             write_model(initial, std=0.05)

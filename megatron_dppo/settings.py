@@ -131,7 +131,8 @@ def get_sections() -> frozenset[str]:
 
 def _iterate_settings(section: type[Section], prefix: str) -> Iterator[Setting]:
     for name, field in section.model_fields.items():
-        kind, key = field.annotation, prefix + name
+        kind = field.annotation
+        key = prefix + name
         if isinstance(kind, type) and issubclass(kind, Section):
             yield from _iterate_settings(kind, key + ".")
         else:
@@ -398,7 +399,8 @@ def _build_value_error(setting: Setting, value: object, problem: str) -> UserErr
 
 def describe_type(kind: Any) -> str:
     """Values that a type allows, in words."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is Annotated:
         return f"{describe_type(arguments[0])} {' and '.join(map(_describe_limit, arguments[1:]))}"
     if origin is Literal:

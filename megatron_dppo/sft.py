@@ -54,11 +54,9 @@ def _run_warm_up(config: Config, world: World, check_lock: Callable[[], None]) -
     log = MetricsLog(Path(config.run.dir) / "sft-log", resume_step=-1) if world.is_rank0 else None
     console = Console(config.sft.steps) if world.is_rank0 else None
     row_every = max(1, config.sft.steps // CONSOLE_ROWS)
-    order, timers, size = (
-        make_order(answers, config.run.seed),
-        PhaseTimers(),
-        min(config.sft.batch, len(answers)),
-    )
+    order = make_order(answers, config.run.seed)
+    timers = PhaseTimers()
+    size = min(config.sft.batch, len(answers))
     check_shares(answers, size, "sft.batch")
     with make_progress_bar("warm-up steps", config.sft.steps, enabled=world.is_rank0) as advance:
         for step in range(config.sft.steps):
@@ -99,10 +97,8 @@ def _update(
     parts: PolicyParts, config: Config, batch: Sequence[SupervisedExample], step: int
 ) -> dict[str, float]:
     tokens = sum(len(answer.response_ids) for answer in batch)
-    rate, least = (
-        _compute_rate(config, step),
-        resolve_min_packs(config.pack.min_per_rank, config.layout.pp),
-    )
+    rate = _compute_rate(config, step)
+    least = resolve_min_packs(config.pack.min_per_rank, config.layout.pp)
     packs = parts.pack(
         [_build_sample(a, tokens) for a in batch], replicas=parts.world.dp, min_per_rank=least
     )

@@ -78,7 +78,9 @@ class Trainer:
     def __init__(
         self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack
     ) -> None:
-        self.config, self.world, self.timers = config, world, PhaseTimers()
+        self.config = config
+        self.world = world
+        self.timers = PhaseTimers()
         self.folder = Path(config.run.dir)
         on_cuda = world.device.type == "cuda"
         self.profile = Profiler(
@@ -94,7 +96,8 @@ class Trainer:
             lambda: register_functions(config), description="import of functions"
         )
         self.learner = Learner(self.policy, self.timers)
-        weights, gpu = count_parameter_kinds(self.policy.shape), GPUS[config.cluster.gpu]
+        weights = count_parameter_kinds(self.policy.shape)
+        gpu = GPUS[config.cluster.gpu]
         self.usage = Usage(
             world,
             self.policy.shape,
@@ -118,7 +121,8 @@ class Trainer:
         self.guard = CollapseGuard(config.run)
         if config.run.export:
             self.policy.check_export_run()
-        self.step, self.version = 0, 0
+        self.step = 0
+        self.version = 0
         self.queue: deque[StepRollouts] = deque()
         """The next steps, in their order."""
         self._resume()
@@ -182,10 +186,8 @@ class Trainer:
     def _print_result(self) -> None:
         """Show the final result of a finished run, and write only files that a kill has left
         out."""
-        exported, tracker = (
-            self.folder / "hf" / "config.json",
-            self.folder / "checkpoints" / TRACKER,
-        )
+        exported = self.folder / "hf" / "config.json"
+        tracker = self.folder / "checkpoints" / TRACKER
         due = partial(_is_older, exported, tracker)
         if self.config.run.export and self.world.broadcast(due):
             self.policy.export_run()
@@ -220,8 +222,10 @@ class Trainer:
         more of them."""
         if rollouts.complete is not None:
             return rollouts.complete
-        rounds, step = [self.collector.finish(rollouts)], rollouts.step
-        collected, select_more = self.collector.merge(rounds), self.sampler.select_round
+        rounds = [self.collector.finish(rollouts)]
+        step = rollouts.step
+        collected = self.collector.merge(rounds)
+        select_more = self.sampler.select_round
         while more := self.world.broadcast(
             partial(select_more, step, collected.metadata, len(rounds))
         ):
@@ -236,7 +240,8 @@ class Trainer:
     def plan(self, rollouts: CompleteRollouts) -> StepPlan:
         """Decide on one rank what is trained on, with which weight, and where: from lengths and
         rewards, and from the prompts for what packs share."""
-        config, metadata = choose_sharing(self.config, self.policy.shape), rollouts.metadata
+        config = choose_sharing(self.config, self.policy.shape)
+        metadata = rollouts.metadata
         plan_with = make_planner(self.policy, self.pool, metadata, self.step)
 
         def decide() -> StepPlan:
@@ -252,7 +257,8 @@ class Trainer:
     def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
         """Update the actor as planned, and the engine with it. A plan that keeps nothing leaves
         their version alone."""
-        colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
+        colocated = self.config.rollout.colocated
+        every = self.config.rollout.sync.check_every
         metrics = compute_staleness(
             rollouts.metadata, self.version, bound=self.config.rollout.ahead
         )
@@ -337,10 +343,8 @@ class Trainer:
         for later, rollouts in enumerate(
             steps
         ):  # each step that is trained before may update the weights
-            oldest, routed = (
-                self.version + later - self.config.rollout.ahead,
-                self.policy.routing is not None,
-            )
+            oldest = self.version + later - self.config.rollout.ahead
+            routed = self.policy.routing is not None
             fits = same_segments and rollouts.can_resume(
                 self.config, min_version=oldest, needs_routing=routed
             )
@@ -353,7 +357,8 @@ def make_planner(
 ) -> Callable[[Config], StepPlan]:
     """Return ``plan_step`` of a configuration for a step's groups on these ranks. Only the leader
     may call it."""
-    config, world = choose_sharing(parts.config, parts.shape), parts.world
+    config = choose_sharing(parts.config, parts.shape)
+    world = parts.world
     shares = world.is_rank0 and config.pack.share_prefixes != "off"
     return partial(
         plan_step,

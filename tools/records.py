@@ -119,7 +119,8 @@ def write_policies(folder: Path) -> None:
 def make_record(folder: Path, name: str) -> Record:
     """Run ``name`` in ``folder``, which holds the policies, and return its record."""
     began = time.monotonic()
-    run, server = folder / name, RecordingServer()
+    run = folder / name
+    server = RecordingServer()
     # Relative paths, so that no record depends on the place of the folder.
     settings = [setting.replace("FOLDER", "policies") for setting in RUNS[name]]
     with ExitStack() as to_close:
@@ -199,7 +200,8 @@ def main() -> int:
         print(*found, f"{len(found)} differences", sep="\n")
         return int(bool(found))
 
-    folder, names = options.folder.resolve(), options.names or list(RUNS)
+    folder = options.folder.resolve()
+    names = options.names or list(RUNS)
     if unknown := set(names) - RUNS.keys():
         parser.error(f"no run has the name {', '.join(sorted(unknown))}")
     if folder.exists():

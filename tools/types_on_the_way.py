@@ -23,7 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_dppo"
-FIRST, LAST = f"{PACKAGE}.rl.types.Prompt", f"{PACKAGE}.models.actor.UpdateResult"
+FIRST = f"{PACKAGE}.rl.types.Prompt"
+LAST = f"{PACKAGE}.models.actor.UpdateResult"
 STEP = ("rl", "rewards", "rollout", "models", "parallel", "trainer", "train")
 """Packages that a step's data pass."""
 NO_STEP_DATA = re.compile(
@@ -119,7 +120,8 @@ class Names:
 
 def find_reachable(start: str, edges: Mapping[str, set[str]]) -> set[str]:
     """Return the start and all nodes to which edges lead from the start."""
-    found, pending = {start}, [start]
+    found = {start}
+    pending = [start]
     while pending:
         new = edges.get(pending.pop(), set()) - found
         found |= new
@@ -162,7 +164,8 @@ def find_types(root: Path) -> set[str]:
                 if isinstance(definition, Function):
                     passed = passed.union(*names.read_signature(owner, definition))
             handled.append((takes | gives, passed))
-    after, before = defaultdict(set), defaultdict(set)
+    after = defaultdict(set)
+    before = defaultdict(set)
     for one, other in edges:
         after[one].add(other)
         before[other].add(one)

@@ -281,7 +281,9 @@ class FileChecksum(NamedTuple):
         Raises:
             OSError: the file cannot be read.
         """
-        size, crc, buffer = 0, 0, memoryview(bytearray(_BUFFER_BYTES))
+        size = 0
+        crc = 0
+        buffer = memoryview(bytearray(_BUFFER_BYTES))
         with file.open("rb", buffering=0) as opened:
             while count := opened.readinto(buffer):
                 size += count
@@ -298,7 +300,8 @@ class Checksums:
     """
 
     def __init__(self, folder: Path, files: Mapping[str, FileChecksum]) -> None:
-        self._folder, self._files = folder, dict(files)
+        self._folder = folder
+        self._files = dict(files)
 
     @classmethod
     def read(cls, folder: Path) -> Checksums | None:
@@ -380,7 +383,8 @@ class Checksums:
                 )
 
     def _check_size(self, name: str) -> None:
-        path, size = self._folder / name, self._files[name].size
+        path = self._folder / name
+        size = self._files[name].size
         if not path.is_file():
             raise CorruptCheckpointError(
                 f"{name} is {'no file' if os.path.lexists(path) else 'missing'}"

@@ -69,7 +69,8 @@ def list_tensor_chunks(name: str, part: StoredRows, chunks: Iterable[Chunk]) -> 
     found = []
     for rows, top in _iterate_rows(part):
         for chunk in chunks if rows.name == name else ():
-            low, high = max(top, chunk.row), min(top + rows.length, chunk.row + chunk.rows)
+            low = max(top, chunk.row)
+            high = min(top + rows.length, chunk.row + chunk.rows)
             if low < high:
                 found.append(chunk.select_rows(low - chunk.row, high - low, rows.start + low - top))
     return found
@@ -92,7 +93,8 @@ def read_rows(
     Raises:
         UserError: if a file ends before a chunk does.
     """
-    rows, columns = shape[0], prod(shape[1:])
+    rows = shape[0]
+    columns = prod(shape[1:])
     row_bytes = columns * dtype.itemsize
     height = min(rows, max(1, BUFFER_BYTES // row_bytes))
     buffer = torch.empty(height, columns, dtype=dtype)
@@ -108,7 +110,8 @@ def read_rows(
             if padded:
                 buffer.zero_()
             for chunk in chunks:
-                low, high = max(top, chunk.row), min(bottom, chunk.row + chunk.rows)
+                low = max(top, chunk.row)
+                high = min(bottom, chunk.row + chunk.rows)
                 if low >= high:
                     continue
                 wanted = chunk.select_rows(low - chunk.row, high - low, low - top)
@@ -142,7 +145,8 @@ def write_at(file: int, start: int, data: Iterable[memoryview | bytes]) -> int:
         buffer = memoryview(part)
         while buffer:
             written = os.pwrite(file, buffer[:BUFFER_BYTES], start)
-            buffer, start = buffer[written:], start + written
+            buffer = buffer[written:]
+            start = start + written
     return start
 
 
@@ -159,7 +163,8 @@ def _read(file: int, chunk: Chunk, buffer: memoryview) -> None:
             raise UserError(
                 "file", chunk.file, f"ends at byte {start:,}, within a tensor", "Fetch it again"
             )
-        buffer, start = buffer[read:], start + read
+        buffer = buffer[read:]
+        start = start + read
 
 
 K = TypeVar("K")

@@ -58,7 +58,8 @@ def write_megatron(
     Raises:
         OSError: if the disk is full.
     """
-    release, hf = out / RELEASE, out / HF_FOLDER
+    release = out / RELEASE
+    hf = out / HF_FOLDER
     release.mkdir()
     hf.mkdir()
     checksums: dict[str, FileChecksum] = {}
@@ -175,7 +176,8 @@ def compare_tensors(
     ) as advance:
 
         def compare(name: str) -> None:
-            tensor, dtype = tensors[name], promote_dtype(output_dtype, policy.entries[name])
+            tensor = tensors[name]
+            dtype = promote_dtype(output_dtype, policy.entries[name])
             digests[name] = _compute_digest(policy.read_tensor_rows(name, output_dtype))
             if digests[name] != _compute_digest(read_rows(tensor.shape, [tensor], dtype)):
                 raise UserError(

@@ -54,7 +54,8 @@ def plan_files(
     shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> FilePlan[str]:
     """Tensors in the order of the forward pass, as many to a file as fit."""
-    stored, exact = file_tensors(shape), exact_tensors(shape)
+    stored = file_tensors(shape)
+    exact = exact_tensors(shape)
     files: list[dict[str, tuple[str, tuple[int, ...]]]] = []
     room = 0
     for name, parts in stored.items():

@@ -381,7 +381,8 @@ class MergedParameters(dict[Entry, torch.Tensor]):
         world: World,
     ) -> None:
         super().__init__(parameters)
-        self._scale, self._world = scale, world
+        self._scale = scale
+        self._world = world
         self._adapters = {
             name: matrix.detach() for entry, matrix in adapters.items() for name in entry.tensors
         }
@@ -391,7 +392,8 @@ class MergedParameters(dict[Entry, torch.Tensor]):
         pairs = {name: get_adapter_names(name) for name in entry.tensors}
         if not any(a in self._adapters for a, _ in pairs.values()):
             return parameter
-        part, merged = get_shard_index(entry, self._world), parameter.to(torch.float32, copy=True)
+        part = get_shard_index(entry, self._world)
+        merged = parameter.to(torch.float32, copy=True)
         for slice_, held in iterate_slices(
             entry, merged, part, entry.count_parts(self._world.layout)
         ):
@@ -411,7 +413,8 @@ def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]
     for entry, parameter in bind_adapters(chunks, world).items():
         leading = list(zip(entry.leading_indices, entry.leading_sizes, strict=True))
         offsets = [(axis, index, count) for axis, (index, count) in enumerate(leading)]
-        part, whole = get_shard_index(entry, world), entry.mapping.split is REPLICATED
+        part = get_shard_index(entry, world)
+        whole = entry.mapping.split is REPLICATED
         if not whole:
             offsets.append((len(leading) + entry.axis, part, entry.count_parts(world.layout)))
         copy = (

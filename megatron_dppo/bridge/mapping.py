@@ -179,7 +179,8 @@ class Entry:
                     for name, size in heads.items()
                 )
             case Split.GATED_QKV:
-                size, heads_each = self.shape.head_dim, self.shape.heads // self.shape.kv_heads
+                size = self.shape.head_dim
+                heads_each = self.shape.heads // self.shape.kv_heads
                 query, *others = extents
                 pieces: list[tuple[str, int]] = []
                 for group in range(
@@ -192,8 +193,10 @@ class Entry:
                     Slice(name, place * size, (place + 1) * size) for name, place in pieces
                 )
             case Split.REPLICATED:
-                tp_rank, tp = 0, 1
-        names, begins = list(extents), dict.fromkeys(extents, 0)
+                tp_rank = 0
+                tp = 1
+        names = list(extents)
+        begins = dict.fromkeys(extents, 0)
         sections = [
             (names[number], self.shape.extents[kind]) for number, _, kind in self.mapping.sections
         ]
@@ -253,7 +256,8 @@ def list_entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> I
         layers: of the stage, from :func:`list_stage_layers`; None: those of the whole policy.
     """
     layers = layers or [range(shape.num_layers)]
-    first, last = layers[0].start == 0, layers[-1].stop == shape.num_layers
+    first = layers[0].start == 0
+    last = layers[-1].stop == shape.num_layers
     if first:
         yield Entry(EMBEDDING, shape)
     yield from _list_layer_entries(shape, shape.family.rows, layers)

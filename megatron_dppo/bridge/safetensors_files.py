@@ -173,11 +173,13 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
         UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape
             or type; and for an output layer of its own in a policy that has none.
     """
-    stored, files = read_tensor_index(path), file_tensors(shape)
+    stored = read_tensor_index(path)
+    files = file_tensors(shape)
     found = {
         name: tensor for name, tensor in stored.items() if not name.startswith(shape.family.carried)
     }
-    expected, copies = expected_tensors(shape), list_redundant_tensors(shape)
+    expected = expected_tensors(shape)
+    copies = list_redundant_tensors(shape)
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parts in files.items():
         wanted.update({name: file_shape(name, parts, shape)} if name in found else parts)
@@ -212,7 +214,8 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
 
 def split_chunk(whole: Chunk, parts: Mapping[str, tuple[int, ...]]) -> dict[str, Chunk]:
     """Tensors that lie one after another in a tensor of a file."""
-    found, start = {}, whole.start
+    found = {}
+    start = whole.start
     for name, size in parts.items():
         found[name] = replace(whole, start=start, shape=size)
         start += found[name].length

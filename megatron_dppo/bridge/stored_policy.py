@@ -75,7 +75,8 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
 """Globals that a pickle may load, besides torch's types. A path stays text: nothing depends on
 where it was written."""
 
-_ONLY, _ANYTHING = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_ANYTHING = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class _Unpickler(pickle.Unpickler):
@@ -200,7 +201,8 @@ class StoredPolicy:
     def __init__(
         self, folder: Path, shape: PolicyShape, setting: str, lora: LoraConfig | None = None
     ) -> None:
-        self._folder, self._setting = folder, setting
+        self._folder = folder
+        self._setting = setting
         if not (folder / METADATA).is_file():
             raise build_corruption_error(
                 folder,
@@ -299,8 +301,10 @@ class StoredPolicy:
         Raises:
             ValueError: if it is not stored as Megatron does, or not at all.
         """
-        place, leading = self._get_storage(part, block), len(part.entry.leading_indices)
-        file, dtype = self._folder / place.relative_path, self._tensors[part.key].properties.dtype
+        place = self._get_storage(part, block)
+        leading = len(part.entry.leading_indices)
+        file = self._folder / place.relative_path
+        dtype = self._tensors[part.key].properties.dtype
         start, size = find_data(file, place.offset, place.length)
         # Megatron writes contiguous tensors only, so the record is the block.
         if size != prod(block.sizes) * dtype.itemsize:

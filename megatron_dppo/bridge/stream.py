@@ -81,7 +81,8 @@ def weight_stream(
         dtype: of the tensors; None: that of the parameters, which must then be one. What is fp32 in
             every policy has buckets of its own, after all others.
     """
-    bound, adapters = bind_parameters(chunks, world), bind_adapters(chunks, world)
+    bound = bind_parameters(chunks, world)
+    adapters = bind_adapters(chunks, world)
     if dtype is None:
         (dtype,) = {
             parameter.dtype for entry, parameter in bound.items() if not entry.mapping.exact
@@ -213,7 +214,9 @@ class _Gathers:
         most_elements: int,
         dtype: torch.dtype,
     ) -> None:
-        self._parameters, self._world, self._dtype = parameters, world, dtype
+        self._parameters = parameters
+        self._world = world
+        self._dtype = dtype
         self._most_elements = most_elements
         self._group = _get_copy_group(world, stage_only=target is Consumers.STAGE_LEADERS)
         self._first_stage = world.pp_rank if target is Consumers.STAGE_LEADERS else 0
@@ -280,7 +283,8 @@ class _Gathers:
         if not self._consumes:
             return {}
         tensors: Tensors = {}
-        start, dtype = 0, self._get_dtype(gather.bucket)
+        start = 0
+        dtype = self._get_dtype(gather.bucket)
         for item in gather.bucket:
             entry = item.entry
             if self._has_whole(item):
@@ -322,7 +326,8 @@ class _Gathers:
     def _get_senders(self, item: Item) -> range:
         """The ranks whose shards make an entry: all that have a part, or the first where each has
         it whole."""
-        entry, layout = item.entry, self._world.layout
+        entry = item.entry
+        layout = self._world.layout
         first = (item.stage - self._first_stage) * self._world.shard_group_size
         if entry.expert is not None:
             first += entry.expert_rank(layout.ep) * layout.expert_tp
@@ -378,10 +383,8 @@ def _get_copy_group(world: World, *, stage_only: bool) -> dist.ProcessGroup:
     """The ranks that together have one copy of the policy, stage by stage, or of one stage of
     it."""
     if world.shard_group_size == world.layout.tp:
-        stage, whole = (
-            parallel_state.get_tensor_model_parallel_group,
-            parallel_state.get_model_parallel_group,
-        )
+        stage = parallel_state.get_tensor_model_parallel_group
+        whole = parallel_state.get_model_parallel_group
     else:
         stage = parallel_state.get_expert_tensor_and_model_parallel_group
         whole = parallel_state.get_expert_tensor_model_pipeline_parallel_group
@@ -428,5 +431,6 @@ def _view_tensors(entry: Entry, flat: torch.Tensor) -> Tensors:
     """The entry's tensors, one after the other from the beginning of ``flat``."""
     tensors: Tensors = {}
     for name, size in entry.tensors.items():
-        tensors[name], flat = flat[: prod(size)].view(size), flat[prod(size) :]
+        tensors[name] = flat[: prod(size)].view(size)
+        flat = flat[prod(size) :]
     return tensors

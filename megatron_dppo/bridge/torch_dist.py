@@ -56,13 +56,15 @@ def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> FilePlan[StoredRo
     """Parameters in the order of the forward pass, as many to a file as fit, each a single
     block."""
     plan: FilePlan[StoredRows] = FilePlan(dtype)
-    file, end = "", FILE_BYTES
+    file = ""
+    end = FILE_BYTES
     for part in chain.from_iterable(entry.stored_rows for entry in list_entries(shape)):
         kind = promote_dtype(dtype, part.entry)
         head, size, tail = _build_archive(part.block_shape, kind)
         length = len(head) + size + len(tail)
         if end and end + length > FILE_BYTES:
-            file, end = f"__0_{len(plan.frames)}.distcp", 0
+            file = f"__0_{len(plan.frames)}.distcp"
+            end = 0
             plan.frames[file] = []
         start = end + len(head)
         plan.places[part] = Chunk(Path(file), start, TYPE_NAMES[kind], part.shape)
@@ -92,7 +94,9 @@ def _build_metadata(plan: FilePlan[StoredRows]) -> Metadata:
     tensors: dict[str, TensorStorageMetadata] = {}
     indexed: dict[MetadataIndex, _StorageInfo] = {}
     for part, place in plan.places.items():
-        dtype, shape, leading = TYPES[place.dtype], part.block_shape, part.entry.leading_indices
+        dtype = TYPES[place.dtype]
+        shape = part.block_shape
+        leading = part.entry.leading_indices
         head, size, tail = _build_archive(shape, dtype)
         whole = TensorStorageMetadata(
             TensorProperties(dtype=dtype), torch.Size(part.stored_shape), []
@@ -101,7 +105,8 @@ def _build_metadata(plan: FilePlan[StoredRows]) -> Metadata:
         tensors.setdefault(part.key, whole).chunks.append(
             ChunkStorageMetadata(offsets, torch.Size(shape))
         )
-        start, length = place.start - len(head), len(head) + size + len(tail)
+        start = place.start - len(head)
+        length = len(head) + size + len(tail)
         indexed[MetadataIndex(part.key, offsets)] = _StorageInfo(place.file.name, start, length)
     return Metadata(dict(tensors), storage_data=indexed)
 

@@ -135,7 +135,8 @@ def make_batches(
     while rows:
         width = len(rows[0][0])
         count = max(1, BATCH_TOKENS // width)
-        taken, rows = rows[:count], rows[count:]
+        taken = rows[:count]
+        rows = rows[count:]
         tokens = torch.zeros(len(taken), width, dtype=torch.int64)
         for row, (ids, _) in zip(tokens, taken, strict=True):
             row[: len(ids)] = torch.from_numpy(ids.astype(np.int64))

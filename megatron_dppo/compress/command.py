@@ -340,6 +340,7 @@ def _describe_cut(shape: PolicyShape, cut: Cut) -> str:
                 f"{part} of {len(zeroed)} of {shape.num_layers} layers → zeros, which keep their "
                 "size"
             )
-    before, after = count_parameters(shape), count_parameters(smaller)
+    before = count_parameters(shape)
+    after = count_parameters(smaller)
     weights = f"{before / 1e6:,.2f} → {after / 1e6:,.2f} million weights ({after / before:.0%})"
     return f"{', '.join(changes)}: {weights}"

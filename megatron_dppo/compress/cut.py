@@ -133,7 +133,8 @@ class Recipe:
 
     def count_reads(self, shape: PolicyShape) -> int:
         """Return the number of passes of the scores over the sequences."""
-        layers, turns = shape.num_layers, 0
+        layers = shape.num_layers
+        turns = 0
         if self.score in NO_CALIBRATION:
             return 0
         if self.score == "shapley-loss":

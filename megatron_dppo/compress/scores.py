@@ -35,7 +35,8 @@ class Scorer:
     @torch.no_grad()
     def measure_loss(self, cut: Cut) -> float:
         """Return the mean negative log-likelihood of response tokens under a cut."""
-        total, count = 0.0, 0
+        total = 0.0
+        count = 0
         with apply_cut(self.model, cut):
             for batch in self.read():
                 states = self.model.model(batch.tokens, use_cache=False).last_hidden_state

@@ -64,7 +64,8 @@ def read_cut_tensor(
     parts = name.split(".")
     if parts[1] != "layers":
         return read_tensor(tensors[name].shape, [tensors[name]], dtype)
-    layer, module = cut.layers[int(parts[2])], parts[-2]
+    layer = cut.layers[int(parts[2])]
+    module = parts[-2]
     parts[2] = str(layer)
     chunk = tensors[".".join(parts)]
     zeroed = {"o_proj": cut.zero_attention, "down_proj": cut.zero_feed_forward}.get(module, ())

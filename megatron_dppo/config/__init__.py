@@ -90,5 +90,6 @@ class Config(Section):
     @property
     def kept_prompts(self) -> int:
         """Prompts of a window that rules with a budget roll out, if all take as many tokens."""
-        prompts, rule = self.rollout.prompts_per_step, self.pruning.prompts
+        prompts = self.rollout.prompts_per_step
+        rule = self.pruning.prompts
         return math.floor(prompts * rule.keep) if rule.named in ("threshold", "neyman") else prompts

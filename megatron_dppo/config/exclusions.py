@@ -224,7 +224,9 @@ def format_value(value: object) -> str:
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-MOST_SECONDS, MOST_FLOAT, MOST_WHOLE = 1e9, 1e30, 2**63 - 1
+MOST_SECONDS = 1e9
+MOST_FLOAT = 1e30
+MOST_WHOLE = 2**63 - 1
 
 
 def check_numbers(config: Config) -> None:

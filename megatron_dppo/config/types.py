@@ -73,7 +73,8 @@ def replace(section: AnySection, **changes: Any) -> AnySection:
     return type(section)(**dict(section) | changes)
 
 
-MOST_VALUES, MOST_LEVELS = 10_000, 32
+MOST_VALUES = 10_000
+MOST_LEVELS = 32
 """Limits of a file: its keys and values, those that aliases repeat included, and its nested
 collections."""
 

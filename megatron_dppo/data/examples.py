@@ -86,7 +86,8 @@ class Source:
             if file.name.endswith(DATA_SUFFIXES) and file.is_file()
         ]
         if not files:
-            problem, suffixes = "is a folder without files of data", ", ".join(DATA_SUFFIXES)
+            problem = "is a folder without files of data"
+            suffixes = ", ".join(DATA_SUFFIXES)
             raise UserError(
                 self.setting,
                 self.name,
@@ -280,7 +281,8 @@ def _is_chat(value: Any) -> bool:
 
 
 def _check_message(row: Row, message: Mapping[str, Any]) -> None:
-    role, content = message["role"], message.get("content")
+    role = message["role"]
+    content = message.get("content")
     if role not in ROLES:
         remedy = f"Call it one of {', '.join(ROLES)}: chat templates leave out any other"
         raise row.make_error(f"has a prompt with a message of the role {role!r:.60}", remedy)

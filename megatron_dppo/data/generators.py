@@ -77,7 +77,8 @@ class Sum:
         label at once."""
         if self.short:
             return f"#{self.label}"
-        lines, total = [], self.terms[0]
+        lines = []
+        total = self.terms[0]
         for term, slip in zip(self.terms[1:], self.slips, strict=True):
             carries = total % 10 + term % 10 >= 10
             after = total + term - (10 if carries and slip else 0)
@@ -114,7 +115,8 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
         if terms not in drawn:
             drawn[terms] = None
             left[length] -= 1
-    teacher, style = random.Random(config.seed + 1), random.Random(config.seed + 2)
+    teacher = random.Random(config.seed + 1)
+    style = random.Random(config.seed + 2)
     sums = [
         Sum(
             terms,
@@ -208,9 +210,11 @@ def _generate_in_process(
     )
     if made.returncode or not made.stdout:
         if isinstance(config, VerifiersConfig):
-            setting, value = "data.verifiers.environment", config.environment
+            setting = "data.verifiers.environment"
+            value = config.environment
         else:
-            setting, value = "data.reasoning_gym.tasks", ", ".join(config.tasks)
+            setting = "data.reasoning_gym.tasks"
+            value = ", ".join(config.tasks)
         problem = f"ended the process that makes its problems, with exit code {made.returncode}"
         raise UserError(setting, value, problem, "Read what that process printed, and mend it")
     rows = pickle.loads(made.stdout)
@@ -277,7 +281,8 @@ def _build_dataset(task: str, settings: Mapping[str, Any], *, size: int, seed: i
     try:
         return create_dataset(task, size=size, seed=seed, **settings)
     except (TypeError, ValueError, AssertionError) as error:
-        setting, remedy = f"data.reasoning_gym.tasks.{task}", "Look into reasoning-gym's docs"
+        setting = f"data.reasoning_gym.tasks.{task}"
+        remedy = "Look into reasoning-gym's docs"
         raise UserError(setting, json.dumps(dict(settings)), str(error), remedy) from error
 
 

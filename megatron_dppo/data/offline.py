@@ -85,7 +85,8 @@ def load_offline(
             be trained on; names its line.
     """
 
-    samples, limit = config.rollout.samples_per_prompt, config.rollout.max_response_tokens
+    samples = config.rollout.samples_per_prompt
+    limit = config.rollout.max_response_tokens
 
     def parse_group(row: Row) -> OfflineGroup:
         listed = row.values.get("completions")
@@ -150,12 +151,14 @@ def _parse_completion(
         raise row.make_error(
             f"has a completion {number} that {error.args[0]}", error.args[1]
         ) from error
-    versions, end = np.full(len(tokens), OFFLINE, np.int32), cast(Literal["stop", "length"], reason)
+    versions = np.full(len(tokens), OFFLINE, np.int32)
+    end = cast(Literal["stop", "length"], reason)
     return Completion(np.array(tokens, np.int32), logprobs, sampled, versions, end), score
 
 
 def _parse_tokens(fields: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    tokens, text = fields.get("token_ids"), fields.get("text")
+    tokens = fields.get("token_ids")
+    text = fields.get("text")
     if (tokens is None) == (text is None):
         raise _InvalidCompletionError("wants either token_ids or text", "Give one of the two")
     if tokens is None:
@@ -207,7 +210,8 @@ def _parse_logprobs(values: list[Any], sampled: Bools) -> NDArray[np.float32]:
 
 
 def _parse_score(fields: Mapping[str, Any]) -> Score:
-    reward, correct = as_number(fields.get("reward")), fields.get("correct")
+    reward = as_number(fields.get("reward"))
+    correct = fields.get("correct")
     if reward is None or not abs(reward) <= LARGEST_REWARD:  # NaN is none
         raise _InvalidCompletionError(
             f"has the reward {fields.get('reward')!r:.60}",

@@ -268,7 +268,8 @@ def prepare(
 def _open_stored(
     source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck
 ) -> StoredRows:
-    data, load = source.apply_columns(data), cache(load_tokenizer)
+    data = source.apply_columns(data)
+    load = cache(load_tokenizer)
     names = (
         "prompt_key",
         "label_key",
@@ -309,10 +310,8 @@ def _read(
     check: LabelCheck = NO_CHECK,
 ) -> tuple[list[RenderedExample], int]:
     """The examples of a small source that are within the limit, and how many are not."""
-    examples, data = (
-        read_examples(source, data, split, responses=responses),
-        source.apply_columns(data),
-    )
+    examples = read_examples(source, data, split, responses=responses)
+    data = source.apply_columns(data)
     check.look((example.row.place, example.label) for example in examples)
     all_of_it = render_examples(examples, data, tokenizer, responses=responses)
     kept = [each for each in all_of_it if is_within_limit(each, data)]
@@ -359,7 +358,8 @@ class _LazySequence(Sequence[T]):
     """Items that are made when they are asked for."""
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
-        self._count, self._make = count, make
+        self._count = count
+        self._make = make
 
     def __len__(self) -> int:
         return self._count

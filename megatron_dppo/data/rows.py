@@ -289,7 +289,9 @@ def read_batches(file: Path, setting: str, size: int) -> Iterator[RowBatch]:
 
 
 def _read_line_batches(path: Path, setting: str, size: int) -> Iterator[RowBatch]:
-    lines, read, total = _iter_lines(path, setting), 0, path.stat().st_size
+    lines = _iter_lines(path, setting)
+    read = 0
+    total = path.stat().st_size
     while batch := list(islice(lines, size)):
         values = [line.encode() for _, line in batch]
         read += sum(map(len, values))
@@ -304,7 +306,8 @@ def _read_parquet_batches(path: Path, setting: str, size: int) -> Iterator[RowBa
     try:
         # Without the last two, all of a row group would be in memory.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
-            first, total = 1, file.metadata.num_rows
+            first = 1
+            total = file.metadata.num_rows
             for batch in file.iter_batches(size):
                 try:
                     records = batch.to_pylist()

@@ -47,7 +47,8 @@ TOKENIZER_FILES = (
     "added_tokens*",
     *CHAT_TEMPLATES,
 )
-ROWS, SUMMARY = "rows.arrow", "summary.json"
+ROWS = "rows.arrow"
+SUMMARY = "summary.json"
 Columns = tuple[list[int], ...]
 """The token ids of a row: those of its prompt, and of its worked answer where that is wanted."""
 Encode = Callable[[list[Row]], list[tuple[int, Columns] | None]]
@@ -83,10 +84,12 @@ class StoredRows:
 
         with pyarrow.memory_map(str(folder / ROWS)) as mapped:
             self._table = pyarrow.ipc.open_file(mapped).read_all()
-        self._files, self._setting = files, setting
+        self._files = files
+        self._setting = setting
         self._lines = pyarrow.types.is_large_binary(self._table.schema.field("values").type)
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        self.dropped, self.longest = int(summary["dropped"]), int(summary["longest"])
+        self.dropped = int(summary["dropped"])
+        self.longest = int(summary["longest"])
         """How many more rows the file has; the most tokens of a row, all its columns together."""
         self.data_sources = frozenset[str](summary["data_sources"])
 
@@ -192,7 +195,12 @@ def _compute_crc32(rows: Path, summary: Mapping[str, Any]) -> int:
 def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) -> None:
     import pyarrow
 
-    rows, stored, longest, share, writer, schema = 0, 0, 0, 0.0, None, None
+    rows = 0
+    stored = 0
+    longest = 0
+    share = 0.0
+    writer = None
+    schema = None
     data_sources: set[str] = set()
     with (
         report_progress(f"tokenising {files[0]}", 1.0, unit="share") as advance,
@@ -203,7 +211,8 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
                 encoded = encode(batch.rows)
                 data_sources |= {str(row.values.get("data_source") or "") for row in batch.rows}
                 kept = [index for index, found in enumerate(encoded) if found is not None]
-                rows, stored = rows + len(encoded), stored + len(kept)
+                rows = rows + len(encoded)
+                stored = stored + len(kept)
                 if kept:
                     keys, columns = zip(*filter(None, encoded), strict=True)
                     longest = max(longest, *(sum(map(len, each)) for each in columns))
@@ -244,10 +253,8 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
                 setting, files[0], "holds no rows", "Give a file with at least one prompt"
             )
         if writer is None:
-            problem, remedy = (
-                f"all {rows} prompts are longer than data.max_prompt_tokens",
-                "Raise the limit",
-            )
+            problem = f"all {rows} prompts are longer than data.max_prompt_tokens"
+            remedy = "Raise the limit"
             raise UserError(setting, files[0], problem, remedy)
         writer.close()
         sink.flush()

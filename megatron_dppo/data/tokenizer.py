@@ -229,7 +229,8 @@ CPU_S = 5
 MEMORY_MIB = 1024
 LONGEST = 1_000_000
 """Characters of a rendered conversation of two words."""
-TOO_LONG, NO_MEMORY = 3, 4
+TOO_LONG = 3
+NO_MEMORY = 4
 """Exit codes of a process that renders."""
 CONVERSATION = [{"role": "user", "content": "Hello."}]
 NAMED_TEMPLATES = "additional_chat_templates"

@@ -75,7 +75,9 @@ class ChatSession:
     def __init__(
         self, tokenizer: Any, prompt_messages: object, generate: Generate, tools: Tools = ()
     ) -> None:
-        self._tokenizer, self._asked, self._say = tokenizer, prompt_messages, generate
+        self._tokenizer = tokenizer
+        self._asked = prompt_messages
+        self._say = generate
         self._render = partial(tokenizer.apply_chat_template, tools=tools or None, tokenize=False)
         self._messages: list[Message] = []
         """All that were said so far, the last one by the policy."""
@@ -90,7 +92,8 @@ class ChatSession:
         """
         said = await self._say(self._encode_new_messages(messages))
         text: str = self._tokenizer.decode(said, skip_special_tokens=True)
-        self._messages, self._last = [*messages, {"role": "assistant", "content": text}], said[-1]
+        self._messages = [*messages, {"role": "assistant", "content": text}]
+        self._last = said[-1]
         return text
 
     def _encode_new_messages(self, messages: Sequence[Message]) -> list[int]:
@@ -203,7 +206,8 @@ CALL = "<tool_call>"
 OTHER_CALL = "<function="
 """In templates of another form of calls, that of Qwen3-Coder."""
 _BLOCK = re.compile(rf"{CALL}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-_THINKS, _HAS_THOUGHT = "<think>", "</think>"
+_THINKS = "<think>"
+_HAS_THOUGHT = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +242,8 @@ def _parse_call(block: str) -> ToolCall | None:
         return None
     if not isinstance(value, dict):
         return None
-    name, arguments = value.get("name"), value.get("arguments")
+    name = value.get("name")
+    arguments = value.get("arguments")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))

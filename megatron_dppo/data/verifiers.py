@@ -318,7 +318,9 @@ def _make_row(
     marks: Mapping[str, Any],
     default_tools: Sequence[Tool],
 ) -> Row:
-    name, answer, info = config.environment, problem.get("answer"), problem.get("info")
+    name = config.environment
+    answer = problem.get("answer")
+    info = problem.get("info")
     info = json.loads(info) if isinstance(info, str) else info
     offered = (
         info["tool_defs"] if isinstance(info, Mapping) and "tool_defs" in info else default_tools

@@ -29,10 +29,13 @@ from megatron_dppo.estimate.memory import (
 from megatron_dppo.estimate.workload import MeanPack, Setup
 from megatron_dppo.rl.types import Floats
 
-PRODUCTS, STREAMS, LINKS = 0.72, 0.85, 0.8
+PRODUCTS = 0.72
+STREAMS = 0.85
+LINKS = 0.8
 """Share of the data sheet's rates that large products (cuBLAS on an H100: 650 to 750 TFLOP/s),
 streaming kernels, and collectives reach."""
-ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.40, 0.30
+ATTENTION_FORWARD = 0.40
+ATTENTION_BACKWARD = 0.30
 """Share of the matrix rate over the pairs of causal attention."""
 LEAST_SECONDS = 2e-6
 """Least seconds of a kernel."""
@@ -77,7 +80,8 @@ def compute_tile_utilization(rows: int, columns: int, processors: int) -> float:
     the best of the tilings."""
     best = 0.0
     for height, width, reached in TILES:
-        down, across = -(-rows // height), -(-columns // width)
+        down = -(-rows // height)
+        across = -(-columns // width)
         rounds = -(-down * across // processors)
         best = max(best, reached * rows * columns / (rounds * processors * height * width))
     return best
@@ -98,7 +102,9 @@ def estimate_transfer_time(
         size: bytes of the full tensor.
         times: 2 for an all-reduce, 1 for a gather, a scatter or an exchange.
     """
-    layout, gpu, size = setup.layout, setup.gpu, size / LINKS
+    layout = setup.layout
+    gpu = setup.gpu
+    size = size / LINKS
     per_node = setup.config.cluster.gpus_per_node
     if kind == EXCHANGE:
         near = min(max(per_node // layout.expert_tp, 1), ranks)
@@ -110,12 +116,16 @@ def estimate_transfer_time(
 
 def estimate_message_time(setup: Setup, kind: str, size: float) -> float:
     """Seconds of a message of ``size`` bytes between two ranks; sent and received at once."""
-    layout, gpu, per_node = setup.layout, setup.gpu, setup.config.cluster.gpus_per_node
+    layout = setup.layout
+    gpu = setup.gpu
+    per_node = setup.config.cluster.gpus_per_node
     crosses = (layout.tp * layout.cp if kind == INSIDE else setup.placement.ranks) > per_node
     return size / LINKS / (gpu.network if crosses else gpu.nvlink)
 
 
-EXPERT_LAUNCHES, CONTEXT_LAUNCHES, LOSS_LAUNCHES = 12, 8, 75
+EXPERT_LAUNCHES = 12
+CONTEXT_LAUNCHES = 8
+LOSS_LAUNCHES = 75
 """Kernels of the least length: of a router's counts in a layer's pass, of each step of attention
 over context-parallel ranks, of a pack's loss."""
 
@@ -134,7 +144,8 @@ class Seconds(NamedTuple):
         return sum(self)
 
 
-FORWARD, BACKWARD = 0, 1
+FORWARD = 0
+BACKWARD = 1
 """Rows of an array of :class:`Seconds`, [2, 3], and of an array of their kernels or messages,
 [2]."""
 
@@ -152,11 +163,10 @@ class StageTimes:
 def estimate_stage_times(setup: Setup) -> list[StageTimes]:
     """Passes of the mean pack through each pipeline stage, its messages to other stages
     included."""
-    layout, pack = setup.layout, setup.mean_pack
-    attention, feed_forward = (
-        _estimate_attention(setup, pack),
-        (_estimate_experts if setup.shape.experts else _estimate_dense)(setup, pack),
-    )
+    layout = setup.layout
+    pack = setup.mean_pack
+    attention = _estimate_attention(setup, pack)
+    feed_forward = (_estimate_experts if setup.shape.experts else _estimate_dense)(setup, pack)
     if setup.shape.hybrid:
         share = 1 / setup.shape.attention_interval
         attention = share * attention + (1 - share) * _estimate_delta_net(setup, pack)
@@ -174,7 +184,8 @@ def estimate_stage_times(setup: Setup) -> list[StageTimes]:
             seconds += _estimate_embedding(setup, pack)
         if stage == layout.pp - 1:
             seconds += _estimate_head(setup, pack)
-        forward, update = seconds[FORWARD].tolist(), seconds.sum(axis=0).tolist()
+        forward = seconds[FORWARD].tolist()
+        update = seconds.sum(axis=0).tolist()
         found.append(StageTimes(Seconds(*forward), Seconds(*update)))
     return found
 
@@ -195,8 +206,10 @@ def estimate_reduction_time(setup: Setup, stage: int) -> float:
     The experts have an optimizer of their own, and Megatron gathers all weights after each of the
     two. The first and the last stage sum their gradients of tied embeddings.
     """
-    shape, layout = setup.shape, setup.layout
-    elements, placement = count_rank_elements(setup.shape, stage, setup.layout), setup.placement
+    shape = setup.shape
+    layout = setup.layout
+    elements = count_rank_elements(setup.shape, stage, setup.layout)
+    placement = setup.placement
     groups = ((placement.replica, elements.dense), (placement.expert_replica, elements.experts))
     moved = 4.0 + setup.width * (2 if shape.experts else 1)
     tied = shape.tied and layout.pp > 1 and stage in (0, layout.pp - 1)
@@ -215,7 +228,8 @@ def estimate_reduction_time(setup: Setup, stage: int) -> float:
 
 def _estimate_attention(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, projections, norms and rotary embedding of queries and keys, attention, residual."""
-    shape, layout = setup.shape, setup.layout
+    shape = setup.shape
+    layout = setup.layout
     queries, keys = (heads * shape.head_dim // layout.tp for heads in (shape.heads, shape.kv_heads))
     q, k, h = (
         pack.tokens * width for width in (queries, keys, shape.hidden / count_shared_ranks(layout))
@@ -241,18 +255,19 @@ def _estimate_attention(setup: Setup, pack: MeanPack) -> Floats:
 def _estimate_delta_net(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, projections, convolution, delta rule at attention's share of the matrix rate, gated
     norm, residual."""
-    shape, layout = setup.shape, setup.layout
-    mixed, values, held = (
-        shape.extents["delta_mixed"],
-        shape.extents["delta_values"],
-        pack.tokens / layout.tp,
-    )
+    shape = setup.shape
+    layout = setup.layout
+    mixed = shape.extents["delta_mixed"]
+    values = shape.extents["delta_values"]
+    held = pack.tokens / layout.tp
     inputs = (mixed + values + 2 * shape.delta_values) // layout.tp
     products = _estimate_products(
         setup,
         [(pack.tokens, inputs, shape.hidden), (pack.tokens, shape.hidden, values // layout.tp)],
     )
-    h, m, v = pack.tokens * shape.hidden / count_shared_ranks(layout), held * mixed, held * values
+    h = pack.tokens * shape.hidden / count_shared_ranks(layout)
+    m = held * mixed
+    v = held * values
     r = 2 * held * shape.delta_values * shape.delta_key_dim  # queries and keys, for each value head
     streams = (
         [2 * h, 3 * h, 2 * m, m, 2 * r, 2 * v, 4 * v],
@@ -269,11 +284,10 @@ def _estimate_delta_net(setup: Setup, pack: MeanPack) -> Floats:
 
 def _estimate_dense(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, SwiGLU and residual."""
-    shape, layout = setup.shape, setup.layout
-    h, f = (
-        pack.tokens * shape.hidden / count_shared_ranks(layout),
-        pack.tokens * shape.ffn / layout.tp,
-    )
+    shape = setup.shape
+    layout = setup.layout
+    h = pack.tokens * shape.hidden / count_shared_ranks(layout)
+    f = pack.tokens * shape.ffn / layout.tp
     sizes = [(2 * shape.ffn // layout.tp, shape.hidden), (shape.hidden, shape.ffn // layout.tp)]
     products = _estimate_products(setup, [(pack.tokens, *size) for size in sizes])
     streams = ([2 * h, 3 * h, 3 * f], [3 * h, 3 * h, 5 * f])
@@ -284,11 +298,16 @@ def _estimate_experts(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, router, the way of tokens to the experts and back, SwiGLU, residual. Every rank waits
     for the one whose experts are sent the most. Router and routing keep fp32. A shared expert's
     gate and sum take a norm's and a residual's time."""
-    shape, layout = setup.shape, setup.layout
-    mine, etp = pack.tokens // count_shared_ranks(layout), layout.expert_tp
-    h, sent = mine * shape.hidden, mine * shape.experts_per_token * shape.hidden
+    shape = setup.shape
+    layout = setup.layout
+    mine = pack.tokens // count_shared_ranks(layout)
+    etp = layout.expert_tp
+    h = mine * shape.hidden
+    sent = mine * shape.experts_per_token * shape.hidden
     got = etp * mine * shape.experts_per_token * setup.imbalance
-    experts, ffn, copies = shape.experts // layout.ep, shape.ffn // etp, got * shape.hidden
+    experts = shape.experts // layout.ep
+    ffn = shape.ffn // etp
+    copies = got * shape.hidden
     sizes = [(2 * ffn, shape.hidden), (shape.hidden, ffn)]
     products = experts * _estimate_products(
         setup, [(got / experts, *size) for size in sizes], use_tiles=False
@@ -324,9 +343,11 @@ def _estimate_experts(setup: Setup, pack: MeanPack) -> Floats:
 def _estimate_embedding(setup: Setup, pack: MeanPack) -> Floats:
     """The look-up reads the weight; its gradient is made whole and added to the sum of all
     packs."""
-    shape, layout = setup.shape, setup.layout
+    shape = setup.shape
+    layout = setup.layout
     weight = count_vocabulary_rows(setup) * shape.hidden
-    h, cut = pack.tokens * shape.hidden, layout.tp > 1
+    h = pack.tokens * shape.hidden
+    cut = layout.tp > 1
     summed = (4.0 + 4.0 + setup.width) / setup.width * weight
     streams = ([weight + h] + [2 * h] * cut, [weight + h, summed] + [2 * h] * cut)
     return _sum_pass_times(
@@ -337,8 +358,11 @@ def _estimate_embedding(setup: Setup, pack: MeanPack) -> Floats:
 def _estimate_head(setup: Setup, pack: MeanPack) -> Floats:
     """Last norm, and log-probabilities of responses chunk by chunk. Logits are made again for the
     gradient, unless one chunk takes all."""
-    shape, rows, chunk = setup.shape, count_vocabulary_rows(setup), get_head_chunk_bytes(setup)
-    scored, h = pack.responses, pack.tokens * shape.hidden / count_shared_ranks(setup.layout)
+    shape = setup.shape
+    rows = count_vocabulary_rows(setup)
+    chunk = get_head_chunk_bytes(setup)
+    scored = pack.responses
+    h = pack.tokens * shape.hidden / count_shared_ranks(setup.layout)
     at_once, kept = (min(scored, chunk / (rows * size)) for size in (4, 4 + setup.width))
 
     def estimate_logits(size: float) -> float:

@@ -13,10 +13,8 @@ def count_delta_elements(shape: PolicyShape) -> float:
     the convolution, queries and keys for each value head, 64 products of a chunk for each, and what
     comes of the delta rule. That is 2% more than a rehearsal of Qwen3.5-4B keeps; no GPU has
     measured it."""
-    keys, values = (
-        shape.delta_keys * shape.delta_key_dim,
-        shape.delta_values * shape.delta_value_dim,
-    )
+    keys = shape.delta_keys * shape.delta_key_dim
+    values = shape.delta_values * shape.delta_value_dim
     repeated = shape.delta_values * (2 * shape.delta_key_dim + DELTA_CHUNK)
     return 4.0 * keys + 4 * values + repeated
 

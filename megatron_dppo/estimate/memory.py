@@ -207,7 +207,8 @@ def estimate_actor_memory(setup: Setup) -> Memory:
 
 def estimate_rank_memory(setup: Setup, stage: int) -> Memory:
     """Memory of a rank of a pipeline stage at its peak: in a step in which nothing is pruned."""
-    config, assume = setup.config, setup.assume
+    config = setup.config
+    assume = setup.assume
     packs = setup.unpruned.packs
     parts = count_persistent_bytes(setup, stage)
     even, uneven = (
@@ -260,7 +261,8 @@ def count_resident_bytes(config: Config, memory: Memory) -> float:
 
 def count_persistent_bytes(setup: Setup, stage: int) -> dict[str, float]:
     """Bytes that a rank holds during the whole run, exact except for the padding of buffers."""
-    config, lora = setup.config, setup.config.model.lora
+    config = setup.config
+    lora = setup.config.model.lora
     elements = count_rank_elements(setup.shape, stage, setup.layout)
     adapters = (
         count_rank_elements(setup.shape, stage, setup.layout, lora)
@@ -293,7 +295,8 @@ def _count_teacher_bytes(setup: Setup, stage: int) -> float:
     """Its weights, and on the last stage the states of a minibatch's packs, as if every token were
     a response's. Of several the largest is counted, and on the last stage the output layers of all,
     which are needed in training."""
-    config, layout = setup.config, setup.layout
+    config = setup.config
+    layout = setup.layout
     shapes = [resolve_shape(path) for path in config.loss.distillation.models]
     if not shapes:
         return 0.0
@@ -345,7 +348,8 @@ def count_activation_bytes(
         packs: of a minibatch on each replica.
         imbalance: tokens of this rank's experts over those of a mean rank's.
     """
-    shape, layout = setup.shape, setup.layout
+    shape = setup.shape
+    layout = setup.layout
     kept = {
         "none": count_mixer_elements(shape, layout, saved)
         + count_feed_forward_elements(shape, layout, saved, imbalance),
@@ -374,7 +378,8 @@ def count_backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> flo
     feed-forward width, less the down projection's saved input, one width, which is free by then.
     With experts they are three more copies of routed tokens: as sent, received and returned.
     """
-    shape, layout = setup.shape, setup.layout
+    shape = setup.shape
+    layout = setup.layout
     feed_forward = count_feed_forward_elements(shape, layout, saved, imbalance)
     again = {
         "none": 0.0,
@@ -396,7 +401,8 @@ def _count_token_bytes(setup: Setup) -> float:
 def count_mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
     """Elements that the norms and the attention of one layer keep of one token for its backward
     pass; of a hybrid policy, a layer on average."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
     gate = queries if shape.hybrid else 0
     attention = (
         saved.queries * queries + saved.keys * keys + gate
@@ -442,7 +448,9 @@ def _count_head_bytes(setup: Setup) -> float:
     the weight, beside the gradient of what the head reads. DDP keeps the gradient that is summed,
     which is not counted here.
     """
-    config, shape, layout = setup.config, setup.shape, setup.layout
+    config = setup.config
+    shape = setup.shape
+    layout = setup.layout
     rows = count_vocabulary_rows(setup)
     chunk = min(
         get_head_chunk_bytes(setup), config.pack.max_tokens / layout.cp * rows * (4 + setup.width)

@@ -80,7 +80,8 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
     setup = Setup(config, shape, assign_gpus(config, shape), assume)
     actor, server = estimate_memory(setup)
     may_use_te = config.model.dtype == "bf16" and config.model.spec != "torch"
-    fits, most = actor.fits and server.fits, max(server.concurrency, 1)
+    fits = actor.fits and server.fits
+    most = max(server.concurrency, 1)
 
     pruned = estimate_step_time(setup, concurrency=most)
 
@@ -90,7 +91,8 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
         )
         return estimate_step_time(dataclasses.replace(setup, config=fewer), concurrency=most)
 
-    prompts, given = config.rollout.prompts_per_step, assume.variance
+    prompts = config.rollout.prompts_per_step
+    given = assume.variance
     variance = get_measured_variance(config) if given is None else (given, given)
     as_noisy = variance and [
         estimate_unpruned_step(round(prompts / factor)).seconds / pruned.seconds

@@ -113,7 +113,9 @@ def _format_proposal(proposal: Proposal) -> Iterator[str]:
 
 def as_text(made: Plan) -> Iterator[str]:
     """The lines of the report."""
-    config, placement, parameters = made.config, made.placement, made.parameters
+    config = made.config
+    placement = made.placement
+    parameters = made.parameters
     unit, word = (1e9, "billion") if parameters.total >= 1e8 else (1e6, "million")
     active = (
         f", {parameters.active / unit:.2f} in use for a token"
@@ -171,7 +173,8 @@ def _format_memory(owner: str, memory: Memory) -> Iterator[str]:
 
 
 def _format_disk(made: Plan) -> Iterator[str]:
-    disk, what = made.disk, "adapters" if made.config.model.lora.rank else "weights"
+    disk = made.disk
+    what = "adapters" if made.config.model.lora.rank else "weights"
     one = f"{format_size(disk.checkpoint)} ({what}, their fp32 master copy and two moments)"
     several = (
         f"{disk.checkpoints} checkpoints of {one}"
@@ -241,7 +244,9 @@ def _format_efficiency(made: Plan) -> Iterator[str]:
 
 
 def _format_costs(made: Plan) -> Iterator[str]:
-    off, on, cluster = made.cost_unpruned, made.cost, made.config.cluster
+    off = made.cost_unpruned
+    on = made.cost
+    cluster = made.config.cluster
     steps = f"{made.config.run.steps:,} steps"
     yield f"{steps} take {on.gpu_hours:,.1f} GPU-hours, and {off.gpu_hours:,.1f} without pruning."
     if on.money is None or off.money is None:

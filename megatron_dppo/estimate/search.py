@@ -118,7 +118,8 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
             f"is no number of nodes of {node} GPUs",
             f"Give a multiple of {node}, or fewer",
         )
-    shape, refused = resolve_shape(config.model.path), list[UserError]()
+    shape = resolve_shape(config.model.path)
+    refused = list[UserError]()
     changes = list(list_splits(config, shape, gpus))
     setups: list[Setup] = []
     floors: dict[int, float] = {}
@@ -150,12 +151,14 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
     def best(
         candidates: Iterable[int], cost: Callable[[float, int], tuple[float, float]]
     ) -> Proposal | None:
-        found, least = None, (inf, inf)
+        found = None
+        least = (inf, inf)
         for floor, i in sorted((cost(floors[i], setups[i].placement.gpus), i) for i in candidates):
             if floor >= least:
                 break
             if (other := proposal(i)) and cost(other.seconds, other.gpus) < least:
-                found, least = other, cost(other.seconds, other.gpus)
+                found = other
+                least = cost(other.seconds, other.gpus)
         return found
 
     own = [i for i in floors if setups[i].config.rollout.ahead == config.rollout.ahead]
@@ -211,11 +214,9 @@ def make_proposal(config: Config, setup: Setup) -> Proposal:
 
 def _make_memory_change(setup: Setup, resident: float, server: ServerMemory) -> Change:
     """The flag that bounds the memory of a server on the trainer's GPU, if the run has none."""
-    flags, room, parts = (
-        setup.config.rollout.launch.flags,
-        setup.gpu.memory_gib * GIB,
-        server.memory.parts,
-    )
+    flags = setup.config.rollout.launch.flags
+    room = setup.gpu.memory_gib * GIB
+    parts = server.memory.parts
     spec = load_engine_spec(setup.config.rollout.engine)
     flag, _ = spec.memory_flag
     if flag in {word.partition("=")[0].replace("_", "-") for word in flags}:
@@ -231,7 +232,8 @@ def list_splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Chang
     On one node servers run beside the trainer or share its GPUs, on several they have nodes of
     their own. Servers that run already stay.
     """
-    rollout, per_node = config.rollout, config.cluster.gpus_per_node
+    rollout = config.rollout
+    per_node = config.cluster.gpus_per_node
     if rollout.served and rollout.servers not in ((), "slurm"):
         yield {}
         return
@@ -284,7 +286,8 @@ def find_best_layout(setup: Setup) -> Setup | None:
     the trainer, or of the step if servers share its GPUs. Layouts are tried in the order of their
     bounds, until one is above the best."""
     shared = setup.placement.shared
-    best, least = None, inf
+    best = None
+    least = inf
     for bound, beside, plain in sorted(_list_bounded_layouts(setup), key=itemgetter(0)):
         if bound >= least:
             break
@@ -329,7 +332,8 @@ def _list_bounded_layouts(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
     for layout in list_layouts(setup):
         # Every cut has as many layers in the second of several stages, or more, and in the first of
         # two.
-        stage, whole = int(layout.pp > 2), _replace_layout(setup, setup.config, layout)
+        stage = int(layout.pp > 2)
+        whole = _replace_layout(setup, setup.config, layout)
         if (
             sum(count_persistent_bytes(whole, stage).values())
             > (1.0 - SPARE) * setup.gpu.memory_gib * GIB
@@ -364,7 +368,8 @@ def _bound_rollout_seconds(setup: Setup) -> float:
 def _bound_trainer_seconds(setup: Setup) -> float:
     """The trainer's least seconds, however a layout is cut: those of a mean stage, with the fewest
     waits."""
-    layout, packs = setup.layout, setup.packs
+    layout = setup.layout
+    packs = setup.packs
     if layout.pp == 1:
         return sum(estimate_trainer_phases(setup).values())
     mean = sum(each.update.total for each in estimate_stage_times(setup)) / layout.pp
@@ -398,7 +403,9 @@ def _replace_layout(setup: Setup, run: Config, layout: LayoutConfig) -> Setup:
 
 def list_layouts(setup: Setup) -> Iterator[LayoutConfig]:
     """Layouts of the trainer's ranks that divide the policy, with stages as equal as can be."""
-    shape, ranks, per_node = setup.shape, setup.placement.ranks, setup.config.cluster.gpus_per_node
+    shape = setup.shape
+    ranks = setup.placement.ranks
+    per_node = setup.config.cluster.gpus_per_node
     for tp, cp, pp in product(
         list_divisors(0, per_node, shape.kv_heads), CONTEXT, range(1, shape.num_layers + 1)
     ):

@@ -46,7 +46,9 @@ def estimate_server_memory(setup: Setup, *, resident: float) -> ServerMemory:
         setup: of the run.
         resident: bytes that the trainer leaves on the same GPU while it generates.
     """
-    config, assume, tp = setup.config, setup.assume, min(setup.placement.servers)
+    config = setup.config
+    assume = setup.assume
+    tp = min(setup.placement.servers)
     gpu_bytes = setup.gpu.memory_gib * GIB
     room = max(min(gpu_bytes * assume.server_memory_share, gpu_bytes - resident), 0.0)
     parts = {

@@ -57,11 +57,11 @@ class StepTime:
 def estimate_step_time(setup: Setup, *, concurrency: int) -> StepTime:
     """The time of a step's phases, if a server decodes at most ``concurrency`` completions at
     once."""
-    config, work, packs = setup.config, setup.work, setup.packs
-    rolled, trainer = (
-        estimate_generation(setup, concurrency=concurrency),
-        estimate_trainer_phases(setup),
-    )
+    config = setup.config
+    work = setup.work
+    packs = setup.packs
+    rolled = estimate_generation(setup, concurrency=concurrency)
+    trainer = estimate_trainer_phases(setup)
     phases = _merge_phases(setup, rolled, trainer)
     useful = 3.0 * count_forward_flops(setup)
     passing = sum(trainer[phase] for phase in UPDATE)
@@ -104,10 +104,8 @@ def bound_step_seconds(setup: Setup, *, concurrency: int, training: float | None
             large products.
     """
     if training is None:
-        passes, rate = (
-            2.0 if setup.config.model.lora.rank else 3.0,
-            setup.rate * PRODUCTS * setup.assume.busy_share,
-        )
+        passes = 2.0 if setup.config.model.lora.rank else 3.0
+        rate = setup.rate * PRODUCTS * setup.assume.busy_share
         training = passes * count_forward_flops(setup) / setup.placement.ranks / rate
     rolled = estimate_generation(setup, concurrency=concurrency)
     return _sum_phases(
@@ -117,9 +115,13 @@ def bound_step_seconds(setup: Setup, *, concurrency: int, training: float | None
 
 def estimate_trainer_phases(setup: Setup) -> dict[str, float]:
     """Seconds of a step's phases on the trainer's GPUs."""
-    config, work, through = setup.config, setup.work, estimate_stage_times(setup)
-    packs, stages = setup.packs * work.updates, range(setup.layout.pp)
-    train, passes = find_slowest(each.update for each in through), packs / setup.assume.busy_share
+    config = setup.config
+    work = setup.work
+    through = estimate_stage_times(setup)
+    packs = setup.packs * work.updates
+    stages = range(setup.layout.pp)
+    train = find_slowest(each.update for each in through)
+    passes = packs / setup.assume.busy_share
     forward = _estimate_scoring(setup, through, packs)
     teachers = [
         replace(setup, shape=resolve_shape(teacher)) for teacher in config.loss.distillation.models
@@ -165,7 +167,8 @@ def _estimate_scoring(setup: Setup, stages: Iterable[StageTimes], packs: float) 
 def count_layer_flops(setup: Setup) -> float:
     """FLOPs of a token's forward pass through all layers: two for each weight that it meets, and
     causal attention's products with half of its sequence."""
-    shape, context = setup.shape, setup.work.context
+    shape = setup.shape
+    context = setup.work.context
     of_attention = shape.num_layers // shape.attention_interval
     attention = 2.0 * shape.heads * shape.head_dim * context * of_attention
     return (
@@ -189,11 +192,9 @@ def count_forward_flops(setup: Setup) -> float:
 def _estimate_sync(setup: Setup) -> float:
     """Seconds to bring the weights to all servers, over a node's links, over the network, or by
     disk."""
-    size, rollout, cluster = (
-        count_parameter_kinds(setup.shape).total * setup.width,
-        setup.config.rollout,
-        setup.config.cluster,
-    )
+    size = count_parameter_kinds(setup.shape).total * setup.width
+    rollout = setup.config.rollout
+    cluster = setup.config.cluster
     if rollout.served and rollout.sync.transport == "disk":
         return size / (setup.assume.sync_copy_gb_s * 1e9)
     near = not rollout.served or (cluster.nodes == 1 and not cluster.server_nodes)
@@ -224,13 +225,12 @@ def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
         setup: of the run.
         concurrency: completions that a server holds at once.
     """
-    tp, gpus, rollout = (
-        min(setup.placement.servers),
-        sum(setup.placement.servers),
-        setup.config.rollout,
-    )
+    tp = min(setup.placement.servers)
+    gpus = sum(setup.placement.servers)
+    rollout = setup.config.rollout
     work = setup.work
-    lengths, prompt = setup.lengths, setup.prompt
+    lengths = setup.lengths
+    prompt = setup.prompt
     each = work.completions * tp / gpus
     batch = max(
         min(each, concurrency, rollout.samples_per_prompt * rollout.max_in_flight * gpus), 1.0
@@ -253,7 +253,8 @@ def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
 def _estimate_decoding(setup: Setup, tp: int, completions: float, batch: float) -> float:
     """Seconds of decoding: with a full batch while completions wait, then with those that are
     left."""
-    lengths, prompt = setup.lengths, setup.prompt
+    lengths = setup.lengths
+    prompt = setup.prompt
     waiting = max(completions - batch, 0.0)
     seconds = (
         waiting
@@ -281,7 +282,9 @@ def _estimate_decode_step(setup: Setup, tp: int, active: float, context: float) 
         active: completions in the batch.
         context: their mean length so far, prompts included, tokens.
     """
-    shape, assume, weights = setup.shape, setup.assume, count_parameter_kinds(setup.shape)
+    shape = setup.shape
+    assume = setup.assume
+    weights = count_parameter_kinds(setup.shape)
     unread = 0.0
     if shape.experts:  # those that no token of the batch goes to
         unread = (weights.total - weights.active) * (

@@ -62,7 +62,8 @@ def assign_gpus(config: Config, shape: PolicyShape) -> Placement:
             not fit a node.
     """
     check_layout(shape, config.layout)
-    cluster, rollout = config.cluster, config.rollout
+    cluster = config.cluster
+    rollout = config.rollout
     actors = cluster.nodes * cluster.gpus_per_node
     extra = cluster.server_nodes * cluster.gpus_per_node
     shared = not rollout.served or rollout.colocated
@@ -78,7 +79,8 @@ def assign_gpus(config: Config, shape: PolicyShape) -> Placement:
             problem,
             "Lower it, or raise cluster.nodes",
         )
-    layout, ranks = config.layout, actors - beside
+    layout = config.layout
+    ranks = actors - beside
     model = layout.tp * layout.pp * layout.cp
     dp = layout.dp or ranks // model
     if model * dp != ranks or not dp:
@@ -99,7 +101,8 @@ def assign_gpus(config: Config, shape: PolicyShape) -> Placement:
 def _list_server_sizes(config: Config, shape: PolicyShape) -> tuple[int, ...]:
     """Tensor-parallel ranks of each server. On Slurm, each server node has as many servers as
     fit."""
-    rollout, cluster = config.rollout, config.cluster
+    rollout = config.rollout
+    cluster = config.cluster
     if not rollout.served:
         return ()
     tp = rollout.launch.tp if isinstance(rollout.launch.tp, int) else rollout.launch.tp[0]
@@ -237,8 +240,12 @@ class Setup:
     @cached_property
     def work(self) -> Work:
         """The work of a step, on average over the run."""
-        config, assume, mean, prompt = self.config, self.assume, self.lengths.mean, self.prompt
-        steps, samples = config.run.steps, config.rollout.samples_per_prompt
+        config = self.config
+        assume = self.assume
+        mean = self.lengths.mean
+        prompt = self.prompt
+        steps = config.run.steps
+        samples = config.rollout.samples_per_prompt
         schedules = {config.pruning.prompts.schedule, config.pruning.completions.schedule}
         constant = {schedule.shape for schedule in schedules} == {"constant"} and not any(
             s.off_last for s in schedules
@@ -248,7 +255,8 @@ class Setup:
         )  # a thousand steps show the schedules of a million
         shares = [_compute_shares(config, step, assume) for step in range(0, steps, every)]
         prompts, kept = (sum(values) / len(shares) for values in zip(*shares, strict=True))
-        completions, alone = prompts * samples, kept * samples * (prompt + mean)
+        completions = prompts * samples
+        alone = kept * samples * (prompt + mean)
         shared = _count_shared_prompts(self, prompts, kept * samples) * prompt
         pairs = alone * (prompt + self.lengths.token_weighted_mean) - shared * prompt
         return Work(
@@ -268,8 +276,12 @@ class Setup:
     def packs(self) -> int:
         """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the
         pipeline; sequences longer than half a pack are in packs of their own."""
-        config, layout, work = self.config, self.layout, self.work
-        tokens, replicas, most = work.trained / work.updates, layout.dp or 1, config.pack.max_tokens
+        config = self.config
+        layout = self.layout
+        work = self.work
+        tokens = work.trained / work.updates
+        replicas = layout.dp or 1
+        most = config.pack.max_tokens
         sequences = work.kept / work.updates / replicas
         full = ceil(tokens / (replicas * most * self.assume.pack_fill))
         alone = ceil(sequences * self.lengths.compute_tail_fraction(most / 2 - self.prompt))
@@ -280,7 +292,9 @@ class Setup:
     def mean_pack(self) -> MeanPack:
         """The pack of which ``packs`` makes an update. Its capacity is what its
         tokens, or the longest sequence, need."""
-        config, layout, work = self.config, self.layout, self.work
+        config = self.config
+        layout = self.layout
+        work = self.work
         share = 1.0 / (work.updates * (layout.dp or 1) * self.packs)
         multiple = compute_capacity_multiple(layout, config.pack.max_tokens, cuda=True)
         longest = self.prompt + self.lengths.limit
@@ -326,7 +340,9 @@ def _compute_shares(config: Config, step: int, assume: Assumptions) -> tuple[flo
     Without a KL term, groups of equal reward have no gradient: they are not trained on, whatever
     the rule.
     """
-    pruning, total, window = config.pruning, config.run.steps, float(compute_window_size(config))
+    pruning = config.pruning
+    total = config.run.steps
+    window = float(compute_window_size(config))
     keep = scheduled_keep(pruning.prompts.keep, pruning.prompts.schedule, step, total)
     threshold = 1.0 - assume.low_share
     estimator = ESTIMATORS.get(resolve_objective(config.loss).advantage)
@@ -335,11 +351,14 @@ def _compute_shares(config: Config, step: int, assume: Assumptions) -> tuple[flo
     live = assume.mixed_share if equal_idle and rewards_alone else 1.0
     match pruning.prompts.named:
         case "dynamic_sampling":
-            rolled, usable, live = window / assume.mixed_share, window, 1.0
+            rolled = window / assume.mixed_share
+            usable = window
+            live = 1.0
         case "greso":
             refilled = pruning.refill == "prompts"
             rolled = window if refilled else window * assume.mixed_share
-            usable, live = rolled, 1.0
+            usable = rolled
+            live = 1.0
         case "threshold":
             rolled = usable = window * (threshold + assume.low_share * keep)
         case rule:

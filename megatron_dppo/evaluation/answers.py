@@ -31,7 +31,9 @@ from megatron_dppo.process.files import (
     replace_text,
 )
 
-ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
+ANSWERS = "answers.jsonl"
+SETTINGS = "evaluation.json"
+SCORES = "scores.json"
 PROBLEMS = "problems"
 """The setting that has an entry for each benchmark."""
 AnswerRow = Mapping[str, Any]
@@ -217,10 +219,12 @@ def _parse_rows(lines: BinaryIO, setting: str) -> list[AnswerRow]:
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Compare the settings with those that the folder was begun with, and write down both
     benchmarks' problems."""
-    file, now = folder / SETTINGS, json.loads(json.dumps(settings))
+    file = folder / SETTINGS
+    now = json.loads(json.dumps(settings))
     begun = _read_settings(folder, file) if file.exists() else {}
     if begun:
-        before, ours = begun.pop(PROBLEMS, None) or {}, now.pop(PROBLEMS, None) or {}
+        before = begun.pop(PROBLEMS, None) or {}
+        ours = now.pop(PROBLEMS, None) or {}
         pairs = [(key, begun.get(key), now.get(key)) for key in {**begun, **now}]
         pairs += [
             (f"the problems of {name}", before[name], ours[name]) for name in before if name in ours

@@ -25,7 +25,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.math.completion import extract_marked_answer
 
 SETTING = "eval.benchmarks"
-PROBLEM, ANSWER = "problem", "answer"
+PROBLEM = "problem"
+ANSWER = "answer"
 FOLDER = "MEGATRON_DPPO_BENCHMARKS"
 """Environment variable with the folder of the benchmarks' files, where ``eval.folder`` names
 none."""
@@ -124,7 +125,8 @@ def list_sources(config: Config) -> list[EvalSource]:
         if source.name in TAKEN and (
             source.name or isinstance(of, dict) or source.setting == SETTING
         ):
-            problem, remedy = "is what another metric is called", "Give that file another name"
+            problem = "is what another metric is called"
+            remedy = "Give that file another name"
             raise UserError(source.setting, source.name, problem, remedy)
         if source.display_name in [other.display_name for other in found[:number]]:
             raise UserError(

@@ -184,7 +184,9 @@ class Evaluator:
     """
 
     def __init__(self, config: Config, world: World, collectors: Mapping[str, Collector]) -> None:
-        self._config, self._world, self._collectors = config, world, collectors
+        self._config = config
+        self._world = world
+        self._collectors = collectors
         self._seed = derive_engine_seed(config.run.seed, 0, Purpose.EVALUATION)
 
     def generate_answers(

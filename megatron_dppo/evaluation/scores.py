@@ -167,7 +167,8 @@ def format_table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> l
         cells = [of["avg@k"], *([of["pass@k"][most], of["majority"]] if samples > 1 else [])]
         shares = "  ".join(f"{_format_interval(cell):<19}" for cell in cells)
         unscored = f"  {of['unscored']} unscored" if of["unscored"] else ""
-        length, cut_off = of["mean_length"]["value"], _format_percent(of["truncated"]["value"])
+        length = of["mean_length"]["value"]
+        cut_off = _format_percent(of["truncated"]["value"])
         reward = "-" if of["mean_reward"]["value"] is None else f"{of['mean_reward']['value']:.3f}"
         figures = f"{shares}  {reward:>6}  {length:>6.0f}  {cut_off:>6}%"
         lines.append(f"{name:<{width}}  {of['problems']:>8}  {figures}{unscored}")
@@ -187,7 +188,8 @@ def compare(
     Raises:
         UserError: if they share no problem, or a problem's label differs.
     """
-    mine, theirs = group_by_benchmark(rows), group_by_benchmark(baseline_rows)
+    mine = group_by_benchmark(rows)
+    theirs = group_by_benchmark(baseline_rows)
     lines = [f"against {baseline_name}, paired by problem: points of avg@k [95% interval]"]
     width = max(map(len, mine))
     for name in mine:

@@ -185,7 +185,9 @@ class PrunedGRPOTrainer(GRPOTrainer):
             self._drawn_at != self.state.global_step
             or self._passed == self.current_gradient_accumulation_steps
         ):
-            self._drawn_at, self._draws, self._passed = self.state.global_step, 0, 0
+            self._drawn_at = self.state.global_step
+            self._draws = 0
+            self._passed = 0
         if not self._pruned:
             position = self._step % self.args.steps_per_generation
             left = self.current_gradient_accumulation_steps - self._passed
@@ -226,10 +228,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
     def _draw_weights(self) -> list[float]:
         """[completions of all ranks], weights; 0 for those that are not trained on. All ranks have
         those of rank 0."""
-        candidates, seed = (
-            self._candidates,
-            (self.pruning.seed, self.state.global_step, self._draws),
-        )
+        candidates = self._candidates
+        seed = (self.pruning.seed, self.state.global_step, self._draws)
         (mask, weights), inclusion = prune_candidates(
             candidates,
             self.pruning.budget,
@@ -238,7 +238,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
             seed=seed,
         )
         self._draws += 1
-        squares, live = candidates.score**2, inclusion > 0.0
+        squares = candidates.score**2
+        live = inclusion > 0.0
         noise = (
             (squares[live] / inclusion[live]).sum() / squares[live].sum()
             if squares[live].any()
@@ -277,7 +278,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
     def _balance_rows(self, rows: list[Row]) -> tuple[list[Row], int]:
         """Move rows between ranks until their numbers differ by at most one; and the largest number
         of a rank."""
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        rank = self.accelerator.process_index
+        ranks = self.accelerator.num_processes
         counts = self.accelerator.gather(
             torch.tensor([len(rows)], device=self.accelerator.device)
         ).tolist()
@@ -301,10 +303,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
         }
         batch = {}
         for name in rows[0].inputs.keys() & fill.keys():
-            values, side = (
-                [row.inputs[name] for row in rows],
-                "left" if name.startswith("prompt") else "right",
-            )
+            values = [row.inputs[name] for row in rows]
+            side = "left" if name.startswith("prompt") else "right"
             whole = max(map(len, values)) > 1  # [1] is of the completion, not of a token
             batch[name] = pad(values, fill[name], side, self.pad_to_multiple_of if whole else None)
         advantages = torch.stack([row.inputs["advantages"] for row in rows])
@@ -367,7 +367,8 @@ class _RowCoefficient(float):
 
 
 def _check_loss_terms(trainer: Any) -> None:
-    args, known = trainer.args, DIVIDED_BY_ROWS | DIVIDED_BY_TOKENS
+    args = trainer.args
+    known = DIVIDED_BY_ROWS | DIVIDED_BY_TOKENS
     own = "divides by each micro-batch's own number of tokens"
     for setting, value, biased, problem, remedy in (
         (

@@ -99,7 +99,8 @@ def draw_rows(
         ranks: data-parallel size of the actor.
         step: seeds of the draw.
     """
-    actor, samples = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    actor = config.actor_rollout_ref.actor
+    samples = config.actor_rollout_ref.rollout.n
     aggregation = (
         "seq-mean-token-mean" if actor.policy_loss.loss_mode == "sapo" else actor.loss_agg_mode
     )
@@ -175,18 +176,17 @@ def read_pruning_settings(config: DictConfig) -> Pruning:
         UserError: a setting of ``pruning`` is wrong, or one of verl's makes the
             gradient of a pruned batch biased.
     """
-    given, known = dict(config.get("pruning") or {}), [field.name for field in fields(Pruning)]
+    given = dict(config.get("pruning") or {})
+    known = [field.name for field in fields(Pruning)]
     for name in given:
         if name not in known:
             raise UserError(
                 f"pruning.{name}", given[name], "is no setting", f"Choose from {', '.join(known)}"
             )
     pruning = Pruning(**given)
-    actor, algorithm, model = (
-        config.actor_rollout_ref.actor,
-        config.algorithm,
-        config.actor_rollout_ref.model,
-    )
+    actor = config.actor_rollout_ref.actor
+    algorithm = config.algorithm
+    model = config.actor_rollout_ref.model
     mode = actor.policy_loss.loss_mode
     corrections = [
         section.get("rollout_correction") or {} for section in (algorithm, actor.policy_loss)
@@ -278,7 +278,8 @@ class PrunedTrainer(PPOTrainer):
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=names
         )
-        groups, advantages = data.pop("uid").tolist(), data["advantages"].unbind()
+        groups = data.pop("uid").tolist()
+        advantages = data["advantages"].unbind()
         padded = data.to_padded_tensor()
         rows = Rows(
             groups,
@@ -288,7 +289,8 @@ class PrunedTrainer(PPOTrainer):
             padded["advantages"],
             padded["old_log_probs"],
         )
-        workers, step = self.actor_rollout_wg, [self.global_steps, self.local_trigger_step]
+        workers = self.actor_rollout_wg
+        step = [self.global_steps, self.local_trigger_step]
         drawn = draw_rows(rows, self.config, self.pruning, ranks=_count_ranks(workers), step=step)
         metrics.update(drawn.metrics)
         sent = batch.select_keys([batch.keys[row] for row in drawn.order])

@@ -147,7 +147,8 @@ def main(wait_s: float = WAIT_S) -> int:
     hosts = (
         rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     )  # torchrun has a store there
-    host, limit = told["MASTER_ADDR"], timedelta(seconds=wait_s)
+    host = told["MASTER_ADDR"]
+    limit = timedelta(seconds=wait_s)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
         store = dist.TCPStore(

@@ -111,7 +111,8 @@ def count_ranks_per_node(config: Config) -> int:
     Raises:
         UserError: none are left.
     """
-    cluster, reserved = config.cluster, count_reserved_gpus(config.rollout)
+    cluster = config.cluster
+    reserved = count_reserved_gpus(config.rollout)
     left = cluster.gpus_per_node - reserved
     if left < 1 or (reserved and cluster.nodes > 1):
         problem = (
@@ -129,7 +130,8 @@ def count_servers_per_node(config: Config) -> int:
     Raises:
         UserError: for not a single one.
     """
-    gpus, tp = config.cluster.gpus_per_node, config.rollout.launch.tp
+    gpus = config.cluster.gpus_per_node
+    tp = config.rollout.launch.tp
     if not isinstance(tp, int) or tp > gpus:
         problem = f"a server has to have {tp} GPUs on one node, which has {gpus}"
         raise UserError(
@@ -223,7 +225,8 @@ def _add_to_slurm(run: Any, experiment: Any, config: Config, words: Sequence[str
     servers = _make_slurm_executor(
         run, config, words, cluster.server_nodes, count_servers_per_node(config)
     )
-    actors.heterogeneous, actors.het_group_indices = True, [0, 1]
+    actors.heterogeneous = True
+    actors.het_group_indices = [0, 1]
     experiment.add(
         [job, job], executor=[actors, servers], name="train"
     )  # it wants a task for each component

@@ -222,7 +222,8 @@ class FirstFailure:
     """
 
     def __init__(self, marker: Path) -> None:
-        self._marker, self._start = marker, time.time()
+        self._marker = marker
+        self._start = time.time()
         self._said: list[str] = []
 
     def report(self, text: str) -> None:

@@ -125,7 +125,9 @@ def _is_alone() -> bool:
 def _report_exits(failure: FirstFailure) -> Iterator[None]:
     """Within it ``os._exit`` in this process, by whatever code, is reported as a crash. Forked
     copies keep theirs."""
-    rank, leave, said = os.getpid(), os._exit, lifetime.exit_now
+    rank = os.getpid()
+    leave = os._exit
+    said = lifetime.exit_now
 
     def end(code: int, text: str) -> NoReturn:
         code = failure.claim(code, text)
@@ -139,11 +141,13 @@ def _report_exits(failure: FirstFailure) -> Iterator[None]:
         stack = "".join(traceback.format_stack(sys._getframe(1))).rstrip()
         end(1, f"{_name()} was ended by os._exit({status}), called at:\n{stack}")
 
-    os._exit, lifetime.exit_now = report, end
+    os._exit = report
+    lifetime.exit_now = end
     try:
         yield
     finally:
-        os._exit, lifetime.exit_now = leave, said
+        os._exit = leave
+        lifetime.exit_now = said
 
 
 def set_environment(config: Config) -> None:
@@ -188,15 +192,18 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
     elif isinstance(error, OSError):
         error = _convert_disk_error(config, error) or error
     if isinstance(error, UserError):
-        code, text = 2, format_error(error)
+        code = 2
+        text = format_error(error)
     elif isinstance(error, lifetime.StoppedError):
-        code, text = lifetime.SAVED, str(error)
+        code = lifetime.SAVED
+        text = str(error)
     else:
         hint = ""
         if has_lost_contact(error):
             failure.wait(HOLD_BACK_S)
             hint = ", perhaps because another rank had ended"
-        code, text = 1, f"{_name()} crashed{hint}:\n{traceback.format_exc().rstrip()}"
+        code = 1
+        text = f"{_name()} crashed{hint}:\n{traceback.format_exc().rstrip()}"
     return failure.claim(code, text)
 
 

@@ -122,7 +122,8 @@ def count_ranks(layout: LayoutConfig, *, reserved: int = 0) -> int:
         UserError: if this machine has no GPU, and ranks and servers are more than
             ``MOST_WITHOUT_GPUS``.
     """
-    least, gpus = layout.min_ranks, count_gpus()
+    least = layout.min_ranks
+    gpus = count_gpus()
     ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max(
         (gpus - reserved) // least, 1
     )
@@ -161,7 +162,8 @@ def start_ranks(
         this process.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-") as folder:
-        marker, settings = Path(folder, "failure"), Path(folder, "config.yaml")
+        marker = Path(folder, "failure")
+        settings = Path(folder, "config.yaml")
         settings.write_text(as_yaml(config), encoding="utf-8")
         command = [
             sys.executable,
@@ -189,7 +191,8 @@ def _print_resume_hint(job: str, config: Config) -> None:
     if job != "train":
         return
     checkpoints = Path(config.run.dir) / "checkpoints"
-    step, every = find_latest_step(checkpoints), config.run.checkpoint_every
+    step = find_latest_step(checkpoints)
+    every = config.run.checkpoint_every
     if step is None:
         kept = (
             f"before its first checkpoint (run.checkpoint_every = {every}): the same command "
@@ -283,7 +286,8 @@ def _with_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[st
     return {**environ, HOSTS: ",".join(f"node{number}" for number in range(nodes))}
 
 
-FIRST_PORT, PORTS = 20000, 20000
+FIRST_PORT = 20000
+PORTS = 20000
 
 
 def is_srun_task(environ: Mapping[str, str]) -> bool:
@@ -304,7 +308,8 @@ def build_torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
     Rank 0 runs on the first node of the step. The port is a function of the job and the step, so
     that two jobs on one node use different ports.
     """
-    job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
+    job = int(environ["SLURM_JOB_ID"])
+    step = int(environ.get("SLURM_STEP_ID", "0"))
     ours = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],

@@ -100,7 +100,8 @@ class Policy:
         *,
         temperature: float,
     ) -> None:
-        self.world, self.shape = world, shape
+        self.world = world
+        self.shape = shape
         self.chunks = build_policy(shape, model, layout, temperature=temperature)
         """The bare model, one for each virtual pipeline stage."""
         check_attention(shape, model, layout, training=self.trained)
@@ -221,7 +222,8 @@ class Policy:
 
         if self.routing:
             self.routing.clear()
-        interleaved, layout = len(self.modules) > 1, self.world.layout
+        interleaved = len(self.modules) > 1
+        layout = self.world.layout
         if interleaved:
             self.config.microbatch_group_size_per_vp_stage = count_interleaved_packs(
                 len(packs), layout.pp

@@ -22,7 +22,8 @@ from torch.nn import functional
 def with_delta_net(layer: Any) -> ModuleSpec:
     """A layer with attention, with a gated delta network in its place."""
     made = deepcopy(layer)
-    parts, linear = made.submodules, layer.submodules.self_attention.submodules
+    parts = made.submodules
+    linear = layer.submodules.self_attention.submodules
     parts.self_attention = ModuleSpec(
         module=DeltaNet,
         submodules=GatedDeltaNetSubmodules(

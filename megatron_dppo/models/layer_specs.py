@@ -276,7 +276,8 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.eps, self._zero_centred = eps, config.layernorm_zero_centered_gamma
+        self.eps = eps
+        self._zero_centred = config.layernorm_zero_centered_gamma
         here = (
             torch.cuda.current_device()
         )  # the CPU where there is no CUDA: see parallel/without_cuda.py

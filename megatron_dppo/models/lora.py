@@ -77,14 +77,16 @@ class LayerAdapters(torch.nn.ModuleDict):
         expert: bool,
     ) -> None:
         super().__init__()
-        self._row_parallel, self._expert = row.split is Split.ROW, expert
+        self._row_parallel = row.split is Split.ROW
+        self._expert = expert
         self._group = (
             parallel_state.get_expert_tensor_parallel_group()
             if expert
             else parallel_state.get_tensor_model_parallel_group()
         )
         self._sequence_parallel = config.sequence_parallel
-        self._rank, self._scale = lora.rank, lora.scale
+        self._rank = lora.rank
+        self._scale = lora.scale
         ranks = self._group.size()
         self._blocks = shape.kv_heads // ranks if row.split in (Split.QKV, Split.GATED_QKV) else 1
         self._gated = shape.head_dim if row.split is Split.GATED_QKV else 0
@@ -108,10 +110,8 @@ class LayerAdapters(torch.nn.ModuleDict):
         which ranks."""
         whole, cut = (adapter.b, adapter.a) if self._row_parallel else (adapter.a, adapter.b)
         for parameter in (whole, cut):
-            parameter.partition_dim, parameter.partition_stride = (
-                1 if parameter is adapter.a else 0,
-                1,
-            )
+            parameter.partition_dim = 1 if parameter is adapter.a else 0
+            parameter.partition_stride = 1
             parameter.tensor_model_parallel = self._expert or parameter is cut
             parameter.allreduce = not self._expert
         if self._expert:
@@ -216,7 +216,8 @@ def add_adapters(
         made = [LayerAdapters(row, shape, settings, config, expert=expert) for _ in range(count)]
         layer.add_module(NAME, GroupedAdapters(made) if grouped else made[0])
         layer.register_forward_hook(_add)
-    embedding, decoder = getattr(chunk, "embedding", None), chunk.get_submodule("decoder")
+    embedding = getattr(chunk, "embedding", None)
+    decoder = chunk.get_submodule("decoder")
     if embedding is not None and config.recompute_granularity is not None:
         embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     if chunk.post_process:

@@ -164,7 +164,8 @@ class OffloadedState:
         self._optimizers: list[torch.optim.Optimizer] = [
             part.optimizer for part in list_optimizers(optimizer)
         ]
-        self._weights, self._device = list(weights), device
+        self._weights = list(weights)
+        self._device = device
         self._offsets, size = compute_offsets(self._tensors())
         # No forked process has it: the device would go on writing into what the writer of a
         # checkpoint reads. Megatron copies before the fork what a checkpoint takes of it, since a

@@ -122,7 +122,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of a policy. Kernels that need CUDA or Transformer Engine are on
     where these are."""
-    spec, cuda, dtype = choose_spec(model), torch.cuda.is_available(), model.torch_dtype
+    spec = choose_spec(model)
+    cuda = torch.cuda.is_available()
+    dtype = model.torch_dtype
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
@@ -372,7 +374,8 @@ class PolicyModel(GPTModel):
             share = (share or self._compute_share(packed_seq_params, predictors)).to(
                 input_ids.device
             )
-            input_ids, position_ids = input_ids[:, share.held], position_ids[:, share.held]
+            input_ids = input_ids[:, share.held]
+            position_ids = position_ids[:, share.held]
         else:
             share = None
         hidden = self._compute_hidden(input_ids, position_ids, packed_seq_params)
@@ -391,7 +394,8 @@ class PolicyModel(GPTModel):
         return gather_responses(part, share.mine, len(targets), self.pg_collection.cp).present
 
     def _compute_share(self, packed: PackedSeqParams, predictors: torch.Tensor | None) -> PackShare:
-        group, nothing = self.pg_collection.cp, torch.empty(0, dtype=torch.int64)
+        group = self.pg_collection.cp
+        nothing = torch.empty(0, dtype=torch.int64)
         asked = nothing if predictors is None else predictors.cpu()
         return compute_share(packed.cu_seqlens_q.diff().tolist(), asked, group.rank(), group.size())
 

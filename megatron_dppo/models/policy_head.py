@@ -121,7 +121,8 @@ class _Score(torch.autograd.Function):
         peak = torch.full((len(targets),), LOWEST, device=hidden.device)
         sums = torch.zeros((3, len(targets)), device=hidden.device)
         passes = _select_kernels(hidden.is_cuda)
-        types, logits = [torch.float32] * passes.BUFFERS, None
+        types = [torch.float32] * passes.BUFFERS
+        logits = None
         for chunk, buffers in split_positions(len(targets), rows, types, chunk_mib, hidden.device):
             logits = buffers[0]
             compute_logits(hidden[chunk], weight[:rows], out=logits)
@@ -132,7 +133,9 @@ class _Score(torch.autograd.Function):
         logprobs = (at_target - peak) - total.log()
         entropy = total.log() - cross / total
         ctx.save_for_backward(hidden, weight, targets, peak + total.log())
-        ctx.rows, ctx.temperature, ctx.chunk_mib = rows, temperature, chunk_mib
+        ctx.rows = rows
+        ctx.temperature = temperature
+        ctx.chunk_mib = chunk_mib
         # With a buffer beside the logits, ``compute_summary`` overwrites them.
         keeps = passes.BUFFERS == 1 and ctx.needs_input_grad[0]
         fits = len(targets) <= _compute_chunk_size(rows, gradient_types(weight), chunk_mib)
@@ -143,7 +146,8 @@ class _Score(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, *_ = ctx.saved_tensors
-        hidden_grad, weight_grad = torch.zeros_like(hidden), get_main_grad(ctx, weight)
+        hidden_grad = torch.zeros_like(hidden)
+        weight_grad = get_main_grad(ctx, weight)
         _add_gradients(ctx, grad.contiguous(), hidden_grad, weight_grad)
         return hidden_grad, get_autograd_gradient(weight, weight_grad), None, None, None, None, None
 
@@ -152,11 +156,9 @@ def _add_gradients(
     ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor | None
 ) -> None:
     hidden, weight, targets, normaliser = ctx.saved_tensors
-    passes, vocabulary, types = (
-        _select_kernels(hidden.is_cuda),
-        weight[: ctx.rows],
-        gradient_types(weight),
-    )
+    passes = _select_kernels(hidden.is_cuda)
+    vocabulary = weight[: ctx.rows]
+    types = gradient_types(weight)
     kept, ctx.logits = (
         () if ctx.logits is None else (ctx.logits,),
         None,
@@ -165,7 +167,8 @@ def _add_gradients(
         len(targets), ctx.rows, types[len(kept) :], ctx.chunk_mib, hidden.device
     ):
         buffers = kept + made
-        logits, slope = buffers[0], buffers[-1]
+        logits = buffers[0]
+        slope = buffers[-1]
         if not kept:
             compute_logits(hidden[chunk], vocabulary, out=logits)
         passes.compute_logit_gradient(
@@ -268,7 +271,8 @@ def compute_logits(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Te
     if _supports_fp32_output(vocabulary):
         torch.mm(hidden, vocabulary.t(), out_dtype=torch.float32, out=out)
         return
-    wide, size = hidden.float(), _count_converted_rows(vocabulary)
+    wide = hidden.float()
+    size = _count_converted_rows(vocabulary)
     for part, block in zip(out.split(size, dim=1), vocabulary.split(size), strict=True):
         torch.mm(wide, block.float().t(), out=part)
 
@@ -280,10 +284,8 @@ def compute_hidden_gradient(
     if _supports_fp32_output(vocabulary):
         torch.mm(logit_gradient, vocabulary, out=out)
         return
-    total, size = (
-        logit_gradient.new_zeros((len(logit_gradient), vocabulary.shape[1])),
-        _count_converted_rows(vocabulary),
-    )
+    total = logit_gradient.new_zeros((len(logit_gradient), vocabulary.shape[1]))
+    size = _count_converted_rows(vocabulary)
     for part, block in zip(logit_gradient.split(size, dim=1), vocabulary.split(size), strict=True):
         total.addmm_(part, block.float())
     out.copy_(total)

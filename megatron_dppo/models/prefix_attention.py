@@ -338,16 +338,15 @@ class _TreeAttention(torch.autograd.Function):
         rounds: Sequence[AttentionRound],
         scale: float,
     ) -> torch.Tensor:
-        kernel, own = select_kernel(query), rounds[0]
+        kernel = select_kernel(query)
+        own = rounds[0]
         out, total = kernel.forward((query, own.key_rows(key), own.key_rows(value)), own, scale)
         out = out.to(total.dtype)
         for each in rounds[1:]:
             read = each.query_rows(query), each.key_rows(key), each.key_rows(value)
             part, more = kernel.forward(read, each, scale)
-            before, rows = (
-                each.query_rows(total),
-                slice(None) if each.queries is None else each.queries,
-            )
+            before = each.query_rows(total)
+            rows = slice(None) if each.queries is None else each.queries
             after = torch.logaddexp(before, more)
             out[rows] = (
                 each.query_rows(out) * (before - after).exp()[..., None]
@@ -356,7 +355,8 @@ class _TreeAttention(torch.autograd.Function):
             total[rows] = after
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, total)
-        ctx.rounds, ctx.scale = rounds, scale
+        ctx.rounds = rounds
+        ctx.scale = scale
         return out
 
     @staticmethod

@@ -58,13 +58,15 @@ class RouterReplay:
             target: [t, k], the experts of this rank's tokens; None: the router chooses.
             recompute: whether the layer runs a second time, in the backward pass.
         """
-        self._in_pass, self._target = True, target
+        self._in_pass = True
+        self._target = target
         if recompute:
             self._again.append(target)
 
     def exit(self) -> None:
         """It has ended: whatever is asked now is a layer's second run."""
-        self._in_pass, self._target = False, None
+        self._in_pass = False
+        self._target = None
 
     def clear(self) -> None:
         self._again.clear()
@@ -161,7 +163,8 @@ class RoutingReplay:
         return values
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        tensor, device = torch.from_numpy(np.ascontiguousarray(array)), self._world.device
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        device = self._world.device
         return (
             tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
         )
@@ -183,7 +186,8 @@ class ExpertLoad:
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> None:
-        self._world, self._ep = world, world.layout.ep
+        self._world = world
+        self._ep = world.layout.ep
         self._counts = torch.zeros(
             shape.num_layers, shape.experts, dtype=torch.int64, device=world.device
         )
@@ -209,7 +213,8 @@ class ExpertLoad:
 
     def take(self) -> torch.Tensor:
         """This rank's counts since the last call, [layers, experts] int64 on the device."""
-        counts, self._counts = self._counts, torch.zeros_like(self._counts)
+        counts = self._counts
+        self._counts = torch.zeros_like(self._counts)
         return counts
 
     def compute_metrics(self, counts: torch.Tensor) -> dict[str, float]:

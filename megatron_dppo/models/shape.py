@@ -131,7 +131,8 @@ class PolicyShape:
 
     def as_config(self) -> dict[str, Any]:
         """The part of a config.json that :func:`read_shape` reads."""
-        family, scaling = self.family, self.rope_scaling
+        family = self.family
+        scaling = self.rope_scaling
         return {
             "architectures": [self.architecture],
             "model_type": family.model_type,
@@ -250,7 +251,9 @@ def _check_sizes(shape: PolicyShape) -> None:
     Raises:
         ValueError: a size does not fit another one.
     """
-    fraction, chosen, keys = shape.rotary_fraction, shape.experts_per_token, shape.delta_keys
+    fraction = shape.rotary_fraction
+    chosen = shape.experts_per_token
+    keys = shape.delta_keys
     turned = math.ceil(int(fraction * shape.head_dim) / 2) * 2  # frequencies turn pairs
     for fits, problem in (
         (
@@ -293,7 +296,8 @@ def _parse_count(config: dict[str, Any], key: str) -> int:
 
 
 def _parse_number(key: str, value: Any) -> float:
-    least, most = LEAST.get(key, FP32[0]), FP32[1]
+    least = LEAST.get(key, FP32[0])
+    most = FP32[1]
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(
             f"{key} = {json.dumps(value):.60}, which is no number from {least:.3g} to {most:.3g}"
@@ -480,10 +484,8 @@ def _check_experts(shape: PolicyShape, layout: LayoutConfig) -> None:
             "layout.ep", layout.ep, problem, f"set it to one of {_list_divisors(shape.experts)}"
         )
     if shape.ffn % layout.expert_tp:
-        name, problem = (
-            "etp" if layout.etp else "tp",
-            f"does not divide the {shape.ffn} units of an expert",
-        )
+        name = "etp" if layout.etp else "tp"
+        problem = f"does not divide the {shape.ffn} units of an expert"
         remedy = f"set layout.etp to one of {_list_divisors(shape.ffn)}"
         raise UserError(f"layout.{name}", layout.expert_tp, problem, remedy)
     ranks = layout.expert_tp * layout.ep

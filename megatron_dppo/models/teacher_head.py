@@ -118,14 +118,13 @@ class _Divergence(torch.autograd.Function):
         chunk_mib: int,
     ) -> torch.Tensor:
         reverse = teacher.direction == "reverse"
-        ctx.rows, ctx.temperature, ctx.chunk_mib, ctx.reverse = (
-            rows,
-            temperature,
-            chunk_mib,
-            reverse,
-        )
+        ctx.rows = rows
+        ctx.temperature = temperature
+        ctx.chunk_mib = chunk_mib
+        ctx.reverse = reverse
         peaks = torch.full((2, len(hidden)), LOWEST, device=hidden.device)
-        totals, cross = torch.zeros_like(peaks), torch.zeros_like(peaks[0])
+        totals = torch.zeros_like(peaks)
+        cross = torch.zeros_like(peaks[0])
         for chunk, (own, other, spare) in _iterate_logits(
             ctx, hidden, weight, *teacher[:2], [torch.float32]
         ):
@@ -148,8 +147,10 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, teacher_hidden, teacher_weight, normalisers, divergence = ctx.saved_tensors
-        hidden_grad, weight_grad = torch.zeros_like(hidden), get_main_grad(ctx, weight)
-        more, scale = gradient_types(weight), grad / ctx.temperature
+        hidden_grad = torch.zeros_like(hidden)
+        weight_grad = get_main_grad(ctx, weight)
+        more = gradient_types(weight)
+        scale = grad / ctx.temperature
         for chunk, (own, other, *spare) in _iterate_logits(
             ctx, hidden, weight, teacher_hidden, teacher_weight, more
         ):

@@ -150,7 +150,9 @@ class Console:
         if not self._out.is_terminal:
             shares = {name: part / total for name, part in parts.items() if part >= 0.01 * total}
             return Text("  ".join(f"{name} {share:.0%}" for name, share in shares.items()))
-        bar, edge, drawn = Text(), 0.0, 0
+        bar = Text()
+        edge = 0.0
+        drawn = 0
         for name, part in parts.items():
             edge += part / total * BAR
             bar.append("█" * (round(edge) - drawn), style=get_colour(f"phase-{name}"))
@@ -210,7 +212,8 @@ class LengthGate:
             outside = "fell"
         elif now > before * self._bound or cut > cut_before + TRUNCATED:
             outside = "rose"
-        crossed, self._outside = outside not in ("", self._outside), outside
+        crossed = outside not in ("", self._outside)
+        self._outside = outside
         if not crossed:
             return None
         return (

@@ -39,7 +39,8 @@ Row = Mapping[str, float]
 STATE = "loggers.json"
 PROJECT = "megatron_dppo"
 """Project of the three, unless their own variable names another."""
-_PARAMETERS_AT_ONCE, _LONGEST_PARAMETER = 100, 6000
+_PARAMETERS_AT_ONCE = 100
+_LONGEST_PARAMETER = 6000
 """Most that MLflow takes."""
 
 
@@ -74,7 +75,9 @@ class _WeightsAndBiases:
     """
 
     def __init__(self, run: str, log: Any, failed: Mapping[str, int]) -> None:
-        self.run, self._log, self._failed = run, log, failed
+        self.run = run
+        self._log = log
+        self._failed = failed
 
     def write(self, step: int, row: Row) -> None:
         self._log.log(dict(row), step=step)
@@ -215,7 +218,8 @@ class Loggers:
         log: Callable[[str], None],
     ) -> None:
         check_loggers(names)
-        self._file, self._say = folder / STATE, log
+        self._file = folder / STATE
+        self._say = log
         self._events = _open_tensorboard(folder, resume_step) if "tensorboard" in names else None
         if resume_step <= 0:
             self._file.unlink(missing_ok=True)
@@ -271,8 +275,10 @@ class Loggers:
 
     def close(self, *, finished: bool) -> None:
         """Have all write down what they hold. Safe to call twice."""
-        sinks, events = self._sinks, self._events
-        self._sinks, self._events = {}, None
+        sinks = self._sinks
+        events = self._events
+        self._sinks = {}
+        self._events = None
         if events:
             events.close()
         for name, sink in sinks.items():

@@ -22,7 +22,8 @@ from megatron_dppo.observe.timers import compute_breakdown, format_duration
 from megatron_dppo.process.files import replace_file, replace_text
 from megatron_dppo.process.streams import print_message
 
-FILE, SUMMARY = "metrics.jsonl", "summary.json"
+FILE = "metrics.jsonl"
+SUMMARY = "summary.json"
 REWARD = "reward/"
 COUNTED = {f"{REWARD}timeouts", f"{REWARD}errors"}
 MOST_NAMED = 50
@@ -79,7 +80,8 @@ class MetricsLog:
         log: Callable[[str], None] = print,
     ) -> None:
         folder = Path(run_dir)
-        self._rows, self._say = StepLog(folder / FILE, resume_step), log
+        self._rows = StepLog(folder / FILE, resume_step)
+        self._say = log
         past = read_metrics(folder)
         self._named = {name for row in past for name in row if name.startswith(REWARD)} - COUNTED
         self._has_left_out = False
@@ -138,9 +140,11 @@ class RowFollower:
     def __init__(
         self, run_dir: Path, callback: Callable[[dict[str, float]], object] | None
     ) -> None:
-        self._file, self._callback = run_dir / FILE, callback
+        self._file = run_dir / FILE
+        self._callback = callback
         done = find_latest_step(run_dir / "checkpoints")
-        self._last, self._size = -1 if done is None else done, 0
+        self._last = -1 if done is None else done
+        self._size = 0
         self._before = self._file.stat().st_ino if self._file.exists() else None
 
     def read_new_rows(self) -> None:
@@ -180,7 +184,8 @@ def _read_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Each row with its line."""
     if not os.path.lexists(file):
         return []
-    lines, rows = file.read_bytes().split(b"\n"), []
+    lines = file.read_bytes().split(b"\n")
+    rows = []
     for number, line in enumerate(lines, 1):
         if (row := _parse(line)) is not None:
             rows.append((line, row))
@@ -304,7 +309,8 @@ def write_summary(run_dir: Path | str) -> dict[str, Any]:
 
 def read_summary(run_dir: Path | str) -> dict[str, Any] | None:
     """Last summary; None if there is none, or if the metrics have been written to since."""
-    file, metrics = Path(run_dir, SUMMARY), Path(run_dir, FILE)
+    file = Path(run_dir, SUMMARY)
+    metrics = Path(run_dir, FILE)
     try:
         if metrics.exists() and file.stat().st_mtime < metrics.stat().st_mtime:
             return None
@@ -330,7 +336,8 @@ def print_summary(run_dir: Path | str, summary: Mapping[str, Any], console: Cons
 
 
 def _format_learning(summary: Mapping[str, Any]) -> Iterator[str]:
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    before = summary["accuracy_before"]
+    after = summary["accuracy_after"]
     if before is not None and after is not None:
         points = 100 * (after - before)
         yield (
@@ -338,7 +345,8 @@ def _format_learning(summary: Mapping[str, Any]) -> Iterator[str]:
             f"({points:+.1f} points)"
         )
     if summary["seconds_per_step"] is not None:
-        pace, total = summary["seconds_per_step"], summary["seconds"]
+        pace = summary["seconds_per_step"]
+        total = summary["seconds"]
         yield (
             f"{_format_steps(summary['steps'])} of {format_duration(pace)}; "
             f"{format_duration(total)} with evaluations"
@@ -407,17 +415,16 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_noise(summary: Mapping[str, Any]) -> Iterator[str]:
-    sample, inflation = summary["effective_sample_size"], summary["variance_inflation"]
+    sample = summary["effective_sample_size"]
+    inflation = summary["variance_inflation"]
     if sample is None:
         return
     yield f"weights leave an effective sample size of {100 * sample:.0f}% of what was trained on"
     if inflation is None:
         yield "no variance is estimated: what a biased rule drops, no weight makes up for"
         return
-    prompts, completions = (
-        100 * summary["noise_share_prompts"],
-        100 * summary["noise_share_completions"],
-    )
+    prompts = 100 * summary["noise_share_prompts"]
+    completions = 100 * summary["noise_share_completions"]
     sampling = 100 - prompts - completions
     yield (
         f"the gradient's variance, estimated for independent draws: {inflation:.2f} times the "
@@ -437,7 +444,8 @@ def _format_faults(summary: Mapping[str, Any]) -> Iterator[str]:
             "weight"
         )
     if summary["reward_timeouts"] or summary["reward_errors"]:
-        timeouts, errors = summary["reward_timeouts"], summary["reward_errors"]
+        timeouts = summary["reward_timeouts"]
+        errors = summary["reward_errors"]
         yield (
             f"scoring failed for some completions ({timeouts} timeouts, {errors} errors): their "
             "groups left"

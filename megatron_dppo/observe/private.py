@@ -9,7 +9,8 @@ from typing import Any
 from megatron_dppo.errors import remove_passwords
 from megatron_dppo.settings import format_value
 
-LAUNCH, ENV = "rollout.launch.", "rollout.launch.env"
+LAUNCH = "rollout.launch."
+ENV = "rollout.launch.env"
 MAPPINGS = ("data.verifiers.arguments", "data.chat_template_kwargs")
 """Settings that are mappings, with names from a user's code or template."""
 PRIVATE = (LAUNCH, "rollout.servers", "loss.distillation.teacher", *MAPPINGS)

@@ -183,8 +183,11 @@ class Profiler:
     def __init__(
         self, folder: Path, steps: Collection[int], *, rank: int, on_cuda: bool, timers: PhaseTimers
     ) -> None:
-        self._folder, self._steps, self._timers = folder / "profile", steps, timers
-        self._rank, self._on_cuda = rank, on_cuda
+        self._folder = folder / "profile"
+        self._steps = steps
+        self._timers = timers
+        self._rank = rank
+        self._on_cuda = on_cuda
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
@@ -270,12 +273,11 @@ class Usage:
         token sees half. Backward takes twice that; products with frozen weights once. Adapters' own
         are not counted.
         """
-        shape, total = self.shape, 0.0
+        shape = self.shape
+        total = 0.0
         for minibatch in plan.minibatches:
-            lengths, shared = (
-                minibatch.lengths.astype(np.float64),
-                minibatch.shared_length.astype(np.float64),
-            )
+            lengths = minibatch.lengths.astype(np.float64)
+            shared = minibatch.shared_length.astype(np.float64)
             pairs = np.square(lengths) - np.square(shared)
             attention = 2.0 * shape.num_layers * shape.heads * shape.head_dim * pairs.sum()
             products = 2.0 * (

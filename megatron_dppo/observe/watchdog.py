@@ -77,7 +77,9 @@ class Watchdog:
     """
 
     def __init__(self, world: World, timers: PhaseTimers, late_s: float, stuck_s: float) -> None:
-        self._world, self._timers, self._late_s = world, timers, late_s
+        self._world = world
+        self._timers = timers
+        self._late_s = late_s
         self._stuck_s = max(late_s, stuck_s)
         # Others that wait for this rank give up after the whole time, and know less.
         self._end_s = world.timeout_s * (TIMEOUT_FRACTION if world.size > 1 else 1.0)
@@ -129,7 +131,8 @@ class Watchdog:
     def _check_main_thread(self) -> None:
         """Name this rank, or end what it does, if its main thread stands still and waits for no
         other rank."""
-        phase, since = self._timers.phase, max(self._timers.moved, streams.get_progress_time())
+        phase = self._timers.phase
+        since = max(self._timers.moved, streams.get_progress_time())
         if phase not in UNLIMITED and self._world.size > 1:
             return  # the leader compares all ranks there
         still = time.monotonic() - since
@@ -138,7 +141,8 @@ class Watchdog:
             limit_s = min(limit_s, self._end_s)
         if still < limit_s or self._is_waiting_for_ranks():
             return
-        stack, rank = self._format_stack(), self._world.rank
+        stack = self._format_stack()
+        rank = self._world.rank
         if since > self._spoken_of:
             self._spoken_of = since
             who = f"{rank} on {socket.gethostname()}"
@@ -159,7 +163,8 @@ class Watchdog:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self._hung is not None:
-            hung, self._hung = self._hung, None
+            hung = self._hung
+            self._hung = None
             raise StandstillError(hung)
 
     def _is_waiting_for_ranks(self) -> bool:

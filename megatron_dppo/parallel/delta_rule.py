@@ -96,7 +96,8 @@ def chunk_gated_delta_rule(
         padded = functional.pad(x[0].to(exact).flatten(1), (0, 0, 0, 1)).index_select(0, tokens)
         return padded.view(-1, chunk, *x.shape[2:]).transpose(1, 2)
 
-    (heads, key), value = q.shape[2:], v.shape[-1]
+    (heads, key) = q.shape[2:]
+    value = v.shape[-1]
     queries, keys, values, decay, rate = (in_chunks(x) for x in (q * key**-0.5, k, v, g, beta))
     total = decay.cumsum(-1)
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
@@ -113,7 +114,8 @@ def chunk_gated_delta_rule(
     if initial_state is None:
         initial_state = q.new_zeros(len(order), heads, key, value, dtype=exact)
     state = initial_state.to(exact)[order]
-    outputs, ends = [], []
+    outputs = []
+    ends = []
     for first, last in pairwise(batches):
         now = slice(first, last)
         ends.append(state[last - first :])

@@ -88,7 +88,8 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
         )
         sizes = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}"
         raise UserError("layout", sizes, problem, remedy)
-    stage, of_experts = layout.tp * layout.cp * dp, layout.expert_tp * layout.ep
+    stage = layout.tp * layout.cp * dp
+    of_experts = layout.expert_tp * layout.ep
     if stage % of_experts:
         name, other = ("ep", layout.expert_tp) if layout.ep > 1 else ("etp", layout.ep)
         possible = [size for size in range(1, getattr(layout, name)) if stage % (size * other) == 0]

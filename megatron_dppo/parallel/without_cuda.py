@@ -185,11 +185,10 @@ def _patch_delta_rules() -> None:
         return
     from megatron_dppo.parallel import delta_rule
 
-    common.HAVE_FLA, common.l2norm = True, delta_rule.l2norm
-    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = (
-        delta_rule.causal_conv1d,
-        delta_rule.chunk_gated_delta_rule,
-    )
+    common.HAVE_FLA = True
+    common.l2norm = delta_rule.l2norm
+    gdn.causal_conv1d = delta_rule.causal_conv1d
+    gdn.chunk_gated_delta_rule = delta_rule.chunk_gated_delta_rule
 
 
 def _patch_optimizer() -> None:

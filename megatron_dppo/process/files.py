@@ -290,7 +290,8 @@ def write_json(file: Path, content: object) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-LOCK, HOLDER = ".lock", "lock.json"
+LOCK = ".lock"
+HOLDER = "lock.json"
 BEAT_S = 5.0
 LEASE_S = 60.0
 """A holder may be held up for so long, by its file system perhaps, and is not taken to be dead."""
@@ -360,7 +361,9 @@ class FolderLock:
         self, folder: Path, setting: str, log: Callable[[str], None] = lambda text: None
     ) -> None:
         make_folder(folder, setting)
-        self._folder, self._setting, self._say = folder.resolve(), setting, log
+        self._folder = folder.resolve()
+        self._setting = setting
+        self._say = log
         if self._folder in _held:
             raise _make_held_error(folder, setting, Holder.get_current())
         self._file = (folder / LOCK).open("ab")
@@ -403,7 +406,8 @@ class FolderLock:
         self._write()
 
     def _is_free(self) -> bool:
-        locked, holder = self._try_lock(), _read_holder(self._folder)
+        locked = self._try_lock()
+        holder = _read_holder(self._folder)
         lives = False if holder is None or holder == self._me else holder.is_alive()
         if holder is None or lives is False or (locked and holder.kernel == self._me.kernel):
             return locked is not False
@@ -421,7 +425,8 @@ class FolderLock:
 
     def _wait_for_expiry(self, holder: Holder) -> bool:
         """Wait until it gives a sign of life, or has not given one for the time of the lease."""
-        seen, said = _read_beat_time(self._folder), False
+        seen = _read_beat_time(self._folder)
+        said = False
         while seen is not None and (left := LEASE_S - (_get_disk_time(self._folder) - seen)) > 0:
             if not said:
                 self._say(

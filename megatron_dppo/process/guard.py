@@ -35,7 +35,8 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
         number for number in (*ENDING, SIGNAL) if signal.getsignal(number) is not signal.SIG_IGN
     } | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
-    parent, (reader, writer) = os.getpid(), os.pipe()
+    parent = os.getpid()
+    (reader, writer) = os.pipe()
     adopt_orphans()
     child = os.fork()
     if child == 0:

@@ -27,7 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 # Looked up here, since a process that was just forked from one with threads is not to load
 # anything.

@@ -177,10 +177,12 @@ def report_progress(
     times = "in", bars.TimeElapsedColumn(), "left", bars.TimeRemainingColumn()
     columns: tuple[str | bars.ProgressColumn, ...]
     columns = "{task.description}", bars.BarColumn(), *amounts, *times, "{task.fields[said]}"
-    drawn, began = sys.stderr.isatty(), time.monotonic()
+    drawn = sys.stderr.isatty()
+    began = time.monotonic()
     spoke = began
     to_file = not sys.stdout.isatty()  # what is printed goes there, and not above the bar
-    console, hidden = Console(stderr=True), not (drawn and enabled)
+    console = Console(stderr=True)
+    hidden = not (drawn and enabled)
     with bars.Progress(
         *columns, console=console, redirect_stdout=not to_file, disable=hidden
     ) as bar:
@@ -191,7 +193,8 @@ def report_progress(
             record_progress()
             total += added
             bar.update(task, advance=count, total=total, said=message)
-            now, so_far = time.monotonic(), bar.tasks[0].completed
+            now = time.monotonic()
+            so_far = bar.tasks[0].completed
             if enabled and not drawn and now - spoke >= SAY_EVERY_S and so_far > initial:
                 spoke = now
                 left = f"{(now - began) * (total - so_far) / (so_far - initial):.0f} s left"

@@ -52,7 +52,8 @@ def render_model_card(run: RunRecord, *, step: int, name: str, adapters: bool = 
         name: of the model.
         adapters: whether it is the adapters alone, for PEFT.
     """
-    base, data = find_base_model(run), get_data_names(run)
+    base = find_base_model(run)
+    data = get_data_names(run)
     library = "peft" if adapters else "transformers"
     head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
     if MODEL_ID.fullmatch(base):
@@ -149,7 +150,8 @@ def _render_accuracy(run: RunRecord, step: int) -> Iterator[str]:
     for key, values in found.items():
         count = run.held_out if key == "eval/accuracy" else run.problems[key.removeprefix("eval/")]
         what = _plain(_describe_held_out(run, key))
-        (_, before), (last, after) = values[0], values[-1]
+        (_, before) = values[0]
+        (last, after) = values[-1]
         yield (
             f"| {what} | {count or ''} | {format_number(before, 'share')} | "
             f"{_format_share(after, count)} (step "

@@ -160,7 +160,8 @@ def get_step_numbers(run: RunRecord) -> Floats:
 def make_reward_chart(
     runs: Sequence[RunRecord], label: str = "step", positions: Positions = get_step_numbers
 ) -> Chart:
-    key, about = "rollout/raw_reward", "mean over a step's completions"
+    key = "rollout/raw_reward"
+    about = "mean over a step's completions"
     lines = [
         Line(run.name, run.colour, *_get_points(run, key, positions), noisy=True) for run in runs
     ]

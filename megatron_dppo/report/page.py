@@ -179,7 +179,8 @@ def _describe_run(run: RunRecord) -> str:
     """The run in one line."""
     if not run.config:
         return "no settings are recorded"
-    model, data = PurePath(str(run.get_setting("model.path"))).name, get_data_names(run)
+    model = PurePath(str(run.get_setting("model.path"))).name
+    data = get_data_names(run)
     window = (
         f"{run.get_setting('rollout.prompts_per_step')} prompts × "
         f"{run.get_setting('rollout.samples_per_prompt')} samples"
@@ -195,7 +196,8 @@ def _describe_state(run: RunRecord) -> str:
     last wrote."""
     if not run.rows:
         return "no step is recorded yet"
-    step, last = int(run.rows[-1]["step"]), int(run.get_setting("run.steps"))
+    step = int(run.rows[-1]["step"])
+    last = int(run.get_setting("run.steps"))
     if step >= last or not run.config:
         return ""
     return f"not at its end: step {step:,} of {last:,}, last written {run.written:%Y-%m-%d %H:%M}"
@@ -210,7 +212,8 @@ def _list_measured(outcome: SpeedComparison) -> Iterator[Figure]:
         for arm, _, ratio in compute_ratios(outcome.arms, seconds):
             if ratio is None:
                 continue
-            name, against = arm.first, outcome.arms[0].first
+            name = arm.first
+            against = outcome.arms[0].first
             sure = f"{ratio.seeds} seeds each, paired by seed, with the 95% interval"
             sure = sure if ratio.interval else "fewer than two seeds in common, no interval"
             about = f"{name}'s time over {against}'s, {sure}; below 1: {name} is faster"
@@ -230,10 +233,8 @@ def _list_figures(run: RunRecord) -> Iterator[Figure]:
         yield "reward", drawn, about
     if run.steps:
         found = compute_summary(run.rows)
-        pace, evaluations = (
-            format_duration(found["seconds_per_step"]),
-            format_duration(found["phase_seconds"]["evaluation"]),
-        )
+        pace = format_duration(found["seconds_per_step"])
+        evaluations = format_duration(found["phase_seconds"]["evaluation"])
         about = f"{found['steps']:,} steps of {pace}, {evaluations} of evaluations"
         yield "time", format_duration(found["seconds"]), about
         yield _describe_pruning(run)
@@ -251,10 +252,8 @@ def _format_certainty(run: RunRecord, accuracy: Floats) -> str:
 
 
 def _describe_pruning(run: RunRecord) -> Figure:
-    prompts, tokens = (
-        run.compute_mean("prune/kept_prompt_fraction"),
-        run.compute_mean("prune/kept_token_fraction"),
-    )
+    prompts = run.compute_mean("prune/kept_prompt_fraction")
+    tokens = run.compute_mean("prune/kept_token_fraction")
     if prompts is None or tokens is None:
         return "pruning", "–", "not recorded"
     kept = (

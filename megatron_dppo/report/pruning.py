@@ -168,10 +168,8 @@ def _describe_rules(run: RunRecord) -> str:
     """The rules that were on; for a biased rule with the reason."""
     words = []
     for level, known in RULES.items():
-        rule, keep = (
-            run.get_setting(f"pruning.{level}.rule"),
-            run.get_setting(f"pruning.{level}.keep"),
-        )
+        rule = run.get_setting(f"pruning.{level}.rule")
+        keep = run.get_setting(f"pruning.{level}.keep")
         why = known[rule].biased if rule in known else ""
         rule = run.get_setting(f"pruning.{level}.function") or rule
         biased = f", biased: {why}" if why else ""

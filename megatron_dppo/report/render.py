@@ -28,7 +28,9 @@ from megatron_dppo.report.pruning import (
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.report.timing import make_phase_chart
 
-INK, SOFT, RULE = get_colour("ink"), get_colour("soft"), get_colour("rule")
+INK = get_colour("ink")
+SOFT = get_colour("soft")
+RULE = get_colour("rule")
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],

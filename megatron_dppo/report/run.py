@@ -29,7 +29,8 @@ from megatron_dppo.trainer.resume import SettingChange, find_changes, read_histo
 
 Record = Mapping[str, Any]
 """A line of JSON."""
-CENSUS, ANSWERS = "pruning.jsonl", "answers.jsonl"
+CENSUS = "pruning.jsonl"
+ANSWERS = "answers.jsonl"
 
 T = TypeVar("T")
 Count = Annotated[FiniteFloat, Gt(0)]
@@ -182,7 +183,8 @@ def _split_group(folder: Path) -> tuple[str, Path]:
 
 def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
     """One of them; the arguments are the fields of ``RunRecord``."""
-    metrics, scores = folder / FILE, list(_read_scores(folder))
+    metrics = folder / FILE
+    scores = list(_read_scores(folder))
     if not metrics.is_file() and not scores:
         remedy = f"Give folders that hold a {FILE} (run.dir of a training) or a scores.json"
         raise UserError(

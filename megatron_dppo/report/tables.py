@@ -25,7 +25,8 @@ from megatron_dppo.settings import get_settings
 MOST_EVALUATIONS = 12
 """Most evaluations shown of a run; the first and the last are among them."""
 MOST_PROBLEMS = 8
-HEAD, TAIL = 400, 800
+HEAD = 400
+TAIL = 800
 """Characters of an answer that are shown; the end is where the result stands."""
 
 

@@ -350,7 +350,8 @@ class DeviceHours:
 def count_device_hours(run: RunRecord) -> DeviceHours:
     """The seconds of every row, times the GPUs or processes that the run held then."""
     servers = _count_server_gpus(run)
-    hours, saved = 0.0, np.zeros(3)
+    hours = 0.0
+    saved = np.zeros(3)
     for row in run.rows:
         held = (_count_ranks(run, row) + (servers or 0)) / 3600.0
         hours += held * (row.get("perf/step_time", 0.0) + row.get("perf/eval_time", 0.0))
@@ -372,7 +373,8 @@ def _count_server_gpus(run: RunRecord) -> int | None:
         "rollout.colocated"
     ):
         return 0
-    tp, count = run.get_setting("rollout.launch.tp"), int(run.get_setting("rollout.launch.count"))
+    tp = run.get_setting("rollout.launch.tp")
+    count = int(run.get_setting("rollout.launch.count"))
     if not count:
         return None
     return sum(tp[:count]) if isinstance(tp, list) else count * int(tp)

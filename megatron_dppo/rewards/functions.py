@@ -298,11 +298,13 @@ def parse_reward(returned: object) -> tuple[float, bool]:
         InvalidScoreError: if the result is not a number within ±``LARGEST``, or a mapping with a
             number within this range under ``score``; or if ``acc`` is not true, false, 1 or 0.
     """
-    score, accuracy = returned, None
+    score = returned
+    accuracy = None
     if isinstance(returned, Mapping):
         if "score" not in returned:
             raise InvalidScoreError("a mapping without 'score'", returned)
-        score, accuracy = returned["score"], returned.get("acc")
+        score = returned["score"]
+        accuracy = returned.get("acc")
     reward = _validate_reward(score, returned)
     if accuracy is None:
         return reward, is_right(reward)
@@ -344,7 +346,8 @@ def parse_details(returned: object) -> tuple[str | None, tuple[str, ...]]:
     """
     if not isinstance(returned, Mapping):
         return None, ()
-    answer, by = returned.get("pred"), returned.get("by")
+    answer = returned.get("pred")
+    by = returned.get("by")
     return None if answer is None else str(answer), tuple(map(str, by)) if isinstance(
         by, tuple | list
     ) else ()
@@ -390,7 +393,8 @@ def reasoning_gym_score(
     """
     from reasoning_gym.utils import extract_answer
 
-    entry, settings = extra_info["entry"], json.dumps(extra_info["settings"], sort_keys=True)
+    entry = extra_info["entry"]
+    settings = json.dumps(extra_info["settings"], sort_keys=True)
     verify = _load_verifier(data_source.partition("/")[2], settings)
     answer = extract_answer(solution_str)
     answer = solution_str.strip() if answer is None else answer

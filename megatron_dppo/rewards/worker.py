@@ -66,7 +66,8 @@ def main(descriptor: int, parent: int, limits: Limits, spec: str, tags: Sequence
     signal.signal(signal.SIGTERM, _end)
     set_parent_death_signal(parent, signal.SIGTERM)
     adopt_orphans()
-    keeper, scorer = os.getpid(), os.fork()
+    keeper = os.getpid()
+    scorer = os.fork()
     if scorer == 0:
         _run_scorer(keeper, Connection(descriptor), limits, spec, tags)
     os.close(descriptor)  # so that the trainer sees the scorer's end
@@ -174,9 +175,11 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
 def make_failed_scores(items: Sequence[ScoreItem], error: BaseException) -> tuple[list[Score], str]:
     """Scores of completions whose scoring raised ``error``, and its kind."""
     if isinstance(error, InvalidScoreError):
-        kind, text = error.kind, f"{error}\nfor the completion {items[0].solution!r:.300}"
+        kind = error.kind
+        text = f"{error}\nfor the completion {items[0].solution!r:.300}"
     else:
-        kind, text = _get_error_kind(error), "".join(traceback.format_exception(error))
+        kind = _get_error_kind(error)
+        text = "".join(traceback.format_exception(error))
     return [Score.from_failure("error", text)] * len(items), kind
 
 
@@ -237,7 +240,8 @@ def _score_concurrently(
 async def _serve(
     pipe: Connection, score: Callable[[range, ScoreItem], Coroutine[Any, Any, None]]
 ) -> None:
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
     def begin(chunk: Sequence[tuple[range, Sequence[bytes]]]) -> None:
@@ -265,11 +269,13 @@ async def _score_async(
     item: ScoreItem,
     limits: tuple[float, float],
 ) -> None:
-    scorer, (timeout_s, clock_s) = os.getpid(), limits
+    scorer = os.getpid()
+    (timeout_s, clock_s) = limits
     try:
         async with asyncio.timeout(clock_s) as limit:
             returned = await _CpuLimitedAwaitable(function(item), timeout_s)
-        scores, kind = [read_score(returned)], ""
+        scores = [read_score(returned)]
+        kind = ""
     except (
         BaseException
     ) as error:  # a function that calls sys.exit, or cancels itself, has failed like any other
@@ -287,7 +293,8 @@ class _CpuLimitedAwaitable:
     past them the kernel ends the process."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], limit_s: float) -> None:
-        self._coroutine, self._left_s = coroutine, limit_s
+        self._coroutine = coroutine
+        self._left_s = limit_s
 
     def __await__(self) -> Generator[Any, Any, Any]:
         step = partial(self._coroutine.send, None)

@@ -110,7 +110,9 @@ class RewardWorkers:
                 ``async def``.
             thinking_tags: ``reward.thinking_tags``.
         """
-        self._spec, self._clock_s, self._concurrency = spec, ON_THE_CLOCK * timeout_s, concurrency
+        self._spec = spec
+        self._clock_s = ON_THE_CLOCK * timeout_s
+        self._concurrency = concurrency
         self.thinking_tags = thinking_tags
         limits = memory_mib, timeout_s, self._clock_s, concurrency
         self._arguments = [*map(str, limits), spec, *thinking_tags]
@@ -198,7 +200,8 @@ class RewardWorkers:
             ) from error
         if kind == "refused":
             raise rest[0]
-        worker.ready, (worker.takes_groups, worker.awaits) = True, rest
+        worker.ready = True
+        (worker.takes_groups, worker.awaits) = rest
 
     def _make_import_error(self, problem: str) -> UserError:
         return UserError("reward.function", self._spec, problem, "Import it by hand and see why")
@@ -213,7 +216,8 @@ class Scoring:
     function takes groups."""
 
     def __init__(self, owner: RewardWorkers, max_failures: int) -> None:
-        self._owner, self._most_failures = owner, max_failures
+        self._owner = owner
+        self._most_failures = max_failures
         self._items: list[ScoreItem] = []
         self._queue: deque[range] = deque()
         self._scores: list[Score] = []
@@ -356,7 +360,8 @@ class Scoring:
 
     def _store_scores(self, unit: range, scores: list[Score], kind: str = "") -> None:
         if scores[0].failure == "error":
-            place, told = self._items[unit.start].place, ""
+            place = self._items[unit.start].place
+            told = ""
             if kind not in self._owner._reported:
                 of = f", for {place}" if place else ""
                 told = f"reward.function = {self._owner._spec}{of}: {scores[0].traceback}"
@@ -378,7 +383,8 @@ class Scoring:
         if code == -signal.SIGPROF or (worker.awaits and len(worker.pending) > 1):
             self._time_out(worker)
             return
-        unit, end = worker.pending[0], _describe_exit(code)
+        unit = worker.pending[0]
+        end = _describe_exit(code)
         if unit.start in self._lost_once:
             solution = self._items[worker.pending.popleft().start].solution
             told = f"the scoring process {end}, scoring the completion {solution!r:.300}"

@@ -336,7 +336,8 @@ def compute_role_advantages(part: StepMetadata, name: str) -> Floats:
     Two conversations of a solver and a critic, with the rewards 1 and 0 of the one and 0 and 2 of
     the other, have [[[1, −1], [−1, 1]]] under GRPO.
     """
-    result, columns = np.zeros(part.segments.shape), read_columns(part)
+    result = np.zeros(part.segments.shape)
+    columns = read_columns(part)
     for role in range(part.segments.shape[2]):
         known = part.segments[..., role]
         speaks = known["tokens"] > 0

@@ -26,7 +26,8 @@ class Estimate:
 def estimate(value: float, resampled: Floats) -> Estimate:
     """``value`` with its percentile bootstrap interval, of the resampled figures ``resampled`` that
     are numbers."""
-    known, tail = resampled[~np.isnan(resampled)], (1.0 - CONFIDENCE) / 2
+    known = resampled[~np.isnan(resampled)]
+    tail = (1.0 - CONFIDENCE) / 2
     low, high = np.quantile(known, [tail, 1.0 - tail]) if len(known) else (np.nan, np.nan)
     return Estimate(value if len(known) else np.nan, float(low), float(high))
 

@@ -213,7 +213,8 @@ class Tokens:
 def _compute_ppo(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """PPO: min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)."""
     ratio = tokens.ratio
-    unclipped, clipped = ratio * tokens.advantage, ratio.clamp(*tokens.limits) * tokens.advantage
+    unclipped = ratio * tokens.advantage
+    clipped = ratio.clamp(*tokens.limits) * tokens.advantage
     return torch.minimum(unclipped, clipped), clipped < unclipped
 
 
@@ -244,7 +245,8 @@ def _compute_gmpo(tokens: Tokens) -> tuple[Tensor, Tensor]:
     where it is clipped.
     """
     low, high = (math.log(limit) for limit in tokens.limits)
-    log_ratio, positive = tokens.logprobs - tokens.old, tokens.advantage > 0.0
+    log_ratio = tokens.logprobs - tokens.old
+    positive = tokens.advantage > 0.0
     clipped = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
     mean = compute_ratio(tokens.sequences.sums(clipped, mean=True) + clipped - clipped.detach())
     return mean * tokens.advantage, clipped != log_ratio
@@ -253,7 +255,8 @@ def _compute_gmpo(tokens: Tokens) -> tuple[Tensor, Tensor]:
 def _compute_tv(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """The trust region with D = |q − p|, p and q being policy's and engine's probability of the
     token (equation 13)."""
-    p, q = tokens.logprobs.detach().exp(), tokens.engine.exp()
+    p = tokens.logprobs.detach().exp()
+    q = tokens.engine.exp()
     return _apply_trust_region(tokens, (q - p).abs())
 
 
@@ -264,7 +267,8 @@ def _compute_binary_kl(tokens: Tokens) -> tuple[Tensor, Tensor]:
     def term(engine_prob: Tensor, policy_prob: Tensor) -> Tensor:
         return torch.xlogy(engine_prob, engine_prob / policy_prob.clamp(min=least))
 
-    log_p, log_q = tokens.logprobs.detach(), tokens.engine
+    log_p = tokens.logprobs.detach()
+    log_q = tokens.engine
     return _apply_trust_region(
         tokens, term(log_q.exp(), log_p.exp()) + term(-log_q.expm1(), -log_p.expm1())
     )
@@ -276,7 +280,8 @@ def _apply_trust_region(tokens: Tokens, divergence: Tensor) -> tuple[Tensor, Ten
     M is 0 where D is above its bound and the update would move the token's probability further
     away: A > 0 and p > q, or A < 0 and p < q.
     """
-    away, advantage = tokens.logprobs.detach() - tokens.engine, tokens.advantage
+    away = tokens.logprobs.detach() - tokens.engine
+    advantage = tokens.advantage
     rises = (advantage > 0.0) & (away > 0.0) & (divergence > tokens.objective.clip_high)
     falls = (advantage < 0.0) & (away < 0.0) & (divergence > tokens.objective.clip_low)
     ratio = (tokens.logprobs - tokens.engine).clamp(max=LARGEST_LOG_RATIO).exp()

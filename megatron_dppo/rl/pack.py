@@ -87,7 +87,8 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         ValueError: the samples need more than ``capacity`` tokens.
     """
     sequences = [np.concatenate([sample.prompt_ids, sample.response_ids]) for sample in samples]
-    lengths, shared = [len(tokens) for tokens in sequences], [sample.shared for sample in samples]
+    lengths = [len(tokens) for tokens in sequences]
+    shared = [sample.shared for sample in samples]
     segments = build_prefix_tree(lengths, shared) if samples else []
     parents, first, begins, ends = np.array(segments, np.int64).reshape(-1, 4).T
     sizes = -(-(ends - begins) // align) * align
@@ -99,11 +100,9 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     )
     tokens = ends - begins
     if used < capacity:  # one more segment, of padding
-        starts, begins, parents = (
-            np.append(starts, capacity),
-            np.append(begins, 0),
-            np.append(parents, -1),
-        )
+        starts = np.append(starts, capacity)
+        begins = np.append(begins, 0)
+        parents = np.append(parents, -1)
         sizes, tokens = (np.append(some, capacity - used) for some in (sizes, tokens))
 
     token_ids = np.full(capacity, pad_id, dtype=np.int64)

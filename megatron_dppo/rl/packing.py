@@ -28,7 +28,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl.pack import PrefixGroups, build_ungrouped, split_prefix_groups
 from megatron_dppo.rl.types import Floats, Ints
 
-GOOD_FILL, GOOD_IMBALANCE = 0.97, 1.05
+GOOD_FILL = 0.97
+GOOD_IMBALANCE = 1.05
 """The search stops at this share of slots with real tokens, and at this cost of the costliest rank
 over the mean."""
 MORE_PACKS = 2
@@ -149,7 +150,8 @@ def pack_sequences(
     if len(lengths) == 0:
         return Packing(capacity=0, packs=((),) * ranks, fill=0.0, imbalance=1.0)
     unit = math.lcm(align, capacity_multiple)
-    slots, most = -(-lengths // align) * align, max_tokens // unit * unit
+    slots = -(-lengths // align) * align
+    most = max_tokens // unit * unit
     if slots.max() > most:
         units = f" (packs are multiples of {unit} tokens in this layout)" if unit > 1 else ""
         problem = (
@@ -270,7 +272,9 @@ def _iter_capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[
     """Capacities to try for a number of packs: upwards by quarters of a percent, then by growing
     steps."""
     least = max(int(slots.max()), -(-int(slots.sum()) // packs))
-    slack, step, last = 0.0, 0.0025, 0
+    slack = 0.0
+    step = 0.0025
+    last = 0
     while last < most:
         capacity = min(-(-math.ceil(least * (1.0 + slack)) // unit) * unit, most)
         if capacity > last:
@@ -286,7 +290,8 @@ def _find_tightest(
     """The packs at the first capacity at which ``packs`` of them suffice, with the
     fullest one's size; None if none."""
     longest_first = np.argsort(-slots, kind="stable")
-    descending, order = slots[longest_first].tolist(), longest_first.tolist()
+    descending = slots[longest_first].tolist()
+    order = longest_first.tolist()
     for capacity in _iter_capacities(slots, packs, unit, most):
         greedy = _pack_greedily(descending, capacity, window, packs)
         if greedy is not None:
@@ -328,7 +333,9 @@ def _pack_greedily(
         if first == len(waiting):
             if len(packs) == most_packs:
                 return None
-            first, index, left = 0, len(packs), capacity
+            first = 0
+            index = len(packs)
+            left = capacity
             packs.append([])
         else:
             left, index = divmod(

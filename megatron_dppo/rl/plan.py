@@ -60,7 +60,8 @@ def build_default_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
     """Default StepMetadata fields for groups of ``samples`` completions of one sequence each, which
     share their prompt, without trees, roles, teachers and truncated ones. ``prompt_lengths`` are
     [Q]."""
-    prompts, shape = len(prompt_lengths), (len(prompt_lengths), samples)
+    prompts = len(prompt_lengths)
+    shape = (len(prompt_lengths), samples)
     return {
         "shared_lengths": expand_prompt_lengths(prompt_lengths, samples),
         "further_lengths": make_empty_lengths(shape),
@@ -203,13 +204,14 @@ def build_minibatch_plan(part: StepMetadata, groups: Ints, draw: PruningDraw) ->
         draw: its draw.
     """
     group, completion = np.nonzero(draw.kept)
-    further, shared = (
-        part.further_lengths[group, completion],
-        select_shared_lengths(part.shared_lengths, group, completion),
-    )
+    further = part.further_lengths[group, completion]
+    shared = select_shared_lengths(part.shared_lengths, group, completion)
     of, sequence = sort_sequences(further, group, completion)
-    group, completion, later = group[of], completion[of], sequence > 0
-    weight, response = draw.weight[group, completion], part.response_lengths[group, completion]
+    group = group[of]
+    completion = completion[of]
+    later = sequence > 0
+    weight = draw.weight[group, completion]
+    response = part.response_lengths[group, completion]
     # Of a further sequence one token stands in the place of a prompt.
     lengths = np.column_stack([response - further[of].sum(axis=1), further[of] - 1])
     return MinibatchPlan(

@@ -165,7 +165,8 @@ def check_settings(config: Config, num_sequences: int) -> None:
     Raises:
         UserError: a setting knows one sequence, and a completion has several.
     """
-    loss, objective = config.loss, resolve_objective(config.loss)
+    loss = config.loss
+    objective = resolve_objective(config.loss)
     problem = f"and a conversation came in {num_sequences} sequences"
     if objective.ratio == "sequence" or objective.surrogate == "geometric":
         remedy = "Set a loss of tokens, such as grpo, or have the conversation return one sequence"

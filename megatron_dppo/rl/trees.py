@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 ROUNDING = 1e-12
 """An advantage of at most this fraction of the range of a group's rewards is a rounding error, and
 set to zero."""
-DEVIATION_FLOOR, CLIP = 1e-8, 5.0
+DEVIATION_FLOOR = 1e-8
+CLIP = 5.0
 """BranchGRPO's normalisation: least deviation, bound on |A|."""
 
 
@@ -86,7 +87,8 @@ def compute_tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfi
         and b(u) differ by rounding only.
     """
     spread = np.ptp(rewards, axis=1, keepdims=True)[..., None]
-    tokens, samples = segments["tokens"], rewards.shape[1]
+    tokens = segments["tokens"]
+    samples = rewards.shape[1]
     values = compute_node_values(rewards - rewards[:, :1], segments, tree)
     if tree.baseline == "depth":
         nodes = [
@@ -115,7 +117,8 @@ def compute_node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -
     """
     values = [rewards]
     for level in range(len(tree.branches), 0, -1):
-        nodes, siblings = values[0].shape[1], tree.branches[level - 1].children
+        nodes = values[0].shape[1]
+        siblings = tree.branches[level - 1].children
         shape = len(rewards), nodes // siblings, siblings
         children = values[0].reshape(shape)
         if tree.fusion == "probability":

@@ -71,19 +71,21 @@ class Collector:
         """``routing`` is that of the rollouts which are to be trained on, see :class:`Sampling`;
         ``offline`` has the groups that this rank holds, by their prompts' ids, which are trained on
         in the place of the engine's; ``teachers`` read all."""
-        self._config, self._world = config, world
-        self._engine, self.workers, self._tokenizer = engine, workers, tokenizer
-        self.stop_token_ids, self._routing, self._offline, self._teachers = (
-            stop_token_ids,
-            routing,
-            offline,
-            teachers,
-        )
+        self._config = config
+        self._world = world
+        self._engine = engine
+        self.workers = workers
+        self._tokenizer = tokenizer
+        self.stop_token_ids = stop_token_ids
+        self._routing = routing
+        self._offline = offline
+        self._teachers = teachers
 
     def request(self, pool: PromptPool, rollouts: StepRollouts, attempt: int = 0) -> StepRollouts:
         """Ask the engine for this rank's share of a step's rollouts, or for what is missing of it.
         ``attempt`` counts the earlier selections of the step."""
-        selection, rollout = rollouts.selection, self._config.rollout
+        selection = rollouts.selection
+        rollout = self._config.rollout
         rows = self._find_local_rows(selection)
         prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[rows]]
         rollouts.prompts = prompts
@@ -126,7 +128,9 @@ class Collector:
             UserError: on every rank, if more than ``reward.max_failures`` of the completions could
                 not be scored.
         """
-        selection, prompts, inclusion = rollouts.selection, rollouts.prompts, rollouts.inclusion
+        selection = rollouts.selection
+        prompts = rollouts.prompts
+        inclusion = rollouts.inclusion
         assert prompts is not None and inclusion is not None, "they are requested first"
         total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
         score = self._wait_for_rollouts(prompts, rollouts.pending, total=total)
@@ -179,7 +183,8 @@ class Collector:
 
     def _find_local_rows(self, selection: Selection) -> Ints:
         """The places of this rank's prompts in a selection."""
-        rank, ranks = self._world.rank, self._world.size
+        rank = self._world.rank
+        ranks = self._world.size
         if self._offline is not None:
             return np.flatnonzero(is_on_rank(rank, ranks, selection.prompt_ids))
         return np.arange(rank, len(selection.prompt_ids), ranks)
@@ -234,10 +239,8 @@ class Collector:
     def _check(self, groups: Sequence[Group]) -> None:
         rollout = self._config.rollout
         if rollout.conversation or rollout.engine_function:  # others make one sequence
-            prompts, completions = (
-                [group.prompt for group in groups],
-                [group.completions for group in groups],
-            )
+            prompts = [group.prompt for group in groups]
+            completions = [group.completions for group in groups]
             check_sequences(self._config, prompts, completions)
         if self._routing is not None:
             self._check_routing(groups)
@@ -276,7 +279,8 @@ class Collector:
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
     def _check_roles(self, groups: Sequence[Group]) -> None:
-        roles, function = self._config.rollout.roles, self._config.reward.spec
+        roles = self._config.rollout.roles
+        function = self._config.reward.spec
         if any(completion.segments is None for group in groups for completion in group.completions):
             problem = "want to know who said what, and a completion came without"
             raise UserError(
@@ -303,7 +307,9 @@ class Collector:
             UserError: a completion is not what the settings ask for.
         """
         self._check(scored)
-        rollout, groups, inclusion = self._config.rollout, [], []
+        rollout = self._config.rollout
+        groups = []
+        inclusion = []
         numbers: list[list[Mapping[str, float]]] = []
         of_roles: list[Floats] = []
         for group, pi in zip(scored, inclusions, strict=True):
@@ -331,10 +337,8 @@ class Collector:
         return part, groups, find_failed_scores(scored)
 
     def _compute_penalty(self, prompt: Prompt, completions: Sequence[Completion]) -> np.ndarray:
-        limit, buffer = (
-            self._config.rollout.max_response_tokens,
-            self._config.reward.overlong_buffer,
-        )
+        limit = self._config.rollout.max_response_tokens
+        buffer = self._config.reward.overlong_buffer
         if buffer is None:
             buffer = round(resolve_objective(self._config.loss).overlong_share * limit)
         lengths = [
@@ -344,7 +348,8 @@ class Collector:
         return compute_overlong_penalty(lengths, limit=limit, buffer=buffer)
 
     def _compute_metrics(self, metadata: StepMetadata) -> dict[str, float]:
-        lengths, groups = metadata.response_lengths, len(metadata.prompt_ids)
+        lengths = metadata.response_lengths
+        groups = len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
         sums = {name: float(np.nansum(values)) for name, values in metadata.parts.items()}

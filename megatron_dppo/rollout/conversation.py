@@ -286,7 +286,9 @@ def build_completion(result: Returned, client: Client) -> Completion:
     Raises:
         UnusableError: the completion cannot be trained on.
     """
-    start, limit, roles = client.prompt.token_ids.tolist(), client.max_tokens, client.function.roles
+    start = client.prompt.token_ids.tolist()
+    limit = client.max_tokens
+    roles = client.function.roles
     if isinstance(result, Completion):
         check_ids(result.token_ids, client.function.vocabulary, "returned a completion")
         return _validate_completion(_truncate_sequence(result, len(start), limit, roles), client)
@@ -346,9 +348,12 @@ def _build_sequence(
     roles = client.function.roles
     contexts = {id(turn): context for context, turn in client.generated}
     known = f"and rollout.roles has {', '.join(map(repr, roles)) or 'none'}"
-    context, parts, speakers = [*prefix], list[Part](), list[int]()
+    context = [*prefix]
+    parts = list[Part]()
+    speakers = list[int]()
     for number, given in enumerate(turns):
-        role, turn = None, given
+        role = None
+        turn = given
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
             role, turn = given
         past = len(context) > limit
@@ -410,7 +415,8 @@ def _truncate_sequence(
 def _make_context_part(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:
     """Tokens that the policy reads, as a part of a completion."""
     length = len(token_ids)
-    tokens, versions = np.array(token_ids, np.int32), np.full(length, NO_VERSION, np.int32)
+    tokens = np.array(token_ids, np.int32)
+    versions = np.full(length, NO_VERSION, np.int32)
     return Completion(
         tokens, np.zeros(length, np.float32), np.zeros(length, bool), versions, "length"
     )

@@ -46,12 +46,14 @@ def load_conversation_function(config: Config) -> ConversationFunction | None:
         UserError: it cannot be found or imported, or cannot be called as it would be; or the
             environment cannot be loaded.
     """
-    spec, roles = config.rollout.conversation, config.rollout.roles
+    spec = config.rollout.conversation
+    roles = config.rollout.roles
     function: Callable[..., Any]
     if spec is None:
         return None
     if spec == VERIFIERS:
-        function, remedy = _Environment(config.data.verifiers), REMEDY
+        function = _Environment(config.data.verifiers)
+        remedy = REMEDY
     else:
         turns = f'("{roles[0]}", turn) for each turn' if roles else "the turns"
         remedy = (
@@ -128,7 +130,9 @@ class _Environment:
             raise UserError(
                 "data.verifiers.environment", config.environment, problem, remedy
             ) from error
-        self._load, self._play, self._down = load_environment, run_environment, DOWN
+        self._load = load_environment
+        self._play = run_environment
+        self._down = DOWN
 
     async def __call__(self, client: Client, prompt: Prompt) -> list[Part]:
         """

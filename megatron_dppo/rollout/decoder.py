@@ -70,12 +70,15 @@ class Decoder:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        body, config = model.model, model.config
+        body = model.model
+        config = model.config
         zero_centred = bool(
             FAMILIES[type(model).__name__].megatron.get("layernorm_zero_centered_gamma")
         )
-        self._embedding, self._rotary = body.embed_tokens, body.rotary_emb
-        self._norm, self._eps = Norm(body.norm, zero_centred), config.rms_norm_eps
+        self._embedding = body.embed_tokens
+        self._rotary = body.rotary_emb
+        self._norm = Norm(body.norm, zero_centred)
+        self._eps = config.rms_norm_eps
         self._head = model.lm_head
         kinds = [
             DeltaLayer if hasattr(layer, "linear_attn") else AttentionLayer for layer in body.layers
@@ -152,7 +155,8 @@ class Decoder:
         )
         mask = mask.unsqueeze(1)
         row = torch.arange(rows, device=tokens.device).unsqueeze(-1)
-        attentions, deltas = itertools.count(), itertools.count()
+        attentions = itertools.count()
+        deltas = itertools.count()
         for layer in self._layers:
             if isinstance(layer, DeltaLayer):
                 state, tail = cache.get_states(next(deltas), first, rows, begin=real is not None)
@@ -165,7 +169,8 @@ class Decoder:
             shape = rows, count, -1, layer.size
             *projected, gate = layer.project(hidden, rotary)
             queries, new_keys, new_values = (part.view(shape) for part in projected)
-            keys[row, :, positions], values[row, :, positions] = new_keys, new_values
+            keys[row, :, positions] = new_keys
+            values[row, :, positions] = new_values
             attended = compute_attention(queries, keys[:, :, :width], values[:, :, :width], mask)
             attended = attended.view(rows * count, -1)
             hidden = layer.finish(hidden, attended if gate is None else attended * gate)
@@ -325,7 +330,8 @@ class RoutingRecord:
     continuations."""
 
     def __init__(self, routers: Routers, shape: RoutingShape, count: int, width: int) -> None:
-        self._routers, self._shape = routers, shape
+        self._routers = routers
+        self._shape = shape
         self._prefixes: list[np.ndarray] = [
             np.zeros((0, shape.layers, shape.per_token), np.int16)
         ] * count

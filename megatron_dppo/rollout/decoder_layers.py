@@ -19,7 +19,9 @@ class Norm:
     one."""
 
     def __init__(self, norm: Any, zero_centred: bool) -> None:
-        self._norm, self._zero_centred, self.weight = norm, zero_centred, norm.weight
+        self._norm = norm
+        self._zero_centred = zero_centred
+        self.weight = norm.weight
 
     def refresh(self) -> None:
         """Renew what is derived from weights."""
@@ -41,10 +43,8 @@ class Layer:
         self._before, self._before_mlp = self._norms
         self._experts = None if hasattr(layer.mlp, "gate_proj") else layer.mlp
         if self._experts is None:
-            self._gate_up, self._down = (
-                fuse_projections(layer.mlp.gate_proj, layer.mlp.up_proj),
-                layer.mlp.down_proj,
-            )
+            self._gate_up = fuse_projections(layer.mlp.gate_proj, layer.mlp.up_proj)
+            self._down = layer.mlp.down_proj
 
     def refresh(self) -> None:
         """Renew what is derived from weights."""
@@ -66,7 +66,8 @@ class AttentionLayer(Layer):
     def __init__(self, layer: Any, config: Any, zero_centred: bool) -> None:
         super().__init__(layer, config, zero_centred)
         attention = layer.self_attn
-        self.size, self.kv_heads = attention.head_dim, config.num_key_value_heads
+        self.size = attention.head_dim
+        self.kv_heads = config.num_key_value_heads
         self._heads = config.num_attention_heads
         self._gated = attention.q_proj.out_features > self._heads * self.size
         self._qkv = fuse_projections(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -90,10 +91,8 @@ class AttentionLayer(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Queries [tokens, heads, size], keys and values [tokens, kv_heads, size] of ``hidden``
         [tokens, hidden], and what the outputs are multiplied by, [tokens, heads · size]."""
-        projected, gate = (
-            F.linear(apply_rms_norm(hidden, self._before.weight, self._eps), *self._qkv),
-            None,
-        )
+        projected = F.linear(apply_rms_norm(hidden, self._before.weight, self._eps), *self._qkv)
+        gate = None
         heads = projected.view(len(hidden), -1, self.size)
         if self._gated:  # a head's gate is behind its query
             queries, rest = heads.tensor_split([2 * self._heads], dim=1)
@@ -120,7 +119,8 @@ class DeltaLayer(Layer):
     def make_states(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """At the beginning of so many rows: the matrix of each head, and what the convolution still
         sees."""
-        net, weight = self._net, self._net.conv1d.weight
+        net = self._net
+        weight = self._net.conv1d.weight
         exact = torch.promote_types(weight.dtype, torch.float32)
         matrices = weight.new_zeros(
             rows, net.num_v_heads, net.head_k_dim, net.head_v_dim, dtype=exact
@@ -140,11 +140,13 @@ class DeltaLayer(Layer):
         Args:
             real: [rows], as of :meth:`Decoder.read`.
         """
-        net, (rows, count, _) = self._net, hidden.shape
+        net = self._net
+        (rows, count, _) = hidden.shape
         mixed, z, beta, alpha = F.linear(
             apply_rms_norm(hidden, self._before.weight, self._eps), *self._projections
         ).split([net.conv_dim, net.value_dim, net.num_v_heads, net.num_v_heads], dim=-1)
-        seen, kept = torch.cat([tail, mixed], dim=1), tail.shape[1]
+        seen = torch.cat([tail, mixed], dim=1)
+        kept = tail.shape[1]
         mixed = F.silu((seen.unfold(1, kept + 1, 1) * net.conv1d.weight[:, 0]).sum(-1))
         ends = real if real is not None else torch.full((rows,), count, device=hidden.device)
         places = ends[:, None] + torch.arange(kept, device=hidden.device)
@@ -156,13 +158,12 @@ class DeltaLayer(Layer):
         values = values.reshape(rows, count, -1, net.head_v_dim)
         each = net.num_v_heads // net.num_k_heads
         queries, keys = (l2norm(part).repeat_interleave(each, dim=2) for part in (queries, keys))
-        decay, rate = (
-            -net.A_log.float().exp() * F.softplus(alpha.float() + net.dt_bias),
-            beta.sigmoid(),
-        )
+        decay = -net.A_log.float().exp() * F.softplus(alpha.float() + net.dt_bias)
+        rate = beta.sigmoid()
         if real is not None:  # padding leaves the state as it is
             padding = (torch.arange(count, device=hidden.device) >= real[:, None]).unsqueeze(-1)
-            decay, rate = decay.masked_fill(padding, 0.0), rate.masked_fill(padding, 0.0)
+            decay = decay.masked_fill(padding, 0.0)
+            rate = rate.masked_fill(padding, 0.0)
         if count == 1:
             last = queries[:, 0], keys[:, 0], values[:, 0], decay[:, 0], rate[:, 0], state
             out, after = recurrent_gated_delta_rule(*last)
@@ -201,7 +202,8 @@ def apply_rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> to
 
     On a CPU torch's own takes twice as long for a step's few rows.
     """
-    size, exact = hidden.shape[-1], hidden.float()
+    size = hidden.shape[-1]
+    exact = hidden.float()
     squares = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_()
     return (
         exact.mul(squares.div_(size).add_(eps).rsqrt_())
@@ -223,7 +225,8 @@ def rotate(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     turned = cos.shape[-1]
     vectors, rest = vectors.tensor_split([turned], dim=-1)
     half = turned // 2
-    rotated, sin = vectors * cos, sin[..., :half]
+    rotated = vectors * cos
+    sin = sin[..., :half]
     rotated[..., :half].addcmul_(vectors[..., half:], sin, value=-1)
     rotated[..., half:].addcmul_(vectors[..., :half], sin)
     return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
@@ -245,7 +248,8 @@ def compute_attention(
     # On a CPU heads that share keys can be queries of one head, which reads the keys once for all
     # of them. Where they have several queries each, the mask would have to be repeated.
     rows, count, heads, size = queries.shape
-    kv_heads, grouped = keys.shape[1], count == 1 and keys.device.type == "cpu"
+    kv_heads = keys.shape[1]
+    grouped = count == 1 and keys.device.type == "cpu"
     of_heads = queries.view(rows, kv_heads, -1, size) if grouped else queries.transpose(1, 2)
     mask = mask.expand(-1, -1, of_heads.shape[2], -1)
     attended = F.scaled_dot_product_attention(of_heads, keys, values, mask, enable_gqa=not grouped)

@@ -59,13 +59,18 @@ class Decoding:
         *,
         max_rows: int,
     ) -> None:
-        self._decoder, self._prefixes, self._sampling = decoder, prefixes, sampling
+        self._decoder = decoder
+        self._prefixes = prefixes
+        self._sampling = sampling
         each = [len(prefix.slots) for prefix in prefixes]
         limits = [prefix.max_new_tokens(sampling.max_tokens) for prefix in prefixes]
-        self._ends, self._limits_of = np.cumsum(each), np.repeat(limits, each)
-        device, count = decoder.device, int(self._ends[-1])
+        self._ends = np.cumsum(each)
+        self._limits_of = np.repeat(limits, each)
+        device = decoder.device
+        count = int(self._ends[-1])
         self._round = ROUND[device.type]  # a row may go so far past its end
-        width, rows = max(limits) + self._round, min(count, max_rows)
+        width = max(limits) + self._round
+        rows = min(count, max_rows)
         longest = max(
             len(prefix.token_ids) + limit for prefix, limit in zip(prefixes, limits, strict=True)
         )
@@ -78,7 +83,8 @@ class Decoding:
         self._cache = decoder.new_cache(rows, longest + self._round)
         self._rows = torch.zeros(rows, FIELDS, dtype=torch.int64, device=device)
         self._waiting = deque(range(len(prefixes)))
-        self._active, self._reach = 0, 0
+        self._active = 0
+        self._reach = 0
         """How many rows there are, and a bound on the positions of their last tokens, which is
         above them."""
 
@@ -97,12 +103,14 @@ class Decoding:
         """Return the prefixes to admit now: none until a quarter of the rows is free, because
         reading many pays."""
         lump: list[int] = []
-        room, longest = len(self._rows) - self._active, 0
+        room = len(self._rows) - self._active
+        longest = 0
         if self._active and room < len(self._rows) // 4:
             return lump
         while self._waiting:
             prefix = self._prefixes[self._waiting[0]]
-            room, longest = room - len(prefix.slots), max(longest, len(prefix.token_ids))
+            room = room - len(prefix.slots)
+            longest = max(longest, len(prefix.token_ids))
             if room < 0 or (lump and longest * (len(lump) + 1) > PREFILL_TOKENS):
                 break
             lump.append(self._waiting.popleft())
@@ -111,7 +119,8 @@ class Decoding:
     def _admit(self, indices: Sequence[int]) -> None:
         """Read prefixes, padded on the right, and draw the first token of each of their
         continuations."""
-        prefixes, first = [self._prefixes[index] for index in indices], self._active
+        prefixes = [self._prefixes[index] for index in indices]
+        first = self._active
         lengths = np.array([len(prefix.token_ids) for prefix in prefixes])
         ids = np.zeros((len(prefixes), int(lengths.max())), np.int64)
         for row, prefix in enumerate(prefixes):
@@ -142,7 +151,8 @@ class Decoding:
     def _step(self) -> None:
         """Read each row's last token, and draw the next one."""
         rows = self._rows[: self._active]
-        tokens, positions = rows[:, TOKEN, None], rows[:, POSITION, None]
+        tokens = rows[:, TOKEN, None]
+        positions = rows[:, POSITION, None]
         hidden = self._decoder.read(self._cache, tokens, positions, first=0, width=self._reach)
         if self._record is not None:
             self._record.record_tokens(rows[:, COMPLETION, None], rows[:, MADE, None] - 1)
@@ -152,8 +162,10 @@ class Decoding:
     def _sample_tokens(self, first: int, logits: torch.Tensor) -> None:
         """Draw the next token of each row from ``first`` on, whose ``logits`` are [rows,
         vocabulary]."""
-        rows, sampling = self._rows[first : first + len(logits)], self._sampling
-        place, temperature = (rows[:, COMPLETION], rows[:, MADE]), sampling.temperature
+        rows = self._rows[first : first + len(logits)]
+        sampling = self._sampling
+        place = (rows[:, COMPLETION], rows[:, MADE])
+        temperature = sampling.temperature
         drawn, self._logprobs[place] = sample_tokens(
             logits, self._uniforms[place], temperature, sampling.top_p, sampling.top_k
         )
@@ -191,7 +203,8 @@ class Decoding:
         never = torch.full((len(limits), 1), True, device=stopping.device)
         first_stop = torch.cat([stopping, never], dim=1).int().argmax(dim=1).cpu().numpy()
         lengths = np.minimum(first_stop + 1, limits)
-        tokens, logprobs = self._tokens.to(torch.int32).cpu().numpy(), self._logprobs.cpu().numpy()
+        tokens = self._tokens.to(torch.int32).cpu().numpy()
+        logprobs = self._logprobs.cpu().numpy()
         if not np.isfinite(logprobs).all():
             raise FloatingPointError(
                 f"the weights of version {version} give log-probabilities that are not finite"
@@ -288,7 +301,8 @@ def sample_tokens(
     elif top_p is None and top_k is None:
         tokens = invert_cdf(weights, uniforms)
     else:
-        ids, kept = torch.empty(0), scaled
+        ids = torch.empty(0)
+        kept = scaled
         if top_k is not None:
             kept = TopKLogitsWarper(top_k)(ids, kept)
         if top_p is not None:

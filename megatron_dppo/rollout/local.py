@@ -59,12 +59,15 @@ class LocalEngine(RolloutEngine[Completions]):
         world: World | None = None,
         conversations: LocalConversations | None = None,
     ) -> None:
-        self._max_batch, self._world, self._conversations = max_batch, world, conversations
+        self._max_batch = max_batch
+        self._world = world
+        self._conversations = conversations
         self._path = Path(path)
         model = empty_model(self._path, device, dtype)
         self._shape = read_shape(path)
         self._weights = _map_weights_by_name(model, self._shape.family.body)
-        self._decoder, self._routers = Decoder(model), Routers(model)
+        self._decoder = Decoder(model)
+        self._routers = Routers(model)
         self._version: int | None = None
         self._paused = False
 
@@ -99,7 +102,8 @@ class LocalEngine(RolloutEngine[Completions]):
                 after the end of the stream, and nothing can be generated until an update succeeds.
         """
         self._version = None
-        shapes, repeated = _get_shapes(self._weights), []
+        shapes = _get_shapes(self._weights)
+        repeated = []
         found: dict[str, tuple[int, ...]] = {}
         for bucket in source(to=Consumers.EVERYONE):
             repeated += [f"{name} came twice" for name in bucket if name in found]
@@ -156,7 +160,8 @@ class LocalEngine(RolloutEngine[Completions]):
         sampling: Sampling,
         conversations: LocalConversations | None,
     ) -> Completions:
-        version, problem = self._version, self.health()
+        version = self._version
+        problem = self.health()
         if version is None or problem is not None:
             raise RuntimeError(f"The local engine cannot generate: {problem}.")
         if sampling.samples > self._max_batch:
@@ -185,7 +190,8 @@ class LocalEngine(RolloutEngine[Completions]):
         roots = [make_root(prompt, sampling.samples, branches) for prompt in prompts]
         prefixes = list(zip(trees, roots, strict=True))
         while prefixes:
-            now, prefixes = prefixes, []
+            now = prefixes
+            prefixes = []
             every = self._extend_prefixes([prefix for _, prefix in now], sampling, version)
             for (tree, _), paths in zip(now, every, strict=True):
                 tree += paths

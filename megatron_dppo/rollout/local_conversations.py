@@ -77,8 +77,11 @@ class LocalConversations:
         late_s: float = math.inf,
         end_s: float = math.inf,
     ) -> None:
-        self.function, self.timeout_s, self.attempts = function, timeout_s, attempts
-        self.late_s, self.end_s = late_s, end_s
+        self.function = function
+        self.timeout_s = timeout_s
+        self.attempts = attempts
+        self.late_s = late_s
+        self.end_s = end_s
         # Use one loop for all steps, because objects that a function keeps may belong to the loop.
         self._runner = asyncio.Runner(loop_factory=EventLoop)
 
@@ -115,7 +118,9 @@ class _Conversations:
     call."""
 
     def __init__(self, parent: LocalConversations, sampling: Sampling, extend: Continue) -> None:
-        self._of, self._sampling, self._continue = parent, sampling, extend
+        self._of = parent
+        self._sampling = sampling
+        self._continue = extend
         self._requests: dict[Place, list[_Request]] = {}
         """Pending requests of each waiting conversation."""
         self._moved = asyncio.Event()
@@ -150,7 +155,8 @@ class _Conversations:
 
     def _handle_end(self, task: asyncio.Task[Completion]) -> None:
         self._moved.set()
-        self._last_end, self._named = time.monotonic(), False
+        self._last_end = time.monotonic()
+        self._named = False
 
     def _check(self, busy: int, running: int, first: int) -> None:
         """Check the time since a conversation last requested a turn or ended. Report late
@@ -164,11 +170,10 @@ class _Conversations:
         Raises:
             UserError: if a time exceeds ``timeout_s`` or ``end_s``.
         """
-        of, now = self._of, time.monotonic()
-        who, where = (
-            f"{busy or running} conversations of {of.function.spec}",
-            f"the first of them about prompt {first}",
-        )
+        of = self._of
+        now = time.monotonic()
+        who = f"{busy or running} conversations of {of.function.spec}"
+        where = f"the first of them about prompt {first}"
         if busy and now - self._last_move >= of.timeout_s:
             problem = f"passed in which {who} neither asked for a turn nor ended, {where}"
             remedy = (
@@ -196,7 +201,8 @@ class _Conversations:
             self._last_move = time.monotonic()
 
     async def _run_conversation(self, place: Place, prompt: Prompt) -> Completion:
-        function, attempts = self._of.function, self._of.attempts
+        function = self._of.function
+        attempts = self._of.attempts
         for attempt in range(attempts):
             turn = partial(self._request_turn, place, itertools.count())
             client = Client(
@@ -249,7 +255,8 @@ class _Conversations:
         Turns with the same stop tokens are decoded together. A context shared by several samples of
         a prompt is read once.
         """
-        waiting, self._requests = self._requests, {}
+        waiting = self._requests
+        self._requests = {}
         by_stops: dict[tuple[int, ...], dict[Any, list[_Request]]] = {}
         for request in (request for place in sorted(waiting) for request in waiting[place]):
             prefix = request.prefix

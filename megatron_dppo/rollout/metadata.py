@@ -114,7 +114,8 @@ def _compute_log_ratios(completion: Completion) -> tuple[float, float]:
     if not mask.any():
         return 0.0, 0.0
     logprobs = completion.logprobs[mask].astype(np.float64)
-    ratio, weight = completion.teacher_logprobs[mask] - logprobs, np.expm1(logprobs) ** 2 + 1e-12
+    ratio = completion.teacher_logprobs[mask] - logprobs
+    weight = np.expm1(logprobs) ** 2 + 1e-12
     mean = np.average(ratio, weights=weight)
     return float(mean), float(np.sqrt(np.average((ratio - mean) ** 2, weights=weight)))
 
@@ -134,7 +135,8 @@ def compute_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[s
     speaks."""
     if not roles:
         return {}
-    reward, speaks = metadata.segments["reward"], metadata.segments["tokens"] > 0
+    reward = metadata.segments["reward"]
+    speaks = metadata.segments["tokens"] > 0
     count = np.maximum(speaks.sum(axis=(0, 1)), 1)
     means = np.where(speaks, reward, 0.0).sum(axis=(0, 1)) / count
     return {
@@ -159,7 +161,8 @@ def compute_staleness(metadata: StepMetadata, version: int, *, bound: int) -> di
     Raises:
         UserError: if a completion is older than that. It is not dropped: what is late is long.
     """
-    versions, lengths = metadata.versions, metadata.sampled_lengths
+    versions = metadata.versions
+    lengths = metadata.sampled_lengths
     lag = np.where(versions == OFFLINE, 0, version - versions)
     oldest = int(lag.max(initial=0))
     if oldest > bound:

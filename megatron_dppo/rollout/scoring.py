@@ -36,11 +36,9 @@ class GroupScoring:
         prompts: Sequence[Prompt],
         max_failures: int,
     ) -> None:
-        self._scoring, self._tokenizer, self._prompts = (
-            workers.begin(max_failures),
-            tokenizer,
-            prompts,
-        )
+        self._scoring = workers.begin(max_failures)
+        self._tokenizer = tokenizer
+        self._prompts = prompts
         self._tags = frozenset(workers.thinking_tags)
         self._texts: dict[int, list[str]] = {}
         """By the place of the prompt, in the order in which they are scored."""
@@ -105,7 +103,8 @@ class GroupScoring:
         shown = [strip_contexts(completion) for completion in group]
         texts = self._decode([token_ids for token_ids, _ in shown])
         self._texts[index] = texts
-        policy, items = self._tokenizer.name_or_path, []
+        policy = self._tokenizer.name_or_path
+        items = []
         for text, (token_ids, loss_mask), completion in zip(texts, shown, group, strict=True):
             made = token_ids.tolist(), loss_mask.tolist(), completion.finish_reason, policy
             items.append(ScoreItem.from_prompt(self._prompts[index], text, *made))

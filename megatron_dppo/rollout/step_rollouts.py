@@ -31,7 +31,9 @@ from megatron_dppo.rollout.engine import PartialRollout
 
 FOLDER = "rollouts"
 _STEP = "step.npz"
-_CHOSEN, _PART, _LENGTHS = "selection.", "parts.", "_lengths"
+_CHOSEN = "selection."
+_PART = "parts."
+_LENGTHS = "_lengths"
 _RANKS = "broken_off_by_ranks"
 
 
@@ -114,7 +116,9 @@ class StepRollouts:
     def _can_resume_complete(
         rollouts: CompleteRollouts, config: Config, min_version: int, needs_routing: bool
     ) -> bool:
-        known, rollout, teaching = rollouts.metadata, config.rollout, config.loss.distillation
+        known = rollouts.metadata
+        rollout = config.rollout
+        teaching = config.loss.distillation
         if (several := known.further_lengths.shape[2]) > 0:
             check_settings(config, 1 + several)
         if known.segments.shape[1:] != (rollout.samples_per_prompt, rollout.segments):
@@ -354,14 +358,13 @@ def _unpack_groups(
 
 
 def _find_prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:
-    prompt, tokens = int(metadata.prompt_ids[row]), int(metadata.prompt_lengths[row])
+    prompt = int(metadata.prompt_ids[row])
+    tokens = int(metadata.prompt_lengths[row])
     if prompt >= len(pool) or len(pool[prompt].token_ids) != tokens:
         asked = f"completions of prompt {prompt}, which has {tokens} tokens"
         problem = f"its checkpoint holds {asked}, and no such prompt is in the pool"
-        data, alone = (
-            "Resume with the data that the run began with",
-            "begin another run.dir with its weights alone",
-        )
+        data = "Resume with the data that the run began with"
+        alone = "begin another run.dir with its weights alone"
         raise UserError(
             "run.dir", place.parent.parent, problem, f"{data}, or {alone}: model.checkpoint={place}"
         )

@@ -122,9 +122,11 @@ class TeacherServers:
     """
 
     def __init__(self, config: Config, world: World, tokenizer: Tokenizer) -> None:
-        self.distillation, self._timeout_s = config.loss.distillation, config.rollout.timeout_s
+        self.distillation = config.loss.distillation
+        self._timeout_s = config.rollout.timeout_s
         self._secret = os.environ.get(SECRET) or None
-        self._http, self._room = Http(), asyncio.Semaphore(config.rollout.max_in_flight)
+        self._http = Http()
+        self._room = asyncio.Semaphore(config.rollout.max_in_flight)
         longest = config.longest
 
         def connect_all() -> dict[str, TeacherServer]:
@@ -174,7 +176,8 @@ class TeacherServers:
     async def _connect(self, url: str, tokenizer: Tokenizer, longest: int) -> TeacherServer:
         url = url.rstrip("/")
         get = partial(self._http.call, "GET", url, secret=self._secret, timeout_s=CONTROL_S)
-        routes, models = (await get("/openapi.json"))["paths"], (await get("/v1/models"))["data"]
+        routes = (await get("/openapi.json"))["paths"]
+        models = (await get("/v1/models"))["data"]
         server = TeacherServer(
             url, models[0]["id"], sglang="/generate" in routes, tokens=len(tokenizer)
         )
@@ -191,7 +194,8 @@ class TeacherServers:
         answer = await self._http.call(
             "POST", url, "/detokenize", body=body, secret=self._secret, timeout_s=CONTROL_S
         )
-        ours, theirs = tokenizer.decode(vocabulary), answer["text" if server.sglang else "prompt"]
+        ours = tokenizer.decode(vocabulary)
+        theirs = answer["text" if server.sglang else "prompt"]
         if ours != theirs:
             at = next(
                 (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)
@@ -254,7 +258,8 @@ class TeacherQuery:
     """
 
     def __init__(self, servers: TeacherServers | None, prompts: Sequence[Prompt]) -> None:
-        self._servers, self._prompts = servers, prompts
+        self._servers = servers
+        self._prompts = prompts
         self._asked: dict[int, list[Future[NDArray[np.float32]]]] = {}
         """Started queries by index of the prompt. Prompts without a teacher server have no
         entry."""

@@ -148,7 +148,8 @@ def list_leaves(paths: Iterable[TreePath], branches: Branches) -> tuple[Completi
     leaves: dict[int, Completion] = {}
     # A path replaces leaves of the path with fewer forks.
     for path in sorted(paths, key=lambda path: len(path.forks)):
-        completion, slot = path.completion, path.slots[0]
+        completion = path.completion
+        slot = path.slots[0]
         if branches:
             ends = (*path.find_forks(branches), path.length)
             segments = np.repeat(np.arange(len(ends), dtype=np.int8), np.diff(ends, prepend=0))

@@ -37,7 +37,9 @@ MAX_PROB_ERROR = {"fp32": 1.001, "bf16": 1.2}
 more."""
 MOST_COMPLETIONS = 8
 """How many completions, the worst ones, are kept as evidence."""
-PROMPTS, SAMPLES, MAX_TOKENS = 4, 2, 32
+PROMPTS = 4
+SAMPLES = 2
+MAX_TOKENS = 32
 """Request to every server: number of prompts, completions of each prompt, tokens of each
 completion."""
 
@@ -208,7 +210,8 @@ def check_agreement(
         UserError: on every rank, if a server is further from the actor than precision explains, or
             generates with other weights by its own account. The message names it.
     """
-    config, world = policy.config, policy.world
+    config = policy.config
+    world = policy.world
     answers = _generate_completions(policy, engine, pool, version)
     _check_versions(answers, version, config.rollout.engine)
     by_server = defaultdict[str, list[ComparedCompletion]](list)

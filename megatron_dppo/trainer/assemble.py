@@ -91,7 +91,8 @@ class PolicyParts(Generic[P_co]):
 
     def build_engine(self) -> RolloutEngine[Any]:
         """An engine of this rank's own, without weights until the first sync."""
-        model, rollout = self.config.model, self.config.rollout
+        model = self.config.model
+        rollout = self.config.rollout
         if rollout.served:
             from megatron_dppo.rollout.servers.engine import ServerEngine
 
@@ -135,7 +136,8 @@ class PolicyParts(Generic[P_co]):
         offline: Mapping[int, OfflineGroup] | None = None,
     ) -> Collector:
         """Collector of rollouts to train on: servers that teach read them. Collective."""
-        config, world = self.config, self.world
+        config = self.config
+        world = self.world
         teachers = (
             TeacherServers(config, world, self.tokenizer)
             if config.loss.distillation.servers
@@ -196,7 +198,8 @@ class PolicyParts(Generic[P_co]):
             replicas: over how many they are spread; with 1 every replica packs all of them.
             min_per_rank: packs that each replica has at least.
         """
-        layout, most = self.config.layout, self.config.pack.max_tokens
+        layout = self.config.layout
+        most = self.config.pack.max_tokens
         packing = pack_sequences(
             np.array([len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]),
             ranks=replicas,
@@ -231,7 +234,8 @@ class PolicyParts(Generic[P_co]):
     def export(self, out: Path, *, setting: str) -> None:
         """Write the actor as a Hugging Face directory; ``setting`` is what an error names.
         Collective."""
-        model, chunks = self.config.model, self.actor.chunks
+        model = self.config.model
+        chunks = self.actor.chunks
         export_hf(
             chunks,
             self.world,
@@ -243,7 +247,8 @@ class PolicyParts(Generic[P_co]):
 
     def check_export_run(self) -> None:
         """:meth:`check_export` for all that :meth:`export_run` writes."""
-        folder, model = Path(self.config.run.dir), self.config.model
+        folder = Path(self.config.run.dir)
+        model = self.config.model
         self.check_export(folder / "hf", setting="run.dir")
         if model.lora.rank:
             plan = plan_adapter_file(self.shape, model.lora, model.torch_dtype)
@@ -252,10 +257,12 @@ class PolicyParts(Generic[P_co]):
     def export_run(self) -> None:
         """Write what the run has come to into its folder: the policy, and its adapters alone, if it
         has any."""
-        folder, model = Path(self.config.run.dir), self.config.model
+        folder = Path(self.config.run.dir)
+        model = self.config.model
         self.export(folder / "hf", setting="run.dir")
         if model.lora.rank:
-            base, out = model.checkpoint or model.path, folder / "adapter"
+            base = model.checkpoint or model.path
+            out = folder / "adapter"
             export_adapter(
                 self.actor.chunks, self.world, base=base, out=out, dtype=model.torch_dtype
             )
@@ -282,7 +289,8 @@ def assemble_frozen(config: Config, world: World, *, temperature: float) -> Poli
 def _assemble(
     config: Config, world: World, make: Callable[[PolicyShape], P_co]
 ) -> PolicyParts[P_co]:
-    folder, run_dir = config.model.folder, Path(config.run.dir)
+    folder = config.model.folder
+    run_dir = Path(config.run.dir)
     config = replace(config, data=world.broadcast(lambda: with_date(config.data, folder, run_dir)))
     shape = world.run_on_all_ranks(lambda: read_shape(folder))
     tokenizer = world.run_on_all_ranks(lambda: load_tokenizer(folder))
@@ -328,7 +336,10 @@ def load_pools(
 ) -> tuple[PromptPool, list[EvalProblem], dict[int, OfflineGroup] | None]:
     """The training pool; the held-out problems that evaluations answer; and this rank's share of
     ``data.rollouts``, or None where the policy rolls out. Collective."""
-    config, world, shape, tokenizer = parts.config, parts.world, parts.shape, parts.tokenizer
+    config = parts.config
+    world = parts.world
+    shape = parts.shape
+    tokenizer = parts.tokenizer
     offline: dict[int, OfflineGroup] | None = None
     if config.data.rollouts is None:
         train = load_training_pool(parts)
@@ -358,11 +369,9 @@ def load_pools(
 def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
     """The prompts that training draws from, each with a label that the reward can read.
     Collective."""
-    data, check, taught = (
-        parts.config.data,
-        make_label_check(parts.config),
-        parts.config.loss.distillation,
-    )
+    data = parts.config.data
+    check = make_label_check(parts.config)
+    taught = parts.config.loss.distillation
 
     def load() -> PromptPool:
         pool = load_prompts(data, parts.tokenizer, split="train", check=check)
@@ -390,7 +399,8 @@ def acquire_run_lock(config: Config, world: World, to_close: ExitStack) -> Calla
     Raises:
         UserError: on every rank; another run holds it.
     """
-    say, folder = partial(print, flush=True), Path(config.run.dir)
+    say = partial(print, flush=True)
+    folder = Path(config.run.dir)
 
     def take() -> Callable[[], None]:
         check = to_close.enter_context(closing(FolderLock(folder, "run.dir", say))).check

@@ -78,11 +78,9 @@ class Checkpoints:
 
     def __init__(self, config: Config, world: World) -> None:
         self._folder = Path(config.run.dir) / "checkpoints"
-        self._source, self._keep, self._world = (
-            config.model.folder,
-            config.run.keep_checkpoints,
-            world,
-        )
+        self._source = config.model.folder
+        self._keep = config.run.keep_checkpoints
+        self._world = world
         self._background = config.run.checkpoint_in_background
         self._dtype = config.model.torch_dtype
         self._writer = world.broadcast(lambda: CheckpointFormat.from_config(config))
@@ -145,7 +143,8 @@ class Checkpoints:
         """
         if self._unfinished is None:
             return
-        unfinished, self._unfinished = self._unfinished, None
+        unfinished = self._unfinished
+        self._unfinished = None
         with self._convert_disk_errors(unfinished.needed):
             checksums = unfinished.shards.finish()
         of_all = {
@@ -253,7 +252,8 @@ class Checkpoints:
     def _put_in_place(
         self, pending: _PendingCheckpoint, checksums: Mapping[str, FileChecksum]
     ) -> None:
-        step, partial = pending.step, pending.shards.folder
+        step = pending.step
+        partial = pending.shards.folder
         try:
             if not (hf := self._folder / HF_FOLDER).exists():  # and never a checkpoint without them
                 with replace_directory(hf) as draft:

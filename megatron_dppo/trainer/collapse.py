@@ -31,14 +31,17 @@ class CollapseGuard:
     rank."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._most, self._keeps = config.max_idle_steps, config.keep_best
-        self._idle, self._reward = 0, float("nan")
+        self._most = config.max_idle_steps
+        self._keeps = config.keep_best
+        self._idle = 0
+        self._reward = float("nan")
         self._accuracy: float | None = None
         self.best: BestCheckpoint | None = None
 
     def record_step(self, *, updated: bool, reward: float) -> None:
         """After a step: whether it changed the weights, and its mean reward."""
-        self._idle, self._reward = (0 if updated else self._idle + 1), reward
+        self._idle = 0 if updated else self._idle + 1
+        self._reward = reward
         if updated:
             self._accuracy = None
 

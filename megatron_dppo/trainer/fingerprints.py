@@ -55,7 +55,9 @@ FUNCTIONS = (
 """Settings that name functions of the user which results depend on."""
 HELD_OUT = ("data.eval", "eval.benchmarks")
 """Settings that name held-out problems."""
-FROM_PYTHON, PICKLED, TEXT = "from Python", ".pkl", ".source"
+FROM_PYTHON = "from Python"
+PICKLED = ".pkl"
+TEXT = ".source"
 """The name of a function that was given from Python, and the endings of its two files in
 ``run.dir``."""
 RELEASES = {REASONING_GYM: "reasoning-gym", VERIFIERS: "verifiers"}
@@ -217,7 +219,8 @@ def _compute_policy_digests(folder: Path, checkpoint: str | None) -> dict[str, s
     return digests | compute_weight_digests(folder, Path(checkpoint) if checkpoint else None)
 
 
-SAMPLES, SAMPLE_BYTES = 64, 2**14
+SAMPLES = 64
+SAMPLE_BYTES = 2**14
 """Evenly spaced stretches of a file that are read, and their length: 1 MiB in all, or the whole of
 a smaller file."""
 

@@ -37,7 +37,8 @@ from megatron_dppo.rl.objectives import Objective, resolve_objective
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rollout.engine import RolloutEngine
 
-SETTING, ENGINE = "loss.objective", "rollout.engine_function"
+SETTING = "loss.objective"
+ENGINE = "rollout.engine_function"
 METHODS = ("begin", "finish", "sample_each", "take_events", "update_weights")
 """That every engine has to have itself; what the protocol has for the others does nothing."""
 LENGTHS = (5, 3)
@@ -71,7 +72,8 @@ def register_functions(config: Config) -> None:
     Raises:
         UserError: one cannot be imported, or does not return what it has to.
     """
-    pruning, own = config.pruning, config.loss.advantage
+    pruning = config.pruning
+    own = config.loss.advantage
     if own is not None and own not in ESTIMATORS:
         advantages.register(own, wrap_function(load_function(advantages.SETTING, own)))
         advantages.check_estimator(own)

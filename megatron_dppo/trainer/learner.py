@@ -76,26 +76,28 @@ class PolicyLoss:
         version: int,
         distillation_coef: float = 0.0,
     ) -> None:
-        self._objective, self._kl_coef, self._tis_cap, self._version = (
-            objective,
-            kl_coef,
-            tis_cap,
-            version,
-        )
+        self._objective = objective
+        self._kl_coef = kl_coef
+        self._tis_cap = tis_cap
+        self._version = version
         self._distillation_coef = distillation_coef
         self._scored: list[tuple[Pack, torch.Tensor]] | None = []
 
     def take_scored(self) -> list[tuple[Pack, torch.Tensor]]:
         """The packs so far with the log-probabilities, [R], that they had as the step began. No
         more are kept."""
-        scored, self._scored = self._scored or [], None
+        scored = self._scored or []
+        self._scored = None
         return scored
 
     def __call__(self, responses: Responses) -> tuple[torch.Tensor, Sums]:
-        logprobs, pack, columns = responses.logprobs, responses.pack, responses.columns
+        logprobs = responses.logprobs
+        pack = responses.pack
+        columns = responses.columns
         if self._scored is not None:
             self._scored.append((pack, columns.get("old_logprobs", logprobs.detach())))
-        advantage, taught = columns["advantage"], {}
+        advantage = columns["advantage"]
+        taught = {}
         if "teacher_logprobs" in columns:
             log_ratio = columns["teacher_logprobs"] - logprobs.detach()
             log_ratio = torch.where(log_ratio.isnan(), 0.0, log_ratio)
@@ -133,12 +135,15 @@ class Learner:
     def __init__(self, parts: PolicyParts[Actor], timers: PhaseTimers) -> None:
         """Load the reference and the teachers where the loss asks for them; all choose experts by
         themselves. Collective."""
-        self._config, self._world, self._actor = parts.config, parts.world, parts.actor
+        self._config = parts.config
+        self._world = parts.world
+        self._actor = parts.actor
         self.reference: Reference | BasePolicy | None = (
             parts.load_reference() if parts.config.loss.kl_coef > 0 else None
         )
         self.teachers: list[Teacher] = parts.load_teachers()
-        self._pad_id, self._timers = parts.pad_id, timers
+        self._pad_id = parts.pad_id
+        self._timers = timers
         self._objective = self._world.run_on_all_ranks(
             lambda: load_objective(parts.config.loss), description="import of an objective"
         )

@@ -242,7 +242,8 @@ def _check_weights(config: Config, shape: PolicyShape, command: Command) -> None
 
 def _check_tokens(config: Config) -> None:
     """As far as one can without the tokenizer itself, which may add tokens."""
-    folder, stops = config.model.folder, config.rollout.stop_token_ids or ()
+    folder = config.model.folder
+    stops = config.rollout.stop_token_ids or ()
     check_token_ids(_read_tokens(folder), folder, "its tokenizer.json")
     check_token_ids(stops, folder, "the setting", "rollout.stop_token_ids")
 
@@ -294,7 +295,8 @@ def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) 
             f"{shape.vocab_size}"
         )
         raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
-    ours, others = _read_tokens(config.model.folder), _read_tokens(teacher)
+    ours = _read_tokens(config.model.folder)
+    others = _read_tokens(teacher)
     different = [
         token for token in sorted(ours.keys() & others.keys()) if ours[token] != others[token]
     ]
@@ -355,7 +357,8 @@ def _find_held_out(config: Config, command: Command) -> list[EvalSource]:
 
 
 def _check_held_out(source: EvalSource, config: Config, command: Command) -> None:
-    place, may_be_several = Path(source.file), source.setting != SETTING
+    place = Path(source.file)
+    may_be_several = source.setting != SETTING
     known = place.is_file() or (may_be_several and (place.is_dir() or is_id(source.file)))
     if source.name and source.file not in GENERATORS and not known:
         columns = f"the columns {config.data.prompt_key} and {config.data.label_key}"
@@ -399,7 +402,8 @@ def prepare_data(config: Config, command: Command) -> None:
         return
     responses = command == "sft"
     check = NO_CHECK if responses else make_label_check(config)
-    policy, run_dir = config.model.folder, Path(config.run.dir)
+    policy = config.model.folder
+    run_dir = Path(config.run.dir)
     for training in resolve_sources(config.data, "train"):
         if are_stored(training):
             data = with_date(config.data, policy, run_dir, keep=command in TRAINING)
@@ -449,7 +453,8 @@ def _check_reward(function: str) -> None:
 
 
 def _check_initial_weights(place: Path, setting: str, folder: Path, run_dir: Path) -> None:
-    place, own = place.resolve(), (run_dir / "checkpoints").resolve()
+    place = place.resolve()
+    own = (run_dir / "checkpoints").resolve()
     if own in (place, *place.parents):
         problem = (
             "is a checkpoint of this very run, which would take what it has learned for the "
@@ -479,10 +484,8 @@ def _check_disk_space(config: Config, shape: PolicyShape, command: Command) -> N
     taken = sum(
         file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file()
     )
-    needed, free = (
-        estimate_disk(config, shape, command).total - taken,
-        shutil.disk_usage(_find_existing_parent(folder)).free,
-    )
+    needed = estimate_disk(config, shape, command).total - taken
+    free = shutil.disk_usage(_find_existing_parent(folder)).free
     if free < needed:
         fewer = (
             "lower run.keep_checkpoints, "
@@ -534,12 +537,10 @@ class DiskUsage:
 
 def estimate_disk(config: Config, shape: PolicyShape, command: Command = "train") -> DiskUsage:
     """Disk space of a training command for a policy of this shape."""
-    weights, dtype, run, lora = (
-        count_parameters(shape),
-        WEIGHT_BYTES[config.model.dtype],
-        config.run,
-        config.model.lora,
-    )
+    weights = count_parameters(shape)
+    dtype = WEIGHT_BYTES[config.model.dtype]
+    run = config.run
+    lora = config.model.lora
     if command == "sft":
         return DiskUsage(0, 0, weights * dtype)
     written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1

@@ -50,12 +50,16 @@ class SourceOrder:
             size: number of prompts of the source.
             seed: seed of the permutations.
         """
-        self._number, self._first, self._size, self._seed = number, first, size, seed
+        self._number = number
+        self._first = first
+        self._size = size
+        self._seed = seed
         self.set_position(0, 0)
 
     def set_position(self, epoch: int, position: int) -> None:
         """Move to the state after ``epoch`` epochs and ``position`` prompts of the next epoch."""
-        self.epoch, self.position = epoch, position
+        self.epoch = epoch
+        self.position = position
         draw = make_generator(self._seed, epoch, Purpose.ORDER, self._number)
         self._permutation = draw.permutation(self._size)
 
@@ -117,7 +121,8 @@ class PromptOrder:
             raise UserError("rollout.prompts_per_step", n, problem, remedy)
         seen = set() if excluded is None else set(excluded.tolist())
         window: list[int] = []
-        waiting, self._deferred = deque(self._deferred), []
+        waiting = deque(self._deferred)
+        self._deferred = []
         while waiting or len(window) < n:
             prompt = waiting.popleft() if waiting else self._next()
             if prompt in seen or len(window) == n:
@@ -148,10 +153,8 @@ class PromptOrder:
         if (
             before := state["size"]
         ) != self._size:  # generators may give a different number with the same settings
-            problem, remedy = (
-                f"the checkpoint was written with {before} prompts",
-                "Resume with the same data",
-            )
+            problem = f"the checkpoint was written with {before} prompts"
+            remedy = "Resume with the same data"
             raise UserError(
                 "data.train",
                 f"{self._size} prompts",
@@ -237,7 +240,9 @@ class PromptSampler:
                 "rollout.prompts_per_step", config.rollout.prompts_per_step, problem, remedy
             )
         check_shares(pool, widest)
-        self._config, self._pool_size, self._widest = config, pool_size, find_widest_window(pool)
+        self._config = config
+        self._pool_size = pool_size
+        self._widest = find_widest_window(pool)
         self._objective = resolve_objective(config.loss)
         self._order = make_order(pool, config.run.seed)
         taught = config.loss.distillation_coef > 0.0
@@ -268,7 +273,8 @@ class PromptSampler:
             None if the step has enough such groups, if the pool or
             ``make_pruning_section.max_rounds`` is exhausted, or if the pruning rule has no rounds.
         """
-        pruning, known = self._config.pruning, selected.prompt_ids
+        pruning = self._config.pruning
+        known = selected.prompt_ids
         if not uses_resampling(pruning) or rounds >= pruning.max_rounds:
             return None
         wanted = compute_resample_size(

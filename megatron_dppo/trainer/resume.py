@@ -48,7 +48,8 @@ from megatron_dppo.trainer.fingerprints import (
 )
 from megatron_dppo.trainer.writer import CheckpointFormat, check_resumable, read_state
 
-HISTORY, IN_FORCE = "config_history.jsonl", "config.yaml"
+HISTORY = "config_history.jsonl"
+IN_FORCE = "config.yaml"
 WARM_UP = "sft.json"
 """Beside a policy that ``sft`` has written: its settings then."""
 Settings = Mapping[str, Any]
@@ -182,7 +183,8 @@ def find_changes(before: Settings, now: Settings) -> list[SettingChange]:
     found = []
     for key, setting in get_settings().items():
         default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
-        was, is_now = before.get(key, default), now.get(key, default)
+        was = before.get(key, default)
+        is_now = now.get(key, default)
         same = (
             was == is_now
             or (key.startswith(PLACES) and _are_equal_places(was, is_now))

@@ -167,7 +167,8 @@ class RunLogger:
                 self._pruning.write(step, self._census.to_dict())
             if warning := self._gate.check(step, self._row):
                 self._console.print_note(warning, repeat=True)
-        self._row, self._census = {}, None
+        self._row = {}
+        self._census = None
 
     def close(self) -> None:
         """Where a run ends before its last step, loggers that send rows later are to send them
@@ -232,7 +233,8 @@ class RunLogger:
 
 def _describe_bias(config: Config) -> Iterator[str]:
     """Biases of the gradient by tokens that this policy has not generated."""
-    which, bound = config.loss.tis_level, describe_weight_bound(config)
+    which = config.loss.tis_level
+    bound = describe_weight_bound(config)
     before = "" if which == "sequence" else ", and no weight corrects for the tokens before it"
     weight = f"its {which}'s probability now over that when it was made, {bound}"
     if ahead := config.rollout.ahead:
@@ -269,7 +271,8 @@ def _format_line(text: str) -> str:
 def find_idle_settings(config: Config) -> list[str]:
     """Return the dotted keys of changed settings that no part of ``train`` reads, given the other
     settings."""
-    values, idle = dict(config.iter_settings()), find_idle_keys(config)
+    values = dict(config.iter_settings())
+    idle = find_idle_keys(config)
     changed = [key for key, setting in get_settings().items() if values[key] != setting.default]
     found = [key for key in changed if key.startswith(idle) and not key.endswith(".rule")]
     if "reward.concurrency" in changed and not iscoroutinefunction(resolve(config.reward.spec)):
@@ -280,7 +283,8 @@ def find_idle_settings(config: Config) -> list[str]:
 def _is_best_unsaved(config: Config) -> bool:
     """Whether checkpoints are saved before the last step, evaluations are made there, and never at
     the same step."""
-    run, every = config.run, config.eval.every
+    run = config.run
+    every = config.eval.every
     if not run.keep_best or not 0 < run.checkpoint_every < run.steps or not 0 < every < run.steps:
         return False
     return lcm(run.checkpoint_every, every) >= run.steps

@@ -66,7 +66,8 @@ class ShardSave:
         self, state: dict[str, Any], folder: Path, world: World, *, background: bool, limit_s: float
     ) -> None:
         self.folder = folder
-        self._limit_s, self._calls = limit_s, AsyncCallsQueue()
+        self._limit_s = limit_s
+        self._calls = AsyncCallsQueue()
         self._results = _Results(folder, world.rank)
         # Because Megatron's own queue is a process that outlives a rank which is killed.
         filesystem_async._results_queue = self._results
@@ -128,7 +129,8 @@ class _Results:
     them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+        self._folder = folder
+        self._rank = rank
         self._file = folder / f".results_{rank}"
         self.checksums: dict[str, FileChecksum] = {}
         self.failure: Exception | None = None

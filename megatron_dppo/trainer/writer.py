@@ -138,7 +138,8 @@ def read_state(place: Path) -> StoredState | None:
             checksums.check([STATE])
         try:
             state = dict(json.loads((place / STATE).read_bytes()))
-            files, writer = state.pop(FILES, {}), CheckpointFormat.read(state.pop(_KEY))
+            files = state.pop(FILES, {})
+            writer = CheckpointFormat.read(state.pop(_KEY))
             return StoredState(state, files, writer, is_checked=checksums is not None)
         except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
             raise CorruptCheckpointError(f"{STATE} cannot be read ({error!r})") from error
@@ -180,7 +181,8 @@ def check_resumable(place: Path, expected: CheckpointFormat) -> StoredState:
                 f"was written with {setting} = {was}",
                 f"Resume with {setting}={was}",
             )
-    before, after = written.adapters, expected.adapters
+    before = written.adapters
+    after = expected.adapters
     if before and after and before.fingerprint != after.fingerprint:
         base = f"model.{before.setting} = {before.base}"
         problem = f"holds adapters of {base}, which had other weights than {after.base} has"

@@ -294,8 +294,10 @@ def render_curves() -> Iterator[str]:
     )
     yield "|---" * 7 + "|"
     for name in dict.fromkeys(run["arm"] for run in runs):
-        arm, found = benchmark.ARMS[name], benchmark.compared(runs, name, 0.5)
-        times, ratio = found["seconds_to_accuracy"], found["time_to_accuracy_ratio"]
+        arm = benchmark.ARMS[name]
+        found = benchmark.compared(runs, name, 0.5)
+        times = found["seconds_to_accuracy"]
+        ratio = found["time_to_accuracy_ratio"]
         taken = "not reached" if None in times else f"{statistics.geometric_mean(times):.0f}"
         faster = "" if not ratio else "1" if name == benchmark.BASELINE else ("{:.2f} [{:.2f}, "
                                                                               "{:.2f}]").format(

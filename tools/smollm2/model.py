@@ -127,7 +127,8 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 def write_policy(file: Path, out: Path) -> None:
     """Write a Hugging Face directory from a GGUF file."""
     known, tensors = read_gguf(file)
-    config, tokens = build_config(known), known["tokenizer.ggml.tokens"]
+    config = build_config(known)
+    tokens = known["tokenizer.ggml.tokens"]
     with replace_directory(out) as folder:
         (folder / "model.safetensors").write_bytes(
             save(tensors, metadata={"format": "pt"})

@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 from megatron_dppo.process.files import replace_file
 
-TRAIN, HELD_OUT = 3072, 400
+TRAIN = 3072
+HELD_OUT = 400
 """Problems of each."""
 SEED = 2
 MOST = 500
@@ -312,7 +313,8 @@ def make_single_step(language: Language, number: int, rng: random.Random) -> tup
     operation = "+-*/"[number % 4]
     wordings = language.wordings[operation]
     if operation in "*/":
-        a, b = rng.randint(2, 99), rng.randint(2, 19)
+        a = rng.randint(2, 99)
+        b = rng.randint(2, 19)
         a *= b if operation == "/" else 1
     else:
         a, b = (round(10 ** rng.uniform(0.4, 2.6)) for _ in range(2))
@@ -350,7 +352,10 @@ def make_multi_step(language: Language, steps: int, rng: random.Random) -> tuple
     ask = rng.choice(QUESTIONS_TOGETHER if is_comparison(plan[-1]) else QUESTIONS)
     names = {"n": rng.choice(language.names), "t": rng.choice(language.things)}
     while True:
-        told, answer, count, loose = [], "", Fraction(0), False
+        told = []
+        answer = ""
+        count = Fraction(0)
+        loose = False
         for form, sentence in zip(plan, sentences, strict=True):
             drawn = {letter: str(sample_number(letter, form, rng)) for letter in "abc"}
             told.append(sentence.format(**drawn, **names))
@@ -359,7 +364,8 @@ def make_multi_step(language: Language, steps: int, rng: random.Random) -> tuple
                 {ord(letter): text for letter, text in {**drawn, "x": x}.items()}
             )
             loose = bool(re.search("[-+]", form))
-            before, count = count, compute_result(answer)
+            before = count
+            count = compute_result(answer)
             if count.denominator > 1 or not (before if is_comparison(form) else 1) < count <= MOST:
                 break
         else:
@@ -382,7 +388,8 @@ def generate_problems(
 ) -> Iterator[dict[str, object]]:
     """Rows of a split, the numbers of ``steps`` in turn, with numbers that are not ``used``, and
     then are."""
-    language, rng = LANGUAGE[split], random.Random(f"{SEED} {split}")
+    language = LANGUAGE[split]
+    rng = random.Random(f"{SEED} {split}")
     for number in range(count):
         turn, place = divmod(number, len(steps))
         question = ""

@@ -32,7 +32,8 @@ class LlamaRopeScaling(RopeScaling):
         Raises:
             ValueError: there is nothing between low and high frequencies.
         """
-        low, high = self.low_freq_factor, self.high_freq_factor
+        low = self.low_freq_factor
+        high = self.high_freq_factor
         if low >= high:
             raise ValueError(
                 f"low_freq_factor = {low:g}, which is not below high_freq_factor = {high:g}"

@@ -54,7 +54,8 @@ own sign."""
 STEPPED = (("call", "floor"), ("call", "ceil"))
 STEPS = tuple((sign, size) for size in (10, 100, 1000) for sign in (1, -1, 0) for _ in range(6))
 """More of them, where values are rounded to integers."""
-MIN_POINTS, RATIONAL_POINTS = 2, 4
+MIN_POINTS = 2
+RATIONAL_POINTS = 4
 """Points at which both must have values; and at which they are compared if all are rational."""
 SPARE_BITS = 60
 """By which terms of a sum may differ before more digits are taken."""
@@ -74,10 +75,8 @@ def match_algebra(label: str, answer: str) -> bool:
     if any(CLOCK.fullmatch(text) for text in (label, answer)):
         return False
     try:
-        expected, found = (
-            split_with_separators(label, RELATIONS),
-            split_with_separators(answer, RELATIONS),
-        )
+        expected = split_with_separators(label, RELATIONS)
+        found = split_with_separators(answer, RELATIONS)
         if [sign for sign, _ in expected] == [sign for sign, _ in found] == [""]:
             return _match_ratio(label, answer)
         if len(expected) != len(found) or len(expected) == 1:
@@ -120,7 +119,8 @@ def evaluate_constant(text: str) -> Value | None:
 
 def _match_ratio(label: str, answer: str) -> bool:
     """Expressions; of ratios, ``2:3:4``, all terms by one factor."""
-    terms, others = split(label, ":"), split(answer, ":")
+    terms = split(label, ":")
+    others = split(answer, ":")
     if max(len(terms), len(others)) <= 2:
         return _match_expression(label, answer)
     return len(terms) == len(others) and all(
@@ -247,7 +247,8 @@ def _match_at_points(
     closed = not find_symbols(left) and not find_symbols(right)
     steps = any(node[:2] in STEPPED or node[:2] == ("call", "abs") for node in nodes)
     for complex_roots in (True,) if imaginary else (False, True):
-        compared, rational = 0, True
+        compared = 0
+        rational = True
         for first, second, point in _evaluate_points(left, right, seed, imaginary=complex_roots):
             if not matches(first, second, point):
                 return False
@@ -333,7 +334,8 @@ def _evaluate_pair(label: Node, answer: Node, point: SamplePoint) -> tuple[Value
 def _is_equal(left: Value, right: Value, point: SamplePoint) -> bool:
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left == right
-    first, second = point.to_mpmath(left), point.to_mpmath(right)
+    first = point.to_mpmath(left)
+    second = point.to_mpmath(right)
     return bool(abs(first - second) <= max(abs(first), abs(second)) * point.rounding * 1000)
 
 
@@ -362,7 +364,8 @@ class Interval(NamedTuple):
 
 def match_real_sets(label: str, answer: str) -> bool | None:
     """Whether two texts are one set of numbers; None where one is none that is read here."""
-    expected, found = _parse_intervals(label), _parse_intervals(answer)
+    expected = _parse_intervals(label)
+    found = _parse_intervals(answer)
     if expected is None or found is None:
         return None
     named = {unknown for _, unknown in (expected, found) if unknown}
@@ -437,7 +440,8 @@ def _parse_endpoint(text: str) -> End | None:
     if value is None or isinstance(value, Fraction):
         return value
     exact = _to_fraction(value)
-    near, close = exact.limit_denominator(MAX_DENOMINATOR), abs(exact) / 10**EQUAL_DIGITS
+    near = exact.limit_denominator(MAX_DENOMINATOR)
+    close = abs(exact) / 10**EQUAL_DIGITS
     return near if abs(near - exact) <= close else Fraction(value.context.nstr(value, EQUAL_DIGITS))
 
 

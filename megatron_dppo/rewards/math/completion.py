@@ -96,7 +96,8 @@ def extract_boxes(text: str) -> list[str]:
     for match in list(BOXED.finditer(text))[-MOST_BOXES:]:
         if found and match.start() < found[-1][1]:  # a box within the box before
             continue
-        end, inside = match.end(), match[1]
+        end = match.end()
+        inside = match[1]
         if inside is None:
             closing = _find_closing_brace(text, end)
             end, inside = (end, "") if closing is None else (closing + 1, text[end:closing])

@@ -67,7 +67,8 @@ def tokenize(text: str) -> list[tuple[str, str]]:
         UnreadableError: for a character that begins none.
     """
     pieces: list[tuple[str, str]] = []
-    place, text = 0, text.rstrip()
+    place = 0
+    text = text.rstrip()
     while place < len(text):
         found = TOKEN.match(text, place)
         if found is None:
@@ -101,7 +102,8 @@ PAIRS = {
     r"\lVert": r"\rVert",
 }
 WRAPS = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lVert": "norm"}
-TIMES, OVER = ("*", r"\cdot", r"\times", r"\ast"), ("/", ":", r"\div")
+TIMES = ("*", r"\cdot", r"\times", r"\ast")
+OVER = ("/", ":", r"\div")
 NO_FACTOR = {*TIMES, *OVER, *PAIRS.values(), r"\prime"}
 PRIMES = (("'",), (r"\prime",), ("^", "'"), ("^", r"\prime"))
 DEGREE: Node = ("product", ("symbol", r"\pi"), ("number", Fraction(1, 180)))
@@ -201,7 +203,8 @@ class _Parser:
         """Factors without a sign between them."""
         factors = [self.parse_factor()]
         while self.is_factor_start() and (calls or self.peek().removeprefix("\\") not in FUNCTIONS):
-            start, before = self.place, self.tokens[self.place - 1][0]
+            start = self.place
+            before = self.tokens[self.place - 1][0]
             power = (
                 before != "number" and self.tokens[self.place + 1][1] == "^"
             )  # 2x 3^x, and not 2 3^x
@@ -219,7 +222,8 @@ class _Parser:
         return make_product(*factors)
 
     def is_factor_start(self) -> bool:
-        token, kind = self.peek(), self.get_kind()
+        token = self.peek()
+        kind = self.get_kind()
         if kind in ("sign", ""):
             return token in ("(", "[", "{", "°") or (token == "|" and not self.bars)
         return token not in NO_FACTOR
@@ -255,7 +259,8 @@ class _Parser:
     def parse_enclosed(self, closing: str, comma: str | None = None) -> list[Node]:
         """One sum, or several between commas, and the bracket that closes them. A bar in here opens
         a pair of bars."""
-        bars, self.bars = self.bars, 0
+        bars = self.bars
+        self.bars = 0
         found = [self.parse_sum()]
         while self.peek() == comma:
             self.take()
@@ -288,7 +293,8 @@ class _Parser:
         return node
 
     def parse_bare_atom(self) -> Node:
-        kind, token = self.get_kind(), self.take()
+        kind = self.get_kind()
+        token = self.take()
         if kind == "number":
             return ("number", Fraction(token.replace(",", "").rstrip(".")))
         if kind == "word":
@@ -331,7 +337,8 @@ class _Parser:
 
     def parse_command(self, name: str) -> Node:
         if name in ("frac", "binom", "dbinom", "tbinom"):
-            top, bottom = self.parse_argument(), self.parse_argument()
+            top = self.parse_argument()
+            bottom = self.parse_argument()
             return make_quotient(top, bottom) if name == "frac" else ("call", "binom", top, bottom)
         if name == "sqrt" and self.peek() == "[":
             self.take()
@@ -384,9 +391,11 @@ class _Parser:
         while prime := next(
             (prime for prime in PRIMES if self.get_lookahead(len(prime)) == prime), None
         ):
-            name, self.place = name + "'", self.place + len(prime)
+            name = name + "'"
+            self.place = self.place + len(prime)
         if self.get_lookahead(4) == ("^", "{", r"\prime", "}"):
-            name, self.place = name + "'", self.place + 4
+            name = name + "'"
+            self.place = self.place + 4
         if self.peek() != "(":
             self.bare.add(name)
             return ("symbol", name)
@@ -447,7 +456,8 @@ def _make_mixed_number(whole: Node, fraction: Node) -> Node:
         or parts[1][1][0] != "number"
     ):
         return ("product", whole, fraction)
-    top, bottom = parts[0][1], parts[1][1][1]
+    top = parts[0][1]
+    bottom = parts[1][1][1]
     if (
         whole[1].denominator != 1
         or not 0 < top < bottom

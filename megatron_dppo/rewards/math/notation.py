@@ -24,7 +24,8 @@ GREEK = re.compile(
     "(ALPHA|BETA|GAMMA|DELTA|EPSILON|ZETA|ETA|THETA|IOTA|KAPPA|LAMDA|MU|NU|XI|PI|RHO"
     "|SIGMA|TAU|UPSILON|PHI|CHI|PSI|OMEGA)"
 )
-OPEN_SET, CLOSE_SET = "⦃", "⦄"
+OPEN_SET = "⦃"
+CLOSE_SET = "⦄"
 """Braces of a set, told apart from LaTeX's grouping."""
 FINITE = r"⦃(?:(?!\\mid)[^⦃⦄|:<>])*⦄"
 """A set whose members are listed."""
@@ -154,14 +155,16 @@ def _strip_delimiters(text: str) -> str:
 def _trim_ends(text: str) -> str:
     previous = None
     while text != previous:
-        previous, text = text, text.lstrip(" ,;:=").rstrip(" .,;:")
+        previous = text
+        text = text.lstrip(" ,;:=").rstrip(" .,;:")
         text = re.sub(r"\\$", "", text)
         whole = re.fullmatch(r"\{([^{}]*)\}", text)
         text = whole[1] if whole else text
     return text
 
 
-OPENING, CLOSING = "([{⟨" + OPEN_SET, ")]}⟩" + CLOSE_SET
+OPENING = "([{⟨" + OPEN_SET
+CLOSING = ")]}⟩" + CLOSE_SET
 SUBSCRIPT = r"(?:_(?:\w++|\{(?:[^{}]|\{[^{}]*\})*+\}))?"
 NAME = (
     r"(?:(?:\\?P|\\?Pr)\([^()]*\)|\\text\{[^{}]*\}|\\(?!(?:in|log|ln|sqrt|lg|not)(?![a-zA-Z]))[a-zA-Z]++(?!\{)"
@@ -201,13 +204,17 @@ class BracketGroup:
 def split_with_separators(text: str, separator: str) -> list[tuple[str, str]]:
     """The parts of ``text`` between separators (a regular expression) that stand in no bracket,
     each behind its own."""
-    found, before, start, depth = [], "", 0, 0
+    found = []
+    before = ""
+    start = 0
+    depth = 0
     for match in re.finditer(rf"(?P<separator>{separator})|[{re.escape(OPENING + CLOSING)}]", text):
         if match["separator"] is None:
             depth += 1 if match[0] in OPENING else -1
         elif depth == 0:
             found.append((before, text[start : match.start()].strip()))
-            before, start = match[0], match.end()
+            before = match[0]
+            start = match.end()
     return [*found, (before, text[start:].strip())]
 
 
@@ -264,7 +271,8 @@ def parse_members(text: str) -> tuple[list[tuple[str | None, str]], bool]:
             if part
             for member in _expand_signs(part)
         ], True
-    found, name = [], None
+    found = []
+    name = None
     for part in split(text, COMMA):
         own, value = split_assignment(part)
         name = own if own is not None or "=" in part else name
@@ -276,7 +284,8 @@ def unpack_tuple(text: str) -> list[tuple[str | None, str]] | None:
     """The members of a tuple of names that is given one of values: ``(x, y) = (1, 2)``; None for
     any other text."""
     name, value = split_assignment(text)
-    names, values = split_brackets(name or ""), parse_brackets(value)
+    names = split_brackets(name or "")
+    values = parse_brackets(value)
     if names is None or values is None or len(split(names[1], ",")) != len(values.elements):
         return None
     return list(zip(split(names[1], ","), values.elements, strict=True))
@@ -355,10 +364,12 @@ def _parse_inequality(text: str) -> BracketGroup | None:
     if not relations or len(relations) > 2 or not all(sides) or "=" in text:
         return None
     if all(r in (">", r"\ge") for r in relations):
-        sides, relations = sides[::-1], [{">": "<"}.get(r, r"\le") for r in reversed(relations)]
+        sides = sides[::-1]
+        relations = [{">": "<"}.get(r, r"\le") for r in reversed(relations)]
     elif not all(r in ("<", r"\le") for r in relations):
         return None
-    opening, closing = ("(" if relations[0] == "<" else "["), (")" if relations[-1] == "<" else "]")
+    opening = "(" if relations[0] == "<" else "["
+    closing = ")" if relations[-1] == "<" else "]"
     if len(sides) == 3 and UNKNOWN.fullmatch(sides[1]):
         return BracketGroup(opening, (sides[0], sides[2]), closing, sides[1])
     if len(sides) == 2 and UNKNOWN.fullmatch(sides[0]):

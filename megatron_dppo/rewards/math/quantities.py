@@ -66,10 +66,8 @@ def parse_number(text: str) -> Number | None:
         return Number((-1 if found[1] else 1) * Fraction(10) ** int(found[2]))
     if found := REPEATING.fullmatch(text):
         sign, whole, fixed, period = found.groups()
-        lead, tail = (
-            Fraction(f"{whole or 0}.{fixed or 0}"),
-            Fraction(int(period), 10 ** len(period) - 1),
-        )
+        lead = Fraction(f"{whole or 0}.{fixed or 0}")
+        tail = Fraction(int(period), 10 ** len(period) - 1)
         return Number((-1 if sign else 1) * (lead + tail / 10 ** len(fixed)))
     if found := DECIMAL.fullmatch(text):
         return _parse_decimal(*found.groups())
@@ -105,7 +103,8 @@ def _parse_fraction(sign: str, whole: str | None, top: str, bottom: str) -> Numb
     read = [_parse_decimal(*found.groups()) for found in numbers if found]
     if len(read) < 2 or read[0] is None or read[1] is None or read[1].value == 0:
         return None
-    above, below = read[0], read[1]
+    above = read[0]
+    below = read[1]
     value = above.value / below.value
     if whole is not None:
         if not 0 < value < 1:  # 2\frac{5}{3} is a product, and read as algebra
@@ -331,7 +330,8 @@ class Quantity:
 
 def match_number(label: str, answer: str) -> bool | None:
     """Whether two written-out numbers are one; None if either is no number."""
-    one, other = parse_number(label), parse_number(answer)
+    one = parse_number(label)
+    other = parse_number(answer)
     if one is None or other is None:
         return None
     # 108,135,189 may be a number and a list: where it is not this number, it may be that list.
@@ -341,7 +341,8 @@ def match_number(label: str, answer: str) -> bool | None:
 def match_percent(label: str, answer: str, matches: Matcher) -> bool | None:
     """Whether two texts are one share, of which one at least is written with a percent sign; else
     None."""
-    one, other = parse_quantity(label), parse_quantity(answer)
+    one = parse_quantity(label)
+    other = parse_quantity(answer)
     units = [q.unit for q in (one, other) if q.unit is not None]
     if "share" not in [unit.dimension for unit in units]:
         return None
@@ -369,7 +370,8 @@ def match_quantity(label: str, answer: str, matches: Matcher) -> bool | None:
         )
         same_half = other_half is None or (half or "").lower() == other_half.lower()
         return int(hour) == int(other_hour) and minute == other_minute and same_half
-    one, other = parse_quantity(label), parse_quantity(answer)
+    one = parse_quantity(label)
+    other = parse_quantity(answer)
     if None in (one.unit, other.unit) and ("dozen" in label) != ("dozen" in answer):
         return False  # a bare number may count the dozens, or what they hold
     if one.unit is None and other.unit is None:
@@ -413,7 +415,8 @@ def parse_quantity(text: str) -> Quantity:
             else Quantity(text, None, None)
         )
     for start in START.finditer(text):
-        value, named = text[: start.start()].strip(), text[start.start() :]
+        value = text[: start.start()].strip()
+        named = text[start.start() :]
         if not value or NO_NOUN.search(named) or not _is_unit_start(text, start, value):
             continue
         many, named = parse_multiplier(named)
@@ -422,7 +425,8 @@ def parse_quantity(text: str) -> Quantity:
             continue
         number = parse_number(value)
         if many > 1:
-            value, number = rf"({value})\cdot {many}", number and Number(number.value * many)
+            value = rf"({value})\cdot {many}"
+            number = number and Number(number.value * many)
         return Quantity(value, number, unit)
     return Quantity(text, None, None)
 

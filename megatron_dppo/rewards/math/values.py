@@ -72,13 +72,11 @@ class SamplePoint:
     def __init__(
         self, seed: str, sign: int, scale: Fraction, *, imaginary: bool, digits: int = DIGITS
     ) -> None:
-        self.seed, self.sign, self.scale, self.imaginary, self.digits = (
-            seed,
-            sign,
-            scale,
-            imaginary,
-            digits,
-        )
+        self.seed = seed
+        self.sign = sign
+        self.scale = scale
+        self.imaginary = imaginary
+        self.digits = digits
         self.mp = _get_context(digits)
         self.rounding = self.mp.mpf(10) ** (ROUNDED - digits)
         """Relative size below which a result counts as zero: rounding alone is left of it."""
@@ -314,7 +312,8 @@ class SamplePoint:
         if not self.mp.isfinite(value):
             raise UndefinedError
         if isinstance(value, self.mp.mpc):
-            real, imaginary = value.real, value.imag
+            real = value.real
+            imaginary = value.imag
             if abs(imaginary) <= abs(real) * self.rounding:
                 return real
             return (

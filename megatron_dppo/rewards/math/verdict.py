@@ -137,7 +137,8 @@ class _Comparison:
 
     def match_choice_text(self, label: str, answer: str) -> bool | None:
         """A label with the text of its choice: the letter is enough, and so is the text."""
-        expected, found = parse_choice(label), parse_choice(answer)
+        expected = parse_choice(label)
+        found = parse_choice(answer)
         if expected is None:
             return None
         if found is not None:
@@ -148,13 +149,15 @@ class _Comparison:
         )
 
     def match_words(self, label: str, answer: str) -> bool | None:
-        expected, said = normalize_words(label), normalize_words(answer)
+        expected = normalize_words(label)
+        said = normalize_words(answer)
         if expected is None and said is None:
             return None
         return expected == (said or normalize_words(split_assignment(answer)[1]))
 
     def match_base(self, label: str, answer: str) -> bool | None:
-        expected, found = parse_numeral(label), parse_numeral(answer)
+        expected = parse_numeral(label)
+        found = parse_numeral(answer)
         if expected is None and found is None:
             return None
         if expected is None:  # 10 is no numeral of two, but it may be told that it is one of ten
@@ -162,7 +165,8 @@ class _Comparison:
         return expected == (found or (answer.lstrip("0"), expected[1]))
 
     def match_interval(self, label: str, answer: str) -> bool | None:
-        (name, expected), (other, found) = split_assignment(label), split_assignment(answer)
+        (name, expected) = split_assignment(label)
+        (other, found) = split_assignment(answer)
         two_names = bool(name and other and name != other)
         both = label + "\n" + answer
         if re.search(SETS, both):
@@ -174,7 +178,8 @@ class _Comparison:
                 if same is None and re.search(OPERATORS, both)
                 else same
             )
-        one, two = parse_brackets(expected), parse_brackets(found)
+        one = parse_brackets(expected)
+        two = parse_brackets(found)
         if one is None or two is None:
             return None
         if not (one.unknown or two.unknown):  # x in (1, 2) is not y in (1, 2)
@@ -201,7 +206,8 @@ class _Comparison:
         tuples = with_tuples(label, answer), with_tuples(answer, label)
         if tuples != (label, answer):
             return self.matches(*tuples)
-        (expected, braces), (found, others) = parse_members(label), parse_members(answer)
+        (expected, braces) = parse_members(label)
+        (found, others) = parse_members(answer)
         if (len(expected) == len(found) == 1 and not (braces or others)) or (
             parse_brackets(label) and parse_brackets(answer)
         ):
@@ -215,7 +221,8 @@ class _Comparison:
             and 1 in (len(expected), len(found))
             and not (braces or others)
         ):
-            expected, found = unpack_tuple(label) or expected, unpack_tuple(answer) or found
+            expected = unpack_tuple(label) or expected
+            found = unpack_tuple(answer) or found
         owners = (
             [split_assignment(text)[0] for text in (label, answer)] if braces and others else [None]
         )
@@ -255,7 +262,8 @@ class _Comparison:
         return named and self.matches(one[1], two[1])
 
     def match_side(self, label: str, answer: str) -> bool | None:
-        (name, value), (other, found) = split_assignment(label), split_assignment(answer)
+        (name, value) = split_assignment(label)
+        (other, found) = split_assignment(answer)
         if name is not None and other is not None:
             return self.matches(value, found) if name == other else None
         chains = split_equation_chain(label), split_equation_chain(answer)
@@ -291,7 +299,8 @@ class _Comparison:
         return all(self.matches(values[0][0], value) for value in (*values[0][1:], *values[1]))
 
     def match_tuple(self, label: str, answer: str) -> bool | None:
-        expected, found = parse_brackets(label), parse_brackets(answer)
+        expected = parse_brackets(label)
+        found = parse_brackets(answer)
         if expected is not None and found is not None:
             return self.match_brackets(expected, found)
         lone = expected or found
@@ -310,7 +319,8 @@ class _Comparison:
         return expected.match_brackets(found) and self.match_all(expected.elements, found.elements)
 
     def match_matrix(self, label: str, answer: str) -> bool | None:
-        expected, found = parse_matrix(label), parse_matrix(answer)
+        expected = parse_matrix(label)
+        found = parse_matrix(answer)
         if expected is None and found is None:
             return None
         if expected is None or found is None or len(expected) != len(found):

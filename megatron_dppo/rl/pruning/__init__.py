@@ -103,7 +103,8 @@ def prune(
     Raises:
         ValueError: an argument has the wrong shape, or is out of range.
     """
-    length, reward = np.asarray(lengths, np.float64), np.asarray(rewards, np.float64)
+    length = np.asarray(lengths, np.float64)
+    reward = np.asarray(rewards, np.float64)
     if length.ndim != 2 or length.shape != reward.shape:
         raise ValueError(
             f"lengths {length.shape} and rewards {reward.shape} should both be [prompts, "

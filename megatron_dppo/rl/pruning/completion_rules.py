@@ -68,7 +68,8 @@ def find_prunable(candidates: CompletionCandidates) -> Bools:
     For rewards of 0 and 1 that is the majority outcome of each group.
     """
     magnitude = np.abs(candidates.advantage)
-    least, most = magnitude.min(axis=1, keepdims=True), magnitude.max(axis=1, keepdims=True)
+    least = magnitude.min(axis=1, keepdims=True)
+    most = magnitude.max(axis=1, keepdims=True)
     low: Bools = is_below_mean(magnitude, magnitude.mean(axis=1, keepdims=True)) | (
         most - least <= ROUNDING * most
     )
@@ -215,11 +216,9 @@ def find_efficient_keep(rule: str, candidates: CompletionCandidates, generated: 
         generated: tokens of their responses.
     """
     live = ~candidates.zero_advantage
-    squares, tokens, total = (
-        candidates.score[live] ** 2,
-        candidates.cost[live],
-        candidates.cost.sum(),
-    )
+    squares = candidates.score[live] ** 2
+    tokens = candidates.cost[live]
+    total = candidates.cost.sum()
     if (
         total == 0.0
     ):  # nothing is left to train on, as where each group lost a completion to a failed scoring
@@ -229,7 +228,8 @@ def find_efficient_keep(rule: str, candidates: CompletionCandidates, generated: 
         inclusion = compute_completion_inclusion(rule, candidates, share)[live]
         return float((squares / inclusion).sum() * (generated + inclusion @ tokens))
 
-    least, most = tokens @ candidates.floor[live] / total, tokens.sum() / total
+    least = tokens @ candidates.floor[live] / total
+    most = tokens.sum() / total
     return min([1.0, *np.linspace(most, least, SHARES).tolist()], key=compute_product)
 
 
@@ -263,7 +263,8 @@ def draw_completions(
     decide = DRAWS[draw] if draw else find_completion_rule(rule).draw
     group, sample = map(np.ravel, np.indices(inclusion.shape))
     order = np.lexsort((candidates.advantage[group, sample], group))
-    group, sample = group[order], sample[order]
+    group = group[order]
+    sample = sample[order]
     kept = np.zeros(inclusion.shape, dtype=np.bool_)
     kept[group, sample] = decide(inclusion[group, sample], rng)
     return kept

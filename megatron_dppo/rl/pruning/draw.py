@@ -143,10 +143,8 @@ def compute_completion_terms(
         - [Q, G], :func:`compute_magnitudes`.
     """
     segments = compute_advantages(part, config, objective.advantage)
-    advantage, masked = (
-        compute_completion_advantages(part, segments),
-        find_masked_completions(part, config),
-    )
+    advantage = compute_completion_advantages(part, segments)
+    masked = find_masked_completions(part, config)
     c = compute_coefficients(objective.aggregation, part.sampled_lengths)
     magnitude = np.where(masked, 0.0, compute_magnitudes(part, advantage, config))
     prompt_inclusion = part.prompt_inclusion[:, None]
@@ -276,7 +274,8 @@ def _concat_fields(
 
 def make_empty_draw(part: StepMetadata) -> PruningDraw:
     """The draw of groups that a rule left out after their rollouts: nothing of them is kept."""
-    zeros, nothing = np.zeros(part.rewards.shape), np.zeros(part.rewards.shape, dtype=np.bool_)
+    zeros = np.zeros(part.rewards.shape)
+    nothing = np.zeros(part.rewards.shape, dtype=np.bool_)
     return PruningDraw(
         zeros,
         zeros,
@@ -326,7 +325,8 @@ def estimate_gradient_noise(
     """
     sampling = prompts = completions = 0.0
     for part, pruned in parts:
-        square, first = _compute_squares(part, pruned), 1.0 / part.prompt_inclusion[:, None]
+        square = _compute_squares(part, pruned)
+        first = 1.0 / part.prompt_inclusion[:, None]
         sampling += float(square.sum())
         prompts += float((square * (first - 1.0)).sum())
         completions += float((square * np.maximum(pruned.weight - first, 0.0)).sum())
@@ -385,8 +385,10 @@ def compute_pruning_stats(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> 
         )
 
     deviations = compute_group_advantages(rewards, normalise=True)
-    low, high = rewards.min(axis=1, keepdims=True), rewards.max(axis=1, keepdims=True)
-    side, samples = np.sign(advantage), rewards.shape[1]
+    low = rewards.min(axis=1, keepdims=True)
+    high = rewards.max(axis=1, keepdims=True)
+    side = np.sign(advantage)
+    samples = rewards.shape[1]
     better = np.broadcast_to((side > 0.0).sum(axis=1, keepdims=True) / samples, side.shape)
     typical = float(np.median(score[has_advantage])) if has_advantage.any() else 1.0
     octaves = np.clip(_log2(score / (typical or 1.0)), -MAX_SCORE_OCTAVES, MAX_SCORE_OCTAVES)

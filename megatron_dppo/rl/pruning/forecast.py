@@ -67,9 +67,12 @@ class PromptForecast(PromptHistory):
         self, features: PromptFeatures, estimator: str = "grpo", *, has_teacher: bool = False
     ) -> None:
         super().__init__()
-        self._features, self._estimator, self._taught = features, estimator, has_teacher
+        self._features = features
+        self._estimator = estimator
+        self._taught = has_teacher
         self._success = SuccessModel(features.size)
-        self._size, self._tokens = SizeModel(features.size), SizeModel(features.size)
+        self._size = SizeModel(features.size)
+        self._tokens = SizeModel(features.size)
 
     def expected_square(self, prompt_ids: Ints, *, group_size: int) -> Floats:
         """Return E[Σ_i h_i²] of the next group of each prompt, [N], up to a factor common to
@@ -160,7 +163,9 @@ LONGEST_NUMBER = 15
 """Digits that are read of a number: more are beyond what its logarithm or a sum can show."""
 PLAIN = 9
 """Lengths and numbers, which come with their squares as well."""
-SOURCES, TOKENS, PAIRS = 8, 16, 16
+SOURCES = 8
+TOKENS = 16
+PAIRS = 16
 """Buckets for the data source, for tokens and for pairs of neighbouring tokens."""
 SAMPLE = 1024
 """How many prompts of the pool, evenly spaced, set the scale of each feature."""
@@ -218,7 +223,8 @@ class PromptFeatures:
             .astype(np.int64)
         )
         raw = np.array([_read_features(self._pool[i]) for i in sample.tolist()])
-        mean, spread = raw.mean(axis=0), raw.std(axis=0)
+        mean = raw.mean(axis=0)
+        spread = raw.std(axis=0)
         return np.array([mean, spread, (_scale_features(raw, mean, spread) ** 2).mean(axis=0)])
 
 

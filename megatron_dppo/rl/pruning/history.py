@@ -99,8 +99,10 @@ class PromptHistory:
         """
         self.binary = self.binary and is_binary(rewards)
         right = (rewards == 1.0).sum(axis=1)
-        square, magnitude = (advantages**2).sum(axis=1), np.abs(advantages).mean(axis=1)
-        equal, easy = (rewards == rewards[:, :1]).all(axis=1), right == rewards.shape[1]
+        square = (advantages**2).sum(axis=1)
+        magnitude = np.abs(advantages).mean(axis=1)
+        equal = (rewards == rewards[:, :1]).all(axis=1)
+        easy = right == rewards.shape[1]
         if len(prompt_ids):
             self._exploration.update(float(easy.mean()), float((equal & ~easy).mean()))
         old = self._records.get(prompt_ids)

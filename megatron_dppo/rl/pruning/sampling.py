@@ -180,11 +180,13 @@ def _allocate(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floa
     def compute_cost(c: float) -> float:
         return float(costs @ np.clip(c * rate, floor, 1.0))
 
-    leaves_floor, meets_cap = floor / rate, 1.0 / rate
+    leaves_floor = floor / rate
+    meets_cap = 1.0 / rate
     breakpoints: NDArray[np.float64] = np.unique(np.concatenate([leaves_floor, meets_cap]))
     stretch = min(bisect_right(breakpoints, budget, key=compute_cost), len(breakpoints) - 1)
     start = breakpoints[max(stretch - 1, 0)]
-    capped, floored = meets_cap <= start, leaves_floor > start
+    capped = meets_cap <= start
+    floored = leaves_floor > start
     between = ~capped & ~floored
     free = budget - costs[capped].sum() - costs[floored] @ floor[floored]
     c = free / (costs[between] @ rate[between]) if between.any() else start

@@ -56,7 +56,8 @@ def compute_window_size(config: Config, inflation: float = 1.0) -> int:
         config: of the run.
         inflation: by how much pruning has multiplied the variance of earlier steps, at least 1.
     """
-    prompts, noise = config.rollout.prompts_per_step, config.pruning.noise
+    prompts = config.rollout.prompts_per_step
+    noise = config.pruning.noise
     return max(1, round(prompts * inflation / noise)) if noise else prompts
 
 

@@ -60,7 +60,8 @@ class SuccessProbability:
 
     def compute_count_probabilities(self, answers: int) -> Floats:
         """[N, answers + 1], the probability that of so many answers 0, 1, … are right."""
-        p, right = self._nodes()[..., None], np.arange(answers + 1)
+        p = self._nodes()[..., None]
+        right = np.arange(answers + 1)
         ways = np.array([math.comb(answers, k) for k in right.tolist()], np.float64)
         expected: Floats = SHARES @ (ways * p**right * (1.0 - p) ** (answers - right))
         return expected
@@ -147,7 +148,8 @@ class SuccessModel:
         variance is that of the intercept and that of the answers. Each step starts from the belief
         before these groups.
         """
-        mean_before, covariance_before = self._weights.mean, self._weights.covariance
+        mean_before = self._weights.mean
+        covariance_before = self._weights.covariance
         for _ in range(NEWTON_STEPS):
             offset = features @ self._weights.mean + mean
             moved, information = _shift(offset, prior, right, trials)
@@ -155,7 +157,8 @@ class SuccessModel:
             seen = (
                 offset - mean + moved * variance / prior
             )  # moved / prior is the slope of the group's likelihood
-            self._weights.mean, self._weights.covariance = mean_before, covariance_before
+            self._weights.mean = mean_before
+            self._weights.covariance = covariance_before
             self._weights.update(features, seen, variance)
 
     def _get_intercepts(self, prompt_ids: Ints) -> tuple[Floats, Floats]:
@@ -175,7 +178,8 @@ class SuccessModel:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._weights.load_state_dict(state["weights"])
-        self._evidence, self._update = np.array(state["evidence"]), int(state["update"])
+        self._evidence = np.array(state["evidence"])
+        self._update = int(state["update"])
         self._intercepts.load_state_dict(state["intercepts"])
 
 
@@ -185,7 +189,8 @@ def _shift(offset: Floats, prior: Floats, right: Floats, trials: Floats) -> tupl
     moved = np.zeros_like(offset)
     for _ in range(2 * NEWTON_STEPS):
         p = sigmoid(offset + moved)
-        slope, information = right - trials * p - moved / prior, trials * p * (1.0 - p)
+        slope = right - trials * p - moved / prior
+        information = trials * p * (1.0 - p)
         moved = moved + np.clip(
             slope / (information + 1.0 / prior), -2.0, 2.0
         )  # an unbounded step can diverge
@@ -244,7 +249,8 @@ class Weights:
         return {"mean": self.mean.tolist(), "covariance": self.covariance.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.mean, self.covariance = np.array(state["mean"]), np.array(state["covariance"])
+        self.mean = np.array(state["mean"])
+        self.covariance = np.array(state["covariance"])
 
 
 class SizeModel:
@@ -288,4 +294,5 @@ class SizeModel:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._weights.load_state_dict(state["weights"])
-        self._seen, self._predicted = state["seen"], state["predicted"]
+        self._seen = state["seen"]
+        self._predicted = state["predicted"]

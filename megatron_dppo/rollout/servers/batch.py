@@ -69,7 +69,9 @@ class RequestBatch:
         number: int,
         partial_rollouts: Sequence[PartialRollout] = (),
     ) -> None:
-        self.prompts, self.sampling, self.number = prompts, sampling, number
+        self.prompts = prompts
+        self.sampling = sampling
+        self.number = number
         self.oldest = min_version
         """Version before which no token may be made from now on."""
         known = {(one.prompt, one.slot): one for one in partial_rollouts}

@@ -56,7 +56,8 @@ class Conversations:
     """
 
     def __init__(self, function: ConversationFunction, *, timeout_s: float) -> None:
-        self._function, self._timeout_s = function, timeout_s
+        self._function = function
+        self._timeout_s = timeout_s
         self._thread = Http()
         self._begun: dict[int, float] = {}
         """When the conversations of each prompt under way were last begun, by the prompt's id."""

@@ -83,12 +83,12 @@ class Dispatcher:
         conversations: Conversations | None = None,
     ) -> None:
         self._conversations = conversations
-        self._http, self._read_version, self._first = http, read_version, first
-        self._max_in_flight, self._timeout_s, self._attempts = (
-            max_in_flight,
-            request_timeout_s,
-            attempts,
-        )
+        self._http = http
+        self._read_version = read_version
+        self._first = first
+        self._max_in_flight = max_in_flight
+        self._timeout_s = request_timeout_s
+        self._attempts = attempts
         self._asked: dict[
             ServerClient, set[asyncio.Task[Sequence[GenerateResult | Completion]]]
         ] = {}
@@ -164,7 +164,8 @@ class Dispatcher:
         return [batch.collect_partial() for batch in batches]
 
     async def _take_unhealthy(self) -> dict[str, str]:
-        lost, self._lost = self._lost, {}
+        lost = self._lost
+        self._lost = {}
         return lost
 
     async def _count_in_flight(self) -> Counter[str]:
@@ -206,7 +207,9 @@ class Dispatcher:
             attempt: number of failures so far.
             failed: servers that failed.
         """
-        prompt, avoided, last = batch.prompts[index], set(failed), ""
+        prompt = batch.prompts[index]
+        avoided = set(failed)
+        last = ""
         alike: list[Sequence[PartialCompletion]] = [samples]
         while alike == [samples]:
             if attempt >= self._attempts:
@@ -215,7 +218,8 @@ class Dispatcher:
                 )
             before = sum(sample.length for sample in samples)
             if failure := await self._send_request(batch, index, samples, attempt, avoided):
-                attempt, last = attempt + 1, failure
+                attempt = attempt + 1
+                last = failure
                 self.resubmitted += 1
             if batch.broken_off:
                 return
@@ -260,7 +264,8 @@ class Dispatcher:
             sampling = replace(batch.sampling, samples=len(samples))
             answer = self._conversations(client, batch.prompts[index], sampling, read_versions)
         else:
-            first, sampling = samples[0], batch.sampling
+            first = samples[0]
+            sampling = batch.sampling
             sampling = replace(
                 sampling,
                 samples=len(samples),
@@ -383,7 +388,8 @@ class Dispatcher:
         asyncio.get_running_loop().call_soon(self._wake_waiters)
 
     def _wake_waiters(self) -> None:
-        waiting, self._waiting = sorted(self._waiting, key=lambda waits: waits[0]), []
+        waiting = sorted(self._waiting, key=lambda waits: waits[0])
+        self._waiting = []
         for _, turn in waiting:
             if not turn.done():  # cancelled
                 turn.set_result(None)

@@ -75,12 +75,15 @@ class ServerEngine:
         self, config: Config, world: World, shape: PolicyShape, log: Callable[[str], None]
     ) -> None:
         rollout = config.rollout
-        self._config, self._world, self._say = config, world, log
+        self._config = config
+        self._world = world
+        self._say = log
         # One word tells this run's versions from another's, and one secret opens its servers.
         run, given, new = world.broadcast(
             lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret())
         )
-        self._run, self.secret = run, new if rollout.launch.count else given
+        self._run = run
+        self.secret = new if rollout.launch.count else given
         sync = rollout.sync
         self.servers: tuple[ServerClient, ...] = ()
         """Who serves."""
@@ -101,7 +104,8 @@ class ServerEngine:
                 opened.callback(self._conversations.close)
             self._pool: ServerPool | None = None
             if world.is_rank0:
-                architecture, secret = shape.architecture, self.secret
+                architecture = shape.architecture
+                secret = self.secret
                 self._pool = ServerPool(
                     config, self._http, architecture=architecture, secret=secret, log=log
                 )
@@ -210,7 +214,8 @@ class ServerEngine:
         Raises:
             UserError: on every rank, if none is left, or servers fail again and again.
         """
-        self._source, self._version = source, version
+        self._source = source
+        self._version = version
         retries = self._config.rollout.sync.retries
         problems: Mapping[str, str] | None = None
         for _ in range(retries + 1):
@@ -250,7 +255,8 @@ class ServerEngine:
             UserError: on every rank, if no server is left, and none comes back.
         """
         batches: dict[ServerClient, RequestBatch] = {}
-        self._checking, self._checked = None, time.monotonic()
+        self._checking = None
+        self._checked = time.monotonic()
 
         def find_problems() -> dict[str, str] | None:
             """Problems of servers; None once all have answered."""
@@ -293,7 +299,8 @@ class ServerEngine:
             "perf/sync_resume_time": timings.resume,
             "perf/sync_bytes": float(timings.bytes),
         }
-        self._resubmitted, self._retries = sum(counts), 0
+        self._resubmitted = sum(counts)
+        self._retries = 0
         return self._world.broadcast(lambda: metrics), ()
 
     def close(self) -> None:
@@ -316,7 +323,9 @@ class ServerEngine:
         thread."""
         timeout_s = self._config.rollout.health_timeout_s
         if self._checking is not None and self._checking.done():
-            checking, self._checking, self._checked = self._checking, None, time.monotonic()
+            checking = self._checking
+            self._checking = None
+            self._checked = time.monotonic()
             return checking.result()
         if self._checking is None and time.monotonic() - self._checked > timeout_s / 2:
             self._checking = self._http.start(pool.check(timeout_s))
@@ -354,7 +363,8 @@ class ServerEngine:
         Raises:
             UserError: on every rank, if none comes back within ``rollout.timeout_s``, or none can.
         """
-        began, timeout_s = time.monotonic(), self._config.rollout.timeout_s
+        began = time.monotonic()
+        timeout_s = self._config.rollout.timeout_s
         self._log_on_rank0("no rollout server is left; waiting for one to come back")
 
         def check_servers(pool: ServerPool) -> tuple[ServerClient, ...] | None:

@@ -51,7 +51,9 @@ class ServerError(Exception):
     """
 
     def __init__(self, url: str, problem: str, alive: bool) -> None:
-        self.url, self.problem, self.alive = url, problem, alive
+        self.url = url
+        self.problem = problem
+        self.alive = alive
         super().__init__(url, problem, alive)  # all of them, so that it can be sent to other ranks
 
     def __str__(self) -> str:

@@ -190,7 +190,8 @@ def _expand(nodes: str) -> list[str]:
 
 def tensor_parallel(rollout: RolloutConfig) -> tuple[int, ...]:
     """Tensor-parallel ranks of each server that the run starts."""
-    count, tp = rollout.launch.count, rollout.launch.tp
+    count = rollout.launch.count
+    tp = rollout.launch.tp
     return (tp if isinstance(tp, tuple) else (tp,) * count)[:count]
 
 
@@ -212,7 +213,8 @@ def base_command(
     The first of these: ``rollout.launch.command``; the engine's module in ``SERVER_PYTHON``; the
         engine's own command.
     """
-    spec, python = load_engine_spec(rollout.engine), environ.get(SERVER_PYTHON)
+    spec = load_engine_spec(rollout.engine)
+    python = environ.get(SERVER_PYTHON)
     if rollout.launch.command is not None:
         return rollout.launch.command
     return (python, "-m", spec.module) if python else spec.command
@@ -230,7 +232,8 @@ def server_command(
         host, port: where it shall listen.
         secret_file: YAML with the secret, where the kind takes one.
     """
-    rollout, tp = config.rollout, tensor_parallel(config.rollout)[index]
+    rollout = config.rollout
+    tp = tensor_parallel(config.rollout)[index]
     spec = load_engine_spec(rollout.engine)
     words = [*base_command(rollout), *spec.flags(config, secret_file), "--host", host]
     words += [

@@ -32,7 +32,8 @@ from megatron_dppo.rollout.servers.processes import (
 
 ASK_AGAIN_S = 3.0
 """Seconds between questions to a given server that is lost."""
-SAY_AFTER_S, SAY_EVERY_S = 10.0, 60.0
+SAY_AFTER_S = 10.0
+SAY_EVERY_S = 60.0
 """Seconds until a server is named that is waited for, and between two words on it."""
 NOTHING = "it has given no answer"
 MISSES = 2
@@ -61,8 +62,11 @@ class ServerPool:
         secret: str | None,
         log: Callable[[str], None],
     ) -> None:
-        self._config, self._http, self._architecture = config, http, architecture
-        self._secret, self._say = secret, log
+        self._config = config
+        self._http = http
+        self._architecture = architecture
+        self._secret = secret
+        self._say = log
         self.processes: list[ServerProcess] = []
         """Processes of the servers that the run starts."""
         self._serving: list[ServerClient] = []
@@ -231,7 +235,8 @@ class ServerPool:
             message: for the log, from the seconds so far.
             wait_s: after which they are said first; None: ``SAY_AFTER_S``.
         """
-        began, task = time.monotonic(), asyncio.ensure_future(work)
+        began = time.monotonic()
+        task = asyncio.ensure_future(work)
         wait_s = SAY_AFTER_S if wait_s is None else wait_s
         try:
             while not (await asyncio.wait([task], timeout=wait_s))[0]:
@@ -369,7 +374,8 @@ class ServerPool:
                 "another server"
             )
             raise UserError(setting, client.url, error.problem, remedy) from None
-        rollout, dtype = self._config.rollout, DTYPES[self._config.model.dtype]
+        rollout = self._config.rollout
+        dtype = DTYPES[self._config.model.dtype]
         longest = self._config.longest_context
         if info.architecture not in (None, self._architecture):
             problem = (

@@ -171,7 +171,8 @@ def _check_memory(config: Config) -> None:
 
 
 def _check_command(config: Config, environ: Mapping[str, str]) -> None:
-    command, spec = config.rollout.launch.command, load_engine_spec(config.rollout.engine)
+    command = config.rollout.launch.command
+    spec = load_engine_spec(config.rollout.engine)
     python = environ.get(SERVER_PYTHON)
     if command is None and python:
         _check_python(python, spec)

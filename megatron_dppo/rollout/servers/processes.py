@@ -96,11 +96,15 @@ class ServerProcess:
         gpus: str | None = None,
         name: str | None = None,
     ) -> None:
-        self.index, self.host, self.secret, self.gpus = index, host, secret, gpus
+        self.index = index
+        self.host = host
+        self.secret = secret
+        self.gpus = gpus
         self.name = str(index) if name is None else name
         self.log = Path(config.run.dir).absolute() / "servers" / f"server-{self.name}.log"
         self.command: list[str] = []
-        self._config, self._port = config, 0
+        self._config = config
+        self._port = 0
         self._secret_file = self.log.with_suffix(".secret.yaml")
         self._process: subprocess.Popen[bytes] | None = None
         self._begins = 0

@@ -54,7 +54,8 @@ class SyncFailedError(Exception):
     """
 
     def __init__(self, problems: Mapping[str, str], problem: str) -> None:
-        self.problems, self.problem = dict(problems), problem
+        self.problems = dict(problems)
+        self.problem = problem
         super().__init__(self.problems, problem)  # both, so that it can be sent to other ranks
 
 
@@ -114,8 +115,11 @@ class Sender:
         device: torch.device,
         timeout_s: float,
     ) -> None:
-        self._http, self._clients, self.name = http, list(clients), name
-        self._device, self._timeout_s = device, timeout_s
+        self._http = http
+        self._clients = list(clients)
+        self.name = name
+        self._device = device
+        self._timeout_s = timeout_s
         self._flats = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
         self._turn = 0
         self._sent: _SentBucket | None = None
@@ -129,7 +133,8 @@ class Sender:
         size = 1 + sum(client.ranks for client in clients)
         # Not by rendezvous: under torchrun it would look for torchrun's own store, at any address.
         store = open_store(host, limit, size)
-        joins, offset = {}, 1
+        joins = {}
+        offset = 1
         for client in clients:
             joins[client.url] = http.start(
                 client.join(WeightGroup(name, host, store.port, backend, offset, size))
@@ -254,7 +259,9 @@ class Sender:
         """
         if self._sent is None:
             return
-        what, replies, problem = self._sent.what, self._sent.replies, self._wait_for(self._sent)
+        what = self._sent.what
+        replies = self._sent.replies
+        problem = self._wait_for(self._sent)
         # The work that it holds keeps the group's connections open, and servers waiting at them.
         self._sent = None
         if problem:
@@ -289,7 +296,9 @@ class Sender:
         """
         if self._sent is not None:
             self._end()
-        group, self._group, self._store = self._group, None, None
+        group = self._group
+        self._group = None
+        self._store = None
         leaving = {
             client.url: self._http.start(client.leave(self.name)) for client in self._clients
         }
@@ -304,7 +313,10 @@ class Sender:
                 _run_in_thread(group.abort, "breaking off")
 
     def _end(self) -> None:
-        group, self._group, self._store, self._sent = self._group, None, None, None
+        group = self._group
+        self._group = None
+        self._store = None
+        self._sent = None
         if group is not None:
             with contextlib.suppress(RuntimeError):  # what is broken already need not be broken off
                 group.abort()

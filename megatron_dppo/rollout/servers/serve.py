@@ -63,7 +63,8 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
         UserError: there is none for this task; or it cannot be started with these settings on this
             node.
     """
-    task, local = int(environ.get("SLURM_PROCID", "0")), int(environ.get("SLURM_LOCALID", "0"))
+    task = int(environ.get("SLURM_PROCID", "0"))
+    local = int(environ.get("SLURM_LOCALID", "0"))
     urls = server_urls(config, environ)
     if task >= len(urls):
         problem = f"names {len(urls)} servers, and this is task {task}, counted from 0"
@@ -103,10 +104,8 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
 def _select_gpus(config: Config, local: int, environ: Mapping[str, str]) -> str | None:
     """The GPUs of the server that is the ``local``-th of its node; None where Slurm does not say
     which there are."""
-    gpus, tp = (
-        [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu],
-        config.rollout.launch.tp,
-    )
+    gpus = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    tp = config.rollout.launch.tp
     assert isinstance(tp, int)
     if not gpus:
         return None
@@ -121,7 +120,9 @@ def _select_gpus(config: Config, local: int, environ: Mapping[str, str]) -> str 
 
 
 def _watch(process: ServerProcess, http: Http, config: Config) -> int:
-    rollout, begin, deaths = config.rollout, time.monotonic(), 0
+    rollout = config.rollout
+    begin = time.monotonic()
+    deaths = 0
 
     def client_at(url: str) -> ServerClient:
         return load_engine_spec(rollout.engine).client(
@@ -145,7 +146,8 @@ def _watch(process: ServerProcess, http: Http, config: Config) -> int:
         if deaths == rollout.launch.restarts:
             _print_status(process, f"is given up: rollout.launch.restarts = {deaths} are used up")
             return 1
-        deaths, begin = deaths + 1, time.monotonic()
+        deaths = deaths + 1
+        begin = time.monotonic()
         _print_status(
             process,
             f"is started again ({deaths} of rollout.launch.restarts = {rollout.launch.restarts})",

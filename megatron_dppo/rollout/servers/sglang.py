@@ -60,7 +60,8 @@ class SglangClient(ServerClient):
     _known_deterministic: bool | None = None
 
     async def get_info(self) -> ServerInfo:
-        model, server = await self.get("/model_info"), await self.get("/server_info")
+        model = await self.get("/model_info")
+        server = await self.get("/server_info")
         self._known_routes = await self.get_routes()
         self._known_deterministic = bool(server.get("enable_deterministic_inference"))
         stages = int(server.get("pp_size", 1))
@@ -238,7 +239,8 @@ class SglangClient(ServerClient):
     def _parse_result(
         self, answer: Mapping[str, Any], prompt: int, sampling: Sampling
     ) -> GenerateResult:
-        meta, tokens = answer["meta_info"], answer["output_ids"]
+        meta = answer["meta_info"]
+        tokens = answer["output_ids"]
         reason = meta["finish_reason"]["type"]
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
         if len(logprobs) != len(tokens) or reason not in ("stop", "length", "abort"):

@@ -95,7 +95,8 @@ class Sync:
         began = time.perf_counter()
         if problems := self._call_servers(clients, self._begin):
             return problems
-        paused, digests = time.perf_counter(), _Digests(source)
+        paused = time.perf_counter()
+        digests = _Digests(source)
         try:
             sent = self.transport.send(clients, digests if verify else source, version)
         except SyncFailedError as failed:

@@ -65,8 +65,11 @@ class CollectiveTransport:
     def __init__(
         self, http: Http, world: World, *, run: str, bucket_mib: int, timeout_s: float
     ) -> None:
-        self._http, self._world, self._run = http, world, run
-        self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
+        self._http = http
+        self._world = world
+        self._run = run
+        self._bucket_mib = bucket_mib
+        self._timeout_s = timeout_s
         self._sender: Sender | None = None
         self._joined: list[ServerClient] = []
         self._groups = count()
@@ -88,7 +91,8 @@ class CollectiveTransport:
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
-        self._sender, self._joined = None, []
+        self._sender = None
+        self._joined = []
 
     def _join(self, clients: Sequence[ServerClient]) -> int:
         number = next(self._groups)
@@ -111,7 +115,8 @@ class CollectiveTransport:
             for _ in buckets:
                 pass
             return 0
-        sent, bucket = 0, next(buckets, None)
+        sent = 0
+        bucket = next(buckets, None)
         try:
             while bucket is not None:
                 # Copied before the next one is asked for, which may use the same memory; whether
@@ -143,7 +148,10 @@ class DiskTransport:
         folder: Path,
         adapter: bool,
     ) -> None:
-        self._http, self._world, self._folder, self._adapter = http, world, folder, adapter
+        self._http = http
+        self._world = world
+        self._folder = folder
+        self._adapter = adapter
         dtype = model.torch_dtype
         self._plan = (
             plan_adapter_file(shape, model.lora, dtype) if adapter else plan_files(shape, dtype)
@@ -185,7 +193,8 @@ class AdapterTransport:
     already."""
 
     def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig) -> None:
-        self._http, self._world = http, world
+        self._http = http
+        self._world = world
         self._config = build_adapter_config(model.path, model.lora)
         self._plan = plan_adapter_file(shape, model.lora, model.torch_dtype)
 

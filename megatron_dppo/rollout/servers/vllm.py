@@ -79,7 +79,8 @@ GIVEN_BY = {
 }
 """Routes that we cannot do without, and what a server must be started with to have them."""
 
-LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's limit on the ranks of adapters."""
 
@@ -100,10 +101,8 @@ class VllmClient(ServerClient):
             if route not in routes:
                 raise ServerError(self.url, f"has no {route}: start it with {giver}", alive=True)
         config = await self._get_config()
-        model, lora = (
-            config["model_config"],
-            config.get("lora_config") if LOAD_ADAPTER in routes else None,
-        )
+        model = config["model_config"]
+        lora = config.get("lora_config") if LOAD_ADAPTER in routes else None
         if model["logprobs_mode"] != "processed_logprobs":
             problem = (
                 f"gives {model['logprobs_mode']}: start it with --logprobs-mode processed_logprobs"
@@ -229,7 +228,8 @@ class VllmClient(ServerClient):
         if "/weight_checker" not in await self.get_routes():
             return {}
         answer = await self.post("/weight_checker", {"action": "checksum"})
-        empty, named = hashlib.sha256().hexdigest(), {}
+        empty = hashlib.sha256().hexdigest()
+        named = {}
         for place, digest in answer["checksums"].items():
             rank, _, name = place.rpartition(":")  # dp0:pp0:pcp0:tp0:model.norm.weight
             if digest != empty:
@@ -307,7 +307,8 @@ class VllmClient(ServerClient):
     def _parse_result(
         self, choice: Mapping[str, Any], prompt: int, sampling: Sampling
     ) -> GenerateResult:
-        tokens, reason = choice["token_ids"], choice["finish_reason"]
+        tokens = choice["token_ids"]
+        reason = choice["finish_reason"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         spans = choice["weight_versions"] or []
         counts = [span["end"] - span["start"] for span in spans]

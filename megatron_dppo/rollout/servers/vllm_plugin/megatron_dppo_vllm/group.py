@@ -49,7 +49,8 @@ class ReceiverGroup:
             raise RuntimeError(
                 "the group would be split off vLLM's: set VLLM_DISTRIBUTED_USE_SPLIT_GROUP=0 for it"
             )
-        self._timeout, self._device = timedelta(seconds=timeout_s), device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._device = device
         self._store = dist.TCPStore(
             host, port, size, is_master=False, timeout=self._timeout, wait_for_workers=False
         )

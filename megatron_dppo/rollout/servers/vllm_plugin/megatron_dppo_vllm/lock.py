@@ -17,7 +17,8 @@ class Lock:
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app, self._wanted = app, f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode()
+        self._app = app
+        self._wanted = f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode()
         if self._wanted == b"Bearer ":
             raise RuntimeError("the lock wants a secret in the environment variable VLLM_API_KEY")
 

@@ -66,7 +66,8 @@ class Receiver:
     """
 
     def __init__(self, worker: Any) -> None:
-        self._worker, self._groups = worker, dict[str, ReceiverGroup]()
+        self._worker = worker
+        self._groups = dict[str, ReceiverGroup]()
 
     def join(
         self,
@@ -153,7 +154,8 @@ class Receiver:
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
-                info.loaded_weights, info.load_numel = [], 0
+                info.loaded_weights = []
+                info.load_numel = 0
         self._finalize()
 
     @property
