@@ -131,7 +131,7 @@ def stand_still(rank: int, size: int, phase: str, late_s: float) -> tuple[str, s
     with watched(size, timeout_s=4 * LATE_S, still_s=60.0, late_s=late_s) as (world, timers, said):
         try:
             with timers(phase) if phase else contextlib.nullcontext():
-                world.together(partial(never_return, rank), what="rollouts")
+                world.run_on_all_ranks(partial(never_return, rank), description="rollouts")
         except UserError as error:
             raised = str(error)
     return said.getvalue(), raised

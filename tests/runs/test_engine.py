@@ -33,7 +33,7 @@ def record_calls(rank: int, size: int, config: Config) -> tuple[str, str, str]:
         def sample_each(
             self, prompts: Sequence[Prompt], sampling: Sampling
         ) -> dict[str, Completions]:
-            return {"local": super().begin(prompts, sampling).result()}
+            return {"local": super().begin(prompts, sampling)}
 
         def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
             return {"rollout/lost_servers": float(calls.count("begin"))}, (
