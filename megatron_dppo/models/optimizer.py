@@ -1,6 +1,6 @@
 """Gradient norm without a host wait, and Adam state kept on the device or offloaded to the host.
 
-Adam creates its state lazily, and the distributed optimizer can neither describe nor load missing
+Adam creates its state lazily, but the distributed optimizer can describe and load only existing
 state for a checkpoint. The state is therefore created before the first step and restored in place.
 
 Megatron's own offload copies tensor by tensor through memory staged by CUDA: each copy waits for
@@ -86,8 +86,9 @@ def prepare_adam_state(optimizer: Any) -> None:
 
 
 def _find_mixed_types(part: Any) -> None:
-    # Megatron puts the fp32 parameters of a group before the bf16 parameters, but looks all of them
-    # up in the order of the buffers. Without corrected places, a checkpoint of a policy of both
+    # Megatron puts the fp32 parameters of a group before the bf16 parameters, but looks up
+    # all parameters in the order of the buffers. Without corrected places, a checkpoint of a policy
+    # of both
     # types would hold the state of other parameters.
     for group, of_types in enumerate(
         zip(part.model_fp32_groups, part.model_float16_groups, strict=True)

@@ -166,8 +166,8 @@ def transformer_config(
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
         # Every pack of a minibatch has the same length, so stages need not exchange shapes. Gloo
-        # has no batched sends. With two interleaved stages, each is the neighbour of the other on
-        # both sides, and a batch confuses their messages.
+        # has no batched sends. With two interleaved stages, each has the same neighbour on both
+        # sides, and a batch confuses their messages.
         batch_p2p_comm=cuda and not (layout.vpp > 1 and layout.pp == 2),
         # Only a bug of an older torch makes Megatron wait for the whole device here.
         batch_p2p_sync=False,
@@ -206,8 +206,7 @@ def _build_recompute_settings(shape: PolicyShape, model: ModelConfig) -> dict[st
 
 
 def _build_expert_settings(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
-    """Return Megatron's settings for experts: no token is dropped, and no balancing loss is
-    added."""
+    """Return Megatron's expert settings: no token is dropped, and no balancing loss is added."""
     return {
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
@@ -282,7 +281,7 @@ class OutputWeight(ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """Part of the policy of one (virtual) pipeline stage, over packs in THD form."""
+    """A (virtual) pipeline stage's part of the policy, over packs in THD form."""
 
     def __init__(
         self,
@@ -358,9 +357,9 @@ class PolicyModel(GPTModel):
             predictors: [R] int64, positions whose next token is a response token; read by the last
                 stage only.
             targets: [R] int64, the tokens after ``predictors``; read by the last stage only.
-            share: result of :func:`context.compute_share`. Ignored without context parallelism,
-                where a rank has the whole pack. With context parallelism a missing share is
-                computed here, with a wait on the host.
+            share: result of :func:`context.compute_share`. Without context parallelism a rank has
+                the whole pack, and ``share`` is ignored. With context parallelism a missing share
+                is computed here, with a wait on the host.
             teachers: teachers of the divergence, at the predictors scored by this rank; (): no
                 divergence.
             states: return the predictors' hidden states and score no token.
@@ -476,8 +475,8 @@ class PolicyModel(GPTModel):
         state.
 
         The extra state holds the scales of 8-bit training and is empty here. Transformer Engine and
-        torch have extra state in different layers, so that a checkpoint of either would not load
-        into the other.
+        torch have extra state in different layers, so that a checkpoint of either spec would not
+        load into a model of another.
         """
         state = super().sharded_state_dict(*args, **kwargs)
         return {name: value for name, value in state.items() if not _is_excluded(name)}
