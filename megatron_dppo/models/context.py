@@ -98,6 +98,7 @@ def gather_segments(
 
 def _restore_order(share: torch.Tensor) -> torch.Tensor:
     """Reorder [size, 2, chunk, …] by rank to [2 · size · chunk, …] by position."""
+    # Rank r has chunks r and 2 · size − 1 − r: late chunks are in reverse order of ranks.
     early, late = share.unbind(1)
     return torch.cat([early, late.flip(0)]).flatten(0, 1)
 
