@@ -1,9 +1,9 @@
-"""Qwen3.5: three layers of four are gated delta networks, the fourth is attention with an output
-gate. It is dense, or has experts in every layer, one of which is every token's.
+"""Qwen3.5: of every four layers, three are gated delta networks; the fourth is attention with an
+output gate. The model is dense, or has experts in every layer, including one shared by all tokens.
 
-Published checkpoints have a vision tower and heads for further tokens besides. Neither is trained:
-an export carries both along. A norm's weight is its distance from one, but for that behind the
-delta rule. Files hold the experts of a layer in two tensors.
+Published checkpoints also have a vision tower and heads for further tokens. Both stay untrained: an
+export copies them. A norm's weight is stored as its distance from one, except for the norm after
+the delta rule. Files hold the experts of a layer in two tensors.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ MIXTURE_ROWS = (
 def make_sizes(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, delta: int, tied: bool
 ) -> dict[str, Any]:
-    """The shape of a published Qwen3.5, whose delta networks have so many value heads."""
+    """Return the shape of a published Qwen3.5; ``delta``: value heads of a delta network."""
     own: dict[str, Any] = {
         "num_layers": layers,
         "hidden": hidden,
