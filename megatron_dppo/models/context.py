@@ -72,8 +72,8 @@ def compute_share(
     Args:
         lengths: [S], tokens of each segment.
         predictors: [R] int64, on the host: positions whose next token is a response token.
-        rank: this rank among the context-parallel ranks.
-        size: number of context-parallel ranks.
+        rank: see :func:`compute_local_positions`.
+        size: see :func:`compute_local_positions`.
     """
     held = compute_local_positions(lengths, rank, size)
     place = torch.full((sum(lengths),), -1)

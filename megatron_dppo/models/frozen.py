@@ -50,6 +50,7 @@ class Frozen(Policy):
         try:
             yield
         finally:
+            # Frozen weights never change: drop the device copy.
             for parameter, waiting in self._on_host.items():
                 parameter.data = waiting
 

@@ -159,6 +159,7 @@ def build_layer_spec(
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts:
+        # The norm before experts is separate in both specifications: keep its own key.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SegmentAttention

@@ -4,11 +4,8 @@ Adam creates its state lazily, but the distributed optimizer can describe and lo
 state for a checkpoint. The state is therefore created before the first step and restored in place.
 
 Megatron's own offload copies tensor by tensor through memory staged by CUDA: each copy waits for
-the previous copy. Here one pinned buffer holds the whole state of a rank during the whole run:
-
-- Copies are queued on the current stream, with one wait for all.
-- Between steps the state's tensors are slots of the buffer, without storage on the device; a
-  checkpoint reads and writes the slots in place.
+the previous copy. Here one pinned buffer holds the whole state of a rank during the whole run, and
+all copies share one wait.
 """
 
 from __future__ import annotations
@@ -177,10 +174,12 @@ class OffloadedState:
     def offload(self) -> None:
         """Move the whole state to the host and free its memory on the device; data on the host
         stays."""
+        # Queue all copies on the current stream, and wait once at the end.
         for tensor, offset in zip(self._tensors(), self._offsets, strict=True):
             slot = view_slot(self._host, offset, tensor)
             if tensor.data_ptr() != slot.data_ptr():
                 slot.copy_(tensor.data, non_blocking=True)
+                # The device keeps no storage: a checkpoint reads and writes the slot in place.
                 tensor.data = slot
         # A checkpoint may read the buffer right after this call.
         if self._device.type == "cuda":

@@ -70,7 +70,7 @@ def score_responses(
       covering all chunks, over the ranks in the forward pass; no exchange in the backward pass.
     - The gradient of ``hidden`` is this rank's part of a sum. The caller adds up the parts
       (``copy_to_tensor_model_parallel_region``, or the gather of a sequence-parallel region).
-    - No value is read on the host, because on CUDA the host would have to wait.
+    - No value is read on the host, which would have to wait for CUDA.
     - If Megatron's DDP keeps a weight's gradient in fp32 (``weight.main_grad``), the gradient is
       added there, unrounded; any other weight gets its gradient through autograd, in its own type.
 
@@ -128,11 +128,13 @@ class _Score(torch.autograd.Function):
             logits = buffers[0]
             compute_logits(hidden[chunk], weight[:rows], out=logits)
             passes.reduce_logits(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
+        # Every rank has the same positions, so that all ranks skip the exchange of an empty pack.
         if group is not None and len(targets):
             _combine(peak, sums, group)
         total, cross, at_target = sums
         logprobs = (at_target - peak) - total.log()
         entropy = total.log() - cross / total
+        # Save the normaliser log Σ exp(z/τ) of each position instead of the logits.
         ctx.save_for_backward(hidden, weight, targets, peak + total.log())
         ctx.rows = rows
         ctx.temperature = temperature
@@ -201,19 +203,15 @@ def get_main_grad(ctx: Any, weight: Any) -> torch.Tensor | None:
 
 
 def get_autograd_gradient(weight: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a backward pass's gradient for a weight whose whole fp32 gradient is ``gradient``.
-
-    DDP waits for autograd to deliver the weight's gradient, adds it to ``main_grad`` unless
-    ``grad_added_to_main_grad`` marks the gradient as already added, and then drops it. The returned
-    tensor is then never read.
-
-    A weight that is also this stage's embedding is marked by Megatron with ``zero_out_wgrad``.
-    Autograd delivers the embedding's gradient, which DDP has to add, so that no mark is set here.
-    """
+    """Return a backward pass's gradient for a weight whose whole fp32 gradient is ``gradient``."""
     if gradient is not None and not hasattr(weight, "main_grad"):
         return gradient.to(weight.dtype)
+    # Megatron marks a weight that is also this stage's embedding with ``zero_out_wgrad``. Autograd
+    # delivers the embedding's gradient, which DDP has to add: set no mark.
     if gradient is None or getattr(weight, "zero_out_wgrad", False):
         return None
+    # DDP waits for a gradient from autograd, adds the gradient to ``main_grad`` unless this mark is
+    # set, and drops the gradient. Hence the returned tensor is never read.
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)
 
@@ -255,6 +253,7 @@ def _combine(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     shift = -(shift + peak)
     factor = shift.exp()
+    # Shift sums from the rank's own peak to the common peak.
     total, cross = sums[:2]
     cross.add_(shift * total).mul_(factor)
     total.mul_(factor)

@@ -351,6 +351,7 @@ class _TreeAttention(torch.autograd.Function):
         kernel = select_kernel(query)
         own = rounds[0]
         out, total = kernel.forward((query, own.key_rows(key), own.key_rows(value)), own, scale)
+        # Accumulate in the type of the log-sum-exps, because several rounds add to a row.
         out = out.to(total.dtype)
         for each in rounds[1:]:
             read = each.query_rows(query), each.key_rows(key), each.key_rows(value)

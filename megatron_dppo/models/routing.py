@@ -84,6 +84,7 @@ class RouterReplay:
         values, own = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
+        # A call outside a forward pass comes from a layer's second run.
         target = self._target if self._in_pass else self._again.popleft()
         if target is not None:
             target = target.long()
@@ -158,6 +159,7 @@ class RoutingReplay:
         """Select the tokens seen by this rank's routers: [T, …] of a pack to [t, …]."""
         if share is not None:
             values = values[share.held.numpy()]
+        # Sequence parallelism gives each tensor-parallel rank an equal part of the tokens.
         if self._splits_tokens:
             values = np.split(values, self._world.layout.tp)[self._world.tp_rank]
         return values

@@ -189,6 +189,7 @@ def _parse_shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
         "head_dim": _parse_count(config, "hidden_size") // heads,
         "num_key_value_heads": heads,
     }
+    # Derive omitted sizes as transformers does.
     config |= {name: absent[name] for name in family.optional if config.get(name) is None}
     config |= {name: rope[name] for name in ROPE}
     if "attention_interval" in family.keys:
@@ -333,6 +334,7 @@ def _parse_rope(path: str | Path, config: dict[str, Any], family: Family) -> dic
             raise ValueError(
                 f"{name} = {json.dumps(rope):.60}, which is no object of numbers for all layers"
             )
+        # Earlier files have ``type`` for ``rope_type``.
         older = {"rope_type": rope["type"]} if "type" in rope else {}
         found += [{**defaults, **older, **rope, "type": ""}] if rope else []
     if found[1:] and found[0] != found[1]:
@@ -444,6 +446,7 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
     problem = f"does not cut the {layers} layers into stages of equally many" + (
         f" (with{given[1:]})" if given else ""
     )
+    # pp = 1 excludes uneven and virtual stages.
     least = 2 if uneven or layout.vpp > 1 else 1
     possible = [
         pp for pp in range(least, layers + 1) if _is_valid_split(layers, with_values(layout, pp=pp))

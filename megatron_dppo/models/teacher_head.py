@@ -87,17 +87,14 @@ def compute_teacher_divergence(
     """Return the divergence at each position, [R] fp32, in nats, with gradients for the student's
     hidden states and weight.
 
-    Collective over ``tp_group`` in the forward pass, like ``policy_head.score_responses``;
-    ``vocab_size``, ``temperature``, ``tp_group`` and ``chunk_mib`` are the same arguments as there.
+    Collective over ``tp_group`` in the forward pass, like ``policy_head.score_responses``, which
+    defines all remaining arguments.
 
     Args:
         teacher: frozen teacher at the same R positions.
         hidden: [R, h], the student's final hidden states.
         weight: [V_local, h], this rank's rows of the student's output layer.
-        vocab_size: tokens without padding.
-        temperature: τ.
-        tp_group: group of tensor-parallel ranks; None for a single rank.
-        chunk_mib: size of the buffers for a chunk, including the logits of both models, in MiB.
+        chunk_mib: size of a chunk's buffers, including the logits of both models, in MiB.
     """
     group, _, rows = get_local_rows(weight, vocab_size, tp_group)
     divergence: torch.Tensor = _Divergence.apply(
@@ -138,6 +135,8 @@ class _Divergence(torch.autograd.Function):
                 torch.amax(logits, dim=1, out=peak)
                 total.copy_(torch.exp(logits.sub_(peak[:, None]), out=spare).sum(dim=1))
             expected, ratio = (own, other) if reverse else (other, own)
+            # The log ratio of the two models, up to the normalisers, which ``divergence`` adds
+            # below.
             ratio.sub_(expected).neg_()
             cross[chunk] = torch.bmm(expected.exp_()[:, None, :], ratio[:, :, None])[:, 0, 0]
         if group is not None and len(hidden):

@@ -6,9 +6,8 @@ A gated delta network keeps a matrix S for each head (arXiv:2412.06464). For eac
 - The value under the token's key is corrected: S += β k (v − Sᵀ k)ᵀ.
 - The token's query reads the output: o = Sᵀ q.
 
-The corrections of a chunk of tokens are the solution of one triangular system. Every segment begins
-with a new chunk. The n-th chunks of all segments are one batch, so that the number of steps for a
-pack is the number of chunks in its longest segment.
+Every segment begins with a new chunk. The n-th chunks of all segments are one batch, so that the
+number of steps for a pack is the number of chunks in its longest segment.
 """
 
 from __future__ import annotations
@@ -105,8 +104,10 @@ def chunk_gated_delta_rule(
     queries, keys, values, decay, rate = (in_chunks(x) for x in (q * key**-0.5, k, v, g, beta))
     total = decay.cumsum(-1)
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+    # Decay from an earlier to a later token of a chunk; 0 from a later to an earlier token.
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
     writes = torch.cat([values, keys * total.exp().unsqueeze(-1)], dim=-1) * rate.unsqueeze(-1)
+    # The corrections of a chunk's tokens (arXiv:2412.06464) solve one triangular system.
     system = (keys * rate.unsqueeze(-1)) @ keys.transpose(-1, -2) * between
     solved = torch.linalg.solve_triangular(system, writes, upper=False, unitriangular=True)
     new_values, read_before = solved.split([value, key], dim=-1)

@@ -91,6 +91,7 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
         )
         sizes = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}"
         raise UserError("layout", sizes, problem, remedy)
+    # Experts are cut over the ranks of a pipeline stage, across tp, cp and dp.
     stage = layout.tp * layout.cp * dp
     of_experts = layout.expert_tp * layout.ep
     if stage % of_experts:

@@ -78,6 +78,7 @@ def build_rendezvous_args(environ: Mapping[str, str], timeout: timedelta) -> dic
         return {}
     rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if size == 1:
+        # A single rank needs no network.
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if rank:
         store = dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout)

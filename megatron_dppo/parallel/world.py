@@ -1,7 +1,6 @@
 """Coordinates of a rank, and the few exchanges of small objects in a step.
 
-Objects are sent over gloo, in a separate group with a time limit long enough for a rollout. Hence a
-slow generation is not mistaken for a dead network, and NCCL never waits for a generation.
+Objects are sent over gloo.
 """
 
 from __future__ import annotations
@@ -186,6 +185,7 @@ class World:
         if self.size == 1:
             return [*values]
         parts = [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
+        # Exchange sizes first, because all_to_all_single needs the sizes of both sides.
         sizes = self.gather([len(part) for part in parts])
         incoming = [of_rank[self.rank] for of_rank in sizes]
         sent = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
@@ -262,6 +262,8 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    # A separate group with a time limit long enough for a rollout: a slow generation is not
+    # mistaken for a dead network, and NCCL never waits for a generation.
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     dp_rank = parallel_state.get_data_parallel_rank()
     replicas: list[Any] = [None] * dist.get_world_size()

@@ -41,6 +41,7 @@ class LlamaRopeScaling(RopeScaling):
             )
 
     def scale(self, frequencies: Any) -> Any:
+        # Rotations over the original context; both frequency factors are bounds on this number.
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         unscaled = (
             (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)

@@ -27,6 +27,7 @@ from megatron_dppo.models.family import (
 
 _ATTENTION: dict[str, Any] = {"layers": "full_attention"}
 _DELTA: dict[str, Any] = {"layers": "linear_attention"}
+# Hugging Face stacks queries, keys and values of a delta network in one tensor, the first.
 _MIXED = ((0, "query", "delta_keys"), (0, "key", "delta_keys"), (0, "value", "delta_values"))
 _IN_PROJ = (
     *_MIXED,
