@@ -146,9 +146,9 @@ class Policy:
     def release_memory(self) -> None:
         """Return the device's cached memory, for servers on the same device."""
         if self.world.device.type == "cuda":
-            # Tensors in a reference cycle keep their memory until the cycle is collected.
+            # Tensors in a reference cycle keep memory until the cycle is collected.
             gc.collect()
-            # Tensors passed to a server keep their memory until this check finds them released.
+            # Tensors passed to a server keep memory until this check finds that the server is done.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
@@ -274,7 +274,7 @@ class Actor(Policy):
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.distributed,
             overlap_grad_reduce=optimizer.overlap,
-            # Weights go to the engine right after a step, so that no forward pass could hide
+            # Weights go to the engine right after a step, and no forward pass could hide
             # their gathering.
             overlap_param_gather=False,
             average_in_collective=False,
@@ -293,7 +293,7 @@ class Actor(Policy):
             no_sync = [module.no_sync for module in self.modules]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.optimizer = get_megatron_optimizer(_megatron_optimizer(optimizer, model), self.modules)
-        # Set weight decay here, because no run has Megatron's scheduler, which would set it.
+        # Set weight decay here, because no run has Megatron's scheduler for weight decay.
         for group in self.optimizer.param_groups:
             group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
         prepare_adam_state(self.optimizer)
@@ -370,7 +370,7 @@ class Actor(Policy):
         """Keep only weights and, unless offloaded, the optimizer's state on the device between
         updates.
 
-        Gradients are freed; the next update allocates their buffers again, behind the same views.
+        Gradients are freed; the next update allocates the buffers again, behind the same views.
         """
         self.optimizer.zero_grad()
         for module in self.modules:
@@ -438,7 +438,7 @@ def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> Megatr
 
 
 def compute_learning_rate(settings: OptimizerConfig, update: int, updates: int) -> float:
-    """Return the learning rate of an optimizer step, from its number (from 0) and the run's
+    """Return the learning rate of an optimizer step, from the step's number (from 0) and the run's
     length only."""
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps

@@ -1,8 +1,8 @@
 """Megatron's gated delta network in a policy: over packs, without host waits, with fp32 parameters
 where every policy has fp32.
 
-Megatron-Core has gated delta networks from 0.19 on. They compute with functions of
-flash-linear-attention; ``parallel/without_cuda.py`` has replacements for these functions.
+Megatron-Core has gated delta networks from 0.19 on. The networks use functions of
+flash-linear-attention; ``parallel/without_cuda.py`` replaces the functions on a CPU.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Engine's kernels.
 Both specifications write the same checkpoint keys. Transformer Engine fuses a norm into the
 following linear layer; Megatron's key map gives the separate norms of torch's specification the
 fused names (``linear_qkv.layer_norm_weight``). The norm before experts is separate in both
-specifications, because the router reads its output, too.
+specifications, because the router also reads the norm's output.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def choose_spec(model: ModelConfig) -> Spec:
     """Return the specification that ``model.spec`` selects on this machine.
 
     With ``auto``, fp32 selects torch's specification: Transformer Engine has no fused attention in
-    fp32, and its unfused attention pads every segment of a pack to the longest segment.
+    fp32, and the unfused attention pads every segment of a pack to the longest segment.
 
     Raises:
         UserError: ``model.spec`` is ``te``, but Transformer Engine or CUDA is missing.
@@ -144,7 +144,7 @@ def build_layer_spec(
 
     Args:
         with_adapters: whether linear layers get adapters. Adapters need the normed inputs of the
-            layers, so that no norm is fused.
+            layers: no norm is fused.
     """
     kind = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     hybrid = config.linear_attention_freq is not None
@@ -159,7 +159,7 @@ def build_layer_spec(
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts:
-        # The norm before experts is separate in both specifications: keep its own key.
+        # The norm before experts is separate in both specifications: keep the separate key.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SegmentAttention
@@ -260,7 +260,7 @@ def add_to_main_gradients(model: torch.nn.Module) -> None:
     them.
 
     Called once DDP has wrapped the model; torch's layers are unaffected. Frozen weights are
-    skipped, because DDP keeps no gradient for them.
+    skipped, because DDP keeps no gradient.
     """
     # Megatron's own setting, ``gradient_accumulation_fusion``, would also require Apex, because of
     # an

@@ -70,9 +70,10 @@ def score_responses(
       covering all chunks, over the ranks in the forward pass; no exchange in the backward pass.
     - The gradient of ``hidden`` is this rank's part of a sum. The caller adds up the parts
       (``copy_to_tensor_model_parallel_region``, or the gather of a sequence-parallel region).
-    - No value is read on the host, which would have to wait for CUDA.
+    - No value is read on the host: on CUDA the host would have to wait.
     - If Megatron's DDP keeps a weight's gradient in fp32 (``weight.main_grad``), the gradient is
-      added there, unrounded; any other weight gets its gradient through autograd, in its own type.
+      added there, unrounded; any other weight gets a gradient through autograd, in the weight's
+      type.
 
     Args:
         hidden: [R, h], final hidden states at the positions that predict the targets. R may be 0.
@@ -128,7 +129,7 @@ class _Score(torch.autograd.Function):
             logits = buffers[0]
             compute_logits(hidden[chunk], weight[:rows], out=logits)
             passes.reduce_logits(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
-        # Every rank has the same positions, so that all ranks skip the exchange of an empty pack.
+        # Every rank has the same positions, and all ranks skip the exchange of an empty pack.
         if group is not None and len(targets):
             _combine(peak, sums, group)
         total, cross, at_target = sums
@@ -203,11 +204,11 @@ def get_main_grad(ctx: Any, weight: Any) -> torch.Tensor | None:
 
 
 def get_autograd_gradient(weight: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a backward pass's gradient for a weight whose whole fp32 gradient is ``gradient``."""
+    """Return a backward pass's gradient for a weight with the whole fp32 gradient ``gradient``."""
     if gradient is not None and not hasattr(weight, "main_grad"):
         return gradient.to(weight.dtype)
     # Megatron marks a weight that is also this stage's embedding with ``zero_out_wgrad``. Autograd
-    # delivers the embedding's gradient, which DDP has to add: set no mark.
+    # delivers the embedding's gradient for DDP to add: set no mark.
     if gradient is None or getattr(weight, "zero_out_wgrad", False):
         return None
     # DDP waits for a gradient from autograd, adds the gradient to ``main_grad`` unless this mark is
@@ -247,7 +248,7 @@ def _compute_chunk_size(rows: int, types: Sequence[torch.dtype], chunk_mib: int)
 
 
 def _combine(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Reduce one rank's sums, relative to its own peak, to the sums of all ranks relative to the
+    """Reduce one rank's sums, relative to the rank's peak, to the sums of all ranks relative to the
     common peak, in place."""
     shift = -peak
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)

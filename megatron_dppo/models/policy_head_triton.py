@@ -1,7 +1,7 @@
 """Triton kernels for the two functions of :mod:`policy_head_torch`; each reads the logits once.
 
 Importing this module needs Triton. Without CUDA, Triton's interpreter runs the kernels (set
-``TRITON_INTERPRET=1`` before the import), which allows tests without a GPU.
+``TRITON_INTERPRET=1`` before the import) for tests without a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 BUFFERS = 1
 """Number of fp32 buffers, each of a chunk's size, used by :func:`reduce_logits`."""
 SUMMARY_BLOCK = 4096
-"""Columns per program and iteration: 16 for each thread, whose sums stay in registers."""
+"""Columns per program and iteration: 16 for each thread; sums stay in registers."""
 GRADIENT_BLOCK = 2048
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Lower bound of every logit. Finite, so that 0 · LOWEST is 0."""
@@ -86,7 +86,7 @@ def _reduce_logits(
     inverse_temperature: tl.tensor,
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Reduce one row per program; each lane has separate sums, relative to its own largest
+    """Reduce one row per program; each lane has separate sums, relative to the lane's largest
     logit, combined after the last block."""
     # A chunk may have more than 2³¹ logits.
     row = tl.program_id(0).to(tl.int64)

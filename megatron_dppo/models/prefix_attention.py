@@ -1,6 +1,6 @@
 """Attention over a pack whose segments share prefixes: each segment sees its ancestors and itself.
 
-A softmax over several blocks of keys is combined from one softmax for each block. The log-sum-exps
+A softmax over several blocks of keys is combined from a softmax for each block. The log-sum-exps
 of the blocks give the weight of each block in the whole, as between the blocks of FlashAttention
 (arXiv:2205.14135). Hence no keys are gathered or repeated for a segment:
 
@@ -12,7 +12,7 @@ of the blocks give the weight of each block in the whole, as between the blocks 
 Blocks with disjoint queries form a *round*: first the segments themselves, then all ancestors of
 the first generation, then of the second, and so on.
 
-The kernels over blocks are torch's FlashAttention. Its public function returns no log-sum-exp, so
+The kernels over blocks are torch's FlashAttention. The public function returns no log-sum-exp:
 the operations below that function are called.
 """
 
@@ -76,8 +76,8 @@ class AttentionRound:
 
 
 Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries [q, heads, head_dim], keys and values [k, key-value heads, head_dim]; or their
-gradients."""
+"""Queries [q, heads, head_dim], keys and values [k, key-value heads, head_dim]; or
+the gradients of queries, keys and values."""
 
 
 def select_kernel(query: torch.Tensor) -> FlashOnGpu | FlashOnCpu:
@@ -220,7 +220,7 @@ def build_rounds(pack: Pack, rank: int = 0, size: int = 1) -> list[AttentionRoun
     """Build the rounds of a pack with a tree, on the host; the first is causal and has every query.
 
     A context-parallel rank has two chunks of every segment. Each chunk sees itself, and the earlier
-    part of its segment like an ancestor.
+    part of the segment like an ancestor.
 
     Args:
         pack: pack with shared prefixes (``parents`` is set).
@@ -358,7 +358,7 @@ class _TreeAttention(torch.autograd.Function):
             part, more = kernel.forward(read, each, scale)
             before = each.query_rows(total)
             rows = slice(None) if each.queries is None else each.queries
-            # Reweight earlier and new outputs by their parts of the combined softmax.
+            # Reweight earlier and new outputs by the parts in the combined softmax.
             after = torch.logaddexp(before, more)
             out[rows] = (
                 each.query_rows(out) * (before - after).exp()[..., None]
@@ -380,7 +380,7 @@ class _TreeAttention(torch.autograd.Function):
             read = each.query_rows(query), each.key_rows(key), each.key_rows(value)
             softmax = each.query_rows(out), each.query_rows(total)
             parts = kernel.backward(each.query_rows(gradient), read, *softmax, each, ctx.scale)
-            # A token may be a query or key of several blocks, so that its gradients add up.
+            # A token may be a query or key of several blocks: add up gradients.
             for of_all, rows, part in zip(
                 sums, (each.queries, each.keys, each.keys), parts, strict=True
             ):

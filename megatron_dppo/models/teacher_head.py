@@ -12,7 +12,7 @@ and q = softmax(y/τ):
 The head needs the teacher's final hidden states, [tokens, teacher width], and output layer. As in
 :mod:`policy_head`, the logits (here of both models) are computed for one chunk of positions at a
 time, in the forward and in the backward pass. The sampled tokens do not matter: the sum over the
-vocabulary is exact, but log-probabilities of sampled tokens would give only one noisy term of that
+vocabulary is exact, but log-probabilities of sampled tokens would give only a noisy term of the
 sum.
 """
 
@@ -49,7 +49,7 @@ class TeacherHead(NamedTuple):
     hidden: torch.Tensor
     """[r, h_teacher], the teacher's final hidden states at the predictors."""
     weight: torch.Tensor
-    """[V_local, h_teacher], this rank's rows of the teacher's output layer; their tokens are the
+    """[V_local, h_teacher], this rank's rows of the teacher's output layer; the tokens are the
     tokens of the student's rows."""
     direction: Literal["reverse", "forward"]
     rows: torch.Tensor | None = None
@@ -104,7 +104,7 @@ def compute_teacher_divergence(
 
 
 class _Divergence(torch.autograd.Function):
-    """Divergence over the first ``rows`` of both weights; in a pair the student's half comes
+    """Divergence over the first ``rows`` of the two weights; in a pair the student's half comes
     first."""
 
     @staticmethod

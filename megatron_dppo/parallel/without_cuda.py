@@ -1,5 +1,5 @@
-"""Changes to Megatron and torch that let Megatron-Core run without CUDA; no other file changes
-them.
+"""Changes to Megatron and torch that let Megatron-Core run without CUDA. No other file changes
+Megatron or torch.
 
 Megatron-Core refers to CUDA in places unrelated to kernels: the device of a scalar, a barrier, the
 state of a generator. Each function below replaces one kind of reference by the CPU's equivalent. On
@@ -8,8 +8,8 @@ a machine with CUDA no replacement is installed.
 Two faults are fixed with and without CUDA:
 
 - Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex. Without
-  CUDA, or if both packages are missing, it has torch's Adam, and restores the state of that Adam
-  incorrectly.
+  CUDA, or if both packages are missing, the optimizer has torch's Adam, and restores the state of
+  that Adam incorrectly.
 - The router of experts needs Transformer Engine.
 """
 
@@ -100,8 +100,8 @@ def _patch_random_state() -> None:
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda new_state, device="cuda": torch.set_rng_state(new_state)
-    # Replace the tracker's own two functions in their module, because the two use the default
-    # generators below ``torch.cuda``.
+    # Replace two functions of the tracker in the tracker's module, because the functions use the
+    # default generators below ``torch.cuda``.
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
         torch.get_rng_state()
     )
@@ -111,7 +111,7 @@ def _patch_random_state() -> None:
 
 
 class _InlineStream:
-    """A stream whose work is always finished, because a CPU runs its program in order."""
+    """A stream with all work finished, because a CPU runs its program in order."""
 
     def wait_stream(self, stream: Any) -> None: ...
 
@@ -161,7 +161,7 @@ def _patch_token_counts() -> None:
 def _patch_all_gather() -> None:
     """Gather tensors of different lengths over gloo."""
     # Gloo gathers equal parts only, but each rank of tensor-parallel experts gathers the number of
-    # tokens it was sent.
+    # tokens sent to the rank.
     gather = dist.all_gather
 
     def all_gather(
@@ -219,7 +219,7 @@ def _patch_optimizer() -> None:
 def _fix_torch_adam() -> None:
     """Make the distributed optimizer restore the state of torch's Adam.
 
-    Two faults are fixed; both are invisible in the first step after a resume:
+    Two faults are fixed, which are invisible in the first step after a resume:
 
     - The fp32 shard of a parameter requires a gradient, so that copying into the shard fails
       outside ``no_grad``.

@@ -1,7 +1,7 @@
 """Llama 2 and 3, SmolLM2: no query or key norms, no biases; scaled rotary positions from Llama 3.1
 on.
 
-Mistral is a Llama with a sliding window, which only some of its checkpoints have.
+Mistral is a Llama with a sliding window in some checkpoints only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LlamaRopeScaling(RopeScaling):
             )
 
     def scale(self, frequencies: Any) -> Any:
-        # Rotations over the original context; both frequency factors are bounds on this number.
+        # Rotations over the original context; the frequency factors are bounds on this number.
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         unscaled = (
             (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)

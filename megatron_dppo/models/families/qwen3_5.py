@@ -1,9 +1,10 @@
 """Qwen3.5: of every four layers, three are gated delta networks; the fourth is attention with an
-output gate. The model is dense, or has experts in every layer, including one shared by all tokens.
+output gate. The model is dense, or has experts in every layer, including an expert shared by all
+tokens.
 
-Published checkpoints also have a vision tower and heads for further tokens. Both stay untrained: an
-export copies them. A norm's weight is stored as its distance from one, except for the norm after
-the delta rule. Files hold the experts of a layer in two tensors.
+Published checkpoints also have a vision tower and heads for further tokens. These parts stay
+untrained: an export copies the tensors. A norm's weight is stored as distance from 1, except for
+the norm after the delta rule. Files hold the experts of a layer in two tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_dppo.models.family import (
 
 _ATTENTION: dict[str, Any] = {"layers": "full_attention"}
 _DELTA: dict[str, Any] = {"layers": "linear_attention"}
-# Hugging Face stacks queries, keys and values of a delta network in one tensor, the first.
+# Hugging Face stacks queries, keys and values of a delta network in the first tensor.
 _MIXED = ((0, "query", "delta_keys"), (0, "key", "delta_keys"), (0, "value", "delta_values"))
 _IN_PROJ = (
     *_MIXED,
