@@ -1,9 +1,9 @@
-"""The policy being trained, on this rank: its shard, its optimizer, and its passes over packs.
+"""The trained policy on this rank: shard, optimizer, and passes over packs.
 
-Gradients are sums. The loss of a token is divided by the minibatch's normaliser in the plan and by
-nothing afterwards: Megatron is told so by ``calculate_per_token_loss`` (no division by microbatches
-or replicas) and by a finalize step that is given no token count. The same plan then gives the same
-gradient in every layout.
+Gradients are sums. The plan divides the loss of a token by the minibatch's normaliser, and no other
+division follows: ``calculate_per_token_loss`` turns off Megatron's division by microbatches or
+replicas, and the finalize step gets no token count. Hence a plan gives the same gradient in every
+layout.
 """
 
 from __future__ import annotations
@@ -54,18 +54,21 @@ Sums = dict[str, torch.Tensor]
 
 
 Loss = Callable[[Responses], tuple[torch.Tensor, Sums]]
-"""From a pack's responses to its share of the minibatch's loss (a sum) and to sums for the
+"""Map a pack's responses to the pack's part of the minibatch's loss (a sum) and to sums for
 metrics."""
 Reduce = Callable[
     [Pack, dict[str, torch.Tensor], tuple[torch.Tensor, ...]], tuple[torch.Tensor, Sums]
 ]
-"""The same from a pack, its arrays on the device, and what the last stage returns of it."""
+"""Same as :data:`Loss`, from a pack, its arrays on the device, and the last stage's outputs."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def with_gradients(function: Function) -> Function:
-    """Run a function with gradients enabled. A user's file may have disabled gradients for this
-    thread: many judge scripts begin with ``torch.set_grad_enabled(False)``."""
+    """Run a function with gradients enabled.
+
+    A user's file may have disabled gradients for this thread: many judge scripts begin with
+    ``torch.set_grad_enabled(False)``.
+    """
     return torch.inference_mode(False)(torch.enable_grad()(function))
 
 
@@ -79,14 +82,14 @@ class UpdateResult:
     """
 
     sums: dict[str, float]
-    """The loss's sums over all targets of the minibatch, on every rank."""
+    """Sums of the loss over all targets of the minibatch, on every rank."""
     grad_norm: float
     expert_load: dict[str, float]
-    """From :class:`ExpertLoad`; empty without experts."""
+    """Metrics of :class:`ExpertLoad`; empty without experts."""
 
 
 class Policy:
-    """A shard of the policy with forward passes; frozen unless an :class:`Actor` adds an
+    """Shard of the policy with forward passes; frozen unless an :class:`Actor` adds an
     optimizer."""
 
     trained = False
@@ -103,29 +106,28 @@ class Policy:
         self.world = world
         self.shape = shape
         self.chunks = build_policy(shape, model, layout, temperature=temperature)
-        """The bare model, one for each virtual pipeline stage."""
+        """Unwrapped model, a chunk for each virtual pipeline stage."""
         check_attention(shape, model, layout, training=self.trained)
         self.config = self.chunks[0].config
-        """Megatron's, one for all chunks."""
+        """Megatron's configuration, shared by all chunks."""
         self.modules: list[Any] = [chunk.to(world.device) for chunk in self.chunks]
-        """The chunks as Megatron runs them."""
+        """Chunks in the wrappers that Megatron runs."""
         if model.dtype == "bf16":
             self.modules = [Float16Module(self.config, chunk) for chunk in self.modules]
         self.routing: RoutingReplay | None = None
-        """Replays experts where it is there; see :meth:`replay_routing`."""
+        """Replay of experts, if enabled; see :meth:`enable_routing_replay`."""
 
     def enable_routing_replay(self) -> None:
-        """From now on send tokens to the experts that a pack says."""
+        """Send tokens to a pack's recorded experts from the next pass on."""
         self.routing = RoutingReplay(self.chunks, self.world, self.shape.routing)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Parameters of all chunks."""
         return chain.from_iterable(chunk.parameters() for chunk in self.chunks)
 
     @torch.no_grad()
     def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
-        """[R] float32 for each pack on the ranks of the last stage, None elsewhere. Collective over
-        the replica."""
+        """Return [R] float32 for each pack on ranks of the last stage, else None. Collective
+        over the replica."""
 
         def collect(responses: Responses) -> tuple[torch.Tensor, Sums]:
             return responses.logprobs.sum(), {"logprobs": responses.logprobs}
@@ -136,19 +138,22 @@ class Policy:
         if not self.world.is_last_stage:
             return [None] * len(packs)
         logprobs = [output["logprobs"].float() for output in outputs]
-        values = torch.cat(logprobs).cpu()  # in one copy, since the host waits for each
-        return [part.numpy() for part in values.split([len(part) for part in logprobs])]
+        lengths = [len(part) for part in logprobs]
+        # Copy once, because the host waits for each copy.
+        values = torch.cat(logprobs).cpu()
+        return [part.numpy() for part in values.split(lengths)]
 
     def release_memory(self) -> None:
-        """Give what is cached of the device's memory back, for servers that share it."""
+        """Return the device's cached memory, for servers on the same device."""
         if self.world.device.type == "cuda":
-            gc.collect()  # what a cycle keeps is not free
-            # Nor what was handed to a server, until it is asked whether that has let go of it.
+            # Tensors in a reference cycle keep memory until the cycle is collected.
+            gc.collect()
+            # Tensors passed to a server keep memory until this check finds that the server is done.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
     def _compute_share(self, pack: Pack) -> PackShare | None:
-        """This rank's share of a pack, from arrays on the host; None: the whole pack."""
+        """Return this rank's share of a pack, from arrays on the host; None: the whole pack."""
         cp = self.world.layout.cp
         if cp == 1:
             return None
@@ -158,7 +163,7 @@ class Policy:
     def _build_packed_sequence(
         self, pack: Pack, device_cu_seqlens: torch.Tensor
     ) -> PackedSeqParams:
-        """Megatron's description of a pack; ``device_cu_seqlens`` are the starts of its segments on
+        """Build Megatron's description of a pack; ``device_cu_seqlens``: its ``cu_seqlens`` on
         the device."""
         if pack.parents is None:
             return build_packed_sequence(
@@ -215,7 +220,8 @@ class Policy:
 
             def reduce(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, Sums]:
                 value, sums = reduction(pack, arrays, output)
-                tokens = torch.zeros((), dtype=torch.int, device=device)  # nothing is divided by it
+                # Megatron's division by tokens is off: a placeholder is enough.
+                tokens = torch.zeros((), dtype=torch.int, device=device)
                 return value, tokens, sums
 
             return output, reduce
@@ -243,8 +249,8 @@ class Policy:
 
 
 class Actor(Policy):
-    """The policy with gradients and an optimizer. Weights are loaded into its chunks before the
-    first update."""
+    """Policy with gradients and an optimizer; ``load`` fills the chunks' weights at
+    construction."""
 
     trained = True
 
@@ -261,33 +267,34 @@ class Actor(Policy):
     ) -> None:
         super().__init__(shape, model, layout, world, temperature=temperature)
         self._expert_load = ExpertLoad(self.chunks, shape, world) if shape.experts else None
-        load(self.chunks)  # before the optimizer copies its master weights
+        # Load weights before the optimizer copies them to its master weights.
+        load(self.chunks)
         self._settings = optimizer
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=optimizer.distributed,
             overlap_grad_reduce=optimizer.overlap,
-            # Weights leave for the engine as soon as they have changed: no forward pass hides their
-            # gathering.
+            # Weights go to the engine right after a step, and no forward pass could hide
+            # their gathering.
             overlap_param_gather=False,
             average_in_collective=False,
         )
         self.modules = [
-            # The first chunk's backward pass comes last. Meanwhile the others' gradients are
-            # summed, in one piece each.
+            # The backward pass of the first chunk comes last; in the meantime the gradients of the
+            # remaining chunks are summed, in one bucket for each chunk.
             DistributedDataParallel(self.config, ddp, module, disable_bucketing=i > 0)
             for i, module in enumerate(self.modules)
         ]
         for chunk in self.chunks:
             add_to_main_gradients(chunk)
         self.config.finalize_model_grads_func = _sum_gradients
-        if optimizer.overlap:  # each chunk's gradients are summed at its last microbatch
+        # With overlap, each chunk's gradients are summed at the chunk's last microbatch.
+        if optimizer.overlap:
             no_sync = [module.no_sync for module in self.modules]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.optimizer = get_megatron_optimizer(_megatron_optimizer(optimizer, model), self.modules)
-        for group in (
-            self.optimizer.param_groups
-        ):  # Megatron's scheduler would do that, and a run here has none
+        # Set weight decay here, because no run has Megatron's scheduler for weight decay.
+        for group in self.optimizer.param_groups:
             group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
         prepare_adam_state(self.optimizer)
         self._offloaded = (
@@ -298,14 +305,14 @@ class Actor(Policy):
         self.offload()
 
     def offload(self) -> None:
-        """Move the optimizer's state to the host, with ``optimizer.offload``; a step brings it back
-        for itself."""
+        """Move the optimizer's state to the host if ``optimizer.offload`` is set; a step moves
+        it back."""
         if self._offloaded is not None:
             self._offloaded.offload()
 
     @with_gradients
     def update(self, packs: Sequence[Pack], loss: Loss, *, lr: float) -> UpdateResult:
-        """One optimizer step on a minibatch. Collective over all ranks, which have equally many
+        """Make one optimizer step on a minibatch. Collective; every rank has the same number of
         packs.
 
         Raises:
@@ -331,7 +338,7 @@ class Actor(Policy):
             raise UserError("optimizer.lr", f"{lr:g}", problem, remedy)
         max_norm = self._settings.clip_grad
         if max_norm > 0:
-            # One norm clips all gradients, also if experts have an optimizer of their own.
+            # Clip all gradients by a single norm, also if experts have a separate optimizer.
             for part in list_optimizers(self.optimizer):
                 parameters = part.get_parameters()
                 clip_grad_by_total_norm_fp32(parameters, max_norm=max_norm, total_norm=grad_norm)
@@ -341,17 +348,18 @@ class Actor(Policy):
         self.offload()
 
     def accumulate(self, packs: Sequence[Pack], loss: Loss) -> list[Sums]:
-        """Forward and backward over the packs; DDP's buffers then hold the gradients, summed over
-        all ranks."""
+        """Run forward and backward over the packs, leaving gradients, summed over all ranks, in
+        DDP's buffers."""
         for module in self.modules:
             module.train()
-            module.restore_grad_buffers(synchronize=False)  # where they were released
+            # No effect unless release_memory has released the buffers.
+            module.restore_grad_buffers(synchronize=False)
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         return self._run(packs, loss, forward_only=False)
 
     def compute_gradient_norm(self, packs: Sequence[Pack], loss: Loss) -> float:
-        """The norm of a gradient, over all parameters of all ranks. No weight changes.
+        """Return the gradient norm over all parameters of all ranks; no weight changes.
         Collective."""
         self.accumulate(packs, loss)
         _, norm, _ = self._read([])
@@ -359,10 +367,10 @@ class Actor(Policy):
         return norm
 
     def release_memory(self) -> None:
-        """Keep nothing on the device between updates but weights and, unless it is offloaded, the
-        optimizer's state.
+        """Keep only weights and, unless offloaded, the optimizer's state on the device between
+        updates.
 
-        Gradients go; the next update makes their buffers anew, behind the same views.
+        Gradients are freed; the next update allocates the buffers again, behind the same views.
         """
         self.optimizer.zero_grad()
         for module in self.modules:
@@ -372,7 +380,7 @@ class Actor(Policy):
         super().release_memory()
 
     def _read(self, outputs: list[Sums]) -> tuple[dict[str, float], float, torch.Tensor]:
-        """Read an update's results in one copy, since the host waits for each copy.
+        """Read an update's results in one copy, because the host waits for each copy.
 
         Returns:
             This rank's sums over packs, the norm of all ranks' gradients, and the counts of
@@ -395,7 +403,8 @@ class Actor(Policy):
         return mine, float(norms.sum()) ** 0.5, load.view(counts.shape)
 
     def _sum_over_replicas(self, local: dict[str, float]) -> dict[str, float]:
-        """Sums over replicas, in one order on every rank, so that metrics repeat bit by bit."""
+        """Add up sums over replicas, in the same order on every rank, so that metrics repeat bit
+        by bit."""
         total: dict[str, float] = {}
         for part in self.world.gather(local):
             for name, value in part.items():
@@ -406,8 +415,8 @@ class Actor(Policy):
 def _sum_gradients(
     model: list[torch.nn.Module], num_tokens: object = None, **arguments: Any
 ) -> None:
-    """Megatron's reductions over replicas, norms and tied embeddings, without its division by the
-    number of tokens."""
+    """Reduce gradients over replicas, norms and tied embeddings, without dividing by tokens."""
+    # No token count: Megatron would divide by it.
     finalize_model_grads(model, None, **arguments)
     add_expert_gradients(model)
 
@@ -429,8 +438,8 @@ def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> Megatr
 
 
 def compute_learning_rate(settings: OptimizerConfig, update: int, updates: int) -> float:
-    """The rate of an optimizer step, a function of its number (from 0) and of the run's length
-    alone."""
+    """Return the learning rate of an optimizer step, from the step's number (from 0) and the run's
+    length only."""
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
     if settings.schedule == "constant":

@@ -1,10 +1,11 @@
-"""How context-parallel ranks share a pack: every segment is cut into 2 · cp chunks, and rank r
-holds chunks r and 2 · cp − 1 − r of each.
+"""Split of a pack over context-parallel ranks: every segment is cut into 2 · cp chunks, and rank r
+holds chunks r and 2 · cp − 1 − r of each segment.
 
-Late tokens attend to more tokens than early ones do. A rank that holds an early and a late chunk
-has as much attention to compute as any other. Megatron's rotary positions and Transformer Engine's
-attention assume this order of packs. A segment's length is a multiple of 2 · cp. The padding comes
-after its tokens, which never attend to it.
+- Late tokens attend to more tokens than early tokens do; an early and a late chunk give every rank
+  the same amount of attention.
+- Megatron's rotary positions and Transformer Engine's attention assume this order of packs.
+- A segment's length is a multiple of 2 · cp. Padding comes after the segment's tokens, which never
+  attend to padding.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from megatron_dppo.models.policy_head import LEARNED, HeadOutput
 
 
 def compute_local_positions(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor:
-    """[T / size] int64: the positions of a pack that a rank holds, in the order in which it does.
+    """Return the positions of a pack held by a rank, in the rank's order, [T / size] int64.
 
     Args:
-        lengths: [S], of the segments, T in all; each a multiple of 2 · size, unless the rank is the
-            only one.
-        rank: among the context-parallel ranks.
-        size: how many there are.
+        lengths: [S], tokens of each segment, T in all; multiples of 2 · size, unless ``size`` is 1.
+        rank: this rank among the context-parallel ranks.
+        size: number of context-parallel ranks.
     """
     positions = torch.arange(sum(lengths))
     if size == 1:
@@ -42,21 +42,21 @@ def compute_local_positions(lengths: Sequence[int], rank: int, size: int) -> tor
 
 @dataclass(frozen=True, slots=True)
 class PackShare:
-    """A rank's share of a pack with R response tokens, made on the host from the pack's arrays
+    """A rank's share of a pack with R response tokens, built on the host from the pack's arrays
     there.
 
-        Share(held=[0, 1, 6, 7], mine=[0, 2], predictors=[1, 2])
+        PackShare(held=[0, 1, 6, 7], mine=[0, 2], predictors=[1, 2])
 
-    is rank 0 of 2 with a segment of 8 tokens and the predictors [1, 5, 6]. The lists stand for
-    tensors.
+    is rank 0 of 2 with a segment of 8 tokens and the predictors [1, 5, 6]. (Lists here, tensors in
+    the code.)
     """
 
     held: torch.Tensor
     """[T / size] int64, positions in the pack."""
     mine: torch.Tensor
-    """[r] int64, which of the R response tokens it holds the predictors of."""
+    """[r] int64, indices of the response tokens, out of R, whose predictors this rank holds."""
     predictors: torch.Tensor
-    """[r] int64, where it does: places in ``held``."""
+    """[r] int64, places of these predictors in ``held``."""
 
     def to(self, device: torch.device) -> PackShare:
         return PackShare(
@@ -67,12 +67,13 @@ class PackShare:
 def compute_share(
     lengths: Sequence[int], predictors: torch.Tensor, rank: int, size: int
 ) -> PackShare:
-    """A rank's share of a pack.
+    """Compute a rank's share of a pack.
 
     Args:
-        lengths: [S], of the segments.
+        lengths: [S], tokens of each segment.
         predictors: [R] int64, on the host: positions whose next token is a response token.
-        rank, size: as for :func:`compute_local_positions`.
+        rank: see :func:`compute_local_positions`.
+        size: see :func:`compute_local_positions`.
     """
     held = compute_local_positions(lengths, rank, size)
     place = torch.full((sum(lengths),), -1)
@@ -85,10 +86,9 @@ def compute_share(
 def gather_segments(
     local: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """The whole segments, each [length, …], from what every rank holds of them, [T / size, …].
-    Collective.
+    """Gather whole segments, each [length, …], from all ranks' shares, [T / size, …]. Collective.
 
-    On the way back each rank gets the sum of all ranks' gradients for what it holds.
+    In the backward pass each rank gets the sum of all ranks' gradients for its share.
     """
     size = group.size()
     ranks = gather_from_sequence_parallel_region(local, group=group).unflatten(0, (size, -1))
@@ -97,7 +97,8 @@ def gather_segments(
 
 
 def _restore_order(share: torch.Tensor) -> torch.Tensor:
-    """[size, 2, chunk, …] by rank, to [2 · size · chunk, …] by position."""
+    """Reorder [size, 2, chunk, …] by rank to [2 · size · chunk, …] by position."""
+    # Rank r has chunks r and 2 · size − 1 − r: late chunks are in reverse order of ranks.
     early, late = share.unbind(1)
     return torch.cat([early, late.flip(0)]).flatten(0, 1)
 
@@ -105,22 +106,21 @@ def _restore_order(share: torch.Tensor) -> torch.Tensor:
 def gather_responses(
     part: HeadOutput, indices: torch.Tensor, responses: int, group: dist.ProcessGroup
 ) -> HeadOutput:
-    """Outputs of all R = ``responses`` tokens on every rank, from each rank's own. Collective.
+    """Gather outputs of all R = ``responses`` tokens on every rank. Collective.
 
-    Every rank then computes the same loss of all R. On the way back each takes the gradient of its
-    own tokens and of no others, so that the loss counts once.
+    Every rank then computes the same loss of all R tokens. In the backward pass each rank takes
+    only the gradient of the r tokens of its share, so that the loss counts once.
 
     Args:
-        part: of the r tokens that this rank holds the predictors of.
-        indices: [r] int64, which of the R tokens these are.
+        part: outputs of the r tokens whose predictors this rank holds.
+        indices: [r] int64, indices of these r tokens, out of R.
     """
     there = [name for name, field in part._asdict().items() if field is not None]
     whole = part.logprobs.new_zeros(len(there), responses).index_copy(
         1, indices, torch.stack(part.present)
     )
-    fields = dict(
-        zip(there, reduce_from_tensor_model_parallel_region(whole, group=group), strict=True)
-    )
-    return HeadOutput(
-        **{name: field if name in LEARNED else field.detach() for name, field in fields.items()}
-    )
+    rows = reduce_from_tensor_model_parallel_region(whole, group=group)
+    outputs = {}
+    for name, row in zip(there, rows, strict=True):
+        outputs[name] = row if name in LEARNED else row.detach()
+    return HeadOutput(**outputs)

@@ -1,8 +1,8 @@
-"""Megatron's gated delta network in a policy: over packs, without host waits, and with what is fp32
-in every policy.
+"""Megatron's gated delta network in a policy: over packs, without host waits, with fp32 parameters
+where every policy has fp32.
 
-Megatron-Core has it from 0.19 on. It computes with the functions of flash-linear-attention, for
-which ``parallel/without_cuda.py`` has others.
+Megatron-Core has gated delta networks from 0.19 on. The networks use functions of
+flash-linear-attention; ``parallel/without_cuda.py`` replaces the functions on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 
 def with_delta_net(layer: Any) -> ModuleSpec:
-    """A layer with attention, with a gated delta network in its place."""
+    """Return a copy of a layer with a gated delta network instead of attention."""
     made = deepcopy(layer)
     parts = made.submodules
     linear = layer.submodules.self_attention.submodules
@@ -38,15 +38,16 @@ def with_delta_net(layer: Any) -> ModuleSpec:
 
 
 class OutputNorm(torch.nn.Module):
-    """Root-mean-square norm of each head, in fp32. A rank's gradients are of its own heads: they
-    are summed."""
+    """Root-mean-square norm of each head, in fp32.
+
+    Gradients are summed over ranks, because a rank's gradients cover only its own heads.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        here = (
-            torch.cuda.current_device()
-        )  # the CPU where there is no CUDA: see parallel/without_cuda.py
+        # Without CUDA this is the CPU: see parallel/without_cuda.py.
+        here = torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=torch.float32, device=here))
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
@@ -55,8 +56,8 @@ class OutputNorm(torch.nn.Module):
 
 
 class DeltaNet(GatedDeltaNet):  # type: ignore[misc, unused-ignore]
-    """Megatron's refuses packs in its deterministic mode, and has the host compare where their
-    segments start."""
+    """Megatron's network, without its refusal of packs in deterministic mode and without its
+    host-side comparison of segment starts."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **settings: Any) -> None:
         of_layer = copy(config)
@@ -71,10 +72,12 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc, unused-ignore]
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        return cu_seqlens_actual  # which are the padded ones, and are checked on the host
+        # The actual starts are the padded starts here, and are checked on the host.
+        return cu_seqlens_actual
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DeltaNet:
-        """Move or cast the module; what is fp32 in every policy gets no shorter type."""
+        """Move or cast the module; parameters that are fp32 in every policy never get a shorter
+        type."""
         before = self.A_log.data, self.out_norm.weight.data
         super()._apply(fn, recurse)
         for parameter, data in zip((self.A_log, self.out_norm.weight), before, strict=True):

@@ -1,7 +1,7 @@
-"""The description of a family of models, as a file in ``models/families`` gives it. Needs no torch.
+"""Description of a family of models, given by a file in ``models/families``. Needs no torch.
 
-A family lists the parameters of a layer. Each is a row: its names in Megatron, its Hugging Face
-tensors, and how ranks share it. The rows that families have in common are here.
+A family lists the parameters of a layer. Each parameter is a row: its names in Megatron, its
+Hugging Face tensors, and its split over ranks. Rows shared by several families are defined here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 
 class Split(StrEnum):
-    """How a parameter is cut over the tensor-parallel ranks."""
+    """Split of a parameter over the tensor-parallel ranks."""
 
     REPLICATED = "every rank has it whole"
     COLUMN = (
@@ -43,41 +43,48 @@ REPLICATED, COLUMN, ROW, VOCABULARY, QKV, GATED_QKV, SECTIONS = Split
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterMapping:
-    """A Megatron parameter and its Hugging Face tensors. In the names ``{layer}`` is counted over
-    all stages, ``{expert}`` over all ranks; ``{body}`` is the family's."""
+    """A Megatron parameter and its Hugging Face tensors.
+
+    Placeholders in names: ``{layer}`` is numbered over all stages, ``{expert}`` over all ranks, and
+    ``{body}`` is :attr:`Family.body`.
+    """
 
     split: Split
     megatron: tuple[str, ...]
-    """The parameter's name. Where it differs between layer specifications there are two: that of
-    the specification with norms of their own, and that of Transformer Engine's, which fuses a norm
-    into the linear layer after it."""
+    """Names of the parameter: a single name, or two if layer specifications differ: first the
+    name in the specification with separate norms, then the name in Transformer Engine's
+    specification, which fuses a norm into the following linear layer."""
     tensors: tuple[str, ...]
-    """Hugging Face's names, in the order of stacking."""
+    """Hugging Face names, in the order of stacking."""
     is_copy: bool = False
-    """Whether another mapping has these tensors too. Such a parameter is loaded, and never
-    streamed."""
+    """Whether another mapping has the same tensors; a copy is loaded, but never streamed."""
     lora_rank: int = 0
-    """Rank of the adapter whose matrix A or B this is; 0: a parameter of the policy."""
+    """Rank of the adapter with this parameter as matrix A or B; 0: a parameter of the policy."""
     layers: str = ""
-    """Kind of the layers that have it, by config.json's ``layer_types``; empty: all layers."""
+    """Kind of the layers with this parameter, from ``layer_types`` in config.json; empty: all
+    layers."""
     sections: tuple[tuple[int, str, str], ...] = ()
-    """Of ``SECTIONS``: number of the tensor, name in Megatron's distributed format, and kind of its
+    """For ``SECTIONS``: index of the tensor, name in Megatron's distributed format, kind of
     dimension."""
     exact: bool = False
-    """Whether it is fp32 in every policy and file."""
+    """Whether the parameter is fp32 in every policy and file."""
     fused: str = ""
-    """The tensor of files in which those of all experts lie one after another; empty: files have
-    each by itself."""
+    """Tensor of files with the tensors of all experts one after another; empty: one tensor per
+    expert."""
 
     @property
     def key(self) -> str:
-        """The parameter's name in Megatron's distributed format, the same for both specifications:
-        Transformer Engine's. Experts are a leading dimension there, and no part of the name."""
+        """Name of the parameter in Megatron's distributed format, the same for both layer
+        specifications.
+
+        The name is Transformer Engine's. Experts are a leading dimension there and no part of the
+        name.
+        """
         return self.megatron[-1].replace(".local_experts.{expert}", ".experts")
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Hugging Face's modules of the tensors: ``q_proj``, ``k_proj``, ``v_proj``."""
+        """Hugging Face modules of the tensors: ``q_proj``, ``k_proj``, ``v_proj``."""
         return tuple(name.split(".")[-2] for name in self.tensors)
 
     @property
@@ -87,7 +94,7 @@ class ParameterMapping:
 
 
 def layer_row(split: Split, megatron: str, *tensors: str, **more: Any) -> ParameterMapping:
-    """A parameter of every layer. If it has two names in Megatron, ``|`` is between them."""
+    """Return the row of a parameter in every layer; ``|`` separates two Megatron names."""
     names = tuple("decoder.layers.{layer}." + name for name in megatron.split(" | "))
     return ParameterMapping(
         split, names, tuple("model.{body}layers.{layer}." + name for name in tensors), **more
@@ -143,28 +150,31 @@ DIMENSIONS = {
     "down_proj": ("hidden", "feed_forward"),
     "gate": ("experts", "hidden"),
 }
-"""Dimensions of the weight of a Hugging Face module, outputs first; its bias has the outputs. A
-norm that is not in the table has ``hidden``. A module's name may have that of the module around it
-before it."""
+"""Dimensions of the weight of a Hugging Face module, outputs first; a bias has the outputs.
+
+A norm that is absent from the table has ``hidden``. A key may have the name of the enclosing module
+in front of the module's name.
+"""
 
 
 def tensor_dimensions(
     name: str, known: Mapping[str, tuple[str, ...]] = DIMENSIONS
 ) -> tuple[str, ...]:
-    """Kind of each dimension of a policy's Hugging Face tensor.
+    """Return the kind of each dimension of a policy's Hugging Face tensor.
 
         tensor_dimensions("model.layers.5.self_attn.o_proj.weight") == ("hidden", "queries")
 
-    Besides these two: vocabulary, keys, head, feed_forward, experts.
+    Further kinds: vocabulary, keys, head, feed_forward, experts.
     """
     *around, module, kind = name.split(".")
+    # Look up the name with the enclosing module first, because a shared expert's dimensions differ.
     dimensions = known.get(".".join((*around[-1:], module))) or known.get(module, ("hidden",))
     return dimensions[:1] if kind == "bias" else dimensions
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaled rotary positions. Subclasses have numbers as fields, under config.json's names."""
+    """Scaled rotary positions; subclasses have numbers as fields, under config.json's names."""
 
     rope_type: ClassVar[str]
 
@@ -175,51 +185,52 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
-    """A family of decoders with grouped-query attention, SwiGLU or experts of it, RMSNorm, and
-    rotary positions."""
+    """Decoders with grouped-query attention, SwiGLU or SwiGLU experts, RMSNorm, and rotary
+    positions."""
 
     architecture: str
-    """Its class in transformers, as config.json names it: ``Qwen3ForCausalLM``."""
+    """Class in transformers, as named in config.json: ``Qwen3ForCausalLM``."""
     model_type: str
-    """Its short name in config.json, by which ``init --family`` and the documentation call it:
+    """Short name in config.json, also used by ``init --family`` and the documentation:
     ``qwen3``."""
     rows: tuple[ParameterMapping, ...]
-    """The parameters of a layer."""
+    """Parameters of a layer."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of Megatron's ``TransformerConfig``."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """config.json's names of fields of ``PolicyShape``, where they are not those of
-    :data:`shape.KEYS`. ``|`` is between an earlier and a later name."""
+    """config.json's names of ``PolicyShape`` fields that differ from :data:`shape.KEYS`; ``|``
+    separates an earlier and a later name."""
     optional: tuple[str, ...] = ()
-    """Sizes that config.json may leave out, and that transformers then derives: ``head_dim``,
+    """Sizes that config.json may omit and transformers then derives: ``head_dim``,
     ``num_key_value_heads``."""
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Settings of config.json with their supported values. The first is the default, and ``init``
-    writes it."""
+    """Settings of config.json with their supported values; the first value is the default and is
+    written by ``init``."""
     absent: Mapping[str, Any] = field(default_factory=dict)
-    """Settings whose default in transformers is another value, for a config.json that leaves them
-    out."""
+    """Values that transformers uses for settings absent from config.json, if different from the
+    first supported value."""
     rope_scalings: tuple[type[RopeScaling], ...] = ()
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Published models by lower-case name: the fields of their ``PolicyShape``."""
     dimensions: Mapping[str, tuple[str, ...]] = field(default_factory=DIMENSIONS.copy)
-    """:data:`DIMENSIONS` of its modules."""
+    """:data:`DIMENSIONS` of the family's modules."""
     text_config: str = ""
-    """Where config.json has the settings of the text model, if that is a part of the model."""
+    """Key of the text model's settings in config.json, if the text model is a part of the model."""
     body: str = ""
-    """What the names of its tensors have between ``model.`` and those of a text model:
-    ``language_model.``"""
+    """Part of tensor names between ``model.`` and the names of a text model: ``language_model.``"""
     carried: tuple[str, ...] = ()
-    """Prefixes of tensors that are no part of the policy, and that an export takes from the model
-    it began with."""
+    """Prefixes of tensors outside the policy; an export copies these tensors from its base
+    model."""
     reads_head_dim: bool = True
-    """Whether every reader takes ``head_dim`` from config.json, so that it need not be ``hidden /
-    heads``."""
+    """Whether every reader takes ``head_dim`` from config.json; ``head_dim`` may then differ
+    from ``hidden / heads``."""
 
     @property
     def linear_layers(self) -> dict[str, ParameterMapping]:
-        """Rows of the weights of Megatron's linear layers that may have adapters, by the names that
-        the layers have without numbers: ``decoder.layers.mlp.linear_fc1``."""
+        """Rows of the weights of Megatron's linear layers that may have adapters.
+
+        Keys are layer names without numbers: ``decoder.layers.mlp.linear_fc1``.
+        """
         weights = [
             (name.rpartition(".")[0], row)
             for row in self.rows

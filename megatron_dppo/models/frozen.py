@@ -1,5 +1,4 @@
-"""Models that are never trained: the reference of the loss's KL term, and the teacher of a
-distillation."""
+"""Untrained models: the reference of the loss's KL term, and the teacher of a distillation."""
 
 from __future__ import annotations
 
@@ -19,22 +18,22 @@ from megatron_dppo.rl.types import Bools, Pack
 
 
 class Frozen(Policy):
-    """A policy that is never trained. Between its passes its weights may wait in the host's
-    memory."""
+    """A policy that is never trained, with weights on the host between passes if offloaded."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._on_host: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def offload_weights(self, setting: str, value: object, remedy: str) -> None:
-        """Move the weights to the host, from where every later pass fetches them. Called once they
-        are loaded.
+        """Move the loaded weights to the host; every later pass copies the weights to the device.
 
         Args:
-            setting, value, remedy: that the error names.
+            setting: setting named in the error.
+            value: value of ``setting`` in the error.
+            remedy: alternative to more memory in the error.
 
         Raises:
-            UserError: the host cannot pin so much memory.
+            UserError: the host cannot pin the memory.
         """
         parameters = list(self.parameters())
         offsets, size = compute_offsets(parameters)
@@ -51,12 +50,13 @@ class Frozen(Policy):
         try:
             yield
         finally:
+            # Frozen weights never change: drop the device copy.
             for parameter, waiting in self._on_host.items():
                 parameter.data = waiting
 
 
 class Reference(Frozen):
-    """The frozen policy that the loss's KL term compares with."""
+    """Frozen policy of the loss's KL term."""
 
     def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
         with self._on_device():
@@ -64,9 +64,11 @@ class Reference(Frozen):
 
 
 class Teacher(Frozen):
-    """A frozen model, of any shape with the policy's vocabulary, that the policy is drawn toward.
-    It runs in the policy's layout, so that every rank has the teacher's states where it has its
-    own."""
+    """Frozen model of any shape with the policy's vocabulary, as target of a distillation.
+
+    The teacher runs in the policy's layout, so that every rank has the teacher's and the policy's
+    states of the same tokens.
+    """
 
     @torch.no_grad()
     def compute_heads(
@@ -75,16 +77,16 @@ class Teacher(Frozen):
         teacher_masks: Sequence[Bools],
         direction: Literal["reverse", "forward"],
     ) -> list[TeacherHead | None]:
-        """Teacher head of each pack on the ranks of the last stage; None elsewhere. Collective over
-        the replica.
+        """Return the teacher head of each pack on ranks of the last stage, else None.
 
-        The states stay on the device: a response token takes the teacher's width in its dtype,
-        until it is trained on. So does the output layer.
+        Collective over the replica. States stay on the device until training: each response token
+        takes the teacher's width in the teacher's dtype. The output layer stays on the device as
+        well.
 
         Args:
-            packs: that it reads.
-            teacher_masks: of each pack, [R], the targets that are its to teach.
-            direction: of the divergence.
+            packs: packs to read.
+            teacher_masks: [R] for each pack, targets distilled from this teacher.
+            direction: direction of the divergence.
         """
         places = {
             id(pack): self._select_rows(pack, mine)
@@ -110,7 +112,8 @@ class Teacher(Frozen):
         ]
 
     def _select_rows(self, pack: Pack, teacher_mask: Bools) -> torch.Tensor | None:
-        """Places of the taught targets among those that this rank scores; None: all are taught."""
+        """Return the places of the distilled targets among this rank's targets; None: all
+        targets."""
         if teacher_mask.all():
             return None
         share = self._compute_share(pack)
@@ -119,13 +122,14 @@ class Teacher(Frozen):
 
 
 class BasePolicy:
-    """A policy with its adapters off, as the reference of the loss's KL term: the frozen weights
-    are there anyway."""
+    """Policy with adapters off, as reference of the loss's KL term, because the frozen weights
+    exist anyway."""
 
     def __init__(self, policy: Policy) -> None:
         self._adapted = policy
 
     def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
-        """As :meth:`Policy.log_probabilities`; experts are chosen, and none replayed."""
+        """Compute :meth:`Policy.log_probabilities` without routing replay: routers choose all
+        experts."""
         with disable_adapters(self._adapted.chunks):
             return self._adapted.log_probabilities([replace(pack, routing=None) for pack in packs])

@@ -1,10 +1,10 @@
 """Modules of a transformer layer: torch's own operations, which run anywhere, or Transformer
 Engine's kernels.
 
-Both specifications write the same checkpoint keys. Transformer Engine fuses a norm into the linear
-layer behind it; Megatron's key map gives the separate norms of the other one those fused names
-(``linear_qkv.layer_norm_weight``). The norm before experts stays by itself in both: the router
-reads it as well.
+Both specifications write the same checkpoint keys. Transformer Engine fuses a norm into the
+following linear layer; Megatron's key map gives the separate norms of torch's specification the
+fused names (``linear_qkv.layer_norm_weight``). The norm before experts is separate in both
+specifications, because the router also reads the norm's output.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def has_transformer_engine() -> bool:
 
 
 def choose_spec(model: ModelConfig) -> Spec:
-    """The specification that ``model.spec`` means on this machine.
+    """Return the specification that ``model.spec`` selects on this machine.
 
-    Transformer Engine has no fused attention in fp32, and its unfused one pads every segment of a
-    pack to the longest.
+    With ``auto``, fp32 selects torch's specification: Transformer Engine has no fused attention in
+    fp32, and the unfused attention pads every segment of a pack to the longest segment.
 
     Raises:
-        UserError: if it asks for Transformer Engine where that, or CUDA, is missing.
+        UserError: ``model.spec`` is ``te``, but Transformer Engine or CUDA is missing.
     """
     missing = [] if torch.cuda.is_available() else ["CUDA"]
     if not has_transformer_engine():
@@ -70,14 +70,13 @@ def choose_spec(model: ModelConfig) -> Spec:
 def check_attention(
     shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, training: bool
 ) -> None:
-    """Check that Transformer Engine has fused attention over packs, if the policy has Transformer
-    Engine's layers.
+    """Check for fused attention over packs if the policy has Transformer Engine's layers.
 
-    Which GPUs and sizes of heads cuDNN supports differs by version.
+    The GPUs and head sizes supported by cuDNN differ by version.
 
     Raises:
-        UserError: only the unfused attention is left, which pads each segment of a pack to the
-            longest, or none.
+        UserError: Transformer Engine has only unfused attention, which pads each segment of a pack
+            to the longest segment, or no attention.
     """
     if choose_spec(model) != "te":
         return
@@ -92,7 +91,8 @@ def check_attention(
         head_dim_v=shape.head_dim,
         attn_mask_type="padding_causal",
         window_size=(-1, 0),
-        core_attention_bias_shape=None,  # with a shape, flash-attn is left out
+        # With a shape here, flash-attn would be excluded.
+        core_attention_bias_shape=None,
         core_attention_bias_requires_grad=False,
         context_parallel=layout.cp > 1,
         deterministic=model.deterministic,
@@ -114,14 +114,15 @@ def check_attention(
 
 
 def choose_sharing(config: Config, shape: PolicyShape) -> Config:
-    """Return the configuration with the meaning of ``pack.share_prefixes`` for the policy and this
+    """Return the configuration with ``pack.share_prefixes`` resolved for the policy and this
     machine.
 
-    A gated delta network would have to begin each completion with the prompt's last state. On a
+    A gated delta network would have to start each completion from the prompt's last state. On a
     GPU, FlashAttention requires half precision.
 
     Raises:
-        UserError: ``pack.share_prefixes`` is ``on``, and the GPU has no such attention in fp32.
+        UserError: ``pack.share_prefixes`` is ``on``, but attention over shared prefixes on a GPU
+            does not support fp32.
     """
     unsupported = config.model.dtype == "fp32" and torch.cuda.is_available()
     if config.pack.share_prefixes == "on" and unsupported:
@@ -138,12 +139,12 @@ def choose_sharing(config: Config, shape: PolicyShape) -> Config:
 def build_layer_spec(
     spec: Spec, config: TransformerConfig, vp_stage: int | None, *, with_adapters: bool = False
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """The layers of a virtual stage of this rank, as :class:`megatron.core.models.gpt.GPTModel`
-    takes them.
+    """Build the layers of a virtual stage of this rank, for
+    :class:`megatron.core.models.gpt.GPTModel`.
 
     Args:
-        with_adapters: whether linear layers get adapters, which need the layers' normed inputs: no
-            norm is then fused.
+        with_adapters: whether linear layers get adapters. Adapters need the normed inputs of the
+            layers: no norm is fused.
     """
     kind = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     hybrid = config.linear_attention_freq is not None
@@ -158,6 +159,7 @@ def build_layer_spec(
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts:
+        # The norm before experts is separate in both specifications: keep the separate key.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SegmentAttention
@@ -172,7 +174,7 @@ def build_layer_spec(
 def _hybrid_layers(
     layer: Any, config: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Layers like this one, of which only every so manieth keeps its attention."""
+    """Build copies of ``layer``, only every ``linear_attention_freq``-th with its attention."""
     from megatron_dppo.models.delta_net import with_delta_net
 
     kinds = {True: layer, False: with_delta_net(layer)}
@@ -183,8 +185,8 @@ def _hybrid_layers(
 
 
 def build_family_settings(shape: PolicyShape) -> dict[str, Any]:
-    """Megatron's settings for a family, and for gated delta networks between layers with
-    attention."""
+    """Return Megatron's settings for a family, and for gated delta networks between attention
+    layers."""
     if not shape.hybrid:
         return dict(shape.family.megatron)
     return {
@@ -199,10 +201,11 @@ def build_family_settings(shape: PolicyShape) -> dict[str, Any]:
 
 
 def _make_te_attention() -> type[torch.nn.Module]:
-    """Transformer Engine's attention, and ours for packs with shared prefixes: it tells no
-    log-sum-exp."""
+    """Return Transformer Engine's attention, with our attention for packs with shared prefixes."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
+    # Transformer Engine's attention returns no log-sum-exp, which attention over shared prefixes
+    # needs.
     class Attention(TEDotProductAttention):
         def __init__(
             self, *arguments: Any, pg_collection: ProcessGroupCollection, **settings: Any
@@ -232,8 +235,8 @@ def _make_te_attention() -> type[torch.nn.Module]:
 
 
 def _split_norms(layer: Any, config: TransformerConfig) -> ModuleSpec:
-    """Transformer Engine's layer with each norm a module of its own. Checkpoints keep the fused
-    norms' names."""
+    """Make each norm of a Transformer Engine layer a separate module; checkpoints keep fused
+    names."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
     parts = layer.submodules
@@ -253,13 +256,15 @@ def _split_norms(layer: Any, config: TransformerConfig) -> ModuleSpec:
 
 
 def add_to_main_gradients(model: torch.nn.Module) -> None:
-    """Let Transformer Engine's layers add to the fp32 gradients that DDP keeps, within the product
-    that makes them.
+    """Let Transformer Engine's layers add to DDP's fp32 gradients inside the product that computes
+    them.
 
-    Megatron's own setting, ``gradient_accumulation_fusion``, would ask for Apex as well, on behalf
-    of an output layer that here does no product. Called once DDP has wrapped the model; for torch's
-    layers it does nothing. Of a frozen weight DDP keeps no gradient.
+    Called once DDP has wrapped the model; torch's layers are unaffected. Frozen weights are
+    skipped, because DDP keeps no gradient.
     """
+    # Megatron's own setting, ``gradient_accumulation_fusion``, would also require Apex, because of
+    # an
+    # output layer that computes no product here.
     for layer in model.modules():
         trained = any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
         if trained and hasattr(layer, "fuse_wgrad_accumulation"):
@@ -269,18 +274,17 @@ def add_to_main_gradients(model: torch.nn.Module) -> None:
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension.
 
-    Megatron's wrapper of torch's refuses sequence parallelism, because it does not mark the weight:
-    each rank of the group then sees its own tokens only, and Megatron sums the gradients only of
-    weights that are marked.
+    Megatron's wrapper of torch's norm refuses sequence parallelism, because the wrapper does not
+    mark the weight: each rank of the group sees only its own tokens, and Megatron sums the
+    gradients of marked weights only.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self._zero_centred = config.layernorm_zero_centered_gamma
-        here = (
-            torch.cuda.current_device()
-        )  # the CPU where there is no CUDA: see parallel/without_cuda.py
+        # Without CUDA this is the CPU: see parallel/without_cuda.py.
+        here = torch.cuda.current_device()
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=here)
         )
@@ -296,14 +300,18 @@ class RMSNorm(torch.nn.Module):
 
 
 class SegmentAttention(torch.nn.Module):
-    """Causal attention within each segment of a pack, one call of torch's fused kernel per segment.
-
-    Measured on one core, 37 segments of 25 to 300 tokens, forward and backward: 12 ms so; 17 ms
-    with the segments padded into batches of like lengths; 18 ms where the segments are sliced
-    instead of split, whose backward pass writes the whole pack once per segment; 205 ms as one call
-    under a block-diagonal mask.
+    """Causal attention within each segment of a pack, with one call of torch's fused kernel per
+    segment.
 
     Context-parallel ranks gather the keys and values of their packs, layer by layer.
+
+    Time of forward and backward on one core, for 37 segments of 25 to 300 tokens:
+
+    - one call per segment, split from the pack: 12 ms;
+    - segments padded into batches of similar lengths: 17 ms;
+    - segments sliced instead of split: 18 ms, because the backward pass writes the whole pack once
+      per segment;
+    - one call under a block-diagonal mask: 205 ms.
     """
 
     def __init__(
@@ -338,7 +346,7 @@ class SegmentAttention(torch.nn.Module):
             query: [T / cp, heads on this rank, head_dim].
             key: [T / cp, key-value heads on this rank, head_dim].
             value: like ``key``.
-            packed_seq_params: where the segments start in the whole pack.
+            packed_seq_params: starts of the segments in the whole pack.
 
         Returns:
             [T / cp, heads on this rank, head_dim].
@@ -356,10 +364,12 @@ class SegmentAttention(torch.nn.Module):
             return self._compute_gathered_attention(
                 query, torch.cat((key, value), dim=-1), lengths, self._ranks
             )
-        segments = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
-        return torch.cat(
-            [self._compute_attention(*segment, is_causal=True) for segment in segments]
-        )
+        parts = [tensor.split(lengths) for tensor in (query, key, value)]
+        attended = [
+            self._compute_attention(*segment, is_causal=True)
+            for segment in zip(*parts, strict=True)
+        ]
+        return torch.cat(attended)
 
     def _compute_gathered_attention(
         self,
@@ -381,7 +391,7 @@ class SegmentAttention(torch.nn.Module):
     def _compute_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **mask: Any
     ) -> torch.Tensor:
-        """Over one segment: [tokens, heads, head_dim] each."""
+        """Attend over one segment; inputs and result are [tokens, heads, head_dim]."""
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
         out = functional.scaled_dot_product_attention(

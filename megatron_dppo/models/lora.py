@@ -1,19 +1,21 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) on Megatron's linear layers: y = W x + alpha/rank · B
 A x, with W frozen.
 
-Megatron fuses queries, keys and values into one layer, and gate and up projection into another.
-Each of Hugging Face's matrices in it has an adapter of its own, so that what is trained is what
-PEFT trains, and is written as PEFT reads it.
+Megatron fuses queries, keys and values into one layer, and gate and up projection into another
+layer. Each Hugging Face matrix in a fused layer has a separate adapter. Hence training matches
+PEFT, and adapters are written in PEFT's format.
 
-Of a column-parallel layer B is cut as the weight's rows are, and every rank has A whole. Of a
-row-parallel layer A is cut as the weight's columns are, and every rank has B whole. Ranks exchange
-the ``rank`` numbers of a token between A and B, not its hidden state.
+- Column-parallel layer: B is cut like the weight's rows, and every rank has the whole A.
+- Row-parallel layer: A is cut like the weight's columns, and every rank has the whole B.
+- Between A and B, ranks exchange the ``rank`` numbers of a token, not its hidden state.
 
-What every rank has whole gets its gradient in parts where ranks see different tokens (sequence
-parallelism) or have different features of an expert. Megatron adds the former up over the
-tensor-parallel ranks where a parameter is marked so. It adds nothing up over the ranks of one
-expert, and does not know them when it takes the gradient's norm: marks and
-:func:`add_expert_gradients` see to both.
+A matrix that every rank has whole gets its gradient in parts if ranks see different tokens
+(sequence parallelism) or hold different features of an expert. Marks on parameters and
+:func:`add_expert_gradients` handle both cases:
+
+- Sequence parallelism: Megatron sums the gradients of marked parameters over tensor-parallel ranks.
+- Experts: Megatron does not sum over the ranks of one expert, and ignores these ranks in the
+  gradient norm.
 """
 
 from __future__ import annotations
@@ -41,28 +43,27 @@ from megatron_dppo.models.family import ParameterMapping, Split, tensor_dimensio
 from megatron_dppo.models.shape import PolicyShape
 
 NAME = "lora"
-"""Name of the adapters' module in a linear layer."""
+"""Name of the adapter module in a linear layer."""
 
 
 class Adapter(torch.nn.Module):
-    """A rank's part of one matrix's adapter: ``a`` [rank, inputs] and ``b`` [outputs, rank]."""
+    """Part of one matrix's adapter on this rank: ``a`` [rank, inputs] and ``b`` [outputs, rank]."""
 
     def __init__(self, rank: int, inputs: int, outputs: int, config: TransformerConfig) -> None:
         super().__init__()
-        here = (
-            torch.cuda.current_device()
-        )  # the CPU where there is no CUDA: see parallel/without_cuda.py
+        # Without CUDA this is the CPU: see parallel/without_cuda.py.
+        here = torch.cuda.current_device()
         kind: Any = {"dtype": config.params_dtype, "device": here}
         self.a = torch.nn.Parameter(torch.zeros(rank, inputs, **kind))
         self.b = torch.nn.Parameter(torch.zeros(outputs, rank, **kind))
 
 
 class LayerAdapters(torch.nn.ModuleDict):
-    """The adapters in one of Megatron's linear layers, by Hugging Face's names.
+    """Adapters of one Megatron linear layer, by Hugging Face name.
 
     Args:
-        row: the layer's weight.
-        expert: whether the layer is an expert's.
+        row: mapping of the layer's weight.
+        expert: whether the layer belongs to an expert.
     """
 
     enabled = True
@@ -89,11 +90,11 @@ class LayerAdapters(torch.nn.ModuleDict):
         self._scale = lora.scale
         ranks = self._group.size()
         self._blocks = shape.kv_heads // ranks if row.split in (Split.QKV, Split.GATED_QKV) else 1
+        """Number of blocks of the layer's outputs; every matrix has an equal part of each block."""
         self._gated = shape.head_dim if row.split is Split.GATED_QKV else 0
-        """Runs of the layer's outputs: in each, all its matrices have an equal share."""
         self._outputs: list[tuple[str, int]] = []
-        """Each matrix of the layer, with adapters or without: its name and its outputs on this
-        rank."""
+        """Name and number of outputs on this rank of each matrix of the layer, with or without
+        adapter."""
         for name, tensor in zip(row.modules, row.tensors, strict=True):
             dimensions = tensor_dimensions(tensor, shape.family.dimensions)
             outputs, inputs = (shape.extents[dimension] for dimension in dimensions)
@@ -106,8 +107,7 @@ class LayerAdapters(torch.nn.ModuleDict):
                 self._mark(self[name])
 
     def _mark(self, adapter: Any) -> None:
-        """Say to Megatron how the matrices are cut, and which gradients it has to add up, and over
-        which ranks."""
+        """Mark for Megatron the cut of each matrix, and the ranks to sum its gradient over."""
         whole, cut = (adapter.b, adapter.a) if self._row_parallel else (adapter.a, adapter.b)
         for parameter in (whole, cut):
             parameter.partition_dim = 1 if parameter is adapter.a else 0
@@ -116,39 +116,39 @@ class LayerAdapters(torch.nn.ModuleDict):
             parameter.allreduce = not self._expert
         if self._expert:
             whole.added_over_expert = self._group.size() > 1
-            whole.shared = self._group.rank() > 0  # counted once in the norm
+            # Only one rank counts the matrix in the gradient norm.
+            whole.shared = self._group.rank() > 0
         else:
             whole.sequence_parallel = self._sequence_parallel
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The adapters' part of the layer's outputs on this rank.
+        """Return the adapters' part of the layer's outputs on this rank.
 
         Args:
-            inputs: [..., inputs], as the layer gets them.
+            inputs: [..., inputs], the inputs of the layer.
 
         Returns:
-            [..., outputs], cut over tokens and features as the layer's own outputs are.
+            [..., outputs], cut over tokens and features like the outputs of the layer.
         """
-        # torch would multiply slices of [T, 1, h] as T matrices of one row.
+        # Flatten, because torch would multiply slices of [T, 1, h] as T matrices of one row.
         rows = inputs.flatten(0, -2)
         low = functional.linear(rows, torch.cat([adapter.a for adapter in self._adapters]))
         low = self._exchange(low) * self._scale
         parts = dict(zip(self, low.split(self._rank, dim=-1), strict=True))
-        outputs = [
-            functional.linear(parts[name], self[name].b)  # type: ignore[arg-type]
-            if name in self
-            else low.new_zeros(len(low), size)
-            for name, size in self._outputs
-        ]
-        if self._gated:  # of each group the queries, then their gates
+        outputs: list[torch.Tensor] = []
+        for name, size in self._outputs:
+            if name in self:
+                outputs.append(functional.linear(parts[name], self[name].b))  # type: ignore[arg-type]
+            else:
+                outputs.append(low.new_zeros(len(low), size))
+        if self._gated:
+            # Hugging Face has each query before its gate; Megatron has the queries of a group
+            # first, then their gates.
             gated = outputs[0].unflatten(1, (self._blocks, -1, 2, self._gated)).transpose(2, 3)
             outputs[0] = gated.flatten(1)
         if len(outputs) > 1:
-            outputs = [
-                torch.cat(
-                    [each.unflatten(1, (self._blocks, -1)) for each in outputs], dim=2
-                ).flatten(1)
-            ]
+            blocks = [each.unflatten(1, (self._blocks, -1)) for each in outputs]
+            outputs = [torch.cat(blocks, dim=2).flatten(1)]
         return outputs[0].view(-1, *inputs.shape[1:-1], outputs[0].shape[1])
 
     @property
@@ -156,8 +156,8 @@ class LayerAdapters(torch.nn.ModuleDict):
         return list(self.values())
 
     def _exchange(self, low: torch.Tensor) -> torch.Tensor:
-        """Between A and B. What experts get is gathered, and what they return summed, by Megatron's
-        dispatcher."""
+        """Exchange the products with A over ranks, before the product with B."""
+        # Megatron's dispatcher gathers the inputs of experts and sums their outputs.
         if self._expert:
             return low
         if self._row_parallel:
@@ -173,15 +173,16 @@ class LayerAdapters(torch.nn.ModuleDict):
 
 
 class GroupedAdapters(torch.nn.ModuleList):
-    """The adapters of a layer that holds the weights of several experts, in the experts' order."""
+    """Adapters of a layer with the weights of several experts, in the order of the experts."""
 
     enabled = True
 
     def forward(self, inputs: torch.Tensor, tokens_per_expert: Sequence[int]) -> torch.Tensor:
-        """
+        """Return the adapters' part of the outputs of all experts, [tokens, outputs].
+
         Args:
-            inputs: [tokens, inputs], the first expert's tokens first.
-            tokens_per_expert: on the host.
+            inputs: [tokens, inputs], tokens of the first expert first.
+            tokens_per_expert: tokens of each expert, on the host.
         """
         parts = inputs.split([int(tokens) for tokens in tokens_per_expert])
         return torch.cat([adapters(part) for adapters, part in zip(self, parts, strict=True)])
@@ -190,17 +191,8 @@ class GroupedAdapters(torch.nn.ModuleList):
 def add_adapters(
     chunk: torch.nn.Module, shape: PolicyShape, settings: LoraConfig, config: TransformerConfig
 ) -> None:
-    """Freeze a chunk's weights, and put adapters, zero until they are filled, into its linear
-    layers.
-
-    Nothing before the first adapter needs a gradient. Megatron recomputes in its backward pass only
-    what was made of something that does: where it recomputes, the embedding's outputs are said to
-    need one.
-
-    The policy head gives back the gradient of [1, T, h], transposed. Torch multiplies what has such
-    strides with a frozen matrix token by token, which is several times as slow: it gets the strides
-    of a tensor of its own shape.
-    """
+    """Freeze a chunk's weights and add adapters to its linear layers; all adapters start at
+    zero."""
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     rows = shape.family.linear_layers
@@ -209,9 +201,8 @@ def add_adapters(
         if row is None or not set(row.modules) & set(settings.targets):
             continue
         expert = ".experts." in name
-        count = (
-            getattr(layer, "num_gemms", 1) if expert else 1
-        )  # of Transformer Engine's grouped layers
+        # Only Transformer Engine's grouped layers have num_gemms.
+        count = getattr(layer, "num_gemms", 1) if expert else 1
         grouped = expert and ".local_experts." not in name
         made = [LayerAdapters(row, shape, settings, config, expert=expert) for _ in range(count)]
         layer.add_module(NAME, GroupedAdapters(made) if grouped else made[0])
@@ -219,8 +210,13 @@ def add_adapters(
     embedding = getattr(chunk, "embedding", None)
     decoder = chunk.get_submodule("decoder")
     if embedding is not None and config.recompute_granularity is not None:
+        # No layer before the first adapter needs a gradient, but Megatron recomputes in the
+        # backward pass only if an input of the layer needs a gradient.
         embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     if chunk.post_process:
+        # The policy head returns a transposed gradient of [1, T, h]. Torch multiplies such strides
+        # with a frozen matrix token by token, several times slower; the view gives the gradient the
+        # strides of a contiguous tensor.
         decoder.register_forward_hook(
             lambda module, inputs, output: output.flatten().view(output.shape)
         )
@@ -235,7 +231,7 @@ def _add(
 
 @contextmanager
 def disable_adapters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """The policy that the frozen weights are by themselves."""
+    """Disable all adapters within the context, leaving the policy of the frozen weights."""
     modules: Iterator[Any] = chain.from_iterable(chunk.modules() for chunk in chunks)
     found = [module for module in modules if isinstance(module, LayerAdapters | GroupedAdapters)]
     for adapters in found:
@@ -248,18 +244,16 @@ def disable_adapters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def add_expert_gradients(chunks: Iterable[torch.nn.Module]) -> None:
-    """Add up, over the tensor-parallel ranks of each expert, the gradients that each of them has a
-    part of.
+    """Sum partial gradients of adapters over the tensor-parallel ranks of each expert.
 
-    Called once the gradients are summed over replicas. Where the distributed optimizer then has a
-    shard of them, the ranks of an expert have the same shard.
+    Called after gradients are summed over replicas. If the distributed optimizer shards these
+    gradients, all ranks of an expert have the same shard.
     """
     parameters: Iterator[Any] = chain.from_iterable(chunk.parameters() for chunk in chunks)
     gradients = [p.main_grad for p in parameters if getattr(p, "added_over_expert", False)]
     if gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=parallel_state.get_expert_tensor_parallel_group())
-        for gradient, total in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
-        ):
+        totals = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, total in zip(gradients, totals, strict=True):
             gradient.copy_(total.view_as(gradient))

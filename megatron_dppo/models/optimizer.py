@@ -1,14 +1,11 @@
-"""The optimizer beyond Megatron's own: the gradient's norm without a host wait, and Adam's state on
-device or host.
+"""Gradient norm without a host wait, and Adam state kept on the device or offloaded to the host.
 
-Adam creates its state lazily. The distributed optimizer can neither describe it for a checkpoint
-nor load it before it exists. So it is made before the first step and restored where it lies.
+Adam creates its state lazily, but the distributed optimizer can describe and load only existing
+state for a checkpoint. The state is therefore created before the first step and restored in place.
 
-Megatron's own offload moves tensor by tensor through memory that CUDA has to stage: each copy waits
-for the one before. Here one pinned buffer holds all of a rank's state for the whole run. Copies are
-queued on the current stream, and waited for once. Between steps the state's tensors are slots of
-that buffer, so that a checkpoint reads and writes them where they lie. Their storage on the device
-is gone.
+Megatron's own offload copies tensor by tensor through memory staged by CUDA: each copy waits for
+the previous copy. Here one pinned buffer holds the whole state of a rank during the whole run, and
+all copies share one wait.
 """
 
 from __future__ import annotations
@@ -26,14 +23,14 @@ from megatron_dppo.models.pinned import allocate_pinned_buffer, compute_offsets,
 
 
 def compute_gradient_squares(optimizer: Any, device: torch.device) -> torch.Tensor:
-    """Squares of the gradient's norm, fp32 on the device, to be summed. Collective.
+    """Return squared gradient norms, fp32 on the device; the caller adds the entries. Collective.
 
-    This is ``get_grad_norm`` of Megatron-Core without its host wait. Parameters that ranks share
-    count once.
+    Equals ``get_grad_norm`` of Megatron-Core without its host wait. Parameters shared by several
+    ranks count once.
 
     Args:
-        optimizer: from ``get_megatron_optimizer``, after ``prepare_grads``.
-        device: of the gradients.
+        optimizer: result of ``get_megatron_optimizer``, after ``prepare_grads``.
+        device: device of the gradients.
 
     Returns:
         [1], or [n] if the n chained optimizers sum over different groups of ranks.
@@ -57,21 +54,21 @@ def compute_gradient_squares(optimizer: Any, device: torch.device) -> torch.Tens
 
 
 def _get_norm_gradients(part: Any) -> list[torch.Tensor]:
-    """Gradients of one optimizer, without copies of those that another rank counts."""
-    newer = getattr(part, "get_grads_for_grad_norm", None)  # its name from megatron-core 0.19 on
+    """Return the gradients of one optimizer, without copies counted by another rank."""
+    # The method has a new name from megatron-core 0.19 on.
+    newer = getattr(part, "get_grads_for_grad_norm", None)
     return newer() if newer else part.get_main_grads_for_grad_norm()
 
 
 def prepare_adam_state(optimizer: Any) -> None:
-    """Create the Adam state of a Megatron optimizer now instead of in its first step; existing
-    state stays.
+    """Create the Adam state of a Megatron optimizer before its first step; keep existing state.
 
-    Call this before ``sharded_state_dict`` on an optimizer that may not have stepped. Without it
-    Megatron makes the state when it loads, from ``torch.empty``. That is right only where a
-    checkpoint is then read into it.
+    Call this before ``sharded_state_dict`` on an optimizer that may not have stepped. Otherwise
+    Megatron creates the state during loading, from ``torch.empty``, which is right only if a
+    checkpoint is then read into the state.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` returned.
+        optimizer: result of ``get_megatron_optimizer``.
     """
     for part in list_optimizers(optimizer):
         inner = part.optimizer
@@ -86,9 +83,10 @@ def prepare_adam_state(optimizer: Any) -> None:
 
 
 def _find_mixed_types(part: Any) -> None:
-    """Tell where in its group each parameter is. Within a group Megatron puts fp32 parameters
-    before those in bf16, and looks for all of them in the buffers' order: in a policy of both types
-    a checkpoint would have others' state."""
+    # Megatron puts the fp32 parameters of a group before the bf16 parameters, but looks up
+    # all parameters in the order of the buffers. Without corrected places, a checkpoint of a policy
+    # of both
+    # types would hold the state of other parameters.
     for group, of_types in enumerate(
         zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
     ):
@@ -97,35 +95,34 @@ def _find_mixed_types(part: Any) -> None:
 
 
 def list_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers of which Megatron made one: dense parameters and experts have one each, where
-    a rank has any."""
+    """List the optimizers chained by Megatron: one for dense parameters, one for experts, each
+    if present on this rank."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if part.optimizer is not None]
 
 
 def _restore_in_place(inner: torch.optim.Optimizer) -> None:
-    """Have a fused Adam copy what it loads into the state that it has.
+    """Make a fused Adam copy loaded state into its existing state.
 
-    Transformer Engine's ``load_state_dict`` makes new tensors for all of it while the old ones are
-    still there: of a 4B policy's moments that is another 30 GiB, each time that Megatron describes
-    or loads a checkpoint.
+    ``load_state_dict`` of Transformer Engine allocates new tensors for the whole state while the
+    old tensors still exist: another 30 GiB for the moments of a 4B policy, whenever Megatron
+    describes or loads a checkpoint.
     """
     kept: dict[torch.Tensor, Any] = {}
 
     def before(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
         with torch.no_grad():
             for parameter, tensors in _iterate_states(optimizer, loaded):
-                if "step" in tensors:  # of torch's Adam, which counts for each parameter
+                # Torch's Adam counts steps for each parameter.
+                if "step" in tensors:
                     step = int(tensors.pop("step"))
                     for group in loaded["param_groups"]:
                         group["step"] = step
                 for name, tensor in tensors.items():
                     if tensor is not optimizer.state[parameter][name]:
                         optimizer.state[parameter][name].copy_(tensor)
-        loaded[
-            "state"
-            # The same object as the caller's, who then finds nothing left to make tensors for.
-        ].clear()
+        # Empty the caller's own dictionary: ``load_state_dict`` then has no tensors to allocate.
+        loaded["state"].clear()
         kept.update(optimizer.state)
 
     def after(optimizer: torch.optim.Optimizer) -> None:
@@ -148,14 +145,14 @@ def _iterate_states(
 class OffloadedState:
     """State of a Megatron optimizer, chained or not: fp32 master weights and Adam's moments.
 
-    Tensors stay the objects that they are, since Megatron refers to them from several places; only
-    their data moves.
+    Only the data of a tensor moves. The tensor objects stay, because Megatron refers to them from
+    several places.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` returned, with Adam's state in it.
-        weights: of the policy. A master weight that is a view of one (in fp32) stays on the device
-            with it.
-        device: where steps are made.
+        optimizer: result of ``get_megatron_optimizer``, with Adam's state.
+        weights: weights of the policy. A master weight that is a view of a weight (in fp32) stays
+            on the device with that weight.
+        device: device of the optimizer step.
     """
 
     def __init__(
@@ -167,35 +164,36 @@ class OffloadedState:
         self._weights = list(weights)
         self._device = device
         self._offsets, size = compute_offsets(self._tensors())
-        # No forked process has it: the device would go on writing into what the writer of a
-        # checkpoint reads. Megatron copies before the fork what a checkpoint takes of it, since a
-        # slot is a part of a larger tensor.
+        # Forked processes must not have the buffer: the device would keep writing into memory that
+        # the writer of a checkpoint reads. Before the fork Megatron copies the slots that a
+        # checkpoint needs, since a slot is a part of a larger tensor.
         self._host = allocate_pinned_buffer(
             size, device, "optimizer.offload", "true", remedy="set optimizer.offload=false"
         )
 
     def offload(self) -> None:
-        """Move all of it to the host; what is there already stays. Its memory on the device is free
-        afterwards."""
+        """Move the whole state to the host and free its memory on the device; data on the host
+        stays."""
+        # Queue all copies on the current stream, and wait once at the end.
         for tensor, offset in zip(self._tensors(), self._offsets, strict=True):
             slot = view_slot(self._host, offset, tensor)
             if tensor.data_ptr() != slot.data_ptr():
                 slot.copy_(tensor.data, non_blocking=True)
+                # The device keeps no storage: a checkpoint reads and writes the slot in place.
                 tensor.data = slot
+        # A checkpoint may read the buffer right after this call.
         if self._device.type == "cuda":
-            torch.cuda.current_stream(
-                self._device
-            ).synchronize()  # a checkpoint may read it from now on
+            torch.cuda.current_stream(self._device).synchronize()
 
     def onload(self) -> None:
-        """Move all of it to the device. What is queued on the current stream next finds it
-        there."""
+        """Move the whole state to the device, ready for work queued next on the current stream."""
         for tensor in self._tensors():
             tensor.data = tensor.data.to(self._device, non_blocking=True, copy=True)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """In one order always. Torch's Adam may put other tensors in the place of the moments when
-        it loads."""
+        """Yield the tensors to move, always in the same order."""
+        # Read the state at each call: torch's Adam may replace the tensors of the moments when
+        # loading.
         weights = {weight.untyped_storage().data_ptr() for weight in self._weights}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -203,8 +201,8 @@ class OffloadedState:
                     if master.untyped_storage().data_ptr() not in weights:
                         yield master
                     state = optimizer.state[master]
-                    # The count of steps, which torch's Adam keeps as a tensor, has no dimension,
-                    # and is on the host.
+                    # Torch's Adam keeps the number of steps as a tensor without dimensions, on the
+                    # host.
                     yield from (
                         value
                         for _, value in sorted(state.items())

@@ -1,8 +1,7 @@
-"""Pinned host memory of exactly the bytes that are asked for: copies between it and a device need
-no staging.
+"""Pinned host memory of exact size, so that copies between host and device need no staging.
 
-Torch's allocator of pinned memory rounds each block up to the next power of two, and keeps it until
-the process ends.
+Torch's allocator of pinned memory rounds each block up to the next power of two, and keeps the
+block until the process ends.
 """
 
 from __future__ import annotations
@@ -17,41 +16,41 @@ import torch
 from megatron_dppo.errors import UserError
 
 ALIGNMENT = 512
-"""Bytes: slots begin where the blocks of CUDA's allocator do."""
+"""Alignment of slots in bytes, equal to the block alignment of CUDA's allocator."""
 PORTABLE = 1
 """``cudaHostRegisterPortable``."""
 
 
 def compute_offsets(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
-    """Bytes at which each tensor begins in a buffer for all of them, and the buffer's size in
-    bytes."""
+    """Return each tensor's offset in a shared buffer, and the size of the buffer, in bytes."""
     rooms = (-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
     *offsets, size = itertools.accumulate(rooms, initial=0)
     return offsets, size
 
 
 def view_slot(buffer: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The view of a buffer, from ``offset`` bytes on, with the shape and type of a tensor."""
+    """Return a view of a buffer from ``offset`` bytes on, with the shape and type of ``tensor``."""
     return buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def allocate_pinned_buffer(
     size: int, device: torch.device, setting: str, value: object, *, remedy: str = ""
 ) -> torch.Tensor:
-    """Make [size] bytes, registered with CUDA if the device is one of CUDA's. The registration ends
-    with the tensor.
+    """Allocate [size] bytes, registered with CUDA if ``device`` is a CUDA device.
 
-    Forked processes do not have the memory, because the kernel would copy all of it at the fork.
-    Slots do not keep the registration: the caller keeps the buffer as long as its slots.
+    The registration ends with the tensor. Slots do not keep the registration: the caller must keep
+    the buffer while a slot is in use.
 
     Args:
-        setting, value: that the error names.
-        remedy: what else to do, besides giving more memory.
+        setting: setting named in the error.
+        value: value of ``setting`` in the error.
+        remedy: alternative to more memory in the error.
 
     Raises:
-        UserError: the host cannot pin so much.
+        UserError: the host cannot pin ``size`` bytes.
     """
     memory = mmap.mmap(-1, max(size, ALIGNMENT), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Exclude the memory from forked processes, because a fork would copy all bytes.
     memory.madvise(mmap.MADV_DONTFORK)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     if device.type == "cuda":

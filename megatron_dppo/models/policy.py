@@ -1,5 +1,5 @@
-"""A policy on Megatron-Core's GPTModel, with a head that scores response tokens instead of
-returning logits."""
+"""Policy on Megatron-Core's GPTModel, with a head that scores response tokens and returns no
+logits."""
 
 from __future__ import annotations
 
@@ -44,24 +44,27 @@ NOTHING_BETWEEN: dict[str, Any] = (
     if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__
     else {}
 )
-"""From megatron-core 0.19 on Transformer Engine can be told that no padding lies between segments.
-If it is not told, each layer compares on the host where segments start and where padded ones do, if
-it is given both."""
+"""Arguments that exclude padding between segments, understood by Transformer Engine from
+megatron-core 0.19 on.
+
+Without them, if both the starts of segments and the starts of padded segments are given, each layer
+compares the two on the host.
+"""
 
 
 def build_policy(
     shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, temperature: float
 ) -> list[PolicyModel]:
-    """This rank's part of the policy, a chunk for each virtual stage, in
-    :func:`parallel.world.initialize`'s groups.
+    """Build this rank's part of the policy, a chunk for each virtual stage, in the groups of
+    :func:`parallel.world.initialize`.
 
-    All weights but the norms' are zero until they are loaded: nothing is drawn, since every run
+    All weights except the norms' are zero until weights are loaded. Nothing is drawn: every run
     starts from a directory, and drawing would depend on the layout. With ``model.lora`` the
-    adapters are zero, too, and the only parameters that need a gradient.
+    adapters are zero, too, and are the only parameters with gradients.
 
     Raises:
-        UserError: if the shape cannot be cut as the layout says, or ``model.spec`` is not to be had
-            here.
+        UserError: the layout cannot cut the shape, or ``model.spec`` is not available on this
+            machine.
     """
     check_layout(shape, layout)
     check_megatron(shape)
@@ -80,12 +83,11 @@ def build_policy(
 
 
 def _mark_experts(chunk: PolicyModel) -> None:
-    """Tell Megatron which gradients to sum over the ranks that have the same experts, instead of
-    all replicas.
+    """Mark the expert parameters: their gradients are summed over ranks with the same experts only.
 
-    Before 0.17 it marks them only where ep > 1, and then sums them over the wrong ranks, in
-    silence, where etp is not tp. With the mark everywhere an optimizer's state goes by the same
-    names in every layout, too.
+    Before 0.17 Megatron marks expert parameters only if ep > 1, and otherwise silently sums over
+    the wrong ranks if etp differs from tp. Marks in every layout also give an optimizer's state the
+    same names in every layout.
     """
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
@@ -93,11 +95,11 @@ def _mark_experts(chunk: PolicyModel) -> None:
 
 
 def _release_dispatched(chunk: PolicyModel) -> None:
-    """Free what each layer's token dispatcher holds of a pack once the experts' outputs are
-    combined.
+    """Free a pack's data in each layer's token dispatcher once the experts' outputs are combined.
 
-    Megatron keeps the routing probabilities until the layer's next pass, and by them the autograd
-    graph of a recomputed layer: its input and the gradient of that, gigabytes in 48 layers.
+    Megatron keeps the routing probabilities until the layer's next pass. With them stays the
+    autograd graph of a recomputed layer: the layer's input and the gradient of that input,
+    gigabytes in 48 layers.
     """
 
     def combine(
@@ -120,8 +122,10 @@ def _release_dispatched(chunk: PolicyModel) -> None:
 def transformer_config(
     shape: PolicyShape, model: ModelConfig, layout: LayoutConfig
 ) -> TransformerConfig:
-    """Megatron's configuration of a policy. Kernels that need CUDA or Transformer Engine are on
-    where these are."""
+    """Build Megatron's configuration of a policy.
+
+    Kernels that need CUDA or Transformer Engine are enabled if the machine has them.
+    """
     spec = choose_spec(model)
     cuda = torch.cuda.is_available()
     dtype = model.torch_dtype
@@ -140,8 +144,8 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        # Gradients are sums: nothing divides by microbatches or replicas, the plan has divided once
-        # and for all.
+        # Gradients are sums: the plan has divided each loss, so that no division by microbatches or
+        # replicas may follow.
         calculate_per_token_loss=True,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -155,17 +159,17 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Zeros, until weights are loaded. Initialisation itself stays on: it also marks parameters
-        # as sharded over the tensor-parallel ranks, without which the gradient's norm counts one
-        # rank's shard only.
+        # Weights are zero until weights are loaded. Initialisation itself must stay on, because it
+        # also marks parameters as sharded over the tensor-parallel ranks; without that mark the
+        # gradient norm counts the shard of one rank only.
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
         # Every pack of a minibatch has the same length, so stages need not exchange shapes. Gloo
-        # has no batched sends. With two interleaved stages, each of which has the other on both
-        # sides, a batch confuses their messages.
+        # has no batched sends. With two interleaved stages, each has the same neighbour on both
+        # sides, and a batch confuses their messages.
         batch_p2p_comm=cuda and not (layout.vpp > 1 and layout.pp == 2),
-        # The bug of an older torch for which Megatron waits for the whole device.
+        # Only a bug of an older torch makes Megatron wait for the whole device here.
         batch_p2p_sync=False,
         variable_seq_lengths=False,
         deallocate_pipeline_outputs=True,
@@ -173,10 +177,11 @@ def transformer_config(
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,  # see layer_specs.add_to_main_gradients
+        # layer_specs.add_to_main_gradients accumulates gradients instead.
+        gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        deterministic_mode=spec == "torch"
-        or model.deterministic,  # torch's embedding then sums in order
+        # In deterministic mode torch's embedding sums gradients in order.
+        deterministic_mode=spec == "torch" or model.deterministic,
         **build_family_settings(shape),
         **_build_recompute_settings(shape, model),
         **(_build_expert_settings(shape, spec) if shape.experts else {}),
@@ -201,17 +206,16 @@ def _build_recompute_settings(shape: PolicyShape, model: ModelConfig) -> dict[st
 
 
 def _build_expert_settings(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
-    """Megatron's settings for experts. No token is dropped, and nothing is added to the loss to
-    spread them."""
+    """Return Megatron's expert settings: no token is dropped, and no balancing loss is added."""
     return {
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.ffn,
         "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
-        # Softmax over a token's experts alone is softmax over all of them, divided by the sum of
-        # the chosen.
+        # Softmax over the chosen experts of a token equals softmax over all experts, divided by the
+        # sum of the chosen.
         "moe_router_pre_softmax": not shape.renormalises_experts,
-        # In bf16 the logits of two experts may tie, and which one is chosen is chance.
+        # In bf16 the logits of two experts may tie, and the choice would be chance.
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
@@ -228,17 +232,17 @@ def build_packed_sequence(
     *,
     device_cu_seqlens: torch.Tensor | None = None,
 ) -> PackedSeqParams:
-    """Megatron's description of a pack of S segments.
+    """Build Megatron's description of a pack of S segments.
 
     Args:
-        cu_seqlens: [S + 1], where segments start; ends with the pack's tokens T.
-        max_seqlen: the longest segment.
-        device: where the model runs.
-        device_cu_seqlens: the starts as they are on that device already, int32.
+        cu_seqlens: [S + 1], starts of the segments, then the pack's number of tokens T.
+        max_seqlen: tokens of the longest segment.
+        device: device of the model.
+        device_cu_seqlens: ``cu_seqlens`` on ``device``, int32, if already there.
 
     Raises:
-        ValueError: if ``max_seqlen`` is not the longest segment. Where it equals T, Megatron does
-            not reset rotary positions, in silence, and logits hardly show it.
+        ValueError: ``max_seqlen`` is not the longest segment. If ``max_seqlen`` equals T, Megatron
+            silently keeps rotary positions running across segments, and the logits hardly change.
     """
     longest = int(np.diff(cu_seqlens).max())
     if max_seqlen != longest:
@@ -261,11 +265,10 @@ def build_packed_sequence(
 
 
 class OutputWeight(ColumnParallelLinear):
-    """The output layer as a holder of its weight: it passes hidden states on, and the policy head
-    does the product.
+    """Output layer that holds its weight and returns hidden states; the policy head multiplies.
 
-    It is still called in the forward pass, so that the hooks on it fire (DDP waits there for a
-    gathered weight).
+    The forward pass still calls this layer, so that its hooks run: DDP waits in a hook for a
+    gathered weight.
     """
 
     def forward(
@@ -278,8 +281,7 @@ class OutputWeight(ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """The share of the policy of one pipeline stage, or of one of its virtual stages, over packs in
-    THD form."""
+    """A (virtual) pipeline stage's part of the policy, over packs in THD form."""
 
     def __init__(
         self,
@@ -319,8 +321,8 @@ class PolicyModel(GPTModel):
         self.register_load_state_dict_post_hook(_filter_missing_keys)
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Called by Megatron once the layers stand: put the holder of the weight in the output
-        layer's place."""
+        """Install the holder of the weight as output layer; Megatron calls this once all layers
+        exist."""
         if self.post_process:
             self.output_layer = OutputWeight(
                 self.config.hidden_size,
@@ -345,29 +347,28 @@ class PolicyModel(GPTModel):
         teachers: tuple[TeacherHead, ...] = (),
         states: bool = False,
     ) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Run this stage on a pack, of which a context-parallel rank takes its share.
+        """Run this stage on a pack, or with context parallelism on this rank's share of the pack.
 
         Args:
             input_ids: [1, T] int64.
             position_ids: [1, T] int64, from 0 in every segment, or along the paths of a tree.
-            packed_seq_params: from :func:`build_packed_sequence`, or
+            packed_seq_params: result of :func:`build_packed_sequence` or
                 :func:`prefix_attention.build_shared_prefixes`.
             predictors: [R] int64, positions whose next token is a response token; read by the last
                 stage only.
-            targets: [R] int64, those next tokens; read by the last stage only.
-            share: from :func:`context.compute_share`, what this rank takes. Without context
-                parallelism it is everything, and this is not read. With it, what is not passed is
-                worked out here, for which the host has to wait.
-            teachers: what the divergence is taken from, at the predictors that this rank scores;
-                none: none is.
-            states: whether nothing is scored, and the predictors' hidden states are asked for
-                instead.
+            targets: [R] int64, the tokens after ``predictors``; read by the last stage only.
+            share: result of :func:`context.compute_share`. Without context parallelism a rank has
+                the whole pack, and ``share`` is ignored. With context parallelism a missing share
+                is computed here, with a wait on the host.
+            teachers: teachers of the divergence, at the predictors scored by this rank; (): no
+                divergence.
+            states: return the predictors' hidden states and score no token.
 
         Returns:
-            On the last stage the fields of :class:`HeadOutput` that were asked for, each [R], as a
-            plain tuple (Megatron's mixed-precision wrapper keeps no other kind), or with ``states``
-            the final hidden states of the predictors that this rank would score, [r, h], alone;
-            elsewhere hidden states, [T, 1, h], T / cp / tp of them under context and sequence
+            Last stage: the present fields of :class:`HeadOutput`, each [R], in a plain tuple,
+            because Megatron's mixed-precision wrapper keeps no other type. With ``states``: only
+            the final hidden states of the predictors scored by this rank, [r, h].
+            Other stages: hidden states, [T, 1, h]; T / (cp · tp) tokens under context and sequence
             parallelism.
         """
         if self.pg_collection.cp.size() > 1:
@@ -402,9 +403,9 @@ class PolicyModel(GPTModel):
     def _compute_hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
-        if (
-            self.pg_collection.cp.size() > 1
-        ):  # Transformer Engine then asks where padded segments start: at the same
+        # Transformer Engine needs the starts of padded segments under context parallelism; the
+        # padding counts as part of its segment, so that both starts are the same.
+        if self.pg_collection.cp.size() > 1:
             starts = packed.cu_seqlens_q
             packed = replace(packed, cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts)
         along_paths = isinstance(packed, SharedPrefixes)
@@ -430,8 +431,8 @@ class PolicyModel(GPTModel):
         return scores._replace(divergence=compute_divergence(teachers, hidden, weight, **head))
 
     def _gather_hidden(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
-        """The predictors' hidden states, [R, h], on every rank; gradients are summed over the ranks
-        on the way back."""
+        """Return the predictors' hidden states, [R, h], on every rank; backward sums gradients
+        over ranks."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=group).index_select(
@@ -440,7 +441,7 @@ class PolicyModel(GPTModel):
         return copy_to_tensor_model_parallel_region(hidden.index_select(0, predictors), group=group)
 
     def output_weight(self) -> torch.Tensor:
-        """[V_local, h], this rank's rows of the output layer; on the last stage only."""
+        """Return this rank's rows of the output layer, [V_local, h]; on the last stage only."""
         return (
             self.shared_embedding_or_output_weight()
             if self.shape.tied
@@ -451,11 +452,10 @@ class PolicyModel(GPTModel):
     def compute_logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
-        """[T, vocab_size] fp32, at temperature 1, on every rank of the last stage: what the head
-        never makes.
+        """Return logits at temperature 1, [T, vocab_size] fp32, on every rank of the last stage.
 
-        For tests and for checking a converted model against another's logits; needs a single
-        pipeline stage, or the input of the last one set.
+        For tests and for comparing a converted model with another model's logits; the policy head
+        never computes logits. Needs a single pipeline stage, or the input of the last stage set.
         """
         held = self._compute_share(packed, None).held.to(input_ids.device)
         hidden = self._compute_hidden(input_ids[:, held], position_ids[:, held], packed)[0]
@@ -471,18 +471,19 @@ class PolicyModel(GPTModel):
         return whole[held.argsort()]
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Megatron's, of the policy without its adapters, and without the extra state of linear
-        layers.
+        """Return Megatron's sharded state without adapters and without the linear layers' extra
+        state.
 
-        That holds the scales of 8-bit training, here nothing; Transformer Engine has it on other
-        layers than torch does, and a checkpoint of the one would not load into the other.
+        The extra state holds the scales of 8-bit training and is empty here. Transformer Engine and
+        torch have extra state in different layers, so that a checkpoint of either spec would not
+        load into a model of another.
         """
         state = super().sharded_state_dict(*args, **kwargs)
         return {name: value for name, value in state.items() if not _is_excluded(name)}
 
 
 def _is_excluded(key: str) -> bool:
-    """Whether a checkpoint omits a chunk's key."""
+    """Return whether a checkpoint omits a chunk's key."""
     return "_extra_state" in key or f".{NAME}." in key
 
 

@@ -1,15 +1,15 @@
-"""From hidden states to log-probabilities without the logits: in chunks, vocabulary-parallel,
+"""Log-probabilities from hidden states without full logits: in chunks, vocabulary-parallel,
 recomputed for gradients.
 
 An fp32 ``[tokens, vocabulary]`` tensor takes 5 GB for 8,192 tokens of Qwen3's vocabulary, and a
-training step would hold several of them. Here none is made. The logits of a chunk of positions at a
-time are computed in a buffer of a set size, in the forward pass and again in the backward pass. If
-one chunk takes all positions, Triton's kernels keep its logits for the backward pass.
+training step would hold several. Instead, a buffer of fixed size holds the logits of one chunk of
+positions at a time, in the forward pass and again in the backward pass. If one chunk takes all
+positions, Triton's kernels keep the chunk's logits for the backward pass.
 
 With logits z over the whole vocabulary, temperature τ, p = softmax(z/τ) and target t:
 
-* log-probability ``log p_t``, which is what engines report: of the distribution that was sampled
-  from;
+* log-probability ``log p_t``, like the rollout log-probabilities of engines: under the sampled
+  distribution;
 * entropy ``−Σ_v p_v log p_v``.
 """
 
@@ -27,9 +27,9 @@ import torch.distributed as dist
 from megatron_dppo.models import policy_head_torch
 
 LOWEST = torch.finfo(torch.float32).min
-"""The largest logit of a rank that has no token of the vocabulary. Finite, so that 0 · it is 0."""
+"""Largest logit of a rank without tokens of the vocabulary. Finite, so that 0 · LOWEST is 0."""
 LEARNED = ("logprobs", "divergence")
-"""The fields of ``HeadOutput`` that carry a gradient."""
+"""Fields of ``HeadOutput`` with a gradient."""
 
 
 class HeadOutput(NamedTuple):
@@ -37,8 +37,8 @@ class HeadOutput(NamedTuple):
 
         HeadOutput(logprobs=[-0.69], entropy=[0.69])
 
-    is of one token, where two tokens of the vocabulary had probability 0.5 each. The lists stand
-    for tensors.
+    is one token, at a position with two tokens of the vocabulary at probability 0.5 each. (Lists
+    here, tensors in the code.)
     """
 
     logprobs: torch.Tensor
@@ -46,11 +46,11 @@ class HeadOutput(NamedTuple):
     entropy: torch.Tensor
     """[R], nats."""
     divergence: torch.Tensor | None = None
-    """[R], from a teacher, see :mod:`teacher_head`; None without one."""
+    """[R], divergence from a teacher, see :mod:`teacher_head`; None without a teacher."""
 
     @property
     def present(self) -> tuple[torch.Tensor, ...]:
-        """The fields that are there, in their order."""
+        """Fields that are not None, in order."""
         return tuple(field for field in self if field is not None)
 
 
@@ -66,26 +66,26 @@ def score_responses(
 ) -> HeadOutput:
     """Score target tokens under the policy's head.
 
-    Collective over ``tp_group``, whose ranks pass the same positions: one maximum and one sum over
-    the ranks in the forward pass, for all chunks together, and nothing in the backward pass. The
-    gradient of ``hidden`` is this rank's part of a sum; adding up the parts is the caller's
-    (``copy_to_tensor_model_parallel_region``, or the gather of a sequence-parallel region). No
-    value is read on the host, which on CUDA would have to wait for it.
-
-    A weight of which Megatron's DDP keeps the gradient in fp32 (``weight.main_grad``) gets it
-    there, unrounded; any other weight gets it through autograd, in its own type.
+    - Collective over ``tp_group``, whose ranks pass the same positions: one maximum and one sum,
+      covering all chunks, over the ranks in the forward pass; no exchange in the backward pass.
+    - The gradient of ``hidden`` is this rank's part of a sum. The caller adds up the parts
+      (``copy_to_tensor_model_parallel_region``, or the gather of a sequence-parallel region).
+    - No value is read on the host: on CUDA the host would have to wait.
+    - If Megatron's DDP keeps a weight's gradient in fp32 (``weight.main_grad``), the gradient is
+      added there, unrounded; any other weight gets a gradient through autograd, in the weight's
+      type.
 
     Args:
         hidden: [R, h], final hidden states at the positions that predict the targets. R may be 0.
-        weight: [V_local, h], this rank's rows of the output layer: equal shares by rank, the
-            padding last.
+        weight: [V_local, h], this rank's rows of the output layer: equal parts by rank, the padding
+            last.
         targets: [R] int64, token ids below ``vocab_size``.
-        vocab_size: tokens without padding; rows of the weight past it take no part and get no
+        vocab_size: tokens without padding; later rows of the weight are ignored and get no
             gradient.
         temperature: τ.
-        tp_group: the tensor-parallel ranks; None for one.
-        chunk_mib: size of the buffers that hold a chunk's logits and their gradient, in MiB. Large
-            chunks read the weight less often; one that takes all positions saves a product.
+        tp_group: group of tensor-parallel ranks; None for a single rank.
+        chunk_mib: size of the buffers for a chunk's logits and their gradient, in MiB. Large chunks
+            read the weight less often; a chunk of all positions saves a product.
     """
     group, first, rows = get_local_rows(weight, vocab_size, tp_group)
     return HeadOutput(
@@ -96,16 +96,18 @@ def score_responses(
 def get_local_rows(
     weight: torch.Tensor, vocab_size: int, tp_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, int, int]:
-    """The ranks to exchange with, None for one; the token of this rank's first row; and its rows
-    that have a token."""
+    """Return the group to exchange with (None for a single rank), the token of this rank's first
+    row, and this rank's number of rows with a token."""
     group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
     first = 0 if group is None else dist.get_rank(group) * len(weight)
     return group, first, min(max(vocab_size - first, 0), len(weight))
 
 
 class _Score(torch.autograd.Function):
-    """Works on the first ``rows`` of the weight; ``targets`` count from its first row,
-    others' lie outside."""
+    """Score with the first ``rows`` of the weight.
+
+    ``targets`` count from this rank's first row; targets of another rank are out of range.
+    """
 
     @staticmethod
     def forward(
@@ -127,16 +129,19 @@ class _Score(torch.autograd.Function):
             logits = buffers[0]
             compute_logits(hidden[chunk], weight[:rows], out=logits)
             passes.reduce_logits(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
+        # Every rank has the same positions, and all ranks skip the exchange of an empty pack.
         if group is not None and len(targets):
             _combine(peak, sums, group)
         total, cross, at_target = sums
         logprobs = (at_target - peak) - total.log()
         entropy = total.log() - cross / total
+        # Save the normaliser log Σ exp(z/τ) of each position instead of the logits.
         ctx.save_for_backward(hidden, weight, targets, peak + total.log())
         ctx.rows = rows
         ctx.temperature = temperature
         ctx.chunk_mib = chunk_mib
-        # With a buffer beside the logits, ``compute_summary`` overwrites them.
+        # The logits survive the forward pass only without a second buffer: with two buffers
+        # ``reduce_logits`` overwrites the logits.
         keeps = passes.BUFFERS == 1 and ctx.needs_input_grad[0]
         fits = len(targets) <= _compute_chunk_size(rows, gradient_types(weight), chunk_mib)
         ctx.logits = logits if keeps and fits else None
@@ -159,10 +164,9 @@ def _add_gradients(
     passes = _select_kernels(hidden.is_cuda)
     vocabulary = weight[: ctx.rows]
     types = gradient_types(weight)
-    kept, ctx.logits = (
-        () if ctx.logits is None else (ctx.logits,),
-        None,
-    )  # the slope may overwrite them
+    # Release the kept logits, because the gradient may overwrite them.
+    kept = () if ctx.logits is None else (ctx.logits,)
+    ctx.logits = None
     for chunk, made in split_positions(
         len(targets), ctx.rows, types[len(kept) :], ctx.chunk_mib, hidden.device
     ):
@@ -180,14 +184,16 @@ def _add_gradients(
 
 
 def gradient_types(weight: torch.Tensor) -> list[torch.dtype]:
-    """Types of the buffers of a chunk in the backward pass: logits, and their gradient, if that has
-    another type."""
+    """Return the types of a chunk's buffers in the backward pass: of the logits and, if
+    different, of their gradient."""
     return [torch.float32, weight.dtype] if _supports_fp32_output(weight) else [torch.float32]
 
 
 def get_main_grad(ctx: Any, weight: Any) -> torch.Tensor | None:
-    """The fp32 tensor that the gradient of the weight, the second input, is added to; None if none
-    is asked for."""
+    """Return the fp32 tensor that accumulates the gradient of the weight, the second input.
+
+    None if no gradient of the weight is needed.
+    """
     if not ctx.needs_input_grad[1]:
         return None
     return (
@@ -198,25 +204,22 @@ def get_main_grad(ctx: Any, weight: Any) -> torch.Tensor | None:
 
 
 def get_autograd_gradient(weight: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Gradient that the backward pass returns for a weight whose whole fp32 gradient is
-    ``gradient``.
-
-    DDP waits until autograd brings a weight its gradient, adds that to ``main_grad`` unless
-    ``grad_added_to_main_grad`` says that it is there, and drops it. The returned tensor is never
-    read. A weight that is this stage's embedding as well, which Megatron marks by
-    ``zero_out_wgrad``, is brought the embedding's gradient, and that has to be added.
-    """
+    """Return a backward pass's gradient for a weight with the whole fp32 gradient ``gradient``."""
     if gradient is not None and not hasattr(weight, "main_grad"):
         return gradient.to(weight.dtype)
+    # Megatron marks a weight that is also this stage's embedding with ``zero_out_wgrad``. Autograd
+    # delivers the embedding's gradient for DDP to add: set no mark.
     if gradient is None or getattr(weight, "zero_out_wgrad", False):
         return None
+    # DDP waits for a gradient from autograd, adds the gradient to ``main_grad`` unless this mark is
+    # set, and drops the gradient. Hence the returned tensor is never read.
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)
 
 
 @functools.cache
 def _select_kernels(on_cuda: bool) -> ModuleType:
-    """Triton's kernels on CUDA, where they are installed, else torch's operators."""
+    """Return Triton's kernels on CUDA if installed, else torch's operators."""
     if not on_cuda or importlib.util.find_spec("triton") is None:
         return policy_head_torch
     from megatron_dppo.models import policy_head_triton
@@ -227,8 +230,8 @@ def _select_kernels(on_cuda: bool) -> ModuleType:
 def split_positions(
     positions: int, rows: int, types: Sequence[torch.dtype], chunk_mib: int, device: torch.device
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
-    """Slices of the positions, each with tensors [c, rows] of ``types``, reused, that all take
-    ``chunk_mib``."""
+    """Yield slices of the positions, each with reused buffers [c, rows] of ``types`` that
+    together take at most ``chunk_mib``."""
     if rows == 0:
         return
     size = max(1, min(positions, _compute_chunk_size(rows, types, chunk_mib)))
@@ -239,35 +242,36 @@ def split_positions(
 
 
 def _compute_chunk_size(rows: int, types: Sequence[torch.dtype], chunk_mib: int) -> int:
-    """Most positions whose tensors of ``types``, a value for each of ``rows``, take
+    """Return the number of positions whose buffers of ``types``, [positions, rows], fit
     ``chunk_mib``."""
     return (chunk_mib << 20) // max(rows * sum(kind.itemsize for kind in types), 1)
 
 
 def _combine(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Make one rank's part of the sums, taken from its own peak, into the sums of all ranks from
-    the common peak."""
+    """Reduce one rank's sums, relative to the rank's peak, to the sums of all ranks relative to the
+    common peak, in place."""
     shift = -peak
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     shift = -(shift + peak)
     factor = shift.exp()
+    # Shift sums from the rank's own peak to the common peak.
     total, cross = sums[:2]
     cross.add_(shift * total).mul_(factor)
     total.mul_(factor)
     dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
 
 
-# Three products with fp32 results, whatever the type of the weights, and without an fp32 copy of
-# the weights. A product of bf16 matrices would come out as bf16: a logit of 20 would be off by up
-# to 0.06, and its log-probability with it. CUDA's kernels can hand out the fp32 sums that they
-# compute anyway. Elsewhere a few rows of the weights at a time are converted.
+# Three products with fp32 results, for weights of any type, and without an fp32 copy of the
+# weights. A product of bf16 matrices would come out as bf16: a logit of 20, and hence its
+# log-probability, would be off by up to 0.06. CUDA's kernels can return the fp32 sums that they
+# compute anyway. On other devices a few rows of the weights at a time are converted.
 
 CONVERTED = 1 << 22
 """Weights converted at a time: 16 MiB of fp32."""
 
 
 def compute_logits(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
-    """``out = hidden · vocabularyᵀ``: [c, h] and [v, h], both of one type, to [c, v] fp32."""
+    """Compute ``out = hidden · vocabularyᵀ``: [c, h] and [v, h] of one type, to [c, v] fp32."""
     if _supports_fp32_output(vocabulary):
         torch.mm(hidden, vocabulary.t(), out_dtype=torch.float32, out=out)
         return
@@ -280,7 +284,8 @@ def compute_logits(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Te
 def compute_hidden_gradient(
     logit_gradient: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """``out = slope · vocabulary``: [c, v] and [v, h] to [c, h] of the vocabulary's type."""
+    """Compute ``out = logit_gradient · vocabulary``: [c, v] and [v, h] to [c, h] of the
+    vocabulary's type."""
     if _supports_fp32_output(vocabulary):
         torch.mm(logit_gradient, vocabulary, out=out)
         return
@@ -294,7 +299,7 @@ def compute_hidden_gradient(
 def add_weight_gradient(
     total: torch.Tensor, logit_gradient: torch.Tensor, hidden: torch.Tensor
 ) -> None:
-    """``total += slopeᵀ · hidden``: [c, v] and [c, h], added to [v, h] fp32 in place."""
+    """Add ``logit_gradientᵀ · hidden`` to ``total`` in place: [c, v] and [c, h] to [v, h] fp32."""
     if _supports_fp32_output(hidden):
         torch.addmm(total, logit_gradient.t(), hidden, out_dtype=torch.float32, out=total)
     else:
@@ -302,12 +307,12 @@ def add_weight_gradient(
 
 
 def _supports_fp32_output(operand: torch.Tensor) -> bool:
-    """Whether the kernel of a product of this type can give its result in fp32."""
+    """Return whether the product kernel for this operand can return fp32 results."""
     return operand.is_cuda and operand.dtype != torch.float32
 
 
 def _count_converted_rows(vocabulary: torch.Tensor) -> int:
-    """Rows of [v, h] that are converted to fp32 at a time: all, if they are fp32 already."""
+    """Return the rows of [v, h] converted to fp32 at a time; all rows if already fp32."""
     return (
         len(vocabulary)
         if vocabulary.dtype == torch.float32

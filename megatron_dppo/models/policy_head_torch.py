@@ -1,13 +1,15 @@
-"""The policy head's operations on a chunk of logits, in torch's operators: they run anywhere, and
-are the reference of :mod:`policy_head_triton`, which on CUDA does each of the two with one pass
-over the logits instead of up to ten."""
+"""Policy head's operations on a chunk of logits in torch's operators, which run anywhere.
+
+Reference of :mod:`policy_head_triton`. On CUDA, each function there reads the logits once, here up
+to ten times.
+"""
 
 from __future__ import annotations
 
 import torch
 
 BUFFERS = 2
-"""fp32 tensors of the chunk's size that :func:`compute_summary` works in."""
+"""Number of fp32 buffers, each of a chunk's size, used by :func:`reduce_logits`."""
 
 
 def reduce_logits(
@@ -17,12 +19,14 @@ def reduce_logits(
     peak: torch.Tensor,
     sums: torch.Tensor,
 ) -> None:
-    """Fill ``peak`` and ``sums`` from logits; with z = logits / temperature and e = exp(z − peak)
-    they are max z and Σ e, Σ e·(z − peak) and z_t.
+    """Fill ``peak`` with max z and ``sums`` with Σ e, Σ e·(z − peak) and z_t.
+
+    Here z = logits / temperature and e = exp(z − peak).
 
     Args:
-        buffers: ``BUFFERS`` times [c, v], the logits the first; all are overwritten.
-        targets: [c], columns; those outside are other ranks', and add nothing to the third row.
+        buffers: ``BUFFERS`` tensors [c, v], the logits first; all are overwritten.
+        targets: [c], columns; targets of another rank are out of range and add 0 to the third row
+            of ``sums``.
         temperature: τ.
         peak: [c]
         sums: [3, c]
@@ -45,16 +49,17 @@ def compute_logit_gradient(
     gradient: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """``out = gradient · (e_t − p) / τ`` with p = exp(logits / τ − normaliser): a loss's gradient
-    by the logits.
+    """Compute a loss's gradient with respect to the logits, ``out = gradient · (e_t − p) / τ``.
+
+    Here p = exp(logits / τ − normaliser).
 
     Args:
         logits: [c, v] fp32; overwritten.
-        targets: [c], columns, or outside.
+        targets: [c], columns, or out of range.
         temperature: τ.
         normaliser: [c], log Σ exp(logits / τ) over the whole vocabulary.
-        gradient: [c], of the loss by the log-probabilities.
-        out: [c, v], of any type; may be ``logits``.
+        gradient: [c], gradient of the loss with respect to the log-probabilities.
+        out: [c, v], any type; may be ``logits``.
     """
     column, held = _find_local_targets(targets, logits.shape[1])
     scale = gradient[:, None] / temperature
@@ -65,13 +70,12 @@ def compute_logit_gradient(
 
 
 def _find_local_targets(targets: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[c, 1], each row's target, or any column if it lies outside; [c], whether it does not.
-
-    Which rows these are is never asked: the host would have to wait for the answer.
-    """
+    """Return each row's target, or any column if out of range, [c, 1], and whether it is in
+    range, [c]."""
+    # Use masks instead of indices of local rows, because the host would have to wait for indices.
     return targets.clamp(0, columns - 1)[:, None], (targets >= 0) & (targets < columns)
 
 
 def _row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Σ_v left·right of each row, without a third tensor of their size."""
+    """Return Σ_v left·right of each row, without allocating a third tensor of the same size."""
     return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]

@@ -1,7 +1,7 @@
-"""The two functions of :mod:`policy_head_torch` as Triton kernels: each reads the logits once.
+"""Triton kernels for the two functions of :mod:`policy_head_torch`; each reads the logits once.
 
-Importing this needs Triton. Without CUDA its interpreter runs them (``TRITON_INTERPRET=1`` before
-the import), which is how they are tested where there is no GPU.
+Importing this module needs Triton. Without CUDA, Triton's interpreter runs the kernels (set
+``TRITON_INTERPRET=1`` before the import) for tests without a GPU.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 
 BUFFERS = 1
-"""fp32 tensors of the chunk's size that :func:`compute_summary` works in."""
+"""Number of fp32 buffers, each of a chunk's size, used by :func:`reduce_logits`."""
 SUMMARY_BLOCK = 4096
-"""Columns that a program takes at a time: 16 of a thread, whose sums stay in registers."""
+"""Columns per program and iteration: 16 for each thread; sums stay in registers."""
 GRADIENT_BLOCK = 2048
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-"""Below every logit. Finite, so that 0 · it is 0."""
-# What varies with packs and chunks is kept out of what Triton compiles a kernel for: compiling anew
-# takes a second. The kernels see all their arguments but the constants as tl.tensor. Triton passes
-# what is annotated as int in 32 bits.
+"""Lower bound of every logit. Finite, so that 0 · LOWEST is 0."""
+# Values that vary with packs and chunks are excluded from kernel specialization, because another
+# compilation takes a second. Kernels see all arguments except constants as tl.tensor. Triton passes
+# arguments annotated as int in 32 bits, so that no argument is.
 
 
 def reduce_logits(
@@ -29,7 +29,7 @@ def reduce_logits(
     peak: torch.Tensor,
     sums: torch.Tensor,
 ) -> None:
-    """As :func:`policy_head_torch.summarise`; leaves the logits as they are."""
+    """Compute :func:`policy_head_torch.reduce_logits`; the logits stay unchanged."""
     (logits,) = buffers
     rows, columns = logits.shape
     _reduce_logits[(rows,)](
@@ -54,7 +54,8 @@ def compute_logit_gradient(
     gradient: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """As :func:`policy_head_torch.slope`; overwrites the logits only if they are ``out``."""
+    """Compute :func:`policy_head_torch.compute_logit_gradient`; logits are overwritten only if
+    ``out``."""
     rows, columns = logits.shape
     _compute_logit_gradient[(rows, triton.cdiv(columns, GRADIENT_BLOCK))](
         logits,
@@ -85,9 +86,10 @@ def _reduce_logits(
     inverse_temperature: tl.tensor,
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
-    """One program a row. Each lane has sums of its own, from the largest logit that it has seen,
-    until the last one."""
-    row = tl.program_id(0).to(tl.int64)  # a chunk may have more than 2³¹ logits
+    """Reduce one row per program; each lane has separate sums, relative to the lane's largest
+    logit, combined after the last block."""
+    # A chunk may have more than 2³¹ logits.
+    row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     most = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -101,7 +103,8 @@ def _reduce_logits(
         higher = tl.maximum(most, z)
         shift = most - higher
         factor = tl.exp(shift)
-        e = tl.exp(z - higher)  # 1 in a lane beyond a short row, but its factor is 0 in the end
+        # In a lane beyond a short row e is 1, but the final factor of the lane is 0.
+        e = tl.exp(z - higher)
         cross = factor * (cross + shift * total) + e * (z - higher)
         total = factor * total + e
         most = higher
@@ -132,7 +135,7 @@ def _compute_logit_gradient(
     inverse_temperature: tl.tensor,
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
-    """One program a block of a row."""
+    """Compute the gradient of one block of a row per program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

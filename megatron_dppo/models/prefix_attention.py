@@ -1,17 +1,19 @@
 """Attention over a pack whose segments share prefixes: each segment sees its ancestors and itself.
 
-A softmax over several stretches of keys is put together from one softmax for each stretch, weighted
-by how much of the whole each of them is. Their log-sum-exps say it, as between the blocks of
-FlashAttention (arXiv:2205.14135). So nothing is gathered or repeated for a segment: its own keys
-are one stretch, under a causal mask. An ancestor's are another, which all of that ancestor's
-descendants see whole. Given what came of the whole softmax, the backward pass of a kernel over one
-stretch computes that stretch's part of the gradient.
+A softmax over several blocks of keys is combined from a softmax for each block. The log-sum-exps
+of the blocks give the weight of each block in the whole, as between the blocks of FlashAttention
+(arXiv:2205.14135). Hence no keys are gathered or repeated for a segment:
 
-Stretches whose queries are different ones are one *round*: the segments themselves, then all
-ancestors of the first generation, then those of the second.
+- A segment's own keys are one block, under a causal mask.
+- The keys of an ancestor are another block, seen whole by all descendants of the ancestor.
+- In the backward pass, a kernel over one block computes that block's part of the gradient from the
+  output and log-sum-exp of the whole softmax.
 
-The kernels over stretches are torch's FlashAttention. Its public function returns no log-sum-exp,
-so the operations behind it are called.
+Blocks with disjoint queries form a *round*: first the segments themselves, then all ancestors of
+the first generation, then of the second, and so on.
+
+The kernels over blocks are torch's FlashAttention. The public function returns no log-sum-exp:
+the operations below that function are called.
 """
 
 from __future__ import annotations
@@ -35,28 +37,28 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class AttentionRound:
-    """Stretches whose queries are all different.
+    """Blocks with disjoint queries.
 
-        Round(queries=[3, 4, 5, 6], keys=[0, 1, 2], query_starts=[0, 4], key_starts=[0, 3],
+        AttentionRound(queries=[3, 4, 5, 6], keys=[0, 1, 2], query_starts=[0, 4], key_starts=[0, 3],
         causal=False, ...)
 
-    are four tokens that see a prompt of three. The lists stand for tensors on the policy's device.
+    has four tokens that see a prompt of three tokens. (Lists here, tensors on the policy's device
+    in the code.)
     """
 
     queries: torch.Tensor | None
-    """[q] int64, rows of the tokens that look, one stretch after the other; None: all of them, in
-    order."""
+    """[q] int64, rows of the queries, block after block; None: all rows, in order."""
     keys: torch.Tensor | None
-    """[k] int64, rows of the tokens that are seen, likewise."""
+    """[k] int64, rows of the keys, block after block; None: all rows, in order."""
     query_starts: torch.Tensor
-    """[stretches + 1] int32, places in ``queries``."""
+    """[blocks + 1] int32, places in ``queries``."""
     key_starts: torch.Tensor
-    """[stretches + 1] int32, places in ``keys``."""
+    """[blocks + 1] int32, places in ``keys``."""
     lengths: tuple[tuple[int, int], ...]
-    """Numbers of queries and keys of each stretch."""
+    """Numbers of queries and keys of each block."""
     causal: bool
-    """Whether the n-th query of a stretch sees its first n keys only. It has as many queries as
-    keys then."""
+    """Whether the n-th query of a block sees only the first n keys; a causal block has equal
+    numbers of queries and keys."""
 
     def to(self, device: torch.device) -> AttentionRound:
         tensors: dict[str, Any] = {
@@ -74,8 +76,8 @@ class AttentionRound:
 
 
 Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""q queries [q, heads, head_dim], and k keys and k values [k, key-value heads, head_dim]; or their
-gradients."""
+"""Queries [q, heads, head_dim], keys and values [k, key-value heads, head_dim]; or
+the gradients of queries, keys and values."""
 
 
 def select_kernel(query: torch.Tensor) -> FlashOnGpu | FlashOnCpu:
@@ -83,13 +85,13 @@ def select_kernel(query: torch.Tensor) -> FlashOnGpu | FlashOnCpu:
 
 
 class FlashOnGpu:
-    """FlashAttention 2, in half precision. One call takes all stretches of a round."""
+    """FlashAttention 2, in half precision; one call takes all blocks of a round."""
 
     def forward(
         self, read: Read, attention_round: AttentionRound, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return attention outputs, [q, heads, head_dim], and log-sum-exps, [q, heads] fp32 (fp64
-        of fp64)."""
+        """Return outputs, [q, heads, head_dim], and log-sum-exps, [q, heads] fp32 (fp64 for fp64
+        inputs)."""
         out, total, *_ = aten._flash_attention_forward(
             *read,
             *self._get_extents(attention_round),
@@ -109,11 +111,13 @@ class FlashOnGpu:
         attention_round: AttentionRound,
         scale: float,
     ) -> Read:
-        """Return the gradients of ``read``: the part of these stretches in the
-        gradient of a softmax over more keys, if ``out`` and ``total`` are of all of the keys."""
-        undrawn = torch.empty(
-            2, dtype=torch.uint64, device=out.device
-        )  # the seed of a dropout that there is not
+        """Return the gradients of ``read``.
+
+        If ``out`` and ``total`` belong to a softmax over more keys, the result is this round's part
+        of the gradient of that softmax.
+        """
+        # The operation needs a random seed for dropout, although dropout is 0.
+        undrawn = torch.empty(2, dtype=torch.uint64, device=out.device)
         gradients: Read = aten._flash_attention_backward(
             gradient.contiguous(),
             *read,
@@ -136,21 +140,19 @@ class FlashOnGpu:
 
 
 class FlashOnCpu:
-    """torch's FlashAttention for CPUs, which takes one stretch at a time, [1, heads, tokens,
-    head_dim]."""
+    """torch's FlashAttention for CPUs; one call takes one block, [1, heads, tokens, head_dim]."""
 
     def forward(
         self, read: Read, attention_round: AttentionRound, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         attend = partial(aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
         parts = [
-            attend(*stretch, 0.0, attention_round.causal)
-            for stretch in self._split_blocks(attention_round, read[:1], read[1:])
+            attend(*block, 0.0, attention_round.causal)
+            for block in self._split_blocks(attention_round, read[:1], read[1:])
         ]
-        outs, totals = zip(*parts, strict=True)
-        return torch.cat([out[0].transpose(0, 1) for out in outs]), torch.cat(
-            [total[0].t() for total in totals]
-        )
+        outs = [out[0].transpose(0, 1) for out, *_ in parts]
+        totals = [total[0].t() for _, total, *_ in parts]
+        return torch.cat(outs), torch.cat(totals)
 
     def backward(
         self,
@@ -168,10 +170,9 @@ class FlashOnCpu:
                 attention_round, (gradient, read[0], out, total[..., None]), read[1:]
             )
         ]
-        queries, keys, values = (
-            torch.cat([part[0].transpose(0, 1) for part in of_stretches])
-            for of_stretches in zip(*parts, strict=True)
-        )
+        queries = torch.cat([query[0].transpose(0, 1) for query, _, _ in parts])
+        keys = torch.cat([key[0].transpose(0, 1) for _, key, _ in parts])
+        values = torch.cat([value[0].transpose(0, 1) for _, _, value in parts])
         return queries, keys, values
 
     def _split_blocks(
@@ -180,24 +181,30 @@ class FlashOnCpu:
         queries: Sequence[torch.Tensor],
         keys: Sequence[torch.Tensor],
     ) -> Iterator[tuple[torch.Tensor, ...]]:
-        lengths = [list(of) for of in zip(*attention_round.lengths, strict=True)]
-        rows = [tensor.split(lengths[0]) for tensor in queries] + [
-            tensor.split(lengths[1]) for tensor in keys
-        ]
-        for stretch in zip(*rows, strict=True):
-            yield tuple(part.transpose(0, 1)[None] for part in stretch)
+        query_lengths = [count for count, _ in attention_round.lengths]
+        key_lengths = [count for _, count in attention_round.lengths]
+        rows = [tensor.split(query_lengths) for tensor in queries]
+        rows += [tensor.split(key_lengths) for tensor in keys]
+        for block in zip(*rows, strict=True):
+            yield tuple(part.transpose(0, 1)[None] for part in block)
 
 
 def _build_round(
     blocks: Sequence[tuple[Ints, Ints]], queries: int, keys: int, *, causal: bool
 ) -> AttentionRound:
-    """From the rows of each stretch's queries and keys, of so many that there are."""
-    of_queries, of_keys = zip(*blocks, strict=True)
-    lengths = [(len(some), len(seen)) for some, seen in blocks]
+    """Build a round from the query rows and key rows of each block.
+
+    Args:
+        queries: number of query rows of the rank.
+        keys: number of key rows of the pack.
+    """
+    query_rows = [rows for rows, _ in blocks]
+    key_rows = [rows for _, rows in blocks]
+    lengths = [(len(block_queries), len(block_keys)) for block_queries, block_keys in blocks]
     starts = np.cumsum([(0, 0), *lengths], axis=0).astype(np.int32)
     return AttentionRound(
-        _make_index(np.concatenate(of_queries), queries),
-        _make_index(np.concatenate(of_keys), keys),
+        _make_index(np.concatenate(query_rows), queries),
+        _make_index(np.concatenate(key_rows), keys),
         torch.from_numpy(starts[:, 0].copy()),
         torch.from_numpy(starts[:, 1].copy()),
         tuple(lengths),
@@ -210,22 +217,23 @@ def _make_index(rows: Ints, count: int) -> torch.Tensor | None:
 
 
 def build_rounds(pack: Pack, rank: int = 0, size: int = 1) -> list[AttentionRound]:
-    """The rounds of a pack with a tree, on the host; the first is causal, and every query is in it.
+    """Build the rounds of a pack with a tree, on the host; the first is causal and has every query.
 
-    A context-parallel rank has two chunks of every segment. Each of its chunks sees itself, and the
-    segment up to there as it would see an ancestor.
+    A context-parallel rank has two chunks of every segment. Each chunk sees itself, and the earlier
+    part of the segment like an ancestor.
 
     Args:
-        pack: whose segments go on from one another.
-        rank, size: of the context-parallel ranks; see :func:`context.compute_local_positions`.
+        pack: pack with shared prefixes (``parents`` is set).
+        rank: this rank among the context-parallel ranks; see
+            :func:`context.compute_local_positions`.
+        size: number of context-parallel ranks.
     """
     assert pack.parents is not None and pack.tokens is not None
     cu_seqlens = pack.cu_seqlens.astype(np.int64)
     lengths = np.diff(cu_seqlens)
     held = compute_local_positions(lengths.tolist(), rank, size).numpy()
-    mine = np.concatenate(
-        [[0], np.cumsum(lengths // size)]
-    )  # where this rank's rows of each segment begin
+    # This rank's rows of segment s are mine[s] to mine[s + 1].
+    mine = np.concatenate([[0], np.cumsum(lengths // size)])
     own: list[tuple[Ints, Ints]] = []
     earlier: list[tuple[Ints, Ints]] = []
     for start, first, end in zip(
@@ -235,6 +243,7 @@ def build_rounds(pack: Pack, rank: int = 0, size: int = 1) -> list[AttentionRoun
             own.append((chunk, held[chunk]))
             if len(chunk) and held[chunk[0]] > start:
                 earlier.append((chunk, np.arange(start, held[chunk[0]])))
+    # The descendants of a segment come directly after the segment, as one range of rows.
     last = _last_descendants(pack.parents)
     generations: dict[int, list[tuple[Ints, Ints]]] = {}
     depth = np.zeros(len(lengths), np.int64)
@@ -249,12 +258,12 @@ def build_rounds(pack: Pack, rank: int = 0, size: int = 1) -> list[AttentionRoun
     counts = len(held), int(cu_seqlens[-1])
     return [
         _build_round(own, *counts, causal=True),
-        *(_build_round(stretches, *counts, causal=False) for stretches in rest),
+        *(_build_round(blocks, *counts, causal=False) for blocks in rest),
     ]
 
 
 def _last_descendants(parents: Ints) -> list[int]:
-    """[S], the last of each segment's descendants, or itself."""
+    """Return the last descendant of each segment, or the segment itself, [S]."""
     last = list(range(len(parents)))
     for segment in range(len(parents) - 1, -1, -1):
         if (parent := int(parents[segment])) >= 0:
@@ -264,21 +273,21 @@ def _last_descendants(parents: Ints) -> list[int]:
 
 @dataclass
 class SharedPrefixes(PackedSeqParams):
-    """Megatron's description of a pack, with what its attention has to know of the tree.
+    """Megatron's description of a pack, with the tree of its segments for attention.
 
-    Megatron applies no rotary positions to such a pack: they go along paths, and are applied here.
+    Megatron applies no rotary positions to this pack, because positions run along paths of the
+    tree; :func:`compute_tree_attention` applies them.
     """
 
     rounds: Sequence[AttentionRound] = ()
     lengths: Sequence[int] = ()
     """Tokens of each padded segment, on the host."""
     frequencies: torch.Tensor | None = None
-    """[t, 1, 1, head_dim], the rotary angles of this rank's tokens."""
+    """[t, 1, 1, head_dim], rotary angles of this rank's tokens."""
 
 
 def build_shared_prefixes(pack: Pack, device: torch.device, rank: int, size: int) -> SharedPrefixes:
-    """Description of a pack with a tree, for one context-parallel rank: all but the angles, which
-    the model has."""
+    """Describe a pack with a tree for one context-parallel rank; the model adds rotary angles."""
     starts = torch.as_tensor(pack.cu_seqlens, dtype=torch.int32)
     return SharedPrefixes(
         qkv_format="thd",
@@ -299,16 +308,17 @@ def compute_tree_attention(
     scale: float | None,
     ranks: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """Attention of this rank's t tokens over a pack of T. Collective over context-parallel ranks,
-    which gather keys.
+    """Attend from this rank's t tokens over a pack of T tokens.
+
+    Collective over context-parallel ranks, which gather keys and values.
 
     Args:
         query: [t, heads, head_dim], without rotary positions.
-        key: [t, key-value heads, head_dim], likewise.
+        key: [t, key-value heads, head_dim], without rotary positions.
         value: like ``key``.
-        packed: the pack.
-        scale: what products of queries and keys are multiplied by; None: 1/√head_dim.
-        ranks: the context-parallel ones.
+        packed: description of the pack.
+        scale: factor of the products of queries and keys; None: 1/√head_dim.
+        ranks: group of context-parallel ranks; None: a single rank.
 
     Returns:
         [t, heads, head_dim].
@@ -341,12 +351,14 @@ class _TreeAttention(torch.autograd.Function):
         kernel = select_kernel(query)
         own = rounds[0]
         out, total = kernel.forward((query, own.key_rows(key), own.key_rows(value)), own, scale)
+        # Accumulate in the type of the log-sum-exps, because several rounds add to a row.
         out = out.to(total.dtype)
         for each in rounds[1:]:
             read = each.query_rows(query), each.key_rows(key), each.key_rows(value)
             part, more = kernel.forward(read, each, scale)
             before = each.query_rows(total)
             rows = slice(None) if each.queries is None else each.queries
+            # Reweight earlier and new outputs by the parts in the combined softmax.
             after = torch.logaddexp(before, more)
             out[rows] = (
                 each.query_rows(out) * (before - after).exp()[..., None]
@@ -366,8 +378,9 @@ class _TreeAttention(torch.autograd.Function):
         sums = [torch.zeros_like(tensor, dtype=total.dtype) for tensor in (query, key, value)]
         for each in ctx.rounds:
             read = each.query_rows(query), each.key_rows(key), each.key_rows(value)
-            of_queries = each.query_rows(out), each.query_rows(total)
-            parts = kernel.backward(each.query_rows(gradient), read, *of_queries, each, ctx.scale)
+            softmax = each.query_rows(out), each.query_rows(total)
+            parts = kernel.backward(each.query_rows(gradient), read, *softmax, each, ctx.scale)
+            # A token may be a query or key of several blocks: add up gradients.
             for of_all, rows, part in zip(
                 sums, (each.queries, each.keys, each.keys), parts, strict=True
             ):

@@ -1,5 +1,4 @@
-"""A pack on its way through the policy: its arrays on the device, and what the loss sees of its
-responses."""
+"""A pack's arrays on the device, and the loss's view of a pack's responses."""
 
 from __future__ import annotations
 
@@ -19,40 +18,39 @@ LOGPROBS = ("engine_logprobs", "old_logprobs", "reference_logprobs", "teacher_lo
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """A pack's response tokens as the loss sees them: R targets, on the device of the last stage.
+    """A pack's response tokens in the loss: R targets, on the device of the last stage.
 
         Responses(pack, columns, logprobs=[-0.7, -0.3], entropy=[0.9, 0.5])
 
-    are two tokens, whose advantages are ``columns["advantage"]``. The lists stand for tensors.
+    has two tokens, with advantages ``columns["advantage"]``. (Lists here, tensors in the code.)
     """
 
     pack: Pack
     columns: Mapping[str, torch.Tensor]
-    """The pack's columns [R] on the device, see ``to_device``; those that it has."""
+    """The pack's present columns, each [R], on the device; see :func:`to_device`."""
     logprobs: torch.Tensor
-    """[R], fp32, with gradient while training."""
+    """[R], fp32, with gradient during training."""
     entropy: torch.Tensor
     """[R]"""
     divergence: torch.Tensor | None = None
-    """[R], from the teacher, with gradient while training; None without one."""
+    """[R], divergence from the teacher, with gradient during training; None without a teacher."""
 
 
 def to_device(
     pack: Pack, device: torch.device, share: PackShare | None
 ) -> tuple[dict[str, torch.Tensor], PackShare | None]:
-    """Copy a pack's arrays, and this rank's share of it, to the device.
+    """Copy a pack's arrays, and this rank's share of the pack, to the device.
 
-    All go by one copy, since each copy would wait for the device. On CUDA they leave from pinned
-    memory, and nothing waits for them to arrive. On a CPU they are views of the buffer that they
-    are laid out in.
+    - All arrays go in one copy, because each copy would wait for the device.
+    - On CUDA the copy is from pinned memory and asynchronous.
+    - On a CPU the arrays are views of the staging buffer.
 
     Returns:
-        The arrays by the names of their fields, without those that the pack does not have; numbers
-        are fp32.
+        The pack's present arrays by field name, with numbers in fp32; and the share, if given.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    # Whatever takes four bytes comes after all that takes eight, so that each begins on a multiple
-    # of its size.
+    # Put all 8-byte types before all 4-byte types, so that each array begins at a multiple of its
+    # item size.
     for name in ("token_ids", "position_ids", "predictors", "targets", "sample", "versions"):
         arrays[name] = np.asarray(getattr(pack, name), np.int64)
     for name in SHARE if share else ():
@@ -68,4 +66,6 @@ def to_device(
     placed: dict[str, torch.Tensor] = {}
     for (name, array), end in zip(arrays.items(), ends, strict=True):
         placed[name] = there[end - array.nbytes : end].view(torch.from_numpy(array).dtype)
-    return placed, PackShare(*(placed.pop(f"share {name}") for name in SHARE)) if share else None
+    if share is None:
+        return placed, None
+    return placed, PackShare(*(placed.pop(f"share {name}") for name in SHARE))

@@ -1,15 +1,15 @@
-"""Routing replay: the experts of a token, chosen once, are the experts of every pass that a ratio
-compares.
+"""Routing replay: every pass that a ratio compares sends a token to the same experts, chosen once.
 
-A ratio of two log-probabilities of a token compares two policies only where both send the token
-through the same experts. Weights that have moved a little, or an engine that rounds in another way,
-choose others for some tokens, and these tokens' ratios are far from 1 for no fault of the update.
-Replayed are the engine's own choices, which came with the rollouts (arXiv:2510.11370).
+A ratio of two log-probabilities of a token compares two policies only if both send the token
+through the same experts. Weights after a small update, or an engine with different rounding, choose
+different experts for some tokens; the ratios of these tokens are far from 1 for reasons unrelated
+to the update. The replayed choices are the engine's own and come with the rollouts
+(arXiv:2510.11370).
 
-Which experts a token has is replayed. How much each of them counts is the router's own softmax over
-those experts, with its gradient.
+Only the choice of a token's experts is replayed. The weight of each expert is the router's own
+softmax over those experts, with its gradient.
 
-:class:`ExpertLoad` measures how evenly routers share out tokens.
+:class:`ExpertLoad` measures the balance of tokens over experts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class RouterReplay:
-    """Stands in one router where Megatron's ``RouterReplay`` does, of which routers know
-    ``get_replay_topk`` alone.
+    """Replacement for Megatron's ``RouterReplay`` in one router; routers use only
+    ``get_replay_topk``.
 
-    Megatron's keeps one list of all routers of all models, replays every token or none, and has to
-    be told which pass is a layer's second one. This one leaves tokens whose routing is not known to
-    the router.
+    Megatron's class keeps one list of all routers of all models, replays every token or no token,
+    and needs to be informed which pass is a layer's second pass. Here tokens without known routing
+    are left to the router.
     """
 
     def __init__(self, unknown: int) -> None:
@@ -48,14 +48,14 @@ class RouterReplay:
         self._in_pass = False
         self._target: torch.Tensor | None = None
         self._again: deque[torch.Tensor | None] = deque()
-        """Targets of passes whose layers run again when their gradients are computed; microbatches
-        come back in order."""
+        """Targets of passes whose layers run again in the backward pass, in order of
+        microbatches."""
 
     def enter(self, target: torch.Tensor | None, *, recompute: bool) -> None:
-        """A forward pass begins.
+        """Begin a forward pass.
 
         Args:
-            target: [t, k], the experts of this rank's tokens; None: the router chooses.
+            target: [t, k], experts of this rank's tokens; None: the router chooses.
             recompute: whether the layer runs a second time, in the backward pass.
         """
         self._in_pass = True
@@ -64,7 +64,7 @@ class RouterReplay:
             self._again.append(target)
 
     def exit(self) -> None:
-        """It has ended: whatever is asked now is a layer's second run."""
+        """End a forward pass: any later call comes from a layer's second run."""
         self._in_pass = False
         self._target = None
 
@@ -79,11 +79,12 @@ class RouterReplay:
         group_topk: int | None,
         default_compute_topk: TopK,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores and numbers of each token's experts, both [t, k]; ``scores`` are [t,
+        """Return scores and numbers of each token's experts, both [t, k], from scores [t,
         experts]."""
         values, own = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
+        # A call outside a forward pass comes from a layer's second run.
         target = self._target if self._in_pass else self._again.popleft()
         if target is not None:
             target = target.long()
@@ -93,12 +94,13 @@ class RouterReplay:
 
 
 class RoutingReplay:
-    """The routers of one rank's part of the policy, and what they are told.
+    """Routers of one rank's part of the policy, and the replay of a pack's experts in these
+    routers.
 
     Args:
-        chunks: of the policy, bare.
-        world: this rank's place.
-        shape: of the routing.
+        chunks: chunks of the policy, unwrapped.
+        world: this rank's place in the layout.
+        shape: shape of the routing.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], world: World, shape: RoutingShape) -> None:
@@ -114,29 +116,28 @@ class RoutingReplay:
             self._routers.append([RouterReplay(get_unknown_expert(shape.dtype)) for _ in routers])
             for router, replay in zip(routers, self._routers[-1], strict=True):
                 router.router_replay = replay
-                router.config.moe_router_fusion = (
-                    False  # the fused kernel would choose by itself, in silence
-                )
-        self.layers: Ints = np.array(sorted(n for some in numbers for n in some), np.int64)
-        """Those of this rank, counted from 0 over the whole policy."""
+                # Because the fused kernel would silently make its own choice of experts.
+                router.config.moe_router_fusion = False
+        layers = sorted(layer for chunk_layers in numbers for layer in chunk_layers)
+        self.layers: Ints = np.array(layers, np.int64)
+        """Layers of this rank with routers, counted from 0 over the whole policy."""
         self._columns = [np.searchsorted(self.layers, some) for some in numbers]
 
     def clear(self) -> None:
-        """Forget everything of the passes so far."""
+        """Forget all earlier passes."""
         for routers in self._routers:
             for router in routers:
                 router.clear()
 
     @contextmanager
     def apply(self, chunk: int, pack: Pack, share: PackShare | None) -> Iterator[None]:
-        """A forward pass of one chunk over a pack.
+        """Replay a pack's experts during a forward pass of one chunk.
 
         Args:
-            share: what this rank takes of the pack, on the host; None: everything.
+            share: this rank's share of the pack, on the host; None: the whole pack.
         """
-        training = (
-            torch.is_grad_enabled()
-        )  # asked here: a layer that will run again runs without gradients first
+        # Read here, because a layer that is recomputed later runs without gradients first.
+        training = torch.is_grad_enabled()
         table = None
         if pack.routing is not None:
             table = self._to_device(
@@ -155,9 +156,10 @@ class RoutingReplay:
     def _select_local(
         self, values: np.ndarray[Any, Any], share: PackShare | None
     ) -> np.ndarray[Any, Any]:
-        """[T, …], of a pack's tokens, to [t, …], of those that the routers of this rank see."""
+        """Select the tokens seen by this rank's routers: [T, …] of a pack to [t, …]."""
         if share is not None:
             values = values[share.held.numpy()]
+        # Sequence parallelism gives each tensor-parallel rank an equal part of the tokens.
         if self._splits_tokens:
             values = np.split(values, self._world.layout.tp)[self._world.tp_rank]
         return values
@@ -171,18 +173,17 @@ class RoutingReplay:
 
 
 LAYER_GROUPS = 4
-"""Layers are reported in so many groups, from the first to the last, or each on its own where there
-are fewer."""
+"""Number of groups of consecutive layers in reports; with fewer layers, each layer is a group."""
 
 
 class ExpertLoad:
-    """Counts the tokens of every expert in the passes of an update, padding included: ranks wait
-    for it as well.
+    """Token counts of every expert in the passes of an update, including padding, because ranks
+    wait for padding as well.
 
     Args:
-        chunks: the bare model, one for each virtual pipeline stage.
-        shape: of the policy, which has experts.
-        world: this rank's place.
+        chunks: unwrapped model, a chunk for each virtual pipeline stage.
+        shape: shape of a policy with experts.
+        world: this rank's place in the layout.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> None:
@@ -206,26 +207,26 @@ class ExpertLoad:
         inputs: Any,
         outputs: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        if (
-            torch.is_grad_enabled()
-        ):  # once for each token, also where a layer runs again in the backward pass
+        # Gradients are enabled once for each token, also if a layer is recomputed in the backward
+        # pass.
+        if torch.is_grad_enabled():
             self._counts[layer] += outputs[1].sum(dim=0)
 
     def take(self) -> torch.Tensor:
-        """This rank's counts since the last call, [layers, experts] int64 on the device."""
+        """Return this rank's counts since the last call, [layers, experts] int64 on the device,
+        and reset."""
         counts = self._counts
         self._counts = torch.zeros_like(self._counts)
         return counts
 
     def compute_metrics(self, counts: torch.Tensor) -> dict[str, float]:
-        """``train/busiest_expert_…`` and ``train/busiest_rank_…`` on every rank. Collective.
+        """Return ``train/busiest_expert_…`` and ``train/busiest_rank_…`` on every rank. Collective.
 
-        Shares of a layer's tokens, each counted once for each of its experts; means over the layers
-        of a group.
+        Each metric is the fraction of a layer's tokens, counted once for each expert of a token, on
+        average over the layers of a group.
 
         Args:
-            counts: from :meth:`make_record`, on the host as fp64; overwritten by the sum over
-                ranks.
+            counts: result of :meth:`take`, on the host as fp64; overwritten by the sum over ranks.
         """
         if self._world.size > 1:
             dist.all_reduce(counts, group=self._world.control)

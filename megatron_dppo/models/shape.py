@@ -1,4 +1,4 @@
-"""The sizes of a policy, read from a Hugging Face directory, and the layouts that they allow. Needs
+"""Sizes of a policy, read from a Hugging Face directory, and the layouts valid for them. Needs
 no torch."""
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megatron_dppo.parallel.layout import list_stage_layers
 from megatron_dppo.rl.types import RoutingShape
 
 LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
-"""Most of what names of tensors are made for; of anything else there may be 10⁹."""
+"""Largest layer and expert counts, because tensor names are built for each; other counts may be
+10⁹."""
 FP32 = 2.0**-126, 2.0**127
-"""Least and largest allowed number. Outside this range, fp32 has 0 or infinity."""
+"""Least and largest allowed number; outside this range, fp32 rounds to 0 or infinity."""
 LEAST = {"rope_theta": 1.0, "factor": 1.0}
-"""Higher lower bounds of single settings. Below them, frequencies of rotary positions grow to
-infinity."""
+"""Higher lower bounds of single settings; below them, rotary frequencies grow to infinity."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-"""transformers' own, for a config.json that names none."""
+"""transformers' defaults, for settings absent from config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyShape:
-    """The sizes of a policy, of whatever family; beside them config.json's names."""
+    """Sizes of a policy of any family; annotations are config.json's names."""
 
     num_layers: Annotated[int, "num_hidden_layers"]
     hidden: Annotated[int, "hidden_size"]
@@ -41,41 +41,41 @@ class PolicyShape:
     kv_heads: Annotated[int, "num_key_value_heads"]
     """Key and value heads; each serves ``heads / kv_heads`` query heads."""
     head_dim: Annotated[int, "head_dim"]
-    """Width of one head; heads · head_dim need not be ``hidden``."""
+    """Width of one head; heads · head_dim may differ from ``hidden``."""
     ffn: Annotated[int, "intermediate_size"]
-    """Width of the feed-forward layer, or of each expert: of the gate and of the up projection,
-    each."""
+    """Width of the feed-forward layer, or of each expert: outputs of the gate projection, and as
+    well of the up projection."""
     vocab_size: Annotated[int, "vocab_size"]
-    """Tokens, before any padding."""
+    """Tokens, without padding."""
     tied: Annotated[bool, "tie_word_embeddings"]
     """Whether the output layer is the embedding."""
     rope_theta: Annotated[float, "rope_theta"]
     """Base of the rotary frequencies."""
     rms_eps: Annotated[float, "rms_norm_eps"]
     max_positions: Annotated[int, "max_position_embeddings"]
-    """Longest sequence that the policy was made for, in tokens."""
+    """Longest sequence intended for the policy, in tokens."""
     architecture: str = "Qwen3ForCausalLM"
-    """One of :data:`families.FAMILIES`."""
+    """Key of :data:`families.FAMILIES`."""
     experts: int = 0
     """Experts in every layer; 0: a dense policy."""
     experts_per_token: int = 0
     shared_ffn: int = 0
-    """Width of the expert of a layer that every token goes to, besides those of its choice; 0:
-    there is none."""
+    """Width of the shared expert of a layer, which gets every token in addition to the token's
+    chosen experts; 0: no shared expert."""
     renormalises_experts: bool = True
-    """Whether the weights of a token's experts are made to sum to one."""
+    """Whether the weights of a token's experts are scaled to sum to one."""
     rope_scaling: RopeScaling | None = None
     rotary_fraction: float = 1.0
-    """Part of each head that rotary positions turn."""
+    """Fraction of each head with rotary positions."""
     attention_interval: int = 1
-    """Every so manieth layer has attention; the layers between are gated delta networks."""
+    """Period of layers with attention; the layers between are gated delta networks."""
     delta_keys: int = 0
     """Key heads of a gated delta network; each serves ``delta_values / delta_keys`` value heads."""
     delta_values: int = 0
     delta_key_dim: int = 0
     delta_value_dim: int = 0
     delta_taps: int = 0
-    """Tokens that its convolution sees, with the token's own."""
+    """Tokens in the window of a gated delta network's convolution, including the current token."""
 
     @property
     def hybrid(self) -> bool:
@@ -84,11 +84,7 @@ class PolicyShape:
     @property
     def layer_types(self) -> list[str]:
         """Kinds of all layers, by config.json's names."""
-        ends = range(1, self.num_layers + 1)
-        return [
-            "linear_attention" if end % self.attention_interval else "full_attention"
-            for end in ends
-        ]
+        return _list_layer_types(self.num_layers, self.attention_interval)
 
     @property
     def family(self) -> Family:
@@ -96,7 +92,7 @@ class PolicyShape:
 
     @property
     def extents(self) -> dict[str, int]:
-        """How much there is of what :data:`family.DIMENSIONS` names."""
+        """Size of each dimension named in :data:`family.DIMENSIONS`."""
         return {
             "vocabulary": self.vocab_size,
             "hidden": self.hidden,
@@ -118,19 +114,18 @@ class PolicyShape:
 
     @property
     def routing(self) -> RoutingShape:
-        """How its choice of experts is written down."""
+        """Shape and type of recorded expert choices."""
         return RoutingShape(self.num_layers, self.experts_per_token, self.experts)
 
     @property
     def config_sizes(self) -> dict[str, Any]:
-        """Values of its fields under config.json's names, where ``|`` is between an earlier and a
-        later one."""
+        """Field values by config.json's names; ``|`` separates an earlier and a later name."""
         return {
             name: getattr(self, field) for field, name in (*KEYS.items(), *self.family.keys.items())
         }
 
     def as_config(self) -> dict[str, Any]:
-        """The part of a config.json that :func:`read_shape` reads."""
+        """Return the part of a config.json that :func:`read_shape` reads."""
         family = self.family
         scaling = self.rope_scaling
         return {
@@ -146,15 +141,15 @@ FIELDS = get_type_hints(PolicyShape, include_extras=True)
 KEYS = {
     name: kind.__metadata__[0] for name, kind in FIELDS.items() if get_origin(kind) is Annotated
 }
-"""config.json's names of the fields that policies of every family have."""
+"""config.json's names of the fields shared by all families."""
 
 
 def read_shape(path: str | Path) -> PolicyShape:
-    """The shape that a Hugging Face directory's ``config.json`` describes.
+    """Return the shape described by ``config.json`` in a Hugging Face directory.
 
     Raises:
-        UserError: on ``model.path``, if there is no such directory or file, or if it holds another
-            kind of model.
+        UserError: on ``model.path``, if the directory or the file is missing, or if the model is of
+            an unsupported kind.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -194,6 +189,7 @@ def _parse_shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
         "head_dim": _parse_count(config, "hidden_size") // heads,
         "num_key_value_heads": heads,
     }
+    # Derive omitted sizes as transformers does.
     config |= {name: absent[name] for name in family.optional if config.get(name) is None}
     config |= {name: rope[name] for name in ROPE}
     if "attention_interval" in family.keys:
@@ -229,17 +225,22 @@ def _parse_shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
     return shape
 
 
+def _list_layer_types(layers: int, interval: int) -> list[str]:
+    types = ["linear_attention"] * layers
+    for layer in range(interval - 1, layers, interval):
+        types[layer] = "full_attention"
+    return types
+
+
 def _attention_interval(config: dict[str, Any]) -> int:
-    """Return the interval between layers with attention, with transformers' default."""
+    """Return the interval between layers with attention; absent: transformers' default."""
     config, kinds = {"full_attention_interval": 4, **config}, config.get("layer_types")
     if isinstance(kinds, list) and "full_attention" in kinds:
         config["full_attention_interval"] = kinds.index("full_attention") + 1
     interval, layers = (
         _parse_count(config, name) for name in ("full_attention_interval", "num_hidden_layers")
     )
-    regular = [
-        "linear_attention" if end % interval else "full_attention" for end in range(1, layers + 1)
-    ]
+    regular = _list_layer_types(layers, interval)
     if kinds not in (None, regular) or interval < 2 or interval > layers:
         given = f"full_attention_interval = {interval} and layer_types = {json.dumps(kinds):.60}"
         raise ValueError(f"{given}, which is no regular change of kinds")
@@ -247,14 +248,16 @@ def _attention_interval(config: dict[str, Any]) -> int:
 
 
 def _check_sizes(shape: PolicyShape) -> None:
-    """
+    """Check that sizes are consistent.
+
     Raises:
-        ValueError: a size does not fit another one.
+        ValueError: a size does not fit another size.
     """
     fraction = shape.rotary_fraction
     chosen = shape.experts_per_token
     keys = shape.delta_keys
-    turned = math.ceil(int(fraction * shape.head_dim) / 2) * 2  # frequencies turn pairs
+    # Rotary frequencies apply to pairs of features.
+    turned = math.ceil(int(fraction * shape.head_dim) / 2) * 2
     for fits, problem in (
         (
             shape.heads % shape.kv_heads == 0,
@@ -275,7 +278,7 @@ def _check_sizes(shape: PolicyShape) -> None:
 
 
 def _parse_value(config: dict[str, Any], name: str, annotation: Any) -> Any:
-    """The value of a field with this annotation, under the last of its names that has one."""
+    """Return the value of a field with this annotation, under the latest name with a value."""
     first, *others = name.split(" | ")
     name = next((each for each in reversed(others) if config.get(each)), first)
     kind = getattr(annotation, "__origin__", annotation)
@@ -306,15 +309,16 @@ def _parse_number(key: str, value: Any) -> float:
 
 
 def _parse_rope(path: str | Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings of rotary positions. Missing settings of ``ROPE`` get transformers'
-    defaults.
+    """Return the settings of rotary positions, with transformers' defaults for missing ``ROPE``
+    settings.
 
-    Transformers 5 writes ``rope_parameters``; before, there were ``rope_theta`` and
+    Transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and
     ``rope_scaling``.
 
     Raises:
-        UserError: both objects are there, and differ. Transformers reads ``rope_scaling`` alone.
-        ValueError: a setting has another type.
+        UserError: config.json has both objects, and the two differ; transformers reads
+            ``rope_scaling`` only.
+        ValueError: a setting has a wrong type.
     """
     defaults = {
         **ROPE,
@@ -330,6 +334,7 @@ def _parse_rope(path: str | Path, config: dict[str, Any], family: Family) -> dic
             raise ValueError(
                 f"{name} = {json.dumps(rope):.60}, which is no object of numbers for all layers"
             )
+        # Earlier files have ``type`` for ``rope_type``.
         older = {"rope_type": rope["type"]} if "type" in rope else {}
         found += [{**defaults, **older, **rope, "type": ""}] if rope else []
     if found[1:] and found[0] != found[1]:
@@ -371,10 +376,10 @@ def _parse_family(path: str | Path, config: dict[str, Any]) -> Family:
 
 
 def check_megatron(shape: PolicyShape) -> None:
-    """Check that the installed Megatron-Core can train such a policy.
+    """Check that the installed Megatron-Core can train the policy.
 
     Raises:
-        UserError: if it has no gated delta networks over packs.
+        UserError: Megatron-Core has no gated delta networks over packs.
     """
     installed = version("megatron-core")
     if shape.hybrid and tuple(map(int, installed.split(".")[:2])) < (0, 19):
@@ -388,11 +393,11 @@ def check_megatron(shape: PolicyShape) -> None:
 
 
 def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
-    """Check that a policy of this shape can be cut as the layout says; ``sequence_parallel`` at tp
-    1 means nothing.
+    """Check that the layout can cut a policy of this shape; ``sequence_parallel`` at tp 1 has no
+    effect.
 
     Raises:
-        UserError: naming the setting and the values that would work.
+        UserError: names the setting and the values that would be valid.
     """
     parts = {f"the {shape.kv_heads} key-value heads": shape.kv_heads}
     if not shape.experts:
@@ -441,6 +446,7 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
     problem = f"does not cut the {layers} layers into stages of equally many" + (
         f" (with{given[1:]})" if given else ""
     )
+    # pp = 1 excludes uneven and virtual stages.
     least = 2 if uneven or layout.vpp > 1 else 1
     possible = [
         pp for pp in range(least, layers + 1) if _is_valid_split(layers, with_values(layout, pp=pp))
@@ -463,8 +469,10 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
 def _is_valid_split(layers: int, layout: LayoutConfig) -> bool:
     if layout.pp * layout.vpp > layers:
         return False
+    # Megatron divides the layers of the middle stages by the number of middle stages, which is 0
+    # here.
     if layout.pp == 2 and layout.vpp > 1 and layout.first_stage_layers and layout.last_stage_layers:
-        return False  # Megatron then divides the middle stages' layers by their number, which is 0
+        return False
     try:
         return all(list_stage_layers(layers, stage, layout)[0] for stage in range(layout.pp))
     except ValueError:
@@ -519,11 +527,10 @@ def _list_divisors(number: int) -> str:
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of embedding and output layer over all ranks: a multiple of 128, for the kernels, and of
-    ``tp``.
+    """Return the rows of embedding and output layer over all ranks: a multiple of 128 (required by
+    kernels) and of ``tp``.
 
-    It is the same number for every tp that divides 128, so that a checkpoint fits any of these
-    layouts.
+    Every tp that divides 128 gives the same number, so that a checkpoint fits all these layouts.
     """
     unit = math.lcm(128, tp)
     return (vocab_size + unit - 1) // unit * unit
@@ -534,12 +541,12 @@ PUBLISHED = {
     for family in FAMILIES.values()
     for name, sizes in family.published.items()
 }
-"""The sizes of the published models, by lower-case name."""
+"""Sizes of the published models, by lower-case name."""
 VARIANTS = ("-fp8", "-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking")
 
 
 def match_published_model(path: str) -> str | None:
-    """The published model that a path or an id is called after, as a key of ``PUBLISHED``."""
+    """Return the key in ``PUBLISHED`` of the model named by a path or hub id, or None."""
     name = Path(path).name.lower()
     for variant in VARIANTS:
         name = name.removesuffix(variant)

@@ -1,18 +1,19 @@
-"""The divergence of the policy from a teacher, over the whole vocabulary, without the logits of
-either.
+"""Divergence of the policy from a teacher, over the whole vocabulary, without full logits of either
+model.
 
-On-policy distillation (GKD, arXiv:2306.13649, with λ = 1) trains a student on its own rollouts: at
-each of their tokens its distribution is drawn toward that of a teacher, which has read the same
-tokens. With the student's logits z and the teacher's y, temperature τ, p = softmax(z/τ) and q =
-softmax(y/τ):
+On-policy distillation (GKD, arXiv:2306.13649, with λ = 1) trains a student on its own rollouts. At
+each token the student's distribution is drawn toward the distribution of a teacher that has read
+the same tokens. With the student's logits z and the teacher's y, temperature τ, p = softmax(z/τ)
+and q = softmax(y/τ):
 
-* ``reverse``: KL(p ‖ q) = Σ_v p_v log(p_v/q_v), whose gradient by z/τ is p_v·(log(p_v/q_v) − KL);
-* ``forward``: KL(q ‖ p) = Σ_v q_v log(q_v/p_v), whose gradient by z/τ is p_v − q_v.
+* ``reverse``: KL(p ‖ q) = Σ_v p_v log(p_v/q_v), with gradient p_v·(log(p_v/q_v) − KL) by z/τ;
+* ``forward``: KL(q ‖ p) = Σ_v q_v log(q_v/p_v), with gradient p_v − q_v by z/τ.
 
-Of a teacher the head needs final hidden states, [tokens, its width], and its output layer. As in
-:mod:`policy_head` the logits, here of both models, are made of a chunk of positions at a time, in
-either pass. Which tokens were sampled does not matter: the sum over the vocabulary is exact, where
-the log-probabilities of sampled tokens give one noisy term of it.
+The head needs the teacher's final hidden states, [tokens, teacher width], and output layer. As in
+:mod:`policy_head`, the logits (here of both models) are computed for one chunk of positions at a
+time, in the forward and in the backward pass. The sampled tokens do not matter: the sum over the
+vocabulary is exact, but log-probabilities of sampled tokens would give only a noisy term of the
+sum.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ class TeacherHead(NamedTuple):
 
         TeacherHead(hidden=[[0.3, -1.2]], weight=[[1.0, 0.0], [0.0, 1.0]], direction="reverse")
 
-    is a teacher of width 2 with a vocabulary of two tokens, at one position. The lists stand for
-    tensors.
+    is a teacher of width 2 with a vocabulary of two tokens, at one position. (Lists here, tensors
+    in the code.)
     """
 
     hidden: torch.Tensor
-    """[r, h_teacher], its final hidden states at the predictors."""
+    """[r, h_teacher], the teacher's final hidden states at the predictors."""
     weight: torch.Tensor
-    """[V_local, h_teacher], this rank's rows of its output layer: of the same tokens as the
-    student's."""
+    """[V_local, h_teacher], this rank's rows of the teacher's output layer; the tokens are the
+    tokens of the student's rows."""
     direction: Literal["reverse", "forward"]
     rows: torch.Tensor | None = None
-    """[r] int64, their places among the positions that the rank scores; None: they are all of
-    them."""
+    """[r] int64, places of the r tokens among the positions scored by this rank; None: all
+    positions."""
 
 
 def compute_divergence(
     teachers: Sequence[TeacherHead], hidden: torch.Tensor, weight: torch.Tensor, **settings: Any
 ) -> torch.Tensor:
-    """:func:`compute_teacher_divergence`, [R], where each position has one of several teachers, or
-    none and the divergence 0."""
+    """Return :func:`compute_teacher_divergence`, [R], with one of several teachers per position;
+    positions without a teacher have divergence 0."""
     whole = torch.zeros(len(hidden), device=hidden.device)
     for teacher in teachers:
         if teacher.rows is None:
@@ -83,17 +84,17 @@ def compute_teacher_divergence(
     tp_group: dist.ProcessGroup | None,
     chunk_mib: int,
 ) -> torch.Tensor:
-    """[R] fp32, nats: the divergence at each position, with a gradient for the student's hidden
-    states and weight.
+    """Return the divergence at each position, [R] fp32, in nats, with gradients for the student's
+    hidden states and weight.
 
-    Collective over ``tp_group`` in the forward pass, as ``policy_head.score_responses``, whose
-    arguments these are.
+    Collective over ``tp_group`` in the forward pass, like ``policy_head.score_responses``, which
+    defines all remaining arguments.
 
     Args:
-        teacher: at the same R positions, frozen.
+        teacher: frozen teacher at the same R positions.
         hidden: [R, h], the student's final hidden states.
-        weight: [V_local, h], this rank's rows of its output layer. vocab_size, temperature,
-        tp_group, chunk_mib: as there; the chunk's memory is that of both models' logits.
+        weight: [V_local, h], this rank's rows of the student's output layer.
+        chunk_mib: size of a chunk's buffers, including the logits of both models, in MiB.
     """
     group, _, rows = get_local_rows(weight, vocab_size, tp_group)
     divergence: torch.Tensor = _Divergence.apply(
@@ -103,7 +104,7 @@ def compute_teacher_divergence(
 
 
 class _Divergence(torch.autograd.Function):
-    """Works on the first ``rows`` of both weights. Of a pair the student's half comes
+    """Divergence over the first ``rows`` of the two weights; in a pair the student's half comes
     first."""
 
     @staticmethod
@@ -134,13 +135,16 @@ class _Divergence(torch.autograd.Function):
                 torch.amax(logits, dim=1, out=peak)
                 total.copy_(torch.exp(logits.sub_(peak[:, None]), out=spare).sum(dim=1))
             expected, ratio = (own, other) if reverse else (other, own)
+            # The log ratio of the two models, up to the normalisers, which ``divergence`` adds
+            # below.
             ratio.sub_(expected).neg_()
             cross[chunk] = torch.bmm(expected.exp_()[:, None, :], ratio[:, :, None])[:, 0, 0]
         if group is not None and len(hidden):
             _combine(peaks, totals, cross, group, reverse=reverse)
         logs = totals.log()
-        of, to = (0, 1) if reverse else (1, 0)
-        divergence = cross / totals[of] + (logs[to] - logs[of])
+        # KL(first ‖ second), with the student at index 0 and the teacher at index 1.
+        first, second = (0, 1) if reverse else (1, 0)
+        divergence = cross / totals[first] + (logs[second] - logs[first])
         ctx.save_for_backward(hidden, weight, *teacher[:2], peaks + logs, divergence)
         return divergence
 
@@ -154,6 +158,7 @@ class _Divergence(torch.autograd.Function):
         for chunk, (own, other, *spare) in _iterate_logits(
             ctx, hidden, weight, teacher_hidden, teacher_weight, more
         ):
+            # Subtract the normalisers: both buffers then hold log-probabilities.
             own.sub_(normalisers[0, chunk, None])
             other.sub_(normalisers[1, chunk, None])
             if ctx.reverse:
@@ -177,8 +182,11 @@ def _iterate_logits(
     teacher_weight: torch.Tensor,
     extra_types: Sequence[torch.dtype],
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
-    """Slices of the positions, each with both models' logits over the temperature, [c, rows] fp32,
-    and as large buffers of the types ``extra_types``."""
+    """Yield slices of the positions, each with buffers [c, rows].
+
+    The buffers are both models' logits over the temperature, fp32, then one buffer for each of
+    ``extra_types``.
+    """
     types = [torch.float32, torch.float32, *extra_types]
     for chunk, buffers in split_positions(
         len(hidden), ctx.rows, types, ctx.chunk_mib, hidden.device
@@ -198,14 +206,14 @@ def _combine(
     *,
     reverse: bool,
 ) -> None:
-    """Make one rank's part of the sums, taken from its own peaks, into the sums of all ranks from
-    the common peaks."""
+    """Reduce one rank's sums, relative to its own peaks, to the sums of all ranks relative to
+    the common peaks, in place."""
     shift = peaks.clone()
     dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
     shift.sub_(peaks)
     factor = shift.exp()
-    of, to = (0, 1) if reverse else (1, 0)
-    cross.add_((shift[of] - shift[to]) * totals[of]).mul_(factor[of])
+    first, second = (0, 1) if reverse else (1, 0)
+    cross.add_((shift[first] - shift[second]) * totals[first]).mul_(factor[first])
     totals.mul_(factor)
     sums = torch.cat([totals, cross[None]])
     dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)

@@ -1,11 +1,13 @@
-"""Gated delta networks in torch, for packs: the functions of flash-linear-attention, which needs a
-GPU.
+"""Gated delta networks in torch, for packs: flash-linear-attention's functions without a GPU.
 
-A gated delta network keeps a matrix S for each head (arXiv:2412.06464). A token first lets S decay
-by exp(g). It then corrects the value under its key: S += β k (v − Sᵀ k)ᵀ. Last it reads by its
-query: o = Sᵀ q. The corrections of a chunk of tokens are the solution of one triangular system.
-Every segment begins with a chunk of its own. The n-th chunks of all segments are one batch, so that
-a pack takes as many steps as its longest segment has chunks.
+A gated delta network keeps a matrix S for each head (arXiv:2412.06464). For each token:
+
+- S decays by exp(g).
+- The value under the token's key is corrected: S += β k (v − Sᵀ k)ᵀ.
+- The token's query reads the output: o = Sᵀ q.
+
+Every segment begins with a new chunk. The n-th chunks of all segments are one batch, so that the
+number of steps for a pack is the number of chunks in its longest segment.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ CHUNK = 32
 
 
 def l2norm(vectors: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torch.Tensor:
-    """Vectors of unit length along ``dim``."""
+    """Scale vectors to unit length along ``dim``."""
     return vectors * torch.rsqrt(vectors.square().sum(dim, keepdim=True) + eps)
 
 
@@ -35,16 +37,16 @@ def causal_conv1d(
     cu_seqlens: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """A convolution of each channel over the tokens of its segment up to now, and SiLU.
+    """Convolve each channel over its segment's tokens up to the current token, and apply SiLU.
 
     Args:
         x: [1, T, channels].
-        weight: [channels, taps], of which the last is the token's own.
-        bias: none is supported.
-        cu_seqlens: [S + 1], where segments start.
+        weight: [channels, taps]; the last tap belongs to the current token.
+        bias: unsupported, must be None.
+        cu_seqlens: [S + 1], starts of the segments.
 
     Returns:
-        [1, T, channels], and nothing.
+        [1, T, channels], and None.
     """
     assert bias is None
     place = torch.arange(x.shape[1]) - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
@@ -69,17 +71,19 @@ def chunk_gated_delta_rule(
     chunk: int = CHUNK,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of all tokens of a pack, and the states at the ends of its segments. Computes in fp32
-    at least.
+    """Return the outputs of all tokens of a pack, and the states at the ends of its segments.
+
+    Computes in fp32 or higher.
 
     Args:
-        q, k: [1, T, heads, key size], of unit length.
+        q: [1, T, heads, key size], of unit length.
+        k: [1, T, heads, key size], of unit length.
         v: [1, T, heads, value size].
         g: [1, T, heads], logarithms of the decay, at most 0.
         beta: [1, T, heads].
-        initial_state: [S, heads, key size, value size], at the beginnings of the segments; None:
+        initial_state: [S, heads, key size, value size], states at the starts of the segments; None:
             zero.
-        cu_seqlens: [S + 1], where segments start.
+        cu_seqlens: [S + 1], starts of the segments.
         chunk: tokens of a chunk.
 
     Returns:
@@ -90,9 +94,8 @@ def chunk_gated_delta_rule(
     )
     exact = torch.promote_types(q.dtype, torch.float32)
 
-    def in_chunks(
-        x: torch.Tensor,
-    ) -> torch.Tensor:  # [chunks, heads, chunk, …]; past the end of a segment, zeros
+    def in_chunks(x: torch.Tensor) -> torch.Tensor:
+        """Return [chunks, heads, chunk, …], with zeros past the end of a segment."""
         padded = functional.pad(x[0].to(exact).flatten(1), (0, 0, 0, 1)).index_select(0, tokens)
         return padded.view(-1, chunk, *x.shape[2:]).transpose(1, 2)
 
@@ -101,8 +104,10 @@ def chunk_gated_delta_rule(
     queries, keys, values, decay, rate = (in_chunks(x) for x in (q * key**-0.5, k, v, g, beta))
     total = decay.cumsum(-1)
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+    # Decay from an earlier to a later token of a chunk; 0 from a later to an earlier token.
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
     writes = torch.cat([values, keys * total.exp().unsqueeze(-1)], dim=-1) * rate.unsqueeze(-1)
+    # The corrections of a chunk's tokens (arXiv:2412.06464) solve one triangular system.
     system = (keys * rate.unsqueeze(-1)) @ keys.transpose(-1, -2) * between
     solved = torch.linalg.solve_triangular(system, writes, upper=False, unitriangular=True)
     new_values, read_before = solved.split([value, key], dim=-1)
@@ -116,6 +121,8 @@ def chunk_gated_delta_rule(
     state = initial_state.to(exact)[order]
     outputs = []
     ends = []
+    # Segments are in descending order of chunks: the segments that end drop out at the end of
+    # ``state``.
     for first, last in pairwise(batches):
         now = slice(first, last)
         ends.append(state[last - first :])
@@ -135,12 +142,14 @@ def recurrent_gated_delta_rule(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and states of one further token for each row.
+    """Return outputs and states after one further token for each row.
 
     Args:
-        q, k: [rows, heads, key size], of unit length.
+        q: [rows, heads, key size], of unit length.
+        k: [rows, heads, key size], of unit length.
         v: [rows, heads, value size].
-        g, beta: [rows, heads].
+        g: [rows, heads], logarithms of the decay.
+        beta: [rows, heads].
         state: [rows, heads, key size, value size].
     """
     queries, keys, values = (
@@ -157,11 +166,14 @@ def recurrent_gated_delta_rule(
 def _split_chunks(
     lengths: tuple[int, ...], chunk: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
-    """Chunks of the segments of a pack of T tokens: all first ones, then all second ones.
+    """List the chunks of a pack of T tokens: first the first chunks of all segments, then the
+    second.
 
     Returns:
-        The token in each place of the chunks, T where there is none; the segments, those with most
-        chunks first; where the first, second, … chunks start; and the place of each token.
+        - the token in each place of the chunks, T in places without a token;
+        - the segments, in descending order of chunks;
+        - the starts of the first, second, … chunks;
+        - the place of each token.
     """
     counts = -(-np.array(lengths) // chunk)
     order = np.argsort(-counts, kind="stable")

@@ -1,5 +1,4 @@
-"""A layout over the ranks that there are. Needs no torch, so that it can be asked before any rank
-starts."""
+"""Layout over the available ranks. Needs no torch, for use before any rank starts."""
 
 from __future__ import annotations
 
@@ -9,16 +8,18 @@ from megatron_dppo.config import LayoutConfig, replace
 from megatron_dppo.errors import UserError
 
 FAST_MULTIPLE = 128
-"""Tokens that matrix kernels of GPUs cut a pack into."""
+"""Tokens of the tiles into which GPU matrix kernels cut a pack."""
 
 
 def compute_capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bool) -> int:
-    """Divisor of a pack's tokens: required by the layout, on GPUs also preferred by their kernels.
+    """Return the divisor of a pack's tokens: required by the layout, on GPUs also preferred by
+    kernels.
 
     Args:
-        layout: of the run.
-        max_tokens: most tokens in a pack. If the kernels' divisor does not divide it, the layout's
-            is used: the longest sequence that is allowed would else not fit.
+        layout: layout of the run.
+        max_tokens: maximum tokens of a pack. If the kernels' divisor does not divide
+            ``max_tokens``, the result is the layout's divisor, because otherwise the longest valid
+            sequence would not fit.
         cuda: whether the ranks have GPUs.
     """
     fast = math.lcm(layout.pack_multiple, FAST_MULTIPLE)
@@ -26,14 +27,14 @@ def compute_capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bo
 
 
 def list_stage_layers(layers: int, stage: int, layout: LayoutConfig) -> list[range]:
-    """The layers of a pipeline stage, counted over the whole policy: one range for each of its
-    virtual stages.
+    """List the layers of a pipeline stage, numbered over the whole policy: a range for each virtual
+    stage.
 
-    Virtual stage v of all pipeline stages comes before virtual stage v + 1 of any, as Megatron-Core
-    interleaves them.
+    Virtual stage v of all pipeline stages comes before virtual stage v + 1 of any stage, as
+    Megatron-Core interleaves virtual stages.
 
     Raises:
-        ValueError: if the layers cannot be cut so; ``check_layout`` refuses such a layout.
+        ValueError: the layout cannot cut the layers; ``check_layout`` refuses the layout.
     """
     counts = _count_stage_layers(layers, layout)
     if any(count % layout.vpp for count in counts) or sum(counts) != layers:
@@ -44,8 +45,10 @@ def list_stage_layers(layers: int, stage: int, layout: LayoutConfig) -> list[ran
 
 
 def _count_stage_layers(layers: int, layout: LayoutConfig) -> list[int]:
-    """[pp], layers of each pipeline stage. Stages of no given number share what is left, equally
-    but for a rest."""
+    """Return the layers of each pipeline stage, [pp].
+
+    Stages without a given number share the remaining layers equally; a remainder stays unassigned.
+    """
     given = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
     fixed = {stage: count for stage, count in given.items() if count is not None}
     each = (layers - sum(fixed.values())) // max(layout.pp - len(fixed), 1)
@@ -53,11 +56,11 @@ def _count_stage_layers(layers: int, layout: LayoutConfig) -> list[int]:
 
 
 def count_interleaved_packs(packs: int, stages: int) -> int:
-    """How many packs the interleaved schedule takes through one virtual stage before the next one's
-    turn.
+    """Return the packs that the interleaved schedule sends through a virtual stage before the next
+    stage.
 
-    The fewest that leave no pack over, or as many as there are pipeline stages, which is what
-    Megatron asks for.
+    The result is the smallest number, at least the number of pipeline stages, that leaves no
+    remainder or, as Megatron requires, a remainder of at least the number of pipeline stages.
     """
     return next(
         size for size in range(stages, packs + 1) if packs % size == 0 or packs % size >= stages
@@ -65,7 +68,7 @@ def count_interleaved_packs(packs: int, stages: int) -> int:
 
 
 def format_layout(layout: LayoutConfig) -> str:
-    """As messages have it: ``tp 2 x pp 1 x cp 1 x dp 4; experts: ep 8 x etp 1``."""
+    """Format a layout for messages: ``tp 2 x pp 1 x cp 1 x dp 4; experts: ep 8 x etp 1``."""
     sizes = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 1}"
     if layout.ep > 1 or layout.expert_tp != layout.tp:
         sizes += f"; experts: ep {layout.ep} x etp {layout.expert_tp}"
@@ -73,10 +76,10 @@ def format_layout(layout: LayoutConfig) -> str:
 
 
 def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
-    """The layout with ``dp`` filled in for so many ranks.
+    """Return the layout with ``dp`` filled in for a number of ranks.
 
     Raises:
-        UserError: if the layout does not divide the ranks.
+        UserError: the layout does not divide the ranks.
     """
     model = layout.tp * layout.pp * layout.cp
     dp = layout.dp or max(ranks // model, 1)
@@ -88,6 +91,7 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
         )
         sizes = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 'any'}"
         raise UserError("layout", sizes, problem, remedy)
+    # Experts are cut over the ranks of a pipeline stage, across tp, cp and dp.
     stage = layout.tp * layout.cp * dp
     of_experts = layout.expert_tp * layout.ep
     if stage % of_experts:

@@ -1,8 +1,8 @@
-"""How ranks find one another. A run on one machine listens on no address that another machine could
+"""Rendezvous of the ranks. A run on one machine listens on no address that other machines can
 reach.
 
-A ``TCPStore`` listens on all addresses, unless it is given a socket that listens already. Ranks
-trust what is in it.
+A ``TCPStore`` listens on all addresses, unless given a socket that already listens. Ranks trust the
+contents of the store.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 LISTENER = "MEGATRON_DPPO_LISTENER"
-"""Environment variable with the descriptor of the socket that the launcher has made for rank 0 to
-listen on: a port that is held from the start can be taken by nobody else."""
+"""Environment variable with the descriptor of a socket made by the launcher for rank 0 to listen
+on.
+
+A port held from the start cannot be taken by another process.
+"""
 LOST_CONTACT = "contact with another rank was lost"
-"""How an error begins that is no time limit."""
+"""Start of an error that is not a timeout."""
 
 
 def is_single_node(environ: Mapping[str, str]) -> bool:
-    """Whether all ranks are, as our launcher, torchrun or srun has told this one."""
+    """Return whether all ranks are on this node, according to our launcher, torchrun or srun."""
     world = environ.get("WORLD_SIZE", "1")
     return (
         world in ("1", environ.get("LOCAL_WORLD_SIZE"))
@@ -34,12 +37,12 @@ def is_single_node(environ: Mapping[str, str]) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether no other machine reaches an address of IPv4 or IPv6."""
+    """Return whether an IPv4 or IPv6 address is unreachable from other machines."""
     return address.startswith("127.") or address == "::1"
 
 
 def open_listener(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens on one address; at any free port unless one is named."""
+    """Open a socket that listens on one address; port 0: any free port."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
@@ -48,8 +51,10 @@ def open_listener(host: str, port: int = 0) -> socket.socket:
 
 
 def open_store(host: str, timeout: timedelta, size: int | None = None) -> dist.TCPStore:
-    """A store in this process for those who reach it at ``host``: on loopback for them alone, else
-    on all addresses."""
+    """Open a store in this process for clients that reach it at ``host``.
+
+    On loopback the store listens on ``host`` only, else on all addresses.
+    """
     import torch.distributed as dist
 
     if not is_loopback(host):
@@ -58,8 +63,11 @@ def open_store(host: str, timeout: timedelta, size: int | None = None) -> dist.T
 
 
 def build_rendezvous_args(environ: Mapping[str, str], timeout: timedelta) -> dict[str, object]:
-    """Arguments of ``init_process_group`` for the place where ranks meet; empty if torch finds it
-    by itself: under torchrun, and on several machines."""
+    """Return the rendezvous arguments of ``init_process_group``.
+
+    Empty under torchrun and on several machines, because torch then finds the rendezvous without
+    arguments.
+    """
     import torch.distributed as dist
 
     if (
@@ -70,6 +78,7 @@ def build_rendezvous_args(environ: Mapping[str, str], timeout: timedelta) -> dic
         return {}
     rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if size == 1:
+        # A single rank needs no network.
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if rank:
         store = dist.TCPStore(LOOPBACK, port, size, is_master=False, timeout=timeout)
@@ -84,7 +93,8 @@ def build_rendezvous_args(environ: Mapping[str, str], timeout: timedelta) -> dic
 
 
 def find_loopback_interface() -> str | None:
-    """Its name, ``lo`` on Linux; None where no interface is called so."""
+    """Return the name of the loopback interface, ``lo`` on Linux; None if no interface has a
+    known name."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 

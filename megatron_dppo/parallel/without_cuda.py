@@ -1,13 +1,16 @@
-"""All that Megatron-Core needs to run without CUDA: the one file that changes anything of
-Megatron's or torch's.
+"""Changes to Megatron and torch that let Megatron-Core run without CUDA. No other file changes
+Megatron or torch.
 
-Megatron-Core asks for CUDA by name in places that have nothing to do with kernels: the device of a
-scalar, a barrier, the state of a generator. Each function below answers one kind of such questions
-with the CPU's equivalent. On a machine with CUDA none of them is installed.
+Megatron-Core refers to CUDA in places unrelated to kernels: the device of a scalar, a barrier, the
+state of a generator. Each function below replaces one kind of reference by the CPU's equivalent. On
+a machine with CUDA no replacement is installed.
 
-Besides, Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex.
-Without CUDA, or where neither is installed, it has torch's, and does not restore that state
-correctly. Both are mended here. The router of experts wants Transformer Engine, too.
+Two faults are fixed with and without CUDA:
+
+- Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex. Without
+  CUDA, or if both packages are missing, the optimizer has torch's Adam, and restores the state of
+  that Adam incorrectly.
+- The router of experts needs Transformer Engine.
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ _installed = False
 
 
 def install() -> None:
-    """Adapt this process, once. Called before any model-parallel group or model is made; later
-    calls do nothing."""
+    """Adapt this process, once; later calls have no effect.
+
+    Called before any model-parallel group or model is created.
+    """
     global _installed
     if _installed:
         return
@@ -48,17 +53,18 @@ def install() -> None:
 
 
 def _patch_device_queries() -> None:
-    """``torch.empty(..., device=torch.cuda.current_device())`` and ``.cuda()`` are how Megatron
-    says "here"."""
+    # Megatron uses ``device=torch.cuda.current_device()`` and ``.cuda()`` for the default device.
     torch.cuda.current_device = lambda: CPU
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 
 def _patch_tensor_factories() -> None:
-    """Schedules, optimizers, gradient clipping and experts make small tensors with a literal
-    ``device="cuda"``."""
-    # Torch's list of what ``with torch.device("meta")`` steers, made once: of its own.
+    """Move small tensors of schedules, optimizers, gradient clipping and experts from a literal
+    ``device="cuda"`` to the CPU."""
+    # Fill torch's cached list of the functions affected by ``with torch.device("meta")`` first,
+    # with
+    # torch's own functions instead of the replacements.
     _device._device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "arange"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -76,8 +82,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _patch_tensor_types() -> None:
-    """The optimizers sort parameters by ``param.type()`` and know only the names of CUDA
-    tensors."""
+    # The optimizers sort parameters by ``param.type()`` and accept only the names of CUDA tensors.
     type_of = torch.Tensor.type
 
     def cuda_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -89,17 +94,14 @@ def _patch_tensor_types() -> None:
 
 
 def _patch_random_state() -> None:
-    """Megatron's tracker forks CUDA's random state (initialisation, dropout, recompute): here it is
-    the CPU's.
-
-    The tracker's own two functions reach past ``torch.cuda`` into its default generators, so they
-    are replaced where they are defined.
-    """
+    """Use the CPU's random state in Megatron's tracker (initialisation, dropout, recompute)."""
     from megatron.core.tensor_parallel import random
 
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda new_state, device="cuda": torch.set_rng_state(new_state)
+    # Replace two functions of the tracker in the tracker's module, because the functions use the
+    # default generators below ``torch.cuda``.
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
         torch.get_rng_state()
     )
@@ -109,21 +111,22 @@ def _patch_random_state() -> None:
 
 
 class _InlineStream:
-    """A stream on which everything has already happened: a CPU runs its program in order."""
+    """A stream with all work finished, because a CPU runs its program in order."""
 
     def wait_stream(self, stream: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        return event or self  # an event is waited for as a stream is
+        # Waiting for an event is the same as waiting for a stream.
+        return event or self
 
     def synchronize(self) -> None: ...
 
 
 def _patch_streams() -> None:
-    """Tokens are counted for experts on a stream of their own, and from 0.17 on gradient buckets
-    are reduced on one."""
+    # Megatron counts tokens for experts on a separate stream, and from 0.17 on reduces gradient
+    # buckets on another stream.
     program = _InlineStream()
 
     @contextlib.contextmanager
@@ -137,18 +140,18 @@ def _patch_streams() -> None:
 
 
 def _disable_compile() -> None:
-    """Megatron wraps small functions in ``torch.compile``; on a CPU the first call would look for a
-    C++ compiler."""
     import torch._dynamo
 
+    # Megatron wraps small functions in ``torch.compile``; on a CPU the first call would look for a
+    # C++ compiler.
     torch._dynamo.config.disable = True
 
 
 def _patch_token_counts() -> None:
-    """Megatron turns counts of tokens into numpy's once they have left a GPU. On a CPU they would
-    stay tensors, which torch's exchanges do not take as sizes."""
     from megatron.core.transformer.moe import token_dispatcher
 
+    # Megatron converts token counts to numpy only when they leave a GPU. On a CPU the counts would
+    # stay tensors, and torch's exchanges do not accept tensors as sizes.
     def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -156,8 +159,9 @@ def _patch_token_counts() -> None:
 
 
 def _patch_all_gather() -> None:
-    """Gloo gathers equal parts only. Tensor-parallel experts gather as many tokens as each rank of
-    them was sent."""
+    """Gather tensors of different lengths over gloo."""
+    # Gloo gathers equal parts only, but each rank of tensor-parallel experts gathers the number of
+    # tokens sent to the rank.
     gather = dist.all_gather
 
     def all_gather(
@@ -177,8 +181,8 @@ def _patch_all_gather() -> None:
 
 
 def _patch_delta_rules() -> None:
-    """Gated delta networks compute with flash-linear-attention's functions, which have no CPU.
-    Megatron-Core has these networks over packs from 0.19 on."""
+    # Gated delta networks use functions of flash-linear-attention, which has no CPU version.
+    # Megatron-Core has these networks over packs from 0.19 on.
     try:
         from megatron.core.ssm.gated_delta_net import common, gdn
     except ImportError:
@@ -192,12 +196,13 @@ def _patch_delta_rules() -> None:
 
 
 def _patch_optimizer() -> None:
-    """Use torch's Adam and norms. At import, Megatron-Core chooses those of Transformer Engine or
-    Apex, if one is installed, and both require CUDA."""
     from megatron.core import optimizer as chosen
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
+    # At import, Megatron-Core chooses Adam and norms of Transformer Engine or Apex if installed,
+    # but
+    # both packages require CUDA. Use torch's instead.
     chosen.Adam = torch.optim.AdamW
     chosen.SGD = torch.optim.SGD
     chosen.USING_PYTORCH_OPTIMIZER = True
@@ -212,11 +217,13 @@ def _patch_optimizer() -> None:
 
 
 def _fix_torch_adam() -> None:
-    """Let the distributed optimizer restore the state of torch's Adam.
+    """Make the distributed optimizer restore the state of torch's Adam.
 
-    Two faults, neither of which shows in the first step after a resume: the fp32 shard of a
-    parameter requires a gradient, so that copying into it fails outside ``no_grad``; and all
-    parameters are handed one ``step`` tensor, which each of them then increments.
+    Two faults are fixed, which are invisible in the first step after a resume:
+
+    - The fp32 shard of a parameter requires a gradient, so that copying into the shard fails
+      outside ``no_grad``.
+    - All parameters get the same ``step`` tensor, and each parameter then increments that tensor.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -231,9 +238,8 @@ def _fix_torch_adam() -> None:
         with torch.no_grad():
             shard.copy_(tensors["param"])
             for name, value in self.optimizer.state[shard].items():
-                if (
-                    name != "step"
-                ):  # the step travels with the parameter groups, in the common state
+                # The step is restored with the parameter groups, in the common state.
+                if name != "step":
                     value.copy_(tensors[name])
 
     def load_with_cloned_steps(self: Any, state_dict: dict[str, Any]) -> None:
@@ -246,12 +252,13 @@ def _fix_torch_adam() -> None:
 
 
 def _fix_router() -> None:
-    """Give the router Transformer Engine's matrix product, and keep it from that where it has no
-    GPU to run on.
+    """Give the router Transformer Engine's matrix product, or disable that product without a GPU.
 
-    The router asks whether that function is None. Before Megatron-Core 0.17 there is no such name
-    without Transformer Engine, and it is None with versions of that which need no workspace from
-    their caller.
+    The router checks whether ``te_general_gemm`` is None. Two cases need a fix:
+
+    - Before Megatron-Core 0.17 the name is missing without Transformer Engine.
+    - With versions of Transformer Engine that need no workspace from their caller, the value is
+      None.
     """
     from megatron.core.transformer.moe import moe_utils
 

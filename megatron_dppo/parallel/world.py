@@ -1,7 +1,6 @@
-"""The coordinates of a rank, and the few exchanges of small objects that a step needs.
+"""Coordinates of a rank, and the few exchanges of small objects in a step.
 
-Objects travel over gloo, in a group of their own that waits as long as a rollout may take. A slow
-generation is then not mistaken for a dead network, and NCCL never waits for one.
+Objects are sent over gloo.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from megatron_dppo.process.streams import record_progress
 T = TypeVar("T")
 
 RANK0_ERROR_DELAY_S = 2.0
-"""How long other ranks hold back their own error where the leader's says more."""
+"""Delay, in seconds, of errors on ranks other than 0 if rank 0's error is more informative."""
 TIMEOUT_FRACTION = 0.9
-"""Share of a time limit after which a failed wait is one that took too long; before, another rank
+"""A wait that fails after this fraction of its time limit is a timeout; earlier, another rank
 has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank's coordinates. Replica d holds the ranks that train on the same packs.
+    """Coordinates of one rank. Replica d has the ranks that train on the same packs.
 
     Dense parameters are cut over ``tp`` consecutive ranks of a pipeline stage, experts over ``etp ·
-    ep``. The larger of these numbers is :attr:`shard_group_size`: so many consecutive ranks of each
-    stage together have one copy of the policy.
+    ep``. The larger number is :attr:`shard_group_size`: this number of consecutive ranks of each
+    stage together has one copy of the policy.
     """
 
     rank: int
     size: int
     layout: LayoutConfig
-    """With ``dp`` filled in."""
+    """Layout with ``dp`` filled in."""
     tp_rank: int
     pp_rank: int
     cp_rank: int
@@ -60,7 +59,7 @@ class World:
     control: Any
     """Gloo group of all ranks for objects and rollout tokens."""
     timeout_s: float
-    """How long an exchange in it waits for the slowest rank."""
+    """Seconds that an exchange in ``control`` waits for the slowest rank."""
 
     @property
     def dp(self) -> int:
@@ -74,17 +73,17 @@ class World:
 
     @property
     def shard_group_rank(self) -> int:
-        """This rank's number among the :attr:`shard_group_size` of its stage."""
+        """This rank's number among the :attr:`shard_group_size` ranks of its group."""
         return self.rank % (self.size // self.layout.pp) % self.shard_group_size
 
     @property
     def is_in_first_shard_group(self) -> bool:
-        """Whether this rank and the leader belong to one copy of the policy."""
+        """Whether this rank and rank 0 belong to the same copy of the policy."""
         return self.rank % (self.size // self.layout.pp) < self.shard_group_size
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this rank plans, logs and prints for all."""
+        """Whether this rank plans, logs and prints for all ranks."""
         return self.rank == 0
 
     @property
@@ -92,8 +91,7 @@ class World:
         return self.pp_rank == self.layout.pp - 1
 
     def broadcast(self, make: Callable[[], T]) -> T:
-        """Run ``make`` on rank 0, and return its result on every rank. An exception there is raised
-        on every rank."""
+        """Run ``make`` on rank 0, and return its result, or raise its exception, on every rank."""
         record_progress()
         outcome: list[Any] = [None]
         if self.is_rank0:
@@ -110,21 +108,22 @@ class World:
 
     def poll(self, probe: Callable[[], T | None]) -> T:
         """Call ``probe`` on rank 0 until it returns a value, and return the value on every rank.
+        Collective.
 
-        ``probe`` waits for at most a second: however long the value takes, ranks wait in short
-        exchanges. Its exception is raised on every rank. Collective.
+        ``probe`` must return within a second: ranks then wait in short exchanges, even if the value
+        takes long. An exception of ``probe`` is raised on every rank.
         """
         while (found := self.broadcast(probe)) is None:
             pass
         return found
 
     def barrier(self, description: str) -> None:
-        """Wait until every rank is here, for as long as ``rollout.timeout_s``. Collective.
+        """Wait for every rank, for at most ``rollout.timeout_s``. Collective.
 
         Raises:
-            UserError: on the leader, naming the ranks that did not come in time; the others fail
-                with torch's own error.
-            RuntimeError: at once, where another rank has ended.
+            UserError: on rank 0 after the time limit, naming the missing ranks; other ranks raise
+                torch's own error.
+            RuntimeError: at once, if another rank has ended.
         """
         if self.size == 1:
             return
@@ -137,6 +136,7 @@ class World:
             if time.monotonic() - began < TIMEOUT_FRACTION * self.timeout_s:
                 raise RuntimeError(f"{LOST_CONTACT} before its {description}: {error}") from error
             if not self.is_rank0:
+                # Rank 0's error names the missing ranks: print that error first.
                 time.sleep(RANK0_ERROR_DELAY_S)
                 raise
             problem = f"not every rank finished its {description} in time: {error}"
@@ -144,14 +144,14 @@ class World:
             raise UserError("rollout.timeout_s", f"{self.timeout_s:g}", problem, remedy) from error
 
     def compute_capacity_multiple(self, layout: LayoutConfig, max_tokens: int) -> int:
-        """Divisor of packs' tokens, at most ``max_tokens`` each, on these ranks' kind of device."""
+        """Return the divisor of a pack's tokens (at most ``max_tokens``) on this kind of device."""
         return compute_capacity_multiple(layout, max_tokens, cuda=self.device.type == "cuda")
 
     @contextmanager
     def training(self, description: str) -> Iterator[None]:
-        """Name the setting where a collective of training waits longer than ``layout.timeout_s``.
+        """Name the setting if a collective of training waits longer than ``layout.timeout_s``.
 
-        NCCL ends the process instead, after a message of its own.
+        NCCL instead ends the process, after its own message.
         """
         began = time.monotonic()
         try:
@@ -170,7 +170,7 @@ class World:
             ) from error
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+        """Return every rank's value, by rank, on every rank."""
         record_progress()
         if self.size == 1:
             return [value]
@@ -179,12 +179,13 @@ class World:
         return values
 
     def exchange(self, values: Sequence[T]) -> list[T]:
-        """Send ``values[rank]`` to each rank, and return the values sent to this rank, by rank.
+        """Send ``values[rank]`` to each rank; return the values sent to this rank, by rank.
         Collective."""
         record_progress()
         if self.size == 1:
             return [*values]
         parts = [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
+        # Exchange sizes first, because all_to_all_single needs the sizes of both sides.
         sizes = self.gather([len(part) for part in parts])
         incoming = [of_rank[self.rank] for of_rank in sizes]
         sent = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
@@ -193,12 +194,12 @@ class World:
         return [pickle.loads(part.numpy()) for part in received.split(incoming)]
 
     def run_on_all_ranks(self, attempt: Callable[[], T], *, description: str = "part") -> T:
-        """Run ``attempt`` on every rank; if it fails on any, raise the lowest failing rank's error
-        on all of them.
+        """Run ``attempt`` on every rank; on failure, raise the error of the lowest failing rank on
+        all ranks.
 
-        For work that is local to a rank (reading files, scoring): ``attempt`` must not be
-        collective, unless every rank fails in it where one does. ``description`` names the work in
-        the error about ranks that take longer than ``rollout.timeout_s``.
+        For work local to a rank (reading files, scoring). ``attempt`` must not be collective,
+        unless a failure on one rank implies a failure on every rank. ``description`` names the work
+        in the error about ranks that take longer than ``rollout.timeout_s``.
         """
         value: Any = None
         failure: Any = None
@@ -210,10 +211,10 @@ class World:
         return value
 
     def gather_results(self, result: T | BaseException, *, description: str) -> list[T]:
-        """Return the results of all ranks, by rank. If any is an error, raise the lowest failing
-        rank's on all ranks.
+        """Return the results of all ranks, by rank; raise the error of the lowest failing rank on
+        all ranks.
 
-        Collective. ``description`` as for :meth:`together`.
+        Collective. ``description`` as for :meth:`run_on_all_ranks`.
         """
         self.barrier(description)
         results: list[Any] = self.gather(
@@ -226,22 +227,21 @@ class World:
 
 
 def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
-    """Join the process group (from torchrun's or srun's environment), lay the model-parallel groups
-    over it.
+    """Join the process group from torchrun's or srun's environment, and create the model-parallel
+    groups.
 
-    A process group that exists already is used, so that tests can lay several layouts over the same
+    An existing process group is reused, so that tests can try several layouts in the same
     processes.
     """
     without_cuda.install()
     cuda = torch.cuda.is_available()
     if cuda:
-        alone = (
-            torch.cuda.device_count() == 1
-        )  # as where Slurm shows each of its tasks no GPU but its own
+        # Slurm may expose only its own GPU to each task.
+        alone = torch.cuda.device_count() == 1
         torch.cuda.set_device(0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        # Without device_id: torch would split the group for weights, to which servers belong, off a
-        # default group that is bound to a device.
+        # Without device_id, because torch would split the group for weights, which includes
+        # servers, off a default group that is bound to a device.
         limit = timedelta(seconds=layout.timeout_s)
         dist.init_process_group(
             "nccl" if cuda else "gloo",
@@ -262,6 +262,8 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    # A separate group with a time limit long enough for a rollout: a slow generation is not
+    # mistaken for a dead network, and NCCL never waits for a generation.
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     dp_rank = parallel_state.get_data_parallel_rank()
     replicas: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The table of families: all that the files of this folder define."""
+"""Table of families, collected from all files of this folder."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ FAMILIES: dict[str, Family] = {
     for family in vars(import_module(f"{__name__}.{file.name}")).values()
     if isinstance(family, Family)
 }
-"""Families by the architecture that config.json names."""
+"""Families by the architecture named in config.json."""

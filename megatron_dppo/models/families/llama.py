@@ -1,7 +1,7 @@
-"""Llama 2 and 3, SmolLM2: no norms of queries and keys, no biases; from 3.1 on with scaled rotary
-positions.
+"""Llama 2 and 3, SmolLM2: no query or key norms, no biases; scaled rotary positions from Llama 3.1
+on.
 
-Mistral is a Llama with a sliding window, which only some of its checkpoints have.
+Mistral is a Llama with a sliding window in some checkpoints only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from megatron_dppo.models.family import ATTENTION, MLP, Family, RopeScaling
 
 @dataclass(frozen=True, slots=True)
 class LlamaRopeScaling(RopeScaling):
-    """Llama 3.1's: low frequencies are divided by ``factor``, high ones stay, and those between are
-    interpolated.
+    """Scaling of Llama 3.1: low frequencies are divided by ``factor``, high frequencies stay, and
+    frequencies between are interpolated.
 
     Source: https://github.com/meta-llama/llama-models, ``apply_scaling``.
     """
@@ -28,9 +28,10 @@ class LlamaRopeScaling(RopeScaling):
     original_max_position_embeddings: float
 
     def __post_init__(self) -> None:
-        """
+        """Check the frequency bounds.
+
         Raises:
-            ValueError: there is nothing between low and high frequencies.
+            ValueError: the range between low and high frequencies is empty.
         """
         low = self.low_freq_factor
         high = self.high_freq_factor
@@ -40,6 +41,7 @@ class LlamaRopeScaling(RopeScaling):
             )
 
     def scale(self, frequencies: Any) -> Any:
+        # Rotations over the original context; the frequency factors are bounds on this number.
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         unscaled = (
             (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)

@@ -1,5 +1,5 @@
-"""Qwen2.5, which transformers calls Qwen2, has biases of queries, keys and values. Qwen3 has norms
-of queries and keys, and is dense or has experts in every layer."""
+"""Qwen2.5 (Qwen2 in transformers) has biases of queries, keys and values. Qwen3 has norms of
+queries and keys, and is dense or has experts in every layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUPPORTED = {
 def make_sizes(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False
 ) -> dict[str, Any]:
-    """The shape of a published Qwen3."""
+    """Return the shape of a published Qwen3."""
     own = {
         "num_layers": layers,
         "hidden": hidden,

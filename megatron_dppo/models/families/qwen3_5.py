@@ -1,9 +1,10 @@
-"""Qwen3.5: three layers of four are gated delta networks, the fourth is attention with an output
-gate. It is dense, or has experts in every layer, one of which is every token's.
+"""Qwen3.5: of every four layers, three are gated delta networks; the fourth is attention with an
+output gate. The model is dense, or has experts in every layer, including an expert shared by all
+tokens.
 
-Published checkpoints have a vision tower and heads for further tokens besides. Neither is trained:
-an export carries both along. A norm's weight is its distance from one, but for that behind the
-delta rule. Files hold the experts of a layer in two tensors.
+Published checkpoints also have a vision tower and heads for further tokens. These parts stay
+untrained: an export copies the tensors. A norm's weight is stored as distance from 1, except for
+the norm after the delta rule. Files hold the experts of a layer in two tensors.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megatron_dppo.models.family import (
 
 _ATTENTION: dict[str, Any] = {"layers": "full_attention"}
 _DELTA: dict[str, Any] = {"layers": "linear_attention"}
+# Hugging Face stacks queries, keys and values of a delta network in the first tensor.
 _MIXED = ((0, "query", "delta_keys"), (0, "key", "delta_keys"), (0, "value", "delta_values"))
 _IN_PROJ = (
     *_MIXED,
@@ -104,7 +106,7 @@ MIXTURE_ROWS = (
 def make_sizes(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, delta: int, tied: bool
 ) -> dict[str, Any]:
-    """The shape of a published Qwen3.5, whose delta networks have so many value heads."""
+    """Return the shape of a published Qwen3.5; ``delta``: value heads of a delta network."""
     own: dict[str, Any] = {
         "num_layers": layers,
         "hidden": hidden,
