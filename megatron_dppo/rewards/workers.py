@@ -84,8 +84,8 @@ class _Worker:
 class RewardWorkers:
     """Processes that score completions with one reward function.
 
-    Create workers on a thread that lives as long as the workers, because on Linux workers end with
-    the thread that started them.
+    Create workers on a thread that outlives the workers, because on Linux workers end with the
+    thread that started them.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class RewardWorkers:
 
     @classmethod
     def from_config(cls, reward: RewardConfig, function: str | None = None) -> RewardWorkers:
-        """Return workers with the settings of a run, for the run's function or another function."""
+        """Return workers with the settings of a run. ``function`` replaces the run's function."""
         return cls(
             function or reward.spec,
             workers=reward.workers,
