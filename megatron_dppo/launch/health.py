@@ -187,8 +187,8 @@ def main(wait_s: float = WAIT_S) -> int:
     if any(faults for _, faults in found):
         if rank == 0:
             for name, faults in found:
-                for fault in faults.splitlines():
-                    print(f"error: {name}: {fault}")
+                for line in faults.splitlines():
+                    print(f"error: {name}: {line}")
             # Wait, because the other ranks still read the store, which ends with this process.
             time.sleep(1.0)
         return 1

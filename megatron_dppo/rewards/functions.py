@@ -290,6 +290,7 @@ def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> 
     metrics = {name: value for *_, each in scored for name, value in each.metrics.items()}
     metrics |= {metric: each.reward for metric, _, each in scored}
     reward = _validate_reward(sum(weight * each.reward for _, weight, each in scored), metrics)
+    # The first function that scores a completion decides if the completion is correct.
     return replace(scored[0][2], reward=reward, roles=roles, metrics=metrics)
 
 
