@@ -25,8 +25,8 @@ class DistillationConfig(Section):
     teacher: str | None = None
     """Hugging Face directory of a teacher with the policy's vocabulary, of any shape; or the URL of
     an SGLang or vLLM server, which returns the teacher's probabilities of the sampled tokens. The
-    policy's distribution at each token of its own rollouts is drawn toward the teacher's. null: no
-    teacher."""
+    policy's distribution at each token of the policy's rollouts is drawn toward the teacher's.
+    null: no teacher."""
     teacher_checkpoint: str | None = None
     """Checkpoint of this project with weights for the teacher, which replace the weights of the
     teacher's directory."""
@@ -213,9 +213,9 @@ class PromptPruningConfig(Section):
     floor: Fraction = 0.2
     """neyman, function: smallest inclusion probability of a prompt."""
     draw: Literal["systematic", "bernoulli"] | None = None
-    """``systematic``: the number of kept prompts is fixed, up to a difference of one;
-    ``bernoulli``: each prompt is drawn independently; null: the draw of the rule (threshold and
-    greso bernoulli, neyman systematic)."""
+    """``systematic``: the number of kept prompts is fixed to within 1; ``bernoulli``: each prompt
+    is drawn independently; null: the draw of the rule (threshold and greso bernoulli, neyman
+    systematic)."""
     schedule: ScheduleConfig = ScheduleConfig()
 
     @property
@@ -274,9 +274,9 @@ class PruningConfig(Section):
     variance of the rewards (GRESO's adaptive batch), as dynamic_sampling always does."""
     noise: AboveZero | None = None
     """Estimated variance of a step's gradient, divided by the variance with
-    ``rollout.prompts_per_step`` unpruned prompts. The number of prompts that a step considers grows
-    by the factor by which pruning has made earlier steps noisier. 1: as noisy as without pruning;
-    2: as noisy as half of the prompts without pruning; null: a step considers
+    ``rollout.prompts_per_step`` unpruned prompts. A step considers more prompts by the factor of
+    the noise that pruning has added to earlier steps. With 1 a step is as noisy as without pruning;
+    with 2, as noisy as half of the prompts without pruning. null: a step considers
     ``rollout.prompts_per_step`` prompts."""
     max_rounds: Positive = 10
     """greso with refill, and dynamic_sampling: largest number of times that a step rolls out
@@ -284,7 +284,7 @@ class PruningConfig(Section):
 
     @property
     def least_inclusion(self) -> float:
-        """Inclusion probability that corresponds to the weight pruning.max_weight."""
+        """The inclusion probability that corresponds to the weight pruning.max_weight."""
         return (1.0 - 1e-9) / self.max_weight
 
 

@@ -294,14 +294,14 @@ class LayoutConfig(Section):
 
     @property
     def row_multiple(self) -> int:
-        """Multiple, in tokens, of the padded length of each sequence in a pack: two chunks for each
+        """Unit, in tokens, of the padded length of each sequence in a pack: two chunks for each
         context-parallel rank."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def pack_multiple(self) -> int:
-        """Multiple of tokens in the length of a pack: whole sequences, and an equal number of
-        tokens for each rank that holds a slice of the sequence dimension."""
+        """Unit of the pack length in tokens: whole sequences, and an equal number of tokens for
+        each rank that holds a slice of the sequence dimension."""
         return math.lcm(self.row_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
 
 

@@ -34,7 +34,7 @@ save, before SIGTERM."""
 
 
 class _SignalError(Exception):
-    """Signal to this process, to end the process."""
+    """Signal that ends this process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
