@@ -274,9 +274,9 @@ class PruningConfig(Section):
     variance of the rewards (GRESO's adaptive batch), as dynamic_sampling always does."""
     noise: AboveZero | None = None
     """Estimated variance of a step's gradient, divided by the variance with
-    ``rollout.prompts_per_step`` unpruned prompts. A step considers more prompts by the factor of
-    the noise that pruning has added to earlier steps. With 1 a step is as noisy as without pruning;
-    with 2, as noisy as half of the prompts without pruning. null: a step considers
+    ``rollout.prompts_per_step`` unpruned prompts. If pruning has made earlier steps noisier by a
+    factor, a step considers more prompts by the same factor. With 1 a step is as noisy as without
+    pruning; with 2, as noisy as half of the prompts without pruning. null: a step considers
     ``rollout.prompts_per_step`` prompts."""
     max_rounds: Positive = 10
     """greso with refill, and dynamic_sampling: largest number of times that a step rolls out
