@@ -1,5 +1,5 @@
-"""Every setting of a run, with its meaning. Imports neither torch nor Megatron, so any machine can
-check a file."""
+"""Settings of a run. Does not import torch or Megatron, so that any machine can check a settings
+file."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from megatron_dppo.config.types import Section, replace
 
 
 class Config(Section):
-    """A whole run. ``megatron-dppo train FILE a.b=c`` reads FILE over these defaults, then the
-    overrides."""
+    """Settings of a whole run. ``megatron-dppo train FILE a.b=c`` replaces defaults by the settings
+    in FILE, then by the overrides."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -67,7 +67,7 @@ class Config(Section):
 
     @property
     def max_answer_tokens(self) -> int:
-        """Most tokens of an answer in an evaluation."""
+        """Largest number of tokens in an answer of an evaluation."""
         return self.eval.max_response_tokens or self.rollout.max_response_tokens
 
     @property
@@ -79,17 +79,19 @@ class Config(Section):
 
     @property
     def usable_pack(self) -> int:
-        """Tokens that a pack can have in this layout."""
+        """Largest number of tokens of a pack in this layout."""
         return self.pack.max_tokens // self.layout.pack_multiple * self.layout.pack_multiple
 
     @property
     def least_pack(self) -> int:
-        """Tokens of a pack that the longest sequence fits into, in this layout."""
+        """Tokens of the smallest pack, in this layout, that has room for the longest sequence."""
         return math.ceil(self.longest / self.layout.pack_multiple) * self.layout.pack_multiple
 
     @property
     def kept_prompts(self) -> int:
-        """Prompts of a window that rules with a budget roll out, if all take as many tokens."""
+        """Prompts of a window that rules with a budget roll out, if all prompts take equally many
+        tokens."""
         prompts = self.rollout.prompts_per_step
         rule = self.pruning.prompts
+        # Only these two rules have a budget.
         return math.floor(prompts * rule.keep) if rule.named in ("threshold", "neyman") else prompts

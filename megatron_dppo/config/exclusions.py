@@ -1,9 +1,8 @@
 """Exclusions between settings, settings without effect, and numbers that are too large.
 
-Each command checks its configuration against ``exclusions.yaml`` before ranks start. ``idle.yaml``
-lists settings that a run does not read.
-
-``tools/site/settings_page.py`` prints the table in docs/settings.md.
+- Each command checks the configuration against ``exclusions.yaml`` before ranks start.
+- ``idle.yaml`` lists settings that a run does not read.
+- ``tools/site/settings_page.py`` prints the exclusions in docs/settings.md.
 """
 
 from __future__ import annotations
@@ -37,50 +36,52 @@ EVERY = "every command"
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition on settings, as ``exclusions.yaml`` describes them."""
+    """Condition on settings, in the syntax of ``exclusions.yaml``."""
 
     key: str
     order: str | None
-    """``=``, ``!=``, ``<``, ``>`` or ``>=``; None: the value is neither null, false, 0 nor
-    empty."""
+    """``=``, ``!=``, ``<``, ``>`` or ``>=``; None: the value is not null, false, 0 or empty."""
     words: tuple[str, ...]
-    """Values, keys of settings and properties to compare with."""
+    """Right-hand side of the comparison: values, keys of settings and properties."""
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        key, order, words = TERM.fullmatch(text).groups()  # type: ignore[union-attr]  # a test reads the table
+        # Every term matches, because a test reads the whole table.
+        key, order, words = TERM.fullmatch(text).groups()  # type: ignore[union-attr]
         return cls(key, order, tuple(words.split("|")) if order else ())
 
     def matches(self, config: Config, policy: object) -> bool:
         value = get_value(self.key, config, policy)
         if self.order is None:
             return bool(value)
-        others = [get_value(word, config, policy) if is_key(word) else word for word in self.words]
+        others = [_resolve_word(word, config, policy) for word in self.words]
         if self.order in ORDERS:
             return None not in (value, *others) and ORDERS[self.order](value, float(others[0]))
-        texts = {
-            format_value(each) for each in (value, *(value if isinstance(value, tuple) else ()))
-        }
-        wanted = (
-            re.escape(format_value(other)) for other in others
-        )  # a value of a setting may have a star of its own
-        patterns = "|".join(
-            p if is_key(w) else p.replace(r"\*", ".*")
-            for p, w in zip(wanted, self.words, strict=True)
-        )
-        return any(re.fullmatch(patterns, text) for text in texts) == (self.order == "=")
+        elements = value if isinstance(value, tuple) else ()
+        texts = {format_value(each) for each in (value, *elements)}
+        patterns = []
+        for word, other in zip(self.words, others, strict=True):
+            pattern = re.escape(format_value(other))
+            # A star is a wildcard in the table alone: values of settings may have a star.
+            patterns.append(pattern if is_key(word) else pattern.replace(r"\*", ".*"))
+        wanted = "|".join(patterns)
+        return any(re.fullmatch(wanted, text) for text in texts) == (self.order == "=")
+
+
+def _resolve_word(word: str, config: Config, policy: object) -> Any:
+    return get_value(word, config, policy) if is_key(word) else word
 
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """A row of the table: values of settings that are refused together."""
+    """Row of the table: values of settings that are refused together."""
 
     terms: tuple[Condition, ...]
-    """The first one names the setting that the error is about. The row applies if all terms
+    """Conditions. The first condition names the setting for the error. The row applies if all
     hold."""
     because: str
-    """Continues "setting = value: "; ``{key}`` is replaced by the value of a setting or
-    property."""
+    """Problem, which continues "setting = value: "; ``{key}`` is replaced by the value of a setting
+    or property."""
     remedy: str
     commands: tuple[str, ...]
 
@@ -92,10 +93,11 @@ class Exclusion:
         )
 
     def check(self, config: Config, policy: object = None) -> None:
-        """
+        """Check a configuration against the row.
+
         Args:
-            config: of the run.
-            policy: its ``PolicyShape``, if the row requires one.
+            config: configuration of the run.
+            policy: ``PolicyShape`` of the policy, if the row requires a shape.
 
         Raises:
             UserError: all terms of the row hold.
@@ -110,16 +112,17 @@ class Exclusion:
                 )
             return format_value(get_value(key, config, policy))
 
-        problem, remedy = (
-            PLACE.sub(lambda found: format_key(found[1]), said)
-            for said in (self.because, self.remedy)
-        )
+        def fill_places(text: str) -> str:
+            return PLACE.sub(lambda found: format_key(found[1]), text)
+
+        problem = fill_places(self.because)
+        remedy = fill_places(self.remedy)
         raise UserError(self.terms[0].key, format_key(self.terms[0].key), problem, remedy)
 
 
 @cache
 def load_exclusions() -> tuple[Exclusion, ...]:
-    """The rows of the table, in its order."""
+    """Return the rows of the table, in the table's order."""
     table = yaml.load(TABLE.read_text(encoding="utf-8"), Loader)
     return tuple(
         row
@@ -152,22 +155,21 @@ def load_idle_rows() -> tuple[dict[str, str], ...]:
 
 
 def find_idle_keys(config: Config) -> tuple[str, ...]:
-    """Return the keys, or beginnings of keys, of settings that ``train`` does not read, given the
-    other settings."""
-    idle = [
-        row
-        for row in load_idle_rows()
-        if all(Condition.parse(term).matches(config, None) for term in row["when"].split())
-    ]
-    return tuple(key for row in idle for key in row["keys"].split())
+    """Return the keys, or beginnings of keys, of settings that ``train`` ignores, given the
+    remaining settings."""
+    keys: list[str] = []
+    for row in load_idle_rows():
+        terms = map(Condition.parse, row["when"].split())
+        if all(term.matches(config, None) for term in terms):
+            keys += row["keys"].split()
+    return tuple(keys)
 
 
 def _build_default_remedy(terms: tuple[Condition, ...]) -> str:
-    """The remedy of setting one of the terms' settings to its default, if the term does not hold
-    then.
+    """Return the remedy of setting one of the terms' settings to a default that ends the term.
 
     Raises:
-        ValueError: there is no such setting, and the row has no remedy of its own.
+        ValueError: no default ends any term, and the row has no explicit remedy.
     """
     defaults = dict(Config().iter_settings())
     others = [
@@ -183,12 +185,14 @@ def _build_default_remedy(terms: tuple[Condition, ...]) -> str:
 def build_checks(
     config: Config, command: Command, policy: object = None
 ) -> Iterator[Callable[[], None]]:
-    """Each raises UserError if the settings have what a row of the table excludes.
+    """Yield the checks of a command. Each check raises UserError if a row of the table excludes the
+    settings.
 
     Args:
-        config: of the run.
-        command: that is to run.
-        policy: the policy's ``PolicyShape``, for the rows that require one; None: for all others.
+        config: configuration of the run.
+        command: command to run.
+        policy: ``PolicyShape`` of the policy, to check the rows with a shape; None: check the
+            remaining rows.
     """
     for row in load_exclusions():
         if command in row.commands and row.needs_policy_shape == (policy is not None):
@@ -196,7 +200,7 @@ def build_checks(
 
 
 def is_key(word: str) -> bool:
-    """Whether a word is a dotted key of a setting or property, not a value."""
+    """Return whether a word is a dotted key of a setting or property, and not a value."""
     section, dot, _ = word.partition(".")
     return (
         section in ("policy", *Config.model_fields)
@@ -206,20 +210,21 @@ def is_key(word: str) -> bool:
 
 
 def get_value(key: str, config: Config, policy: object = None) -> Any:
-    """The value of a setting or property by its dotted key."""
+    """Return the value of a setting or property by dotted key."""
     name = key.removeprefix("policy.")
     return operator.attrgetter(name)(config if name == key else policy)
 
 
 def format_value(value: object) -> str:
-    """Format a value as an override on the command line has it."""
+    """Return a value in the form of an override on the command line."""
     if isinstance(value, tuple):
         return f"[{','.join(map(format_value, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Section):
         return "{" + ", ".join(f"{name}: {format_value(each)}" for name, each in value) + "}"
-    if isinstance(value, Mapping):  # values may be keys or passwords
+    if isinstance(value, Mapping):
+        # Hide the values, because environment variables may hold keys or passwords.
         return "{" + ", ".join(f"{name}: …" for name in value) + "}"
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -232,20 +237,19 @@ MOST_WHOLE = 2**63 - 1
 def check_numbers(config: Config) -> None:
     """Check that clocks, generators and 32-bit arithmetic can hold every number.
 
+    Infinity means no limit and is accepted, except as a time.
+
     Raises:
-        UserError: naming the first setting whose number is too large. An infinity that is no time
-            is a limit left out.
+        UserError: a number is too large. The error names the setting; if several numbers are too
+            large, the first setting.
     """
     for key, value in config.iter_settings():
+        # Infinity is a limit that is left out, except for a time.
         if not isinstance(value, int | float) or (value == math.inf and not key.endswith("_s")):
             continue
-        most = (
-            MOST_SECONDS
-            if key.endswith("_s")
-            else MOST_FLOAT
-            if isinstance(value, float)
-            else MOST_WHOLE
-        )
+        most: float = MOST_FLOAT if isinstance(value, float) else MOST_WHOLE
+        if key.endswith("_s"):
+            most = MOST_SECONDS
         if value > most:
             problem = "is more than can be computed with"
             raise UserError(key, f"{value!s:.40}", problem, f"Set it to {most:g} or less")

@@ -1,4 +1,4 @@
-"""The loss, what is pruned from it, and how the rest is packed."""
+"""Settings of the loss, of the pruning and of the packs."""
 
 from __future__ import annotations
 
@@ -23,64 +23,66 @@ from megatron_dppo.errors import UserError
 
 class DistillationConfig(Section):
     teacher: str | None = None
-    """Hugging Face directory of a teacher with the policy's vocabulary, of any shape: the policy's
-    distribution at each token of its own rollouts is drawn toward the teacher's. Or the URL of an
-    SGLang or vLLM server, which says how likely the sampled tokens are to it. null: none."""
+    """Hugging Face directory of a teacher with the policy's vocabulary, of any shape; or the URL of
+    an SGLang or vLLM server, which returns the teacher's probabilities of the sampled tokens. The
+    policy's distribution at each token of the policy's rollouts is drawn toward the teacher's.
+    null: no teacher."""
     teacher_checkpoint: str | None = None
-    """A checkpoint of this project, for the weights of the teacher in place of the directory's."""
+    """Checkpoint of this project with weights for the teacher, which replace the weights of the
+    teacher's directory."""
     teachers: dict[str, str | None] = Field(default={})
-    """Teachers of prompts by their data source, each as in ``teacher``: ``{math: DIRECTORY, code:
-    http://HOST:PORT, chat: null}``; null: not taught. Sources that are not named have ``teacher``,
-    and are refused without one."""
+    """Teachers by the data source of the prompts, each in a form that ``teacher`` accepts: ``{math:
+    DIRECTORY, code: http://HOST:PORT, chat: null}``; null: no distillation. Prompts of a source
+    without an entry have ``teacher``, and are refused if ``teacher`` is null."""
     coef: AboveZero = 1.0
     """Weight of the divergence of policy and teacher, per token."""
     direction: Literal["reverse", "forward"] = "reverse"
-    """Direction of the divergence, which is exact over the whole vocabulary unless a server
-    teaches. ``reverse``: KL(policy || teacher), mode-seeking; ``forward``: KL(teacher || policy),
+    """Direction of the divergence, which is exact over the whole vocabulary unless the teacher is a
+    server. ``reverse``: KL(policy || teacher), mode-seeking; ``forward``: KL(teacher || policy),
     mass-covering."""
     use_task_rewards: bool = True
-    """Whether rewards are trained on as well. Without, they are measured and shown, and every
-    advantage is 0."""
+    """Train on rewards as well. false: rewards are measured and shown, and every advantage is 0."""
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Teachers, each once."""
+        """Teachers, without duplicates."""
         return tuple(
             dict.fromkeys(name for name in (self.teacher, *self.teachers.values()) if name)
         )
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The directories among them: models that the trainer runs itself."""
+        """Teachers that are directories: models that the trainer itself runs."""
         return tuple(name for name in self.named if not is_server(name))
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Servers among the teachers, by URL."""
+        """Teachers that are servers, by URL."""
         return tuple(name for name in self.named if is_server(name))
 
     def get_teacher(self, data_source: str) -> str | None:
-        """A prompt's teacher; None: it is not taught."""
+        """Return the teacher of prompts of a data source; None: no distillation."""
         return self.teachers.get(data_source, self.teacher)
 
     def find_model_index(self, data_source: str) -> int:
-        """The place of a prompt's teacher among :attr:`models`; −1: it has none there."""
+        """Return the index in :attr:`models` of the teacher of a data source; −1: no model is the
+        teacher."""
         name = self.get_teacher(data_source)
         return self.models.index(name) if name in self.models else -1
 
     def has_server(self, data_source: str) -> bool:
-        """Whether a prompt's teacher is a server."""
+        """Return whether the teacher of a data source is a server."""
         return self.get_teacher(data_source) in self.servers
 
     def get_setting(self, teacher: str) -> str:
-        """The setting that names it."""
+        """Return the key of the setting that names a teacher."""
         return f"loss.distillation.teacher{'' if teacher == self.teacher else 's'}"
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
-        """
+        """Check that each data source has a teacher, or is excluded explicitly by null.
+
         Raises:
-            UserError: prompts of a source have no teacher, and nothing says that they shall have
-                none.
+            UserError: a source has no entry in ``teachers``, and ``teacher`` is None.
         """
         if self.teacher is not None or not self.teachers:
             return
@@ -95,7 +97,7 @@ class DistillationConfig(Section):
 
 
 def is_server(teacher: str) -> bool:
-    """Whether a teacher is a URL, and no directory."""
+    """Return whether a teacher is the URL of a server, and not a directory."""
     return teacher.startswith(("http://", "https://"))
 
 
@@ -112,106 +114,113 @@ class LossConfig(Section):
         "gmpo",
         "sapo",
     ] = "grpo"
-    """The objective. grpo: mean over each sequence, then over sequences; dr_grpo: sums over one
-    constant, advantages not divided by their deviation; dapo: mean over tokens, a higher upper
-    clip; gspo: one ratio for a sequence; cispo: the clipped ratio weighs the log-probability, so
-    that no token loses its gradient; rloo: held against the others of the group, no clip;
-    reinforce_pp: held against the whole minibatch and divided by its deviation;
-    reinforce_pp_baseline: held against the group, divided by the minibatch's deviation; gmpo: the
-    geometric mean of a sequence's clipped ratios; sapo: a smooth gate in place of the clip."""
+    """Objective. grpo: mean over each sequence, then over sequences; dr_grpo: sums over one
+    constant, advantages not divided by the standard deviation; dapo: mean over tokens, a higher
+    upper clip; gspo: one ratio per sequence; cispo: the clipped ratio is a weight of the
+    log-probability, so that every token keeps a gradient; rloo: rewards compared with the rest of
+    the group, no clip; reinforce_pp: rewards compared with the whole minibatch, and divided by the
+    minibatch's standard deviation; reinforce_pp_baseline: rewards compared with the group, and
+    divided by the minibatch's standard deviation; gmpo: geometric mean of a sequence's clipped
+    ratios; sapo: a smooth gate replaces the clip."""
     objective: str | None = None
-    """An objective of your own, ``file.py:function`` or ``module:function``: what is made of each
-    token's ratio and advantage, in place of what ``name`` makes of them. All else stays as ``name``
-    has it: how rewards become advantages, the ratio, the clips and the mean. null: none."""
+    """User-defined objective, ``file.py:function`` or ``module:function``: a function of each
+    token's ratio and advantage, which replaces the function of ``name``. The objective ``name``
+    still defines the computation of advantages from rewards, the ratio, the clips and the mean.
+    null: no user-defined objective."""
     advantage: str | None = None
-    """How rewards become advantages. null: as ``name`` has it; grpo: (r - mean)/std of the group,
-    the deviation over its G rewards; grpo_sample: the deviation over G - 1, as in verl, TRL, slime
-    and SkyRL, which gives advantages sqrt((G - 1)/G) times as large; dr_grpo: r - mean of the
-    group; rloo: r - mean of the others; reinforce_pp: (r - mean)/std of the minibatch;
-    reinforce_pp_baseline: r - mean of the group, over the minibatch's deviation; or a function of
-    your own, ``file.py:function`` or ``module:function``."""
+    """Computation of advantages from rewards r. null: the method of ``name``; grpo: (r - mean)/std
+    of the group, with the standard deviation over the G rewards; grpo_sample: with the standard
+    deviation over G - 1, as in verl, TRL, slime and SkyRL, which gives advantages sqrt((G - 1)/G)
+    times as large; dr_grpo: r - mean of the group; rloo: r - mean of the group's other rewards;
+    reinforce_pp: (r - mean)/std of the minibatch; reinforce_pp_baseline: r - mean of the group,
+    divided by the minibatch's standard deviation; or a user-defined function, ``file.py:function``
+    or ``module:function``."""
     clip_low: NonNegative | None = None
-    """Clip of the ratio below 1; null: the objective's (0.2; gspo 3e-4; gmpo 0.33; cispo and rloo
-    none). With a trust_region how far a token may diverge where its advantage is negative; null:
-    0.15 for tv, 0.05 for kl."""
+    """Clip of the ratio below 1; null: the objective's clip (0.2; gspo 3e-4; gmpo 0.33; cispo and
+    rloo no clip). With a trust_region, largest divergence of a token with a negative advantage;
+    null: 0.15 for tv, 0.05 for kl."""
     clip_high: NonNegative | None = None
-    """Clip of the ratio above 1; null: the objective's (0.2; dapo and cispo 0.28; gspo 4e-4; gmpo
-    0.49; rloo none). With a trust_region how far a token may diverge where its advantage is
-    positive; null: as for clip_low."""
+    """Clip of the ratio above 1; null: the objective's clip (0.2; dapo and cispo 0.28; gspo 4e-4;
+    gmpo 0.49; rloo no clip). With a trust_region, largest divergence of a token with a positive
+    advantage; null: as for clip_low."""
     trust_region: Literal["none", "tv", "kl"] = "none"
-    """In place of the clip (Divergence PPO): a token is left out where its update would move its
-    probability further away from the engine's, and the two have diverged by more than a bound. What
-    is compared is how likely this token is, and how likely any other: by total variation, or by KL.
-    The ratio is that of policy over engine, and needs no other correction."""
+    """Trust region that replaces the clip (Divergence PPO). A token is left out if the update would
+    move the token's probability further away from the engine's, and the two probabilities have
+    diverged by more than a bound. The divergence compares the probability of this token, and of any
+    other token: by total variation (``tv``), or by KL (``kl``). The ratio is policy over engine,
+    and needs no other correction."""
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference
     model."""
     tis_cap: AtLeastOne | None = None
-    """Cap of the truncated importance weight of policy over engine; null: off, or 2 with
+    """Cap of the truncated importance weight, policy over engine; null: no cap, or 2 with
     rollout.ahead or data.rollouts, unless a trust_region or mask_above bounds the weight."""
     tis_level: Literal["token", "sequence"] = "token"
-    """Whether that weight, and what masks it, is each token's own, or the product over the tokens
-    of its sequence."""
+    """Level of the importance weight, and of the masks by this weight. ``token``: the weight of
+    each token; ``sequence``: the product over the tokens of the sequence."""
     mask_below: Share | None = None
-    """Tokens whose weight of policy over engine is below this are left out (IcePop: 0.5); null:
-    none."""
+    """Tokens with an importance weight, policy over engine, below this bound are left out (IcePop:
+    0.5); null: no bound."""
     mask_above: AtLeastOne | None = None
-    """Tokens whose weight of policy over engine is above this are left out (IcePop: 5); null: none.
-    Without tis_cap what is between the two has its weight as it is."""
+    """Tokens with an importance weight, policy over engine, above this bound are left out (IcePop:
+    5); null: no bound. Without tis_cap, weights between the two bounds are used unchanged."""
     mask_truncated: bool = False
-    """Mask completions that ended at rollout.max_response_tokens, whole, with their KL and
-    distillation terms (DAPO's overlong filtering). Their rewards and tokens still count in the
-    advantages of their groups and in the divisor."""
+    """Mask whole completions that ended at rollout.max_response_tokens, including the KL and
+    distillation terms (DAPO's overlong filtering). The rewards and tokens of masked completions
+    still count in the advantages of the groups and in the divisor."""
     updates_per_rollout: Positive = 1
-    """Optimizer steps per rollout: the window is split into so many minibatches of whole groups."""
+    """Optimizer steps per rollout. The window is split into this number of minibatches of whole
+    groups."""
     distillation: DistillationConfig = DistillationConfig()
     replay_routing: Literal["none", "rollout"] = "none"
-    """Mixtures of experts: whose choice of experts the updates take over, so that ratios compare
-    the same experts. ``rollout``: the engine's, of each token in each layer."""
+    """Mixtures of experts: source of the choice of experts in the updates, so that ratios compare
+    the same experts. ``rollout``: the engine's choice, for each token in each layer."""
 
     @property
     def distillation_coef(self) -> float:
-        """The weight of the divergence from a teacher; 0 without any."""
+        """Weight of the divergence from a teacher; 0 without a teacher."""
         return self.distillation.coef if self.distillation.named else 0.0
 
 
 class ScheduleConfig(Section):
     shape: Literal["constant", "linear", "cosine"] = "constant"
-    """How the kept share moves from 1 at the first step to ``keep``: at once, or along a line or
+    """Course of the kept fraction from 1 at the first step to ``keep``: at once, or along a line or
     half a cosine."""
     ramp: Share = 0.2
-    """Share of the run over which a linear or cosine schedule gets there."""
+    """Fraction of the run until a linear or cosine schedule reaches ``keep``."""
     off_last: Share = 0.0
-    """Share of the run, at its end, without pruning (as InfoBatch does)."""
+    """Fraction of the run without pruning, at the end of the run (as in InfoBatch)."""
 
     @property
     def spent(self) -> float:
-        """Shares of the run that ramp and off_last take together."""
+        """Fractions of the run that ramp and off_last take together."""
         return self.ramp + self.off_last
 
 
 class PromptPruningConfig(Section):
     rule: Literal["none", "threshold", "neyman", "greso", "dynamic_sampling"] = "neyman"
-    """Unbiased: none, threshold (the paper's), neyman (least variance). Biased: greso (skips
-    prompts that gave equal rewards again and again), dynamic_sampling (DAPO's: groups of equal
-    reward are replaced)."""
+    """Rule of the pruning. Unbiased: ``none``, threshold (the paper's), neyman (smallest variance).
+    Biased: greso (skips prompts that repeatedly gave equal rewards), dynamic_sampling (DAPO's:
+    replaces groups of equal reward)."""
     function: str | None = None
-    """A rule of your own, ``file.py:function`` or ``module:function``, in the place of ``rule``:
-    from candidates, of which earlier visits are known, and ``keep`` to inclusion probabilities."""
+    """User-defined rule, ``file.py:function`` or ``module:function``, which replaces ``rule``: a
+    function from candidates with their reward histories, and from ``keep``, to inclusion
+    probabilities."""
     keep: Fraction = 0.85
-    """neyman: share of the window that is rolled out, by the tokens that its prompts are expected
-    to take; threshold: 1 − r, the chance of a low-scored prompt. greso and dynamic_sampling have no
-    budget and do not look at it."""
+    """neyman: fraction of the window to roll out, measured by the expected tokens of the prompts;
+    threshold: 1 − r, the probability of a low-scored prompt. greso and dynamic_sampling have no
+    budget and ignore this setting."""
     floor: Fraction = 0.2
-    """neyman, function: least inclusion probability of a prompt."""
+    """neyman, function: smallest inclusion probability of a prompt."""
     draw: Literal["systematic", "bernoulli"] | None = None
-    """``systematic``: the number kept is fixed to within one; ``bernoulli``: each prompt by
-    itself; null: the rule's (threshold and greso by themselves, neyman systematic)."""
+    """``systematic``: the number of kept prompts is fixed to within 1; ``bernoulli``: each prompt
+    is drawn independently; null: the draw of the rule (threshold and greso bernoulli, neyman
+    systematic)."""
     schedule: ScheduleConfig = ScheduleConfig()
 
     @property
     def named(self) -> str:
-        """The rule's name in the table, or that of the user's own."""
+        """Name of the rule, as in the table of rules; or the user-defined function."""
         return self.function or self.rule
 
 
@@ -219,37 +228,38 @@ class CompletionPruningConfig(Section):
     rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k", "extremes"] = (
         "neyman"
     )
-    """Unbiased: none, threshold (the paper's), neyman (least variance). Biased:
-    threshold_deterministic (the paper's Appendix A), top_k (CPPO's: the largest advantages),
-    extremes (BranchGRPO's: the best and the worst of a group)."""
+    """Rule of the pruning. Unbiased: ``none``, threshold (the paper's), neyman (smallest variance).
+    Biased: threshold_deterministic (the paper's Appendix A), top_k (CPPO's: the largest
+    advantages), extremes (BranchGRPO's: the best and the worst of a group)."""
     function: str | None = None
-    """A rule of your own, ``file.py:function`` or ``module:function``, in the place of ``rule``:
-    from candidates and ``keep`` to inclusion probabilities."""
+    """User-defined rule, ``file.py:function`` or ``module:function``, which replaces ``rule``: a
+    function from candidates and ``keep`` to inclusion probabilities."""
     keep: Keep = "auto"
-    """neyman: share of the rolled-out tokens that is trained on; top_k, extremes: of the
-    completions; threshold and threshold_deterministic: 1 − r, the chance or share of the low-scored
-    ones. ``auto``: under neyman at each step the share at which the gradient's estimated variance
-    times the step's tokens, generated and trained on, is least; 0.5 under other rules."""
+    """neyman: fraction of the rolled-out tokens to train on; top_k, extremes: fraction of the
+    completions to train on; threshold and threshold_deterministic: 1 − r, the probability or
+    fraction of low-scored completions. ``auto``: under neyman, at each step, the fraction that
+    minimises the product of the gradient's estimated variance and the step's tokens, generated and
+    trained on; 0.5 under other rules."""
     score: Literal["engine", "advantage"] = "engine"
     """Proxy in neyman for a completion's gradient norm. ``engine``: the advantage times √Σ(1 − p)²
-    of the tokens' rollout probabilities p, for free; ``advantage``: the advantage alone, for
+    of the tokens' rollout probabilities p, at no cost; ``advantage``: the advantage alone, for
     engines without log-probabilities."""
     draw: Literal["systematic", "bernoulli"] | None = None
-    """As at the level of prompts; null: the rule's own (threshold by themselves, neyman
-    systematic)."""
+    """As in pruning.prompts.draw, for completions; null: the draw of the rule (threshold bernoulli,
+    neyman systematic)."""
     normaliser: Literal["full", "kept"] = "full"
-    """top_k: what the loss is divided by: the whole minibatch, or what is kept of it, as CPPO has
-    it (which makes steps longer, the more is pruned)."""
+    """Divisor of the loss under top_k. ``full``: the whole minibatch; ``kept``: the kept part of
+    the minibatch, as in CPPO (steps become longer, the more is pruned)."""
     schedule: ScheduleConfig = ScheduleConfig()
 
     @property
     def named(self) -> str:
-        """The rule's name in the table, or that of the user's own."""
+        """Name of the rule, as in the table of rules; or the user-defined function."""
         return self.function or self.rule
 
     @property
     def share(self) -> Keep:
-        """``keep``, as the rule understands it."""
+        """``keep``, with the meaning of ``auto`` under rules other than neyman."""
         return 0.5 if self.keep == "auto" and self.named != "neyman" else self.keep
 
 
@@ -257,37 +267,39 @@ class PruningConfig(Section):
     prompts: PromptPruningConfig = PromptPruningConfig()
     completions: CompletionPruningConfig = CompletionPruningConfig()
     max_weight: AtLeastOne = 10.0
-    """Bound on 1/(π_prompt·π_completion), kept by a floor on the completions' probabilities; no
-    weight is cut off."""
+    """Bound on the weight 1/(π_prompt·π_completion). A floor on the completions' probabilities
+    keeps this bound; weights are never clipped."""
     refill: Literal["none", "prompts"] = "none"
-    """greso: ``prompts`` rolls out more prompts, until the window is full of groups of mixed reward
-    (its adaptive batch), as dynamic_sampling always does."""
+    """greso: ``prompts`` rolls out more prompts, until the window is full of groups with non-zero
+    variance of the rewards (GRESO's adaptive batch), as dynamic_sampling always does."""
     noise: AboveZero | None = None
-    """Estimated variance of a step's gradient over that of ``rollout.prompts_per_step`` unpruned
-    prompts. A step considers as many more prompts as pruning has made earlier ones noisier. 1: as
-    noisy as without pruning; 2: as half of the prompts without pruning; null: a step considers
+    """Estimated variance of a step's gradient, divided by the variance with
+    ``rollout.prompts_per_step`` unpruned prompts. If pruning has made earlier steps noisier by a
+    factor, a step considers more prompts by the same factor. With 1 a step is as noisy as without
+    pruning; with 2, as noisy as half of the prompts without pruning. null: a step considers
     ``rollout.prompts_per_step`` prompts."""
     max_rounds: Positive = 10
-    """greso with refill, and dynamic_sampling: how often a step rolls out prompts before it trains
-    on what it has."""
+    """greso with refill, and dynamic_sampling: largest number of times that a step rolls out
+    prompts. Then the step trains on the groups at hand."""
 
     @property
     def least_inclusion(self) -> float:
-        """The inclusion probability whose weight is pruning.max_weight."""
+        """The inclusion probability that corresponds to the weight pruning.max_weight."""
         return (1.0 - 1e-9) / self.max_weight
 
 
 class PackConfig(Section):
     max_tokens: Positive = 4096
-    """Most tokens in a pack (one microbatch); a step's capacity is chosen below it so that packs
-    are full."""
+    """Largest number of tokens in a pack (one microbatch). A step's capacity is chosen below this
+    limit, so that packs are full."""
     window: Positive = 64
-    """How many of the longest unpacked sequences the packer looks at."""
+    """Number of the longest unpacked sequences that the packer considers."""
     share_prefixes: Literal["auto", "on", "off"] = "auto"
-    """Whether what completions have in common is in a pack once, where they are in the same pack:
-    the prompt, what different prompts begin with, what responses to a prompt do. ``auto``: where it
-    makes a step cheaper, and not with model.spec = te, with whose kernels it has never been
-    measured; ``on``: wherever it can be; ``off``: each completion has a prompt of its own."""
+    """Store once in a pack the tokens that completions of the pack have in common: the prompt, the
+    common beginning of different prompts, the common beginning of responses to a prompt. ``auto``:
+    if this makes a step cheaper, and not with model.spec = te, because this was never measured with
+    the kernels of Transformer Engine; ``on``: in all possible cases; ``off``: each completion has a
+    separate copy of the prompt."""
     min_per_rank: Count = 0
-    """Fewest packs per data-parallel rank, as long as sequences suffice; 0: twice the pipeline
-    stages, or 1 without."""
+    """Smallest number of packs per data-parallel rank, if the sequences suffice; 0: twice the
+    pipeline stages, or 1 without pipeline stages."""

@@ -99,7 +99,7 @@ class DataConfig(Section):
     rollouts: str | None = None
     """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another
     policy. Training uses this file instead of data.train and the policy's own rollouts; see
-    ``data/offline.py``. Biased: the only correction for the other policy is a bounded weight for
+    ``data/offline.py``. Biased: the only correction for the file's policy is a bounded weight for
     each token, the policy's probability divided by the file's. null: the policy generates the
     rollouts."""
     eval: str | dict[str, str] | None = None
@@ -217,8 +217,8 @@ class SyncConfig(Section):
     """Number of syncs between comparisons of the servers' log-probabilities with the actor's. A
     comparison always follows the first sync. 0: compare only after the first sync."""
     adapter: bool = False
-    """With model.lora: servers hold the policy of model.path, and each sync sends the adapters
-    alone: to SGLang with a request, to vLLM as files in ``folder``."""
+    """With model.lora: servers hold the policy of model.path, and each sync sends only the
+    adapters, to SGLang with a request, and to vLLM as files in ``folder``."""
     folder: str | None = None
     """Folder of the files that ``disk`` writes, and ``adapter`` with vLLM. The servers must share
     the file system; a folder in /dev/shm serves servers on the same machine. null:
@@ -263,9 +263,9 @@ class TreeConfig(Section):
     all levels."""
     baseline: Literal["mixed", "depth"] = "mixed"
     """Baseline of a segment's value, which is the mean reward of the leaves below the segment.
-    ``mixed`` is unbiased: the mean of the siblings' values and of the other
-    roots' mean value. ``depth`` is biased: as in BranchGRPO, mean and standard deviation of all
-    segments of the level normalise the value."""
+    ``mixed`` is unbiased: the mean of the siblings' values and of the remaining roots' mean value.
+    ``depth`` is biased: as in BranchGRPO, mean and standard deviation of all segments of the level
+    normalise the value."""
     depths: tuple[Count, ...] = ()
     """Depths of the segments to train on: numbers of forks before a segment; empty: all. A list of
     some depths is BranchGRPO's pruning in depth, which is biased."""

@@ -1,8 +1,7 @@
-"""Types of settings: sections, numbers with limits, the commands that settings are for, and the
-YAML of their files.
+"""Types of settings: sections, numbers with limits, commands, and the YAML of settings files.
 
-That is the core schema of YAML 1.2: ``1e-3`` and ``012`` are numbers; ``yes``, ``on`` and ``1:30``
-    are words.
+The YAML is the core schema of YAML 1.2: ``1e-3`` and ``012`` are numbers; ``yes``, ``on`` and
+``1:30`` are words.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ Keep = Fraction | Literal["auto"]
 Positive = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
 Pool = Annotated[int, Ge(1), Le(1_000_000)]
-"""Number of problems that are made one by one: a million takes a minute."""
+"""Number of problems to generate one by one. A million problems take a minute."""
 
 Command = Literal["train", "sft", "eval", "probe-batch", "serve"]
-"""Command that settings are checked for."""
+"""Command, which selects the checks of the settings."""
 TRAINING: tuple[Command, ...] = ("train", "sft")
-"""Commands that write to ``run.dir``, each alone."""
+"""Commands that write to ``run.dir``. Only one of these commands may use a folder at a time."""
 
 AnySection = TypeVar("AnySection", bound="Section")
 
 
 class Section(BaseModel):
-    """Settings that belong together, and sections of more of them. The text under a setting is its
-    meaning."""
+    """Group of settings and of nested sections. The text under a setting is the setting's
+    description."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     def iter_settings(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
-        """Every setting by its dotted key, with its value."""
+        """Yield every setting as dotted key and value."""
         for name, value in self:
             if isinstance(value, Section):
                 yield from value.iter_settings(f"{prefix}{name}.")
@@ -53,10 +52,11 @@ class Section(BaseModel):
 
 
 def check_unique(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The words of a list in which none stands twice, nor is empty.
+    """Return the words of a list without duplicates and empty words.
 
     Raises:
-        ValueError: for another list, as pydantic's validators do.
+        ValueError: a word is empty or a duplicate; a ValueError, because pydantic expects this type
+            from validators.
     """
     if wrong := [word for word in words if not word or words.count(word) > 1]:
         raise ValueError(f"names {wrong[0]} more than once" if wrong[0] else "has an empty name")
@@ -64,32 +64,34 @@ def check_unique(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def replace(section: AnySection, **changes: Any) -> AnySection:
-    """A copy with other values of some settings, which are checked as those of a file are.
+    """Return a copy with other values of some settings. The values are checked like the values of a
+    file.
 
     Raises:
-        pydantic.ValidationError: for an unknown name, a value of the wrong type or beyond its
-            limits.
+        pydantic.ValidationError: a name is unknown, or a value has the wrong type or is beyond the
+        limits.
     """
     return type(section)(**dict(section) | changes)
 
 
 MOST_VALUES = 10_000
 MOST_LEVELS = 32
-"""Limits of a file: its keys and values, those that aliases repeat included, and its nested
-collections."""
+"""Limits of a file: number of keys and values, including repetitions by aliases; and depth of
+nested collections."""
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.2 with limits. A key that stands twice in a section is an error: its first value would
-    be lost."""
+    """YAML 1.2 loader with limits on size and depth. A duplicate key in a section is an error,
+    because the first value would be lost."""
 
-    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  # replaces the base class's
+    # Start without the resolvers of the base class, because these resolvers follow YAML 1.1.
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
         self._levels = 0
         self._values: dict[yaml.Node, int] = {}
-        """The number of values that a node stands for, its own included."""
+        """Number of values of a node: the node and all values below."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark
@@ -102,6 +104,7 @@ class Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         assert node is not None
         self._levels -= 1
+        # The count of an anchored node is stored only when the node is complete.
         if is_alias and node not in self._values:
             raise yaml.composer.ComposerError(
                 None, None, "an alias stands within its own anchor", mark
@@ -113,6 +116,7 @@ class Loader(yaml.SafeLoader):
                 if isinstance(node, yaml.SequenceNode)
                 else (part for pair in parts for part in pair)
             )
+            # Count an aliased part at each repetition, because nested aliases multiply the values.
             self._values[node] = 1 + sum(self._values[part] for part in pairs)
         if self._values[node] > MOST_VALUES:
             raise yaml.composer.ComposerError(
@@ -136,8 +140,8 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes words that YAML 1.1 or 1.2 would read as anything else, and escapes Unicode's line
-    breaks."""
+    """YAML dumper that quotes words which YAML 1.1 or 1.2 would not read as words, and escapes
+    Unicode's line breaks."""
 
     def represent_word(self, text: str) -> yaml.ScalarNode:
         style = '"' if any(line_break in text for line_break in "\x85\u2028\u2029") else None
@@ -150,7 +154,8 @@ for _tag, _pattern, _first in (
     ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
     ("float", rf"{_NUMBER}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+.0123456789"),
-    ("merge", "<<", "<"),  # of YAML 1.1, and in wide use
+    # Merge keys belong to YAML 1.1, but are in wide use.
+    ("merge", "<<", "<"),
 ):
     for _kind in (Loader, Dumper):
         _kind.add_implicit_resolver(

@@ -1,10 +1,12 @@
-"""``python -m megatron_dppo.launch.health``: a look at the nodes of a job before its run
+"""``python -m megatron_dppo.launch.health``: a check of the nodes of a job before the run
 (``job.sh``).
 
-One process for each rank, started by srun or torchrun. The first of each node asks ``nvidia-smi``
-for memory errors and DCGM for its quick diagnosis, where these are installed. Then all ranks
-connect by gloo, and add up a tensor: by NCCL where torch sees GPUs, else by gloo. Rank 0 prints one
-line for each fault, or the time of the sum; the exit code is then 1, or 0.
+srun or torchrun starts one process for each rank.
+
+- The first process of each node queries ``nvidia-smi`` for memory errors, and DCGM for the quick
+  diagnosis, if these tools are installed.
+- All ranks connect by gloo and sum a tensor: by NCCL if torch sees GPUs, else by gloo.
+- Rank 0 prints one line for each fault, with exit code 1; or the time of the sum, with exit code 0.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ from megatron_dppo.launch.start import (
 )
 
 WAIT_S = 120.0
-"""How long ranks wait for one another."""
+"""Longest wait of a rank for the other ranks, in seconds."""
 MIB = {"gloo": 64, "nccl": 1024}
-"""Size of the tensor that is added up, by backend: on GPUs, large enough that latency between many
-nodes is small."""
+"""Size of the summed tensor by backend, in MiB. On GPUs the tensor is large enough that the latency
+between many nodes is small."""
 ROUNDS = 5
 FLOOR = "HEALTH_CHECK_GBPS"
-"""Environment variable with the least bandwidth of a rank between nodes, in GB/s."""
+"""Environment variable with the smallest allowed bandwidth of a rank between nodes, in GB/s."""
 FLOORS = {"gloo": 0.0, "nccl": 10.0}
-"""Default of ``FLOOR`` by backend: NCCL over TCP, its silent fallback without InfiniBand's
-libraries, stays below."""
+"""Default of ``FLOOR`` by backend. NCCL over TCP, the silent fallback without InfiniBand's
+libraries, is slower."""
 DIAGNOSIS_S = 300.0
 DCGM = ("dcgmi", "discovery", "-l"), ("dcgmi", "diag", "-r", "1")
-"""The second command works only where the first one finds a host engine."""
+"""Commands of DCGM. The second command works only if the first command finds a host engine."""
 ERRORS = (
     "nvidia-smi",
     "--query-gpu=index,ecc.errors.uncorrected.volatile.total",
@@ -50,8 +52,8 @@ ERRORS = (
 
 
 def find_node_faults() -> Iterator[str]:
-    """Faults that the node's own tools find. Memory errors are those since the driver was
-    loaded."""
+    """Yield the faults that the node's own tools find. Memory errors are counted from the start of
+    the driver."""
     if shutil.which("nvidia-smi"):
         code, said = _run_command(*ERRORS)
         if code:
@@ -62,7 +64,8 @@ def find_node_faults() -> Iterator[str]:
                 "sees none"
             )
         for gpu, _, count in (line.partition(", ") for line in said.splitlines() if not code):
-            if count.isdecimal() and int(count):  # [N/A] where a GPU does not count them
+            # A GPU that does not count errors has [N/A].
+            if count.isdecimal() and int(count):
                 yield f"GPU {gpu} has had {count} uncorrected memory errors"
     if shutil.which("dcgmi") and _run_command(*DCGM[0])[0] == 0:
         code, said = _run_command(*DCGM[1])
@@ -77,13 +80,13 @@ def _run_command(*command: str) -> tuple[int, str]:
         )
     except subprocess.TimeoutExpired:
         return 124, f"no answer within {DIAGNOSIS_S:.0f} s"
-    return done.returncode, " ".join(
-        f"{done.stdout}\n{done.stderr}".split()
-    ) if done.returncode else done.stdout
+    if done.returncode:
+        return done.returncode, " ".join(f"{done.stdout}\n{done.stderr}".split())
+    return done.returncode, done.stdout
 
 
 def time_all_reduce(rank: int, size: int, mib: int, group: dist.ProcessGroup | None) -> float:
-    """The shortest time of several sums over all ranks, in seconds. Collective.
+    """Return the shortest time of several sums over all ranks, in seconds. Collective.
 
     Raises:
         RuntimeError: a sum is wrong.
@@ -96,10 +99,12 @@ def time_all_reduce(rank: int, size: int, mib: int, group: dist.ProcessGroup | N
     times = []
     for _ in range(ROUNDS):
         tensor = torch.full((mib * 2**18,), rank + 1.0, device=device)
-        dist.barrier()  # by gloo, as of a run's control group
+        # The barrier uses gloo, like a run's control group.
+        dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor, group=group)
-        wrong = int((tensor != size * (size + 1) / 2).sum())  # waits for the device
+        # Stop the clock after this check, because only reading a result waits for the device.
+        wrong = int((tensor != size * (size + 1) / 2).sum())
         times.append(time.perf_counter() - began)
         if wrong:
             raise RuntimeError(
@@ -112,9 +117,10 @@ def check_network(bandwidth: float, nodes: Sequence[str], backend: str) -> str |
     """Return the fault of a network between nodes that is slower than ``HEALTH_CHECK_GBPS``.
 
     Args:
-        bandwidth: bus bandwidth of a sum over all ranks, in GB/s: that of a whole node's network.
+        bandwidth: bus bandwidth of a sum over all ranks, in GB/s, which is the bandwidth of a whole
+            node's network.
         nodes: node of each rank.
-        backend: that added up, ``gloo`` or ``nccl``.
+        backend: backend of the sum, ``gloo`` or ``nccl``.
     """
     given = os.environ.get(FLOOR, "")
     try:
@@ -130,23 +136,23 @@ def check_network(bandwidth: float, nodes: Sequence[str], backend: str) -> str |
 
 
 def main(wait_s: float = WAIT_S) -> int:
-    """Look at this rank's node, and add up with the other ranks.
+    """Check this rank's node, and sum a tensor with the other ranks.
 
     Args:
-        wait_s: how long ranks wait for one another, in seconds.
+        wait_s: longest wait of a rank for the other ranks, in seconds.
 
     Returns:
-        the exit code.
+        Exit code.
     """
     if is_srun_task(os.environ):
         os.environ.update(build_torch_environment(os.environ))
     told = {**get_single_rank_environment(), **os.environ}
-    rank, size, local, port = (
-        int(told[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    )
-    hosts = (
-        rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )  # torchrun has a store there
+    rank = int(told["RANK"])
+    size = int(told["WORLD_SIZE"])
+    local = int(told["LOCAL_RANK"])
+    port = int(told["MASTER_PORT"])
+    # torchrun's agent already has a store at this address.
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host = told["MASTER_ADDR"]
     limit = timedelta(seconds=wait_s)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -163,7 +169,8 @@ def main(wait_s: float = WAIT_S) -> int:
     try:
         store.wait(nodes, limit)
     except dist.DistError:
-        if rank == 0:  # srun ends the others
+        # Print on rank 0 alone; srun ends the other ranks.
+        if rank == 0:
             there = {each for each in range(size) if store.check([nodes[each]])}
             print(
                 f"error: ranks {sorted({*range(size)} - there)} did not come within {wait_s:g} s; "
@@ -179,20 +186,17 @@ def main(wait_s: float = WAIT_S) -> int:
     ]
     if any(faults for _, faults in found):
         if rank == 0:
-            print(
-                *(
-                    f"error: {name}: {fault}"
-                    for name, faults in found
-                    for fault in faults.splitlines()
-                ),
-                sep="\n",
-            )
-            time.sleep(1.0)  # the others still read the store, which ends with this process
+            for name, faults in found:
+                for line in faults.splitlines():
+                    print(f"error: {name}: {line}")
+            # Wait, because the other ranks still read the store, which ends with this process.
+            time.sleep(1.0)
         return 1
     gpus = torch.cuda.device_count()
     by = "nccl" if gpus else "gloo"
     if gpus:
         torch.cuda.set_device(0 if gpus == 1 else local)
+    # Name the backend in use, because an error may come from either backend.
     trying = "gloo"
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)

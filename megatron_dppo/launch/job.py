@@ -1,8 +1,8 @@
 """``megatron-dppo launch CONFIG``: a run as a NeMo-Run experiment, or as a script for ``sbatch`` or
 ``bash``.
 
-On Slurm the job is ``scripts/slurm/job.sh`` either way. NeMo-Run asks for the machines, submits it,
-and keeps its log.
+In both cases the job on Slurm is ``scripts/slurm/job.sh``. NeMo-Run requests the machines, submits
+the job, and keeps the log.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ JOB = EXAMPLES / "scripts/slurm/job.sh"
 
 
 def render_local_script(words: Sequence[str]) -> str:
-    """A script that trains on this machine, in this folder.
+    """Return a script that trains on this machine, in this folder.
 
     Args:
-        words: of the command line, a file and overrides.
+        words: words of the command line, a file and overrides.
     """
     command = shlex.join([sys.executable, "-m", "megatron_dppo", "train", *words])
     return f"#!/usr/bin/env bash\n{enter_folder()}\nexec {command}\n"
 
 
 def render_slurm_script(config: Config, words: Sequence[str]) -> str:
-    """A script for ``sbatch``: the machines that ``cluster.*`` names, then ``job.sh``.
+    """Return a script for ``sbatch`` that requests the machines of ``cluster.*``, then runs
+    ``job.sh``.
 
     Args:
-        config: of the run.
-        words: of the command line, a file and overrides.
+        config: configuration of the run.
+        words: words of the command line, a file and overrides.
 
     Raises:
-        UserError: the nodes' GPUs are too few for ranks or servers.
+        UserError: the nodes have too few GPUs for ranks or servers.
     """
     cluster = config.cluster
     of_all = {"account": cluster.account, "partition": cluster.partition}
@@ -66,10 +67,8 @@ def render_slurm_script(config: Config, words: Sequence[str]) -> str:
             cluster.server_nodes, count_servers_per_node(config), cluster.gpus_per_node, places
         )
         lines += ["#SBATCH hetjob", servers]
-    lines += [
-        f"export {name}={shlex.quote(value)}"
-        for name, value in build_job_environment(config).items()
-    ]
+    variables = build_job_environment(config)
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     job = shlex.join(["bash", str(JOB), *sort_job_words(words)])
     return "\n".join([*lines, enter_folder(), f"exec {job}"]) + "\n"
 
@@ -86,17 +85,18 @@ def _render_component(nodes: int, tasks: int, gpus: int, places: Sequence[str]) 
 
 
 def enter_folder() -> str:
-    """The line that enters the folder which launches."""
+    """Return the line of a script that enters the current folder."""
     return f"cd {shlex.quote(str(Path.cwd()))} || exit 2"
 
 
 def sort_job_words(words: Sequence[str]) -> list[str]:
-    """The words for ``job.sh``, which takes the first one for the file."""
+    """Return the words for ``job.sh`` with the file first, because ``job.sh`` takes the first word
+    for the file."""
     return sorted(words, key=lambda word: "=" in word and not Path(word).is_file())
 
 
 def build_job_environment(config: Config) -> dict[str, str]:
-    """Variables that ``job.sh`` reads."""
+    """Return the variables that ``job.sh`` reads."""
     cluster = config.cluster
     told = {"CONTAINER": cluster.container or "", "CONTAINER_MOUNTS": ",".join(cluster.mounts)}
     if python := os.environ.get(SERVER_PYTHON):
@@ -105,15 +105,16 @@ def build_job_environment(config: Config) -> dict[str, str]:
 
 
 def count_ranks_per_node(config: Config) -> int:
-    """Ranks on each actor node: a GPU each, but for those of the servers that the run itself starts
-    there.
+    """Return the number of ranks on each actor node: one rank per GPU, without the GPUs for servers
+    that the run itself starts on the node.
 
     Raises:
-        UserError: none are left.
+        UserError: no GPU is left for a rank, or the servers share the first of several nodes.
     """
     cluster = config.cluster
     reserved = count_reserved_gpus(config.rollout)
     left = cluster.gpus_per_node - reserved
+    # Nodes of one job component have equally many ranks, but only the first node has servers.
     if left < 1 or (reserved and cluster.nodes > 1):
         problem = (
             f"the servers of rollout.launch take {reserved} GPUs of the first of "
@@ -125,10 +126,10 @@ def count_ranks_per_node(config: Config) -> int:
 
 
 def count_servers_per_node(config: Config) -> int:
-    """Servers on each server node, as many as its GPUs are enough for.
+    """Return the number of servers on each server node: the largest number for the node's GPUs.
 
     Raises:
-        UserError: for not a single one.
+        UserError: a node has too few GPUs for one server, or ``rollout.launch.tp`` is a list.
     """
     gpus = config.cluster.gpus_per_node
     tp = config.rollout.launch.tp
@@ -141,7 +142,7 @@ def count_servers_per_node(config: Config) -> int:
 
 
 def format_slurm_time(hours: float) -> str:
-    """As ``--time`` takes it, a minute at least."""
+    """Return the time in the format of ``--time``, at least one minute."""
     minutes = max(round(60 * hours), 1)
     return f"{minutes // 60:02}:{minutes % 60:02}:00"
 
@@ -166,18 +167,18 @@ def launch(
     """Launch a run.
 
     Args:
-        config: of the run; ``config.cluster`` says on which machines.
-        words: what the command line gave, a file and overrides, for the job to read.
-        executor: where.
-        dry_run: print the same job as a script for ``sbatch`` or ``bash``, and run nothing.
-        detach: do not wait for its end, on Slurm.
+        config: configuration of the run; ``config.cluster`` defines the machines.
+        words: words of the command line, a file and overrides, which the job reads again.
+        executor: ``local`` for this machine, ``slurm`` for a Slurm cluster.
+        dry_run: print the same job as a script for ``sbatch`` or ``bash``, and run no job.
+        detach: on Slurm, return without waiting for the end of the run.
 
     Returns:
-        0 if it succeeded, or was submitted; 1 else, and the log says why.
+        0 if the run succeeded or was submitted; else 1, and the log has the reason.
 
     Raises:
-        UserError: NeMo-Run or Slurm is not there, which a dry run does not need; on Slurm also, the
-            layout does not divide the ranks of ``cluster.nodes``.
+        UserError: NeMo-Run or Slurm is missing (a dry run needs no NeMo-Run and no Slurm); or, on
+            Slurm, the layout does not divide the ranks of ``cluster.nodes``.
     """
     on_slurm = executor == "slurm"
     if on_slurm and not dry_run and shutil.which("sbatch") is None:
@@ -185,7 +186,8 @@ def launch(
         raise UserError(
             "--executor", executor, problem, "Launch from a login node, or with --executor local"
         )
-    if on_slurm:  # a job would wait for its nodes to be told so
+    # Check the layout before submission, because a job would fail only after a wait for nodes.
+    if on_slurm:
         resolve_layout(config.layout, config.cluster.nodes * count_ranks_per_node(config))
     if dry_run:
         print(
@@ -200,13 +202,14 @@ def launch(
             train = run.Script(inline=render_local_script(words).partition("\n")[2])
             experiment.add(train, executor=run.LocalExecutor(), name="train")
         experiment.run(detach=detach and on_slurm, tail_logs=not on_slurm)
-        return (
-            0 if (detach and on_slurm) or _wait_for_final_states(experiment) == {"SUCCEEDED"} else 1
-        )
+        if detach and on_slurm:
+            return 0
+        return 0 if _wait_for_final_states(experiment) == {"SUCCEEDED"} else 1
 
 
 def _wait_for_final_states(experiment: Any) -> set[str]:
-    """NeMo-Run stops following a task when its log ends, a moment before the task does."""
+    """Return the final states of all tasks."""
+    # Poll, because NeMo-Run stops following a task at the end of the log, a moment too early.
     while True:
         states = {task["status"].name for task in experiment.status(return_dict=True).values()}
         if not states & {"UNSUBMITTED", "SUBMITTED", "PENDING", "RUNNING"}:
@@ -227,9 +230,8 @@ def _add_to_slurm(run: Any, experiment: Any, config: Config, words: Sequence[str
     )
     actors.heterogeneous = True
     actors.het_group_indices = [0, 1]
-    experiment.add(
-        [job, job], executor=[actors, servers], name="train"
-    )  # it wants a task for each component
+    # NeMo-Run requires a task for each component of the job.
+    experiment.add([job, job], executor=[actors, servers], name="train")
 
 
 def _make_slurm_executor(
@@ -246,8 +248,7 @@ def _make_slurm_executor(
         mem="0",
         time=format_slurm_time(cluster.hours),
         signal=f"B:USR1@{cluster.warn_s:.0f}",
-        # NeMo-Run puts the experiment's folder in the place of /nemo_run, and shows the log* that
-        # it finds there.
+        # NeMo-Run replaces /nemo_run by the experiment's folder, and shows log* from this folder.
         additional_parameters={"output": "/nemo_run/log-%x_%j.out", "open_mode": "append"},
         env_vars={
             name: shlex.quote(value) for name, value in build_job_environment(config).items()

@@ -29,15 +29,12 @@ from megatron_dppo.process.streams import print_message
 LOOK_S = 0.05
 """Seconds between polls of the ranks."""
 GRACE_S = 30.0
-"""Seconds for ranks to end after SIGTERM; also seconds for ranks to end after a save, before
-SIGTERM.
-
-Ranks that still run after SIGTERM and these seconds are killed.
-"""
+"""Seconds for ranks to end after SIGTERM, before SIGKILL; also seconds for ranks to end after a
+save, before SIGTERM."""
 
 
 class _SignalError(Exception):
-    """Signal to this process, to end the process."""
+    """Signal that ends this process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -93,7 +90,8 @@ def run_ranks(
         except _SignalError as ended:
             return 128 + ended.number
         finally:
-            ignore_them()  # the ranks are being ended already
+            # Ignore further signals, because the ranks are ending already.
+            ignore_them()
             _end(processes)
 
 
@@ -109,9 +107,8 @@ def _watch(
         if failed := {rank: code for rank, code in codes.items() if code}:
             code = _first_cause(failed, failure, previous_poll=before)
             if code == lifetime.SAVED:
-                _wait(
-                    processes, GRACE_S
-                )  # the other ranks have saved as well, and are closing files
+                # The other ranks have saved as well, and are closing files.
+                _wait(processes, GRACE_S)
             return code
         if None not in codes.values():
             return _check_ends(failure, ranks=len(processes))
@@ -257,7 +254,8 @@ class FirstFailure:
 
     def get_code(self) -> int | None:
         """Return the exit code of the first failure; None if no rank has failed."""
-        for _ in range(20):  # the content is written a moment after the file is created
+        # Retry, because the content is written a moment after the file is created.
+        for _ in range(20):
             if not self._marker.exists():
                 return None
             if "\n" in (text := self._read()):
@@ -311,9 +309,8 @@ def resolve_marker(run_dir: Path, environ: Mapping[str, str]) -> Path:
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     parts = [str(run_dir.absolute()), *(environ.get(name, "") for name in names)]
     if "SLURM_STEP_ID" not in environ:
-        parts.append(
-            str(os.getppid())
-        )  # process id of torchrun's agent, because run ids and ports repeat between runs
+        # Add the process id of torchrun's agent, because run ids and ports repeat between runs.
+        parts.append(str(os.getppid()))
     run = "/".join(parts)
     folder = run_dir if run_dir.is_dir() else _make_user_folder()
     return folder / f".megatron-dppo-failure-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
@@ -328,6 +325,5 @@ def _make_user_folder() -> Path:
     found = folder.lstat()
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
         return folder
-    return Path(
-        tempfile.mkdtemp()
-    )  # made by another user: without a common marker every rank prints
+    # Another user made the folder. Without a common marker every rank prints a reason.
+    return Path(tempfile.mkdtemp())

@@ -1,11 +1,16 @@
-"""One rank of a run, started by the launcher (``python -m megatron_dppo.launch.rank JOB CONFIG
+"""Rank of a run, started by the launcher (``python -m megatron_dppo.launch.rank JOB CONFIG
 OPTIONS``), torchrun or srun.
 
-However a rank fails, one message is seen, every rank ends, and the exit code says which kind it
-was: 2 for what the user can mend, 1 for a crash, 75 for a run that was asked to stop and has saved.
-Only a job that reached its end exits with 0: code that calls ``sys.exit`` or ``os._exit`` on the
-way is a crash, whatever code it gives. A rank that a signal ends says nothing: the launcher,
-torchrun or srun names it.
+If a rank fails, one message is printed, every rank ends, and the exit code is the kind of the
+failure:
+
+- 2: a problem that the user can fix.
+- 1: a crash.
+- 75: a run that was requested to stop and has saved.
+
+Only a job that reached its end exits with 0. A call of ``sys.exit`` or ``os._exit`` during the job
+is a crash, for any exit code. If a signal ends a rank, the rank prints no message, and the
+launcher, torchrun or srun names the rank.
 """
 
 from __future__ import annotations
@@ -35,8 +40,7 @@ from megatron_dppo.rollout.servers.launch import ALLOCATOR, rank_environment
 from megatron_dppo.settings import load_config
 
 LAUNCHER = "MEGATRON_DPPO_LAUNCHER"
-"""Environment variable with the process id of the launcher, without which its ranks do not live
-on."""
+"""Environment variable with the process id of the launcher. The ranks end with the launcher."""
 
 JOBS = {
     "train": "megatron_dppo.train:train",
@@ -44,26 +48,27 @@ JOBS = {
     "eval": "megatron_dppo.eval:evaluate_model",
     "probe-batch": "megatron_dppo.probe_batch:probe_batch",
 }
-"""Jobs of a rank, besides any ``module:function`` that takes a Config."""
+"""Jobs of a rank, in addition to any ``module:function`` that takes a Config."""
 
 Options = Mapping[str, Any]
 NO_OPTIONS: Options = {}
 
 _reported: list[BaseException] = []
-"""Errors of failed jobs. Their frames stay: when Python discards a user's coroutine, the coroutine
-may loop forever."""
+"""Errors of failed jobs, kept with the frames, because a user's coroutine may loop forever when
+Python discards the coroutine."""
 
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 TOO_MANY_FILES = os.strerror(errno.EMFILE)
 HOLD_BACK_S = 10.0
-"""How long a rank that has lost another one keeps it to itself: whoever failed first may speak, and
-a launcher that sees a rank killed names it, and ends the others, long before."""
+"""Seconds that a rank waits before a message about a lost peer. Within this time the rank that
+failed first can print a message, and a launcher that finds a killed rank names the rank and ends
+the ranks."""
 LOST = re.compile(
     rf"{LOST_CONTACT}|connection (was )?(closed|reset|refused)|broken pipe|failed to "
     r"(recv|send)|gloo|nccl|tcpstore",
     re.IGNORECASE,
 )
-"""Libraries' messages when the other end of a connection has gone."""
+"""Messages of libraries after a peer has closed a connection."""
 
 
 def rank_main(
@@ -73,17 +78,16 @@ def rank_main(
     *,
     prepare: Callable[[], None] | None = None,
 ) -> int:
-    """Run a job as one rank of the process group that the environment describes. Returns the exit
-    code.
+    """Run a job as one rank of the process group in the environment, and return the exit code.
 
-    With more than one rank a failing rank does not return but ends its process: there may be no way
-    out through a collective that others hang in.
+    With more than one rank, a failing rank ends its process and does not return, because a return
+    may be impossible while the other ranks hang in a collective.
 
     Args:
-        job: a function, ``module:function``, or a key of ``JOBS``.
-        config: what the job is given.
+        job: function, ``module:function``, or key of ``JOBS``.
+        config: configuration of the run, the argument of the job.
         options: named arguments of the job.
-        prepare: called before it; its errors are reported in the same way.
+        prepare: function to call before the job; errors are reported in the same way.
     """
     ignore_broken_streams()
     filter_upstream_warnings()
@@ -100,13 +104,13 @@ def rank_main(
             function(config, **options)
     except KeyboardInterrupt:
         raise
-    except (
-        BaseException
-    ) as error:  # torch's errors of distributed checkpoints, and SystemExit, are no Exceptions
+    except BaseException as error:
+        # torch's errors of distributed checkpoints, and SystemExit, are not Exceptions.
         code = _report(config, error, failure)
         _reported.append(error)
     if code == 0 and MARKER in os.environ:
         failure.record_end(int(os.environ["RANK"]))
+    # Flush here, because os._exit does not flush.
     sys.stdout.flush()
     sys.stderr.flush()
     if code and int(os.environ["WORLD_SIZE"]) > 1:
@@ -117,14 +121,14 @@ def rank_main(
 
 
 def _is_alone() -> bool:
-    """Whether nobody else, rank or launcher, asks who was the first to fail."""
+    """Return whether the marker of the first failure has no further reader, rank or launcher."""
     return os.environ.get("WORLD_SIZE", "1") == "1" and MARKER not in os.environ
 
 
 @contextmanager
 def _report_exits(failure: FirstFailure) -> Iterator[None]:
-    """Within it ``os._exit`` in this process, by whatever code, is reported as a crash. Forked
-    copies keep theirs."""
+    """Report ``os._exit`` in this process as a crash, for any exit code, within this context.
+    Forked processes keep the original ``os._exit``."""
     rank = os.getpid()
     leave = os._exit
     said = lifetime.exit_now
@@ -151,23 +155,19 @@ def _report_exits(failure: FirstFailure) -> Iterator[None]:
 
 
 def set_environment(config: Config) -> None:
-    """Set the variables that CUDA's libraries read when a rank first uses them, whoever has started
-    the rank."""
-    # Kernels that send start before those that multiply only where both wait in one queue: tensor
-    # and context parallelism overlap by that.
+    """Set the variables that CUDA's libraries read on first use in a rank, for ranks of any
+    launcher."""
+    # Use one queue, because only then kernels that send start before kernels that multiply. The
+    # overlap in tensor and context parallelism depends on this order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if (
-        is_single_node(os.environ)
-        and not config.rollout.servers
-        and (interface := find_loopback_interface())
-    ):
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", interface
-        )  # servers elsewhere would not reach it there
+    # Servers on other machines could not reach this machine through the loopback interface.
+    is_local = is_single_node(os.environ) and not config.rollout.servers
+    if is_local and (interface := find_loopback_interface()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     for name, value in rank_environment(config.rollout).items():
         os.environ.setdefault(name, value)
-    # Packs differ in length, and fixed segments fragment. Beside colocated servers, which need
-    # memory to be released between phases, segments that grow were not tried.
+    # Let segments grow, because packs differ in length and fixed segments fragment. Not tested
+    # beside colocated servers, which need memory to be released between phases.
     if not config.rollout.colocated and not os.environ.keys() & {*ALLOCATOR}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if config.model.deterministic:
@@ -175,19 +175,19 @@ def set_environment(config: Config) -> None:
 
 
 def has_lost_contact(error: BaseException) -> bool:
-    """Whether it may be that another rank has ended."""
+    """Return whether an error may be a consequence of the end of another rank."""
     return int(os.environ["WORLD_SIZE"]) > 1 and bool(
         LOST.search(f"{type(error).__name__}: {error}")
     )
 
 
 def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
-    """Say why the job has failed, unless another rank has. Returns the exit code of the run."""
+    """Print why the job failed, unless another rank has failed before. Return the exit code of the
+    run."""
     if isinstance(error, StandstillError):
         error = error.error
-    if (
-        TOO_MANY_FILES in f"{error!r} {error.__cause__!r} {error.__context__!r}"
-    ):  # libraries have errors of their own
+    # Search texts, because libraries raise their own types of errors.
+    if TOO_MANY_FILES in f"{error!r} {error.__cause__!r} {error.__context__!r}":
         error = make_file_limit_error(error)
     elif isinstance(error, OSError):
         error = _convert_disk_error(config, error) or error
@@ -208,11 +208,11 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
 
 
 def _convert_disk_error(config: Config, error: OSError) -> UserError | None:
-    """Return the error about ``run.dir`` for the user.
+    """Return the error about ``run.dir`` for the user; None for other errors.
 
     - The disk is full.
     - A file or folder of the run was removed.
-    - Something is in the way of a file or folder of the run.
+    - Another file or folder, or a permission, blocks a path of the run.
     """
     if error.errno in DISK_IS_FULL:
         problem = f"could not be written to ({error}); the last good checkpoint is untouched"
@@ -250,9 +250,10 @@ def _name() -> str:
 
 
 def main(job: str, config: str, options: str = "{}") -> int:
-    """Run a rank that our own launcher started, and that has checked the configuration."""
-    # A rank in a collective never gets to run Python's handler; and the launcher says what a signal
-    # meant.
+    """Run a rank that the launcher of this package started, after the launcher's check of the
+    configuration."""
+    # Restore the default handlers, because a rank in a collective never runs Python's handlers. The
+    # launcher prints the meaning of a signal.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     set_parent_death_signal(int(os.environ[LAUNCHER]))

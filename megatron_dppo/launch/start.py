@@ -38,7 +38,7 @@ from megatron_dppo.trainer.preflight import (
 )
 
 MOST_WITHOUT_GPUS = 256
-"""Maximum of ranks on one machine without a GPU.
+"""Largest number of ranks on one machine without a GPU.
 
 A larger layout is meant for a cluster, and would exhaust the memory of the machine.
 """
@@ -124,9 +124,8 @@ def count_ranks(layout: LayoutConfig, *, reserved: int = 0) -> int:
     """
     least = layout.min_ranks
     gpus = count_gpus()
-    ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max(
-        (gpus - reserved) // least, 1
-    )
+    largest = least * max((gpus - reserved) // least, 1)
+    ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or largest
     if ranks + reserved > (gpus or MOST_WITHOUT_GPUS):
         servers = f" and its servers {reserved}" if reserved else ""
         problem = f"needs {ranks} GPUs{servers}, and this machine has {gpus}"
@@ -175,9 +174,8 @@ def start_ranks(
         ]
         threads = os.environ.get("OMP_NUM_THREADS", str(count_usable_cores() // ranks or 1))
         ours = {MARKER: str(marker), LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": threads}
-        code = run_ranks(
-            command, {**os.environ, **ours}, ranks, failure := FirstFailure(marker), on_poll
-        )
+        failure = FirstFailure(marker)
+        code = run_ranks(command, {**os.environ, **ours}, ranks, failure, on_poll)
         if code:
             on_failure(failure.get_message())
     if code == 128 + signal.SIGINT:
@@ -252,7 +250,8 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
     found = [*find_mistakes(config, command, environ)]
     if environ is not os.environ:
         found += run_checks([partial(count_servers_per_node, config)], earlier=found)
-    with redirect_stdout(sys.stderr):  # imported modules may print
+    # Keep the standard output for the result, because imported modules may print.
+    with redirect_stdout(sys.stderr):
         found += run_checks(list_function_checks(config, command), earlier=found)
     if ranks:
         found += run_checks([partial(resolve_layout, config.layout, ranks)], earlier=found)
@@ -267,11 +266,8 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
 
 
 def _with_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment, with names for ``cluster.server_nodes`` added if no Slurm job names
-    nodes.
-
-    An example is a login node.
-    """
+    """Return the environment. If no Slurm job names nodes, as on a login node, names for
+    ``cluster.server_nodes`` are added."""
     nodes = (
         config.cluster.server_nodes
         if config.rollout.served and config.rollout.servers == "slurm"
@@ -324,9 +320,9 @@ def build_torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _count_task_cores(environ: Mapping[str, str]) -> int:
     """Return the number of cores of the node per task, at least 1."""
-    tasks = int(
-        environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition(",")[0].partition("(")[0]
-    )  # e.g. 8(x4),2
+    # Read the first number of a list such as 8(x4),2.
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    tasks = int(listed.partition(",")[0].partition("(")[0])
     return int(environ.get("SLURM_CPUS_ON_NODE", "1")) // tasks or 1
 
 

@@ -91,10 +91,11 @@ def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer |
     Raises:
         UserError: if a function cannot be found, imported or called in a supported form.
     """
-    if (parts := parse_spec(spec))[0][0]:
-        return _combine_scorers(
-            parts, [resolve(function, thinking_tags) for _, function, _ in parts]
-        )
+    parts = parse_spec(spec)
+    # A metric's name marks a list of functions.
+    if parts[0][0]:
+        scorers = [resolve(function, thinking_tags) for _, function, _ in parts]
+        return _combine_scorers(parts, scorers)
     if spec not in BUILTIN and not all(spec.rpartition(":")):
         likely = get_close_matches(spec, BUILTIN, 1)
         if spec.endswith(".py"):
@@ -207,6 +208,7 @@ def read_score(returned: object) -> Score:
         return returned
     returned, logged = returned if isinstance(returned, Logged) else (returned, {})
     found = {**logged, **(returned if isinstance(returned, Mapping) else {})}
+    # A logged metric counts as a metric even if the name is one of the keys with a meaning.
     numbers = {
         str(name): as_number(value)
         for name, value in found.items()
@@ -231,12 +233,12 @@ def _combine_scorers(
     if len(of_one) < len(scorers):
 
         def score_group(items: Sequence[ScoreItem]) -> list[Score]:
-            results = [
-                scorer(items)
-                if isinstance(scorer, GroupScorer)
-                else [_score_or_error(scorer, item) for item in items]
-                for scorer in scorers
-            ]
+            results: list[list[Any]] = []
+            for scorer in scorers:
+                if isinstance(scorer, GroupScorer):
+                    results.append(scorer(items))
+                else:
+                    results.append([_score_or_error(scorer, item) for item in items])
             return [_sum(parts, each) for each in zip(*results, strict=True)]
 
         return GroupScorer(score_group)
@@ -244,9 +246,8 @@ def _combine_scorers(
 
         async def sum_scorer(item: ScoreItem) -> Score:
             results: list[object] = []
-            for (
-                scorer
-            ) in of_one:  # await in sequence: only steps of this task count as processor time
+            # Await in sequence, because only steps of this task count as processor time.
+            for scorer in of_one:
                 try:
                     returned = scorer(item)
                     results.append(await returned if inspect.isawaitable(returned) else returned)
@@ -279,14 +280,17 @@ def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> 
         raise NotScoredError(
             "every reward function returned None: none of them scores this completion"
         )
+
+    def sum_role(role: str) -> float:
+        # A function without a reward for the role gives the whole conversation's reward.
+        return sum(weight * each.roles.get(role, each.reward) for _, weight, each in scored)
+
     named = {role: None for *_, each in scored for role in each.roles}
-    roles = {
-        role: sum(weight * each.roles.get(role, each.reward) for _, weight, each in scored)
-        for role in named
-    }
+    roles = {role: sum_role(role) for role in named}
     metrics = {name: value for *_, each in scored for name, value in each.metrics.items()}
     metrics |= {metric: each.reward for metric, _, each in scored}
     reward = _validate_reward(sum(weight * each.reward for _, weight, each in scored), metrics)
+    # The first function that scores a completion decides if the completion is correct.
     return replace(scored[0][2], reward=reward, roles=roles, metrics=metrics)
 
 
@@ -348,9 +352,9 @@ def parse_details(returned: object) -> tuple[str | None, tuple[str, ...]]:
         return None, ()
     answer = returned.get("pred")
     by = returned.get("by")
-    return None if answer is None else str(answer), tuple(map(str, by)) if isinstance(
-        by, tuple | list
-    ) else ()
+    text = None if answer is None else str(answer)
+    equivalences = tuple(map(str, by)) if isinstance(by, tuple | list) else ()
+    return text, equivalences
 
 
 def exact_score(

@@ -1,15 +1,16 @@
-"""A scoring process of ``RewardWorkers``: its arguments are those of ``main``, in their order.
+"""Scoring process of ``RewardWorkers``. The command line has the arguments of ``main``, in order.
 
-Two processes. The one that scores imports the reward function and what that needs, and nothing
-else: neither torch nor the trainer's main module. The keeper, which forks it and runs nothing of
-the user's, inherits whatever processes the function leaves behind, in whatever sessions, and ends
-them with the scoring: when that ends, when the trainer says so (SIGTERM), and when the trainer has
-died. It ends as the scoring ended.
-
-Messages out are ("ready", whether the function takes groups, whether completions are awaited
-together), ("refused", UserError) and (unit, [Score, …], kind), kind telling errors apart. A message
-in is a list of (unit, pickled items). A unit is the range of one completion's number, or of those
-of a group; an item is a :class:`ScoreItem`.
+- The scorer is a process that imports only the reward function and the function's imports, without
+  torch and the trainer's main module.
+- The keeper is a process that forks the scorer and runs no code of the user. The keeper inherits
+  all processes that the function leaves behind, in any session, and ends these processes with the
+  scoring: when the scorer ends, on SIGTERM from the trainer, and when the trainer has died. The
+  keeper ends with the exit status of the scorer.
+- Messages to the trainer are ("ready", True if the function takes groups, True if completions are
+  awaited concurrently), ("refused", UserError) and (unit, [Score, …], kind). ``kind`` distinguishes
+  errors.
+- A message to the scorer is a list of (unit, pickled items). A unit is the range of the numbers of
+  a group, or of a single completion. An item is a :class:`ScoreItem`.
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Settings of ``reward`` that hold in a scoring process."""
+    """Settings of ``reward`` for a scoring process."""
 
     memory_mib: int
     timeout_s: float
-    """Processor time for a completion."""
+    """Processor time for a completion, in seconds."""
     clock_s: float
-    """On the clock for a completion that is awaited beside others; the trainer looks after the
-    rest."""
+    """Time on the clock, in seconds, if completions are awaited concurrently. Otherwise the trainer
+    measures this time."""
     concurrency: int
 
 
 class _TerminatedError(BaseException):
-    """The keeper was told to end."""
+    """Request to the keeper to end."""
 
 
 def main(descriptor: int, parent: int, limits: Limits, spec: str, tags: Sequence[str]) -> None:
-    """Keep a process that scores what comes, until the pipe closes."""
-    # Ctrl-C, and Slurm's word that time is short, are the trainer's to answer; it closes the pipe.
+    """Run a keeper, with a scorer that scores completions until the pipe closes."""
+    # The trainer handles Ctrl-C and Slurm's signal before the time limit, and closes the pipe.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
@@ -70,12 +71,14 @@ def main(descriptor: int, parent: int, limits: Limits, spec: str, tags: Sequence
     scorer = os.fork()
     if scorer == 0:
         _run_scorer(keeper, Connection(descriptor), limits, spec, tags)
-    os.close(descriptor)  # so that the trainer sees the scorer's end
+    # The trainer sees the scorer's end only if no other process holds this end of the pipe.
+    os.close(descriptor)
     try:
         status = _wait_for(scorer)
     except _TerminatedError:
         status = signal.SIGTERM
-        with contextlib.suppress(ProcessLookupError):  # it ended at that very moment
+        # The scorer may have ended at the same moment.
+        with contextlib.suppress(ProcessLookupError):
             os.kill(scorer, signal.SIGKILL)
     _end_all(scorer)
     _exit_with_status(status)
@@ -87,8 +90,8 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def _wait_for(scorer: int) -> int:
-    """The wait status of the scorer. What it has left behind so far and ends by itself is reaped on
-    the way."""
+    """Return the wait status of the scorer. Processes that the scorer left behind are reaped on
+    exit."""
     while True:
         pid, status = os.wait()
         if pid == scorer:
@@ -97,9 +100,8 @@ def _wait_for(scorer: int) -> int:
 
 def _end_all(scorer: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with contextlib.suppress(
-        ProcessLookupError
-    ):  # where nothing is inherited: the scorer's own group at least
+    # Kill at least the scorer's own group on systems without inheritance of orphans.
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(scorer, signal.SIGKILL)
     end_children()
 
@@ -107,9 +109,8 @@ def _end_all(scorer: int) -> None:
 def _exit_with_status(status: int) -> NoReturn:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        resource.setrlimit(
-            resource.RLIMIT_CORE, (0, 0)
-        )  # one memory image, the scorer's, is enough
+        # The scorer's memory image is enough.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if number != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -122,9 +123,11 @@ def _run_scorer(
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.setsid()  # a function that ends its process group ends no trainer
+        # Leave the trainer's process group, because a function may kill its process group.
+        os.setsid()
         set_parent_death_signal(keeper, signal.SIGKILL)
-        ignore_broken_streams()  # a function that prints has not failed where nobody reads it
+        # A function that prints has not failed if no process reads the output.
+        ignore_broken_streams()
         _score_all(pipe, limits, spec, tags)
         code = 0
     except SystemExit as error:
@@ -132,7 +135,8 @@ def _run_scorer(
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError, ValueError):  # whoever read them may be gone
+        # The reader of the streams may have ended.
+        with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
@@ -154,26 +158,23 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
     while True:
         try:
             chunk = pipe.recv()
-        except (
-            EOFError,
-            ConnectionResetError,
-        ):  # the trainer has ended, perhaps with answers that it had not read
+        except (EOFError, ConnectionResetError):
+            # The trainer has ended, perhaps before it read all answers.
             return
         for unit, items in chunk:
-            # Each is unpickled by itself: what a function does to a row's objects does not reach
-            # the next completion.
-            scores, kind = _score(
-                function, [pickle.loads(item) for item in items], limits.timeout_s
-            )
-            if (
-                os.getpid() != scorer
-            ):  # the function has forked, and this is the child, which came back, too
+            # Unpickle each item separately, because a function may change the objects of a row, and
+            # the next completion must not see the changes.
+            loaded = [pickle.loads(item) for item in items]
+            scores, kind = _score(function, loaded, limits.timeout_s)
+            # If the function has forked, the child process may return here as well.
+            if os.getpid() != scorer:
                 os._exit(0)
             pipe.send((unit, scores, kind))
 
 
 def make_failed_scores(items: Sequence[ScoreItem], error: BaseException) -> tuple[list[Score], str]:
-    """Scores of completions whose scoring raised ``error``, and its kind."""
+    """Return the scores of completions in case of an ``error`` in scoring, and the kind of the
+    error."""
     if isinstance(error, InvalidScoreError):
         kind = error.kind
         text = f"{error}\nfor the completion {items[0].solution!r:.300}"
@@ -184,8 +185,8 @@ def make_failed_scores(items: Sequence[ScoreItem], error: BaseException) -> tupl
 
 
 def _get_error_kind(error: BaseException) -> str:
-    """Where it was raised, and what: the same for two errors whose messages differ in the
-    completion they quote."""
+    """Return the type and location of an error: equal for errors that differ only in a quoted
+    completion."""
     frames = traceback.extract_tb(error.__traceback__)
     return " ".join(
         [type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames)]
@@ -198,9 +199,8 @@ def _score(
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         limit_s = timeout_s * len(items)
-        signal.setitimer(
-            signal.ITIMER_PROF, limit_s
-        )  # the kernel ends the process, also within a call of C
+        # The timer's signal ends the process in the kernel, even during a call of C code.
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
         try:
             returned = (
                 function(items)
@@ -210,31 +210,32 @@ def _score(
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
         return [read_score(each) for each in returned], ""
-    except BaseException as error:  # a function that calls sys.exit has failed like any other
+    except BaseException as error:
+        # A function that calls sys.exit has failed like any other function.
         return make_failed_scores(items, error)
 
 
 def _score_concurrently(
     function: Callable[..., Any], pipe: Connection, timeout_s: float, clock_s: float
 ) -> None:
-    """Score what comes, each completion from the moment it comes, until the pipe closes.
+    """Score completions, each from the moment of arrival, until the pipe closes.
 
-    The trainer decides how many are open (``reward.concurrency``); here each is a task of one event
-    loop. The limits hold for each completion: its steps' processor time ends the process, as with
-    other functions, and its time on the clock cancels its task. Processor time of tasks that the
-    function starts by itself counts on the clock alone.
+    - The trainer decides the number of open completions (``reward.concurrency``). Each completion
+      is a task of one event loop.
+    - If the steps of a task exceed the processor time, the process ends, as with functions that are
+      not async. A task that exceeds the time on the clock is cancelled.
+    - The processor time of tasks that the function itself starts counts on the clock alone.
 
     Args:
         timeout_s: processor time for a completion, in seconds.
-        clock_s: what it may take on the clock.
+        clock_s: time on the clock for a completion, in seconds.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    asyncio.run(
-        _serve(
-            pipe,
-            lambda unit, item: _score_async(function, pipe, unit, item, (timeout_s, clock_s)),
-        )
-    )
+
+    def score(unit: range, item: ScoreItem) -> Coroutine[Any, Any, None]:
+        return _score_async(function, pipe, unit, item, (timeout_s, clock_s))
+
+    asyncio.run(_serve(pipe, score))
 
 
 async def _serve(
@@ -256,8 +257,8 @@ async def _serve(
                 loop.call_soon_threadsafe(begin, pipe.recv())
         loop.call_soon_threadsafe(ended.set)
 
-    # On a thread of its own: the trainer sends while completions are open, and must not wait until
-    # a function that computes lets the loop read.
+    # Receive on a separate thread, because the trainer sends while completions are open, and must
+    # not wait for the loop while a function computes.
     threading.Thread(target=receive, daemon=True).start()
     await ended.wait()
 
@@ -276,21 +277,20 @@ async def _score_async(
             returned = await _CpuLimitedAwaitable(function(item), timeout_s)
         scores = [read_score(returned)]
         kind = ""
-    except (
-        BaseException
-    ) as error:  # a function that calls sys.exit, or cancels itself, has failed like any other
+    except BaseException as error:
+        # A function that calls sys.exit, or cancels its own task, has failed like any other.
         scores, kind = make_failed_scores([item], error)
-    if (
-        os.getpid() != scorer
-    ):  # the function has forked, and this is the child, which came back, too
+    # If the function has forked, the child process may return here as well.
+    if os.getpid() != scorer:
         os._exit(0)
-    with contextlib.suppress(OSError):  # the trainer has ended
+    # The trainer may have ended.
+    with contextlib.suppress(OSError):
         pipe.send((unit, [Score.from_failure("timeout")] if limit.expired() else scores, kind))
 
 
 class _CpuLimitedAwaitable:
-    """Awaits a coroutine whose own steps may take ``limit_s`` seconds of processor time in all;
-    past them the kernel ends the process."""
+    """Awaitable of a coroutine, with a limit of ``limit_s`` seconds of processor time for all steps
+    of the coroutine. Past this limit the kernel ends the process."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], limit_s: float) -> None:
         self._coroutine = coroutine
@@ -309,24 +309,22 @@ class _CpuLimitedAwaitable:
             try:
                 yield waits_for
                 step = partial(self._coroutine.send, None)
-            except BaseException as error:  # it is cancelled
+            except BaseException as error:
+                # Pass a cancellation of the task on to the coroutine.
                 step = partial(self._coroutine.throw, error)
 
 
 def _set_memory_limit(max_mib: int) -> None:
-    """Let scoring take so much more than the imports did; past it an allocation fails, and a
-    completion with it.
-
-    Address space, which the kernel counts at once; what is resident could pass the machine's before
-    anyone looked.
-    """
+    """Limit the memory for scoring to ``max_mib`` MiB beyond the memory after the imports. Past
+    this limit an allocation fails, and the scoring of a completion with the allocation."""
     if sys.platform == "linux":
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         most = taken + max_mib * MEBIBYTE
-        resource.setrlimit(
-            resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
-        )
+        soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        # Limit the address space, because the kernel counts address space at once. Resident memory
+        # could exceed the machine's memory before a check.
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 if __name__ == "__main__":
@@ -334,5 +332,6 @@ if __name__ == "__main__":
         descriptor, parent, memory_mib, timeout_s, clock_s, concurrency, spec, *tags = sys.argv[1:]
         limits = Limits(int(memory_mib), float(timeout_s), float(clock_s), int(concurrency))
         main(int(descriptor), int(parent), limits, spec, tags)
-    except _TerminatedError:  # before there was anything to end
+    except _TerminatedError:
+        # SIGTERM came before the start of the scorer.
         os._exit(1)

@@ -1,17 +1,16 @@
-"""Scoring in processes that can be killed: a verifier that hangs costs its completion, never the
-run.
+"""Scoring in processes that can be killed, so that a verifier that hangs costs a completion, and
+never the run.
 
-Each worker is a fresh interpreter with one pipe: no fork of a process that holds threads, gloo or
-CUDA, and no second import of the trainer's main module, as multiprocessing and the pools built on
-it would do. Completions travel in chunks, answers come one by one, so that the time limits hold for
-each while the exchange costs microseconds.
-
-A function has so many seconds of processor time, which the kernel counts (``worker.py``), and ten
-times as many on the clock, which are counted here: a machine that is busy with something else makes
-no answer a wrong one.
-
-Completions of a function written ``async def`` are awaited together: a worker has up to
-``reward.concurrency`` of them and is given the next one as soon as one is answered.
+- Each worker is a fresh interpreter with one pipe. multiprocessing, and pools based on
+  multiprocessing, would fork a process that holds threads, gloo or CUDA, or would import the
+  trainer's main module again.
+- Completions are sent in chunks and answered one by one, so that the time limits apply to each
+  completion, and the exchange costs microseconds.
+- A function has a limit of processor time, which the kernel measures (``worker.py``), and ten times
+  this limit on the clock, which is measured here. A machine that is busy with other work makes no
+  answer wrong.
+- Completions of an ``async def`` function are awaited concurrently. A worker has up to
+  ``reward.concurrency`` completions, and gets the next completion after each answer.
 """
 
 from __future__ import annotations
@@ -37,23 +36,25 @@ from megatron_dppo.rewards.math.completion import THINKING_TAGS
 from megatron_dppo.rl.score import Score
 
 START_LIMIT_S = 300.0
-"""How long the import of a reward function may take. Does not count against the time limit of a
+"""Longest time for the import of a reward function, in seconds. Not counted in the limits of a
 completion."""
 ON_THE_CLOCK = 10
-"""Times ``reward.timeout_s`` until a function that waits, or has others compute, is ended. 1.3 s of
-processor time have been seen to take 11.5 s on a machine that was busy otherwise."""
+"""Limit on the clock of a function that waits or has other processes compute, in units of
+``reward.timeout_s``. 1.3 s of processor time took 11.5 s on a machine that was busy with other
+work."""
 END_LIMIT_S = 5.0
-"""How long a worker may take to end what its function has started, before it is killed itself."""
+"""Longest time for a worker to end the function's processes, in seconds, before the worker is
+killed."""
 CHUNK = 32
-"""Most completions that a worker is given at once."""
+"""Largest number of completions sent to a worker at once."""
 
 
 class _Worker:
-    """One process and what it has been given to do."""
+    """Worker process and the worker's pending units."""
 
     def __init__(self, arguments: Sequence[str], *, is_retry: bool = False) -> None:
         self.again = is_retry
-        """Whether one before it was killed while it imported."""
+        """Whether a predecessor was killed during the import."""
         self.pipe, theirs = Pipe()
         inherited = [str(theirs.fileno()), str(os.getpid())]
         self.process = subprocess.Popen(
@@ -65,12 +66,12 @@ class _Worker:
         theirs.close()
         self.ready = False
         self.takes_groups = self.awaits = False
-        """Known once it is ready. ``awaits``: its completions are awaited together."""
+        """Set when the worker is ready. ``awaits``: completions are awaited concurrently."""
         self.pending: deque[range] = deque()
         self.deadline = time.monotonic() + START_LIMIT_S
 
     def end(self) -> None:
-        """End it, with all that its function has started."""
+        """End the worker and all processes that the function has started."""
         self.process.terminate()
         try:
             self.process.wait(END_LIMIT_S)
@@ -83,8 +84,8 @@ class _Worker:
 class RewardWorkers:
     """Processes that score completions with one reward function.
 
-    Make it on a thread that lives as long as the workers shall: on Linux they end with the thread
-    that started them.
+    Create workers on a thread that outlives the workers, because on Linux workers end with the
+    thread that started them.
     """
 
     def __init__(
@@ -97,15 +98,15 @@ class RewardWorkers:
         concurrency: int = 32,
         thinking_tags: Sequence[str] = THINKING_TAGS,
     ) -> None:
-        """Start the workers, without waiting for their imports.
+        """Start the workers, without waiting for imports.
 
         Args:
-            spec: of the run's ``RewardConfig``.
-            workers: processes.
-            timeout_s: processor time for one completion, in seconds; a tenth of what it may take on
-                the clock. A function of groups has as much for each completion of a group.
-            memory_mib: what scoring may take more than the function's imports did, in MiB; past it
-                a completion fails.
+            spec: ``RewardConfig.spec`` of the run.
+            workers: number of processes.
+            timeout_s: processor time for one completion, in seconds; a tenth of the limit on the
+                clock. For a group the limit is multiplied by the number of completions.
+            memory_mib: memory for scoring beyond the function's imports, in MiB; past this limit a
+                completion fails.
             concurrency: completions that a worker awaits at once, if the function is written
                 ``async def``.
             thinking_tags: ``reward.thinking_tags``.
@@ -123,45 +124,43 @@ class RewardWorkers:
         """Wait until every worker has imported the reward function.
 
         Raises:
-            UserError: if it cannot be found, imported or called, or its import does not end.
+            UserError: the function cannot be found, imported or called, or the import does not end.
         """
         while starting := [w for w in self._workers if not w.ready]:
-            wait(
-                [w.pipe for w in starting],
-                timeout=max(min(w.deadline for w in starting) - time.monotonic(), 0.0),
-            )
+            soonest = min(w.deadline for w in starting)
+            wait([w.pipe for w in starting], timeout=max(soonest - time.monotonic(), 0.0))
             for worker in starting:
                 self._check_ready(worker)
 
     def score(self, items: Sequence[ScoreItem], *, max_failures: int | None = None) -> list[Score]:
-        """Score all items. A worker that hangs or dies is replaced, and what it had not begun goes
-        to another.
+        """Score all items. If a worker hangs or dies, a new worker replaces the process, and units
+        that the process had not begun are sent to other workers.
 
         Args:
-            items: what to score; one group, where the function takes groups.
-            max_failures: past so many the rest is left unscored, for the run is about to stop; a
-                function that always hangs would else be waited for once per completion. None: all
-                are scored.
+            items: completions to score; one group if the function takes groups.
+            max_failures: largest number of failures. Past this number the remaining items stay
+                unscored, because the run is about to stop, and a function that always hangs would
+                cost a time limit for each completion. None: all items are scored.
 
         Raises:
-            UserError: as ``wait_ready``.
+            UserError: under the conditions of ``wait_ready``.
         """
         scoring = self.begin(len(items) if max_failures is None else max_failures)
         scoring.add(items)
         return scoring.finish()
 
     def begin(self, max_failures: int) -> Scoring:
-        """Score the completions of prompts as they come up; nothing else may be scored before its
-        end.
+        """Begin to score the completions of prompts on arrival. Only one scoring may be open at a
+        time.
 
         Args:
-            max_failures: as in ``score``.
+            max_failures: largest number of failures, see ``score``.
         """
         return Scoring(self, max_failures)
 
     @classmethod
     def from_config(cls, reward: RewardConfig, function: str | None = None) -> RewardWorkers:
-        """The workers that a run's settings ask for, of their function or another one."""
+        """Return workers with the settings of a run. ``function`` replaces the run's function."""
         return cls(
             function or reward.spec,
             workers=reward.workers,
@@ -172,9 +171,10 @@ class RewardWorkers:
         )
 
     def close(self) -> None:
-        """Kill the workers, and all that they have started. Safe to call twice."""
+        """Kill the workers and all processes that the workers have started. Safe to call twice."""
+        # Signal all workers first, so that all workers end at the same time.
         for worker in self._workers:
-            worker.process.terminate()  # all at once
+            worker.process.terminate()
         for worker in self._workers:
             worker.end()
         self._workers.clear()
@@ -190,9 +190,8 @@ class RewardWorkers:
             kind, *rest = worker.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
             code = _get_exit_code(worker)
-            if (
-                code is not None and code < 0 and not worker.again
-            ):  # as in scoring: one death may have another cause
+            # Try again once, because a single death may have another cause, as in scoring.
+            if code is not None and code < 0 and not worker.again:
                 self._replace(worker, is_retry=True)
                 return
             raise self._make_import_error(
@@ -212,8 +211,8 @@ class RewardWorkers:
 
 
 class Scoring:
-    """Items under way in a set of workers, in units: an item by itself, or a group where the
-    function takes groups."""
+    """Pending items of a set of workers, in units: a single item, or a group if the function takes
+    groups."""
 
     def __init__(self, owner: RewardWorkers, max_failures: int) -> None:
         self._owner = owner
@@ -225,35 +224,32 @@ class Scoring:
         self._lost_once: set[int] = set()
 
     def add(self, items: Sequence[ScoreItem]) -> None:
-        """Have these scored, too, the completions of one prompt."""
+        """Add the completions of one prompt."""
         if items:
             self._queue.append(range(len(self._items), len(self._items) + len(items)))
         self._items.extend(items)
         self._scores.extend([Score.from_failure("unscored")] * len(items))
 
     def step(self, wait_s: float = 0.0) -> bool:
-        """Give out what waits, and take what is done.
+        """Send queued units to workers, and receive finished scores.
 
         Args:
-            wait_s: how long to wait for an answer.
+            wait_s: longest wait for an answer, in seconds.
 
         Returns:
-            whether there is more to wait for. There is none past ``most_failures``.
+            True if scores are pending; False also past ``max_failures``.
 
         Raises:
-            UserError: as ``RewardWorkers.wait_ready``.
+            UserError: under the conditions of ``RewardWorkers.wait_ready``.
         """
-        workers = self._owner._workers  # whose dead are replaced in place
+        # Dead workers are replaced in this list.
+        workers = self._owner._workers
         if self._has_too_many_failures:
             return False
         for worker in list(workers):
             if worker.ready:
-                self._send(
-                    worker,
-                    self._next_concurrent_chunk(worker)
-                    if worker.awaits
-                    else self._next_chunk(worker),
-                )
+                next_chunk = self._next_concurrent_chunk if worker.awaits else self._next_chunk
+                self._send(worker, next_chunk(worker))
         if not self._queue and not any(worker.pending for worker in workers):
             return False
         busy = [w for w in workers if w.pending or not w.ready]
@@ -264,10 +260,10 @@ class Scoring:
         return True
 
     def finish(self) -> list[Score]:
-        """Wait for all of them; their scores in the order in which they were added.
+        """Wait for all items, and return the scores in the order of the items.
 
         Raises:
-            UserError: as ``advance``.
+            UserError: under the conditions of ``step``.
         """
         while self.step(math.inf):
             record_progress()
@@ -275,7 +271,7 @@ class Scoring:
         return self._scores
 
     def cancel(self) -> None:
-        """End what is under way: it is of no use any more."""
+        """End pending units, because the scores are no longer needed."""
         for worker in [w for w in self._owner._workers if w.pending]:
             self._owner._replace(worker)
 
@@ -284,8 +280,8 @@ class Scoring:
         return self._failures > self._most_failures
 
     def _next_chunk(self, worker: _Worker) -> list[range]:
-        """Units that an idle worker scores next, one after another."""
-        # Small enough that the last chunks leave no worker idle for long.
+        """Return the next units for an idle worker, which scores the units in sequence."""
+        # Keep chunks small, so that the last chunks leave no worker idle for long.
         size = max(1, min(CHUNK, len(self._items) // (4 * len(self._owner._workers))))
         chunk: list[range] = []
         while self._queue and not worker.pending and sum(map(len, chunk)) < size:
@@ -293,14 +289,15 @@ class Scoring:
         return chunk
 
     def _next_concurrent_chunk(self, worker: _Worker) -> list[range]:
-        """Units that bring a worker to its share of all that is open or waits. A completion that a
-        process was lost over is alone in the next one, so that it is known which completion it
-        was."""
+        """Return units that fill a worker up to an equal share of all open and queued
+        completions."""
         ready = [w for w in self._owner._workers if w.ready]
         unanswered = sum(map(len, self._queue)) + sum(len(w.pending) for w in ready)
         share = min(self._owner._concurrency, math.ceil(unanswered / len(ready)))
         chunk: list[range] = []
         while self._queue and (taken := len(worker.pending) + len(chunk)) < share:
+            # Send a completion alone if a process was lost during the completion, because a second
+            # loss then identifies the completion.
             together = [self._queue[0], *worker.pending, *chunk]
             if taken and any(unit.start in self._lost_once for unit in together):
                 break
@@ -319,19 +316,21 @@ class Scoring:
         worker.pending.extend(chunk)
         self._set_deadline(worker)
         try:
-            # The worker is idle, thus reading, or reads on a thread of its own: this cannot block
-            # on a full pipe.
-            worker.pipe.send(
-                [(unit, [pickle.dumps(self._items[i]) for i in unit]) for unit in chunk]
-            )
+            # A full pipe cannot block here, because the worker is idle and reads, or reads on a
+            # separate thread.
+            worker.pipe.send([(unit, self._pickle_items(unit)) for unit in chunk])
         except (BrokenPipeError, ConnectionResetError):
+            # The worker died while idle: no completion is the cause.
             if len(worker.pending) == len(chunk):
-                self._put_back(worker)  # it died while it had nothing to do
+                self._put_back(worker)
+
+    def _pickle_items(self, unit: range) -> list[bytes]:
+        return [pickle.dumps(self._items[number]) for number in unit]
 
     def _set_deadline(self, worker: _Worker) -> None:
-        """By which it is to have answered once more. One that awaits several ends each by itself,
-        unless it hangs."""
+        """Set the time of the worker's next answer at the latest."""
         items = len(worker.pending[0]) if worker.pending else 1
+        # A worker that awaits completions cancels each completion itself, unless the worker hangs.
         slack_s = END_LIMIT_S if worker.awaits else 0.0
         worker.deadline = time.monotonic() + items * self._owner._clock_s + slack_s
 
@@ -340,8 +339,8 @@ class Scoring:
             self._owner._check_ready(worker)
             return
         while worker.pending:
-            # What has arrived counts, however late this process comes to look; only then is a limit
-            # over.
+            # Receive all answers that have arrived before the deadline is checked, because this
+            # process may poll late.
             if not worker.pipe.poll(0):
                 if time.monotonic() > worker.deadline:
                     self._time_out(worker)
@@ -371,7 +370,8 @@ class Scoring:
         self._scores[unit.start : unit.stop] = scores
 
     def _time_out(self, worker: _Worker) -> None:
-        if worker.awaits and len(worker.pending) > 1:  # any of them may be what hangs
+        if worker.awaits and len(worker.pending) > 1:
+            # Any of the pending completions may hang.
             self._lost_once.update(unit.start for unit in worker.pending)
         else:
             unit = worker.pending.popleft()
@@ -389,20 +389,20 @@ class Scoring:
             solution = self._items[worker.pending.popleft().start].solution
             told = f"the scoring process {end}, scoring the completion {solution!r:.300}"
             self._store_scores(unit, [Score.from_failure("error", told)] * len(unit), end)
-        # One death may have another cause, such as the kernel's need of memory; the second is the
-        # completion's own.
+        # The first death may have another cause, such as the kernel's need for memory. The second
+        # death is caused by the completion.
         self._lost_once.add(unit.start)
         self._put_back(worker)
 
     def _put_back(self, worker: _Worker) -> None:
-        """Give what a worker has not done to others, and end it."""
+        """Queue the worker's pending units for other workers, and replace the worker."""
         self._queue.extendleft(reversed(worker.pending))
         worker.pending.clear()
         self._owner._replace(worker)
 
 
 def _get_exit_code(worker: _Worker) -> int | None:
-    """None: it has closed its pipe and goes on."""
+    """Return the exit code; None: the worker has closed the pipe and still runs."""
     try:
         return worker.process.wait(END_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -420,7 +420,8 @@ def _describe_exit(code: int | None) -> str:
 
 
 def _build_environment() -> dict[str, str]:
-    """This process's environment, one thread to a worker, and the same places to import from."""
+    """Return this process's environment, with one thread for each worker and the same import
+    paths."""
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     return {
         **os.environ,
