@@ -119,7 +119,7 @@ class Names:
 
 
 def find_reachable(start: str, edges: Mapping[str, set[str]]) -> set[str]:
-    """Return the start and all nodes to which edges lead from the start."""
+    """Return the start and all nodes reachable from the start."""
     found = {start}
     pending = [start]
     while pending:

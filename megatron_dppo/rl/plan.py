@@ -99,7 +99,7 @@ def plan_step(
         capacity_multiple: divisor of a pack's capacity (sequence parallelism).
         step: index from 0; ``step`` and ``run.seed`` give the seed of every draw.
         pipeline: number of pipeline stages; several stages need several packs.
-        hidden: hidden size of the policy, for the balance of replicas.
+        hidden: hidden size of the policy, used to balance replicas.
         prompts: tokens of each group's prompt, so that packs store common beginnings of prompts
             once, such as a system message; empty: prompts are assumed to share no tokens.
 
@@ -342,11 +342,13 @@ def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMeta
     parts = [part for part in parts if len(part.prompt_ids)] or list(parts[:1])
     # Sort by prompt id, so that the plan does not depend on the assignment of groups to ranks.
     order = np.argsort(np.concatenate([part.prompt_ids for part in parts]), kind="stable")
-    columns = {name: [getattr(part, name) for part in parts] for name in ARRAYS}
+    columns = {}
+    for name in ARRAYS:
+        columns[name] = [getattr(part, name) for part in parts]
     columns["further_lengths"] = pad_to_longest(columns["further_lengths"])
     names = sorted({name for part in parts for name in part.parts})
     metrics = {}
-    # A metric that a rank lacks is NaN there.
+    # A metric is NaN on ranks that did not report the metric.
     for name in names:
         values = [part.parts.get(name, np.full(part.rewards.shape, np.nan)) for part in parts]
         metrics[name] = np.concatenate(values)[order]

@@ -12,7 +12,7 @@ is an unbiased estimate of the gradient of the expected reward, for each baselin
 depend on s_u given u's parent. V of a leaf is the reward of the leaf. V of any other node is the
 mean of its children's V. Each slot has the weight 1/G, and the slots below a node have the weight ω
 in total. The aggregation ``constant`` therefore needs no weights: tokens of segment l of
-completion g have the advantage ``tree_advantages(…)[q, g, l]``, and the loss is divided by
+completion g have the advantage ``compute_tree_advantages(…)[q, g, l]``, and the loss is divided by
 N·G·L_max, as for groups without a tree.
 
 - A path that ends before a fork is the completion of each slot below its last node. Its ω is
@@ -131,8 +131,7 @@ def compute_node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -
 
 
 def _compute_baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Floats]:
-    """Return the baseline ``mixed`` of each node, in the shapes of
-    ``values``.
+    """Return the baseline ``mixed`` of each node, in the shapes of ``values``.
 
     The baseline of a root is the mean of the other roots. The baseline of any other node is the
     mean of its siblings' V and, as one more, the baseline of its root.
@@ -151,11 +150,10 @@ def _compute_baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Float
 
 
 def compute_depth_advantages(values: Floats, tokens: Ints) -> Floats:
-    """Return BranchGRPO's advantage (arXiv:2509.06040) of nodes of one depth: (V − mean)/(std +
-    1e-8), within ±5.
+    """Return BranchGRPO's advantage (arXiv:2509.06040) of nodes of one depth.
 
-    The advantage is biased: a node's own reward is in the mean, and each depth has a different
-        divisor.
+    (V − mean)/(std + 1e-8), within ±5. The advantage is biased: a node's own reward is in the mean,
+    and each depth has a different divisor.
 
     Args:
         values: [Q, n].

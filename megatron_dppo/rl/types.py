@@ -175,7 +175,7 @@ class StepMetadata:
     """Complete input of the planner for one step, without tokens. Groups are sorted by prompt id.
 
     The example's group has ``prompt_ids`` [7], ``prompt_inclusion`` [0.5], ``prompt_lengths`` [2],
-    ``response_lengths`` and ``sampled_lengths`` [[2, 3]], ``compute_shared_lengths`` [[0, 2]],
+    ``response_lengths`` and ``sampled_lengths`` [[2, 3]], ``shared_lengths`` [[0, 2]],
     ``rewards`` [[1, 0]], ``owners`` [0] if rank 0 generated it, and ``window`` 2.
     """
 
