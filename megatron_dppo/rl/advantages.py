@@ -1,7 +1,7 @@
-"""Estimators of advantages, computed from whole groups before the draw of completions.
+"""Estimators of advantages, from whole groups before the draw of completions.
 
-An estimator is a function from rewards [Q, G] and columns to advantages [Q, G], or to Q lists of G
-arrays [L] with an advantage for each token of a response. The columns are
+An estimator maps rewards [Q, G] and columns to advantages [Q, G], or to Q lists of G arrays [L] of
+token advantages. The columns are
 
 - ``inclusion``: [Q], inclusion probability of each prompt.
 - ``present``: [Q, G], False for conversations without a turn of the role, which do not count.
@@ -39,7 +39,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """A function from rewards to advantages, with two facts about the function.
+    """Function from rewards to advantages, with two facts about the function.
 
         Estimator(lambda rewards, columns: rewards - rewards.mean(axis=1, keepdims=True))
 
@@ -50,8 +50,7 @@ class Estimator:
     zero_if_equal: bool = True
     """Whether completions of a group of equal rewards have the advantage 0."""
     batch_moments: bool = False
-    """Whether advantages depend on moments of the whole minibatch. Such moments are estimates if
-    prompts are pruned."""
+    """Whether advantages depend on moments of the minibatch, estimates if prompts are pruned."""
 
 
 def compute_group_advantages(
@@ -127,10 +126,9 @@ def normalize_by_rms(advantages: Floats, columns: Mapping[str, NDArray[Any]]) ->
 
 
 def _compute_weights(columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Return the weights [Q, G] of completions in the minibatch's moments. A prompt has the weight
-    1/π in total.
+    """Return the weights [Q, G] of completions in the minibatch's moments, 1/π per prompt.
 
-    If prompts are pruned, the moments are estimates, and advantages are ratios with a bias of
+    If prompts are pruned, moments are estimates, and advantages are ratios with a bias of
     O(1/prompts). The draw of completions does not change the moments.
     """
     present = columns["present"]
@@ -174,8 +172,7 @@ def find_estimator(name: str) -> Estimator:
 
 
 def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Return the advantages [Q, G, S] of an estimator. S is 1, or the length of the longest
-    response.
+    """Return an estimator's advantages [Q, G, S], with S = 1 or the longest response's length.
 
     Raises:
         UserError: a user's function raised, or did not return an advantage for each completion or
@@ -287,17 +284,14 @@ class _TrialColumns(dict[str, NDArray[Any]]):
 
 
 def compute_mean_squares(name: str, probabilities: Floats) -> Floats:
-    """Return an estimator's mean A² in a group with k right answers, for k = 0, 1, …, G.
+    """Return an estimator's mean A² [G + 1] in a group with k = 0, 1, …, G right answers.
 
     The estimator is applied to a made-up minibatch with one group of each kind.
 
     Args:
-        name: name of the estimator.
-        probabilities: [G + 1], probability of k right answers, which weights the group in the
+        name: estimator.
+        probabilities: [G + 1], probability of k right answers: weight of the group in the
             minibatch's moments.
-
-    Returns:
-        [G + 1]
     """
     right = np.tri(len(probabilities), len(probabilities) - 1, -1)
     # Moments weight a prompt by 1/π, so the inverse of the relative probability is the inclusion.
@@ -352,11 +346,10 @@ def compute_role_advantages(part: StepMetadata, name: str) -> Floats:
 
 
 def compute_advantages(part: StepMetadata, config: Config, name: str) -> Floats:
-    """Return the advantages [Q, G, S] of segments or tokens under the estimator ``name``. S = 1:
-    one per completion.
+    """Return advantages [Q, G, S] of segments or tokens (S = 1: of completions) under ``name``.
 
     Advantages are 0 without task rewards (``loss.distillation.use_task_rewards``), and in masked
-    completions. Rewards of masked completions count in the baselines.
+    completions, whose rewards count in the baselines.
     """
     if not config.loss.distillation.use_task_rewards:
         return np.zeros((*part.rewards.shape, part.segments.shape[-1] or 1))

@@ -274,6 +274,7 @@ def _compute_binary_kl(tokens: Tokens) -> tuple[Tensor, Tensor]:
     least = torch.finfo(tokens.logprobs.dtype).tiny
 
     def term(engine_prob: Tensor, policy_prob: Tensor) -> Tensor:
+        # A probability may be 0 in single precision.
         return torch.xlogy(engine_prob, engine_prob / policy_prob.clamp(min=least))
 
     log_p = tokens.logprobs.detach()

@@ -150,7 +150,7 @@ def compute_coefficients(aggregation: Aggregation, sampled_lengths: Ints) -> Flo
 
     Args:
         aggregation: aggregation of the objective.
-        sampled_lengths: [Q, G], L, tokens that the policy sampled.
+        sampled_lengths: [Q, G], L: tokens that the policy sampled.
     """
     lengths = sampled_lengths.astype(np.float64)
     return 1.0 / np.maximum(lengths, 1.0) if aggregation == "seq_mean" else np.ones_like(lengths)

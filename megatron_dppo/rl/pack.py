@@ -360,6 +360,7 @@ def build_prefix_tree(
             parent = len(segments) - 1
         if last == first + 1:
             return
+        # A child begins at each sample that leaves the path at ``end``.
         leaves = [first, *(k for k in range(first + 1, last) if shared[k] == end), last]
         for child, after in pairwise(leaves):
             if after > child + 1 or lengths[child] > end:

@@ -93,8 +93,8 @@ class Packing:
 
 
 def resolve_min_packs(setting: int, pipeline: int) -> int:
-    """Return ``pack.min_per_rank``, with 0 resolved."""
-    # Twice the pipeline stages keep the pipeline's bubble small.
+    """Return ``pack.min_per_rank``; for 0, twice the pipeline stages, or 1 without a pipeline."""
+    # Twice the stages, because the pipeline's bubble is then small.
     return setting or (2 * pipeline if pipeline > 1 else 1)
 
 
@@ -118,7 +118,7 @@ def pack_sequences(
     The number of packs is the least that ``max_tokens`` and ``min_per_rank`` allow, or up to twice
     that number if more packs
 
-    - are filled better, for example with three sequences that do not fit together in pairs,
+    - are filled better, for example if no two of three sequences fit into one pack,
     - balance ranks better: with one pack per rank, the rank of the longest sequences computes the
       most attention.
 
@@ -136,11 +136,10 @@ def pack_sequences(
         share: ``pack.share_prefixes``.
         align: padding multiple of each segment.
         capacity_multiple: divisor of the capacity, as well as ``align``.
-        window: number of longest unpacked sequences that the greedy packing looks at.
+        window: number of longest unpacked sequences in the greedy packing's window.
         min_per_rank: fewest packs per rank; fewer if sequences are too few.
         least_per_rank: fewest packs per rank, filled up with empty packs.
-        hidden: hidden size of the policy, for :func:`compute_sequence_costs` in the balance of
-            ranks.
+        hidden: hidden size of the policy, for the costs of sequences.
 
     Raises:
         UserError: a sequence does not fit into ``pack.max_tokens``.
@@ -176,6 +175,7 @@ def pack_sequences(
         ways += _build_groupings(lengths, np.asarray(shared), most, align)
         if between is not None and np.any(between):
             ways += _build_groupings(lengths, np.asarray(shared) + np.asarray(between), most, align)
+    # Ungrouped first, because min takes the first of equal costs.
     if share != "on" or not ways:
         ways.insert(0, build_ungrouped(lengths, align))
     return min(map(pack, ways), key=lambda packing: packing.cost)
@@ -212,6 +212,7 @@ def _pack(
     for per_rank in range(fewest, max(MORE_PACKS * fewest, 4) + 1):
         packs = _find_tightest(pieces.slots, ranks * per_rank, window, unit, most)
         found += [_distribute_packs(*packs, lengths, pieces, hidden, ranks)] if packs else []
+        # More packs than prefix groups would be empty.
         if found and (found[-1].is_good or ranks * per_rank >= len(pieces.slots)):
             break
     # ``found`` is never empty: any two packs of a greedy packing together exceed one pack, so twice
@@ -343,6 +344,7 @@ def _pack_greedily(
             left, index = divmod(room.pop(fullest), most_packs)
         left += waiting.pop(first)
         packs[index].append(positions.pop(first))
+        # Forget a pack without room for the smallest sequence.
         if left >= smallest:
             insort(room, left * most_packs + index)
         if coming < len(descending):
@@ -362,6 +364,7 @@ def _assign_packs(costs: Floats, ranks: int) -> list[list[int]]:
     for pack in np.argsort(-costs, kind="stable").tolist():
         lightest, rank = heappop(queue)
         shares[rank].append(pack)
+        # A full rank leaves the queue, because ranks have equal numbers of packs.
         if len(shares[rank]) < per_rank:
             heappush(queue, (lightest + float(costs[pack]), rank))
     return shares

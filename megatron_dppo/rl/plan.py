@@ -119,6 +119,7 @@ def plan_step(
         min_per_rank=resolve_min_packs(config.pack.min_per_rank, pipeline),
         least_per_rank=config.layout.min_packs,
     )
+    # With resampling, groups without variance are not trained on.
     usable = (
         find_nonzero_variance_groups(metadata)
         if uses_resampling(config.pruning)
@@ -141,6 +142,7 @@ def plan_step(
             replace(drawn, shared_length=shared, capacity=packing.capacity, packs=packing.packs)
         )
     discarded = np.setdiff1d(np.arange(len(metadata.prompt_ids)), usable)
+    # Discarded groups count in the metrics, with an empty draw.
     if len(discarded):
         rest = select_groups(metadata, discarded)
         parts.append((rest, make_empty_draw(rest)))
@@ -162,12 +164,7 @@ def draw_minibatches(
 ) -> Iterator[tuple[Ints, StepMetadata, PruningDraw]]:
     """Yield the minibatches of a step: indices of groups in ``metadata``, metadata, pruning draw.
 
-    Args:
-        metadata: all groups of the step.
-        usable_groups: indices of the groups that may be trained on.
-        config: configuration of the run.
-        objective: objective of the run.
-        step: index from 0.
+    ``usable_groups`` are the indices of the groups that may be trained on.
     """
     pruning = config.pruning.completions
     keep = scheduled_keep(pruning.share, pruning.schedule, step, config.run.steps)
@@ -294,6 +291,7 @@ def build_notes(
             "become advantages, are "
             "estimated, the gradient a ratio (bias O(1/prompts))"
         )
+    # The factor 1 + 1e-9 allows for rounding.
     heaviest = max(minibatch.weight.max(initial=0.0) for minibatch in minibatches)
     if (
         heaviest > pruning.max_weight * (1.0 + 1e-9)

@@ -88,6 +88,7 @@ def find_outcome(mistake: Mistake, copy: Path) -> str:
     except subprocess.TimeoutExpired:
         return "caught"
     finally:
+        # The next mistake needs the right text.
         file.write_text(text, encoding="utf-8")
     return {0: "survived", 1: "caught"}.get(
         done.returncode, f"not run: pytest's exit code is {done.returncode}"

@@ -65,6 +65,7 @@ def main() -> int:
     names, reached = read_mutants()
     size = min(options.size, len(names))
     sample = random.Random(options.seed).sample(sorted(names), size)[part::parts]
+    # mutmut need not run mutants that no test reaches.
     tested = [name for name in sample if name.rpartition("__mutmut_")[0] in reached]
     run_mutmut("run", *tested)
 

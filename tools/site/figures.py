@@ -276,6 +276,7 @@ def render_efficiency(command: str) -> Iterator[str]:
 
 def render_curves() -> Iterator[str]:
     """Render the arms of the real language model: final accuracy, and seconds to an accuracy."""
+    # Benchmarks are scripts in a folder, not a package.
     sys.path.insert(0, str(ROOT / "benchmarks"))
     benchmark = import_module("real_curves")
     runs = load_figures()["real_curves.py"]["figures"]["runs"]

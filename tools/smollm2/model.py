@@ -2,8 +2,8 @@
 
     python tools/smollm2/model.py WHEEL OUT
 
-The file stores each weight of a matrix in 4 bits plus 1 (Q4_1), so that the policy is a little worse
-than the published model. The package ``gguf`` is required, because transformers can read GGUF
+Matrices of the file have 4 bits plus one bit per weight (Q4_1), so that the policy is a little
+worse than the published model. The package ``gguf`` is required, because transformers can read GGUF
 files, but cannot save the result.
 
 Model: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0).
