@@ -139,7 +139,7 @@ def pack_sequences(
         window: number of longest unpacked sequences in the greedy packing's window.
         min_per_rank: fewest packs per rank; fewer if sequences are too few.
         least_per_rank: fewest packs per rank, filled up with empty packs.
-        hidden: hidden size of the policy, for the costs of sequences.
+        hidden: hidden size of the policy, see :func:`compute_sequence_costs`.
 
     Raises:
         UserError: a sequence does not fit into ``pack.max_tokens``.

@@ -184,9 +184,10 @@ def split_groups(groups: Ints, minibatches: int, rng: np.random.Generator) -> li
 
 
 def select_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
-    """Return the metadata of ``groups``, with a proportional part of the window."""
-    # In proportion to rolled-out groups, the expectation of each minibatch over the permutation
-    # equals the estimate of the whole window, also if minibatches are unequal.
+    """Return the metadata of ``groups``, with a part of the window."""
+    # The part is proportional to the number of rolled-out groups. Therefore the expectation of each
+    # minibatch over the permutation equals the estimate of the whole window, also if minibatches
+    # are unequal.
     arrays = {name: getattr(metadata, name)[groups] for name in ARRAYS}
     parts = {name: values[groups] for name, values in metadata.parts.items()}
     return StepMetadata(

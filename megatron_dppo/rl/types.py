@@ -106,7 +106,7 @@ class Completion:
     ``loss_mask`` is False."""
     loss_mask: Bools
     """[L], True for tokens that the policy sampled, which are trained on; False for all other
-    tokens."""
+    tokens, such as a tool's."""
     versions: NDArray[np.int32]
     """[L], version of the weights that sampled each token; for other tokens, the version of the
     policy's next turn."""
@@ -168,7 +168,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """Input of the planner for one step, without tokens. Groups are sorted by prompt id.
+    """Complete input of the planner for one step, without tokens. Groups are sorted by prompt id.
 
     The example's group has ``prompt_ids`` [7], ``prompt_inclusion`` [0.5], ``prompt_lengths`` [2],
     ``response_lengths`` and ``sampled_lengths`` [[2, 3]], ``shared_lengths`` [[0, 2]],
@@ -266,8 +266,8 @@ class MinibatchPlan:
     capacity: int = 0
     """Tokens per pack; 0 if no completion was kept."""
     packs: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """``packs[d][k]``: samples in pack k of data-parallel replica d, in order. All replicas have the
-    same number of packs."""
+    """``packs[d][k]``: samples in pack k of data-parallel replica d, in order. All replicas have
+    equal numbers of packs."""
 
     @property
     def lengths(self) -> Ints:
@@ -288,7 +288,8 @@ class StepPlan:
     metrics: Mapping[str, float]
     """``prune/…`` and ``pack/…``, computed by the planner."""
     notes: tuple[str, ...] = ()
-    """Messages for the log, such as a biased rule or a step without kept completions."""
+    """Messages for the log: a biased rule, an estimated normaliser, a step without kept
+    completions."""
     census: PruningStats | None = None
 
     @property
@@ -351,10 +352,10 @@ class Pack:
     teachers: tuple[Any, ...] = ()
     """``TeacherHead`` objects (``models/teacher_head.py``), each for a part of the targets."""
     parents: Ints | None = None
-    """[S], parent of each segment, −1: no parent; None if no segment has a parent. A segment attends
-    to itself and its ancestors, and is directly followed by its descendants."""
+    """[S], parent of each segment, −1: no parent; None if no segment has a parent. A segment
+    attends to itself and its ancestors, and is directly followed by its descendants."""
     tokens: Ints | None = None
-    """[S], tokens of each segment without padding, to which descendants do not attend. None as
+    """[S], tokens of each segment without padding. Descendants do not attend to padding. None as
     ``parents``."""
     routing: Routing | None = None
     """[T, layers of this rank's stage, k]; ``get_unknown_expert`` for unknown routing and for
