@@ -121,7 +121,7 @@ def make_record(folder: Path, name: str) -> Record:
     began = time.monotonic()
     run = folder / name
     server = RecordingServer()
-    # Relative paths, so that no record depends on the place of the folder.
+    # Relative paths, so that records do not depend on the location of the folder.
     settings = [setting.replace("FOLDER", "policies") for setting in RUNS[name]]
     with ExitStack() as to_close:
         if name in ("sglang", "vllm"):
@@ -164,7 +164,7 @@ def compute_digest(file: Path) -> str:
 
 
 def find_differences(before: Any, after: Any, place: str = "") -> list[str]:
-    """Return a line for each value that differs: place, exact text before, exact text after (null:
+    """Return a line for each different value: place, exact text before, exact text after (null:
     absent)."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = dict.fromkeys([*before, *after])
@@ -172,9 +172,8 @@ def find_differences(before: Any, after: Any, place: str = "") -> list[str]:
             find_differences(before.get(key), after.get(key), f"{place} / {key}") for key in keys
         ]
         return [line for part in parts for line in part]
-    old, new = (
-        "{…}" if isinstance(value, dict) else json.dumps(value) for value in (before, after)
-    )
+    old = "{…}" if isinstance(before, dict) else json.dumps(before)
+    new = "{…}" if isinstance(after, dict) else json.dumps(after)
     return [] if old == new else [f"{place.removeprefix(' / ')}: {old} | {new}"]
 
 

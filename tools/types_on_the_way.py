@@ -119,7 +119,7 @@ class Names:
 
 
 def find_reachable(start: str, edges: Mapping[str, set[str]]) -> set[str]:
-    """Return the start and all nodes to which edges lead from the start."""
+    """Return the start and all nodes reachable from the start."""
     found = {start}
     pending = [start]
     while pending:
@@ -151,6 +151,7 @@ def find_types(root: Path) -> set[str]:
         }
         for function in (node for node in ast.walk(tree) if isinstance(node, Function)):
             takes, gives = names.read_signature(module, function)
+            # A method also takes its own type.
             if function in owners:
                 takes |= {f"{module}.{owners[function]}"} & names.types
             called = names.find_names(
@@ -158,12 +159,14 @@ def find_types(root: Path) -> set[str]:
             )
             gives |= called & names.types
             edges |= {(one, other) for one in takes for other in gives}
+            # Types that a called function takes or returns.
             passed: set[str] = set()
             for each in called & names.defined.keys():
                 owner, definition = names.defined[each]
                 if isinstance(definition, Function):
                     passed = passed.union(*names.read_signature(owner, definition))
             handled.append((takes | gives, passed))
+    # A type is on the way if reachable forwards from the first and backwards from the last type.
     after = defaultdict(set)
     before = defaultdict(set)
     for one, other in edges:

@@ -1,12 +1,10 @@
-"""Estimators of advantages. Advantages are computed from whole groups, before the draw of
-completions.
+"""Estimators of advantages, from whole groups before the draw of completions.
 
-An estimator is a function from rewards [Q, G] and columns to advantages [Q, G], or to Q lists of G
-arrays [L] with an advantage for each token of a response. The columns are
+An estimator maps rewards [Q, G] and columns to advantages [Q, G], or to Q lists of G arrays [L] of
+token advantages. The columns are
 
 - ``inclusion``: [Q], inclusion probability of each prompt.
-- ``present``: [Q, G] of bool, False for conversations in which a role does not speak. Such
-  conversations do not count.
+- ``present``: [Q, G], False for conversations without a turn of the role, which do not count.
 - ``lengths``: [Q, G], L, tokens of each response.
 - ``reward/NAME``: [Q, G], the metric NAME of the reward function; NaN if the function returned no
   such metric.
@@ -30,17 +28,18 @@ from megatron_dppo.rl.numbers import ROUNDING as REWARD_ROUNDING
 from megatron_dppo.rl.trees import compute_tree_advantages
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
-if TYPE_CHECKING:  # prune() is used where there is no pydantic
+# Not at run time, because prune() also runs without pydantic.
+if TYPE_CHECKING:
     from megatron_dppo.config import Config
 
 SETTING = "loss.advantage"
 ROUNDING = 1e-9
-"""An advantage below this, in a group of equal rewards, is a rounding error."""
+"""Bound on rounding errors of advantages in a group of equal rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """A function from rewards to advantages, with two facts about the function.
+    """Function from rewards to advantages, with two facts about the function.
 
         Estimator(lambda rewards, columns: rewards - rewards.mean(axis=1, keepdims=True))
 
@@ -51,8 +50,7 @@ class Estimator:
     zero_if_equal: bool = True
     """Whether completions of a group of equal rewards have the advantage 0."""
     batch_moments: bool = False
-    """Whether advantages depend on moments of the whole minibatch. Such moments are estimates if
-    prompts are pruned."""
+    """Whether advantages depend on moments of the minibatch, estimates if prompts are pruned."""
 
 
 def compute_group_advantages(
@@ -61,14 +59,13 @@ def compute_group_advantages(
     """Return r − mean of the group, or (r − mean)/std of the group.
 
     DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO
-    (arXiv:2503.20783). Whether a group is mixed is decided on the rewards: the mean of equal
-    numbers need not equal them in floating point.
+    (arXiv:2503.20783).
 
     Args:
         rewards: [Q, G], from ``round_rewards``.
         normalise: divide by the standard deviation of the group.
-        present: [Q, G], False for completions that do not count; None: all count. One in each group
-            counts at least.
+        present: [Q, G], False for completions that do not count, at least one True in each group;
+            None: all True.
         less: 1 for the sample's standard deviation, over G − 1; 0 for the population's, over G.
 
     Returns:
@@ -78,16 +75,17 @@ def compute_group_advantages(
     rewards = np.where(present, rewards, 0.0)
     size = present.sum(axis=1, keepdims=True)
     low = np.where(present, rewards, np.inf).min(axis=1, keepdims=True)
+    # Compare rewards, because the mean of equal numbers may differ from the numbers in floating
+    # point.
     mixed = np.where(present, rewards, -np.inf).max(axis=1, keepdims=True) > low
     deviation = np.where(present & mixed, rewards - rewards.sum(axis=1, keepdims=True) / size, 0.0)
     if not normalise:
         return deviation
-    deviation /= np.where(
-        mixed, np.abs(deviation).max(axis=1, keepdims=True), 1.0
-    )  # squares of tiny ones would vanish
-    result = deviation / np.where(
-        mixed, np.sqrt((deviation**2).sum(axis=1, keepdims=True) / size), 1.0
-    )
+    # Scale to a maximum of 1, because squares of tiny deviations would underflow.
+    largest = np.abs(deviation).max(axis=1, keepdims=True)
+    deviation /= np.where(mixed, largest, 1.0)
+    std = np.sqrt((deviation**2).sum(axis=1, keepdims=True) / size)
+    result = deviation / np.where(mixed, std, 1.0)
     return result * np.sqrt((size - 1) / size) if less else result
 
 
@@ -112,28 +110,25 @@ def compute_reinforce_pp(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -
     present = columns["present"]
     counted = rewards[present]
     mixed = np.ptp(counted) > REWARD_ROUNDING * np.abs(counted).max()
-    return normalize_by_rms(
-        np.where(present & mixed, rewards - (_compute_weights(columns) * rewards).sum(), 0.0),
-        columns,
-    )
+    mean = (_compute_weights(columns) * rewards).sum()
+    return normalize_by_rms(np.where(present & mixed, rewards - mean, 0.0), columns)
 
 
 def normalize_by_rms(advantages: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Divide advantages by their root mean square over the minibatch (REINFORCE++ with a
-    baseline)."""
+    """Divide advantages by the minibatch's root mean square (REINFORCE++ with a baseline)."""
     largest = np.abs(advantages).max()
     if largest == 0.0:
         return advantages
-    scaled = advantages / largest  # squares of tiny ones would vanish
+    # Scale to a maximum of 1, because squares of tiny advantages would underflow.
+    scaled = advantages / largest
     result: Floats = scaled / np.sqrt((_compute_weights(columns) * scaled * scaled).sum())
     return result
 
 
 def _compute_weights(columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Return the weights [Q, G] of completions in the minibatch's moments. A prompt has the weight
-    1/π in total.
+    """Return the weights [Q, G] of completions in the minibatch's moments, 1/π per prompt.
 
-    If prompts are pruned, the moments are estimates, and advantages are ratios with a bias of
+    If prompts are pruned, moments are estimates, and advantages are ratios with a bias of
     O(1/prompts). The draw of completions does not change the moments.
     """
     present = columns["present"]
@@ -161,8 +156,8 @@ _REGISTERED: dict[str, Estimator] = {}
 
 
 def register(name: str, function: Callable[[Floats, Mapping[str, NDArray[Any]]], Any]) -> None:
-    """Register a user's function as an estimator in this process. The function's attributes state
-    the two facts."""
+    """Register a user's function, with its attributes as the two facts, as an estimator in this
+    process."""
     facts = {
         fact: getattr(function, fact)
         for fact in ("zero_if_equal", "batch_moments")
@@ -177,8 +172,7 @@ def find_estimator(name: str) -> Estimator:
 
 
 def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Return the advantages [Q, G, S] of an estimator. S is 1, or the length of the longest
-    response.
+    """Return an estimator's advantages [Q, G, S], with S = 1 or the longest response's length.
 
     Raises:
         UserError: a user's function raised, or did not return an advantage for each completion or
@@ -189,13 +183,11 @@ def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArra
     if name in ESTIMATORS:
         return np.asarray(ESTIMATORS[name].advantages(rewards, columns))[..., None]
     try:
-        found = _validate_advantages(
-            _REGISTERED[name].advantages(rewards, columns), columns["lengths"]
-        )
-        mixed = compute_group_advantages(rewards, normalise=False, present=columns["present"]).any(
-            axis=1
-        )
-        # The mean of equal numbers can differ from the numbers.
+        returned = _REGISTERED[name].advantages(rewards, columns)
+        found = _validate_advantages(returned, columns["lengths"])
+        deviation = compute_group_advantages(rewards, normalise=False, present=columns["present"])
+        mixed = deviation.any(axis=1)
+        # Clear rounding errors, because the mean of equal numbers may differ from the numbers.
         rounding = np.abs(found).max(axis=(1, 2)) < ROUNDING
         found[~mixed & rounding] = 0.0
         return found
@@ -211,6 +203,7 @@ def _validate_advantages(returned: Any, lengths: NDArray[Any]) -> Floats:
     Raises:
         ValueError: the shape is wrong, or a number is not finite.
     """
+    # Numbers are advantages of completions, arrays are advantages of tokens.
     if not any(np.ndim(each) for group in returned for each in group):
         result = np.array(returned, np.float64)[..., None]
         if result.shape[:-1] != lengths.shape:
@@ -233,7 +226,7 @@ def _validate_advantages(returned: Any, lengths: NDArray[Any]) -> Floats:
 
 
 def read_columns(part: StepMetadata) -> dict[str, NDArray[Any]]:
-    """Return the columns of a minibatch. Every completion counts."""
+    """Return the columns of a minibatch; all completions count."""
     present = np.ones(part.rewards.shape, np.bool_)
     return {
         "inclusion": part.prompt_inclusion,
@@ -253,12 +246,9 @@ def check_estimator(name: str) -> None:
         UserError: a user's estimator cannot be used, or its facts are not true.
     """
     whole = _compute_trial_advantages(name, TRIAL_REWARDS)[..., 0]
-    apart = np.concatenate(
-        [
-            _compute_trial_advantages(name, TRIAL_REWARDS[[row]])[..., 0]
-            for row in range(len(TRIAL_REWARDS))
-        ]
-    )
+    rows = range(len(TRIAL_REWARDS))
+    parts = [_compute_trial_advantages(name, TRIAL_REWARDS[[row]])[..., 0] for row in rows]
+    apart = np.concatenate(parts)
     if _REGISTERED[name].zero_if_equal and whole[1].any():
         raise _make_fact_error(
             name, "zero_if_equal = False", "gives a group of equal rewards advantages"
@@ -276,8 +266,7 @@ def _make_fact_error(name: str, fact: str, problem: str) -> UserError:
 def _compute_trial_advantages(
     name: str, rewards: Floats, inclusion: Floats | None = None
 ) -> Floats:
-    """Return advantages of made-up rewards. Every metric of the reward function equals the
-    reward."""
+    """Return advantages of made-up rewards."""
     columns = _TrialColumns(
         reward=rewards,
         inclusion=np.ones(len(rewards)) if inclusion is None else inclusion,
@@ -288,53 +277,54 @@ def _compute_trial_advantages(
 
 
 class _TrialColumns(dict[str, NDArray[Any]]):
-    """Columns of a trial: every metric equals the reward."""
+    """Columns of a trial: every metric of the reward function equals the reward."""
 
     def __missing__(self, name: str) -> NDArray[Any]:
         return self["reward"]
 
 
 def compute_mean_squares(name: str, probabilities: Floats) -> Floats:
-    """Return an estimator's mean A² in a group with k right answers, for k = 0, 1, …, G.
+    """Return an estimator's mean A² [G + 1] in a group with k = 0, 1, …, G right answers.
 
     The estimator is applied to a made-up minibatch with one group of each kind.
 
     Args:
-        name: name of the estimator.
-        probabilities: [G + 1], probability of k right answers, which weights the group in the
+        name: estimator.
+        probabilities: [G + 1], probability of k right answers: weight of the group in the
             minibatch's moments.
-
-    Returns:
-        [G + 1]
     """
     right = np.tri(len(probabilities), len(probabilities) - 1, -1)
-    found = _compute_trial_advantages(
-        name, right, 1.0 / np.maximum(probabilities / probabilities.max(), 1e-9)
-    )
+    # Moments weight a prompt by 1/π, so the inverse of the relative probability is the inclusion.
+    inclusion = 1.0 / np.maximum(probabilities / probabilities.max(), 1e-9)
+    found = _compute_trial_advantages(name, right, inclusion)
     squares: Floats = (found[..., 0] ** 2).mean(axis=1)
     return squares
 
 
 def compute_role_advantages(part: StepMetadata, name: str) -> Floats:
-    """[Q, G, R], the advantage of each role's tokens in a conversation in which the policy speaks
-    in several roles.
+    """Return the advantages [Q, G, R] of roles in conversations with several roles of the policy.
 
-    Token t, which role ρ has sampled in conversation i of a prompt, has the advantage
+    Tokens of role ρ in conversation i of a prompt have the advantage
 
-        A_ρi = r_ρi − mean of r_ρj over the conversations j of the prompt in which ρ speaks
+        A_ρi = r_ρi − mean of r_ρj over the prompt's conversations j with a turn of ρ
 
-    (or what the run's estimator has in its place); 0 where the role does not speak. That number of
-    conversations does not depend on what conversation i says, where it is one in which ρ speaks, so
-    that the mean of the others is a baseline: with ``rloo`` the expected gradient is
+    (or the advantage of the run's estimator). A role without a turn has 0. Given a turn of ρ in
+    conversation i, the number of conversations with turns of ρ does not depend on the text of
+    conversation i. The mean of the other conversations is therefore a baseline: with ``rloo`` the
+    expected gradient is
 
         Σ_ρ E[r_ρ Σ_{t of ρ} ∇log π(y_t | y_<t)]
 
-    Each term is the gradient of a role's expected reward by what that role says, the other roles
-    being a part of its environment. They are the same policy and change with it, so that the sum is
-    in general the gradient of no objective. Roles that all have the same reward are the exception.
+    Each term is the gradient of a role's expected reward by the tokens of this role, and all
+    remaining roles are a part of the environment. All roles are the same policy and change with the
+    policy, so that the sum is in general not the gradient of an objective. The exception is equal
+    rewards of all roles.
 
-    Two conversations of a solver and a critic, with the rewards 1 and 0 of the one and 0 and 2 of
-    the other, have [[[1, −1], [−1, 1]]] under GRPO.
+    Two conversations of a solver (rewards 1 and 0) and a critic (rewards 0 and 2) have
+    [[[1, −1], [−1, 1]]] under GRPO.
+
+    Raises:
+        UserError: the estimator returned an advantage for each token.
     """
     result = np.zeros(part.segments.shape)
     columns = read_columns(part)
@@ -356,11 +346,10 @@ def compute_role_advantages(part: StepMetadata, name: str) -> Floats:
 
 
 def compute_advantages(part: StepMetadata, config: Config, name: str) -> Floats:
-    """Return the advantages [Q, G, S] of segments or tokens under the estimator ``name``. S = 1:
-    one per completion.
+    """Return advantages [Q, G, S] of segments or tokens (S = 1: of completions) under ``name``.
 
     Advantages are 0 without task rewards (``loss.distillation.use_task_rewards``), and in masked
-    completions. Rewards of masked completions count in the baselines.
+    completions, whose rewards count in the baselines.
     """
     if not config.loss.distillation.use_task_rewards:
         return np.zeros((*part.rewards.shape, part.segments.shape[-1] or 1))
@@ -374,40 +363,42 @@ def compute_advantages(part: StepMetadata, config: Config, name: str) -> Floats:
 
 
 def find_masked_completions(part: StepMetadata, config: Config) -> Bools:
-    """[Q, G], True for completions without any loss: truncated ones, with
-    ``loss.mask_truncated``."""
+    """Return [Q, G], True for completions without loss: truncated, with ``loss.mask_truncated``."""
     return part.truncated & config.loss.mask_truncated
 
 
 def compute_completion_advantages(part: StepMetadata, segments: Floats) -> Floats:
-    """[Q, G], the one advantage by which the rules of pruning know a completion whose segments have
-    ``segments``.
+    """Return one advantage [Q, G] per completion, for pruning rules.
 
-    A segment counts by its tokens as well, so little that it matters only where all norms are 0.
-    Tokens with an advantage each are taken to have scores of one norm.
+    Tokens with an advantage each are assumed to have scores of equal norm.
+
+    Args:
+        part: metadata of a minibatch.
+        segments: [Q, G, S], advantages of segments or tokens.
     """
     if not part.segments.shape[-1]:
         if segments.shape[-1] == 1:
             return segments[..., 0]
         there = np.arange(segments.shape[-1]) < part.response_lengths[..., None]
         return combine_advantages(segments, there.astype(np.float64))
+    # The tiny weight of tokens matters only if all norms are 0.
     return combine_advantages(segments, part.segments["square"] + 1e-12 * part.segments["tokens"])
 
 
 def combine_advantages(parts: Floats, squares: Floats) -> Floats:
-    """One advantage for a completion whose parts have several.
+    """Combine the advantages of a completion's parts into one advantage.
 
-    Its size is such that |a|·s = √Σ_l A_l² s_l², with s_l the score norms of the parts and s² their
-    sum of squares. A completion of the one advantage a would have a gradient of the same norm,
-    where the scores of its tokens are orthogonal. So A² is a second moment over tokens, weighted by
-    the squares of their scores. The sign is that of Σ_l A_l s_l².
+    - |a|·s = √Σ_l A_l² s_l², with the score norms s_l of the parts and s² = Σ_l s_l². A completion
+      with the one advantage a would have a gradient of the same norm if scores of tokens are
+      orthogonal. Therefore a² is a second moment over tokens, weighted by squared scores.
+    - The sign of a is the sign of Σ_l A_l s_l².
 
     Args:
         parts: [Q, G, n], the advantages A_l.
         squares: [Q, G, n], s_l².
 
     Returns:
-        [Q, G]; 0 where all parts with s_l > 0 have the advantage 0, and nowhere else.
+        a, [Q, G]; 0 if and only if all parts with s_l > 0 have the advantage 0.
     """
     share = squares / np.maximum(squares.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
     size = np.sqrt((parts**2 * share).sum(axis=-1))

@@ -1,4 +1,4 @@
-"""Pruning statistics of a step's completions: counts and tables for the log and the pictures."""
+"""Pruning statistics of a step's completions: counts and tables for the log and for plots."""
 
 from __future__ import annotations
 
@@ -6,40 +6,43 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Cell = tuple[float, float, int, float, int]
-"""Two coordinates, how many completions are there, the sum of their inclusion probabilities, how
-many were kept."""
+"""Two coordinates, and the completions there: number, sum of inclusion probabilities, number
+kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class PruningStats:
-    """A step's completions, counted: a line of ``pruning.jsonl``. The tables hold those with an
-    advantage only.
+    """Counts of a step's completions: a line of ``pruning.jsonl``.
 
-        PruningStats(kept=(1, 5), pruned=(1, 4), by_group=((0.5, -1.0, 1, 1.0, 1), (0.5, 1.0, 1,
-        0.4, 0)), ...)
+        PruningStats(kept=(1, 5), pruned=(1, 4),
+                     by_group=((0.5, -1.0, 1, 1.0, 1), (0.5, 1.0, 1, 0.4, 0)), ...)
 
-    trains on one completion of 5 tokens. In groups that are half right it kept 1 of 1 wrong and 0
-    of 1 right answers.
+    trains on one completion of 5 tokens. In groups that are half right, 1 of 1 wrong and 0 of 1
+    right answers were kept. The tables hold completions with an advantage only.
     """
 
     kept: tuple[int, int]
-    """Completions trained on, and their tokens. The prompt's tokens count with each completion."""
+    """Number of completions trained on, and number of tokens. Prompt tokens count with each
+    completion."""
     pruned: tuple[int, int]
-    """Those that were not, although they have a gradient."""
+    """Completions with a gradient that were not trained on, and tokens."""
     zero_advantage: tuple[int, int]
-    """Those that have none: A = 0 and no KL term, or a group that a rule left out."""
+    """Completions without a gradient, and tokens: A = 0 without a KL term, or a group that a rule
+    removed."""
     binary: bool
-    """Whether no group has more than two different rewards."""
+    """Whether each group has at most two different rewards."""
     by_group: tuple[Cell, ...]
-    """By the share of the group's answers that are better than its mean, and by the answer's own
-    side, 1 or −1."""
+    """Coordinates: fraction of the group's answers above the mean, and side of the answer, 1 or
+    −1."""
     by_reward: tuple[Cell, ...]
-    """By the reward's distance from the group's mean in its standard deviations, and by side."""
+    """Coordinates: distance of the reward from the group's mean, in standard deviations of the
+    group, and side."""
     by_cause: tuple[Cell, ...]
-    """By log2 of the response's tokens, and of its |A|·c·√Σ_t(1−p_t)²/π_prompt over the step's
-    median."""
+    """Coordinates: log2 of the response's tokens, and log2 of |A|·c·√Σ_t(1−p_t)²/π_prompt over the
+    step's median."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON. The file keeps an older name of ``zero_advantage``."""
+        """Return a line of JSON."""
+        # Files keep the older name of ``zero_advantage``.
         line = asdict(self)
         return line | {"idle": line.pop("zero_advantage")}

@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure, and the bounds of its interval. Not a number if nothing could be measured."""
+    """Value and bounds of the confidence interval; NaN without measurements."""
 
     value: float
     low: float
@@ -24,8 +24,7 @@ class Estimate:
 
 
 def estimate(value: float, resampled: Floats) -> Estimate:
-    """``value`` with its percentile bootstrap interval, of the resampled figures ``resampled`` that
-    are numbers."""
+    """Return ``value`` with the percentile bootstrap interval of ``resampled``, without NaN."""
     known = resampled[~np.isnan(resampled)]
     tail = (1.0 - CONFIDENCE) / 2
     low, high = np.quantile(known, [tail, 1.0 - tail]) if len(known) else (np.nan, np.nan)
@@ -33,11 +32,11 @@ def estimate(value: float, resampled: Floats) -> Estimate:
 
 
 def compute_student_t(dof: int) -> float:
-    """Half of a mean's confidence interval, in standard errors: the 97.5% quantile of Student's t
-    distribution.
+    """Return half of a mean's confidence interval, in standard errors.
 
-    With t = √freedom · tan θ, the density of θ is proportional to cos^(freedom - 1) θ.
+    The result is the 97.5% quantile of Student's t distribution with ``dof`` degrees of freedom.
     """
+    # With t = √dof · tan θ, the density of θ is proportional to cos^(dof − 1) θ.
     angles = np.linspace(0.0, np.pi / 2, 100_001)
     density = np.cos(angles) ** (dof - 1)
     area = np.append(0.0, np.cumsum(density[1:] + density[:-1]))

@@ -1,8 +1,7 @@
-"""The loss of each token, in torch. The plan says how token losses are weighted, divided and
-summed.
+"""Losses of tokens, in torch. The plan defines weights, divisor and sum of token losses.
 
-The pruning weight multiplies the finished loss of a token. Inside the minimum it would move the
-clip, and change the expectation of clipped completions.
+The pruning weight multiplies the finished loss of a token. Inside the minimum, the weight would
+move the clip and change the expectation of clipped completions.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from megatron_dppo.rl.objectives import Objective, Surrogate
 
 MISMATCH = ("train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
 FRESH_TOKENS = "fresh_tokens"
-"""How many tokens the sums of ``MISMATCH`` are over."""
+"""Metric: number of tokens in the sums of ``MISMATCH``."""
 SAPO_TEMPERATURES = (1.0, 1.05)
-"""Temperatures of SAPO's gate (arXiv:2511.20347) for positive and for other advantages."""
+"""Temperatures of SAPO's gate (arXiv:2511.20347) for positive advantages, and for all remaining."""
 LARGEST_LOG_RATIO = 20.0
-"""Log-ratio from which a ratio grows linearly, see ``compute_ratio``. In a trust region larger
+"""Ratios grow linearly above this log-ratio, see ``compute_ratio``. In a trust region, larger
 ratios have no gradient."""
 
 
@@ -40,43 +39,43 @@ def compute_token_losses(
     samples: int | None = None,
     fresh: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """−ℓ of R response tokens: the objective's surrogate, corrected for the engine, less the KL to
-    a reference.
+    """Return −ℓ of R response tokens, and sums of metrics.
 
         ℓ = w · f(ρ, A) − β KL,    ρ = exp(log p − log p_old)
 
-    f is a function of ``SURROGATES``. w and its masks do not apply to the KL.
+    f is a function of ``SURROGATES``, w corrects for the engine, and KL is the divergence from a
+    reference. w and its masks do not apply to the KL.
 
-    Two tokens of probability 0.5, which was 0.4 before, with an advantage of 1 under GRPO have the
-    losses [−1.2, −1.2]: their ratios of 1.25 are clipped. The sum ``train/pg_clipfrac`` is 2.
+    Two tokens with probability 0.5, probability 0.4 before the update, and advantage 1 under GRPO
+    have the losses [−1.2, −1.2]: the ratios of 1.25 are clipped. The sum ``train/pg_clipfrac`` is
+    2.
 
     Args:
-        objective: gives the surrogate f with its clips, and the level and the masks of w.
-        logprobs: [R], of the policy, with gradient.
-        old_logprobs: [R], of the policy before the rollout's first update; None: of this policy, so
-            that ρ is 1 with the gradient of log p.
-        engine_logprobs: [R], as reported by the engine that sampled the tokens.
-        reference_logprobs: [R], of the policy that KL is measured to; may be None if ``kl_coef`` is
-            0.
-        advantage: [R], of the token's completion.
+        objective: the surrogate f with clips, and the level and the masks of w.
+        logprobs: [R], log-probabilities under the policy, with gradient.
+        old_logprobs: [R], log-probabilities before the rollout's first update; None: ``logprobs``,
+            so that ρ is 1 with the gradient of log p.
+        engine_logprobs: [R], rollout log-probabilities, from the engine that sampled the tokens.
+        reference_logprobs: [R], log-probabilities under the reference policy of the KL; may be None
+            if ``kl_coef`` is 0.
+        advantage: [R], advantage of the token's completion.
         kl_coef: β.
-        tis_cap: cap of the importance weight w, see ``_compute_engine_weight``; None: it is not
-            truncated, and 1 where the objective masks nothing either.
-        sample: [R], which of the pack's samples a token belongs to, from 0. Whatever is of a
-            sequence needs it.
-        samples: their number; None: it is worked out, for which the CPU waits for a GPU.
-        fresh: [R] of bool, the tokens that the engine made with the weights of ``old_logprobs``;
-            None: all. The others differ rightly, and are left out of the sums of ``MISMATCH``.
+        tis_cap: cap of the importance weight w, see ``_compute_engine_weight``; None: no
+            truncation, and w = 1 if the objective has no masks.
+        sample: [R], training sample of each token: index in the pack, from 0. Needed for ratios,
+            means and weights of sequences.
+        samples: number of samples; None: computed from ``sample``, with the CPU waiting for a GPU.
+        fresh: [R], True for tokens that the engine sampled with the weights of ``old_logprobs``;
+            None: all True.
 
     Returns:
-        - [R], the losses. They are multiplied by ``scale`` of their samples and summed, and divided
-          by nothing.
-        - Sums over the R tokens, without gradient, by metric. A metric is the sum divided by the
+        - [R], losses. The loss of a minibatch is the sum of losses times ``scale`` of the sample,
+          without a divisor.
+        - Sums over the R tokens by metric, without gradient. A metric is the sum divided by the
           number of tokens. The sums of ``MISMATCH`` are divided by ``FRESH_TOKENS`` instead.
 
     Raises:
-        ValueError: ``kl_coef`` is positive and there is no reference, or ``sample`` is needed and
-            not given.
+        ValueError: ``kl_coef`` is positive without a reference, or ``sample`` is needed and None.
     """
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     sequences = Sequences(sample, samples)
@@ -116,7 +115,8 @@ def compute_token_losses(
 
 
 def _sum_mismatch(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
-    """The sums of ``MISMATCH``, and the number of tokens that they are over. [R] both."""
+    """Return the sums of ``MISMATCH`` over fresh tokens, and the number of fresh tokens."""
+    # Tokens of older weights are excluded, because a difference is correct for these tokens.
     fresh = torch.ones_like(mismatch, dtype=torch.bool) if fresh is None else fresh
     return {
         "train/rollout_logprob_abs_diff": torch.where(fresh, mismatch, 0.0).sum(),
@@ -129,27 +129,29 @@ def _sum_mismatch(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
 
 
 def compute_ratio(log_ratio: Tensor) -> Tensor:
-    """e^x, continued by its tangent above ``LARGEST_LOG_RATIO``. [R] in, [R] out.
-
-    In single precision e^x is infinite from x = 89 on. A token that is clipped would have the
-    gradient 0·∞ = NaN, not
-    0. The tangent keeps values and gradients finite, with their sign, and exceeds every clip and
-        mask as e^x does.
-    """
+    """Return e^x [R] of log-ratios x [R], continued by the tangent above ``LARGEST_LOG_RATIO``."""
+    # In single precision e^x is infinite from x = 89 on, and a clipped token would have the
+    # gradient 0·∞ = NaN, not 0. The tangent keeps values and gradients finite, with the same sign,
+    # and exceeds every clip and mask, as does e^x.
     capped = log_ratio.clamp(max=LARGEST_LOG_RATIO)
     return torch.exp(capped) * (1.0 + (log_ratio - capped))
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Which of a pack's samples each of its R tokens belongs to."""
+    """Training sample of each of a pack's R tokens, and the number of samples."""
 
     sample: Tensor | None
     samples: int | None
 
     def sums(self, values: Tensor, *, mean: bool = False) -> Tensor:
-        """[R], for each token the sum, or the mean, of ``values`` [R] over its sequence, without a
-        gradient."""
+        """Return the sum, or the mean, of ``values`` [R] over each token's sequence, [R].
+
+        The result has no gradient.
+
+        Raises:
+            ValueError: ``sample`` is None.
+        """
         if self.sample is None:
             raise ValueError(
                 "a ratio or a weight per sequence needs to know which tokens make up a sequence"
@@ -172,46 +174,47 @@ class Tokens:
     """Inputs of a surrogate, and of ``loss.objective``. Tensors are [R]; ``logprobs`` has a
     gradient.
 
-    Two tokens of one sequence, which have become likelier, may have ``logprobs`` [−0.5, −1.0],
-    ``old`` [−0.7, −1.0] and ``advantage`` [1.0, 1.0]; their ``ratio`` is then [1.22, 1.0].
+    Two tokens of one sequence with ``logprobs`` [−0.5, −1.0], ``old`` [−0.7, −1.0] and
+    ``advantage`` [1.0, 1.0] have the ``ratio`` [1.22, 1.0].
     """
 
     objective: Objective
     logprobs: Tensor
-    """Policy's log-probabilities."""
+    """Log-probabilities under the policy."""
     old: Tensor
-    """Policy's log-probabilities before the rollout's first update; for one update ``logprobs``
-    without gradient."""
+    """Log-probabilities before the rollout's first update; for one update, ``logprobs`` without
+    gradient."""
     engine: Tensor
-    """Log-probabilities of the sampling engine."""
+    """Rollout log-probabilities, from the sampling engine."""
     advantage: Tensor
     """Advantage of the token's completion."""
     sequences: Sequences
-    """``sequences.sums(values)`` and ``sums(values, mean=True)`` give each token its sequence's sum
-    or mean."""
+    """``sums(values)`` and ``sums(values, mean=True)`` return the sum and the mean over each
+    token's sequence."""
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The clip of the ratio, 1 − ``loss.clip_low`` and 1 + ``loss.clip_high``."""
+        """Clip of the ratio: 1 − ``loss.clip_low`` and 1 + ``loss.clip_high``."""
         return 1.0 - self.objective.clip_low, 1.0 + self.objective.clip_high
 
     @property
     def ratio(self) -> Tensor:
-        """exp(log p − log p_old), or GSPO's in its form for tokens (arXiv:2507.18071, equation 14).
+        """exp(log p − log p_old), or GSPO's ratio for tokens (arXiv:2507.18071, equation 14).
 
-        There each token has ρ = exp(mean over its sequence of log p − log p_old), with the gradient
-        of the token's own log p. Summed over a sequence that is the gradient of its ratio.
+        GSPO's ratio of each token is ρ = exp(mean over the sequence of log p − log p_old), with the
+        gradient of the token's own log p. The sum of these gradients over a sequence is the
+        gradient of the sequence's ratio.
         """
         log_ratio = self.logprobs - self.old
         if self.objective.ratio == "token":
             return compute_ratio(log_ratio)
-        return compute_ratio(
-            self.sequences.sums(log_ratio, mean=True) + self.logprobs - self.logprobs.detach()
-        )
+        mean = self.sequences.sums(log_ratio, mean=True)
+        # Adds 0 to the value, and the gradient of log p.
+        return compute_ratio(mean + self.logprobs - self.logprobs.detach())
 
 
 def _compute_ppo(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """PPO: min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)."""
+    """Compute PPO's surrogate: min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)."""
     ratio = tokens.ratio
     unclipped = ratio * tokens.advantage
     clipped = ratio.clamp(*tokens.limits) * tokens.advantage
@@ -219,16 +222,20 @@ def _compute_ppo(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _compute_cispo(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """CISPO (arXiv:2506.13585, equations 4 and 5): clip(ρ, 1 − ε_low, 1 + ε_high) A log p, the clip
-    a constant."""
+    """Compute CISPO's surrogate (arXiv:2506.13585, equations 4 and 5).
+
+    clip(ρ, 1 − ε_low, 1 + ε_high) A log p, with the clipped ratio as a constant.
+    """
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(*tokens.limits)
     return weight * tokens.advantage * tokens.logprobs, weight != ratio
 
 
 def _compute_sapo(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """SAPO (arXiv:2511.20347): A · 4/τ · sigmoid(τ (ρ − 1)), whose gradient at ρ = 1 is A ∇ρ.
-    Nothing is clipped."""
+    """Compute SAPO's surrogate (arXiv:2511.20347): A · 4/τ · sigmoid(τ (ρ − 1)), without a clip.
+
+    The gradient at ρ = 1 is A ∇ρ.
+    """
     positive, others = SAPO_TEMPERATURES
     temperature = torch.full_like(tokens.advantage, others).masked_fill(
         tokens.advantage > 0.0, positive
@@ -238,11 +245,11 @@ def _compute_sapo(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _compute_gmpo(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """GMPO (arXiv:2507.20673): A times the geometric mean of a sequence's ratios, each clipped as
-    PPO clips it.
+    """Compute GMPO's surrogate (arXiv:2507.20673).
 
-    As with GSPO each token has the value of its sequence and a gradient of its own, which is 0
-    where it is clipped.
+    A times the geometric mean of a sequence's ratios, each clipped as in PPO. As with GSPO, each
+    token has the value of the sequence and the gradient of the token; a clipped token has the
+    gradient 0.
     """
     low, high = (math.log(limit) for limit in tokens.limits)
     log_ratio = tokens.logprobs - tokens.old
@@ -253,32 +260,34 @@ def _compute_gmpo(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _compute_tv(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The trust region with D = |q − p|, p and q being policy's and engine's probability of the
-    token (equation 13)."""
+    """Apply the trust region with D = |q − p| (equation 13).
+
+    p and q are the token's probabilities under the policy and the engine.
+    """
     p = tokens.logprobs.detach().exp()
     q = tokens.engine.exp()
     return _apply_trust_region(tokens, (q - p).abs())
 
 
 def _compute_binary_kl(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The trust region with D = q log q/p + (1 − q) log (1 − q)/(1 − p) (equation 14)."""
+    """Apply the trust region with D = q log q/p + (1 − q) log (1 − q)/(1 − p) (equation 14)."""
     least = torch.finfo(tokens.logprobs.dtype).tiny
 
     def term(engine_prob: Tensor, policy_prob: Tensor) -> Tensor:
+        # A probability may be 0 in single precision.
         return torch.xlogy(engine_prob, engine_prob / policy_prob.clamp(min=least))
 
     log_p = tokens.logprobs.detach()
     log_q = tokens.engine
-    return _apply_trust_region(
-        tokens, term(log_q.exp(), log_p.exp()) + term(-log_q.expm1(), -log_p.expm1())
-    )
+    divergence = term(log_q.exp(), log_p.exp()) + term(-log_q.expm1(), -log_p.expm1())
+    return _apply_trust_region(tokens, divergence)
 
 
 def _apply_trust_region(tokens: Tokens, divergence: Tensor) -> tuple[Tensor, Tensor]:
-    """Divergence PPO (arXiv:2602.04879, equation 12): M · p/q · A, with the engine's q.
+    """Compute the surrogate of Divergence PPO (arXiv:2602.04879, equation 12): M · p/q · A.
 
-    M is 0 where D is above its bound and the update would move the token's probability further
-    away: A > 0 and p > q, or A < 0 and p < q.
+    q is the engine's probability. M is 0 if D exceeds its bound and the update would move p away
+    from q (A > 0 and p > q, or A < 0 and p < q), else 1.
     """
     away = tokens.logprobs.detach() - tokens.engine
     advantage = tokens.advantage
@@ -296,31 +305,32 @@ SURROGATES: Mapping[Surrogate, Callable[[Tokens], tuple[Tensor, Tensor]]] = {
     "tv": _compute_tv,
     "kl": _compute_binary_kl,
 }
-"""From R tokens to their surrogate [R], and which of them [R] were clipped or masked."""
+"""Functions of R tokens that return the surrogate [R], and True for clipped or masked tokens
+[R]."""
 
 
 def _compute_engine_weight(
     objective: Objective, log_ratio: Tensor, cap: float | None, sequences: Sequences
 ) -> tuple[Tensor, Tensor]:
-    """w = min(p_old / p_engine, cap), or 0 outside of the objective's masks: a constant to the
-    gradient.
+    """Return w = min(p_old / p_engine, cap), or 0 outside of the objective's masks.
 
-    It corrects for an engine that samples from a slightly different distribution, or with older
-    weights. Truncated it is TIS; with masks and no cap it is IcePop's (arXiv:2510.18855). At the
-    level of a sequence p is the probability of all of its tokens.
+    - w has no gradient.
+    - w corrects for an engine that samples from a slightly different distribution, or with older
+      weights.
+    - With a cap, w is the weight of TIS; with masks and no cap, of IcePop (arXiv:2510.18855).
+    - At the level of sequences, p is the probability of all tokens of a sequence.
 
     Args:
-        objective: gives level and masks.
+        objective: level and masks.
         log_ratio: [R], log p_old − log p_engine.
-        cap: None: not truncated.
-        sequences: of the tokens.
+        cap: largest w; None: no truncation.
+        sequences: sequences of the tokens.
 
     Returns:
-        w [R], and which tokens [R] were truncated or masked.
+        w [R], and True for truncated or masked tokens [R].
     """
-    log_ratio = (
-        sequences.sums(log_ratio) if objective.tis_level == "sequence" else log_ratio.detach()
-    )
+    is_sequence = objective.tis_level == "sequence"
+    log_ratio = sequences.sums(log_ratio) if is_sequence else log_ratio.detach()
     ratio = compute_ratio(log_ratio)
     masked = (ratio < objective.mask_below) | (ratio > objective.mask_above)
     weight = torch.where(masked, 0.0, ratio if cap is None else ratio.clamp(max=cap))
@@ -328,11 +338,11 @@ def _compute_engine_weight(
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Schulman's estimate of KL(policy ‖ reference) from one sample: d = log p_ref − log p, and e^d
-    − d − 1.
+    """Return Schulman's one-sample estimate [R] of KL(policy ‖ reference).
 
-    Never negative, zero where both agree, and differentiable through ``logprobs``: that is GRPO's
-    KL term (arXiv:2402.03300, equation 4). ``compute_ratio`` keeps it finite. [R] in, [R] out.
+    e^d − d − 1 with d = log p_ref − log p: GRPO's KL term (arXiv:2402.03300, equation 4). The
+    estimate is never negative, 0 at equal probabilities, and differentiable through ``logprobs``.
+    ``compute_ratio`` keeps the estimate finite.
     """
     difference = reference_logprobs - logprobs
     return compute_ratio(difference) - difference - 1.0

@@ -1,8 +1,6 @@
-"""Numbers from outside of the package, from reward functions, data files, servers and engines:
-checks and rounding.
+"""Checks and rounding of numbers from reward functions, data files, servers and engines.
 
-The processes that score completions load this file. They do without NumPy, so that it is imported
-where arrays come.
+Scoring processes import this file without NumPy. Functions of arrays import NumPy themselves.
 """
 
 from __future__ import annotations
@@ -19,36 +17,39 @@ if TYPE_CHECKING:
     from megatron_dppo.rl.types import Bools, Floats
 
 LOGPROB_ROUNDING = 1e-4
-"""A log-probability may be above 0 by so much: software that subtracts two numbers of single
-precision rounds them."""
+"""Largest excess of a log-probability over 0. Software that subtracts two numbers of single
+precision rounds the numbers."""
 
 
 def as_number(value: object) -> float | None:
-    """A number as a float, also a NumPy or torch scalar or array of no dimensions; None for
-    anything else."""
+    """Return a number as a float; None if ``value`` is not a number."""
+    # NumPy and torch: scalars, and arrays without dimensions.
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real | Decimal):
         return None
     try:
         return float(value)
-    except OverflowError:  # an integer of 400 digits
+    except OverflowError:
+        # An integer of 400 digits.
         return math.inf
-    except ValueError:  # a signalling NaN
+    except ValueError:
+        # A signalling NaN.
         return math.nan
 
 
 def as_truth(value: object) -> bool | None:
-    """True or 1 and False or 0 as a truth value; None for anything else: half is not true, and
-    ``"false"`` is text."""
+    """Return True for True or 1, False for False or 0, and None for all other values, such as 0.5
+    or ``"false"``."""
     number = as_number(value)
     return bool(number) if number in (0.0, 1.0) else None
 
 
 def as_mask(values: ArrayLike) -> Bools:
-    """
+    """Return values as a mask.
+
     Raises:
-        ValueError: a value is neither true nor false, 1 nor 0.
+        ValueError: a value is not one of true, false, 1 and 0.
     """
     import numpy as np
 
@@ -59,12 +60,12 @@ def as_mask(values: ArrayLike) -> Bools:
 
 
 def as_logprobs(values: ArrayLike, mask: Bools | None = None) -> NDArray[np.float32]:
-    """Log-probabilities of tokens; those above 0 by rounding are 0.
+    """Return log-probabilities of tokens, with 0 for values above 0 by rounding.
 
     Args:
-        values: [T]; None, as JSON's null, is no number.
-        mask: [T], True for tokens whose value is read; None: all. The value of other tokens is as
-            given.
+        values: [T]; None (JSON's null) is not a number.
+        mask: [T], True for tokens whose value is read; None: all True. Values of other tokens are
+            not changed.
 
     Raises:
         ValueError: a value that is read is not finite, or above 0.
@@ -87,29 +88,29 @@ group: 4.8e-7. The docstring of :func:`round_rewards` derives it."""
 
 
 def round_rewards(rewards: Floats, present: Bools | None = None) -> Floats:
-    """Give rewards that differ by rounding alone one value, so that ``==`` compares them from here
-    on.
+    """Replace rewards that differ by rounding only with one value, so that ``==`` compares rewards.
 
-    Rewards are sums of fractions: 0.1 + 0.2, 0.3 and 0.15 + 0.15 are three different numbers.
-    Divided by their standard deviation, such differences would be advantages of size one.
+    Rewards are sums of fractions: 0.1 + 0.2, 0.3 and 0.15 + 0.15 are three different numbers. After
+    a division by the standard deviation, these differences would be advantages of size one.
 
-    The tolerance is a bound on the rounding of sums. A term that is rounded to u, relative to its
-    size, and added up with n − 1 others whose sums are rounded to u as well, contributes an error
-    of at most n·u of its size. For terms whose sizes add up to S, two sums of the same value differ
-    by at most 2·n·u·S. Reward functions that use torch compute in single precision, u = 2⁻²⁴. Four
-    terms then differ by 8·u·S = 2⁻²¹·S, where S is the largest |reward| of the group if no terms
-    cancel. In double precision, u = 2⁻⁵³, the same tolerance allows S to be 10⁸ times the largest
-    |reward|. Smaller differences between rewards are not trained on.
+    The tolerance bounds the rounding of sums. A term with the relative rounding error u, added to
+    n − 1 terms with sums of the relative rounding error u, contributes an error of at most n·u of
+    the term's size. For terms with total size S, two sums of the same value differ by at most
+    2·n·u·S. Reward functions in torch compute in single precision, u = 2⁻²⁴. Two sums of four terms
+    then differ by at most 8·u·S = 2⁻²¹·S, where S is the largest |reward| of the group if terms do
+    not cancel. In double precision, u = 2⁻⁵³, the same tolerance allows S to be 10⁸ times the
+    largest |reward|. Smaller differences between rewards are not trained on.
 
-    Rewards are sorted, and equal to the next lower one if they exceed it by no more than the
-    tolerance. The lowest of several equal ones replaces them, or 0 or 1, if it is equal to that.
+    A reward equals the next lower reward of the group if the difference is at most the tolerance.
+    The lowest of equal rewards replaces all of these rewards. 0 or 1 replaces a reward that equals
+    0 or 1.
 
     Args:
-        rewards: [Q, G], of Q groups.
-        present: [Q, G], False for padding; None: there is none.
+        rewards: [Q, G], rewards of Q groups.
+        present: [Q, G], False for padding; None: no padding.
 
     Returns:
-        [Q, G]; padding is left as it is.
+        [Q, G]; padding is not changed.
     """
     import numpy as np
 
@@ -132,5 +133,5 @@ def round_rewards(rewards: Floats, present: Bools | None = None) -> Floats:
 
 
 def is_right(reward: float) -> bool:
-    """Whether a reward is 1 or more, but for rounding."""
+    """Return whether a reward is at least 1, up to rounding."""
     return reward >= 1.0 - ROUNDING

@@ -1,10 +1,10 @@
-"""The losses of the GRPO family: a table of objectives, and how token losses become one number.
+"""Losses of the GRPO family: a table of objectives, and the sum of token losses.
 
     J = (1/Z) Σ_q Σ_i c_qi Σ_t ℓ_qit
 
-c is the coefficient of a completion and Z the normaliser of a minibatch. Z is that of the full,
-unpruned minibatch, and depends on no draw of completions. Divided by what was kept instead, the
-weighted sum would be a ratio, which is biased.
+c is the coefficient of a completion, and Z the normaliser of the full, unpruned minibatch. Z does
+not depend on the draw of completions. A divisor of the kept completions alone would make the
+weighted sum a ratio, which is biased.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from numpy.typing import ArrayLike
 
 from megatron_dppo.rl.types import Bools, Floats, Ints
 
-if TYPE_CHECKING:  # prune() is used where there is neither pydantic nor torch
+# Not at run time, because prune() also runs without pydantic and torch.
+if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_dppo.config import LossConfig
@@ -28,7 +29,7 @@ if TYPE_CHECKING:  # prune() is used where there is neither pydantic nor torch
 Aggregation = Literal["seq_mean", "token_mean", "constant"]
 Surrogate = Literal["clipped", "weighted", "gated", "geometric", "tv", "kl"]
 TRUST_REGIONS = {"tv": 0.15, "kl": 0.05}
-"""The bounds on divergence with which arXiv:2602.04879 ran (appendix C.1)."""
+"""Bounds on the divergence, as in the runs of arXiv:2602.04879 (appendix C.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,34 +38,35 @@ class Objective:
 
         Objective("dapo", aggregation="token_mean", clip_high=0.28)
 
-    is a mean over tokens, whose ratios are clipped to [0.8, 1.28].
+    is a mean over tokens, with ratios clipped to [0.8, 1.28].
     """
 
     name: str
     aggregation: Aggregation
     advantage: str = "grpo"
-    """How rewards become advantages: a name in ``ESTIMATORS`` of ``advantages.py``, or the
-    user's."""
+    """Estimator of advantages: a name in ``ESTIMATORS`` of ``advantages.py``, or of a user's
+    function."""
     surrogate: Surrogate | Callable[..., tuple[Tensor, Tensor]] = "clipped"
-    """Loss of a token from its ratio and advantage: a function in ``losses.py``, or the user's."""
+    """Loss of a token from ratio and advantage: a name in ``SURROGATES`` of ``losses.py``, or a
+    user's function."""
     ratio: Literal["token", "sequence"] = "token"
-    """The ratio of each token's probabilities, or one for the sequence: the geometric mean of its
-    tokens' ratios."""
+    """Ratio of each token's probabilities, or the geometric mean of these ratios over the
+    sequence."""
     clip_low: float = 0.2
-    """The ratio is clipped below 1 − clip_low. In a trust region: how far a token may diverge where
+    """The ratio is clipped below 1 − clip_low. In a trust region: bound on a token's divergence if
     A < 0."""
     clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high. In a trust region: how far a token may diverge
-    where A > 0."""
+    """The ratio is clipped above 1 + clip_high. In a trust region: bound on a token's divergence if
+    A > 0."""
     tis_level: Literal["token", "sequence"] = "token"
-    """Whether the weight of policy over engine is a token's own, or the product over its
-    sequence."""
+    """Level of the weight of policy over engine: each token, or the product over the sequence."""
     mask_below: float = 0.0
     """A weight of policy over engine below this counts as 0."""
     mask_above: float = math.inf
     """A weight of policy over engine above this counts as 0."""
     overlong_share: float = 0.0
-    """Share of the response limit over which long responses are penalised, softly."""
+    """Last fraction of the response limit; responses that reach into this part get a soft
+    penalty."""
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -106,7 +108,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def resolve_objective(loss: LossConfig) -> Objective:
-    """The objective of a run, with the clips, the trust region and the masks that the run sets."""
+    """Return the objective of a run, with the run's clips, trust region and masks."""
     usual = OBJECTIVES[loss.name]
     if loss.trust_region != "none":
         bound = TRUST_REGIONS[loss.trust_region]
@@ -123,17 +125,18 @@ def resolve_objective(loss: LossConfig) -> Objective:
 
 
 def compute_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Floats:
-    """DAPO's soft penalty of overlong responses (arXiv:2503.14476, equation 13), to be added to the
-    reward.
+    """Return DAPO's soft penalty on long responses (arXiv:2503.14476, equation 13).
+
+    The penalty is a term of the reward.
 
     Args:
-        lengths: response lengths in tokens, of any shape.
+        lengths: response lengths in tokens, any shape.
         limit: longest response allowed, in tokens.
-        buffer: the penalty falls linearly from 0 to −1 over this many tokens below the limit; 0: no
+        buffer: tokens below the limit with a penalty, which falls linearly from 0 to −1; 0: no
             penalty.
 
     Returns:
-        Values in [−1, 0], of the shape of ``lengths``.
+        Values in [−1, 0], in the shape of ``lengths``.
     """
     lengths = np.asarray(lengths, dtype=np.float64)
     if buffer == 0:
@@ -142,11 +145,12 @@ def compute_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> 
 
 
 def compute_coefficients(aggregation: Aggregation, sampled_lengths: Ints) -> Floats:
-    """c of each completion, in the shape of ``sampled_lengths``: 1/L for ``seq_mean``, else 1.
+    """Return c of each completion, in the shape of ``sampled_lengths``: 1/L for ``seq_mean``, else
+    1.
 
     Args:
-        aggregation: the objective's.
-        sampled_lengths: [Q, G], tokens that the policy sampled.
+        aggregation: aggregation of the objective.
+        sampled_lengths: [Q, G], L: tokens that the policy sampled.
     """
     lengths = sampled_lengths.astype(np.float64)
     return 1.0 / np.maximum(lengths, 1.0) if aggregation == "seq_mean" else np.ones_like(lengths)
@@ -155,8 +159,14 @@ def compute_coefficients(aggregation: Aggregation, sampled_lengths: Ints) -> Flo
 def compute_kept_fraction(
     aggregation: Aggregation, *, sampled_lengths: Ints, prompt_inclusion: Floats, kept: Bools
 ) -> float:
-    """The share of Z that belongs to the kept completions [Q, G]: Z times it is what CPPO divides
-    by."""
+    """Return the kept completions' fraction of Z. CPPO divides by Z times this fraction.
+
+    Args:
+        aggregation: aggregation of the objective.
+        sampled_lengths: [Q, G], tokens that the policy sampled.
+        prompt_inclusion: [Q], inclusion probabilities.
+        kept: [Q, G], True for kept completions.
+    """
     size = sampled_lengths if aggregation == "token_mean" else np.ones_like(sampled_lengths)
     parts = size / prompt_inclusion[:, None]
     return float(parts[kept].sum() / parts.sum()) if kept.any() else 1.0
@@ -170,18 +180,13 @@ def compute_normaliser(
     prompts: float,
     max_response_tokens: int,
 ) -> float:
-    """Z of a minibatch, before any completion is pruned.
-
-    If prompts were pruned, the tokens that ``token_mean`` divides by are known of the rolled-out
-    prompts only. Their sum is then estimated with each prompt's tokens times 1/π. The objective
-    becomes a ratio of two unbiased estimates, whose bias vanishes as 1/(number of prompts).
+    """Return Z of a minibatch before completions are pruned.
 
     Args:
-        aggregation: the objective's.
-        sampled_lengths: [Q, G] of the rolled-out groups, tokens that the policy sampled.
-        prompt_inclusion: [Q], their inclusion probabilities.
-        prompts: number of candidate prompts that the minibatch stands for, the pruned ones
-            included.
+        aggregation: aggregation of the objective.
+        sampled_lengths: [Q, G], tokens that the policy sampled in the rolled-out groups.
+        prompt_inclusion: [Q], inclusion probabilities of the rolled-out groups.
+        prompts: number of candidate prompts of the minibatch, pruned prompts included.
         max_response_tokens: L_max, the longest response allowed.
     """
     group_size = sampled_lengths.shape[1]
@@ -189,6 +194,9 @@ def compute_normaliser(
         case "seq_mean":
             return float(prompts * group_size)
         case "token_mean":
+            # Tokens are known for rolled-out prompts only. If prompts were pruned, Z is an
+            # estimate, with each prompt's tokens times 1/π. The objective is then a ratio of two
+            # unbiased estimates, and the bias of the ratio vanishes as 1/(number of prompts).
             return float((sampled_lengths.sum(axis=1) / prompt_inclusion).sum())
         case "constant":
             return float(prompts * group_size * max_response_tokens)

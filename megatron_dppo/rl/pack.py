@@ -1,13 +1,12 @@
-"""From training samples to a pack: the arrays of one microbatch in THD form.
+"""Packs of training samples: the arrays of one microbatch in THD form.
 
-Samples that begin with the same tokens, be it those of a system message, are a family, and a pack
-holds these tokens once. A family's samples stand one after the other. The number of tokens that a
-sample shares with the one before it is the place where it leaves their common path. All of these
-numbers together define the family's tree:
+Consecutive samples with the same first tokens, such as a system message, are a prefix group. A pack
+stores shared tokens once. A sample leaves the path of the previous sample after the tokens that the
+two samples share. Lengths and shared lengths define the tree of a prefix group:
 
     p p p a a          lengths [5, 6, 5], shared [0, 5, 3]
     p p p a a b
-    p p p c c          is  ppp ─┬─ aa ─── b    of 8 tokens in place of 16.
+    p p p c c          is  ppp ─┬─ aa ─── b    with 8 tokens instead of 16.
                                 └─ cc
 """
 
@@ -33,55 +32,49 @@ from megatron_dppo.rl.types import (
 )
 
 LEAST_SHARED = 16
-"""Fewest tokens that are worth a segment of their own, at the beginning of prompts or of
-responses."""
+"""Fewest common tokens, at the beginning of prompts or of responses, that are worth a segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """A kept completion with its tokens, on the rank that trains on it.
+    """Kept completion with tokens, on the rank that trains on the completion.
 
         TrainingSample(prompt_ids=[12, 4], response_ids=[6, 6, 2], engine_logprobs=[-0.7, 0, -0.1],
                        loss_mask=[True, False, True], ...)
 
-    is a response of three tokens to a prompt of two, and two of the three are trained on. The lists
-    stand for arrays.
+    is a response of three tokens to a prompt of two tokens. Two of the three are trained on. The
+    fields are arrays, not lists.
     """
 
     prompt_ids: NDArray[np.int32]
-    """[P], at least one."""
+    """[P], at least one token."""
     response_ids: NDArray[np.int32]
     """[L]"""
     engine_logprobs: NDArray[np.float32]
-    """[L], not read where ``loss_mask`` is False."""
+    """[L], not read if ``loss_mask`` is False."""
     loss_mask: Bools
     """[L], True for the tokens that are trained on."""
     advantage: Floats | float
-    """[L], or one of all tokens; not read where ``loss_mask`` is False."""
+    """[L], or one value for all tokens; not read if ``loss_mask`` is False."""
     scale: float
     version: int
-    """The oldest weights that made any of the response."""
+    """Version of the oldest weights that generated a token of the response."""
     shared: int = 0
-    """Tokens of prompt and response that it has in common with the sample before it, and that the
-    pack holds once."""
+    """Tokens of prompt and response shared with the previous sample, stored once in the pack."""
     routing: Routing | None = None
     """Experts of the first prompt and response tokens, in the layers of this rank's stage."""
     teacher_logprobs: NDArray[np.float32] | None = None
-    """[L], as in Completion; None where no server teaches this one."""
+    """[L], as in Completion; None without a teacher server."""
 
 
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
-    """Lay samples back to back, each padded to a multiple of ``align``; what is left is one last
-    segment of padding.
+    """Lay samples back to back, with segments padded to a multiple of ``align``.
 
-    Samples that share tokens share one segment, from which the segments of their own parts go on;
-    each segment is padded. The padding at the end repeats the pack's tokens, or counts up to
-    ``pad_id`` in a pack without any. In a mixture equal tokens would all go to the same few
-    experts, whose ranks might not have the memory for them.
-
-    The token before a response token predicts it, so that scoring needs no shifted labels. A token
-    that the policy did not sample is read, and has no predictor. A pack without samples is all
-    padding.
+    - Shared tokens are one segment; child segments hold the other tokens of each sample.
+    - The remaining slots are one last segment of padding. A pack without samples is all padding.
+    - The predictor of a response token is the token before, so that scoring needs no shifted
+      labels.
+    - Tokens that the policy did not sample are read, and have no predictor.
 
     Raises:
         ValueError: the samples need more than ``capacity`` tokens.
@@ -99,7 +92,8 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         shared, lengths, zip(first, begins, ends, starts[:-1].tolist(), strict=True)
     )
     tokens = ends - begins
-    if used < capacity:  # one more segment, of padding
+    # Append a segment of padding.
+    if used < capacity:
         starts = np.append(starts, capacity)
         begins = np.append(begins, 0)
         parents = np.append(parents, -1)
@@ -108,9 +102,11 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     token_ids = np.full(capacity, pad_id, dtype=np.int64)
     for sequence, slots in zip(sequences, places, strict=True):
         token_ids[slots] = sequence
-    token_ids[used:] = np.resize(
-        token_ids[:used] if used else np.arange(pad_id + 1), capacity - used
-    )
+    # Padding repeats the pack's tokens, or 0 to ``pad_id`` in an empty pack, because a mixture of
+    # experts would send equal tokens to the same few experts. The ranks of these experts might run
+    # out of memory.
+    padding = token_ids[:used] if used else np.arange(pad_id + 1)
+    token_ids[used:] = np.resize(padding, capacity - used)
     sampled = [np.flatnonzero(sample.loss_mask) for sample in samples]
     responses = [
         len(sample.prompt_ids) + steps for sample, steps in zip(samples, sampled, strict=True)
@@ -142,8 +138,8 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
 
 
 def find_path(pack: Pack, place: int) -> Ints:
-    """The places of the tokens that the one at ``place`` of a pack sees, in their order;
-    itself is the last."""
+    """Return the positions that the token at ``place`` attends to, in path order up to
+    ``place``."""
     segment = int(np.searchsorted(pack.cu_seqlens, place, side="right")) - 1
     stretches = [np.arange(pack.cu_seqlens[segment], place + 1)]
     while (
@@ -158,13 +154,14 @@ def find_path(pack: Pack, place: int) -> Ints:
 def _assign_slots(
     shared: Sequence[int], lengths: Sequence[int], segments: Iterable[tuple[int, int, int, int]]
 ) -> list[Ints]:
-    """For each sample the place of each of its tokens in the pack, [n].
+    """Return the position in the pack of each token of each sample, [n].
 
     Args:
-        shared: tokens that each sample has in common with the one before it.
+        shared: tokens that each sample shares with the previous sample.
         lengths: tokens of each sample.
-        segments: the first sample of each, its first and last token there, and its place in the
-            pack.
+        segments: (sample, begin, end, start) of each segment. ``sample`` is the first sample with
+            the segment, and ``begin`` and ``end`` (exclusive) are positions in ``sample``.
+            ``start`` is a position in the pack.
     """
     slots = [np.empty(length, np.int64) for length in lengths]
     for sample, begin, end, start in segments:
@@ -177,8 +174,12 @@ def _assign_slots(
 def _gather_targets(
     samples: Sequence[NDArray[np.float32] | None], sampled: Sequence[Ints]
 ) -> NDArray[np.float32]:
-    """[R], from one value for each token of a sample's response, and the places of those that are
-    trained on. NaN for a sample without values."""
+    """Return the values of trained tokens [R], NaN for a sample without values.
+
+    Args:
+        samples: [L] for each sample, one value per response token, or None.
+        sampled: positions of trained tokens in each response.
+    """
     parts = [np.zeros(0, np.float32)]
     for values, at in zip(samples, sampled, strict=True):
         parts.append(np.full(len(at), np.nan, np.float32) if values is None else values[at])
@@ -192,8 +193,7 @@ def _join(parts: Iterable[NDArray[Any]]) -> Ints:
 def _merge_routing(
     tables: Sequence[Routing | None], slots: Sequence[Ints], capacity: int
 ) -> Routing | None:
-    """[T, layers, k], from that of each sample, the first one's where they share; None where no
-    sample has any."""
+    """Return the routing of a pack, [T, layers, k]; None if no sample has routing."""
     known = [
         (table, places) for table, places in zip(tables, slots, strict=True) if table is not None
     ]
@@ -201,45 +201,47 @@ def _merge_routing(
         return None
     like = known[0][0]
     routing = np.full((capacity, *like.shape[1:]), get_unknown_expert(like.dtype), like.dtype)
+    # Reversed, so that shared tokens get the routing of the first sample.
     for table, places in reversed(known):
         routing[places[: len(table)]] = table
     return routing
 
 
 def compute_shared_lengths(prompt: int, completions: Sequence[Completion]) -> list[int]:
-    """Tokens that each completion, its prompt of so many tokens included, has in common with the
-    one before it.
+    """Return the tokens that each completion shares with the previous completion; 0 for the first.
 
-    The first one's is 0. Common beginnings of responses count from ``LEAST_SHARED`` tokens on.
+    The ``prompt`` tokens of the prompt are shared. Common beginnings of responses count from
+    ``LEAST_SHARED`` tokens on.
     """
     shared = [0]
     for before, completion in pairwise(completions):
-        shared.append(
-            prompt
-            + count_common_tokens(_get_first_sequence(before), _get_first_sequence(completion))
-        )
+        common = count_common_tokens(_get_first_sequence(before), _get_first_sequence(completion))
+        shared.append(prompt + common)
     return shared
 
 
 def expand_prompt_lengths(prompt_lengths: Ints, samples: int) -> Ints:
-    """[Q, samples], what groups share of which nothing but the prompts is known. ``prompt_lengths``
-    are [Q]."""
+    """Return shared lengths [Q, samples] for groups with known prompts only.
+
+    Args:
+        prompt_lengths: [Q], tokens.
+        samples: completions per group.
+    """
     shared = np.repeat(prompt_lengths[:, None], samples, axis=1)
     shared[:, :1] = 0
     return shared
 
 
 def select_shared_lengths(shared: Ints, group: Ints, completion: Ints) -> Ints:
-    """[K], what each of K kept completions has in common with the kept one before it; 0 begins a
-    group.
+    """Return the tokens [K] that each kept completion shares with the previous kept completion.
 
-    Where others stood between the two, it is the least that any of them shared with its
-    predecessor.
+    0 begins a group. Over a gap of dropped completions, the value is the least of ``shared`` from
+    the first dropped completion up to the kept completion.
 
     Args:
-        shared: [Q, G], of all completions.
-        group: [K], ascending.
-        completion: [K], ascending in each group.
+        shared: [Q, G], tokens that each completion shares with the previous completion.
+        group: [K], index of the group, ascending.
+        completion: [K], index in the group, ascending in each group.
     """
     kept = np.zeros(len(group), np.int64)
     same = np.flatnonzero(group[1:] == group[:-1]) + 1
@@ -249,13 +251,12 @@ def select_shared_lengths(shared: Ints, group: Ints, completion: Ints) -> Ints:
 
 
 def _get_first_sequence(completion: Completion) -> NDArray[np.int32]:
-    """The response's tokens in the first sequence."""
+    """Return the response tokens of a completion's first sequence."""
     return completion.token_ids[: completion.starts[0] if completion.starts else None]
 
 
 def count_common_tokens(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens two sequences begin with alike; 0 where these are fewer than
-    ``LEAST_SHARED``."""
+    """Return the length of the common prefix of two sequences; 0 if below ``LEAST_SHARED``."""
     shorter = min(len(one), len(other))
     differs = np.flatnonzero(one[:shorter] != other[:shorter])
     common = int(differs[0]) if len(differs) else shorter
@@ -264,44 +265,44 @@ def count_common_tokens(one: NDArray[np.int32], other: NDArray[np.int32]) -> int
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """Families cut into pieces that go into packs whole; the samples of a piece stand one after the
-    other."""
+    """Prefix groups of consecutive samples. A pack holds a prefix group as a whole."""
 
     starts: Ints
-    """[p + 1], the first sample of each piece, and at the end the number of samples."""
+    """[p + 1], first sample of each prefix group; ends with the number of samples."""
     slots: Ints
-    """[p], what each takes up in a pack: its segments, padded."""
+    """[p], slots of each prefix group in a pack: the padded segments."""
     shared: Ints
-    """[n], what each sample shares with the one before it in its piece."""
+    """[n], tokens shared with the previous sample of the same prefix group."""
 
     def get_samples(self, pieces: Sequence[int]) -> tuple[int, ...]:
-        """The samples of some pieces, ascending."""
+        """Return the samples of the prefix groups ``pieces``, ascending."""
         return tuple(
             k for piece in sorted(pieces) for k in range(self.starts[piece], self.starts[piece + 1])
         )
 
     def sum_by_group(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[n], of samples, to [p], of pieces."""
+        """Sum values of samples [n] over each prefix group [p]."""
         return np.add.reduceat(values, self.starts[:-1])
 
 
 def build_ungrouped(lengths: Ints, align: int) -> PrefixGroups:
-    """Every sample by itself."""
+    """Make a prefix group of each sample, without shared tokens."""
     return PrefixGroups(
         np.arange(len(lengths) + 1), -(-lengths // align) * align, np.zeros(len(lengths), np.int64)
     )
 
 
 def split_prefix_groups(lengths: Ints, shared: Ints, *, max_slots: int, align: int) -> PrefixGroups:
-    """Families in pieces of at most ``max_slots`` slots, unless a single sample takes more.
+    """Split prefix groups into smaller groups of at most ``max_slots`` slots.
 
-    A sample also begins a new piece where sharing would take more slots than it saves, which the
-    padding of short segments can do.
+    A single sample may take more slots. A sample also begins a new group if sharing would take more
+    slots than sharing saves, because short segments are padded.
 
     Args:
         lengths: [n], tokens of each sample.
-        shared: [n], those that it has in common with the one before it; 0 begins a family.
-        align: a segment is padded to a multiple of this.
+        shared: [n], tokens shared with the previous sample; 0 begins a prefix group.
+        max_slots: limit of a group.
+        align: padding multiple of a segment.
     """
 
     def padded(tokens: int) -> int:
@@ -310,17 +311,18 @@ def split_prefix_groups(lengths: Ints, shared: Ints, *, max_slots: int, align: i
     starts: list[int] = []
     slots: list[int] = []
     joined: list[int] = []
-    ends: list[int] = []  # where the segments end that make up the last sample
+    # Ends of the segments on the path of the last sample.
+    ends: list[int] = []
     for k, (length, common) in enumerate(zip(lengths.tolist(), shared.tolist(), strict=True)):
         if common:
             stay = bisect_right(ends, common)
             left = ends[stay - 1] if stay else 0
             path = ends[:stay] + ([common] if common > left else [])
             more = padded(length - common)
-            if common > left:  # the segment that it leaves in the middle becomes two
-                more += (
-                    padded(common - left) + padded(ends[stay] - common) - padded(ends[stay] - left)
-                )
+            # A segment that the sample leaves in the middle becomes two segments.
+            if common > left:
+                end = ends[stay]
+                more += padded(common - left) + padded(end - common) - padded(end - left)
             if more <= padded(length) and slots[-1] + more <= max_slots:
                 slots[-1] += more
                 joined.append(common)
@@ -338,16 +340,16 @@ def split_prefix_groups(lengths: Ints, shared: Ints, *, max_slots: int, align: i
 def build_prefix_tree(
     lengths: Sequence[int], shared: Sequence[int]
 ) -> list[tuple[int, int, int, int]]:
-    """The segments of some samples, each before those that go on from it, and all of its
-    descendants right after it.
+    """Return the segments of samples, each directly followed by all of its descendants.
 
     Args:
         lengths: [n], tokens of each sample.
-        shared: [n], those that it has in common with the one before it.
+        shared: [n], tokens shared with the previous sample.
 
     Returns:
-        For each segment its parent (−1: none), the first sample that it belongs to, and the first
-        and the last token of it, counted along that sample, the last one exclusive.
+        (parent, sample, begin, end) of each segment. ``parent`` is −1 for a root. ``sample`` is the
+        first sample with the segment, and ``begin`` and ``end`` (exclusive) are positions in
+        ``sample``.
     """
     segments: list[tuple[int, int, int, int]] = []
 
@@ -358,6 +360,7 @@ def build_prefix_tree(
             parent = len(segments) - 1
         if last == first + 1:
             return
+        # A child begins at each sample that leaves the path at ``end``.
         leaves = [first, *(k for k in range(first + 1, last) if shared[k] == end), last]
         for child, after in pairwise(leaves):
             if after > child + 1 or lengths[child] > end:

@@ -1,15 +1,14 @@
-"""Dense packing: whole sequences into packs of one capacity, with as many packs and as much work
-for every rank.
+"""Dense packing: whole sequences into packs of one capacity, balanced over ranks.
 
-The invariants, each with a test:
+Invariants, each with a test:
 
-- each sequence is in exactly one pack, whole; no pack exceeds the capacity, nor the capacity
-  ``max_tokens``;
-- every rank has the same number of packs, of which some may be empty (all padding);
-- the same lengths give the same packs.
+- Each sequence is in exactly one pack, whole.
+- No pack exceeds the capacity, and the capacity does not exceed ``max_tokens``.
+- All ranks have the same number of packs. Packs may be empty (all padding).
+- The same lengths give the same packs.
 
-The capacity is chosen for the step: the tokens over the number of packs, and as little more as
-whole sequences need. So the last packs are not half empty.
+The capacity of a step is tokens / packs, plus the least excess that whole sequences need. The last
+packs are therefore not half empty.
 """
 
 from __future__ import annotations
@@ -30,15 +29,13 @@ from megatron_dppo.rl.types import Floats, Ints
 
 GOOD_FILL = 0.97
 GOOD_IMBALANCE = 1.05
-"""The search stops at this share of slots with real tokens, and at this cost of the costliest rank
-over the mean."""
+"""The search stops at this fill and imbalance; see :class:`Packing`."""
 MORE_PACKS = 2
-"""The search goes up to this many times the fewest packs, and always up to four per rank."""
+"""End of the search, in multiples of the fewest packs; at least four packs per rank are tried."""
 SAME_FILL = 0.995
-"""A fill of at least this share of the best one counts as equal to it, so that the better balanced
-packing is taken."""
+"""Fraction of the best fill that counts as equal. The better balanced packing is then taken."""
 PIECES = (0.75, 0.6, 0.5, 0.4, 0.25)
-"""Sizes of pieces that are tried, as shares of the largest one that fits."""
+"""Sizes of prefix groups to try, as fractions of the largest prefix group that fits."""
 
 
 HIDDEN = 2560
@@ -54,19 +51,19 @@ def compute_sequence_costs(lengths: Ints, hidden: float = HIDDEN, shared: Ints |
     Args:
         lengths: [n], tokens of each sequence.
         hidden: hidden size h of the policy.
-        shared: [n], first tokens of each sequence whose cost is left out.
+        shared: [n], first tokens of each sequence, excluded from the cost.
     """
     squares = np.square(lengths, dtype=np.float64) - np.square(shared, dtype=np.float64)
     return lengths - shared + squares / (12.0 * hidden)
 
 
 Sharing = Literal["auto", "on", "off"]
-"""``pack.share_prefixes``"""
+"""Values of ``pack.share_prefixes``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where each sequence goes.
+    """Assignment of sequences to packs and ranks.
 
         Packing(capacity=8, packs=(((0, 2),), ((1,),)), fill=0.94, imbalance=1.07)
 
@@ -74,30 +71,30 @@ class Packing:
     """
 
     capacity: int
-    """Tokens per pack; 0 where there are no sequences."""
+    """Tokens per pack; 0 without sequences."""
     packs: tuple[tuple[tuple[int, ...], ...], ...]
-    """packs[d][k] are the sequences in pack k of rank d; a rank's costliest pack comes first."""
+    """``packs[d][k]``: sequences in pack k of rank d. A rank's costliest pack comes first."""
     fill: float
-    """Share of all slots that hold real tokens."""
+    """Fraction of all slots with real tokens."""
     imbalance: float
-    """Cost of the costliest rank over the mean of all."""
+    """Cost of the costliest rank over the mean cost of all ranks."""
     cost: float = 0.0
     """Cost of the costliest rank, padding included."""
     shared: tuple[int, ...] = ()
-    """Tokens that each sequence shares with the sequence before it in the same pack, stored once; 0
-    for the first of a pack."""
+    """Tokens that each sequence shares with the previous sequence of the pack, stored once; 0 for
+    the first sequence of a pack."""
     saved: int = 0
-    """Tokens that need no slot, because other sequences share them."""
+    """Tokens without a slot, because other sequences share these tokens."""
 
     @property
     def is_good(self) -> bool:
-        """Whether the search for a better number of packs stops here."""
+        """Whether the search for a better number of packs stops at this packing."""
         return self.fill >= GOOD_FILL and self.imbalance <= GOOD_IMBALANCE
 
 
 def resolve_min_packs(setting: int, pipeline: int) -> int:
-    """``pack.min_per_rank``; for its 0 twice the pipeline stages, for a small bubble, and 1 without
-    a pipeline."""
+    """Return ``pack.min_per_rank``; for 0, twice the pipeline stages, or 1 without a pipeline."""
+    # Twice the stages, because the pipeline's bubble is then small.
     return setting or (2 * pipeline if pipeline > 1 else 1)
 
 
@@ -118,30 +115,31 @@ def pack_sequences(
 ) -> Packing:
     """Pack sequences for data-parallel ranks.
 
-    The number of packs is the least that ``max_tokens`` and ``min_per_rank`` allow. Up to twice as
-    many are taken, if that fills them better, as for three sequences of which no two fit together,
-    or balances the ranks better: with one pack each, the rank of the longest sequences would have
-    the most attention to compute.
+    The number of packs is the least that ``max_tokens`` and ``min_per_rank`` allow, or up to twice
+    that number if more packs
 
-    Families are cut into pieces, which share what they can; each piece begins with the whole path
-    to its first sequence. Large pieces repeat little, and fill and balance packs badly. So several
-    sizes are tried, and the packing is taken whose costliest rank has the least to compute.
+    - are filled better, for example if no two of three sequences fit into one pack,
+    - balance ranks better: with one pack per rank, the rank of the longest sequences computes the
+      most attention.
+
+    Prefix groups are split into smaller groups, each with the whole path to its first sequence.
+    Large groups repeat few tokens, but fill and balance packs badly. Several sizes are tried. The
+    packing with the lowest cost of the costliest rank is taken.
 
     Args:
         lengths: [n], tokens of each sequence, all positive.
-        ranks: data-parallel ranks to share the packs.
+        ranks: number of data-parallel ranks.
         max_tokens: ``pack.max_tokens``, most tokens in a pack.
-        shared: [n], how many tokens each has in common with the one before it; None: nothing.
-        between: [n], the same for the first of each family and the family before it; None: nothing.
+        shared: [n], tokens shared with the previous sequence; None: no tokens.
+        between: [n], tokens that the first sequence of a prefix group shares with the previous
+            prefix group; None: no tokens.
         share: ``pack.share_prefixes``.
-        align: every segment takes up its length rounded up to this multiple.
-        capacity_multiple: the capacity is a multiple of this, and of ``align``.
-        window: how many of the longest unpacked sequences are looked at.
-        min_per_rank: fewest packs per rank, as long as there are sequences for them.
-        least_per_rank: fewest packs per rank in any case. Where sequences are too few, the rest are
-            empty.
-        hidden: hidden size of the policy, for :func:`compute_sequence_costs`, which balance the
-            ranks.
+        align: padding multiple of each segment.
+        capacity_multiple: divisor of the capacity, as well as ``align``.
+        window: number of longest unpacked sequences in the greedy packing's window.
+        min_per_rank: fewest packs per rank; fewer if sequences are too few.
+        least_per_rank: fewest packs per rank, filled up with empty packs.
+        hidden: hidden size of the policy, see :func:`compute_sequence_costs`.
 
     Raises:
         UserError: a sequence does not fit into ``pack.max_tokens``.
@@ -177,13 +175,14 @@ def pack_sequences(
         ways += _build_groupings(lengths, np.asarray(shared), most, align)
         if between is not None and np.any(between):
             ways += _build_groupings(lengths, np.asarray(shared) + np.asarray(between), most, align)
+    # Ungrouped first, because min takes the first of equal costs.
     if share != "on" or not ways:
         ways.insert(0, build_ungrouped(lengths, align))
     return min(map(pack, ways), key=lambda packing: packing.cost)
 
 
 def _build_groupings(lengths: Ints, shared: Ints, max_slots: int, align: int) -> list[PrefixGroups]:
-    """Families whole where they fit, and cut to pieces that leave the packer more and more
+    """Return whole prefix groups if they fit, then splits that give the packer increasing
     freedom."""
     if not shared.any():
         return []
@@ -207,21 +206,20 @@ def _pack(
     wanted: int,
     hidden: float,
 ) -> Packing:
-    """The best packing of these pieces."""
+    """Return the best packing of the prefix groups ``pieces``."""
     fewest = max(-(-int(pieces.slots.sum()) // (ranks * most)), wanted)
     found: list[Packing] = []
     for per_rank in range(fewest, max(MORE_PACKS * fewest, 4) + 1):
         packs = _find_tightest(pieces.slots, ranks * per_rank, window, unit, most)
         found += [_distribute_packs(*packs, lengths, pieces, hidden, ranks)] if packs else []
+        # More packs than prefix groups would be empty.
         if found and (found[-1].is_good or ranks * per_rank >= len(pieces.slots)):
             break
-    # Something was found: any two packs of a greedy packing exceed one pack together, so twice the
-    # fewest suffice.
+    # ``found`` is never empty: any two packs of a greedy packing together exceed one pack, so twice
+    # the fewest packs suffice.
     fullest = max(packing.fill for packing in found)
-    return min(
-        (packing for packing in found if packing.fill >= SAME_FILL * fullest),
-        key=lambda p: p.imbalance,
-    )
+    full = [packing for packing in found if packing.fill >= SAME_FILL * fullest]
+    return min(full, key=lambda p: p.imbalance)
 
 
 def _distribute_packs(
@@ -232,15 +230,20 @@ def _distribute_packs(
     hidden: float,
     ranks: int,
 ) -> Packing:
-    """A packing from packs of one capacity, shared out to the ranks."""
+    """Distribute packs of one capacity over the ranks."""
     work = pieces.sum_by_group(compute_sequence_costs(lengths, hidden, pieces.shared))
     tokens = int((lengths - pieces.shared).sum())
-    shares = _assign_packs(np.array([work[pack].sum() for pack in packs]), ranks)
-    load = np.array([sum(work[packs[k]].sum() for k in share) for share in shares])
+    costs = np.array([work[pack].sum() for pack in packs])
+    shares = _assign_packs(costs, ranks)
+    load = np.array([sum(costs[share]) for share in shares])
     padding = capacity * len(packs) - tokens
+    samples = [pieces.get_samples(pack) for pack in packs]
+    by_rank: list[tuple[tuple[int, ...], ...]] = []
+    for share in shares:
+        by_rank.append(tuple(samples[k] for k in share))
     return Packing(
         capacity=capacity,
-        packs=tuple(tuple(pieces.get_samples(packs[k]) for k in share) for share in shares),
+        packs=tuple(by_rank),
         fill=tokens / (capacity * len(packs)),
         imbalance=float(load.max() / load.mean()),
         cost=float(load.max() + padding / ranks),
@@ -250,8 +253,10 @@ def _distribute_packs(
 
 
 def compute_pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
-    """``pack/…`` of a step with one packing per minibatch; counts are over all ranks, ``capacity``
-    is the largest."""
+    """Return ``pack/…`` of a step with one packing per minibatch.
+
+    Counts are sums over all ranks. ``capacity`` and ``imbalance`` are the largest of the step.
+    """
     counts = [sum(map(len, packing.packs)) for packing in packings]
     slots = [count * packing.capacity for count, packing in zip(counts, packings, strict=True)]
     filled = sum(packing.fill * size for packing, size in zip(packings, slots, strict=True))
@@ -269,8 +274,7 @@ def compute_pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
 
 
 def _iter_capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[int]:
-    """Capacities to try for a number of packs: upwards by quarters of a percent, then by growing
-    steps."""
+    """Yield ascending capacities to try: steps of 0.25%, then growing steps."""
     least = max(int(slots.max()), -(-int(slots.sum()) // packs))
     slack = 0.0
     step = 0.0025
@@ -287,45 +291,43 @@ def _iter_capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[
 def _find_tightest(
     slots: Ints, packs: int, window: int, unit: int, most: int
 ) -> tuple[int, list[list[int]]] | None:
-    """The packs at the first capacity at which ``packs`` of them suffice, with the
-    fullest one's size; None if none."""
+    """Return the size of the fullest pack, and the packs, at the first capacity for which ``packs``
+    packs suffice. Return None if no capacity suffices."""
     longest_first = np.argsort(-slots, kind="stable")
     descending = slots[longest_first].tolist()
-    order = longest_first.tolist()
+
     for capacity in _iter_capacities(slots, packs, unit, most):
         greedy = _pack_greedily(descending, capacity, window, packs)
         if greedy is not None:
-            filled = [[order[position] for position in pack] for pack in greedy]
+            filled: list[list[int]] = [longest_first[pack].tolist() for pack in greedy]
             fullest = max(int(slots[pack].sum()) for pack in filled)
-            return -(-fullest // unit) * unit, filled + [[] for _ in range(packs - len(filled))]
+            empty: list[list[int]] = [[] for _ in range(packs - len(filled))]
+            return -(-fullest // unit) * unit, filled + empty
     return None
 
 
 def _pack_greedily(
     descending: list[int], capacity: int, window: int, most_packs: int
 ) -> list[list[int]] | None:
-    """Window-based greedy packing.
+    """Pack greedily within a sliding window.
 
-    Among the ``window`` longest unpacked sequences, the longest that fits anywhere goes into the
-    fullest pack that it fits; if none fits, the longest opens a pack. Then the window slides. This
-    leaves the small sequences for the gaps.
+    - The window has the ``window`` longest unpacked sequences.
+    - The longest sequence that fits into a pack goes into the fullest pack with room. If no
+      sequence fits, the longest sequence opens a pack.
+    - Then the window slides. Small sequences are left for the gaps.
 
     Args:
-        descending: [n], slots that each sequence takes up, none above the capacity.
+        descending: [n], slots of each sequence, at most the capacity.
 
     Returns:
-        Packs of positions in ``descending``, or None where more than ``most_packs`` would be
-        needed.
+        Packs of positions in ``descending``; None if more than ``most_packs`` are needed.
     """
     packs: list[list[int]] = []
-    waiting = [
-        -length for length in descending[:window]
-    ]  # ascending, so that bisect finds the longest that fits
+    # Negative and ascending, so that bisect finds the longest sequence that fits.
+    waiting = [-length for length in descending[:window]]
     positions = list(range(len(waiting)))
-    room: list[
-        int
-        # Ascending: tokens left · most_packs + index, for packs that anything could still go into.
-    ] = []
+    # Ascending: free slots · most_packs + index, for packs with room for the smallest sequence.
+    room: list[int] = []
     smallest = descending[-1]
     coming = len(waiting)
     while waiting:
@@ -338,11 +340,11 @@ def _pack_greedily(
             left = capacity
             packs.append([])
         else:
-            left, index = divmod(
-                room.pop(bisect_left(room, -waiting[first] * most_packs)), most_packs
-            )
+            fullest = bisect_left(room, -waiting[first] * most_packs)
+            left, index = divmod(room.pop(fullest), most_packs)
         left += waiting.pop(first)
         packs[index].append(positions.pop(first))
+        # Forget a pack without room for the smallest sequence.
         if left >= smallest:
             insort(room, left * most_packs + index)
         if coming < len(descending):
@@ -353,8 +355,8 @@ def _pack_greedily(
 
 
 def _assign_packs(costs: Floats, ranks: int) -> list[list[int]]:
-    """Packs to ranks, equally many each: the costliest first, each to the rank with the least work
-    so far."""
+    """Assign equal numbers of packs to ranks: the costliest first, to the rank with the least
+    work."""
     per_rank = len(costs) // ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     queue = [(0.0, rank) for rank in range(ranks)]
@@ -362,6 +364,7 @@ def _assign_packs(costs: Floats, ranks: int) -> list[list[int]]:
     for pack in np.argsort(-costs, kind="stable").tolist():
         lightest, rank = heappop(queue)
         shares[rank].append(pack)
+        # A full rank leaves the queue, because ranks have equal numbers of packs.
         if len(shares[rank]) < per_rank:
             heappush(queue, (lightest + float(costs[pack]), rank))
     return shares

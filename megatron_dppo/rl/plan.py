@@ -1,7 +1,7 @@
-"""The plan of a step: what is trained on, with which weight, in which pack.
+"""Plan of a step: trained completions, weights and packs.
 
-It is a pure function of metadata, configuration and step. One rank computes it and all ranks follow
-it, so that no decision depends on how the tokens are spread over the ranks.
+The plan is a pure function of metadata, configuration and step. One rank computes the plan for all
+ranks, so that no decision depends on the distribution of tokens over ranks.
 """
 
 from __future__ import annotations
@@ -53,13 +53,18 @@ from megatron_dppo.rl.types import (
 )
 
 ARRAYS = [field.name for field in fields(StepMetadata) if field.name not in ("window", "parts")]
-"""The fields of StepMetadata that have a value for each group."""
+"""Fields of StepMetadata with a value for each group."""
 
 
 def build_default_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
-    """Default StepMetadata fields for groups of ``samples`` completions of one sequence each, which
-    share their prompt, without trees, roles, teachers and truncated ones. ``prompt_lengths`` are
-    [Q]."""
+    """Return default StepMetadata fields for groups of ``samples`` completions that share a prompt.
+
+    Each completion is one sequence, without trees, roles, teachers and truncation.
+
+    Args:
+        prompt_lengths: [Q], tokens.
+        samples: completions per group.
+    """
     prompts = len(prompt_lengths)
     shape = (len(prompt_lengths), samples)
     return {
@@ -87,16 +92,16 @@ def plan_step(
     """Plan one step: split it into minibatches; prune, weigh and pack each.
 
     Args:
-        metadata: of all groups that were rolled out and scored.
-        config: of the run.
-        replicas: data-parallel replicas that share the packs.
-        align: what a sequence is padded to in a pack (tensor and context parallelism).
-        capacity_multiple: what a pack's capacity is a multiple of (sequence parallelism).
-        step: counted from 0; it and ``run.seed`` give the seed of every draw.
-        pipeline: number of pipeline stages; several want several packs.
-        hidden: hidden size of the policy, by which the work of replicas is balanced.
-        prompts: the tokens of each group's prompt, for packs to hold once what prompts begin with,
-            such as a system message; empty: they are taken to have nothing in common.
+        metadata: all groups that were rolled out and scored.
+        config: configuration of the run.
+        replicas: number of data-parallel replicas.
+        align: padding multiple of a sequence in a pack (tensor and context parallelism).
+        capacity_multiple: divisor of a pack's capacity (sequence parallelism).
+        step: index from 0; ``step`` and ``run.seed`` give the seed of every draw.
+        pipeline: number of pipeline stages; several stages need several packs.
+        hidden: hidden size of the policy, used to balance replicas.
+        prompts: tokens of each group's prompt, so that packs store common beginnings of prompts
+            once, such as a system message; empty: prompts are assumed to share no tokens.
 
     Raises:
         UserError: a kept sequence is longer than ``pack.max_tokens``.
@@ -114,6 +119,7 @@ def plan_step(
         min_per_rank=resolve_min_packs(config.pack.min_per_rank, pipeline),
         least_per_rank=config.layout.min_packs,
     )
+    # With resampling, groups without variance are not trained on.
     usable = (
         find_nonzero_variance_groups(metadata)
         if uses_resampling(config.pruning)
@@ -136,6 +142,7 @@ def plan_step(
             replace(drawn, shared_length=shared, capacity=packing.capacity, packs=packing.packs)
         )
     discarded = np.setdiff1d(np.arange(len(metadata.prompt_ids)), usable)
+    # Discarded groups count in the metrics, with an empty draw.
     if len(discarded):
         rest = select_groups(metadata, discarded)
         parts.append((rest, make_empty_draw(rest)))
@@ -155,36 +162,32 @@ def plan_step(
 def draw_minibatches(
     metadata: StepMetadata, usable_groups: Ints, config: Config, objective: Objective, step: int
 ) -> Iterator[tuple[Ints, StepMetadata, PruningDraw]]:
-    """The minibatches of a step: the indices of each one's groups in ``metadata``, their metadata,
-    and the draw.
+    """Yield the minibatches of a step: indices of groups in ``metadata``, metadata, pruning draw.
 
-    Args:
-        usable_groups: indices of the groups that may be trained on.
+    ``usable_groups`` are the indices of the groups that may be trained on.
     """
     pruning = config.pruning.completions
     keep = scheduled_keep(pruning.share, pruning.schedule, step, config.run.steps)
     draws = make_generator(config.run.seed, step, Purpose.COMPLETIONS)
     split = make_generator(config.run.seed, step, Purpose.MINIBATCHES)
-    for groups in split_groups(
-        usable_groups, max(1, min(config.loss.updates_per_rollout, len(usable_groups))), split
-    ):
+    count = max(1, min(config.loss.updates_per_rollout, len(usable_groups)))
+    for groups in split_groups(usable_groups, count, split):
         part = select_groups(metadata, groups)
         yield groups, part, prune_minibatch(part, config, objective, keep=keep, rng=draws)
 
 
 def split_groups(groups: Ints, minibatches: int, rng: np.random.Generator) -> list[Ints]:
-    """A random partition of groups, equal to within one; each part ascending."""
+    """Partition groups at random into ascending parts, whose sizes differ by at most one."""
     if minibatches == 1:
         return [groups]
     return [np.sort(part) for part in np.array_split(rng.permutation(groups), minibatches)]
 
 
 def select_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
-    """The metadata of some groups, with the part of the window that they stand for.
-
-    That part is proportional to the number of rolled-out groups. The expectation of each minibatch
-    over the permutation is then what the whole window estimates, also if minibatches are unequal.
-    """
+    """Return the metadata of ``groups``, with a part of the window."""
+    # The part is proportional to the number of rolled-out groups. Therefore the expectation of each
+    # minibatch over the permutation equals the estimate of the whole window, also if minibatches
+    # are unequal.
     arrays = {name: getattr(metadata, name)[groups] for name in ARRAYS}
     parts = {name: values[groups] for name, values in metadata.parts.items()}
     return StepMetadata(
@@ -195,13 +198,14 @@ def select_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
 
 
 def build_minibatch_plan(part: StepMetadata, groups: Ints, draw: PruningDraw) -> MinibatchPlan:
-    """The completions that a minibatch keeps, or their sequences, each with the one factor of its
-    token losses; not yet packed.
+    """Return the kept sequences of a minibatch, each with the factor of the token losses.
+
+    The plan has no packs.
 
     Args:
-        part: the minibatch.
-        groups: [Q], the index of each of its groups in the step's metadata.
-        draw: its draw.
+        part: metadata of the minibatch.
+        groups: [Q], index of each group in the step's metadata.
+        draw: pruning draw of the minibatch.
     """
     group, completion = np.nonzero(draw.kept)
     further = part.further_lengths[group, completion]
@@ -212,7 +216,7 @@ def build_minibatch_plan(part: StepMetadata, groups: Ints, draw: PruningDraw) ->
     later = sequence > 0
     weight = draw.weight[group, completion]
     response = part.response_lengths[group, completion]
-    # Of a further sequence one token stands in the place of a prompt.
+    # The first token of a further sequence replaces the prompt.
     lengths = np.column_stack([response - further[of].sum(axis=1), further[of] - 1])
     return MinibatchPlan(
         group=groups[group],
@@ -232,9 +236,10 @@ def build_minibatch_plan(part: StepMetadata, groups: Ints, draw: PruningDraw) ->
 
 
 def compute_prompt_overlaps(samples: MinibatchPlan, prompts: Sequence[NDArray[np.int32]]) -> Ints:
-    """[K], for the first sample of a group how many tokens its prompt has in common with the prompt
-    before it."""
+    """Return the tokens [K] that the prompt of a group's first sample shares with the previous
+    prompt; 0 for other samples."""
     between = np.zeros(len(samples.group), np.int64)
+    # Further sequences begin with a context of the conversation, and not with the prompt.
     first_sequences = (samples.sequence[1:] == 0) & (samples.sequence[:-1] == 0)
     starts = np.flatnonzero((samples.group[1:] != samples.group[:-1]) & first_sequences) + 1
     for k in starts.tolist() if len(prompts) else ():
@@ -251,8 +256,7 @@ def build_notes(
     num_usable: int,
     step: int,
 ) -> Iterator[str]:
-    """The sentences that the log has beside its numbers. ``num_usable`` groups of the step could be
-    trained on."""
+    """Yield messages for the log of a step with ``num_usable`` groups that may be trained on."""
     pruning = config.pruning
     for level, rule, biased in (
         ("prompts", pruning.prompts.rule, find_prompt_rule(pruning.prompts.named).biased),
@@ -288,6 +292,7 @@ def build_notes(
             "become advantages, are "
             "estimated, the gradient a ratio (bias O(1/prompts))"
         )
+    # The factor 1 + 1e-9 allows for rounding.
     heaviest = max(minibatch.weight.max(initial=0.0) for minibatch in minibatches)
     if (
         heaviest > pruning.max_weight * (1.0 + 1e-9)
@@ -327,23 +332,27 @@ def compute_remaining_window(selection: Selection, parts: Sequence[StepMetadata]
 
 
 def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMetadata:
-    """The metadata of all ranks as one, sorted by prompt id, so that it does not depend on which
-    rank holds what.
+    """Concatenate the metadata of all ranks.
 
     Args:
-        parts: one per rank, in the order of the ranks; some may hold no group.
-        window: of the whole step; those of the parts are not used.
+        parts: metadata of each rank, in the order of ranks; ranks may hold no group.
+        window: window of the whole step; the windows of ``parts`` are not used.
     """
     parts = [part for part in parts if len(part.prompt_ids)] or list(parts[:1])
+    # Sort by prompt id, so that the plan does not depend on the assignment of groups to ranks.
     order = np.argsort(np.concatenate([part.prompt_ids for part in parts]), kind="stable")
-    columns = {name: [getattr(part, name) for part in parts] for name in ARRAYS}
+    columns = {}
+    for name in ARRAYS:
+        columns[name] = [getattr(part, name) for part in parts]
     columns["further_lengths"] = pad_to_longest(columns["further_lengths"])
     names = sorted({name for part in parts for name in part.parts})
-    known = {
-        n: [part.parts.get(n, np.full(part.rewards.shape, np.nan)) for part in parts] for n in names
-    }
+    metrics = {}
+    # A metric is NaN on ranks that did not report the metric.
+    for name in names:
+        values = [part.parts.get(name, np.full(part.rewards.shape, np.nan)) for part in parts]
+        metrics[name] = np.concatenate(values)[order]
     return StepMetadata(
         **{name: np.concatenate(each)[order] for name, each in columns.items()},
         window=window,
-        parts={name: np.concatenate(each)[order] for name, each in known.items()},
+        parts=metrics,
     )

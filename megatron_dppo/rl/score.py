@@ -1,4 +1,4 @@
-"""Score of one completion. Scoring processes import this file, therefore without NumPy."""
+"""Score of one completion, without NumPy, because scoring processes import this file."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class Score:
 
         Score(reward=1.0, correct=True, answer="5.0", by=("number",))
 
-    took "5.0" for the answer, and the rule ``number`` made it equal to the label "5".
+    found the answer "5.0", which equals the label "5" by the rule ``number``.
     """
 
     reward: float
     correct: bool
     answer: str | None = None
-    """The answer that the verifier found in the completion, where it tells it."""
+    """Answer that the verifier found in the completion; None if not reported."""
     by: tuple[str, ...] = ()
-    """The equivalences by which the answer is equal to the label, where the verifier tells them."""
+    """Equivalences that make the answer equal to the label; empty if not reported."""
     roles: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of the roles of a conversation; a role that is not here has ``reward``."""
+    """Rewards of the roles of a conversation; a missing role has ``reward``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log: the rewards of several functions, and those that a function returns or logs
-    besides."""
+    """Numbers to log: rewards of several functions, and other numbers that a function returns or
+    logs."""
     failure: Literal["timeout", "error", "unscored"] | None = None
     """Reason for a missing reward.
 
@@ -48,9 +48,8 @@ class Score:
 
 def count_failures(scores: Sequence[Score]) -> tuple[int, int]:
     """Return the number of timeouts, and the number of errors."""
-    timeouts, errors = (
-        sum(score.failure == how for score in scores) for how in ("timeout", "error")
-    )
+    timeouts = sum(score.failure == "timeout" for score in scores)
+    errors = sum(score.failure == "error" for score in scores)
     return timeouts, errors
 
 

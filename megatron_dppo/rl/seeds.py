@@ -1,5 +1,4 @@
-"""Random generators: one for every step and purpose, so that a plan is a pure function of its
-seed."""
+"""Random generators for each step and purpose, so that a plan is a pure function of its seed."""
 
 from __future__ import annotations
 
@@ -9,39 +8,44 @@ import numpy as np
 
 
 class Purpose(IntEnum):
-    """Random draws. Runs are reproducible by these numbers, so that a new one is added at the
-    end."""
+    """Purpose of a random draw."""
 
+    # Append new numbers at the end, because existing numbers make runs reproducible.
     PROMPTS = 0
-    """Which prompts of the window are rolled out."""
+    """Draw of the prompts of the window that are rolled out."""
     MINIBATCHES = 1
-    """Which groups share an optimizer step."""
+    """Partition of groups into optimizer steps."""
     COMPLETIONS = 2
-    """Which completions are trained on."""
+    """Draw of the completions that are trained on."""
     ORDER = 3
-    """In which order an epoch visits the prompts; ``step`` is then the epoch."""
+    """Order of prompts in an epoch; ``step`` is the epoch."""
     SAMPLING = 4
-    """The seed that an engine's sampling is given."""
+    """Random seed of an engine's sampling."""
     AGREEMENT = 5
-    """The same, for comparing servers with the actor."""
+    """Random seed of sampling for the comparison of servers with the actor."""
     EVALUATION = 6
-    """The same, for answering held-out problems; ``step`` is 0, so that all policies are given the
+    """Random seed of sampling for held-out problems; ``step`` is 0, so that all policies get the
     same seeds."""
     ADAPTERS = 7
-    """Initial weights of adapters; ``step`` is a number of the adapter's name."""
+    """Initial weights of adapters; ``step`` is a number from the adapter's name."""
 
 
 def make_generator(seed: int, step: int, purpose: Purpose, attempt: int = 0) -> np.random.Generator:
-    """The generator of one purpose at one step of a run with ``run.seed = seed``: same arguments,
-    same draws."""
+    """Make the generator of a purpose at a step of a run with ``run.seed = seed``.
+
+    Equal arguments give equal draws.
+    """
     return np.random.default_rng(_make_seed_sequence(seed, step, purpose, attempt))
 
 
 def derive_engine_seed(seed: int, step: int, purpose: Purpose, attempt: int = 0) -> int:
-    """The seed, below 2³², that an engine is given for its sampling.
+    """Return the random seed of an engine's sampling, below 2³².
 
     Args:
-        attempt: how often the step has drawn for this purpose before.
+        seed: ``run.seed``.
+        step: step of the run.
+        purpose: purpose of the draw.
+        attempt: number of earlier draws of the step for the same purpose.
     """
     return int(_make_seed_sequence(seed, step, purpose, attempt).generate_state(1)[0])
 
@@ -49,8 +53,7 @@ def derive_engine_seed(seed: int, step: int, purpose: Purpose, attempt: int = 0)
 def _make_seed_sequence(
     seed: int, step: int, purpose: Purpose, attempt: int
 ) -> np.random.SeedSequence:
-    """Purpose and step are a spawn key. As entropy they could collide, since entropy is padded with
-    zeros."""
+    # Purpose and step are a spawn key, because entropy is padded with zeros and could collide.
     return np.random.SeedSequence(
         entropy=seed, spawn_key=(int(purpose), step, *([attempt] if attempt else []))
     )

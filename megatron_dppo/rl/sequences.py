@@ -1,22 +1,19 @@
-"""Completions of several sequences: of an agent that compacts its context, or of agents with
-contexts of their own.
+"""Completions of several sequences, from agents that compact a context or have separate contexts.
 
-A completion has one reward, one advantage for all of its tokens (or one for each role) and one
-draw: its sequences are trained on together, or not at all. Its arrays hold them one after the
-other, and ``starts`` says where those after the first begin. Each of these begins with its whole
-context, which the policy was given, and sees nothing before it:
+A completion has one reward, one advantage for all tokens (or one per role) and one draw: all
+sequences of a completion are trained on, or no sequence. Arrays concatenate the sequences, and
+``starts`` has the starts after the first. Each further sequence begins with its whole context,
+which was input to the policy, and does not attend to earlier sequences:
 
-    p p a a           a prompt of two tokens, and a completion  a a | c c c b  with ``starts`` (2,).
-    The policy c c c b           has sampled three of its six tokens, and L = 3.
+    p p a a    prompt of two tokens p, completion  a a | c c c b  with ``starts`` (2,)
+    c c c b    the policy sampled three of the six tokens: a, a and b; L = 3
 
-The loss is that of a completion of one sequence, over all sampled tokens: c and Z take L for the
-whole completion. So a completion that is cut where its context goes on, such that the second
-sequence repeats the first as its context, has the same gradient as before. Its cost, by which
-pruning knows it, is more: the tokens of all of its sequences.
-
-In a plan every sequence is a training sample, which goes into whichever pack it fits. The first
-token of a further sequence stands in the place of a prompt, and the rest of its context in the
-response.
+- The loss is the loss of a completion of one sequence, over all sampled tokens: c and Z use L of
+  the whole completion. A completion that is split, with the first sequence repeated as the context
+  of the second, therefore has the same gradient as the unsplit completion.
+- The cost in pruning rules is higher: the tokens of all sequences.
+- In a plan, every sequence is a training sample, in any pack with room. The first token of a
+  further sequence replaces the prompt, and the rest of the context is part of the response.
 """
 
 from __future__ import annotations
@@ -34,16 +31,15 @@ from megatron_dppo.rl.types import Completion, Ints, Prompt
 
 
 def split_sequences(completion: Completion) -> list[slice]:
-    """The tokens of each sequence, of the first those after the prompt."""
-    return list(
-        map(slice, (0, *completion.starts), (*completion.starts, len(completion.token_ids)))
-    )
+    """Return the slice of a completion's tokens for each sequence, without the prompt."""
+    ends = (*completion.starts, len(completion.token_ids))
+    return list(map(slice, (0, *completion.starts), ends))
 
 
 def split_prompt_and_response(
     prompt: NDArray[np.int32], completion: Completion, number: int
 ) -> tuple[NDArray[np.int32], slice]:
-    """A sequence as a prompt's tokens, and the completion's that follow them."""
+    """Return the prompt tokens of a sequence, and the slice of the completion that follows."""
     of = split_sequences(completion)[number]
     if number == 0:
         return prompt, of
@@ -51,39 +47,36 @@ def split_prompt_and_response(
 
 
 def strip_contexts(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """All tokens but the contexts with which further sequences begin, which is what a verifier is
-    shown, and their part of the loss mask."""
+    """Return the tokens for a verifier, without contexts of further sequences, and the loss
+    mask."""
     first, *further = split_sequences(completion)
     shown = [
         first,
         *(slice(of.start + int(np.argmax(completion.loss_mask[of])), of.stop) for of in further),
     ]
-    token_ids, loss_mask = (
-        np.concatenate([of[s] for s in shown])
-        for of in (completion.token_ids, completion.loss_mask)
-    )
+    token_ids = np.concatenate([completion.token_ids[part] for part in shown])
+    loss_mask = np.concatenate([completion.loss_mask[part] for part in shown])
     return token_ids, loss_mask
 
 
 def compute_longest_response(prompt: int, completion: Completion) -> int:
-    """Length of the longest sequence beyond a prompt of ``prompt`` tokens, which a response's limit
-    bounds."""
+    """Return the length of the longest sequence beyond ``prompt`` tokens, bounded by the response
+    limit."""
     first, *further = split_sequences(completion)
-    return (
-        max(first.stop, *(of.stop - of.start - prompt for of in further)) if further else first.stop
-    )
+    return max([first.stop, *(of.stop - of.start - prompt for of in further)])
 
 
 def make_empty_lengths(completions: tuple[int, ...]) -> Ints:
-    """The further sequences of completions of this shape that are one sequence each: none."""
+    """Return ``further_lengths`` [Q, G, 0] for completions of one sequence each."""
     return np.zeros((*completions, 0), np.int64)
 
 
 def compute_further_lengths(groups: Sequence[Sequence[Completion]], samples: int) -> Ints:
-    """[Q, samples, S], as in StepMetadata."""
+    """Return ``further_lengths`` [Q, samples, S], as in StepMetadata."""
     most = max((len(completion.starts) for group in groups for completion in group), default=0)
     lengths = np.zeros((len(groups), samples, most), np.int64)
     for into, group in zip(lengths, groups, strict=True):
+        # Not strict, because a group may have fewer than ``samples`` completions.
         for row, completion in zip(into, group, strict=False):
             row[: len(completion.starts)] = [
                 of.stop - of.start for of in split_sequences(completion)[1:]
@@ -92,21 +85,23 @@ def compute_further_lengths(groups: Sequence[Sequence[Completion]], samples: int
 
 
 def pad_to_longest(parts: Sequence[Ints]) -> list[Ints]:
-    """Arrays [q, G, s] with the S of the one that has most."""
+    """Pad arrays [q, G, s] to the largest s."""
     most = max(part.shape[2] for part in parts)
     return [np.pad(part, ((0, 0), (0, 0), (0, most - part.shape[2]))) for part in parts]
 
 
 def sort_sequences(lengths: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
-    """Sort the sequences of K completions by (group, sequence, completion). Returns completion
-    index and sequence index.
-
-    The first ones of a group stand together, so that they can share their prompt.
+    """Sort the sequences of K completions by (group, sequence, completion).
 
     Args:
-        lengths: [K, S], lengths of their further sequences.
-        group, completion: [K], of each.
+        lengths: [K, S], lengths of further sequences.
+        group: [K], index of the group.
+        completion: [K], index of the completion.
+
+    Returns:
+        Index of the completion in [0, K), and index of the sequence, for each sequence.
     """
+    # First sequences of a group are adjacent, so that a pack can share the prompt.
     of, sequence = np.nonzero(np.column_stack([np.ones(len(lengths), np.int64), lengths]))
     order = np.lexsort((completion[of], sequence, group[of]))
     return of[order], sequence[order]
@@ -137,10 +132,11 @@ def find_sequence_error(prompt: int, completion: Completion, limit: int) -> str 
 def check_sequences(
     config: Config, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
 ) -> None:
-    """
+    """Check all completions of several sequences.
+
     Raises:
-        UserError: some are of several sequences, which are not what they have to be; or the run has
-            a setting that knows one sequence.
+        UserError: a completion of several sequences is not valid, or a setting of the run supports
+            one sequence only.
     """
     several = 1
     for prompt, group in zip(prompts, groups, strict=True):
@@ -148,7 +144,8 @@ def check_sequences(
             if problem := find_sequence_error(
                 len(prompt.token_ids), completion, config.rollout.max_response_tokens
             ):
-                made = config.rollout.engine_function  # conversations have been looked at
+                # The engine made the completion, because conversations were checked before.
+                made = config.rollout.engine_function
                 remedy = (
                     "Mend the engine: megatron_dppo/rl/sequences.py says what such completions are"
                 )
@@ -161,9 +158,10 @@ def check_sequences(
 
 
 def check_settings(config: Config, num_sequences: int) -> None:
-    """
+    """Check settings for completions of ``num_sequences`` sequences.
+
     Raises:
-        UserError: a setting knows one sequence, and a completion has several.
+        UserError: a setting supports one sequence only.
     """
     loss = config.loss
     objective = resolve_objective(config.loss)

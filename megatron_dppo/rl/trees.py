@@ -12,7 +12,7 @@ is an unbiased estimate of the gradient of the expected reward, for each baselin
 depend on s_u given u's parent. V of a leaf is the reward of the leaf. V of any other node is the
 mean of its children's V. Each slot has the weight 1/G, and the slots below a node have the weight ω
 in total. The aggregation ``constant`` therefore needs no weights: tokens of segment l of
-completion g have the advantage ``tree_advantages(…)[q, g, l]``, and the loss is divided by
+completion g have the advantage ``compute_tree_advantages(…)[q, g, l]``, and the loss is divided by
 N·G·L_max, as for groups without a tree.
 
 - A path that ends before a fork is the completion of each slot below its last node. Its ω is
@@ -22,8 +22,9 @@ N·G·L_max, as for groups without a tree.
 - The position of a fork depends on the tokens before the fork alone. Forks that depend on later
   tokens are biased.
 
-By enumeration, the weight 1/(number of different leaves) for each leaf is biased if a path ended
-early. The mean of all leaves as the baseline leaves half of a root segment's gradient at K = 2.
+Two alternatives are wrong by enumeration. A weight of 1/(number of different leaves) for each leaf
+is biased if a path ended early. With the mean of all leaves as the baseline, half of a root
+segment's gradient remains at K = 2.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ CLIP = 5.0
 
 
 def find_biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
-    """Yield each setting that biases the gradient, with the reason, for the log."""
+    """Yield each setting that biases the gradient, and a reason to log."""
     if tree.branches and tree.baseline == "depth":
         why = (
             "a segment's own reward is in its depth's mean, and each depth is divided by a "
@@ -89,6 +90,7 @@ def compute_tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfi
     spread = np.ptp(rewards, axis=1, keepdims=True)[..., None]
     tokens = segments["tokens"]
     samples = rewards.shape[1]
+    # Differences from the first reward, so that equal rewards are exactly 0.
     values = compute_node_values(rewards - rewards[:, :1], segments, tree)
     if tree.baseline == "depth":
         nodes = [
@@ -101,9 +103,11 @@ def compute_tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfi
             for value, baseline in zip(values, _compute_baselines(values, tree), strict=True)
         ]
     slots = np.stack([np.repeat(node, samples // node.shape[1], axis=1) for node in nodes], axis=-1)
+    # Rounding errors become 0, because pruning rules drop completions that have only zeros.
     slots[(tokens == 0) | (np.abs(slots) <= ROUNDING * spread)] = 0.0
     if tree.depths:
         slots[..., np.setdiff1d(np.arange(slots.shape[-1]), tree.depths)] = 0.0
+    # A path in several slots is trained on once, with the sum of its slots.
     once = np.zeros_like(slots)
     np.add.at(once, (np.arange(len(rewards))[:, None], find_first_slots(segments, tree)), slots)
     return once
@@ -123,6 +127,7 @@ def compute_node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -
         children = values[0].reshape(shape)
         if tree.fusion == "probability":
             logprob = segments["logprob"][:, :: rewards.shape[1] // nodes, level].reshape(shape)
+            # Without the subtraction, exp could underflow for all children.
             weight = np.exp(logprob - logprob.max(axis=-1, keepdims=True))
             values.insert(0, (weight * children).sum(axis=-1) / weight.sum(axis=-1))
         else:
@@ -131,8 +136,7 @@ def compute_node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -
 
 
 def _compute_baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Floats]:
-    """Return the baseline ``mixed`` of each node, in the shapes of
-    ``values``.
+    """Return the baseline ``mixed`` of each node, in the shapes of ``values``.
 
     The baseline of a root is the mean of the other roots. The baseline of any other node is the
     mean of its siblings' V and, as one more, the baseline of its root.
@@ -151,11 +155,10 @@ def _compute_baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Float
 
 
 def compute_depth_advantages(values: Floats, tokens: Ints) -> Floats:
-    """Return BranchGRPO's advantage (arXiv:2509.06040) of nodes of one depth: (V − mean)/(std +
-    1e-8), within ±5.
+    """Return BranchGRPO's advantage (arXiv:2509.06040) of nodes of one depth.
 
-    The advantage is biased: a node's own reward is in the mean, and each depth has a different
-        divisor.
+    (V − mean)/(std + 1e-8), within ±5. The advantage is biased: a node's own reward is in the mean,
+    and each depth has a different divisor.
 
     Args:
         values: [Q, n].
@@ -180,6 +183,7 @@ def find_first_slots(segments: Segments, tree: TreeConfig) -> Ints:
     With M₁ = M₂ = 2, and a root whose first branch ended before the second fork: [[0, 0, 2, 3, …]].
     """
     slots = np.arange(segments.shape[1])
+    # leaves[l]: number of leaves below the end of segment l.
     leaves = np.cumprod([1, *(branch.children for branch in reversed(tree.branches))])[::-1]
     last_segment = np.maximum(np.count_nonzero(segments["tokens"], axis=-1), 1) - 1
     return slots - slots % leaves[last_segment]

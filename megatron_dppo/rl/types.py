@@ -1,7 +1,7 @@
 """Types of a training step, in plain NumPy.
 
-The examples follow one step with a window of N = 2 candidate prompts. Q = 1 prompt is rolled out
-with G = 2 completions. L is the number of tokens of a response.
+The examples follow one step: N = 2 candidate prompts (the window), Q = 1 prompt rolled out, G = 2
+completions. L: tokens of a response.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ Routing = NDArray[np.unsignedinteger[Any]]
 Segments = NDArray[np.void]
 """[…, S], of dtype :data:`SEGMENT`: parts of a completion, with an advantage each."""
 SEGMENT = np.dtype([("tokens", "i8"), ("square", "f8"), ("reward", "f8"), ("logprob", "f8")])
-"""``tokens``: number of tokens. ``square``: squared norm of the tokens' score. ``reward``: reward
-of the segment, penalties included. ``logprob``: log-probability of the tokens."""
+"""``tokens``: number. ``square``: squared norm of the tokens' score. ``reward``: reward of the
+segment, penalties included. ``logprob``: log-probability of the tokens."""
 Label = str | dict[str, Any] | list[Any]
-"""Reference answer: a text, or an object of the data set, such as the tests that a program has to
-pass."""
+"""Reference answer: a text, or an object of the data set, such as the tests of a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Prompt:
 
         Prompt(id=7, token_ids=np.array([12, 4], np.int32), text="2+3=", label="5")
 
-    is row 7 of the pool, which the policy reads as two tokens.
+    is row 7 of the pool, two tokens for the policy.
     """
 
     id: int
@@ -97,35 +96,33 @@ class Completion:
         Completion(token_ids=[5, 9, 2], logprobs=[-0.7, 0, -0.3], loss_mask=[True, False, True],
                    versions=[3, 3, 3], finish_reason="stop")
 
-    is three tokens. The weights of version 3 sampled 5 and 2, and a tool returned 9. The fields are
+    is three tokens: 5 and 2 from the weights of version 3, and 9 from a tool. The fields are
     arrays, not lists.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    """[L], the engine's log-probability of each token under the temperature-scaled distribution;
-    not read if ``loss_mask`` is False."""
+    """[L], rollout log-probabilities under the temperature-scaled distribution; not read if
+    ``loss_mask`` is False."""
     loss_mask: Bools
     """[L], True for tokens that the policy sampled, which are trained on; False for all other
     tokens, such as a tool's."""
     versions: NDArray[np.int32]
-    """[L], version of the weights that sampled each token. Tokens that the policy did not sample
-    have the version of the policy's next turn."""
+    """[L], version of the weights that sampled each token; for other tokens, the version of the
+    policy's next turn."""
     finish_reason: Literal["stop", "length"]
     routing: Routing | None = None
-    """Experts of the first P + L − 1 tokens of prompt and response, in all layers, because no
-    engine reads the last token; fewer tokens if the policy read fewer. None if not requested."""
+    """Experts of the first P + L − 1 tokens (no engine reads the last token), or of fewer tokens if
+    the policy read fewer, in all layers. None if not requested."""
     teacher_logprobs: NDArray[np.float32] | None = None
-    """[L], log-probability of each token from the server that is this prompt's teacher, at
-    temperature 1; None without a teacher server."""
+    """[L], log-probability of each token from the prompt's teacher server, at temperature 1; None
+    without a teacher server."""
     segments: NDArray[np.int8] | None = None
-    """[L], segment of each token, from 0; −1 if ``loss_mask`` is False. In a conversation of
-    several roles, the segment is the index in ``rollout.roles`` of the role that sampled the token.
-    In a tree, the segment is the number of forks before the token. None: all tokens have one
-    advantage."""
+    """[L], segment of each token, from 0; −1 if ``loss_mask`` is False. In conversations of several
+    roles: index of the token's role in ``rollout.roles``. In a tree: number of forks before the
+    token. None: all tokens have one advantage."""
     starts: tuple[int, ...] = ()
-    """Starts of the sequences after the first, in a conversation of several sequences; see
-    ``rl/sequences.py``."""
+    """Starts of the sequences after the first; see ``rl/sequences.py``."""
 
     @property
     def oldest_version(self) -> int:
@@ -135,8 +132,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Prompt with G completions and their rewards. Advantages are always computed on the whole
-    group.
+    """Prompt with G completions and rewards. Advantages are always computed on the whole group.
 
         Group(prompt, (right, wrong), rewards=np.array([1.0, 0.0]))
 
@@ -159,7 +155,7 @@ class Selection:
 
         Selection(prompt_ids=np.array([7]), inclusion=np.array([0.5]), window=2)
 
-    kept prompt 7, which had a chance of one half, out of two candidates.
+    kept prompt 7 with probability one half, out of two candidates.
     """
 
     prompt_ids: Ints
@@ -175,7 +171,7 @@ class StepMetadata:
     """Complete input of the planner for one step, without tokens. Groups are sorted by prompt id.
 
     The example's group has ``prompt_ids`` [7], ``prompt_inclusion`` [0.5], ``prompt_lengths`` [2],
-    ``response_lengths`` and ``sampled_lengths`` [[2, 3]], ``compute_shared_lengths`` [[0, 2]],
+    ``response_lengths`` and ``sampled_lengths`` [[2, 3]], ``shared_lengths`` [[0, 2]],
     ``rewards`` [[1, 0]], ``owners`` [0] if rank 0 generated it, and ``window`` 2.
     """
 
@@ -188,8 +184,8 @@ class StepMetadata:
     response_lengths: Ints
     """[Q, G], all tokens of a response."""
     shared_lengths: Ints
-    """[Q, G], tokens of prompt and response that a completion shares with the previous completion;
-    0 for the first."""
+    """[Q, G], tokens of prompt and response shared with the previous completion; 0 for the
+    first."""
     sampled_lengths: Ints
     """[Q, G], tokens of a response that the policy sampled: L of the loss."""
     further_lengths: Ints
@@ -201,12 +197,12 @@ class StepMetadata:
     """[Q, G], proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², with the engine's p_t; ones
     without p_t."""
     log_ratios: Floats
-    """[Q, G, 2], mean and deviation of log q/p over a completion's tokens, weighted by (1 − p_t)².
-    q and p are the teacher's and the engine's probability of a token. (0, 1) for a teacher whose
-    full distribution is compared, because the ratio is not known yet; (0, 0) without a teacher."""
+    """[Q, G, 2], mean and deviation of log q/p over a completion's tokens, weighted by (1 − p_t)²,
+    with the teacher's q and the engine's p. (0, 1) for a teacher compared by the full distribution,
+    because the ratio is not known yet; (0, 0) without a teacher."""
     teacher: Ints
-    """[Q], index in ``loss.distillation.models`` of the teacher whose full distribution is
-    compared; −1: no teacher."""
+    """[Q], index in ``loss.distillation.models`` of the teacher compared by the full distribution;
+    −1: no teacher."""
     segments: Segments
     """[Q, G, S]; S = 0 if a completion has one advantage."""
     versions: Ints
@@ -216,20 +212,19 @@ class StepMetadata:
     owners: Ints
     """[Q], rank that holds the group's tokens."""
     window: float
-    """N, less the part of the window for groups that were dropped because scoring failed."""
+    """N, less the part for groups that were dropped because scoring failed."""
     parts: Mapping[str, Floats] = field(default_factory=dict)
     """[Q, G] by name of the metric. ``reward/NAME``: metrics of the reward function, NaN if
     missing. ``rollout/…``: see ``rollout/collect.py``."""
 
     @property
     def tokens(self) -> Ints:
-        """[Q, G], tokens of prompt and response: the size of a completion in a pack without shared
-        prefixes."""
+        """[Q, G], tokens of prompt and response: size in a pack without shared prefixes."""
         return self.prompt_lengths[:, None] + self.response_lengths
 
 
 def make_empty_segments(completions: tuple[int, ...]) -> Segments:
-    """Return an empty array of segments, shape […, 0], for completions with one advantage each."""
+    """Return segments of shape […, 0], for completions with one advantage each."""
     return np.zeros((*completions, 0), SEGMENT)
 
 
@@ -237,11 +232,11 @@ def make_empty_segments(completions: tuple[int, ...]) -> Segments:
 class MinibatchPlan:
     """Optimizer step: training samples, with factors and replicas.
 
-    The samples are the K kept completions, or their sequences, sorted by (group, sequence,
-    completion). If the example keeps its second completion with probability 1, then K = 1,
-    ``group`` is [0], ``completion`` [1], ``advantage`` [[−1]] and ``weight`` [1 / 0.5] = [2]. With
-    c = 1/3 and Z = N·G = 4 ``scale`` is [2 · 1/3 / 4] = [1/6]. With the ``packs``
-    (((0,),),) the sample is in the only pack of the only replica.
+    The samples are the K kept completions, or the sequences of kept completions, sorted by (group,
+    sequence, completion). If the example keeps the second completion with probability 1, then
+    K = 1, ``group`` is [0], ``completion`` [1], ``advantage`` [[−1]] and ``weight`` [1 / 0.5] =
+    [2]. With c = 1/3 and Z = N·G = 4, ``scale`` is [2 · 1/3 / 4] = [1/6]. With ``packs`` (((0,),),)
+    the sample is in the only pack of the only replica.
     """
 
     group: Ints
@@ -257,8 +252,7 @@ class MinibatchPlan:
     prompt_length: Ints
     response_length: Ints
     shared_length: Ints
-    """[K], tokens that the pack already holds with the previous sample; 0 if the pack holds all
-    tokens again."""
+    """[K], tokens that the pack stores once with the previous sample; 0: no shared tokens."""
     advantage: Floats
     """[K, S], advantage of each segment or token; S = 1 if a completion has one advantage."""
     teacher: Ints
@@ -266,14 +260,14 @@ class MinibatchPlan:
     weight: Floats
     """[K], Horvitz-Thompson weight 1/(π_prompt·π_completion)."""
     scale: Floats
-    """[K], weight · c / Z, the only factor of the sum of a sample's token losses."""
+    """[K], weight · c / Z, the only factor of a sample's token losses."""
     normaliser: float
     """Z of the full, unpruned minibatch."""
     capacity: int = 0
-    """Tokens per pack, the same for all packs; 0 if no completion was kept."""
+    """Tokens per pack; 0 if no completion was kept."""
     packs: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """``packs[d][k]``: samples in pack k of data-parallel replica d, in order. Every d has the same
-    number of packs."""
+    """``packs[d][k]``: samples in pack k of data-parallel replica d, in order. All replicas have
+    equal numbers of packs."""
 
     @property
     def lengths(self) -> Ints:
@@ -312,15 +306,16 @@ class Pack:
     If the pack is not full, the last segment is padding, without targets. A prompt of 2 tokens p, a
     response of 3 tokens r and a capacity of 8 give
 
-        token_ids     p p r r r . . . position_ids  0 1 2 3 4 0 1 2      cu_seqlens [0, 5, 8],
-        predictors [1, 2, 3], sample [0, 0, 0]
+        token_ids     p p r r r . . .
+        position_ids  0 1 2 3 4 0 1 2      cu_seqlens [0, 5, 8], predictors [1, 2, 3],
+                                           sample [0, 0, 0]
 
-    With another response s of 2 tokens to the same prompt, the pack is a tree: the prompt's last
-    token predicts two tokens.
+    With a second response s of 2 tokens, the pack is a tree: the prompt's last token predicts two
+    tokens.
 
         token_ids     p p r r r s s .
-        position_ids  0 1 2 3 4 2 3 0      cu_seqlens [0, 2, 5, 7, 8], predictors [1, 2, 3, 1, 5]
-        parents -1 0 0 -1, tokens 2 3 2 1
+        position_ids  0 1 2 3 4 2 3 0      cu_seqlens [0, 2, 5, 7, 8], predictors [1, 2, 3, 1, 5],
+                                           parents [-1, 0, 0, -1], tokens [2, 3, 2, 1]
     """
 
     token_ids: Ints
@@ -330,9 +325,8 @@ class Pack:
     cu_seqlens: NDArray[np.int32]
     """[S + 1], starts of the segments; ends with T."""
     max_seqlen: int
-    """Length of the longest segment, in a tree of the longest path. Without a tree, ``max_seqlen``
-    equals T only for a single segment, because Megatron's rotary positions do not restart in each
-    segment if ``max_seqlen`` is T."""
+    """Length of the longest segment, in a tree of the longest path. Without a tree, T only for a
+    single segment, because with T Megatron's rotary positions do not restart in each segment."""
     predictors: Ints
     """[R], positions in the pack whose *next* token is a response token."""
     targets: Ints
@@ -340,28 +334,26 @@ class Pack:
     sample: Ints
     """[R], training sample of each target: index in the pack, from 0."""
     advantage: Floats
-    """[R], advantage of the target's segment. ``scale`` and ``versions`` are values of the target's
-    sample."""
+    """[R], advantage of the target's segment."""
     scale: Floats
-    """[R]"""
+    """[R], scale of the target's sample."""
     engine_logprobs: NDArray[np.float32]
     """[R]"""
     versions: Ints
-    """[R]"""
+    """[R], version of the target's sample."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[R], as in Completion; NaN for completions without a teacher server. None if no completion
     has a teacher server."""
     old_logprobs: NDArray[np.float32] | None = None
-    """[R], log-probabilities under the policy before the rollout's first update; None: not needed,
-    or on another stage than the last."""
+    """[R], log-probabilities before the rollout's first update; None: not needed, or not on the
+    last stage."""
     reference_logprobs: NDArray[np.float32] | None = None
     """[R], log-probabilities under the reference policy of the KL; None as for ``old_logprobs``."""
     teachers: tuple[Any, ...] = ()
     """``TeacherHead`` objects (``models/teacher_head.py``), each for a part of the targets."""
     parents: Ints | None = None
-    """[S], parent of each segment, −1 for segments without a parent; None if no segment has a
-    parent. A segment attends to its ancestors and to itself. A segment's descendants come directly
-    after the segment."""
+    """[S], parent of each segment, −1: no parent; None if no segment has a parent. A segment
+    attends to itself and its ancestors, and is directly followed by its descendants."""
     tokens: Ints | None = None
     """[S], tokens of each segment without padding. Descendants do not attend to padding. None as
     ``parents``."""

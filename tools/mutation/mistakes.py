@@ -1,12 +1,12 @@
-"""Make each mistake of ``mistakes.txt`` in a copy of the package, run the tests that must notice,
-print the survivors.
+"""Make mistakes in a copy of the package, run the tests that must fail, and print the survivors.
 
-    python tools/mutation/mistakes.py [--only TEXT] [--part 3/12] python tools/mutation/mistakes.py
-    --check  # that each right text stands once and its tests exist; lint.sh does
+    python tools/mutation/mistakes.py [--only TEXT] [--part 3/12]
+    python tools/mutation/mistakes.py --check
 
-The list holds mistakes in code that needs ranks or servers, where mutmut is too slow. A mistake has
-three lines: a name and its tests, the file with the right text, and the wrong text. The right text
-stands in the file once.
+``mistakes.txt`` lists mistakes in code that needs ranks or servers, for which mutmut is too slow. A
+mistake has three lines: name and tests, file and right text, wrong text. The right text occurs once
+in the file. ``--check``, a part of lint.sh, checks that each right text occurs once and that the
+tests exist.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COPIED = (
     "README.md",
 )
 TIMEOUT_S = 600.0
-"""A mistake whose tests hang for so long is caught, too."""
+"""Time limit of the tests of a mistake; a timeout counts as caught."""
 
 
 class Mistake(NamedTuple):
@@ -88,6 +88,7 @@ def find_outcome(mistake: Mistake, copy: Path) -> str:
     except subprocess.TimeoutExpired:
         return "caught"
     finally:
+        # The next mistake needs the right text.
         file.write_text(text, encoding="utf-8")
     return {0: "survived", 1: "caught"}.get(
         done.returncode, f"not run: pytest's exit code is {done.returncode}"

@@ -1,10 +1,9 @@
-"""Run a random sample of mutmut's mutants of the packages that need no ranks, and print those that
-no test caught.
+"""Run a random sample of mutmut's mutants, and print the mutants that no test caught.
 
     python tools/mutation/sample.py --size 1500 [--seed 7] [--part 3/15]
 
-``[tool.mutmut]`` in pyproject.toml names the packages and their tests. mutmut works in the folder
-``mutants``.
+``[tool.mutmut]`` in pyproject.toml names the packages, which need no ranks, and the tests. mutmut
+works in the folder ``mutants``.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from pathlib import Path
 
 FOLDER = Path("mutants")
 SMALLEST = "megatron_dppo.rl.seeds*"
-"""A run of these few mutants makes all mutants, and records which test reaches which function."""
+"""A run of these few mutants creates all mutants, and records the functions that each test
+reaches."""
 KILLED = {"killed", "timeout", "suspicious", "segfault", "caught by type check"}
 
 
 def run_mutmut(*words: str) -> str:
-    """Run a command of mutmut to its end, and return what it prints.
+    """Run a command of mutmut, and return its output.
 
     Raises:
         RuntimeError: the tests fail without a mutant, or mutmut itself fails.
@@ -63,9 +63,9 @@ def main() -> int:
 
     run_mutmut("run", SMALLEST)
     names, reached = read_mutants()
-    sample = random.Random(options.seed).sample(sorted(names), min(options.size, len(names)))[
-        part::parts
-    ]
+    size = min(options.size, len(names))
+    sample = random.Random(options.seed).sample(sorted(names), size)[part::parts]
+    # mutmut need not run mutants that no test reaches.
     tested = [name for name in sample if name.rpartition("__mutmut_")[0] in reached]
     run_mutmut("run", *tested)
 

@@ -21,8 +21,10 @@ can mend.
 
 
 def command_page() -> str:
-    """The text of the page. The heading of a command has its name as the anchor:
-    ``command_line.md#probe-batch``."""
+    """Return the text of the page.
+
+    The anchor of a command's heading is the command's name: ``command_line.md#probe-batch``.
+    """
     _, parsers = build_parsers()
     lines = [INTRODUCTION]
     for group, commands in COMMANDS.items():
@@ -43,6 +45,7 @@ def _list_rows(parser: argparse.ArgumentParser) -> Iterator[str]:
         value = action.metavar or (
             f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
         )
+        # Flags have nargs 0, and no value.
         takes = f" {value}" if action.nargs != 0 else ""
         name = action.option_strings[-1] + takes if action.option_strings else str(value)
         meaning = (

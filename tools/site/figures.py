@@ -1,8 +1,7 @@
-"""Write the tables of the documentation that show measurements, from the figures stored in
-``benchmarks/results``.
+"""Write the tables of measurements in the documentation, from figures in ``benchmarks/results``.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. ``bash
-scripts/figures.sh`` makes all of them, after running the named benchmarks again.
+A table is between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. ``bash
+scripts/figures.sh`` runs the named benchmarks again, and writes all tables.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ TABLE = re.compile(r"(?<=<!-- table: )(?P<name>\w+) -->\n.*?(?=<!-- end of table
 
 
 class Figure(NamedTuple):
-    """A row of a table: a figure of a recorded benchmark."""
+    """Row of a table: a figure of a recorded benchmark."""
 
     name: str
     command: str
-    """The benchmark and its options."""
+    """Benchmark and options."""
     value: str
-    """A format of the recorded figures."""
+    """Format string for the recorded figures."""
     baseline: str = ""
-    """A format, as well."""
+    """Format string for the recorded figures."""
 
 
 MEASURED = (
@@ -223,11 +222,11 @@ PAGES = {
     "plan_published.py": "scaling.md#against-published-runs",
     "real_curves.py": "runs.md#a-real-language-model",
 }
-"""Where the figures of other scripts stand."""
+"""Pages with the figures of other scripts."""
 
 
 def load_figures() -> dict[str, dict[str, Any]]:
-    """The figures and the origin of each recorded command."""
+    """Return figures and origin of each recorded command."""
     return {
         command: found
         for file in sorted(RESULTS.glob("*.json"))
@@ -249,7 +248,7 @@ def render_rows(figures: Iterable[Figure]) -> Iterator[str]:
 
 
 def render_commands() -> Iterator[str]:
-    """The recorded commands whose figures stand on other pages."""
+    """Render the recorded commands with figures on other pages."""
     yield "| command | page | commit and date |"
     yield "|---|---|---|"
     for command, found in load_figures().items():
@@ -259,7 +258,7 @@ def render_commands() -> Iterator[str]:
 
 
 def render_efficiency(command: str) -> Iterator[str]:
-    """E of each way to prune at each stage of a task's training."""
+    """Render E of each pruning arm at each stage of a task's training."""
     stages = load_figures()[command]["figures"]["stages"]
     yield _format_row("arm", (stage["stage"] for stage in stages))
     yield "|---" * (len(stages) + 1) + "|"
@@ -276,8 +275,8 @@ def render_efficiency(command: str) -> Iterator[str]:
 
 
 def render_curves() -> Iterator[str]:
-    """The real language model's arms: accuracy at the end, and seconds to an accuracy on the
-    way."""
+    """Render the arms of the real language model: final accuracy, and seconds to an accuracy."""
+    # Benchmarks are scripts in a folder, not a package.
     sys.path.insert(0, str(ROOT / "benchmarks"))
     benchmark = import_module("real_curves")
     runs = load_figures()["real_curves.py"]["figures"]["runs"]
@@ -299,10 +298,13 @@ def render_curves() -> Iterator[str]:
         times = found["seconds_to_accuracy"]
         ratio = found["time_to_accuracy_ratio"]
         taken = "not reached" if None in times else f"{statistics.geometric_mean(times):.0f}"
-        faster = "" if not ratio else "1" if name == benchmark.BASELINE else ("{:.2f} [{:.2f}, "
-                                                                              "{:.2f}]").format(
-            ratio["ratio"], *ratio["interval"]
-        )  # fmt: skip
+        if not ratio:
+            faster = ""
+        elif name == benchmark.BASELINE:
+            faster = "1"
+        else:
+            low, high = ratio["interval"]
+            faster = f"{ratio['ratio']:.2f} [{low:.2f}, {high:.2f}]"
         accuracy = f"{100 * found['final_accuracy']:.1f}"
         yield _format_row(
             name,
@@ -318,8 +320,10 @@ def render_curves() -> Iterator[str]:
 
 
 def render_errors() -> Iterator[str]:
-    """Squared error of the pruned gradient by rule, at two budgets of each stage: loss ``grpo``,
-    weights up to 5."""
+    """Render the squared error of the pruned gradient by rule, at two budgets of each stage.
+
+    The loss is ``grpo``, with weights up to 5.
+    """
     rows = [
         row
         for row in load_figures()["estimator.py"]["figures"]["rows"]
@@ -344,7 +348,7 @@ def _format_error(error: float | None) -> str:
 
 
 def render_trl_comparison() -> Iterator[str]:
-    """Times that a step is faster than TRL's, by pruning and workload."""
+    """Render the speed-up of a step over TRL, by pruning and workload."""
     found = load_figures()["against_trl.py --steps 10"]["figures"]
     yield "| pruning here | answers of varied length | answers of equal length |"
     yield "|---|---|---|"
@@ -356,7 +360,7 @@ def render_trl_comparison() -> Iterator[str]:
 
 
 def render_group_sizes() -> Iterator[str]:
-    """Relative noise × seconds of groups of 8 over that of groups of other sizes."""
+    """Render relative noise × seconds: groups of 8 over groups of other sizes."""
     stages = load_figures()["group_size.py"]["figures"]["stages"]
     yield _format_row(
         "completions per prompt",
@@ -371,7 +375,7 @@ def render_group_sizes() -> Iterator[str]:
 
 
 def render_rehearsals() -> Iterator[str]:
-    """Memory, kernels and collectives of each published configuration."""
+    """Render memory, kernels and collectives of each published configuration."""
     yield _format_row("configuration", REHEARSED)
     yield "|---" * (len(REHEARSED) + 1) + "|"
     for name, figures in load_figures()["rehearsal.py"]["figures"].items():
@@ -379,11 +383,12 @@ def render_rehearsals() -> Iterator[str]:
 
 
 def render_published_runs() -> Iterator[str]:
-    """Seconds of published runs, and the planner's."""
+    """Render seconds of published runs, and seconds of the planner."""
     yield "| run | phase | published [s] | planned [s] | planned / published |"
     yield "|---|---|---|---|---|"
     for found in load_figures()["plan_published.py"]["figures"]["phases"]:
         ratio = f"{found['ratio']:.2f}"
+        # Mark ratios outside of 1/1.3 to 1.3 in bold.
         is_close = 1 / 1.3 <= found["ratio"] <= 1.3
         seconds = (f"{found[name]:.3g}" for name in ("published_s", "planned_s"))
         yield _format_row(
@@ -396,7 +401,7 @@ def _format_row(name: str, cells: Iterable[str]) -> str:
 
 
 def _format_arm(arm: str) -> str:
-    """``0.7 / auto, the default``: prompts 0.7, tokens auto, the default."""
+    """Format ``0.7 / auto, the default`` as prompts 0.7, tokens auto, the default."""
     name = re.sub(r"^(\S+) / (\S+?),", r"prompts \1, tokens \2,", arm).replace(
         "completions", "tokens"
     )
@@ -409,7 +414,7 @@ def _format_interval(found: dict[str, Any]) -> str:
 
 
 def render_times(task: str) -> Iterator[str]:
-    """Seconds to an accuracy, the fastest arm first."""
+    """Render seconds to an accuracy, the fastest arm first."""
     commands = (
         each["figures"]
         for name, each in load_figures().items()
@@ -448,14 +453,14 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
 
 
 def with_tables(text: str) -> str:
-    """A page with each of its tables made anew."""
+    """Return a page with all tables rendered again."""
     return TABLE.sub(
         lambda found: "\n".join([f"{found['name']} -->", *TABLES[found["name"]](), ""]), text
     )
 
 
 def pages() -> dict[Path, str]:
-    """The pages that have tables of measurements."""
+    """Return the pages with tables of measurements."""
     texts = {
         file: file.read_text(encoding="utf-8")
         for file in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]

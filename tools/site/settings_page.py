@@ -49,8 +49,10 @@ SETTING = re.compile(r"[a-z]+(?:\.[a-z_]+)+(?:=(?:\[[^\]]*\]|[^\s,;:]+))?")
 
 
 def settings_page() -> str:
-    """The text of the page. The heading of a setting has the key as its anchor:
-    ``settings.md#rollout.ahead``."""
+    """Return the text of the page.
+
+    The anchor of a setting's heading is the setting's key: ``settings.md#rollout.ahead``.
+    """
     by_section: dict[str, list[Setting]] = {}
     for setting in get_settings().values():
         by_section.setdefault(setting.key.rpartition(".")[0], []).append(setting)
@@ -100,7 +102,9 @@ def _render_table(commands: tuple[str, ...], rows: Iterator[Exclusion]) -> Itera
 
 
 def _describe_condition(term: Condition) -> str:
-    words = [_describe_key(word) if is_key(word) else word for word in term.words]
+    words: list[str] = []
+    for word in term.words:
+        words.append(_describe_key(word) if is_key(word) else word)
     if term.order is None:
         return _describe_key(term.key)
     if term.order == "=" and len(words) == 1 and term.key in get_settings():
@@ -122,9 +126,8 @@ def _describe_key(key: str) -> str:
 
 def _format_text(text: str, conditions: list[str]) -> str:
     """Replace values in a row's text by an ellipsis, and ``{with}`` by the other conditions."""
-    text = PLACE.sub(
-        lambda found: found[0] if found[1] == "with" else "…", re.sub(r" = \{[^}]*\}", "", text)
-    )
+    text = re.sub(r" = \{[^}]*\}", "", text)
+    text = PLACE.sub(lambda found: found[0] if found[1] == "with" else "…", text)
     return SETTING.sub(lambda found: f"`{found[0]}`", text).replace(
         "{with}", " and ".join(conditions)
     )

