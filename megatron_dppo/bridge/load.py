@@ -180,7 +180,7 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
     """Fill every parameter of this rank's shard from the safetensors files, cast to the parameter's
     dtype.
 
-    - At most one slice is in memory besides the parameters.
+    - At most one slice is in memory, in addition to the parameters.
     - Local to the rank: call inside ``world.run_on_all_ranks``.
     - An existing optimizer must copy its master weights again afterwards.
 
@@ -190,7 +190,7 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
         world: process groups and layout.
 
     Raises:
-        UserError: naming ``model.path``, if the files are not the weights of such a policy.
+        UserError: naming ``model.path``, if the files are not a policy of this shape.
     """
     stored = check_weights(path, chunks[0].shape)
 
@@ -348,7 +348,7 @@ def _check_common(checkpoint: Path) -> None:
 def init_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> None:
     """Initialize adapters like PEFT: A uniform within ±1/√inputs (Kaiming with a = √5), B zero.
 
-    With B = 0 the adapters initially add nothing. Each A is drawn whole, from the seed and the
+    With B = 0 the initial update is zero. Each A is drawn whole, from the seed and the
     tensor's name, and then split: adapters are equal in every layout.
     """
     for entry, parameter in bind_adapters(chunks, world).items():
