@@ -32,8 +32,8 @@ METADATA = ".metadata"
 """Torch's index of a checkpoint."""
 CHECKSUMS = "checksums.json"
 HF_FOLDER = "hf"
-"""Folder beside the checkpoints with configuration and tokenizer of the policy, for the conversion
-back to Hugging Face."""
+"""Folder beside the checkpoints with configuration and tokenizer of the policy, to convert
+checkpoints back to Hugging Face."""
 
 
 def format_iteration_name(step: int) -> str:
@@ -114,7 +114,7 @@ def find_latest_step(folder: Path) -> int | None:
 
 
 def find_latest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint that a run resumes from; ``None`` without a checkpoint.
+    """Return the checkpoint to resume a run; ``None`` without a checkpoint.
 
     Raises:
         UserError: like :func:`find_latest_step`; also if the tracker names a missing checkpoint.

@@ -197,8 +197,8 @@ class StoredPolicy:
         lora: adapters to expect instead of the policy's own weights.
 
     Raises:
-        UserError: naming ``setting``, if the folder is no checkpoint of this kind, or a file or parameter
-            is missing, truncated, unexpected, or of another shape.
+        UserError: naming ``setting``, if the folder is no checkpoint of this kind, or a file or
+            parameter is missing, truncated, unexpected, or of another shape.
     """
 
     def __init__(
