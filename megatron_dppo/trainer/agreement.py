@@ -127,8 +127,8 @@ def check_disagreement(
     Args:
         config: configuration of the run.
         world: process groups.
-        source: generator of the tokens, for the message: "the engine", or a server's name.
-        context: time, for the message: "in step 3".
+        source: generator of the tokens in the message: "the engine", or a server's name.
+        context: time in the message: "in step 3".
         difference: mean |Δ log p|, the same on every rank.
         error: mean exp |Δ log p|, the same on every rank.
         collect: function that returns this rank's completions. The rank with the worst completion
