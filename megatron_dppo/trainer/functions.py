@@ -43,7 +43,7 @@ from megatron_dppo.rollout.engine import RolloutEngine
 SETTING = "loss.objective"
 ENGINE = "rollout.engine_function"
 METHODS = ("begin", "finish", "sample_each", "take_events", "update_weights")
-"""Methods that every engine must define; the protocol's remaining methods do nothing by default."""
+"""Methods that every engine must define; the protocol's remaining methods have empty defaults."""
 LENGTHS = (5, 3)
 """Tokens of the two completions in the test of a function."""
 RATIOS = (0.4, 2.5)

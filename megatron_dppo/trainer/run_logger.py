@@ -283,7 +283,8 @@ def find_idle_settings(config: Config) -> list[str]:
 
 
 def _is_best_unsaved(config: Config) -> bool:
-    """Return whether checkpoints and evaluations before the last step never coincide."""
+    """Return whether checkpoints and evaluations are made before the last step, but never at the
+    same step."""
     run = config.run
     every = config.eval.every
     if not run.keep_best or not 0 < run.checkpoint_every < run.steps or not 0 < every < run.steps:
