@@ -121,7 +121,7 @@ def read_rows(
                     continue
                 wanted = chunk.select_rows(low - chunk.row, high - low, low - top)
                 descriptor = files[chunk.file].fileno()
-                # Read straight into the buffer if neither a cast nor a gap between rows intervenes.
+                # Read straight into the buffer if full rows need no cast.
                 if chunk.columns == columns and chunk.dtype == TYPE_NAMES[dtype]:
                     _read(
                         descriptor, wanted, data[(low - top) * row_bytes : (high - top) * row_bytes]
