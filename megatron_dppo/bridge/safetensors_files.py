@@ -227,8 +227,8 @@ def find_carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
     The directory may hold only carried tensors.
 
     Raises:
-        UserError: if the directory has no such tensors, although the policy's full model requires
-            some.
+        UserError: if the directory has no carried tensors, although the policy's full model
+            requires some.
     """
     if (path / CARRIED).is_file():
         return read_header(path / CARRIED)

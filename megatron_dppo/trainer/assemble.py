@@ -163,7 +163,7 @@ class PolicyParts(Generic[P_co]):
         }
 
     def load_reference(self) -> Reference | BasePolicy:
-        """Load the initial policy, frozen, for the loss's KL term. Collective.
+        """Load the initial policy, frozen, as the reference of the loss's KL term. Collective.
 
         The reference is a copy, unless only adapters are trained and the actor's own weights are
         frozen.
