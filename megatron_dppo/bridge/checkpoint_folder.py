@@ -365,7 +365,6 @@ class Checksums:
             names: files to check; files without a checksum are skipped; ``None``: all.
             share: index of the first checked file; every ``num_shares``-th file from there is
                 checked.
-            num_shares: number of shares.
 
         Raises:
             CorruptCheckpointError: naming the first file that differs.

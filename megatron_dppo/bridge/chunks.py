@@ -52,7 +52,6 @@ def list_parameter_chunks(part: StoredRows, tensors: Mapping[str, Chunk]) -> lis
     """Return the chunks of a parameter's rows, without the padding of a vocabulary.
 
     Args:
-        part: rows of the parameter.
         tensors: Hugging Face tensors of the parameter's entry, by name.
     """
     return [
@@ -67,8 +66,6 @@ def list_tensor_chunks(name: str, part: StoredRows, chunks: Iterable[Chunk]) -> 
     :func:`list_parameter_chunks`.
 
     Args:
-        name: name of the tensor.
-        part: rows of the parameter.
         chunks: chunks of the rows, with any division.
     """
     found = []

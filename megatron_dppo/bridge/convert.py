@@ -52,7 +52,6 @@ def write_megatron(
 
     Args:
         tensors: tensors of a Hugging Face directory, by name.
-        plan: files of the checkpoint.
         source: directory with configuration, tokenizer and chat template.
         out: existing, empty directory.
         workers: number of threads.
@@ -92,7 +91,6 @@ def write_tensors(
     """Write the files of a plan.
 
     Args:
-        plan: files to write.
         out: existing directory.
         rows: function that returns a tensor's bytes in the plan's type, from the first row to the
             last; called from any thread.
@@ -130,7 +128,6 @@ def check_files(policy: StoredPolicy, workers: int, *, all_files: bool = False) 
     """Compare the files of a policy's weights with the checksums, in ``workers`` threads.
 
     Args:
-        policy: weights of a checkpoint.
         workers: number of threads.
         all_files: whether to check every file of the checkpoint, not only files with weights.
 

@@ -53,7 +53,6 @@ def export_hf(
 
     Args:
         chunks: bare model, an element per virtual stage.
-        world: process groups.
         source: Hugging Face directory with configuration, tokenizer and chat template.
         out: directory to write.
         max_shard_bytes: maximum bytes of tensors in a file, unless a single tensor is larger.
@@ -77,10 +76,8 @@ def export_adapter(
 
     Args:
         chunks: bare model, an element per virtual stage.
-        world: process groups.
         base: Hugging Face directory of the base model, as written into adapter_config.json.
         out: directory to write; an existing directory of adapters is replaced.
-        dtype: type of the tensors.
 
     Raises:
         UserError: on every rank, if ``out`` holds anything but adapters, or is not writable.
@@ -140,8 +137,6 @@ def write_stream(
 
     Args:
         stream: stream of this rank; not consumed on ranks outside the first copy of the policy.
-        world: process groups.
-        plan: files of the directory.
         out: directory to write.
         describe: function that writes the files beside the weights.
         setting: name of the setting in errors.

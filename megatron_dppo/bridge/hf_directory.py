@@ -93,8 +93,6 @@ def plan_file(
     """Plan a safetensors file with ``tensors`` in succession.
 
     Args:
-        file: name of the file.
-        dtype: type of the plan.
         tensors: types and shapes by name.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

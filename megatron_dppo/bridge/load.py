@@ -69,7 +69,6 @@ def bind_parameters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, 
 
     Args:
         chunks: bare model, an element per virtual stage.
-        world: process groups and layout.
 
     Raises:
         ValueError: if an entry or a parameter of the model has no counterpart, or a shape differs
@@ -152,11 +151,9 @@ def fill_parameter(
     on its device.
 
     Args:
-        entry: entry of the parameter.
         parameter: shape ``entry.shard_shape(tp)``; written in place.
         tensors: at least the tensors of ``entry.tensors``, by name, on the host or on the device.
         tp_rank: index of the shard.
-        tp: number of shards.
     """
     for slice_, held in iterate_slices(entry, parameter, tp_rank, tp):
         if slice_.name is None:
@@ -187,7 +184,6 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
     Args:
         chunks: bare model, on its device.
         path: Hugging Face directory.
-        world: process groups and layout.
 
     Raises:
         UserError: naming ``model.path``, if the files are not a policy of this shape.
@@ -227,7 +223,6 @@ def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -
     Args:
         chunks: bare model, on its device, in any layout.
         folder: checkpoint, or the folder with the tracker file.
-        world: process groups and layout.
 
     Raises:
         UserError: on every rank, if the checkpoint is missing, unreadable or of another policy.
@@ -381,7 +376,6 @@ class MergedParameters(dict[Entry, torch.Tensor]):
         parameters: parameters of the policy without adapters.
         adapters: adapters of ``parameters``.
         scale: alpha/rank.
-        world: process groups and layout.
     """
 
     def __init__(

@@ -260,9 +260,7 @@ class StoredRows:
 def list_entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterator[Entry]:
     """Yield the parameters of a pipeline stage, in order of the forward pass.
 
-    Args:
-        shape: shape of the policy.
-        layers: layers of the stage, from :func:`list_stage_layers`; ``None``: all layers.
+    ``layers`` are the layers of the stage, from :func:`list_stage_layers`; ``None``: all layers.
     """
     layers = layers or [range(shape.num_layers)]
     first = layers[0].start == 0
@@ -309,7 +307,7 @@ def _list_adapter_mappings(
 ) -> tuple[ParameterMapping, ...]:
     """Return the mappings of A and B for every target matrix.
 
-    One factor is split like the weight; the other factor is replicated on every rank.
+    One factor is split like the weight; the remaining factor is replicated on every rank.
     """
     found = []
     for mapping in rows:

@@ -249,7 +249,6 @@ class StoredPolicy:
         Args:
             share: index of the first checked file; every ``num_shares``-th file from there is
                 checked.
-            num_shares: number of shares.
             all_files: whether to check every file of the checkpoint, not only files with weights.
 
         Raises:

@@ -79,11 +79,10 @@ def weight_stream(
 
     Memory: a consumer holds two buckets, including the bucket that the caller has. An embedding or
     output layer larger than a bucket adds its size during its transfer. A rank that only sends
-    holds the rank's shards of a bucket and of such a layer.
+    holds the rank's shards of a bucket and of an oversized layer.
 
     Args:
         chunks: bare model, an element per virtual stage.
-        world: process groups and layout.
         to: consumers.
         bucket_mib: MiB of a bucket at most; a parameter with larger tensors has a separate bucket.
         dtype: type of the tensors; ``None``: the common type of the parameters. Tensors that are
@@ -314,20 +313,13 @@ class _Gathers:
 
     def _plan_exchanges(self, bucket: Bucket) -> dict[int, list[Item]]:
         """Return the items whose shards pass through this rank's memory, by rank, in order of the
-        ranks.
-
-        This rank's own shards are included in two cases:
-
-        - Another rank receives the shards.
-        - The bucket is a large embedding, and this rank has only a part: the part is copied between
-          the received shards.
-
-        Otherwise :meth:`finish` reads this rank's shards from the parameters.
-        """
+        ranks."""
         items: dict[int, list[Item]] = {}
         for item in bucket:
             for rank in self._get_senders(item):
                 if rank == self._rank:
+                    # Copy this rank's own shard into memory only to send the shard, or to complete
+                    # a large embedding. Otherwise finish() reads the shard from the parameters.
                     wanted = bool(self._receivers) or (
                         self._is_large_embedding(bucket) and not self._has_whole(item)
                     )

@@ -79,8 +79,6 @@ def write_metadata(
     """Write the files that turn a folder with all parameters into a checkpoint.
 
     Args:
-        folder: folder with the files of the plan.
-        plan: plan of the files.
         checksums: checksums of the files with parameters, by name.
     """
     common = io.BytesIO()
@@ -139,7 +137,6 @@ def find_data(file: Path, offset: int, length: int) -> tuple[int, int]:
     ``torch.save`` writes a tensor as a zip archive with a single uncompressed data record.
 
     Args:
-        file: file with the archive.
         offset: first byte of the archive in the file.
         length: bytes of the archive.
     """

@@ -125,8 +125,6 @@ def check_disagreement(
     """Stop the run if trainer and engine differ more than rounding explains. Collective.
 
     Args:
-        config: configuration of the run.
-        world: process groups.
         source: generator of the tokens in the message: "the engine", or a server's name.
         context: time in the message: "in step 3".
         difference: mean |Δ log p|, the same on every rank.
@@ -337,6 +335,6 @@ def _build_sample(completion: ComparedCompletion, layers: Ints | None) -> Traini
 def _compute_stats(completions: Sequence[ComparedCompletion]) -> tuple[float, float, float]:
     """Return mean and largest |Δ log p|, and mean exp |Δ log p|."""
     differences = np.concatenate([each.differences for each in completions])
-    # Cap the exponent, because exp overflows for far larger differences.
+    # Cap the exponent, to avoid an overflow.
     error = np.exp(np.minimum(differences, 50.0)).mean()
     return float(differences.mean()), float(differences.max()), float(error)

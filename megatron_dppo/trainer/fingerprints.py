@@ -13,7 +13,7 @@ Files are read whole, except files of weights, which are sampled: see
 Not covered:
 
 - modules imported by a function's file, and files opened by a function;
-- names that a function given from Python refers to, and functions without text in Python;
+- names that a function given from Python refers to, and functions whose text Python lacks;
 - the problems of reasoning-gym and of a verifiers environment, compared only by version. An
   environment may draw different problems at each load;
 - teachers behind a URL, because servers change addresses. A server reports no digest of its
@@ -70,7 +70,6 @@ def compute_fingerprints(
     FILE``.
 
     Args:
-        config: configuration of the run.
         function_texts: texts of functions from Python, by setting, instead of the texts in
             ``run.dir``.
 

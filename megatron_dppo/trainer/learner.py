@@ -60,8 +60,6 @@ class PolicyLoss:
     """The loss of a step's packs under an objective: Σ scale · token loss, without division.
 
     Args:
-        objective: objective of the token losses.
-        kl_coef: weight of the KL term.
         tis_cap: cap of the truncated importance weights.
         version: version of the weights at the start of the step; trainer and engine must agree on
             tokens of this version.
@@ -104,7 +102,7 @@ class PolicyLoss:
         taught = {}
         if "teacher_logprobs" in columns:
             log_ratio = columns["teacher_logprobs"] - logprobs.detach()
-            # Tokens without a teacher have NaN, and get no bonus.
+            # NaN marks tokens without a teacher server: leave the advantage unchanged.
             log_ratio = torch.where(log_ratio.isnan(), 0.0, log_ratio)
             advantage = advantage + self._distillation_coef * log_ratio
             taught = {DIVERGENCE: -log_ratio.sum()}

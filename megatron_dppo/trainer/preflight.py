@@ -256,8 +256,6 @@ def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) 
     layout.
 
     Args:
-        config: configuration of the run.
-        shape: shape of the policy.
         path: directory of the teacher, or id on the hub.
         setting: name of the setting with the teacher.
 
@@ -301,7 +299,7 @@ def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) 
         raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
     ours = _read_tokens(config.model.folder)
     others = _read_tokens(teacher)
-    # Compare shared ids only, because padding of the vocabulary may leave ids without a token.
+    # Compare shared ids only, because a tokenizer.json may be missing or list fewer tokens.
     different = [
         token for token in sorted(ours.keys() & others.keys()) if ours[token] != others[token]
     ]

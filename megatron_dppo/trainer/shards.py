@@ -56,7 +56,6 @@ class ShardSave:
     Args:
         state: sharded state, each rank with its part.
         folder: existing, empty folder.
-        world: process groups.
         background: whether to return before the files are written.
         limit_s: seconds for background files after :meth:`finish` starts to wait. Shorter than the
             timeout of a collective, so that the late rank reports first.

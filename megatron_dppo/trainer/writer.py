@@ -163,7 +163,7 @@ def check_resumable(place: Path, expected: CheckpointFormat) -> StoredState:
 
     def build_error(setting: str, value: object, problem: str, remedy: str) -> UserError:
         instead = "or begin another run.dir"
-        # Adapters alone are no policy to start from.
+        # Adapters alone are no policy.
         if written.adapters is None:
             instead += f" with its weights alone: model.checkpoint={place}"
         return UserError(setting, value, f"{place} {problem}", f"{remedy}, {instead}")
