@@ -143,6 +143,7 @@ def check_files(policy: StoredPolicy, workers: int, *, all_files: bool = False) 
 
 def run_in_threads(work: Callable[[K], None], items: Iterable[K], workers: int) -> None:
     """Call ``work`` for every item, in ``workers`` threads; raise the first exception."""
+    # Limit torch to one thread per worker, because the workers already run in parallel.
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         # map() cancels the remaining calls after an exception.
         for _ in pool.map(work, items):
@@ -206,6 +207,7 @@ def choose_logits_dtype(shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
             logits.
     """
     free = psutil.virtual_memory().available
+    # Consider bf16 only for weights stored in bf16.
     candidates = [torch.float32] + [torch.bfloat16] * (stored is torch.bfloat16)
     needed = {dtype: count_parameters(shape) * dtype.itemsize * MEMORY for dtype in candidates}
     if fitting := [dtype for dtype in candidates if needed[dtype] <= free]:
@@ -305,6 +307,7 @@ def _compute_megatron_logits(
     from megatron_dppo.models.policy import build_packed_sequence, build_policy
     from megatron_dppo.parallel.world import initialize, shutdown
 
+    # Megatron requires a process group. A HashStore needs no network.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world = initialize(LayoutConfig(), seed=1, timeout_s=600.0)
@@ -312,6 +315,7 @@ def _compute_megatron_logits(
         (model,) = build_policy(shape, settings, LayoutConfig(), temperature=1.0)
         model.to(world.device, settings.torch_dtype).eval()
         load_checkpoint([model], checkpoint, world)
+        # Round the weights like the conversion, to compare models with equal weights.
         for parameter in model.parameters():
             parameter.data.copy_(parameter.data.to(output_dtype))
         packed = build_packed_sequence(np.array([0, TOKENS], dtype=np.int32), TOKENS, world.device)

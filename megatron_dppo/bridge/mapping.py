@@ -171,6 +171,7 @@ class Entry:
         extents = {name: shape[self.axis] for name, shape in self.tensors.items()}
         match self.mapping.split:
             case Split.VOCABULARY:
+                # The padded vocabulary is split evenly, so that the last ranks hold the padding.
                 ((name, vocabulary),) = extents.items()
                 start, stop = _compute_part(padded_vocab(vocabulary, tp), tp_rank, tp, "tokens")
                 held = Slice(name, min(start, vocabulary), min(stop, vocabulary))
@@ -272,6 +273,7 @@ def list_entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> I
         yield Entry(FINAL_NORM, shape)
     if last and not shape.tied:
         yield Entry(UNTIED_OUTPUT, shape)
+    # With tied embeddings a last stage without the embedding needs a copy.
     elif last and not first:
         yield Entry(TIED_OUTPUT, shape)
 
@@ -454,6 +456,7 @@ def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:
     module, _, letter = name.partition(".lora_")
     dimensions = tensor_dimensions(f"{module}.weight" if rank else name, shape.family.dimensions)
     size = tuple(shape.extents[dimension] for dimension in dimensions)
+    # A is [rank, inputs], B is [outputs, rank].
     if rank:
         return (rank, size[1]) if letter == "A.weight" else (size[0], rank)
     return size

@@ -82,6 +82,7 @@ def compute_fingerprints(
             for setting, source in _list_sources(config)
             for name, digest in _compute_source_digests(setting, source)
         }
+        # The package of verifiers does not contain the environments: add the environment's version.
         if any(name.endswith(VERIFIERS) for name in found):
             name = config.data.verifiers.environment
             found[f"data.verifiers.environment: {name}"] = _get_environment_version(name)
@@ -244,6 +245,7 @@ def compute_weight_digests(path: Path, checkpoint: Path | None) -> dict[str, str
         UserError: if the weights are missing.
     """
     if checkpoint is not None:
+        # The checksums or the index identify a checkpoint, without reading the weights.
         place = find_checkpoint(checkpoint)
         index = place / CHECKSUMS if (place / CHECKSUMS).is_file() else place / METADATA
         return {index.name: file_digest(index)}

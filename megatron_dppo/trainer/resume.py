@@ -210,10 +210,12 @@ def find_changes_since(
         config: new configuration.
         function_texts: see :func:`compute_fingerprints`.
     """
+    # Ignore records from ``step`` on, because the resume repeats the steps after ``step``.
     entries = [entry for entry in read_history(folder) if entry.step < step]
     found = find_changes(entries[-1].settings, flatten_config(config)) if entries else []
     stored = read_state(folder / "checkpoints" / format_iteration_name(step))
     before = stored.files if stored else {}
+    # Checkpoints of earlier versions have no fingerprints.
     now = compute_fingerprints(config, function_texts) if before else {}
     files = [
         SettingChange(name, before.get(name), now.get(name))
