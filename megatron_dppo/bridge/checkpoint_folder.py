@@ -1,11 +1,11 @@
-"""Which checkpoints are in a folder, and the checksums of a checkpoint's files.
+"""Find checkpoints in a folder, and read and write the checksums of a checkpoint's files.
 
-Settings name the parent folder, whose tracker file names the latest checkpoint. Nothing here needs
-torch, so that a setting can be checked before anything heavy is imported.
+Settings name the parent folder, whose tracker file names the latest checkpoint. This module needs
+no torch, to make settings checkable before heavy imports.
 
-``checksums.json`` in the folder of one iteration lists the size and the CRC-32 of each file. A
-reader compares them before it uses the file. CRC-32 finds damage; it does not prove who wrote a
-file. One thread computes it at 2.5 GB a second, twice as fast as SHA-256.
+``checksums.json`` in the folder of an iteration lists the size and the CRC-32 of each file. A
+reader compares size and CRC-32 before using the file. CRC-32 detects damage; CRC-32 does not
+authenticate the writer of a file. A thread computes CRC-32 at 2.5 GB/s, twice as fast as SHA-256.
 """
 
 from __future__ import annotations
@@ -24,33 +24,31 @@ from megatron_dppo.process.streams import print_message
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Content of the tracker, and name of the folder, if weights were converted and not trained."""
+"""Content of the tracker, and name of the folder, for weights from a conversion instead of
+training."""
 FORMAT = "metadata.json"
-"""Megatron's own marker of a checkpoint in its distributed format, written after everything
-else."""
+"""Megatron's marker of a checkpoint in the distributed format, written after all other files."""
 METADATA = ".metadata"
 """Torch's index of a checkpoint."""
 CHECKSUMS = "checksums.json"
 HF_FOLDER = "hf"
-"""Beside the checkpoints: configuration and tokenizer of the policy, for the way back to Hugging
-Face."""
+"""Folder beside the checkpoints with configuration and tokenizer of the policy, to convert
+checkpoints back to Hugging Face."""
 
 
 def format_iteration_name(step: int) -> str:
-    """Megatron's name of the folder of a step."""
+    """Return Megatron's name of the folder of a step."""
     return f"iter_{step:07d}"
 
 
 def parse_step(checkpoint: Path) -> int | None:
-    """The step of a checkpoint, by its folder's name; None where weights were converted and not
-    trained."""
+    """Return the step of a checkpoint from the folder's name; ``None`` for converted weights."""
     text = checkpoint.name.removeprefix("iter_")
     return int(text) if _is_step(text) else None
 
 
 def list_steps(folder: Path) -> list[int]:
-    """The steps that have a checkpoint in ``folder``, in order. Folders with another form of name
-    are left out."""
+    """Return the steps with a checkpoint in ``folder``, in order; other folders are ignored."""
     steps = {parse_step(path) for path in folder.iterdir()} if folder.is_dir() else set()
     return sorted(
         step
@@ -60,15 +58,14 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def find_latest_step(folder: Path) -> int | None:
-    """The step of the last good checkpoint that a run left in ``folder``, None if there is none.
+    """Return the step of a run's last good checkpoint in ``folder``; ``None`` without a checkpoint.
 
-    It is the one that the tracker names. A run writes the tracker after every checkpoint. Where it
-    is missing, the step is that of the newest checkpoint that is whole, since a run that began anew
-    would overwrite them all.
+    The tracker names the step. A run writes the tracker after every checkpoint. Without a tracker,
+    return the step of the newest intact checkpoint.
 
     Raises:
-        UserError: naming ``run.dir``, if what is there was not trained by a run, or no checkpoint
-            of many is whole.
+        UserError: naming ``run.dir``, if the folder's content was not trained by a run, or if there
+            are checkpoints but no intact checkpoint.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(
@@ -79,6 +76,8 @@ def find_latest_step(folder: Path) -> int | None:
         )
     tracker = folder / TRACKER
     if not os.path.lexists(tracker):
+        # Resume from the newest intact checkpoint, because a fresh start would overwrite all
+        # checkpoints.
         if not (steps := list_steps(folder)):
             return None
         if (step := _find_latest_intact(folder)) is not None:
@@ -115,11 +114,10 @@ def find_latest_step(folder: Path) -> int | None:
 
 
 def find_latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that a run goes on from, None if there is none.
+    """Return the checkpoint to resume a run; ``None`` without a checkpoint.
 
     Raises:
-        UserError: as :func:`find_latest_step`; and if the checkpoint that the tracker names is not
-            there.
+        UserError: like :func:`find_latest_step`; also if the tracker names a missing checkpoint.
     """
     if (step := find_latest_step(folder)) is None:
         return None
@@ -131,20 +129,19 @@ def find_latest_checkpoint(folder: Path) -> Path | None:
 
 
 def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
-    """The folder of the checkpoint itself: the one that the tracker in ``folder`` names, or
-    ``folder`` if it is one.
+    """Return the folder of a checkpoint: ``folder`` itself, or the folder named by the tracker in
+    ``folder``.
 
     Raises:
-        UserError: naming ``setting``, if there is no checkpoint in the distributed format.
+        UserError: naming ``setting``, without a checkpoint in the distributed format.
     """
     if (folder / FORMAT).is_file():
         return folder
     if not folder.is_dir():
+        # List the folders of the nearest existing parent, to help with a mistyped path.
         above = next(parent for parent in folder.absolute().parents if parent.is_dir())
-        there = (
-            ", ".join(sorted(p.name for p in above.iterdir() if p.is_dir() and p.name[0] != "."))
-            or "no folder"
-        )
+        siblings = sorted(p.name for p in above.iterdir() if p.is_dir() and p.name[0] != ".")
+        there = ", ".join(siblings) or "no folder"
         raise UserError(
             setting,
             folder,
@@ -154,11 +151,8 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
     tracker = folder / TRACKER
     if not tracker.is_file():
         inside = [p.parent for p in sorted(folder.glob(f"*/{TRACKER}"))]
-        inside += (
-            [folder / format_iteration_name(step)]
-            if (step := _find_latest_intact(folder)) is not None
-            else []
-        )
+        if (step := _find_latest_intact(folder)) is not None:
+            inside.append(folder / format_iteration_name(step))
         problem = (
             f"holds neither {TRACKER} nor a checkpoint in Megatron's distributed format ({FORMAT})"
         )
@@ -189,8 +183,8 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
 
 
 def build_corruption_error(checkpoint: Path, setting: str, problem: str) -> UserError:
-    """The error for a checkpoint with a damaged file. It names a whole checkpoint to use instead,
-    if there is one."""
+    """Return the error for a checkpoint with a damaged file. The message names an intact checkpoint
+    to use instead, if any."""
     step = _find_latest_intact(checkpoint.parent, excluded=checkpoint)
     if step is None:
         return UserError(
@@ -223,8 +217,8 @@ def warn_missing_checksums(checkpoint: Path) -> None:
 
 
 def _find_latest_intact(folder: Path, excluded: Path | None = None) -> int | None:
-    """The last step with a whole checkpoint in ``folder``, other than ``excluded``; None if there
-    is none."""
+    """Return the last step with an intact checkpoint in ``folder``, except ``excluded``; ``None``
+    without any."""
     for step in reversed(list_steps(folder)):
         checkpoint = folder / format_iteration_name(step)
         if checkpoint != excluded and _find_corruption(checkpoint) is None:
@@ -233,7 +227,8 @@ def _find_latest_intact(folder: Path, excluded: Path | None = None) -> int | Non
 
 
 def _find_corruption(checkpoint: Path) -> str | None:
-    """Flaw of a checkpoint, by its small files and the sizes of all; None if none is found."""
+    """Return a problem of a checkpoint, found from small files and the sizes of all files; ``None``
+    if intact."""
     try:
         checksums = Checksums.read(checkpoint)
         if checksums is not None:
@@ -247,7 +242,7 @@ def _find_corruption(checkpoint: Path) -> str | None:
 
 
 def _read_tracker(tracker: Path) -> str:
-    """Content of a tracker; empty if unreadable."""
+    """Return the content of a tracker; empty if unreadable."""
     try:
         return tracker.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -255,31 +250,33 @@ def _read_tracker(tracker: Path) -> str:
 
 
 def _is_step(text: str) -> bool:
+    # Reject numbers that do not fit a 64-bit integer.
     return text.isascii() and text.isdigit() and len(text) < 19
 
 
 _CHECKSUMS_FORMAT = 2
 _BUFFER_BYTES = 1 << 20
-"""Bytes that are read at a time: they stay in the processor's cache."""
+"""Bytes per read: the buffer stays in the processor's cache."""
 _SMALL_FILE_BYTES = 1 << 20
 
 
 class CorruptCheckpointError(Exception):
-    """A file does not hold what was written; the message begins with its name."""
+    """Error for a file whose content differs from the written content; begins with the file's
+    name."""
 
 
 class FileChecksum(NamedTuple):
-    """Size of a file in bytes, and the CRC-32 of its content."""
+    """Size of a file in bytes, and the CRC-32 of the content."""
 
     size: int
     crc: int
 
     @classmethod
     def from_file(cls, file: Path) -> FileChecksum:
-        """Read a file.
+        """Compute the checksum of a file.
 
         Raises:
-            OSError: the file cannot be read.
+            OSError: if the file cannot be read.
         """
         size = 0
         crc = 0
@@ -295,8 +292,8 @@ class Checksums:
     """Checksums of a checkpoint's files, as in ``checksums.json``.
 
     Args:
-        folder: of one iteration.
-        files: by their paths in the folder.
+        folder: folder of an iteration.
+        files: checksums by path in the folder.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, FileChecksum]) -> None:
@@ -305,11 +302,14 @@ class Checksums:
 
     @classmethod
     def read(cls, folder: Path) -> Checksums | None:
-        """Read the checksums of a folder. None: it has none, or has those of an earlier version,
-        which were of blocks.
+        """Read the checksums of a folder.
+
+        Returns:
+            ``None`` without checksums, or with checksums of an earlier version, computed for
+            blocks.
 
         Raises:
-            DamagedError: the file cannot be read.
+            CorruptCheckpointError: if the file cannot be read.
         """
         if not os.path.lexists(folder / CHECKSUMS):
             return None
@@ -321,10 +321,9 @@ class Checksums:
                 name: FileChecksum(int(size), int(crc))
                 for name, (size, crc) in stored["files"].items()
             }
-            is_whole = (stored["format"], stored["crc32"]) == (
-                _CHECKSUMS_FORMAT,
-                _compute_crc(files),
-            )
+            # The file has a CRC-32 of its content, because no other file has its checksum.
+            found = (stored["format"], stored["crc32"])
+            is_whole = found == (_CHECKSUMS_FORMAT, _compute_crc(files))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(
                 f"{CHECKSUMS} cannot be read ({type(error).__name__}: {error})"
@@ -334,7 +333,7 @@ class Checksums:
         return cls(folder, files)
 
     def write(self) -> None:
-        """Write ``checksums.json``. Files in the folder without a known checksum are read first."""
+        """Write ``checksums.json``. Files of the folder without a known checksum are read first."""
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder).as_posix()
             if path.is_file() and name not in self._files and name != CHECKSUMS:
@@ -347,30 +346,32 @@ class Checksums:
         (self._folder / CHECKSUMS).write_text(json.dumps(content, separators=(",", ":")))
 
     def check_small_files(self) -> None:
-        """Compare the sizes of all files, and the content of small ones.
+        """Compare the sizes of all files, and the content of small files.
 
         Raises:
-            DamagedError: for the first file that is not what was written.
+            CorruptCheckpointError: naming the first file that differs.
         """
         for name in self._files:
             self._check_size(name)
-        self.check(
-            [name for name, checksum in self._files.items() if checksum.size <= _SMALL_FILE_BYTES]
-        )
+        small = [name for name, entry in self._files.items() if entry.size <= _SMALL_FILE_BYTES]
+        self.check(small)
 
     def check(
         self, names: Iterable[str] | None = None, *, share: int = 0, num_shares: int = 1
     ) -> None:
-        """Read files and compare them with their checksums.
+        """Read files and compare the content with the checksums.
 
         Args:
-            names: of files, those without a checksum are left out; None: all.
-            share: take every ``num_shares``-th file, from this one on.
+            names: files to check; files without a checksum are skipped; ``None``: all.
+            share: index of the first checked file; every ``num_shares``-th file from there is
+                checked.
 
         Raises:
-            DamagedError: for the first file that differs.
+            CorruptCheckpointError: naming the first file that differs.
         """
-        listed = [name for name in (self._files if names is None else names) if name in self._files]
+        candidates = self._files if names is None else names
+        listed = [name for name in candidates if name in self._files]
+        # Take every num_shares-th file, because ranks or threads then check files in parallel.
         for name in listed[share::num_shares]:
             self._check_size(name)
             try:

@@ -1,8 +1,8 @@
-"""Matrices read from rectangles of them that lie in files, a few rows at a time.
+"""Read matrices from rectangles stored in files, a few rows at a time.
 
-A conversion reads such matrices and writes them elsewhere. A Hugging Face tensor is a rectangle of
-its file, and so is what one rank wrote of a parameter. Only one buffer of rows is in memory,
-whatever the size of a matrix. A vector is a matrix of one column.
+A conversion reads matrices and writes the rows to another place. A Hugging Face tensor is a
+rectangle of its file; the same holds for a rank's part of a parameter. Only a single buffer of rows
+is in memory, for any matrix size. A vector is a matrix with a single column.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
 BUFFER_BYTES = 1 << 18
-"""As much as ``cp`` reads at a time: with 4 MiB a conversion took five times the processor time."""
+"""Read size of ``cp``. With 4 MiB a conversion took five times the processor time."""
 
 
 TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of weights, by their names in safetensors files."""
+"""Types of weights, by the names in safetensors files."""
 TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def promote_dtype(dtype: torch.dtype, entry: Entry) -> torch.dtype:
-    """The type of a parameter in a policy of type ``dtype``."""
+    """Return the type of a parameter in a policy of type ``dtype``."""
     return torch.promote_types(dtype, torch.float32) if entry.mapping.exact else dtype
 
 
 def find_stored_dtype(tensors: Mapping[str, Chunk], shape: PolicyShape) -> torch.dtype:
-    """The type that holds all weights of a directory but those that are fp32 in every policy."""
+    """Return the common type of a directory's weights, except weights that are fp32 in every
+    policy."""
     exact = exact_tensors(shape)
     return reduce(
         torch.promote_types,
@@ -48,10 +49,10 @@ def find_stored_dtype(tensors: Mapping[str, Chunk], shape: PolicyShape) -> torch
 
 
 def list_parameter_chunks(part: StoredRows, tensors: Mapping[str, Chunk]) -> list[Chunk]:
-    """Chunks of a parameter's rows, without the padding of a vocabulary.
+    """Return the chunks of a parameter's rows, without the padding of a vocabulary.
 
     Args:
-        tensors: the Hugging Face tensors of its entry.
+        tensors: Hugging Face tensors of the parameter's entry, by name.
     """
     return [
         tensors[rows.name].select_rows(rows.start, rows.length, top)
@@ -61,10 +62,11 @@ def list_parameter_chunks(part: StoredRows, tensors: Mapping[str, Chunk]) -> lis
 
 
 def list_tensor_chunks(name: str, part: StoredRows, chunks: Iterable[Chunk]) -> list[Chunk]:
-    """The way back: chunks of a Hugging Face tensor that lie in a parameter's rows.
+    """Return the chunks of a Hugging Face tensor from a parameter's rows: the inverse of
+    :func:`list_parameter_chunks`.
 
     Args:
-        chunks: of these rows, cut in any way.
+        chunks: chunks of the rows, with any division.
     """
     found = []
     for rows, top in _iterate_rows(part):
@@ -77,7 +79,7 @@ def list_tensor_chunks(name: str, part: StoredRows, chunks: Iterable[Chunk]) -> 
 
 
 def _iterate_rows(part: StoredRows) -> Iterator[tuple[Slice, int]]:
-    """The rows of tensors, and where each begins in the parameter's rows."""
+    """Yield the rows of tensors, and the start of each in the parameter's rows."""
     lengths = [rows.length for rows in part.rows]
     return zip(part.rows, accumulate(lengths, initial=0), strict=False)
 
@@ -85,10 +87,10 @@ def _iterate_rows(part: StoredRows) -> Iterator[tuple[Slice, int]]:
 def read_rows(
     shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype
 ) -> Iterator[memoryview]:
-    """The bytes of a matrix from its first row to its last, cast to ``dtype``; what no chunk covers
-    is zero.
+    """Yield the bytes of a matrix from the first row to the last, cast to ``dtype``; parts without
+    a chunk are zero.
 
-    Every buffer that is yielded is overwritten by the next.
+    Every yielded buffer is overwritten by the next.
 
     Raises:
         UserError: if a file ends before a chunk does.
@@ -116,6 +118,7 @@ def read_rows(
                     continue
                 wanted = chunk.select_rows(low - chunk.row, high - low, low - top)
                 descriptor = files[chunk.file].fileno()
+                # Read straight into the buffer if full rows need no cast.
                 if chunk.columns == columns and chunk.dtype == TYPE_NAMES[dtype]:
                     _read(
                         descriptor, wanted, data[(low - top) * row_bytes : (high - top) * row_bytes]
@@ -128,21 +131,23 @@ def read_rows(
 
 
 def read_tensor(shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype) -> torch.Tensor:
-    """A whole tensor; see :func:`read_rows`."""
+    """Read a whole tensor; see :func:`read_rows`."""
     data = bytearray()
-    for rows in read_rows(shape, chunks, dtype):  # in a buffer that the next ones are written into
+    # Copy the rows, because the next rows overwrite the buffer.
+    for rows in read_rows(shape, chunks, dtype):
         data += rows
     return torch.frombuffer(data, dtype=dtype).view(*shape)
 
 
 def write_at(file: int, start: int, data: Iterable[memoryview | bytes]) -> int:
-    """Write to a file descriptor from byte ``start`` on. Returns where that ended.
+    """Write to a file descriptor from byte ``start``, and return the end.
 
     Raises:
-        OSError: for a full disk.
+        OSError: if the disk is full.
     """
     for part in data:
         buffer = memoryview(part)
+        # pwrite may write fewer bytes than requested.
         while buffer:
             written = os.pwrite(file, buffer[:BUFFER_BYTES], start)
             buffer = buffer[written:]
@@ -151,7 +156,7 @@ def write_at(file: int, start: int, data: Iterable[memoryview | bytes]) -> int:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor; of a contiguous one in the host's memory not a copy."""
+    """Return the bytes of a tensor; without a copy for a contiguous tensor in host memory."""
     return memoryview(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
 
 
@@ -172,19 +177,19 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class FilePlan(Generic[K]):
-    """Which file each tensor goes to, and where in it; names of files are relative to a directory.
+    """File of each tensor, and the position in the file; file names are relative to a directory.
 
         FilePlan(torch.bfloat16, {"model.norm.weight": chunk}, {"model.safetensors": [(0, head)]})
 
-    writes ``chunk.length`` bytes of weights, behind the header of the only file.
+    writes ``chunk.length`` bytes of weights after the header of the only file.
     """
 
     dtype: torch.dtype
-    """Of all tensors but those that are fp32 in every policy."""
+    """Type of all tensors, except tensors that are fp32 in every policy."""
     places: dict[K, Chunk] = field(default_factory=dict)
-    """In order."""
+    """Position of each tensor, in order."""
     frames: dict[str, list[tuple[int, bytes]]] = field(default_factory=dict)
-    """What is around the tensors of each file, and where it begins there."""
+    """Bytes around the tensors of each file, with the start of each piece in the file."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -203,15 +208,16 @@ class FilePlan(Generic[K]):
 def create_files(
     plan: FilePlan[K], folder: Path
 ) -> Iterator[Callable[[K, Iterable[memoryview]], None]]:
-    """Make the files of a plan. Within the block each tensor is written once, in any order, from
+    """Create the files of a plan. Within the block each tensor is written once, in any order, from
     any thread.
 
     Yields:
-        A function that writes a tensor's bytes, in the plan's type.
+        Function that writes a tensor's bytes, in the plan's type.
 
     Raises:
-        ValueError: if a tensor has too many or too few, or was not written when the block ends.
-        OSError: for a full disk.
+        ValueError: if a tensor has a wrong number of bytes, or was not written by the end of the
+            block.
+        OSError: if the disk is full.
     """
     for name, parts in plan.frames.items():
         with (folder / name).open("wb", buffering=0) as file:

@@ -1,8 +1,8 @@
-"""Weights from Hugging Face's form to Megatron's distributed format and back, and both forms
-compared.
+"""Convert weights between Hugging Face's form and Megatron's distributed format, and compare both
+forms.
 
-Both conversions go from file to file, a few rows at a time, whatever the model's size. No process
-group and no GPU take part. Only the comparison of logits imports Megatron-Core and transformers.
+Both conversions copy from file to file, a few rows at a time, for any model size, without a process
+group or a GPU. Only the comparison of logits imports Megatron-Core and transformers.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ from megatron_dppo.process.streams import report_progress
 
 K = TypeVar("K")
 WORKERS = min(4, os.cpu_count() or 1)
-"""Threads that convert, by default."""
+"""Default number of conversion threads."""
 
 
 def write_megatron(
     tensors: Mapping[str, Chunk], plan: FilePlan[StoredRows], source: Path, out: Path, workers: int
 ) -> None:
-    """Write a folder of checkpoints with one in it, ``release``, which every layout loads.
+    """Write a folder of checkpoints with a single checkpoint, ``release``, loadable in every
+    layout.
 
-    Beside it, ``hf/`` has the configuration and the tokenizer, for the way back.
+    ``hf/`` beside the checkpoint has the configuration and the tokenizer for the conversion back.
 
     Args:
-        tensors: of a Hugging Face directory.
-        source: the directory that configuration, tokenizer and chat template are taken from.
-        out: an existing, empty directory.
-        workers: threads.
+        tensors: tensors of a Hugging Face directory, by name.
+        source: directory with configuration, tokenizer and chat template.
+        out: existing, empty directory.
+        workers: number of threads.
 
     Raises:
         OSError: if the disk is full.
@@ -90,11 +91,11 @@ def write_tensors(
     """Write the files of a plan.
 
     Args:
-        out: an existing directory.
-        rows: gives a tensor's bytes in the plan's type, from its first row to its last; called from
-            any thread.
-        workers: threads.
-        title: of the progress bar.
+        out: existing directory.
+        rows: function that returns a tensor's bytes in the plan's type, from the first row to the
+            last; called from any thread.
+        workers: number of threads.
+        title: title of the progress bar.
 
     Raises:
         OSError: if the disk is full.
@@ -124,13 +125,14 @@ def write_weights(
 
 
 def check_files(policy: StoredPolicy, workers: int, *, all_files: bool = False) -> None:
-    """Compare the files that hold a policy's weights with their checksums, in as many threads.
+    """Compare the files of a policy's weights with the checksums, in ``workers`` threads.
 
     Args:
-        all_files: of the checkpoint, whatever it holds.
+        workers: number of threads.
+        all_files: whether to check every file of the checkpoint, not only files with weights.
 
     Raises:
-        UserError: naming a file that is damaged.
+        UserError: naming a damaged file.
     """
     run_in_threads(
         lambda share: policy.check(share=share, num_shares=workers, all_files=all_files),
@@ -140,16 +142,18 @@ def check_files(policy: StoredPolicy, workers: int, *, all_files: bool = False) 
 
 
 def run_in_threads(work: Callable[[K], None], items: Iterable[K], workers: int) -> None:
-    """Call ``work`` for every item, in as many threads; the first exception ends it and is
-    raised."""
+    """Call ``work`` for every item, in ``workers`` threads; raise the first exception."""
+    # Limit torch to one thread per worker, because the workers already run in parallel.
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for _ in pool.map(work, items):  # which cancels the calls that are left where one raises
+        # map() cancels the remaining calls after an exception.
+        for _ in pool.map(work, items):
             pass
 
 
 MEMORY = 1.9
-"""Over the weights' own: Megatron holds gated layers twice while it loads them, and bf16 logits
-take the output layer once more in fp32. 1.3 to 1.8 were measured."""
+"""Memory of a comparison of logits, relative to the size of the weights. Megatron holds gated
+layers twice during loading, and bf16 logits need an fp32 copy of the output layer. Measured: 1.3 to
+1.8."""
 
 
 def compare_tensors(
@@ -158,16 +162,16 @@ def compare_tensors(
     """Compare the SHA-256 of every tensor.
 
     Args:
-        policy: what the checkpoint holds.
+        policy: weights of the checkpoint.
         hf: Hugging Face directory.
-        output_dtype: the type that was written; the other side is cast to it, as the conversion
-            did.
+        output_dtype: written type; tensors of the source are cast to this type, like in the
+            conversion.
 
     Returns:
-        The SHA-256 over the names and hashes of all tensors, in hexadecimal.
+        SHA-256 over the names and hashes of all tensors, in hexadecimal.
 
     Raises:
-        UserError: if the Hugging Face directory is not complete, or a tensor differs.
+        UserError: if the Hugging Face directory is incomplete, or a tensor differs.
     """
     tensors = check_weights(hf, shape)
     digests: dict[str, bytes] = {}
@@ -195,13 +199,15 @@ def compare_tensors(
 
 
 def choose_logits_dtype(shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
-    """The type to compute logits in: fp32, in which they are told apart best, or bf16 where there
-    is no room for that.
+    """Return the type for the computation of logits: fp32, the most discriminating type, or bf16 if
+    memory is short.
 
     Raises:
-        UserError: with the way to verify without logits, if there is no room at all.
+        UserError: if memory is too small for both; the message names the verification without
+            logits.
     """
     free = psutil.virtual_memory().available
+    # Consider bf16 only for weights stored in bf16.
     candidates = [torch.float32] + [torch.bfloat16] * (stored is torch.bfloat16)
     needed = {dtype: count_parameters(shape) * dtype.itemsize * MEMORY for dtype in candidates}
     if fitting := [dtype for dtype in candidates if needed[dtype] <= free]:
@@ -219,28 +225,29 @@ def _compute_digest(data: Iterable[memoryview]) -> bytes:
 
 
 TOKENS = 48
-"""That the logits are compared on."""
+"""Number of tokens in a comparison of logits."""
 LIMITS = {"fp32": 1e-3, "bf16": 0.1}
-"""Largest difference of two logits, over the deviation of all, that different kernels may make."""
+"""Largest difference of two logits that different kernels explain, relative to the standard
+deviation of all logits."""
 
 
 def compare_logits(
     checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype, *, output_dtype: torch.dtype
 ) -> float:
-    """Run both models on a few tokens, one after the other.
+    """Run both models in turn on a few tokens, and compare the logits.
 
     Args:
-        checkpoint: Megatron's.
+        checkpoint: Megatron checkpoint.
         hf: Hugging Face directory.
-        dtype: to compute in, fp32 or bf16.
-        output_dtype: the type that was written; the other side's weights are cast to it first, as
-            the conversion did.
+        dtype: type of the computation, fp32 or bf16.
+        output_dtype: written type; the source's weights are first cast to this type, like in the
+            conversion.
 
     Returns:
-        The largest difference of two logits, over the standard deviation of all.
+        Largest difference of two logits, relative to the standard deviation of all logits.
 
     Raises:
-        UserError: if it is beyond what different kernels explain.
+        UserError: if different kernels do not explain the difference.
     """
     tokens = draw_tokens(shape)
     with torch.no_grad():
@@ -257,11 +264,11 @@ def draw_tokens(shape: PolicyShape) -> torch.Tensor:
 
 
 def measure_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference of two models' logits, over the standard deviation of
+    """Return the largest difference of two models' logits, relative to the standard deviation of
     ``expected``.
 
     Raises:
-        UserError: the difference exceeds rounding in different kernels.
+        UserError: if different kernels do not explain the difference.
     """
     difference = float((logits.float() - expected.float()).abs().max() / expected.float().std())
     limit = LIMITS["bf16" if expected.dtype == torch.bfloat16 else "fp32"]
@@ -279,7 +286,7 @@ def measure_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
-    """Load transformers' model, whole."""
+    """Load the whole model with transformers."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -294,12 +301,13 @@ def _compute_megatron_logits(
     dtype: Literal["fp32", "bf16"],
     output_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[tokens, vocabulary] fp32, of a model that Megatron itself loads, in a process group of this
-    process alone."""
+    """Return the logits of a model loaded by Megatron, [tokens, vocabulary] fp32, in a process
+    group of this process alone."""
     from megatron_dppo.bridge.load import load_checkpoint
     from megatron_dppo.models.policy import build_packed_sequence, build_policy
     from megatron_dppo.parallel.world import initialize, shutdown
 
+    # Megatron requires a process group. A HashStore needs no network.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world = initialize(LayoutConfig(), seed=1, timeout_s=600.0)
@@ -307,6 +315,7 @@ def _compute_megatron_logits(
         (model,) = build_policy(shape, settings, LayoutConfig(), temperature=1.0)
         model.to(world.device, settings.torch_dtype).eval()
         load_checkpoint([model], checkpoint, world)
+        # Round the weights like the conversion, to compare models with equal weights.
         for parameter in model.parameters():
             parameter.data.copy_(parameter.data.to(output_dtype))
         packed = build_packed_sequence(np.array([0, TOKENS], dtype=np.int32), TOKENS, world.device)

@@ -61,11 +61,11 @@ def add_from_hf_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_hf(arguments: argparse.Namespace) -> None:
-    """Convert, and verify where that is asked for.
+    """Convert to Megatron, and verify on request.
 
     Raises:
-        UserError: for a source that is not whole, a destination that cannot be written, or forms
-            that differ; ``OUT`` is as it was.
+        UserError: if the source is incomplete, the destination not writable, or both forms differ;
+            ``OUT`` is unchanged.
     """
     with rename_error_setting("HF"):
         source = policy_folder(str(arguments.source))
@@ -105,11 +105,11 @@ def add_to_hf_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def to_hf(arguments: argparse.Namespace) -> None:
-    """Convert, and verify where that is asked for.
+    """Convert to Hugging Face, and verify on request.
 
     Raises:
-        UserError: for a checkpoint that is not whole, a destination that cannot be written, or
-            forms that differ; ``OUT`` is as it was.
+        UserError: if the checkpoint is incomplete, the destination not writable, or both forms
+            differ; ``OUT`` is unchanged.
     """
     checkpoint = find_checkpoint(arguments.checkpoint, "CKPT")
     hf, shape = find_hf_directory(checkpoint, arguments.hf)
@@ -133,7 +133,7 @@ def find_hf_directory(checkpoint: Path, folder: Path | None = None) -> tuple[Pat
     """Return the directory with a checkpoint's configuration and tokenizer, and the policy's shape.
 
     Raises:
-        UserError: there is none.
+        UserError: if the directory is missing.
     """
     beside = checkpoint.absolute().parent / HF_FOLDER
     if folder is None and not beside.is_dir():
@@ -149,14 +149,14 @@ def find_hf_directory(checkpoint: Path, folder: Path | None = None) -> tuple[Pat
 
 
 def resolve_dtype(arguments: argparse.Namespace, stored: torch.dtype) -> torch.dtype:
-    """Type of the weights to write."""
+    """Return the type of the written weights."""
     return stored if arguments.dtype == "auto" else ModelConfig(dtype=arguments.dtype).torch_dtype
 
 
 def open_stored_policy(
     checkpoint: Path, shape: PolicyShape, lora: LoraConfig | None = None
 ) -> StoredPolicy:
-    """See :class:`StoredPolicy`; says so where the checkpoint's files cannot be checked."""
+    """Open a :class:`StoredPolicy`; print a note if the checkpoint's files cannot be checked."""
     policy = StoredPolicy(checkpoint, shape, "CKPT", lora)
     if policy.checksums is None:
         warn_missing_checksums(checkpoint)
@@ -164,7 +164,7 @@ def open_stored_policy(
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    """The options that both commands have."""
+    """Add the options of both commands."""
     parser.add_argument(
         "--dtype",
         choices=["auto", *DTYPES],
@@ -196,20 +196,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def make_positive_parser(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Parser of an option's value: a finite number above 0."""
+    """Return the parser of an option's value: a finite number above 0."""
 
     def parse(text: str) -> float:
         if not 0 < (number := kind(text)) < float("inf"):
             raise ValueError
         return number
 
-    parse.__name__ = "positive number"  # argparse's word for it
+    # argparse uses the function's name in error messages.
+    parse.__name__ = "positive number"
     return parse
 
 
 @contextmanager
 def rename_error_setting(setting: str) -> Iterator[None]:
-    """Errors about a model directory name the argument, not the setting of a run."""
+    """Replace the setting in errors about a model directory by the command's argument."""
     try:
         yield
     except UserError as error:
@@ -227,8 +228,8 @@ def _is_ready(
     kind: DirectoryKind,
     sources: Sequence[Path],
 ) -> bool:
-    """Check that OUT can be made. Whether to go on: with ``--dry-run`` what would be done is
-    printed instead."""
+    """Check that OUT can be made, and return whether to convert. With ``--dry-run``, print the plan
+    instead."""
     check_replaceable(
         arguments.out,
         sum(sizes.values()),
@@ -237,9 +238,8 @@ def _is_ready(
         sources=sources,
         overwrite=arguments.overwrite,
     )
-    logits = (
-        choose_logits_dtype(shape, dtype) if arguments.verify == "all" else None
-    )  # refused now, not after the conversion
+    # Check the memory for logits now, rather than after the conversion.
+    logits = choose_logits_dtype(shape, dtype) if arguments.verify == "all" else None
     if not arguments.dry_run:
         return True
     table = Table(
@@ -248,9 +248,8 @@ def _is_ready(
     for file, size in sizes.items():
         table.add_row(file, f"{size / 2**20:,.1f}")
     Console().print(table)
-    held = (
-        arguments.workers * 5 * BUFFER_BYTES
-    )  # what is written, and what it is cast from: four times, of fp64 to bf16
+    # Each worker holds a buffer of output, and up to four times that size of input (fp64 to bf16).
+    held = arguments.workers * 5 * BUFFER_BYTES
     print(
         f"memory: at most {held / 2**20:.1f} MiB of weights at a time, in {arguments.workers} "
         "workers"
@@ -270,6 +269,7 @@ def _verify(
 ) -> None:
     if arguments.verify is None:
         return
+    # Open the files again, to compare the content on the disk.
     policy = StoredPolicy(checkpoint, shape, "--verify")
     check_files(policy, arguments.workers, all_files=True)
     with rename_error_setting("--verify"):

@@ -1,8 +1,8 @@
-"""The policy as a Hugging Face directory, written from the weight stream and put in place by one
-rename.
+"""Write the policy as a Hugging Face directory from the weight stream, and rename the finished
+directory into place.
 
-The files are the same, byte by byte, whatever layout wrote them. The leader holds what the stream
-holds, whatever the model's size.
+The files are identical, byte by byte, for every layout. Rank 0 holds only the buckets of the
+stream, for any model size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import check_replaceable, write_directory
 
 Stream = Iterator[Mapping[str, torch.Tensor]]
-"""Buckets of tensors by name. A consumer must exhaust the stream: producing it is collective."""
+"""Buckets of tensors by name. A consumer must exhaust the stream, because producing buckets is
+collective."""
 
 
 def export_hf(
@@ -46,23 +47,20 @@ def export_hf(
     setting: str = "run.dir",
 ) -> None:
     """Write the policy for ``AutoModelForCausalLM`` and ``AutoTokenizer``. Collective over all
-    ranks; one writes.
+    ranks; rank 0 writes.
 
-    A model that is in ``out`` already is replaced at the end, and stays as it was if anything
-    fails.
+    An existing model in ``out`` is replaced at the end, and unchanged after a failure.
 
     Args:
-        chunks: the bare model, one for each virtual stage.
-        source: Hugging Face directory that configuration, tokenizer and chat template are taken
-            from.
-        out: the directory to make.
-        max_shard_bytes: most bytes of tensors in a file, unless a single tensor is larger.
-        dtype: of the tensors, and the one that config.json then says.
-        setting: what an error names.
+        chunks: bare model, an element per virtual stage.
+        source: Hugging Face directory with configuration, tokenizer and chat template.
+        out: directory to write.
+        max_shard_bytes: maximum bytes of tensors in a file, unless a single tensor is larger.
+        dtype: type of the tensors, also written to config.json.
+        setting: name of the setting in errors.
 
     Raises:
-        UserError: on every rank, if ``out`` holds something else than a model, or cannot be
-            written.
+        UserError: on every rank, if ``out`` holds anything but a model, or is not writable.
     """
     plan = plan_files(chunks[0].shape, dtype, max_shard_bytes)
     world.broadcast(lambda: check_destination(source, out, plan.total_bytes, setting))
@@ -73,15 +71,16 @@ def export_hf(
 def export_adapter(
     chunks: Sequence[PolicyModel], world: World, *, base: str, out: Path, dtype: torch.dtype
 ) -> None:
-    """Write the policy's adapters for ``PeftModel.from_pretrained``. Collective over all ranks; one
-    writes.
+    """Write the policy's adapters for ``PeftModel.from_pretrained``. Collective over all ranks;
+    rank 0 writes.
 
     Args:
-        base: the Hugging Face directory of the base model, as written into adapter_config.json.
-        out: the directory to make; one of adapters that is there is replaced.
+        chunks: bare model, an element per virtual stage.
+        base: Hugging Face directory of the base model, as written into adapter_config.json.
+        out: directory to write; an existing directory of adapters is replaced.
 
     Raises:
-        UserError: on every rank, if ``out`` holds something else, or cannot be written.
+        UserError: on every rank, if ``out`` holds anything but adapters, or is not writable.
     """
     lora = chunks[0].lora
     plan = plan_adapter_file(chunks[0].shape, lora, dtype)
@@ -97,28 +96,30 @@ def export_adapter(
 
 
 def check_destination(source: Path, out: Path, size: int, setting: str = "run.dir") -> None:
-    """Refuse an export that cannot work. A run calls this before it begins, since its result would
-    be lost.
+    """Raise an error for an export that would fail. A run checks before it begins, because a later
+    failure would lose the final result.
 
     Args:
+        source: Hugging Face directory with configuration and tokenizer.
+        out: directory to write.
         size: bytes of the tensors, :attr:`FilePlan.total_bytes`.
+        setting: name of the setting in errors.
 
     Raises:
-        UserError: naming ``setting``, if ``out`` is the source or no model directory, or its disk
-            has too little room.
+        UserError: naming ``setting``, if ``out`` is the source or no model directory, or if the
+            disk is too small.
     """
     check_replaceable(out, size, setting, MODEL, sources=[source])
 
 
 def check_adapter_destination(out: Path, plan: FilePlan[str]) -> None:
-    """Refuse an export of adapters that cannot work, as :func:`check_destination` does one of the
-    policy."""
+    """Raise an error for an export of adapters that would fail, like :func:`check_destination`."""
     check_replaceable(out, plan.total_bytes, "run.dir", ADAPTERS)
 
 
 def describe_policy(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write the files of a policy beside its weights, with the tokenizer's end of turn among the
-    stop tokens."""
+    """Write the files of a policy beside the weights; add the tokenizer's end of turn to the stop
+    tokens."""
     copy_config_and_tokenizer(source, folder, dtype)
     add_stop_tokens(folder)
 
@@ -131,16 +132,17 @@ def write_stream(
     describe: Callable[[Path], None],
     setting: str,
 ) -> None:
-    """Write a stream's tensors and put the directory in place. Collective over all ranks; one
-    writes.
+    """Write a stream's tensors, and rename the directory into place. Collective over all ranks;
+    rank 0 writes.
 
     Args:
-        stream: of this rank; ranks outside the first copy of the policy leave it alone.
-        describe: writes what is beside the weights.
-        setting: what an error names.
+        stream: stream of this rank; not consumed on ranks outside the first copy of the policy.
+        out: directory to write.
+        describe: function that writes the files beside the weights.
+        setting: name of the setting in errors.
 
     Raises:
-        UserError: on every rank, for a failing disk.
+        UserError: on every rank, if the disk fails.
     """
     failure: Exception | None = None
     if world.is_rank0:
@@ -152,8 +154,10 @@ def write_stream(
                         for name, tensor in bucket.items():
                             write(name, [tensor_bytes(tensor.to(TYPES[plan.places[name].dtype]))])
                 write_index(draft, plan)
-        except Exception as error:  # raised on every rank once the stream has ended
+        # Raise later, on every rank, because the remaining ranks still take part in the stream.
+        except Exception as error:
             failure = error
+    # Exhaust the stream, because producing buckets is collective.
     if world.is_in_first_shard_group:
         deque(stream, maxlen=0)
 

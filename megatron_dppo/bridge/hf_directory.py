@@ -1,8 +1,7 @@
-"""A Hugging Face model directory as it is written: safetensors files, their index, configuration
-and tokenizer.
+"""Write a Hugging Face model directory: safetensors files, index, configuration and tokenizer.
 
-Where each tensor goes follows from the policy's shape and type alone. Tensors may therefore be
-written in any order, and the files do not depend on who writes them.
+The position of each tensor depends only on the policy's shape and type. Tensors may therefore be
+written in any order, and the files do not depend on the writer.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import DirectoryKind, write_json
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Most bytes of tensors in a safetensors file, as the hub's own files have it."""
+"""Maximum bytes of tensors in a safetensors file, like in the hub's own files."""
 
 
 def plan_files(
     shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> FilePlan[str]:
-    """Tensors in the order of the forward pass, as many to a file as fit."""
+    """Plan the files: tensors in order of the forward pass, with full files."""
     stored = file_tensors(shape)
     exact = exact_tensors(shape)
     files: list[dict[str, tuple[str, tuple[int, ...]]]] = []
@@ -77,7 +76,7 @@ def plan_files(
 
 
 def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) -> FilePlan[str]:
-    """Adapters in the order of the forward pass, in the one file that PEFT looks for."""
+    """Plan the adapters in order of the forward pass, in the single file that PEFT expects."""
     sizes = {
         name: size
         for entry in list_adapter_entries(shape, lora)
@@ -91,7 +90,7 @@ def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) 
 def plan_file(
     file: str, dtype: torch.dtype, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> FilePlan[str]:
-    """A safetensors file with these tensors, one after another.
+    """Plan a safetensors file with ``tensors`` in succession.
 
     Args:
         tensors: types and shapes by name.
@@ -104,7 +103,8 @@ def plan_file(
         end += place.length
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [place.start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    # Pad the header, to align the data.
+    text += b" " * (-len(text) % 8)
     plan.frames[file] = [(0, head := len(text).to_bytes(8, "little") + text)]
     for name, place in plan.places.items():
         plan.places[name] = replace(place, start=len(head) + place.start)
@@ -112,7 +112,8 @@ def plan_file(
 
 
 def write_index(folder: Path, plan: FilePlan[str]) -> None:
-    """Write the index of a directory with the files of a plan, unless there is a single file."""
+    """Write the index of a directory with the files of a plan, unless the plan has a single
+    file."""
     files = [*plan.frames, *[CARRIED] * (folder / CARRIED).is_file()]
     tensors = {
         name: tensor for file in files for name, tensor in read_header(folder / file).items()
@@ -139,7 +140,7 @@ COPIED_FILES = (
     "processor_config.json",
     "LICENSE",
 )
-"""Files beside the weights that are copied as they are, where the source has them."""
+"""Files beside the weights that are copied unchanged, if present in the source."""
 _MODEL_FILES = (
     "config.json",
     "*.safetensors",
@@ -149,24 +150,25 @@ _MODEL_FILES = (
     "sft.json",
     "compress.json",
 )
-"""What is written to such a directory, by ``sft`` and ``compress`` too."""
+"""Patterns of the files in a model directory, including files written by ``sft`` and
+``compress``."""
 MODEL = DirectoryKind("model directory", "config.json", _MODEL_FILES)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = _ADAPTER_FILES = (
     "adapter_config.json",
     "adapter_model.safetensors",
 )
 ADAPTERS = DirectoryKind("directory of adapters", ADAPTER_CONFIG, _ADAPTER_FILES)
-"""By PEFT's names."""
+"""Directory of adapters, with PEFT's file names."""
 
 
 def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy configuration, tokenizer and chat templates, and the tensors that are no part of the
+    """Copy configuration, tokenizer, chat templates, and the tensors that are no part of the
     policy.
 
-    config.json then says ``dtype``.
+    The written config.json has ``dtype``.
 
     Raises:
-        UserError: as :func:`find_carried_tensors`.
+        UserError: see :func:`find_carried_tensors`.
     """
     for name in COPIED_FILES:
         if (source / name).is_file():
@@ -174,7 +176,8 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
     if (source / NAMED_TEMPLATES).is_dir():
         shutil.copytree(source / NAMED_TEMPLATES, folder / NAMED_TEMPLATES)
     config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)  # the older spelling
+    # Remove the older spelling, which could contradict dtype.
+    config.pop("torch_dtype", None)
     shape = read_shape(source)
     for part in (config, config.get(shape.family.text_config)):
         if part is not None:
@@ -186,15 +189,13 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
         )
         with create_files(plan, folder) as write:
             for name, each in carried.items():
-                write(
-                    name,
-                    [memoryview(np.memmap(each.file, np.uint8, "r", each.start, (each.length,)))],
-                )
+                data = np.memmap(each.file, np.uint8, "r", each.start, (each.length,))
+                write(name, [memoryview(data)])
 
 
 def add_stop_tokens(folder: Path) -> None:
     """Add the tokenizer's end of turn to the stop tokens in a policy's files. Unreadable files are
-    not changed."""
+    unchanged."""
     with suppress(UserError):
         stops = stop_token_ids(folder, load_tokenizer(folder))
         name, listed = read_eos_token_ids(folder)
@@ -206,12 +207,13 @@ def add_stop_tokens(folder: Path) -> None:
 
 
 def build_adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
-    """PEFT's configuration: the base policy, its matrices that have adapters, and the adapters'
-    rank and scale."""
+    """Return PEFT's configuration: base policy, target matrices, and rank and scale of the
+    adapters."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        # A folder by a path that holds from anywhere; what is no folder here is an id of the hub.
+        # Make a folder's path absolute, to be valid from any directory; otherwise keep the hub's
+        # id.
         "base_model_name_or_path": str(Path(base).resolve()) if Path(base).is_dir() else base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -223,5 +225,5 @@ def build_adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
 
 
 def write_adapter_config(folder: Path, *, base: str, lora: LoraConfig) -> None:
-    """Put :func:`build_adapter_config` where PEFT looks for it."""
+    """Write :func:`build_adapter_config` under the file name that PEFT expects."""
     write_json(folder / ADAPTER_CONFIG, build_adapter_config(base, lora))

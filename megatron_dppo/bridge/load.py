@@ -1,7 +1,7 @@
-"""Weights into a live model, from a Hugging Face directory or a Megatron checkpoint, and the
-adapters beside them.
+"""Load weights into a live model from a Hugging Face directory or a Megatron checkpoint; load
+adapters.
 
-Each rank reads the slices that its parameters are made of, and nothing else.
+Each rank reads only the slices that form the rank's parameters.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ _EXPERT = re.compile("|".join(rf"(?<=mlp\.experts\.{name})\d+" for name in _OF_E
 
 
 def bind_parameters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.Tensor]:
-    """Every entry that this rank has a part of, with its parameter (detached, sharing memory), in
-    the mapping's order.
+    """Return this rank's entries with their parameters (detached, sharing memory), in the mapping's
+    order.
 
     Args:
-        chunks: the bare model, one for each virtual stage.
+        chunks: bare model, an element per virtual stage.
 
     Raises:
-        ValueError: if an entry or a parameter of the model is left over, or one has another shape
-            than the mapping says. A fault of the program, not of the user: the model was not built
-            for this shape and layout.
+        ValueError: if an entry or a parameter of the model has no counterpart, or a shape differs
+            from the mapping. The cause is a bug, not a user error: the model was not built for this
+            shape and layout.
     """
     wanted = list_entries(chunks[0].shape, _list_layers(chunks, world))
     return {
@@ -83,7 +83,8 @@ def bind_parameters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, 
 
 
 def bind_adapters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.nn.Parameter]:
-    """The same for the policy's adapters: the parameters themselves. Empty where it has none."""
+    """Return this rank's adapter entries with the parameters themselves; empty for a policy without
+    adapters."""
     lora = chunks[0].lora
     wanted = list_adapter_entries(chunks[0].shape, lora, _list_layers(chunks, world))
     return _bind(chunks, world, wanted, adapters=True) if lora.rank else {}
@@ -106,13 +107,15 @@ def _bind(
         for entry in requested
         if entry.expert is None or entry.expert_rank(world.layout.ep) == world.ep_rank
     ]
-    names = {
-        next((name for name in entry.megatron_names if name in parameters), entry.key): entry
-        for entry in held
-    }
+    # Layer specifications name some parameters differently: use the name that this model has.
+    names: dict[str, Entry] = {}
+    for entry in held:
+        present = (name for name in entry.megatron_names if name in parameters)
+        names[next(present, entry.key)] = entry
     expected = {
         name: entry.shard_shape(entry.count_parts(world.layout)) for name, entry in names.items()
     }
+    # Compare all names and shapes, because an unmatched parameter would keep its random weights.
     found = {name: (*parameter.shape,) for name, parameter in parameters.items()}
     if problem := describe_mismatch(chunks[0].shape, expected, found):
         raise ValueError(f"the mapping is not of this model: {problem}")
@@ -122,9 +125,10 @@ def _bind(
 def _iterate_parameters(
     chunks: Sequence[PolicyModel], world: World
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters, with the numbers that layers and experts have in the whole policy."""
+    """Yield the parameters by names with the policy-wide indices of layers and experts."""
     first_expert = world.ep_rank * (chunks[0].shape.experts // world.layout.ep)
     for chunk in chunks:
+        # Megatron counts layers from 1.
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         for name, parameter in chunk.named_parameters():
             of_layer = _LAYER.sub(lambda local, numbers=numbers: str(numbers[int(local[0])]), name)  # type: ignore[misc]
@@ -132,7 +136,7 @@ def _iterate_parameters(
 
 
 def get_shard_index(entry: Entry, world: World) -> int:
-    """This rank's number among those that the entry's parameter is cut over."""
+    """Return this rank's index among the ranks that the entry's parameter is split over."""
     return world.tp_rank if entry.expert is None else world.etp_rank
 
 
@@ -143,12 +147,13 @@ def fill_parameter(
     tp_rank: int,
     tp: int,
 ) -> None:
-    """Make ``parameter`` what rank ``tp_rank`` of ``tp`` holds, in its own dtype and on its own
-    device.
+    """Fill ``parameter`` with the shard of rank ``tp_rank`` of ``tp``, in the parameter's dtype and
+    on its device.
 
     Args:
-        parameter: of shape ``entry.shard_shape(tp)``; written in place.
-        tensors: at least those of ``entry.tensors``, by name, on the host or on the device.
+        parameter: shape ``entry.shard_shape(tp)``; written in place.
+        tensors: at least the tensors of ``entry.tensors``, by name, on the host or on the device.
+        tp_rank: index of the shard.
     """
     for slice_, held in iterate_slices(entry, parameter, tp_rank, tp):
         if slice_.name is None:
@@ -160,8 +165,8 @@ def fill_parameter(
 def iterate_slices(
     entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int
 ) -> Iterator[tuple[Slice, torch.Tensor]]:
-    """The slices of Hugging Face tensors that rank ``tp_rank`` of ``tp`` holds, each with its view
-    of ``parameter``."""
+    """Yield the slices of Hugging Face tensors on rank ``tp_rank`` of ``tp``, each with a view of
+    ``parameter``."""
     offset = 0
     for slice_ in entry.list_slices(tp_rank, tp):
         yield slice_, parameter.narrow(entry.axis, offset, slice_.length)
@@ -172,21 +177,22 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
     """Fill every parameter of this rank's shard from the safetensors files, cast to the parameter's
     dtype.
 
-    No rank holds more than one slice besides its parameters. Local to the rank: call it inside
-    ``world.together``. An optimizer that exists already must copy its master weights again
-    afterwards.
+    - At most one slice is in memory, in addition to the parameters.
+    - Local to the rank: call inside ``world.run_on_all_ranks``.
+    - An existing optimizer must copy its master weights again afterwards.
 
     Args:
-        chunks: the bare model, on its device.
+        chunks: bare model, on its device.
         path: Hugging Face directory.
 
     Raises:
-        UserError: naming ``model.path``, if the files are not the weights of such a policy.
+        UserError: naming ``model.path``, if the files are not a policy of this shape.
     """
     stored = check_weights(path, chunks[0].shape)
 
     bound = bind_parameters(chunks, world)
     for entry, parameter in bound.items():
+        # Cast and copy straight from the mapped file, to keep a single slice in memory.
         record_progress()
         found = {name: stored[name] for name in entry.tensors}
         tensors = {
@@ -200,9 +206,9 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
             get_shard_index(entry, world),
             entry.count_parts(world.layout),
         )
-    finite = torch.stack(
-        [torch.isfinite(parameter).all() for parameter in bound.values()]
-    ).tolist()  # waits once
+    # Collect all flags on the device, because each transfer would wait for the device.
+    flags = [torch.isfinite(parameter).all() for parameter in bound.values()]
+    finite = torch.stack(flags).tolist()
     if not all(finite):
         entry = next(entry for entry, good in zip(bound, finite, strict=True) if not good)
         problem = f"{entry.key} holds values that are not finite"
@@ -212,14 +218,14 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
 def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -> None:
     """Fill every parameter from the checkpoint that ``model.checkpoint`` names. Collective.
 
-    What else the checkpoint holds (an optimizer's state) is not read.
+    Further content of the checkpoint (the state of an optimizer) is not read.
 
     Args:
-        chunks: the bare model, on its device, in any layout.
-        folder: the checkpoint, or the folder whose tracker names it.
+        chunks: bare model, on its device, in any layout.
+        folder: checkpoint, or the folder with the tracker file.
 
     Raises:
-        UserError: on every rank, if there is none, if it is of another policy, or cannot be read.
+        UserError: on every rank, if the checkpoint is missing, unreadable or of another policy.
     """
     setting = "model.checkpoint"
     checkpoint = world.broadcast(lambda: find_checkpoint(folder, setting))
@@ -240,16 +246,13 @@ def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -
 def check_policy(
     checkpoint: Path, shape: PolicyShape, setting: str, lora: LoraConfig | None = None
 ) -> None:
-    """Look whether a checkpoint is of a policy of this shape and all there, without reading its
-    tensors.
+    """Check that a checkpoint is complete and of a policy of this shape, without reading tensors.
 
-    With ``lora`` it is one of adapters alone.
-
-    Nothing that it may ask for is run: Megatron and torch, which run anything, are to read it only
-        after this.
+    With ``lora``, expect a checkpoint of adapters only. No code that a pickle requests is run: call
+    this check before Megatron or torch read the checkpoint, because both run any code.
 
     Raises:
-        UserError: naming ``setting`` and the first tensor or file that is amiss.
+        UserError: naming ``setting`` and the first wrong tensor or file.
     """
     with convert_corruption_errors(checkpoint, setting):
         if (checksums := Checksums.read(checkpoint)) is not None:
@@ -259,43 +262,43 @@ def check_policy(
 
 
 def model_state(chunks: Sequence[PolicyModel], metadata: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's description of the model's shards. A checkpoint has tensors by names in which no
-    chunk appears."""
+    """Return Megatron's description of the model's shards. Names of tensors in a checkpoint do not
+    contain the chunk."""
     return {
         f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)
     }
 
 
 def load_model_state(chunks: Sequence[PolicyModel], state: Mapping[str, Any]) -> None:
-    """Put what was read for :func:`model_state` into the chunks."""
+    """Load the result of reading :func:`model_state` into the chunks."""
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(state[f"model{i}"])
 
 
 def build_sharding_metadata() -> dict[str, Any]:
-    """The ranks' group that Megatron requires to describe shards."""
+    """Return the ranks' group that Megatron requires to describe shards."""
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
 def read_sharded(
     state: dict[str, Any], checkpoint: Path, setting: str, world: World
 ) -> dict[str, Any]:
-    """Read what a sharded state describes, of a checkpoint that ``check_policy`` has let pass.
+    """Read the tensors of a sharded state from a checkpoint that passed ``check_policy``.
     Collective.
 
     Raises:
-        UserError: on every rank, naming ``setting``, if a file does not hold what the checkpoint
-            says.
+        UserError: on every rank, naming ``setting``, if the content of a file contradicts the
+            checkpoint's index.
     """
 
     def attempt() -> dict[str, Any]:
         failure: BaseException
+        # Torch's CheckpointException is not a subclass of Exception. From Megatron 0.17 on, only
+        # the failing rank raises this error.
         try:
             with disable_unsafe_pickles():
                 return dist_checkpointing.load(state, str(checkpoint))
-        except (
-            CheckpointException
-        ) as error:  # torch's, and no Exception; from Megatron 0.17 on, on the one rank alone
+        except CheckpointException as error:
             failure, _ = next(iter(error.failures.values()))
         except CheckpointingException as error:
             failure = error
@@ -308,10 +311,10 @@ def read_sharded(
 
 
 def _check_common(checkpoint: Path) -> None:
-    """Look whether Megatron will be able to read what is no tensor of a rank's.
+    """Check that Megatron can read the parts of a checkpoint other than ranks' tensors.
 
     Raises:
-        DamagedError: naming the file.
+        CorruptCheckpointError: naming the file.
     """
     try:
         written_by = json.loads((checkpoint / FORMAT).read_bytes())
@@ -319,13 +322,15 @@ def _check_common(checkpoint: Path) -> None:
             raise ValueError(f"it says {written_by}, and {WRITTEN_BY} is read here")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{FORMAT} cannot be read ({error})") from error
-    if os.path.lexists(checkpoint / COMMON):  # from Megatron 0.19 on it is among the shards
+    # From Megatron 0.19 on, the common state is stored among the shards.
+    if os.path.lexists(checkpoint / COMMON):
         try:
             with disable_unsafe_pickles():
                 common = torch.load(checkpoint / COMMON, map_location="cpu")
             if not isinstance(common, dict):
                 raise ValueError(f"it holds a {type(common).__name__}")
-        except Exception as error:  # whatever a damaged archive makes of it
+        # A damaged archive can raise any exception.
+        except Exception as error:
             raise CorruptCheckpointError(
                 f"{COMMON} cannot be read ({type(error).__name__}: {error})"
             ) from error
@@ -336,17 +341,17 @@ def _check_common(checkpoint: Path) -> None:
 
 
 def init_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> None:
-    """Begin as PEFT does: A uniform within ±1/√inputs (Kaiming's with a = √5), B zero, so that
-    nothing is added yet.
+    """Initialize adapters like PEFT: A uniform within ±1/√inputs (Kaiming with a = √5), B zero.
 
-    Each A is drawn whole, by the seed and its name, and then cut: adapters are the same in every
-    layout.
+    With B = 0 the initial update is zero. Each A is drawn whole, from the seed and the
+    tensor's name, and then split: adapters are equal in every layout.
     """
     for entry, parameter in bind_adapters(chunks, world).items():
         ((name, size),) = entry.tensors.items()
         if not name.endswith("lora_A.weight"):
             parameter.data.zero_()
             continue
+        # The name is part of the seed: the draws then do not depend on the order of the adapters.
         of_name = derive_engine_seed(seed, zlib.crc32(name.encode()), Purpose.ADAPTERS)
         bound = 1.0 / math.sqrt(size[1])
         whole = torch.empty(size).uniform_(
@@ -362,14 +367,14 @@ def init_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> 
 
 
 class MergedParameters(dict[Entry, torch.Tensor]):
-    """The parameters of this rank with their adapters merged in, each made when it is asked for.
+    """The parameters of this rank with adapters merged in, each computed on access.
 
-    A rank's part of W + alpha/rank · B A takes no more of B and A than the rank's parts. The sum is
-    taken in fp32, and rounded once to the parameter's type.
+    A rank's part of W + alpha/rank · B A needs only the rank's parts of B and A. The sum is
+    computed in fp32, and rounded once to the parameter's type.
 
     Args:
-        parameters: of the policy without adapters.
-        adapters: of these parameters.
+        parameters: parameters of the policy without adapters.
+        adapters: adapters of ``parameters``.
         scale: alpha/rank.
     """
 
@@ -400,20 +405,25 @@ class MergedParameters(dict[Entry, torch.Tensor]):
             a, b = (self._adapters.get(name) for name in pairs[slice_.name or ""])
             if a is None or b is None:
                 continue
-            if entry.axis == 0:  # of a matrix's rows on this rank, a run
+            # With rows split over ranks, the slice needs only the matching rows of this rank's B.
+            if entry.axis == 0:
                 b = b.narrow(0, slice_.start - part * len(b), slice_.length)
             held.addmm_(b.float(), a.float(), alpha=self._scale)
         return merged.to(parameter.dtype)
 
 
 def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]:
-    """Megatron's description of the adapters' shards. Layers and experts are leading dimensions, as
-    of the policy's own parameters, and nothing in it depends on the layout."""
+    """Return Megatron's description of the adapters' shards.
+
+    Layers and experts are leading dimensions, as for the policy's own parameters. The description
+    of a tensor does not depend on the layout.
+    """
     state = {}
     for entry, parameter in bind_adapters(chunks, world).items():
         leading = list(zip(entry.leading_indices, entry.leading_sizes, strict=True))
         offsets = [(axis, index, count) for axis, (index, count) in enumerate(leading)]
         part = get_shard_index(entry, world)
+        # Replicas of a shard need distinct ids, because Megatron saves only replica (0, 0, 0).
         whole = entry.mapping.split is REPLICATED
         if not whole:
             offsets.append((len(leading) + entry.axis, part, entry.count_parts(world.layout)))
@@ -435,7 +445,7 @@ def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]
 def load_adapter_state(
     chunks: Sequence[PolicyModel], state: Mapping[str, Any], world: World
 ) -> None:
-    """Put what was read for :func:`adapter_state` into the adapters."""
+    """Load the result of reading :func:`adapter_state` into the adapters."""
     with torch.no_grad():
         for entry, parameter in bind_adapters(chunks, world).items():
             parameter.copy_(state["adapters"][_get_tensor_name(entry)])

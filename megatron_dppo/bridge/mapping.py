@@ -1,10 +1,14 @@
-"""Which Hugging Face tensors a Megatron parameter is made of, and which rows or columns of them
-each rank holds.
+"""Mapping between Megatron parameters and Hugging Face tensors, and the rows or columns of each
+rank.
 
-A family's rows are read in both directions. :meth:`Entry.list_slices` says what the parameter of
-rank r is: slices of tensors, put together along one axis. Loading copies these slices into the
-parameter, streaming and export copy them back, and a directory's shapes are checked against the
-same rows. No torch is needed to read them.
+The rows of a family's table are used in both directions. :meth:`Entry.list_slices` returns the
+parameter of rank r: slices of tensors, joined along an axis.
+
+- Loading copies these slices into the parameter.
+- Streaming and export copy the slices back.
+- A directory's shapes are checked against the same rows.
+
+The rows are readable without torch.
 """
 
 from __future__ import annotations
@@ -38,16 +42,16 @@ UNTIED_OUTPUT = ParameterMapping(VOCABULARY, ("output_layer.weight",), ("lm_head
 TIED_OUTPUT = ParameterMapping(
     VOCABULARY, ("output_layer.weight",), EMBEDDING.tensors, is_copy=True
 )
-"""With tied embeddings the output layer has no weight of its own, unless it is on another stage
-than the embedding."""
+"""Copy of the embedding as the output layer, with tied embeddings. The output layer then has no
+separate weight, unless placed on another stage than the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Rows (axis 0) or columns (axis 1) ``start`` to ``stop`` of one Hugging Face tensor; the axis
-    is its entry's.
+    """Rows (axis 0) or columns (axis 1) ``start`` to ``stop`` of a Hugging Face tensor, along the
+    axis of the entry.
 
-    Without a ``name``, zeros: tokens that only the padded vocabulary has.
+    Without a ``name``: zeros for tokens that only the padded vocabulary has.
 
         Slice("model.layers.0.self_attn.o_proj.weight", 96, 192)
 
@@ -65,8 +69,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A mapping of the table for one layer (and expert) of one policy: a parameter, and the tensors
-    it is made of.
+    """A mapping of the table for a layer (and expert) of a policy: a parameter and the source
+    tensors.
 
         Entry(shape.family.rows[2], shape, layer=5)
 
@@ -77,24 +81,24 @@ class Entry:
     mapping: ParameterMapping
     shape: PolicyShape
     layer: int | None = None
-    """Counted over all stages; None outside the layers."""
+    """Index over all stages; ``None`` outside the layers."""
     expert: int | None = None
-    """Counted over all ranks; None outside the experts."""
+    """Index over all ranks; ``None`` outside the experts."""
 
     @property
     def megatron_names(self) -> tuple[str, ...]:
-        """The parameter's possible names."""
+        """Possible names of the parameter."""
         return tuple(self._format_name(name) for name in self.mapping.megatron)
 
     @property
     def key(self) -> str:
-        """The parameter's name in Megatron's distributed format. Layers of one kind are a leading
-        dimension there."""
+        """Name of the parameter in Megatron's distributed format. Layers of the same kind are a
+        leading dimension there."""
         return self.mapping.key.replace(".{layer}", f".{self.layer}" if self.shape.hybrid else "")
 
     @property
     def stored_rows(self) -> tuple[StoredRows, ...]:
-        """What of it has keys of its own in Megatron's distributed format."""
+        """Parts of the parameter with separate keys in Megatron's distributed format."""
         sections = enumerate(name for _, name, _ in self.mapping.sections)
         parts = tuple(StoredRows(self, f"{self.key}.{name}", number) for number, name in sections)
         return parts or (StoredRows(self, self.key),)
@@ -110,24 +114,24 @@ class Entry:
 
     @property
     def fused_tensor(self) -> str:
-        """The one tensor of files in which its tensors lie with those of all other experts; empty:
-        none."""
+        """Name of the tensor in files that combines the tensors of all experts; empty if not
+        combined."""
         return self._format_name(self.mapping.fused)
 
     @property
     def elements(self) -> int:
-        """Size of all its tensors together, without padding."""
+        """Number of elements of all tensors, without padding."""
         return sum(map(prod, self.tensors.values()))
 
     @property
     def leading_indices(self) -> tuple[int, ...]:
-        """Where the parameter lies in the leading dimensions of its key in Megatron's distributed
-        format."""
+        """Position of the parameter in the leading dimensions of the key's tensor in Megatron's
+        distributed format."""
         return tuple(index for index, _ in self._leading_dimensions)
 
     @property
     def leading_sizes(self) -> tuple[int, ...]:
-        """Sizes of these dimensions."""
+        """Sizes of the leading dimensions."""
         return tuple(size for _, size in self._leading_dimensions)
 
     @property
@@ -137,27 +141,29 @@ class Entry:
         return [(index, size) for index, size in pairs if index is not None]
 
     def expert_rank(self, ep: int) -> int:
-        """Which of ``ep`` expert-parallel ranks has this expert. They hold runs of equal length."""
+        """Return which of ``ep`` expert-parallel ranks has this expert. Each rank has a range of
+        consecutive experts, of equal length."""
         assert self.expert is not None
         return self.expert // (self.shape.experts // ep)
 
     def count_parts(self, layout: LayoutConfig) -> int:
-        """Over how many ranks the parameter is cut."""
+        """Return the number of ranks that the parameter is split over."""
         return layout.tp if self.expert is None else layout.expert_tp
 
     @property
     def axis(self) -> int:
-        """The dimension along which tensors are cut and slices are put together."""
+        """Dimension along which tensors are split and slices are joined."""
         return 1 if self.mapping.split is ROW else 0
 
     def shard_shape(self, tp: int) -> tuple[int, ...]:
-        """Shape of the parameter on each of ``tp`` ranks."""
+        """Return the shape of the parameter on each of ``tp`` ranks."""
         shape = list(next(iter(self.tensors.values())))
         shape[self.axis] = sum(part.length for part in self.list_slices(0, tp))
         return tuple(shape)
 
     def list_slices(self, tp_rank: int, tp: int) -> tuple[Slice, ...]:
-        """Slices of rank ``tp_rank`` of ``tp``; joined along ``axis``, they are its parameter.
+        """Return the slices of rank ``tp_rank`` of ``tp``; joined along ``axis``, the slices form
+        the rank's parameter.
 
         Raises:
             ValueError: if ``tp`` does not divide the split extent.
@@ -165,11 +171,13 @@ class Entry:
         extents = {name: shape[self.axis] for name, shape in self.tensors.items()}
         match self.mapping.split:
             case Split.VOCABULARY:
+                # The padded vocabulary is split evenly, so that the last ranks hold the padding.
                 ((name, vocabulary),) = extents.items()
                 start, stop = _compute_part(padded_vocab(vocabulary, tp), tp_rank, tp, "tokens")
                 held = Slice(name, min(start, vocabulary), min(stop, vocabulary))
                 padding = Slice(None, max(start, vocabulary), max(stop, vocabulary))
                 return tuple(part for part in (held, padding) if part.length)
+            # Megatron interleaves queries, keys and values by query group.
             case Split.QKV:
                 groups = range(*_compute_part(self.shape.kv_heads, tp_rank, tp, "query groups"))
                 heads = {name: extent // self.shape.kv_heads for name, extent in extents.items()}
@@ -182,6 +190,8 @@ class Entry:
                 size = self.shape.head_dim
                 heads_each = self.shape.heads // self.shape.kv_heads
                 query, *others = extents
+                # Per query group: query heads, gate heads, then key and value. The query tensor
+                # alternates head and gate, both of size head_dim.
                 pieces: list[tuple[str, int]] = []
                 for group in range(
                     *_compute_part(self.shape.kv_heads, tp_rank, tp, "query groups")
@@ -193,6 +203,7 @@ class Entry:
                     Slice(name, place * size, (place + 1) * size) for name, place in pieces
                 )
             case Split.REPLICATED:
+                # Every rank holds the whole parameter.
                 tp_rank = 0
                 tp = 1
         names = list(extents)
@@ -213,17 +224,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Rows of a parameter with a key of their own in Megatron's distributed format: most often all
-    of them."""
+    """Rows of a parameter with a separate key in Megatron's distributed format; mostly all rows."""
 
     entry: Entry
     key: str
     section: int | None = None
-    """Its number among the mapping's sections; None: there are none."""
+    """Index among the mapping's sections; ``None`` for a mapping without sections."""
 
     @property
     def rows(self) -> tuple[Slice, ...]:
-        """Rows of Hugging Face tensors that it consists of, below one another."""
+        """Rows of Hugging Face tensors that form the stored rows, from top to bottom."""
         tensors = self.entry.tensors.items()
         rows = (
             tuple(Slice(name, 0, size[0]) for name, size in tensors)
@@ -234,26 +244,24 @@ class StoredRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter's rows."""
+        """Shape of the stored rows, of the whole parameter."""
         return (sum(part.length for part in self.rows), *self.entry.shard_shape(1)[1:])
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """The same as a block of its key's tensor."""
+        """Shape of the stored rows as a block of the key's tensor."""
         return (1,) * len(self.entry.leading_indices) + self.shape
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of its key's tensor, leading dimensions included."""
+        """Shape of the key's tensor, including leading dimensions."""
         return self.entry.leading_sizes + self.shape
 
 
 def list_entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterator[Entry]:
-    """The parameters of a pipeline stage, in the order of the forward pass.
+    """Yield the parameters of a pipeline stage, in order of the forward pass.
 
-    Args:
-        shape: of the policy.
-        layers: of the stage, from :func:`list_stage_layers`; None: those of the whole policy.
+    ``layers`` are the layers of the stage, from :func:`list_stage_layers`; ``None``: all layers.
     """
     layers = layers or [range(shape.num_layers)]
     first = layers[0].start == 0
@@ -265,6 +273,7 @@ def list_entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> I
         yield Entry(FINAL_NORM, shape)
     if last and not shape.tied:
         yield Entry(UNTIED_OUTPUT, shape)
+    # With tied embeddings a last stage without the embedding needs a copy.
     elif last and not first:
         yield Entry(TIED_OUTPUT, shape)
 
@@ -272,7 +281,7 @@ def list_entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> I
 def list_adapter_entries(
     shape: PolicyShape, lora: LoraConfig, layers: Sequence[range] | None = None
 ) -> Iterator[Entry]:
-    """The same for the adapters of ``lora``, whose tensors have the names that PEFT gives them."""
+    """Yield the entries of the adapters of ``lora``; tensors have PEFT's names."""
     mappings = _list_adapter_mappings(shape.family.rows, lora.rank, lora.targets)
     yield from _list_layer_entries(shape, mappings, layers or [range(shape.num_layers)])
 
@@ -298,8 +307,10 @@ PEFT = "base_model.model."
 def _list_adapter_mappings(
     rows: tuple[ParameterMapping, ...], rank: int, targets: tuple[str, ...]
 ) -> tuple[ParameterMapping, ...]:
-    """A and B of every matrix that is a target. The one is cut as the weight is, and every rank has
-    the other whole."""
+    """Return the mappings of A and B for every target matrix.
+
+    One factor is split like the weight; the remaining factor is replicated on every rank.
+    """
     found = []
     for mapping in rows:
         for name in mapping.tensors:
@@ -309,9 +320,8 @@ def _list_adapter_mappings(
                 continue
             splits = (REPLICATED, ROW) if mapping.split is ROW else (COLUMN, REPLICATED)
             for letter, split in zip("ba", splits, strict=True):
-                names = tuple(
-                    f"{_format_adapter_path(of)}.{target}.{letter}" for of in mapping.megatron
-                )
+                paths = map(_format_adapter_path, mapping.megatron)
+                names = tuple(f"{path}.{target}.{letter}" for path in paths)
                 tensor = f"{PEFT}{module}.lora_{letter.upper()}.weight"
                 found.append(
                     ParameterMapping(split, names, (tensor,), lora_rank=rank, layers=mapping.layers)
@@ -320,28 +330,31 @@ def _list_adapter_mappings(
 
 
 def _format_adapter_path(parameter: str) -> str:
-    """Where the adapters of a linear layer's weight are; a grouped layer has them once for each
+    """Return the path of the adapters of a linear layer's weight; a grouped layer has adapters per
     expert."""
     layer, _, weight = parameter.rpartition(".")
     return f"{layer}.lora" + (".{expert}" if weight != "weight" else "")
 
 
 def get_adapter_names(name: str) -> tuple[str, str]:
-    """PEFT's names of A and B beside a tensor of a Hugging Face directory."""
+    """Return PEFT's names of A and B for a tensor of a Hugging Face directory."""
     module = PEFT + name.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a policy in Hugging Face's form, in the order of the
-    forward pass."""
+    """Return the name and shape of every Hugging Face tensor of a policy, in order of the forward
+    pass."""
     return {name: size for entry in list_entries(shape) for name, size in entry.tensors.items()}
 
 
 def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Tensors of files, in the order of the forward pass: name and shape of each of the policy's
-    that lie in one, one after another. These are several if a file has the experts of a layer in
-    one tensor."""
+    """Return the tensors of files, in order of the forward pass: name to policy tensors (name and
+    shape).
+
+    The policy tensors are stored consecutively in the file's tensor. A file's tensor has several
+    policy tensors if the file fuses the experts of a layer.
+    """
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for entry in list_entries(shape):
         for name, size in entry.tensors.items():
@@ -352,8 +365,10 @@ def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
 def file_shape(
     name: str, parts: Mapping[str, tuple[int, ...]], shape: PolicyShape
 ) -> tuple[int, ...]:
-    """Shape of a tensor of files with these parts; of experts: [experts, rows of an expert's
-    tensors, columns]."""
+    """Return the shape of a file's tensor that combines ``parts``.
+
+    The shape of fused experts is [experts, rows of an expert's tensors, columns].
+    """
     sizes = list(parts.values())
     return parts.get(name) or (
         shape.experts,
@@ -363,28 +378,26 @@ def file_shape(
 
 
 def exact_tensors(shape: PolicyShape) -> frozenset[str]:
-    """Those that are fp32 in every policy and file."""
+    """Return the names of the tensors that are fp32 in every policy and file."""
     return frozenset(
         name for entry in list_entries(shape) if entry.mapping.exact for name in entry.tensors
     )
 
 
 def list_redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
-    """Tensors that a directory may hold besides: a copy of the embedding, as the output layer that
-    is tied to it.
+    """Return additional tensors that a directory may hold: the tied output layer as a copy of the
+    embedding.
 
-    Qwen3's own small models come with it.
+    Qwen3's small models include the copy.
     """
     return Entry(UNTIED_OUTPUT, shape).tensors if shape.tied else {}
 
 
 def count_parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
-    """Weights of the policy, without padding; tied embeddings count once. With ``lora``, of its
-    adapters instead."""
-    return sum(
-        entry.elements
-        for entry in (list_adapter_entries(shape, lora) if lora else list_entries(shape))
-    )
+    """Return the number of weights of the policy, without padding; tied embeddings count once. With
+    ``lora``, count the weights of the adapters instead."""
+    entries = list_adapter_entries(shape, lora) if lora else list_entries(shape)
+    return sum(entry.elements for entry in entries)
 
 
 def describe_mismatch(
@@ -393,14 +406,16 @@ def describe_mismatch(
     found: Mapping[str, tuple[int, ...]],
     optional: Mapping[str, tuple[int, ...]] | None = None,
 ) -> str:
-    """Name tensors that are missing, unexpected or of another shape, the first of each kind; empty:
-    there are none.
+    """Name the first tensor of each kind of problem: missing, unexpected, or of another shape.
 
     Args:
-        policy: config.json's.
+        policy: shape from config.json.
         expected: shapes by name.
         found: shapes by name.
         optional: shapes of tensors that may be missing.
+
+    Returns:
+        An empty string if all tensors match.
     """
     possible = {**expected, **(optional or {})}
     missing = [name for name in expected if name not in found]
@@ -425,14 +440,14 @@ def describe_mismatch(
 
 
 def _format_names(names: Sequence[str]) -> str:
-    """One tensor by name, many by the first name and their number."""
+    """Format a single tensor by name, several by the first name and the number of the rest."""
     return (
         f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors are"
     )
 
 
 def format_nearest_name(name: str, candidates: Collection[str]) -> str:
-    """Return the candidate most like ``name``, as the end of a sentence."""
+    """Return the candidate most similar to ``name``, as the end of a sentence."""
     near = difflib.get_close_matches(name, candidates, n=1)
     return f" (nearest name: {near[0]})" if near else ""
 
@@ -441,13 +456,14 @@ def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:
     module, _, letter = name.partition(".lora_")
     dimensions = tensor_dimensions(f"{module}.weight" if rank else name, shape.family.dimensions)
     size = tuple(shape.extents[dimension] for dimension in dimensions)
+    # A is [rank, inputs], B is [outputs, rank].
     if rank:
         return (rank, size[1]) if letter == "A.weight" else (size[0], rank)
     return size
 
 
 def _compute_part(extent: int, part: int, parts: int, name: str) -> tuple[int, int]:
-    """Start and stop of one of ``parts`` equal parts."""
+    """Return start and stop of the part with index ``part`` of ``parts`` equal parts."""
     if extent % parts:
         raise ValueError(
             f"{name} ({extent}) cannot be cut into {parts} equal parts; check_layout refuses such "

@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face directory as they are read: where each tensor lies, and whether all
-are there.
+"""Read the weights of a Hugging Face directory: locate each tensor, and check completeness.
 
-Only headers are read, without torch, so that a bad directory is refused before any rank starts.
+The location of tensors needs only the headers, and no torch, so that an invalid directory is
+rejected before any rank starts.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from megatron_dppo.models.shape import PolicyShape
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CARRIED = "model-carried.safetensors"
-"""Tensors that are no part of the policy, as they came."""
+"""File of tensors that are no part of the policy, unchanged from the source."""
 NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""The types of weights that can be read, by NumPy's names; for BF16, which it lacks, that of the
+"""Readable types of weights, by NumPy's names; BF16, absent from NumPy, as the integer type of the
 same size."""
 ROWS = 1024
-"""Rows of a tensor that are compared at a time."""
+"""Rows of a tensor per comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A tensor, or a rectangle of a matrix, stored row by row from one byte of a file on.
+    """A tensor, or a rectangle of a matrix, stored row by row from a byte offset of a file.
 
     A gate projection [40, 24] in bf16 that begins at byte 3,072: ``Chunk(file, 3072, "BF16", (40,
-    24))``. The up projection lies below it in ``linear_fc1``, at byte 4,992 of the file, say:
+    24))``. The up projection follows in ``linear_fc1``, for example at byte 4,992 of the file:
     ``Chunk(file, 4992, "BF16", (40, 24), row=40)``.
     """
 
     file: Path
     start: int
-    """Its first byte there."""
+    """First byte in the file."""
     dtype: str
-    """As safetensors spells it: F32, BF16, …"""
+    """Type as spelled by safetensors: F32, BF16, …"""
     shape: tuple[int, ...]
     row: int = 0
-    """Its first row in the matrix."""
+    """First row in the matrix."""
     column: int = 0
 
     @property
@@ -70,27 +70,27 @@ class Chunk:
 
     @property
     def length(self) -> int:
-        """Bytes, of any type: what follows a tensor may be carried."""
+        """Size in bytes, for any type, because carried tensors may have types that cannot be
+        read."""
         bits = re.search(r"\d+", self.dtype)
         return prod(self.shape) * int(bits[0] if bits else 8) // 8
 
     def select_rows(self, first: int, rows: int, row: int) -> Chunk:
-        """``rows`` rows of it from its own row ``first`` on, to lie from row ``row`` of a
-        matrix on."""
+        """Return ``rows`` rows of the chunk from the chunk's row ``first``, placed at row ``row``
+        of a matrix."""
         skipped = replace(self, shape=(first, *self.shape[1:])).length
         return replace(self, start=self.start + skipped, shape=(rows, *self.shape[1:]), row=row)
 
     def map_values(self) -> NDArray[Any]:
-        """The file's own bytes, not read yet, which changes do not reach; BF16 as integers."""
+        """Map the values copy-on-write, without reading; BF16 as integers."""
         return np.memmap(self.file, NUMPY[self.dtype], "c", self.start, self.shape)
 
 
 def read_tensor_index(path: Path) -> dict[str, Chunk]:
-    """Every tensor of the directory's weights, by name, from an index or a single file.
+    """Return every tensor of the directory's weights, by name, from an index or a single file.
 
     Raises:
-        UserError: if files are missing or damaged, or the index names a tensor that its file does
-            not have.
+        UserError: if files are missing or damaged, or the index names a tensor that the file lacks.
     """
     index = path / INDEX
     if not index.is_file():
@@ -122,18 +122,17 @@ def read_tensor_index(path: Path) -> dict[str, Chunk]:
 
 
 def read_header(file: Path) -> dict[str, Chunk]:
-    """The tensors of one safetensors file.
+    """Return the tensors of a safetensors file, by name.
 
     Raises:
         UserError: if the file is truncated or is no safetensors file.
     """
-    from safetensors import SafetensorError, safe_open  # not there without an extra
+    # Import here, because safetensors is installed only with an extra.
+    from safetensors import SafetensorError, safe_open
 
+    # Open with the library as well, because safe_open checks sizes and offsets.
     try:
-        with (
-            safe_open(file, "numpy"),
-            file.open("rb") as opened,
-        ):  # the library checks sizes and offsets
+        with safe_open(file, "numpy"), file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
     except (SafetensorError, OSError) as error:
@@ -151,10 +150,10 @@ def read_header(file: Path) -> dict[str, Chunk]:
 
 
 def check_finite(tensors: Mapping[str, Chunk], path: Path, *, most_bytes: int) -> None:
-    """Look for infinities and NaN, unless all tensors together have more than ``most_bytes``.
+    """Check for infinities and NaN, unless all tensors together have more than ``most_bytes``.
 
     Raises:
-        UserError: naming the first tensor with such a value.
+        UserError: naming the first tensor with infinities or NaN.
     """
     if sum(tensor.length for tensor in tensors.values()) > most_bytes:
         return
@@ -166,12 +165,11 @@ def check_finite(tensors: Mapping[str, Chunk], path: Path, *, most_bytes: int) -
 
 
 def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
-    """Where the tensors of a policy lie; a directory that does not have them is refused, before
-    anything is started.
+    """Return the location of a policy's tensors, after a check that the directory has all tensors.
 
     Raises:
-        UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape
-            or type; and for an output layer of its own in a policy that has none.
+        UserError: if a file or tensor is missing, truncated, unexpected, or of another shape or
+            type; or if a policy with tied embeddings has a different output layer.
     """
     stored = read_tensor_index(path)
     files = file_tensors(shape)
@@ -180,12 +178,12 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
     }
     expected = expected_tensors(shape)
     copies = list_redundant_tensors(shape)
+    # Accept experts in a fused tensor or as separate tensors.
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parts in files.items():
         wanted.update({name: file_shape(name, parts, shape)} if name in found else parts)
-    if problem := describe_mismatch(
-        shape, wanted, {name: tensor.shape for name, tensor in found.items()}, copies
-    ):
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    if problem := describe_mismatch(shape, wanted, shapes, copies):
         remedy = (
             "take a whole model in Hugging Face's form (no adapter, no quantization) and its "
             "own config.json"
@@ -213,7 +211,7 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
 
 
 def split_chunk(whole: Chunk, parts: Mapping[str, tuple[int, ...]]) -> dict[str, Chunk]:
-    """Tensors that lie one after another in a tensor of a file."""
+    """Split a tensor of a file into consecutive tensors."""
     found = {}
     start = whole.start
     for name, size in parts.items():
@@ -223,11 +221,14 @@ def split_chunk(whole: Chunk, parts: Mapping[str, tuple[int, ...]]) -> dict[str,
 
 
 def find_carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
-    """Tensors of a directory that are no part of the policy, and stay beside it: a vision tower,
-    heads for further tokens. The directory may have no weights but these.
+    """Return the directory's tensors that are no part of the policy, and are carried along: a
+    vision tower, heads for further tokens.
+
+    The directory may hold only carried tensors.
 
     Raises:
-        UserError: if there are none, and the model that the policy is a part of requires some.
+        UserError: if the directory has no carried tensors, although the policy's full model
+            requires some.
     """
     if (path / CARRIED).is_file():
         return read_header(path / CARRIED)
@@ -243,25 +244,24 @@ def find_carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
 
 
 def _are_equal(one: Chunk, other: Chunk) -> bool:
-    """Whether two tensors of one shape hold the same numbers, be it in different types."""
+    """Return whether two tensors of the same shape hold equal numbers, possibly in different
+    types."""
     pieces = zip(_iterate_values(one), _iterate_values(other), strict=True)
     return all(np.array_equal(first, second) for first, second in pieces)
 
 
 def _iterate_values(tensor: Chunk) -> Iterator[NDArray[Any]]:
-    """The values of some rows at a time."""
+    """Yield the values, ``ROWS`` rows at a time."""
     values = tensor.map_values()
     for row in range(0, tensor.rows, ROWS):
         numbers = values[row : row + ROWS]
-        yield (
-            (numbers.astype(np.uint32) << 16).view(np.float32)
-            if tensor.dtype == "BF16"
-            else numbers
-        )
+        # BF16 is the upper half of FP32.
+        is_bf16 = tensor.dtype == "BF16"
+        yield (numbers.astype(np.uint32) << 16).view(np.float32) if is_bf16 else numbers
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    """The file of each tensor, by an index."""
+    """Return the file of each tensor from an index."""
     try:
         files = json.loads(index.read_text())["weight_map"]
         if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):

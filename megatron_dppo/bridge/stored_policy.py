@@ -1,10 +1,9 @@
-"""The policy in a Megatron checkpoint: where each parameter lies. Nothing that the checkpoint asks
-for is run.
+"""The policy in a Megatron checkpoint: location of each parameter. No code from the checkpoint is
+run.
 
-A pickle may call any function that can be imported, and a checkpoint may come from anyone. Torch's
-index of a checkpoint, ``.metadata``, is made of a dozen plain classes, which are the only ones that
-are allowed here. Everything else that is pickled is read by torch, which is told to accept tensors
-and plain values only.
+A pickle may call any importable function, and a checkpoint may come from anyone. Torch's index of a
+checkpoint, ``.metadata``, consists of a dozen plain classes; only these classes are allowed here.
+Torch reads all other pickles, restricted to tensors and plain values.
 """
 
 from __future__ import annotations
@@ -59,7 +58,8 @@ from megatron_dppo.models.shape import PolicyShape
 _CLASSES = (
     *(Metadata, MetadataIndex, StorageMeta, BytesStorageMetadata, ChunkStorageMetadata),
     *(TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, _StoragePrefix),
-    *(SavePlan, WriteItem, TensorWriteData, WriteItemType),  # Megatron keeps what each rank wrote
+    # Megatron stores the plan of each rank.
+    *(SavePlan, WriteItem, TensorWriteData, WriteItemType),
 )
 _ALLOWED: Mapping[tuple[str, str], Any] = {
     **{
@@ -72,8 +72,8 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
         for module in ("pathlib", "pathlib._local")
     },
 }
-"""Globals that a pickle may load, besides torch's types. A path stays text: nothing depends on
-where it was written."""
+"""Globals that a pickle may load, in addition to torch's types. A path is loaded as text, because
+no result depends on the place of writing."""
 
 _ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _ANYTHING = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -92,7 +92,10 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _restore_classes() -> Iterator[None]:
-    """A pickle can set attributes of the classes themselves, which the whole process would meet."""
+    """Restore the classes of the index and raise, if a pickle set attributes of the classes.
+
+    Without the restoration, changed attributes would affect the whole process.
+    """
     before = {of: dict(vars(of)) for of in _CLASSES}
     try:
         yield
@@ -111,12 +114,12 @@ def _restore_classes() -> Iterator[None]:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Torch's index of the checkpoint in ``folder``.
+    """Return torch's index of the checkpoint in ``folder``.
 
     Raises:
-        Exception: whatever a damaged pickle makes of it; UnpicklingError if it asks for anything
-            that no index needs.
-        ValueError: if it is no index of a checkpoint whose files lie in this folder.
+        Exception: any exception from a damaged pickle; UnpicklingError if the pickle requests a
+            global that no index needs.
+        ValueError: if the file is no index of a checkpoint whose files are in this folder.
     """
     with (folder / METADATA).open("rb") as file, _restore_classes():
         metadata = _Unpickler(file).load()
@@ -135,10 +138,10 @@ def read_metadata(folder: Path) -> Metadata:
 
 @contextmanager
 def disable_unsafe_pickles() -> Iterator[None]:
-    """Within this block ``torch.load`` fails for whatever is no tensor or plain value.
+    """Make ``torch.load`` fail within the block for objects other than tensors and plain values.
 
-    It does so with ``weights_only=False`` too, which is what torch's own reader of checkpoints asks
-    for.
+    The restriction also holds for ``weights_only=False``, the argument of torch's own reader of
+    checkpoints.
     """
     before = {name: os.environ.pop(name, None) for name in (_ONLY, _ANYTHING)}
     os.environ[_ONLY] = "1"
@@ -154,48 +157,48 @@ _PLAIN = ("torch ", "torch._utils ", "collections ", "_codecs encode", "_io Byte
 
 
 def find_unsafe_pickle(folder: Path) -> str | None:
-    """The first stored value whose pickle asks for what no tensor or plain value needs, or that is
-    no archive."""
+    """Return the first stored value that is no archive, or whose pickle requests more than tensors
+    and plain values need."""
     for index, stored in read_metadata(folder).storage_data.items():
         name = f"{index.fqn} in {stored.relative_path}"
         try:
-            with open_archive(folder / stored.relative_path, stored.offset, stored.length) as (
-                _,
-                mapped,
-                archive,
-            ):
+            file = folder / stored.relative_path
+            with open_archive(file, stored.offset, stored.length) as (_, mapped, archive):
                 pickles = [
                     record for record in archive.infolist() if record.filename.endswith(".pkl")
                 ]
-                data = [
-                    mapped[(at := data_offset(record, mapped)) : at + record.file_size]
-                    for record in pickles
-                ]
-            asked = [
+                data = []
+                for record in pickles:
+                    start = data_offset(record, mapped)
+                    data.append(mapped[start : start + record.file_size])
+            # genops only parses the opcodes, and runs no pickle.
+            requested = [
                 argument
-                for one in data
-                for code, argument, _ in genops(one)
+                for content in data
+                for code, argument, _ in genops(content)
                 if "GLOBAL" in code.name
             ]
-        except Exception:  # whatever a damaged archive makes of it
+        # A damaged archive can raise any exception.
+        except Exception:
             return name
-        if not all(str(thing).startswith(_PLAIN) for thing in asked):
+        if not all(str(thing).startswith(_PLAIN) for thing in requested):
             return name
     return None
 
 
 class StoredPolicy:
-    """The weights of a checkpoint, whatever layout wrote it. Checked when built; nothing else of it
+    """The weights of a checkpoint, written by any layout. Checked on construction; no other content
     is read.
 
     Args:
-        folder: the directory of one iteration, ``metadata.json`` in it.
-        shape: of the policy that it should hold.
-        lora: whose adapters it should hold instead of the policy's own weights.
+        folder: directory of an iteration, with ``metadata.json``.
+        shape: expected shape of the policy.
+        setting: name of the setting in errors.
+        lora: adapters to expect instead of the policy's own weights.
 
     Raises:
-        UserError: naming ``setting``, if it is no such checkpoint, or a file or parameter is
-            missing, truncated, unexpected, or of another shape.
+        UserError: naming ``setting``, if the folder is no checkpoint of this kind, or a file or
+            parameter is missing, truncated, unexpected, or of another shape.
     """
 
     def __init__(
@@ -211,12 +214,14 @@ class StoredPolicy:
             )
         with convert_corruption_errors(folder, setting):
             self.checksums = Checksums.read(folder)
-            """None for a checkpoint without checksums that this version can check."""
+            """Checksums; ``None`` for a checkpoint without checksums that this version can
+            check."""
             if self.checksums is not None:
                 self.checksums.check([METADATA])
             try:
                 metadata = read_metadata(folder)
-            except Exception as error:  # whatever unpickling a damaged file raises
+            # Unpickling a damaged file can raise any exception.
+            except Exception as error:
                 raise CorruptCheckpointError(f"{METADATA} cannot be read ({error})") from error
             self._storage: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
             self._check_files()
@@ -228,25 +233,26 @@ class StoredPolicy:
         self._blocks: dict[StoredRows, list[ChunkStorageMetadata]] = {}
         self._find_blocks([part for entry in wanted for part in entry.stored_rows], shape)
         self.entries = {name: entry for entry in wanted for name in entry.tensors}
-        """The parameter that each Hugging Face tensor is a part of."""
-        # Tensors of a parameter are asked for one after another.
+        """Parameter of each Hugging Face tensor, by the tensor's name."""
+        # The cache is small, because the tensors of a parameter are read in succession.
         self._located = lru_cache(maxsize=64)(self._find_chunks)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that holds every stored weight, but for those that are fp32 in every policy."""
+        """Common type of all stored weights, except weights that are fp32 in every policy."""
         kept = {part.key for part in self._blocks if not part.entry.mapping.exact}
         return reduce(torch.promote_types, (self._tensors[key].properties.dtype for key in kept))
 
     def check(self, *, share: int = 0, num_shares: int = 1, all_files: bool = False) -> None:
-        """Compare the files that hold the weights with their checksums.
+        """Compare the files of the weights with the checksums.
 
         Args:
-            share: take every ``num_shares``-th file, from this one on.
-            all_files: file of the checkpoint, whatever it holds.
+            share: index of the first checked file; every ``num_shares``-th file from there is
+                checked.
+            all_files: whether to check every file of the checkpoint, not only files with weights.
 
         Raises:
-            UserError: naming the first file that is damaged.
+            UserError: naming the first damaged file.
         """
         if self.checksums is None:
             return
@@ -262,8 +268,8 @@ class StoredPolicy:
             )
 
     def read_tensor_rows(self, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
-        """The bytes of a Hugging Face tensor in a policy of type ``dtype``, as :func:`read_rows`
-        gives them.
+        """Yield the bytes of a Hugging Face tensor in a policy of type ``dtype``, like
+        :func:`read_rows`.
 
         Raises:
             UserError: if a file cannot be read there.
@@ -272,7 +278,7 @@ class StoredPolicy:
         return read_rows(entry.tensors[name], self.list_chunks(name), promote_dtype(dtype, entry))
 
     def list_chunks(self, name: str) -> list[Chunk]:
-        """Chunks of a Hugging Face tensor.
+        """Return the chunks of a Hugging Face tensor.
 
         Raises:
             UserError: if a file cannot be read there.
@@ -281,7 +287,8 @@ class StoredPolicy:
         with convert_corruption_errors(self._folder, self._setting):
             try:
                 blocks = {part: self._located(part) for part in entry.stored_rows}
-            except Exception as error:  # whatever reading a damaged archive raises
+            # Reading a damaged archive can raise any exception.
+            except Exception as error:
                 raise CorruptCheckpointError(f"{entry.key} cannot be read ({error})") from error
         return [
             chunk
@@ -296,10 +303,10 @@ class StoredPolicy:
         return self._storage[MetadataIndex(part.key, block.offsets)]
 
     def _build_chunk(self, part: StoredRows, block: ChunkStorageMetadata) -> Chunk:
-        """A block, whose leading dimensions are one, as a chunk of what comes after these.
+        """Return a block as a chunk, without the leading dimensions, which have size 1 in a block.
 
         Raises:
-            ValueError: if it is not stored as Megatron does, or not at all.
+            ValueError: if the block is missing, or not stored in Megatron's way.
         """
         place = self._get_storage(part, block)
         leading = len(part.entry.leading_indices)
@@ -317,9 +324,8 @@ class StoredPolicy:
     def _check_files(self) -> None:
         sizes: dict[str, int] = defaultdict(int)
         for place in self._storage.values():
-            sizes[place.relative_path] = max(
-                sizes[place.relative_path], place.offset + place.length
-            )
+            end = place.offset + place.length
+            sizes[place.relative_path] = max(sizes[place.relative_path], end)
         for name, size in sizes.items():
             file = self._folder / name
             if not file.is_file():
@@ -340,20 +346,17 @@ class StoredPolicy:
             )
             raise UserError(self._setting, self._folder, problem, remedy)
         expected = {part.key: part.stored_shape for part in parts}
-        roots = {
-            key.partition(".")[0] for key in (*expected, UNTIED_OUTPUT.key)
-        }  # beside these are an optimizer's
+        # Compare only keys of the policy, because a checkpoint may also have an optimizer's keys.
+        roots = {key.partition(".")[0] for key in (*expected, UNTIED_OUTPUT.key)}
         found = {
             key: (*each.size,)
             for key, each in self._tensors.items()
             if key.partition(".")[0] in roots
         }
         for key in {part.key for part in parts if part.entry.mapping.split is Split.VOCABULARY}:
+            # Accept any padding of the vocabulary, because the padding depends on the writer.
             if found.get(key, ())[:1] >= (shape.vocab_size,):
-                expected[key] = (
-                    found[key][0],
-                    *expected[key][1:],
-                )  # the padding depends on who wrote it
+                expected[key] = (found[key][0], *expected[key][1:])
         if problem := describe_mismatch(shape, expected, found):
             remedy = "Give the config.json of the policy that it was written of"
             raise UserError(self._setting, self._folder, problem, remedy)
@@ -364,9 +367,10 @@ class StoredPolicy:
                 blocks[key, (*block.offsets[:count],)].append(block)
         for part in parts:
             held = self._blocks[part] = blocks[part.key, part.entry.leading_indices]
-            if sum(prod(block.sizes) for block in held) != prod(
-                expected[part.key][leading[part.key] :]
-            ):
+            # The index lists every written block: a smaller sum means that a rank's part is
+            # missing.
+            stored_elements = sum(prod(block.sizes) for block in held)
+            if stored_elements != prod(expected[part.key][leading[part.key] :]):
                 layer = f" of layer {part.entry.layer}" if part.entry.leading_indices else ""
                 raise build_corruption_error(
                     self._folder, self._setting, f"{part.key}{layer} is there in part only"

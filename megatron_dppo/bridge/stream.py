@@ -1,10 +1,12 @@
 """The actor's weights as a stream of buckets: whole tensors under Hugging Face's names.
 
-Export, the local engine and the servers' transports all read this stream. A bucket takes one
-gather: every rank sends its shards straight to each rank that consumes, and nothing is sent on from
-there. Pipeline stages take turns in filling a bucket, so that all of them send at once. While a
-consumer has one bucket, the next is on its way. Only the ranks that together have one copy of the
-policy exchange anything: copies send one another nothing.
+Readers of the stream: export, the local engine and the servers' transports.
+
+- A bucket takes a single gather: every rank sends its shards straight to each consumer, without
+  relays.
+- Pipeline stages take turns in filling a bucket, to make all stages send at the same time.
+- The next bucket is transferred while a consumer holds the current bucket.
+- Only the ranks of the same copy of the policy communicate; copies exchange no data.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Consumers(StrEnum):
-    """Which ranks of a copy of the policy get buckets with tensors. The others only send, and get
-    empty ones."""
+    """Ranks of a copy of the policy that receive buckets with tensors. The remaining ranks only
+    send, and receive empty buckets."""
 
     EVERYONE = "every rank gets every bucket"
     LEADER = "the first rank gets every bucket"
@@ -55,31 +57,36 @@ def weight_stream(
     bucket_mib: int = 64,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Tensors]:
-    """The policy's tensors by their Hugging Face names, whole, without padding, each in exactly one
-    bucket.
+    """Stream the policy's tensors by Hugging Face names, whole, without padding, each in exactly
+    one bucket.
 
     Collective over a copy of the policy (:attr:`World.shard_group_size` ranks of each pipeline
-    stage), or over one stage of it with ``STAGE_LEADERS``. All of these ranks get the same number
-    of buckets, and those that consume get the same tensors in the same order. Every rank must take
-    the stream to its end, since the others wait for it. Between two buckets a rank may take part in
-    other collectives, if all ranks do so at the same bucket.
+    stage), or over a single stage with ``STAGE_LEADERS``:
 
-    A bucket's tensors may be views of the live parameters or of a buffer of the stream. They must
-    not be written to. Whoever keeps one past the next bucket, or past the next update of the
-    policy, must copy it. With tied embeddings the output layer's copy is left out. Of a policy with
-    adapters, tensors are the merged ones.
+    - All participating ranks receive the same number of buckets.
+    - All consumers receive the same tensors in the same order.
+    - Every rank must exhaust the stream, because the remaining ranks wait.
+    - Between two buckets a rank may take part in other collectives, if all ranks do at the same
+      bucket.
 
-    A rank that consumes holds two buckets, the one that is handed out included. An embedding or
-    output layer that is larger than a bucket comes on top while it passes. Any other rank holds its
-    shards of a bucket and of such a layer.
+    The tensors of a bucket:
+
+    - Tensors may be views of live parameters or of a buffer of the stream, and must not be written
+      to.
+    - Copy a tensor to keep it past the next bucket or the next update of the policy.
+    - With tied embeddings the output layer's copy is left out.
+    - For a policy with adapters, tensors have the adapters merged.
+
+    Memory: a consumer holds two buckets, including the bucket that the caller has. An embedding or
+    output layer larger than a bucket adds its size during its transfer. A rank that only sends
+    holds the rank's shards of a bucket and of an oversized layer.
 
     Args:
-        chunks: the bare model, one for each virtual stage.
-        to: who consumes.
-        bucket_mib: most MiB in a bucket; a parameter whose tensors take more has a bucket of its
-            own.
-        dtype: of the tensors; None: that of the parameters, which must then be one. What is fp32 in
-            every policy has buckets of its own, after all others.
+        chunks: bare model, an element per virtual stage.
+        to: consumers.
+        bucket_mib: MiB of a bucket at most; a parameter with larger tensors has a separate bucket.
+        dtype: type of the tensors; ``None``: the common type of the parameters. Tensors that are
+            fp32 in every policy have separate buckets, after all other buckets.
     """
     bound = bind_parameters(chunks, world)
     adapters = bind_adapters(chunks, world)
@@ -100,7 +107,7 @@ def adapter_stream(
     to: Consumers = Consumers.LEADER,
     bucket_mib: int = 64,
 ) -> Iterator[Tensors]:
-    """The policy's adapters by PEFT's names; otherwise as :func:`weight_stream`."""
+    """Stream the policy's adapters by PEFT's names; otherwise as :func:`weight_stream`."""
     parameters = {
         entry: parameter.detach() for entry, parameter in bind_adapters(chunks, world).items()
     }
@@ -124,6 +131,7 @@ def _stream(
     gathers = _Gathers(
         buckets, parameters, world, target, bucket_mib * 2**20 // dtype.itemsize, dtype
     )
+    # Start the next bucket before the current bucket is yielded, to overlap transfer and use.
     gather = gathers.start(buckets[0])
     for following in [*buckets[1:], None]:
         tensors = gathers.finish(gather)
@@ -144,9 +152,9 @@ class Item:
 
     entry: Entry
     stage: int
-    """The pipeline stage that has it."""
+    """Pipeline stage of the entry."""
     shard: tuple[int, ...]
-    """Shape of the parameter on each rank that has a part of it."""
+    """Shape of the parameter on each rank with a part of the entry."""
 
 
 Bucket = list[Item]
@@ -161,16 +169,20 @@ def plan_buckets(
     dtype: torch.dtype,
     lora: LoraConfig | None = None,
 ) -> list[Bucket]:
-    """The entries of ``stages``, which take turns, in buckets as full as that order
-    allows; those of the adapters of ``lora`` instead, if it is given."""
+    """Assign the entries of ``stages``, taken in turns, to buckets, as full as the order allows.
+
+    With ``lora``, assign the entries of the adapters instead.
+    """
     buckets: list[Bucket] = []
     layers = [list_stage_layers(shape.num_layers, stage, layout) for stage in stages]
-    of_stages = [
-        list(list_adapter_entries(shape, lora, each) if lora else list_entries(shape, each))
-        for each in layers
-    ]
+    of_stages: list[list[Entry]] = []
+    for each in layers:
+        entries = list_adapter_entries(shape, lora, each) if lora else list_entries(shape, each)
+        of_stages.append(list(entries))
+    # Alternate between the stages, because all stages can then send at the same time.
     turns = [list(zip(stages, turn, strict=True)) for turn in zip_longest(*of_stages)]
-    for exact in (False, True):  # a bucket's tensors have one type
+    # Separate fp32 entries, because all tensors of a bucket have the same type.
+    for exact in (False, True):
         room = 0
         for stage, entry in chain.from_iterable(turns):
             if entry is None or entry.mapping.is_copy or entry.mapping.exact is not exact:
@@ -186,24 +198,19 @@ def plan_buckets(
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """A bucket on its way."""
+    """A bucket in transfer."""
 
     bucket: Bucket
     memory: torch.Tensor
-    """Received shards, one rank's after another's; on a rank that only sends, its own shards."""
+    """Received shards, rank after rank; on a rank that only sends, the rank's own shards."""
     shards: Mapping[tuple[int, Entry], torch.Tensor]
-    """Each shard in it, by rank and entry."""
+    """Views of the shards in ``memory``, by rank and entry."""
     works: Sequence[dist.Work]
 
 
 class _Gathers:
-    """This rank's part in the gathers of one stream. Ranks are counted within the group that they
-    take place in.
-
-    Two buffers serve all buckets, since fresh memory for each would take a CPU longer than a
-    gather. Shards are received in one of them. Tensors are put together in the other, and stay
-    there until the next bucket is finished.
-    """
+    """This rank's part in the gathers of a stream. Rank numbers are relative to the group of the
+    gathers."""
 
     def __init__(
         self,
@@ -220,7 +227,7 @@ class _Gathers:
         self._most_elements = most_elements
         self._group = _get_copy_group(world, stage_only=target is Consumers.STAGE_LEADERS)
         self._first_stage = world.pp_rank if target is Consumers.STAGE_LEADERS else 0
-        # Gloo sends from the host's memory, and receives into it.
+        # Gloo needs host memory for sent and received tensors.
         self._device = (
             torch.device("cpu") if dist.get_backend(self._group) == "gloo" else world.device
         )
@@ -228,6 +235,9 @@ class _Gathers:
         consumers = range(ranks if target is Consumers.EVERYONE else 1)
         self._consumes = self._rank in consumers
         self._receivers = [rank for rank in consumers if rank != self._rank]
+        # Two buffers serve all buckets, because allocating memory for each bucket would take a CPU
+        # longer than a gather. Shards arrive in the first buffer. Tensors are assembled in the
+        # second buffer, and remain valid until the next bucket is finished.
         buffered = [bucket for bucket in buckets if not self._is_large_embedding(bucket)]
         self._received = self._allocate_buffer(
             map(self._count_exchanged_elements, buffered), buffered
@@ -235,19 +245,18 @@ class _Gathers:
         self._assembled = self._allocate_buffer(
             map(self._count_assembled_elements, buffered), buffered
         )
-        if (
-            ranks > 1
-            # NCCL wants every rank in the first operation of a group, and a bucket need not concern
-            # all.
-        ):
-            # Else NCCL guesses the GPU from the rank, and may take another process's.
+        # NCCL requires every rank in the first operation of a group, and a bucket may involve only
+        # some ranks.
+        if ranks > 1:
+            # Without device_ids NCCL derives the GPU from the rank, and may pick the GPU of another
+            # process.
             dist.barrier(
                 self._group, device_ids=None if self._device.index is None else [self._device.index]
             )
 
     def start(self, bucket: Bucket) -> _Gather:
-        """Send this rank's shards to all who consume, and receive those of others if it consumes.
-        Does not wait."""
+        """Start to send this rank's shards to all consumers, and to receive if this rank
+        consumes."""
         total = self._count_exchanged_elements(bucket)
         memory = (
             torch.empty(total, dtype=self._dtype, device=self._device)
@@ -277,7 +286,7 @@ class _Gathers:
         )
 
     def finish(self, gather: _Gather) -> Tensors:
-        """Wait for a bucket, and put its tensors together in the memory of the bucket before."""
+        """Wait for a bucket, and assemble its tensors in the memory of the previous bucket."""
         for work in gather.works:
             work.wait()
         if not self._consumes:
@@ -294,26 +303,23 @@ class _Gathers:
             else:
                 whole = _view_tensors(entry, self._assembled.view(dtype)[start:])
                 start += entry.elements
-                shards = [
-                    self._parameters[entry] if rank == self._rank else gather.shards[rank, entry]
-                    for rank in self._get_senders(item)
-                ]
+                shards = []
+                for rank in self._get_senders(item):
+                    is_own = rank == self._rank
+                    shards.append(self._parameters[entry] if is_own else gather.shards[rank, entry])
                 fill_tensors(entry, shards, whole)
                 tensors |= whole
         return tensors
 
     def _plan_exchanges(self, bucket: Bucket) -> dict[int, list[Item]]:
-        """The items of which each rank's shard goes through this rank's memory, by rank, in the
-        order of the ranks.
-
-        This rank's own shards are among them if another rank receives them. If none does, they are
-        read from the parameters when the bucket is finished; only that of a large embedding is
-        copied in between the others'.
-        """
+        """Return the items whose shards pass through this rank's memory, by rank, in order of the
+        ranks."""
         items: dict[int, list[Item]] = {}
         for item in bucket:
             for rank in self._get_senders(item):
                 if rank == self._rank:
+                    # Copy this rank's own shard into memory only to send the shard, or to complete
+                    # a large embedding. Otherwise finish() reads the shard from the parameters.
                     wanted = bool(self._receivers) or (
                         self._is_large_embedding(bucket) and not self._has_whole(item)
                     )
@@ -324,8 +330,8 @@ class _Gathers:
         return dict(sorted(items.items()))
 
     def _get_senders(self, item: Item) -> range:
-        """The ranks whose shards make an entry: all that have a part, or the first where each has
-        it whole."""
+        """Return the ranks whose shards form an entry: all with a part, or the first if
+        replicated."""
         entry = item.entry
         layout = self._world.layout
         first = (item.stage - self._first_stage) * self._world.shard_group_size
@@ -337,7 +343,7 @@ class _Gathers:
         )
 
     def _has_whole(self, item: Item) -> bool:
-        """Whether this rank has the entry whole among its parameters."""
+        """Return whether this rank's parameters include the whole entry."""
         entry = item.entry
         whole = (
             entry.count_parts(self._world.layout) == 1 or entry.mapping.split is Split.REPLICATED
@@ -345,12 +351,10 @@ class _Gathers:
         return whole and entry in self._parameters
 
     def _is_large_embedding(self, bucket: Bucket) -> bool:
-        """Whether the bucket is an embedding or output layer that is larger than a bucket may be.
-
-        Its shards are consecutive rows of the tensor, and padding comes last. Received one after
-        another into memory of its own, they are the whole tensor already, so that it need not be in
-        memory twice.
-        """
+        """Return whether the bucket is an embedding or output layer larger than a bucket's
+        limit."""
+        # Shards are consecutive rows of the tensor, with the padding last. Shards received
+        # consecutively into separate memory already form the whole tensor, without a second copy.
         entry = bucket[0].entry
         return entry.mapping.split is Split.VOCABULARY and entry.elements > self._most_elements
 
@@ -368,8 +372,11 @@ class _Gathers:
         return promote_dtype(self._dtype, bucket[0].entry)
 
     def _allocate_buffer(self, elements: Iterable[int], buckets: Sequence[Bucket]) -> torch.Tensor:
-        """Bytes for any one of the buckets, of which each has so many elements; a multiple of every
-        type's size."""
+        """Allocate bytes for any one of the buckets; the size is a multiple of every type's size.
+
+        Args:
+            elements: elements of each bucket.
+        """
         sizes = (
             count * self._get_dtype(bucket).itemsize
             for count, bucket in zip(elements, buckets, strict=True)
@@ -380,8 +387,8 @@ class _Gathers:
 
 
 def _get_copy_group(world: World, *, stage_only: bool) -> dist.ProcessGroup:
-    """The ranks that together have one copy of the policy, stage by stage, or of one stage of
-    it."""
+    """Return the ranks of a copy of the policy, stage by stage, or of a single stage of the
+    copy."""
     if world.shard_group_size == world.layout.tp:
         stage = parallel_state.get_tensor_model_parallel_group
         whole = parallel_state.get_model_parallel_group
@@ -394,12 +401,12 @@ def _get_copy_group(world: World, *, stage_only: bool) -> dist.ProcessGroup:
 def fill_tensors(
     entry: Entry, shards: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write what the tensor-parallel ranks hold of ``entry`` into whole Hugging Face tensors.
+    """Write the tensor-parallel shards of ``entry`` into whole Hugging Face tensors.
 
     Args:
-        shards: the parameter of each rank, in the order of the ranks; for a replicated entry any
-            one of them is enough.
-        tensors: at least those of ``entry.tensors``, by name; written in place.
+        shards: parameter of each rank, in order of the ranks; any single shard of a replicated
+            entry.
+        tensors: at least the tensors of ``entry.tensors``, by name; written in place.
     """
     for tp_rank, shard in enumerate(shards):
         for slice_, held in iterate_slices(entry, shard, tp_rank, len(shards)):
@@ -408,10 +415,10 @@ def fill_tensors(
 
 
 def extract_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    """The Hugging Face tensors of a parameter that is not split over ranks, by name.
+    """Return the Hugging Face tensors of a parameter that is not split over ranks, by name.
 
-    They are views of the parameter where a tensor lies in it in one piece and ``dtype`` is the
-    parameter's own: all but queries, keys and values, which alternate.
+    A tensor is a view of the parameter if contiguous there and ``dtype`` is the parameter's type.
+    Queries, keys and values alternate in the parameter, and are copied.
     """
     sizes = entry.tensors
     tensors: Tensors = {}
@@ -428,7 +435,7 @@ def extract_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -
 
 
 def _view_tensors(entry: Entry, flat: torch.Tensor) -> Tensors:
-    """The entry's tensors, one after the other from the beginning of ``flat``."""
+    """Return views of the entry's tensors, stored consecutively from the beginning of ``flat``."""
     tensors: Tensors = {}
     for name, size in entry.tensors.items():
         tensors[name] = flat[: prod(size)].view(size)

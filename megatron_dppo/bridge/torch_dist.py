@@ -1,10 +1,10 @@
-"""Weights in Megatron's distributed format (``torch_dist``), written and read in one process
+"""Write and read weights in Megatron's distributed format (``torch_dist``), in a single process
 without a process group.
 
-A checkpoint holds, under a key for each parameter, blocks of the parameter as one tensor-parallel
-rank would have it; layers and experts are leading dimensions. The layout that wrote a checkpoint
-decides how its blocks are cut, and any layout loads them. Each block is an archive of
-``torch.save``. A file holds many of them, and ``.metadata`` says where each one lies.
+A checkpoint has a key per parameter. A key holds blocks of the parameter in the form of a
+tensor-parallel rank's shard; layers and experts are leading dimensions. The writer's layout decides
+the division into blocks, and any layout loads the blocks. Each block is an archive of
+``torch.save``. A file holds many archives, and ``.metadata`` has the location of each archive.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.models.shape import PolicyShape
 
 COMMON = "common.pt"
-"""Megatron's file of what is no tensor of a rank's."""
+"""Megatron's file of the state other than ranks' tensors."""
 FILE_BYTES = 1 << 30
-"""Most bytes in a file, unless a single parameter is larger."""
+"""Maximum bytes of a file, unless a single parameter is larger."""
 WRITTEN_BY = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""Content of Megatron's ``metadata.json`` for such a checkpoint."""
+"""Content of Megatron's ``metadata.json`` for this format."""
 
 
 def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> FilePlan[StoredRows]:
-    """Parameters in the order of the forward pass, as many to a file as fit, each a single
-    block."""
+    """Plan the files: parameters in order of the forward pass, each a single block, with full
+    files."""
     plan: FilePlan[StoredRows] = FilePlan(dtype)
     file = ""
     end = FILE_BYTES
@@ -76,10 +76,10 @@ def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> FilePlan[StoredRo
 def write_metadata(
     folder: Path, plan: FilePlan[StoredRows], checksums: Mapping[str, FileChecksum]
 ) -> None:
-    """Write the files that make a checkpoint of a folder with all parameters.
+    """Write the files that turn a folder with all parameters into a checkpoint.
 
     Args:
-        checksums: of the files with the parameters, by name.
+        checksums: checksums of the files with parameters, by name.
     """
     common = io.BytesIO()
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, common)
@@ -90,7 +90,7 @@ def write_metadata(
 
 
 def _build_metadata(plan: FilePlan[StoredRows]) -> Metadata:
-    """Torch's index of a checkpoint."""
+    """Return torch's index of a checkpoint."""
     tensors: dict[str, TensorStorageMetadata] = {}
     indexed: dict[MetadataIndex, _StorageInfo] = {}
     for part, place in plan.places.items():
@@ -113,16 +113,15 @@ def _build_metadata(plan: FilePlan[StoredRows]) -> Metadata:
 
 @lru_cache
 def _build_archive(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, int, bytes]:
-    """A tensor as ``torch.save`` writes it, but for its data (and their CRC-32, which torch never
-    looks at).
+    """Return a tensor as written by ``torch.save``, without the data.
 
     Returns:
-        What is before the data, the number of their bytes, and what is behind them.
+        Bytes before the data, number of bytes of the data, and bytes after the data.
     """
     with tempfile.NamedTemporaryFile() as file:
-        with (
-            torch.serialization.skip_data()
-        ):  # leaves a hole in the file, and never touches the tensor's memory
+        # skip_data leaves a hole in the file, and never touches the tensor's memory. The archive
+        # then lacks the CRC-32 of the data, which torch never reads.
+        with torch.serialization.skip_data():
             torch.save(torch.empty(shape, dtype=dtype), file)
         start, size = find_data(Path(file.name), 0, file.tell())
         file.seek(0)
@@ -132,14 +131,14 @@ def _build_archive(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, i
 
 
 def find_data(file: Path, offset: int, length: int) -> tuple[int, int]:
-    """Where in the file the data of a saved tensor begins, and how many bytes it has. The data is
-    not read.
+    """Return the start in the file and the number of bytes of a saved tensor's data, without
+    reading the data.
 
-    ``torch.save`` writes a tensor as a zip archive with one record of data, uncompressed.
+    ``torch.save`` writes a tensor as a zip archive with a single uncompressed data record.
 
     Args:
-        offset: the first byte of the archive in the file.
-        length: of the archive, in bytes.
+        offset: first byte of the archive in the file.
+        length: bytes of the archive.
     """
     with open_archive(file, offset, length) as (first, mapped, archive):
         (record,) = (info for info in archive.infolist() if "/data/" in info.filename)
@@ -150,11 +149,12 @@ def find_data(file: Path, offset: int, length: int) -> tuple[int, int]:
 
 @contextmanager
 def open_archive(file: Path, offset: int, length: int) -> Iterator[tuple[int, mmap, ZipFile]]:
-    """An archive of ``torch.save``, ``length`` bytes of a file from byte ``offset`` on.
+    """Open an archive of ``torch.save``: ``length`` bytes of a file from byte ``offset``.
 
     Yields:
-        The byte of the file at which the mapped memory begins, that memory, and the archive.
+        Byte of the file at the beginning of the mapped memory, the mapped memory, and the archive.
     """
+    # mmap requires an aligned offset.
     first = offset - offset % ALLOCATIONGRANULARITY
     with (
         file.open("rb") as stream,
@@ -165,6 +165,7 @@ def open_archive(file: Path, offset: int, length: int) -> Iterator[tuple[int, mm
 
 
 def data_offset(record: ZipInfo, mapped: mmap) -> int:
-    """Where the data of a record begins in the mapped memory."""
+    """Return the start of a record's data in the mapped memory."""
+    # A zip record has a header of 30 bytes, then a name and an extra field of variable length.
     name, extra = struct.unpack_from("<HH", mapped, record.header_offset + 26)
     return record.header_offset + 30 + int(name) + int(extra)

@@ -1,8 +1,8 @@
-"""Law 5: after a sync, the log-probabilities of what generates are the actor's, and its tokens say
-so by their version.
+"""Law 5: after a sync, the engine's log-probabilities are the actor's, and the versions of the
+tokens show the sync.
 
-The engine is compared with the trainer here: how far the two may be apart, and what is kept as
-evidence if they are further. Needs no torch to be imported: a report reads the limits.
+The trainer is compared with the engine: this module defines the largest allowed difference, and the
+evidence stored beyond the limit. The import needs no torch, because a report reads the limits.
 """
 
 from __future__ import annotations
@@ -30,38 +30,37 @@ if TYPE_CHECKING:
     from megatron_dppo.trainer.assemble import PolicyParts
 
 MAX_LOGPROB_DIFF = {"fp32": 1e-4, "bf16": 0.1}
-"""Mean |log p(trainer) − log p(engine)| per token past which something other than rounding is at
-work."""
+"""Limit of mean |log p(trainer) − log p(engine)| per token. Rounding alone does not exceed the
+limit."""
 MAX_PROB_ERROR = {"fp32": 1.001, "bf16": 1.2}
-"""Mean exp |log p(trainer) − log p(engine)| per token, which a few tokens that are far off move
-more."""
+"""Limit of mean exp |log p(trainer) − log p(engine)| per token, which is more sensitive to a few
+tokens with a large difference."""
 MOST_COMPLETIONS = 8
-"""How many completions, the worst ones, are kept as evidence."""
+"""Number of worst completions stored as evidence."""
 PROMPTS = 4
 SAMPLES = 2
 MAX_TOKENS = 32
-"""Request to every server: number of prompts, completions of each prompt, tokens of each
-completion."""
+"""Request to every server: number of prompts, completions per prompt, tokens per completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedCompletion:
-    """A completion with the L tokens that both have scored."""
+    """A completion with L tokens, scored by both trainer and engine."""
 
     source: str
-    """Engine or server that generated it."""
+    """Engine or server that generated the completion."""
     prompt_ids: NDArray[np.integer]
     """[P]"""
     response_ids: NDArray[np.integer]
-    """[L], those that were sampled."""
+    """[L], sampled token ids."""
     trainer: NDArray[np.float32]
-    """[L], log-probabilities."""
+    """[L], log-probabilities by the trainer."""
     engine: NDArray[np.float32]
-    """[L]"""
+    """[L], log-probabilities by the engine."""
     versions: tuple[int, ...]
-    """Versions of the weights that generated it."""
+    """Versions of the weights that generated the completion."""
     routing: Routing | None = None
-    """As its completion has it."""
+    """Expert routing, in the form of the completion's field."""
 
     @property
     def differences(self) -> NDArray[np.float64]:
@@ -87,8 +86,13 @@ class ComparedCompletion:
 def collect_comparisons(
     pack: Pack, trainer: NDArray[np.float32], version: int
 ) -> Iterator[ComparedCompletion]:
-    """The completions of a pack that ``version`` has made, as the trainer ([R]) and the engine have
-    scored them."""
+    """Yield the completions of a pack with tokens of ``version``, scored by trainer and engine.
+
+    Args:
+        pack: pack of R tokens.
+        trainer: [R], log-probabilities by the trainer.
+        version: version of the weights.
+    """
     for row in np.unique(pack.sample[pack.versions == version]):
         (targets,) = np.nonzero(pack.sample == row)
         yield ComparedCompletion(
@@ -102,7 +106,7 @@ def collect_comparisons(
 
 
 def logprob_limit(config: Config) -> float:
-    """``rollout.max_logprob_diff``, or what takes its place."""
+    """Return ``rollout.max_logprob_diff``, or the default for the model's dtype."""
     limit = config.rollout.max_logprob_diff
     return MAX_LOGPROB_DIFF[config.model.dtype] if limit is None else limit
 
@@ -118,19 +122,19 @@ def check_disagreement(
     collect: Callable[[], Sequence[ComparedCompletion]],
     name: str,
 ) -> None:
-    """Stop the run where trainer and engine are further apart than precision explains. Collective.
+    """Stop the run if trainer and engine differ more than rounding explains. Collective.
 
     Args:
-        source: what generated the tokens, for the message: "the engine", or a server's name.
-        context: for the message: "in step 3".
+        source: generator of the tokens in the message: "the engine", or a server's name.
+        context: time in the message: "in step 3".
         difference: mean |Δ log p|, the same on every rank.
         error: mean exp |Δ log p|, the same on every rank.
-        collect: returns the completions that this rank has. The rank with the worst one writes the
-            evidence.
-        name: of the file of evidence in ``RUN/disagreement``, without its ending.
+        collect: function that returns this rank's completions. The rank with the worst completion
+            writes the evidence.
+        name: name of the evidence file in ``RUN/disagreement``, without extension.
 
     Raises:
-        UserError: on every rank, past a limit. Numbers that are not finite are past every limit.
+        UserError: on every rank, beyond a limit. Non-finite numbers are beyond every limit.
     """
     rollout = config.rollout
     error_limit = (
@@ -142,6 +146,7 @@ def check_disagreement(
         ("rollout.max_logprob_diff", difference, logprob_limit(config), "|log p difference|"),
         ("rollout.max_prob_error", error, error_limit, "exp |log p difference|"),
     ):
+        # NaN is not <= limit, and therefore fails the check.
         if measured <= limit:
             continue
         facts = {
@@ -155,14 +160,10 @@ def check_disagreement(
         )
         problem = (
             f"trainer and {source} disagree on the log-probabilities of the same tokens {context}: "
-            "the "
-            f"mean {what} is "
-            f"{measured:.4g}. {source[0].upper()}{source[1:]} may hold other weights (another "
-            "model, an "
-            "update that did not "
-            "arrive whole), score at another temperature or with top-p, top-k or a penalty, or "
-            "compute in another "
-            f"precision (a quantised model or cache). The worst completions are in {file}"
+            f"the mean {what} is {measured:.4g}. {source[0].upper()}{source[1:]} may hold other "
+            "weights (another model, an update that did not arrive whole), score at another "
+            "temperature or with top-p, top-k or a penalty, or compute in another precision "
+            f"(a quantised model or cache). The worst completions are in {file}"
         )
         remedy = f"Find the cause; raise {setting} only for a difference that precision explains"
         raise UserError(setting, f"{limit:g}", problem, remedy)
@@ -171,7 +172,8 @@ def check_disagreement(
 def _write_evidence(
     world: World, file: Path, facts: dict[str, Any], completions: Sequence[ComparedCompletion]
 ) -> Path:
-    """Have the rank with the worst completion write its worst ones."""
+    """Write the worst completions of the rank with the worst completion to ``file``."""
+    # NaN counts as the largest difference.
     worst = sorted(
         completions, key=lambda each: np.nan_to_num(each.mean, nan=np.inf), reverse=True
     )[:MOST_COMPLETIONS]
@@ -193,22 +195,23 @@ def _write_evidence(
 def check_agreement(
     policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], *, version: int
 ) -> dict[str, float]:
-    """Hold completions of every server against the actor. Collective; nothing that training depends
-    on changes.
+    """Compare completions of every server with the actor. Collective.
+
+    The check does not change any state that training depends on.
 
     Args:
-        policy: whose weights the engine was given last.
-        engine: with them.
-        pool: prompts; others of them are taken for each version.
-        version: of that sync.
+        policy: policy of the engine's last sync.
+        engine: engine with the synchronized weights.
+        pool: pool of prompts; each version takes different prompts.
+        version: version of the sync.
 
     Returns:
-        ``rollout/agreement_max_diff`` and ``rollout/agreement_mean_diff``, of the server that is
-        furthest off.
+        ``rollout/agreement_max_diff`` and ``rollout/agreement_mean_diff``, the largest over the
+        servers.
 
     Raises:
-        UserError: on every rank, if a server is further from the actor than precision explains, or
-            generates with other weights by its own account. The message names it.
+        UserError: on every rank, naming the server, if a server differs from the actor by more than
+            rounding explains, or reports another version for the tokens.
     """
     config = policy.config
     world = policy.world
@@ -217,16 +220,15 @@ def check_agreement(
     by_server = defaultdict[str, list[ComparedCompletion]](list)
     for each in _score_completions(policy, answers):
         by_server[each.source].append(each)
-    parts = [
-        stats
-        for stats in world.gather({name: _compute_stats(some) for name, some in by_server.items()})
-        if stats
-    ]
+    own_stats = {name: _compute_stats(completions) for name, completions in by_server.items()}
+    parts = [stats for stats in world.gather(own_stats) if stats]
     if not parts:
         return {}
-    worst = {
-        server: np.max([stats[server] for stats in parts], axis=0).tolist() for server in parts[0]
-    }
+    # Take the largest over the replicas, because each replica scores the same completions.
+    worst: dict[str, list[float]] = {}
+    for server in parts[0]:
+        of_replicas = [stats[server] for stats in parts]
+        worst[server] = np.max(of_replicas, axis=0).tolist()
     for server, (mean, _, error) in worst.items():
         check_disagreement(
             config,
@@ -238,17 +240,21 @@ def check_agreement(
             collect=partial(by_server.__getitem__, server),
             name=f"sync_{version:07d}",
         )
-    means, largest, _ = zip(*worst.values(), strict=True)
-    return {"rollout/agreement_mean_diff": max(means), "rollout/agreement_max_diff": max(largest)}
+    return {
+        "rollout/agreement_mean_diff": max(mean for mean, _, _ in worst.values()),
+        "rollout/agreement_max_diff": max(largest for _, largest, _ in worst.values()),
+    }
 
 
 def _generate_completions(
     policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], version: int
 ) -> list[ComparedCompletion]:
-    """Completions of every server for the same prompts, not yet scored by the actor."""
-    from megatron_dppo.rollout.engine import Sampling  # imports torch
+    """Return completions of every server for the same prompts, not yet scored by the actor."""
+    # The module imports torch, and a report imports the present module without torch.
+    from megatron_dppo.rollout.engine import Sampling
 
     config = policy.config
+    # Move through the pool with the version.
     count = min(PROMPTS, len(pool))
     prompts = [pool[(version * count + i) % len(pool)] for i in range(count)]
     sampling = Sampling(
@@ -280,8 +286,7 @@ def _check_versions(answers: Sequence[ComparedCompletion], version: int, engine:
         if set(each.versions) != {version}:
             problem = (
                 f"the server {each.source} was given weights of version {version}, and says that "
-                "version "
-                f"{', '.join(map(str, each.versions))} made its tokens"
+                f"version {', '.join(map(str, each.versions))} made its tokens"
             )
             remedy = (
                 "See whether somebody else sends it weights; another value of "
@@ -293,12 +298,14 @@ def _check_versions(answers: Sequence[ComparedCompletion], version: int, engine:
 def _score_completions(
     policy: PolicyParts[Any], answers: Sequence[ComparedCompletion]
 ) -> list[ComparedCompletion]:
-    """The answers with the actor's log-probabilities. Only one rank of each replica has them, the
-    others have none."""
+    """Return the completions with the actor's log-probabilities; empty on all ranks but the first
+    of each replica."""
     if not answers:
         return []
     layers = policy.actor.routing.layers if policy.actor.routing else None
-    rows, packs = zip(*policy.pack([_build_sample(each, layers) for each in answers]), strict=True)
+    packed = policy.pack([_build_sample(each, layers) for each in answers])
+    rows = [held for held, _ in packed]
+    packs = [pack for _, pack in packed]
     logprobs = policy.actor.log_probabilities(packs)
     if policy.world.tp_rank or policy.world.cp_rank:
         return []
@@ -326,7 +333,8 @@ def _build_sample(completion: ComparedCompletion, layers: Ints | None) -> Traini
 
 
 def _compute_stats(completions: Sequence[ComparedCompletion]) -> tuple[float, float, float]:
-    """Mean and largest |Δ log p|, and mean exp |Δ log p|."""
+    """Return mean and largest |Δ log p|, and mean exp |Δ log p|."""
     differences = np.concatenate([each.differences for each in completions])
+    # Cap the exponent, to avoid an overflow.
     error = np.exp(np.minimum(differences, 50.0)).mean()
     return float(differences.mean()), float(differences.max()), float(error)

@@ -1,4 +1,4 @@
-"""The parts of a run on this rank, built from its configuration before the first step."""
+"""Build the parts of a run on this rank from the configuration, before the first step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FrozenT = TypeVar("FrozenT", bound=Policy)
 
 @dataclass(frozen=True, slots=True)
 class PolicyParts(Generic[P_co]):
-    """The policy on this rank, with or without an optimizer, and how its weights leave it."""
+    """The policy on this rank, with or without an optimizer, and the ways out for the weights."""
 
     config: Config
     world: World
@@ -72,34 +72,39 @@ class PolicyParts(Generic[P_co]):
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Shape of the routing that the engine reports; None: no routing."""
+        """Shape of the routing that the engine reports; ``None``: no routing."""
         return self.shape.routing if self.config.loss.replay_routing == "rollout" else None
 
     @property
     def source(self) -> WeightSource:
-        """Weights for engines: the actor's, or with ``rollout.sync.adapter`` its adapters."""
+        """Weights for engines: the actor's, or with ``rollout.sync.adapter`` the actor's
+        adapters."""
         stream = adapter_stream if self.config.rollout.sync.adapter else weight_stream
         return partial(stream, self.actor.chunks, self.world)
 
     def sync(self, engine: RolloutEngine[Any], version: int) -> None:
         """Stream :attr:`source` to an engine, which then generates with ``version``. Collective."""
         engine.pause()
-        self._release_memory()  # for the servers' weights
+        # Make room for the servers' weights.
+        self._release_memory()
         engine.update_weights(self.source, version)
-        self._release_memory()  # for their cache, in the place of the buckets
+        # Free the buckets, to make room for the servers' cache.
+        self._release_memory()
         engine.resume()
 
     def build_engine(self) -> RolloutEngine[Any]:
-        """An engine of this rank's own, without weights until the first sync."""
+        """Return this rank's engine, without weights until the first sync."""
         model = self.config.model
         rollout = self.config.rollout
         if rollout.served:
             from megatron_dppo.rollout.servers.engine import ServerEngine
 
             say = partial(Console(self.config.run.steps).print_note, repeat=True)
-            self._release_memory()  # a server looks at its start for what is free
+            # A server measures the free memory at its start.
+            self._release_memory()
             engine = ServerEngine(self.config, self.world, self.shape, say)
-            engine.pause()  # a checkpoint may have to be loaded yet
+            # Pause, because a checkpoint may still have to be loaded.
+            engine.pause()
             return engine
         make = self.world.run_on_all_ranks(
             lambda: load_engine_factory(self.config), description="import of an engine"
@@ -135,7 +140,8 @@ class PolicyParts(Generic[P_co]):
         workers: RewardWorkers,
         offline: Mapping[int, OfflineGroup] | None = None,
     ) -> Collector:
-        """Collector of rollouts to train on: servers that teach read them. Collective."""
+        """Return the collector of rollouts to train on, with teacher servers if configured.
+        Collective."""
         config = self.config
         world = self.world
         teachers = (
@@ -149,7 +155,7 @@ class PolicyParts(Generic[P_co]):
     def build_collectors(
         self, engine: RolloutEngine[Any], workers: Mapping[str, RewardWorkers]
     ) -> dict[str, Collector]:
-        """One for each verifier's workers, for evaluations."""
+        """Return a collector per verifier, for evaluations."""
         parts = self.tokenizer, self.stop_ids
         return {
             v: Collector(self.config, self.world, engine, each, *parts)
@@ -157,9 +163,10 @@ class PolicyParts(Generic[P_co]):
         }
 
     def load_reference(self) -> Reference | BasePolicy:
-        """The initial policy, frozen, for the loss's KL term. Collective.
+        """Load the initial policy, frozen, as the reference of the loss's KL term. Collective.
 
-        It is a copy, unless the actor's own weights are frozen, and only its adapters are trained.
+        The reference is a copy, unless only adapters are trained and the actor's own weights are
+        frozen.
         """
         config = self.config
         if config.model.lora.rank:
@@ -173,9 +180,10 @@ class PolicyParts(Generic[P_co]):
         return reference
 
     def load_teachers(self) -> list[Teacher]:
-        """The models that ``loss.distillation`` names, in the policy's layout. Collective.
+        """Load the models of ``loss.distillation``, in the policy's layout. Collective.
 
-        Several teachers wait on the host for their turns, so that one at a time is on the device.
+        With several teachers, each waits in host memory, and only the active teacher is on the
+        device.
         """
         found = []
         for path in self.config.loss.distillation.models:
@@ -191,12 +199,13 @@ class PolicyParts(Generic[P_co]):
     def pack(
         self, samples: Sequence[TrainingSample], *, replicas: int = 1, min_per_rank: int = 1
     ) -> list[tuple[Sequence[int], Pack]]:
-        """Lay samples into this replica's packs, and say for each pack which samples it holds.
+        """Pack samples for this replica, and return each pack with the indices of its samples.
 
         Args:
-            samples: the same on every rank.
-            replicas: over how many they are spread; with 1 every replica packs all of them.
-            min_per_rank: packs that each replica has at least.
+            samples: samples, the same on every rank.
+            replicas: number of replicas that share the samples; with 1 every replica packs all
+                samples.
+            min_per_rank: minimum number of packs per replica.
         """
         layout = self.config.layout
         most = self.config.pack.max_tokens
@@ -210,21 +219,15 @@ class PolicyParts(Generic[P_co]):
             min_per_rank=min_per_rank,
             least_per_rank=layout.min_packs,
         )
-        return [
-            (
-                rows,
-                build_pack(
-                    [samples[i] for i in rows],
-                    packing.capacity,
-                    self.pad_id,
-                    align=layout.row_multiple,
-                ),
-            )
-            for rows in packing.packs[self.world.dp_rank % replicas]
-        ]
+        packed: list[tuple[Sequence[int], Pack]] = []
+        for rows in packing.packs[self.world.dp_rank % replicas]:
+            held = [samples[i] for i in rows]
+            pack = build_pack(held, packing.capacity, self.pad_id, align=layout.row_multiple)
+            packed.append((rows, pack))
+        return packed
 
     def check_export(self, out: Path, *, setting: str) -> None:
-        """Find out now, rather than after the last step, whether ``export`` may write there.
+        """Check that ``export`` can write to ``out``, now rather than after the last step.
         Collective."""
         size = plan_files(self.shape, self.config.model.torch_dtype).total_bytes
         self.world.broadcast(
@@ -232,8 +235,7 @@ class PolicyParts(Generic[P_co]):
         )
 
     def export(self, out: Path, *, setting: str) -> None:
-        """Write the actor as a Hugging Face directory; ``setting`` is what an error names.
-        Collective."""
+        """Write the actor as a Hugging Face directory; errors name ``setting``. Collective."""
         model = self.config.model
         chunks = self.actor.chunks
         export_hf(
@@ -246,7 +248,7 @@ class PolicyParts(Generic[P_co]):
         )
 
     def check_export_run(self) -> None:
-        """:meth:`check_export` for all that :meth:`export_run` writes."""
+        """Run :meth:`check_export` for all outputs of :meth:`export_run`."""
         folder = Path(self.config.run.dir)
         model = self.config.model
         self.check_export(folder / "hf", setting="run.dir")
@@ -255,8 +257,8 @@ class PolicyParts(Generic[P_co]):
             self.world.broadcast(lambda: check_adapter_destination(folder / "adapter", plan))
 
     def export_run(self) -> None:
-        """Write what the run has come to into its folder: the policy, and its adapters alone, if it
-        has any."""
+        """Write the final result into the run's folder: the policy, and the adapters separately, if
+        any."""
         folder = Path(self.config.run.dir)
         model = self.config.model
         self.export(folder / "hf", setting="run.dir")
@@ -269,7 +271,7 @@ class PolicyParts(Generic[P_co]):
 
 
 def assemble_policy(config: Config, world: World, *, temperature: float) -> PolicyParts[Actor]:
-    """Build the actor with the initial policy's weights, each rank reading its own slices."""
+    """Build the actor with the initial policy's weights; each rank reads only its slices."""
 
     def actor(shape: PolicyShape) -> Actor:
         layout = resolve_layout(config.layout, world.size)
@@ -282,7 +284,7 @@ def assemble_policy(config: Config, world: World, *, temperature: float) -> Poli
 
 
 def assemble_frozen(config: Config, world: World, *, temperature: float) -> PolicyParts[Policy]:
-    """The same without gradients and optimizer."""
+    """Build the policy like :func:`assemble_policy`, without gradients and optimizer."""
     return _assemble(config, world, partial(_load_frozen, Policy, config, world, temperature))
 
 
@@ -324,7 +326,7 @@ def _load_frozen(
 
 
 def make_teacher_config(config: Config, path: str) -> Config:
-    """The run's, with the teacher in a directory in the place of its policy."""
+    """Return the run's configuration with a teacher's directory instead of the policy."""
     given = config.loss.distillation
     checkpoint = given.teacher_checkpoint if path == given.teacher else None
     model = {"path": path, "checkpoint": checkpoint, "lora": LoraConfig()}
@@ -334,8 +336,12 @@ def make_teacher_config(config: Config, path: str) -> Config:
 def load_pools(
     parts: PolicyParts[Any],
 ) -> tuple[PromptPool, list[EvalProblem], dict[int, OfflineGroup] | None]:
-    """The training pool; the held-out problems that evaluations answer; and this rank's share of
-    ``data.rollouts``, or None where the policy rolls out. Collective."""
+    """Load the prompts and problems of a run. Collective.
+
+    Returns:
+        Training pool; held-out problems of the evaluations; and this rank's part of
+        ``data.rollouts``, or ``None`` if the policy generates the rollouts.
+    """
     config = parts.config
     world = parts.world
     shape = parts.shape
@@ -351,11 +357,11 @@ def load_pools(
     problems = world.run_on_all_ranks(
         lambda: load_problems(config, tokenizer, max_positions=shape.max_positions)
     )
-    if (
-        world.is_rank0
-        and (repeated := train.find_overlap([problem.prompt for problem in problems]))[0]
-    ):
-        count, where = repeated
+    # Accuracy on problems from the training data would be too high.
+    count, where = 0, ""
+    if world.is_rank0:
+        count, where = train.find_overlap([problem.prompt for problem in problems])
+    if count:
         of = (
             f"{count} of {len(problems)} held-out problems stand in the training data as well: "
             f"{where}"
@@ -367,8 +373,7 @@ def load_pools(
 
 
 def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
-    """The prompts that training draws from, each with a label that the reward can read.
-    Collective."""
+    """Load the training prompts, each with a label that the reward can read. Collective."""
     data = parts.config.data
     check = make_label_check(parts.config)
     taught = parts.config.loss.distillation
@@ -387,17 +392,18 @@ def _load(chunks: Sequence[PolicyModel], config: Config, shape: PolicyShape, wor
         load_checkpoint(chunks, Path(config.model.checkpoint), world)
     else:
         world.run_on_all_ranks(lambda: load_policy(chunks, config.model.folder, world))
+    # Frozen policies without adapters are unaffected.
     init_adapters(chunks, world, seed=config.run.seed)
 
 
 def acquire_run_lock(config: Config, world: World, to_close: ExitStack) -> Callable[[], None]:
-    """Take ``run.dir`` for all ranks: its leader holds it. Collective.
+    """Lock ``run.dir`` for all ranks; rank 0 holds the lock. Collective.
 
     Returns:
-        A check that raises, on the leader, once another run has taken it.
+        Check that raises, on rank 0, after another run has taken the lock.
 
     Raises:
-        UserError: on every rank; another run holds it.
+        UserError: on every rank, if another run holds the lock.
     """
     say = partial(print, flush=True)
     folder = Path(config.run.dir)

@@ -1,12 +1,17 @@
-"""Checkpoints in Megatron's layout, written so that a kill at any instant leaves the last good one.
+"""Checkpoints in Megatron's layout, written so that a kill at any instant leaves the last good
+checkpoint.
 
-``RUN/checkpoints/iter_0000100/`` holds Megatron's distributed format and the trainer's own state;
-``latest_checkpointed_iteration.txt`` names the one to resume from. A checkpoint is written beside
-its place, renamed into it, and only then named: whatever the file does not name, or is hidden, was
-never finished or is being removed. Each has the checksums of its files, which are looked at before
-anything of it is read. Other files in the folder are somebody else's, and stay.
+``RUN/checkpoints/iter_0000100/`` holds Megatron's distributed format and the trainer's state;
+``latest_checkpointed_iteration.txt`` names the
+checkpoint for a resume.
+
+- A checkpoint is written to a hidden folder, then renamed, then named in that file.
+- A hidden folder, or a folder not named in that file, was never finished or is being removed.
+- Each checkpoint has the checksums of its files, which are checked before anything else is read.
+- Unrelated files in the folder are left alone.
+
 ``RUN/checkpoints/hf/`` has the policy's configuration and tokenizer, so that the weights can be
-converted on their own.
+converted without further files.
 """
 
 from __future__ import annotations
@@ -69,12 +74,12 @@ class _PendingCheckpoint:
     step: int
     trainer_state: dict[str, Any]
     needed: int
-    """Bytes."""
+    """Required disk space in bytes."""
     also_keep: int | None
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of a run."""
 
     def __init__(self, config: Config, world: World) -> None:
         self._folder = Path(config.run.dir) / "checkpoints"
@@ -96,21 +101,22 @@ class Checkpoints:
         *,
         also_keep: int | None = None,
     ) -> None:
-        """Write everything that the steps after ``step`` depend on. Collective.
+        """Write all state that the steps after ``step`` depend on. Collective.
 
-        With ``run.checkpoint_in_background`` the checkpoint counts only after :meth:`finish`.
+        With ``run.checkpoint_in_background`` the checkpoint is valid only after :meth:`finish`.
 
         Args:
-            actor: whose weights and optimizer state are written, each rank its shards.
-            step: finished steps.
-            trainer_state: the leader's, JSON-able: data order, pruning history.
-            write_extra: writes this rank's own files into the folder that it is given. Not
+            actor: policy with optimizer; each rank writes its shards of weights and optimizer
+                state.
+            step: number of finished steps.
+            trainer_state: state of rank 0, JSON-able: data order, reward history.
+            write_extra: function that writes this rank's own files into the given folder. Not
                 collective.
-            also_keep: a step whose checkpoint stays, besides the latest ``run.keep_checkpoints``.
+            also_keep: step whose checkpoint is kept in addition to the latest
+                ``run.keep_checkpoints``.
 
         Raises:
-            UserError: on every rank, if it does not fit on the disk; the last good checkpoint
-                stays.
+            UserError: on every rank, if the disk is too small; the last good checkpoint is kept.
         """
         self.finish()
         partial = self._folder / f".{format_iteration_name(step)}.partial"
@@ -118,6 +124,8 @@ class Checkpoints:
         self._world.broadcast(lambda: self._prepare_folder(partial, self.path(step), needed))
         with self._convert_disk_errors(needed):
             state = _sharded_state(actor, self._writer, loading=False)
+            # Give up before other ranks time out in a collective, so that the late rank reports
+            # first.
             limit_s = 0.9 * self._world.layout.timeout_s
             shards = ShardSave(
                 state, partial, self._world, background=self._background, limit_s=limit_s
@@ -131,15 +139,14 @@ class Checkpoints:
             self.finish()
 
     def is_written(self) -> bool:
-        """Whether :meth:`finish` does not have to wait for this rank."""
+        """Return whether :meth:`finish` can return without waiting for this rank."""
         return self._unfinished is None or self._unfinished.shards.is_written()
 
     def finish(self) -> None:
-        """Finish the checkpoint that is being written, if there is one, and let it count.
-        Collective.
+        """Finish the pending checkpoint, if any, and make the checkpoint valid. Collective.
 
         Raises:
-            UserError: as :meth:`save`.
+            UserError: like :meth:`save`.
         """
         if self._unfinished is None:
             return
@@ -149,22 +156,22 @@ class Checkpoints:
             checksums = unfinished.shards.finish()
         of_all = {
             name: checksum
-            for rank in self._world.gather(checksums)
-            for name, checksum in rank.items()
+            for from_rank in self._world.gather(checksums)
+            for name, checksum in from_rank.items()
         }
         self._world.broadcast(lambda: self._put_in_place(unfinished, of_all))
 
     def load(self, actor: Actor) -> tuple[int, dict[str, Any]] | None:
-        """Restore the last good checkpoint into ``actor``, written in whatever layout. Collective.
+        """Restore the last good checkpoint, written in any layout, into ``actor``. Collective.
 
-        The optimizer's settings stay those of this run.
+        The optimizer's settings are not restored: the settings of this run stay in force.
 
         Returns:
-            Its step and the trainer's state; None if there is no checkpoint.
+            Step and trainer's state; ``None`` without a checkpoint.
 
         Raises:
-            UserError: on every rank, if this run cannot go on from it, or a file is damaged;
-                nothing is restored then.
+            UserError: on every rank, if this run cannot resume from the checkpoint, or a file is
+                damaged; then no state is restored.
         """
         place = self._world.broadcast(self._find_latest)
         if place is None:
@@ -184,36 +191,34 @@ class Checkpoints:
             load_model_state(actor.chunks, state)
         settings = [{**group} for group in actor.optimizer.param_groups]
         for inner in _inner_optimizers(state["optimizer"]):
-            for group in inner[
-                "param_groups"
-            ]:  # which Megatron, from 0.19 on, finds by these rates, too
+            # From 0.19 on, Megatron also matches parameter groups by these learning rates.
+            for group in inner["param_groups"]:
                 group |= {name: settings[0][name] for name in ("max_lr", "min_lr") if name in group}
         actor.optimizer.load_state_dict(state["optimizer"])
-        actor.offload()  # moments that were loaded into tensors of their own
+        # The loaded moments are separate tensors, and have to be moved to the host as well.
+        actor.offload()
         for group, ours in zip(actor.optimizer.param_groups, settings, strict=True):
             group |= {name: value for name, value in ours.items() if name not in ("params", "step")}
+            # Torch's Adam writes a float, and Transformer Engine's Adam accepts no float.
             if "step" in group:
-                group["step"] = int(
-                    group["step"]
-                )  # torch's Adam wrote a float, Transformer Engine's takes no such
+                group["step"] = int(group["step"])
         step = parse_step(place)
         assert step is not None
         return step, stored.trainer
 
     def _find_latest(self) -> Path | None:
-        """The checkpoint to go on from, on the leader."""
+        """Return the checkpoint to resume from, on rank 0."""
         place = find_latest_checkpoint(self._folder)
         if place is not None and not (self._folder / TRACKER).exists():
             text = (
                 f"note: {self._folder} has no {TRACKER}: the run goes on from {place.name}, "
-                "the "
-                "newest that is whole"
+                "the newest that is whole"
             )
             print_message(text)
         return place
 
     def _check(self, place: Path) -> None:
-        """Compare this rank's share of the files with their checksums."""
+        """Compare this rank's fraction of the files with the checksums."""
         with convert_corruption_errors(place, "run.dir"):
             checksums = Checksums.read(place)
             if checksums is not None:
@@ -222,15 +227,17 @@ class Checkpoints:
                 warn_missing_checksums(place)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Return the path of the checkpoint of a step."""
         return self._folder / format_iteration_name(step)
 
     @contextmanager
     def _convert_disk_errors(self, needed: int) -> Iterator[None]:
-        """Torch says little of a full disk, and not in one way."""
+        """Raise a UserError with free space, because torch reports a full disk vaguely and
+        inconsistently."""
         try:
             yield
-        except (OSError, RuntimeError, CheckpointException) as error:  # the last is no Exception
+        # CheckpointException is not a subclass of Exception.
+        except (OSError, RuntimeError, CheckpointException) as error:
             free = shutil.disk_usage(self._folder).free
             if isinstance(error, OSError) or free < needed:
                 raise _build_disk_error(self._folder, f"{free / 2**20:.1f} MiB free") from error
@@ -238,9 +245,9 @@ class Checkpoints:
 
     def _prepare_folder(self, partial: Path, place: Path, needed: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for stale in [
-            path for path in self._folder.iterdir() if _UNFINISHED.fullmatch(path.name)
-        ] + [place]:
+        # Remove leftovers of killed saves, and an older checkpoint of the same step.
+        leftovers = [path for path in self._folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
+        for stale in [*leftovers, place]:
             _remove(stale)
         free = shutil.disk_usage(self._folder).free
         if free < needed:
@@ -255,7 +262,8 @@ class Checkpoints:
         step = pending.step
         partial = pending.shards.folder
         try:
-            if not (hf := self._folder / HF_FOLDER).exists():  # and never a checkpoint without them
+            # Write configuration and tokenizer first, so that no checkpoint lacks these files.
+            if not (hf := self._folder / HF_FOLDER).exists():
                 with replace_directory(hf) as draft:
                     copy_config_and_tokenizer(self._source, draft, self._dtype)
                     _flush_tree(draft)
@@ -267,20 +275,21 @@ class Checkpoints:
             with replace_file(self._folder / TRACKER) as tracker:
                 tracker.write_text(f"{step}\n")
                 _flush(tracker)
-                _flush(self._folder)  # the checkpoint's name, before the tracker says it
+                # The disk must have the checkpoint's name before the tracker names the checkpoint.
+                _flush(self._folder)
             _flush(self._folder)
         except OSError as error:
             raise _build_disk_error(self._folder, error) from error
-        for number in [number for number in list_steps(self._folder) if number <= step][
-            : -self._keep
-        ]:
+        finished = [number for number in list_steps(self._folder) if number <= step]
+        for number in finished[: -self._keep]:
             if number != pending.also_keep:
-                old = self.path(number)  # never half a checkpoint under a good name
+                # Rename before removal, so that no partial checkpoint has a valid name.
+                old = self.path(number)
                 _remove(old.rename(self._folder / f".{old.name}.old"))
 
 
 def _flush(path: Path) -> None:
-    """Wait until the disk has a file or folder."""
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -294,8 +303,11 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _keep_common_state(folder: Path) -> None:
-    """Write ``common.pt`` where Megatron did not: from 0.19 on it is among the shards, where older
-    ones never look."""
+    """Write ``common.pt`` if Megatron did not.
+
+    From 0.19 on, Megatron stores the common state among the shards, where older versions never
+    look.
+    """
     if not (common := folder / "common.pt").exists():
         data = io.BytesIO()
         torch.save(dist_checkpointing.load_common_state_dict(str(folder)), data)
@@ -307,10 +319,10 @@ def _sharded_state(
 ) -> dict[str, Any]:
     metadata = {
         **build_sharding_metadata(),
-        # Without the prefix the names do not depend on how many optimizers Megatron made of ours.
+        # Without the prefix the names do not depend on the number of Megatron's inner optimizers.
         "chained_optim_avoid_prefix": True,
-        # One replica gathers the others' state, in host memory; else each would, and by way of its
-        # GPU.
+        # A single replica gathers the optimizer state, in host memory; otherwise each replica would
+        # gather the state, through the GPU.
         "distrib_optim_fully_reshardable_mem_efficient": True,
     }
     if checkpoint_format.optimizer != "plain":
@@ -327,19 +339,20 @@ def _sharded_state(
 
 
 def _get_lora(actor: Actor) -> LoraConfig | None:
-    """Adapters stored in a checkpoint instead of the whole policy."""
+    """Return the adapters that a checkpoint stores instead of the whole policy."""
     lora = actor.chunks[0].lora
     return lora if lora.rank else None
 
 
 def _restore_steps(optimizer: dict[Any, Any]) -> None:
-    """Put a plain optimizer's count where it is looked for.
+    """Restore the step count of a plain optimizer.
 
-    Megatron leaves a count of 0 out, and Transformer Engine's Adam keeps it with its groups of
-    parameters.
+    Megatron omits a count of 0, and Transformer Engine's Adam stores the count in the parameter
+    groups.
 
     Args:
-        optimizer: state of one, or of one for each kind of parameters, by number.
+        optimizer: state of a single optimizer, or of an optimizer per kind of parameters, by
+            number.
     """
     for inner in _inner_optimizers(optimizer):
         steps = [group["step"] for group in inner["param_groups"] if "step" in group]
@@ -347,21 +360,21 @@ def _restore_steps(optimizer: dict[Any, Any]) -> None:
 
 
 def _inner_optimizers(optimizer: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """The states of torch's optimizers in the state of Megatron's, which has one for each kind of
-    parameters."""
+    """Return the states of torch's optimizers in the state of Megatron's optimizer, which has a
+    torch optimizer per kind of parameters."""
     parts = list(optimizer.values()) if 0 in optimizer else [optimizer]
-    return [
-        part.get("optimizer", part) for part in parts
-    ]  # bf16 and shards keep it beside the master weights
+    # With bf16 or sharding, torch's state is nested beside the master weights.
+    return [part.get("optimizer", part) for part in parts]
 
 
 def _estimate_bytes(actor: Actor) -> int:
-    """An upper estimate of a checkpoint: what is trained, with fp32 master weights and two
+    """Return an upper estimate of a checkpoint's size: trained weights, fp32 master weights and two
     moments."""
     lora = actor.chunks[0].lora
     weight = next(actor.parameters()).element_size()
     trained = count_parameters(actor.shape, lora if lora.rank else None) * (weight + 12)
-    return trained * 5 // 4 + 2**20  # padding, names, offsets and the trainer's state come on top
+    # Add room for padding, names, offsets and the trainer's state.
+    return trained * 5 // 4 + 2**20
 
 
 def _build_disk_error(folder: Path, error: object) -> UserError:
@@ -374,8 +387,7 @@ def _build_disk_error(folder: Path, error: object) -> UserError:
 
 
 def _remove(path: Path) -> None:
-    """A folder, or what somebody has put in its place. The next writer finds whatever could not be
-    removed."""
+    """Remove a folder, or a file in the folder's place. The next save retries failed removals."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,8 +1,8 @@
-"""A run whose policy has collapsed is stopped, and the checkpoint of its best step stays.
+"""Stop a run after a collapse of the policy, and keep the checkpoint of the best step.
 
-A learning rate that is too high can take a policy to where no answer is right any more. Then every
-group has equal rewards, nothing has a gradient, and no later step brings the policy back; but
-checkpoints go on to be written, and the good ones leave to make room.
+A learning rate that is too high can move a policy to a state without any correct answers. Every
+group then has equal rewards, the gradient is zero, and no later step recovers the policy. Without
+this guard further checkpoints would replace the good checkpoints.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_dppo.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class BestCheckpoint:
-    """The checkpoint with the highest held-out accuracy so far; of equal ones the first."""
+    """The checkpoint with the highest held-out accuracy; the first of several equal checkpoints."""
 
     accuracy: float
     step: int
@@ -27,7 +27,7 @@ class BestCheckpoint:
 
 
 class CollapseGuard:
-    """Counts steps in a row without a gradient, and knows the best checkpoint. The same on every
+    """Count consecutive steps without a gradient, and track the best checkpoint. The same on every
     rank."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -39,19 +39,25 @@ class CollapseGuard:
         self.best: BestCheckpoint | None = None
 
     def record_step(self, *, updated: bool, reward: float) -> None:
-        """After a step: whether it changed the weights, and its mean reward."""
+        """Record a step.
+
+        Args:
+            updated: whether the step changed the weights.
+            reward: mean reward of the step.
+        """
         self._idle = 0 if updated else self._idle + 1
         self._reward = reward
+        # The accuracy of older weights does not apply to the new weights.
         if updated:
             self._accuracy = None
 
     def record_evaluation(self, accuracy: float | None) -> None:
-        """After an evaluation of the weights as they are."""
+        """Record an evaluation of the current weights."""
         self._accuracy = accuracy
 
     def update_best(self, step: int) -> int | None:
-        """The step whose checkpoint must stay when that of ``step`` is written; None if there is no
-        such."""
+        """Return the step whose checkpoint must be kept when the checkpoint of ``step`` is written;
+        ``None`` without a best step."""
         if (
             self._keeps
             and self._accuracy is not None
@@ -62,18 +68,16 @@ class CollapseGuard:
 
     @property
     def is_collapsed(self) -> bool:
-        """Whether the run is to end: ``run.max_idle_steps`` in a row had nothing to train on."""
+        """Whether to stop the run: ``run.max_idle_steps`` consecutive steps without a gradient."""
         return 0 < self._most <= self._idle
 
     def build_error(self) -> UserError:
-        """Error that ends the run, once it is saved."""
+        """Return the error that ends the run after the final save."""
         problem = (
             f"no completion of the last {self._idle} steps had a gradient: the rewards of each "
-            "group were equal, its "
-            "completions masked (loss.mask_truncated), or all its tokens clipped. The mean reward "
-            "was "
-            f"{self._reward:.3g} at last. The policy has collapsed, or nothing is left to learn. "
-            "The run is saved"
+            "group were equal, its completions masked (loss.mask_truncated), or all its tokens "
+            f"clipped. The mean reward was {self._reward:.3g} at last. The policy has collapsed, "
+            "or nothing is left to learn. The run is saved"
         )
         remedy = "Start another run with a lower optimizer.lr or with other prompts; 0 goes on"
         if self.best:
@@ -81,7 +85,7 @@ class CollapseGuard:
         return UserError("run.max_idle_steps", self._most, problem, remedy)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the state, JSON-able."""
         return {"best": asdict(self.best) if self.best else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,23 +1,22 @@
-"""Fingerprints of the files that a run reads: a resume compares them with those in the checkpoint.
-Needs no torch.
+"""Fingerprints of the files that a run reads: a resume compares the fingerprints with those in the
+checkpoint. Needs no torch.
 
-A checkpoint keeps one dictionary from ``SETTING: FILE`` to a digest::
+A checkpoint has a dictionary from ``SETTING: FILE`` to a digest::
 
     {"data.train: train.jsonl": "5c1f09d2e0a7b3c4…", "model.path: model.safetensors": "91f0…", …}
 
-Files are read whole, but for files of weights, which are sampled: see
+Files are read whole, except files of weights, which are sampled: see
 :func:`compute_weight_digests`. A function given from Python is compared by its text::
 
     {"reward.function: from Python": "my_reward 8d2f…"}
 
 Not covered:
 
-- modules that a function's file imports, and files that it opens;
-- names that a function given from Python refers to, and functions of which Python does not have the
-  text;
-- the problems of reasoning-gym and of a verifiers environment, of which only versions are compared.
-  An environment may draw other problems each time that it is loaded;
-- teachers behind a URL, whose servers change their addresses. A server names no digest of its
+- modules imported by a function's file, and files opened by a function;
+- names that a function given from Python refers to, and functions whose text Python lacks;
+- the problems of reasoning-gym and of a verifiers environment, compared only by version. An
+  environment may draw different problems at each load;
+- teachers behind a URL, because servers change addresses. A server reports no digest of its
   weights.
 """
 
@@ -52,30 +51,30 @@ FUNCTIONS = (
     "pruning.completions.function",
     "rollout.conversation",
 )
-"""Settings that name functions of the user which results depend on."""
+"""Settings with user functions that affect results."""
 HELD_OUT = ("data.eval", "eval.benchmarks")
 """Settings that name held-out problems."""
 FROM_PYTHON = "from Python"
 PICKLED = ".pkl"
 TEXT = ".source"
-"""The name of a function that was given from Python, and the endings of its two files in
+"""Name of a function given from Python, and the extensions of the function's two files in
 ``run.dir``."""
 RELEASES = {REASONING_GYM: "reasoning-gym", VERIFIERS: "verifiers"}
-"""Generators whose problems depend on a package, and the package."""
+"""Generators whose problems depend on a package, with the package."""
 
 
 def compute_fingerprints(
     config: Config, function_texts: Mapping[str, str | None] | None = None
 ) -> dict[str, str]:
-    """Digests of the data, the policy, the teachers and the user's functions, by ``SETTING: FILE``.
+    """Return digests of the data, the policy, the teachers and the user's functions, by ``SETTING:
+    FILE``.
 
     Args:
-        config: of the run.
-        function_texts: texts of functions from Python, by their settings, which are to replace
-            those that ``run.dir`` holds.
+        function_texts: texts of functions from Python, by setting, instead of the texts in
+            ``run.dir``.
 
     Raises:
-        UserError: a file is absent or cannot be read.
+        UserError: if a file is absent or cannot be read.
     """
     try:
         found = {
@@ -83,6 +82,7 @@ def compute_fingerprints(
             for setting, source in _list_sources(config)
             for name, digest in _compute_source_digests(setting, source)
         }
+        # The package of verifiers does not contain the environments: add the environment's version.
         if any(name.endswith(VERIFIERS) for name in found):
             name = config.data.verifiers.environment
             found[f"data.verifiers.environment: {name}"] = _get_environment_version(name)
@@ -111,7 +111,7 @@ def compute_fingerprints(
 
 
 def list_functions_without_text(config: Config) -> list[str]:
-    """Functions that were given from Python, which does not have their text, as ``SETTING:
+    """Return the functions given from Python without an available text, as ``SETTING:
     FUNCTION``."""
     found = []
     for setting, spec in _list_functions(config):
@@ -126,7 +126,7 @@ def list_functions_without_text(config: Config) -> list[str]:
 
 
 def describe_difference(name: str, before: str | None, now: str | None) -> str:
-    """Describe how two digests of one name differ; None is an absent file's."""
+    """Describe the difference of two digests of a name; ``None``: the file is absent."""
     if before is None or now is None:
         return f"{name} was not there" if before is None else f"{name} is not there any more"
     if name.endswith(FROM_PYTHON):
@@ -135,7 +135,7 @@ def describe_difference(name: str, before: str | None, now: str | None) -> str:
 
 
 def _list_functions(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings and the functions that they name; of several reward functions each."""
+    """Yield settings and the functions of each; several reward functions separately."""
     for setting in FUNCTIONS:
         if isinstance(named := attrgetter(setting)(config), str):
             yield setting, named
@@ -157,8 +157,8 @@ def _list_sources(config: Config) -> Iterator[tuple[str, Source]]:
 
 
 def _get_environment_version(name: str) -> str:
-    """The version of a package of verifiers' environments, or the digest of a module that is no
-    package."""
+    """Return the version of a package of verifiers' environments, or the digest of a module outside
+    of packages."""
     try:
         return version(name)
     except (PackageNotFoundError, ValueError):
@@ -167,7 +167,7 @@ def _get_environment_version(name: str) -> str:
 
 
 def _compute_function_digests(spec: str, file: Path) -> Iterator[tuple[str, str]]:
-    """Names and digests of a user's function's files."""
+    """Yield names and digests of the files of a user's function."""
     if file.with_suffix(PICKLED).is_file():
         text = file.with_suffix(TEXT)
         yield from _compute_text_digest(
@@ -178,7 +178,7 @@ def _compute_function_digests(spec: str, file: Path) -> Iterator[tuple[str, str]
 
 
 def _compute_text_digest(spec: str, text: str | None) -> Iterator[tuple[str, str]]:
-    """Name of a function given from Python and the digest of its text, if that is known."""
+    """Yield the name of a function given from Python and the digest of its text, if known."""
     if text is not None:
         yield (
             FROM_PYTHON,
@@ -189,13 +189,14 @@ def _compute_text_digest(spec: str, text: str | None) -> Iterator[tuple[str, str
 def _compute_source_digests(setting: str, source: Source) -> Iterator[tuple[str, str]]:
     if source.name in RELEASES:
         yield f"{setting}: {source.name}", version(RELEASES[source.name])
-    elif source.name not in GENERATORS:  # arithmetic depends on settings alone
+    # Arithmetic problems depend on the settings alone.
+    elif source.name not in GENERATORS:
         for file in source.list_files():
             yield f"{setting}: {file.name}", file_digest(file)
 
 
 def _list_models(config: Config) -> Iterator[tuple[str, Path, str | None]]:
-    """The policy and the teachers that the trainer runs: setting, folder and checkpoint."""
+    """Yield the policy and the teachers that the trainer runs: setting, folder and checkpoint."""
     yield "model.path", config.model.folder, config.model.checkpoint
     given = config.loss.distillation
     of_sources = {f"teachers.{source}": teacher for source, teacher in given.teachers.items()}
@@ -221,31 +222,34 @@ def _compute_policy_digests(folder: Path, checkpoint: str | None) -> dict[str, s
 
 SAMPLES = 64
 SAMPLE_BYTES = 2**14
-"""Evenly spaced stretches of a file that are read, and their length: 1 MiB in all, or the whole of
-a smaller file."""
+"""Number of evenly spaced samples of a file, and the length of a sample: 1 MiB in total, or the
+whole of a smaller file."""
 
 
 def compute_weight_fingerprint(path: Path, checkpoint: Path | None) -> str:
-    """One digest of :func:`compute_weight_digests`."""
+    """Return a single digest of :func:`compute_weight_digests`."""
     return hashlib.sha256(json.dumps(compute_weight_digests(path, checkpoint)).encode()).hexdigest()
 
 
 def compute_weight_digests(path: Path, checkpoint: Path | None) -> dict[str, str]:
-    """A digest of each file of the weights that ``model.path`` and ``model.checkpoint`` name, by
-    the file's name.
+    """Return a digest of each file of the weights of ``model.path`` and ``model.checkpoint``, by
+    file name.
 
-    A safetensors file's digest covers its size, its header, and a sample of its bytes: training
-    changes nearly all weights, so that 1 MiB of any file tells. A few changed weights of a larger
-    file may be missed. A checkpoint's digest is that of its checksums. The same weights in other
-    files, or in another type, have other digests.
+    - A safetensors file's digest covers size, header, and a sample of the bytes. Training changes
+      nearly all weights, so 1 MiB of any file detects training. A few changed weights of a larger
+      file may be missed.
+    - A checkpoint's digest is the digest of the checksums.
+    - The same weights in different files, or in a different type, have different digests.
 
     Raises:
-        UserError: if there are no weights.
+        UserError: if the weights are missing.
     """
     if checkpoint is not None:
+        # The checksums or the index identify a checkpoint, without reading the weights.
         place = find_checkpoint(checkpoint)
         index = place / CHECKSUMS if (place / CHECKSUMS).is_file() else place / METADATA
         return {index.name: file_digest(index)}
+    # The state of a file is part of the cache's key, because a file may change within a process.
     files = sorted({tensor.file for tensor in read_tensor_index(path).values()})
     return {file.name: _compute_sample_digest(file, *get_file_state(file)) for file in files}
 

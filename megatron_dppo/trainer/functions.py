@@ -1,17 +1,20 @@
-"""The user's own functions in a step: an objective (``loss.objective``), an estimator of advantages
-(``loss.advantage``, see ``rl/advantages.py``), and rules by which prompts and completions are kept.
+"""The user's functions in a step: objective, advantage estimator, and rules to keep prompts and
+completions.
 
-An objective is given :class:`~megatron_dppo.rl.losses.Tokens` of a pack, R tokens of several
-completions, and returns what is to be maximised for each, [R]; or that, and which tokens it has
-clipped or masked, [R] of bool. It is tried out before a run begins, since pruning and packing rely
-on two things that no later number would show:
+The settings are ``loss.objective`` and ``loss.advantage`` (see ``rl/advantages.py``).
 
-- What it makes of a completion depends on that completion alone. Which others are in its pack is
-  chance.
-- Where the advantage is 0 its gradient is 0. Such completions are left out.
+An objective receives :class:`~megatron_dppo.rl.losses.Tokens` of a pack: R tokens of several
+completions. The return value is the quantity to maximise for each token, [R]; or a tuple of that
+tensor and the clipped or masked tokens, [R] bool. An objective is tested before a run begins,
+because pruning and packing rely on two properties that no later metric would check:
 
-A rule may do what it likes: its probabilities have a floor, and completions weigh by them. Whether
-they are probabilities, one for each candidate, is tried out before a run begins.
+- The value of a completion depends on that completion alone, because the packing with further
+  completions is random.
+- The gradient is 0 where the advantage is 0, because completions with advantage 0 are left out.
+
+A rule is unrestricted, because its probabilities have a floor and completions are weighted by the
+probabilities. A test before a run begins checks that the rule returns a probability for each
+candidate.
 """
 
 from __future__ import annotations
@@ -40,11 +43,11 @@ from megatron_dppo.rollout.engine import RolloutEngine
 SETTING = "loss.objective"
 ENGINE = "rollout.engine_function"
 METHODS = ("begin", "finish", "sample_each", "take_events", "update_weights")
-"""That every engine has to have itself; what the protocol has for the others does nothing."""
+"""Methods that every engine must define; the protocol's remaining methods have empty defaults."""
 LENGTHS = (5, 3)
-"""Tokens of the two completions that a function is tried out with."""
+"""Tokens of the two completions in the test of a function."""
 RATIOS = (0.4, 2.5)
-"""Between which their ratios lie."""
+"""Range of the ratios in the test of a function."""
 PROMPTS = prompt_rules.PromptCandidates(
     last_magnitude=np.array([0.87, np.nan, 0.0]),
     expected_square=np.array([3.0, 2.0, 0.5]),
@@ -53,7 +56,7 @@ PROMPTS = prompt_rules.PromptCandidates(
     explore=np.array([0.5, 0.5, 0.5]),
     floor=0.2,
 )
-"""Sample for a rule for prompts: three prompts, one never seen."""
+"""Sample for a prompt rule: three prompts, including a prompt never seen."""
 ADVANTAGE = np.array([[1.73, -0.58, -0.58, -0.58], [0.0, 0.0, 0.0, 0.0]])
 COMPLETIONS = completion_rules.CompletionCandidates(
     advantage=ADVANTAGE,
@@ -62,15 +65,14 @@ COMPLETIONS = completion_rules.CompletionCandidates(
     floor=np.full(ADVANTAGE.shape, 0.2),
     zero_advantage=ADVANTAGE == 0.0,
 )
-"""Sample for a rule for completions: a mixed group, and one of equal rewards."""
+"""Sample for a completion rule: a group of non-zero variance, and a group of equal rewards."""
 
 
 def register_functions(config: Config) -> None:
-    """Have this process know the rules and the estimator of advantages of the run that are the
-    user's.
+    """Register the user's pruning rules and advantage estimator of a run in this process.
 
     Raises:
-        UserError: one cannot be imported, or does not return what it has to.
+        UserError: if a function cannot be imported, or returns a wrong result.
     """
     pruning = config.pruning
     own = config.loss.advantage
@@ -88,10 +90,11 @@ def register_functions(config: Config) -> None:
 
 
 def load_engine_factory(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
-    """Maker of the user's engine, ``rollout.engine_function``; None for built-in engines.
+    """Return the factory of the user's engine, ``rollout.engine_function``; ``None`` for built-in
+    engines.
 
     Raises:
-        UserError: it cannot be imported, or called as a run calls it.
+        UserError: if the factory cannot be imported, or called with the arguments of a run.
     """
     if (own := config.rollout.engine_function) is None:
         return None
@@ -113,13 +116,15 @@ def load_engine_factory(config: Config) -> Callable[..., RolloutEngine[Any]] | N
             raise UserError(
                 ENGINE, own, f"raised:\n{traceback.format_exc(limit=-4)}", "Mend it"
             ) from error
-        of = type(engine)
-        if missing := [
+        kind = type(engine)
+        # A method inherited from the protocol counts as missing.
+        missing = [
             name
             for name in METHODS
-            if getattr(of, name, None) in (None, getattr(RolloutEngine, name))
-        ]:
-            problem = f"made a {of.__name__}, which lacks {', '.join(missing)}"
+            if getattr(kind, name, None) in (None, getattr(RolloutEngine, name))
+        ]
+        if missing:
+            problem = f"made a {kind.__name__}, which lacks {', '.join(missing)}"
             raise UserError(
                 ENGINE,
                 own,
@@ -132,17 +137,17 @@ def load_engine_factory(config: Config) -> Callable[..., RolloutEngine[Any]] | N
 
 
 def load_objective(loss: LossConfig) -> Objective:
-    """The objective of a run.
+    """Return the objective of a run.
 
     Raises:
-        UserError: a function of the user's cannot be imported or called, or does not hold to what
-            it has to.
+        UserError: if a user's function cannot be imported or called, or lacks a required property.
     """
     objective = resolve_objective(loss)
     if loss.objective is None:
         return objective
     function = wrap_function(load_function(SETTING, loss.objective))
     own = replace(objective, name=loss.objective, surrogate=partial(_compute_surrogate, function))
+    # Test the bare function, because the wrapper would report errors as errors during a run.
     _try_out(own)
     return replace(own, surrogate=partial(_compute_named_surrogate, loss.objective, function))
 
@@ -150,9 +155,10 @@ def load_objective(loss: LossConfig) -> Objective:
 def _compute_named_surrogate(
     name: str, function: Callable[[Tokens], Any], tokens: Tokens
 ) -> tuple[Tensor, Tensor]:
-    """
+    """Compute the surrogate during a run.
+
     Raises:
-        UserError: the function raised.
+        UserError: if the function raises.
     """
     try:
         return _compute_surrogate(function, tokens)
@@ -162,7 +168,8 @@ def _compute_named_surrogate(
 
 
 def _compute_surrogate(function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Surrogate of a function, and the tokens that it has clipped: none, if it returns none."""
+    """Return the surrogate of a function, and the clipped tokens; no tokens if the function returns
+    only the surrogate."""
     returned = function(tokens)
     surrogate, clipped = (
         returned if isinstance(returned, tuple) else (returned, torch.zeros_like(tokens.advantage))
@@ -176,14 +183,17 @@ def _compute_surrogate(function: Callable[[Tokens], Any], tokens: Tokens) -> tup
 
 
 def _try_out(objective: Objective) -> None:
-    """
+    """Test the required properties of an objective.
+
     Raises:
-        UserError: naming what the function does not hold to.
+        UserError: naming the missing property.
     """
     first = LENGTHS[0]
     sample = torch.arange(2).repeat_interleave(torch.tensor(LENGTHS))
     advantage = torch.where(sample == 0, 1.5, -0.5)
     try:
+        # Compare completions in a shared pack with completions in separate packs, then set the
+        # first advantage to 0.
         whole = _compute_gradient(objective, sample, advantage)
         halves = slice(first), slice(first, None)
         apart = torch.cat(
@@ -226,8 +236,9 @@ def _try_out(objective: Objective) -> None:
 def _compute_gradient(
     objective: Objective, sample: Tensor, advantage: Tensor, part: slice = slice(None)
 ) -> Tensor:
-    """Gradient of the loss by the log-probabilities of some tokens, [R]."""
-    ratio = torch.linspace(*RATIOS, len(sample)).roll(3)  # high and low ones in both completions
+    """Return the gradient of the loss by the log-probabilities of some tokens, [R]."""
+    # Roll, so that both completions have high and low ratios.
+    ratio = torch.linspace(*RATIOS, len(sample)).roll(3)
     old = torch.linspace(-3.0, -1.0, len(sample))
     logprobs = (old + ratio.log())[part].requires_grad_()
     losses, _ = compute_token_losses(

@@ -1,5 +1,5 @@
-"""From a step's plan and the groups that ranks hold to updated weights: deliver, pack, score,
-update."""
+"""The learner of a step, from the plan and the ranks' groups to updated weights: deliver, pack,
+score, update."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_dppo.parallel.exchange import exchange_samples
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, compute_token_losses
 from megatron_dppo.rl.objectives import Objective
 from megatron_dppo.rl.pack import build_pack
-from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepPlan
+from megatron_dppo.rl.types import Group, Ints, MinibatchPlan, Pack, StepPlan
 from megatron_dppo.trainer.agreement import (
     ComparedCompletion,
     check_disagreement,
@@ -32,12 +32,12 @@ from megatron_dppo.trainer.functions import load_objective
 
 DIVERGENCE = "train/distillation_kl"
 TIS_CAP = 2.0
-"""Cap of the truncated importance weights where rollouts are ahead, or another policy's, and no cap
-is set."""
+"""Cap of the truncated importance weights if no cap is set, for rollouts that are ahead or of
+another policy."""
 
 
 def get_importance_cap(config: Config) -> float | None:
-    """Where the importance weights of policy over engine are truncated; None: they are not."""
+    """Return the cap of the importance weights of policy over engine; ``None``: no truncation."""
     loss = config.loss
     unbounded = loss.trust_region == "none" and loss.mask_above is None
     others = config.rollout.ahead or config.data.rollouts
@@ -45,7 +45,7 @@ def get_importance_cap(config: Config) -> float | None:
 
 
 def describe_weight_bound(config: Config) -> str:
-    """In words, what bounds the importance weights of policy over engine."""
+    """Describe the bound of the importance weights of policy over engine."""
     if cap := get_importance_cap(config):
         return f"{cap:g} at most"
     loss = config.loss
@@ -57,14 +57,16 @@ def describe_weight_bound(config: Config) -> str:
 
 
 class PolicyLoss:
-    """The loss of a step's packs under one objective: Σ scale · token loss, nothing divided.
+    """The loss of a step's packs under an objective: Σ scale · token loss, without division.
 
     Args:
-        version: of the weights that the step starts from: what they have generated, the trainer has
-            to agree with.
-        distillation_coef: weight of a token's divergence from its teacher. If the teacher is a
-            server, distillation_coef · log q/p of the sampled token is added to its advantage: q is
-            the teacher's probability, p the current policy's, a constant to the gradient.
+        tis_cap: cap of the truncated importance weights.
+        version: version of the weights at the start of the step; trainer and engine must agree on
+            tokens of this version.
+        distillation_coef: weight of a token's divergence from the teacher. For a teacher on a
+            server, distillation_coef · log q/p of the sampled token is added to the token's
+            advantage: q is the teacher's probability, p the current policy's, a constant to the
+            gradient.
     """
 
     def __init__(
@@ -84,8 +86,8 @@ class PolicyLoss:
         self._scored: list[tuple[Pack, torch.Tensor]] | None = []
 
     def take_scored(self) -> list[tuple[Pack, torch.Tensor]]:
-        """The packs so far with the log-probabilities, [R], that they had as the step began. No
-        more are kept."""
+        """Return the recorded packs with log-probabilities, [R], at the beginning of the step; stop
+        recording."""
         scored = self._scored or []
         self._scored = None
         return scored
@@ -100,9 +102,11 @@ class PolicyLoss:
         taught = {}
         if "teacher_logprobs" in columns:
             log_ratio = columns["teacher_logprobs"] - logprobs.detach()
+            # NaN marks tokens without a teacher server: leave the advantage unchanged.
             log_ratio = torch.where(log_ratio.isnan(), 0.0, log_ratio)
             advantage = advantage + self._distillation_coef * log_ratio
             taught = {DIVERGENCE: -log_ratio.sum()}
+        # Without old log-probabilities the ratio is taken against the policy itself.
         token_loss, sums = compute_token_losses(
             self._objective,
             logprobs=logprobs,
@@ -129,12 +133,13 @@ class PolicyLoss:
 
 
 class Learner:
-    """The actor, the frozen models that its loss asks for, and the step between a plan and new
-    weights."""
+    """The actor, the frozen models of the loss, and the phases between a plan and new weights."""
 
     def __init__(self, parts: PolicyParts[Actor], timers: PhaseTimers) -> None:
-        """Load the reference and the teachers where the loss asks for them; all choose experts by
-        themselves. Collective."""
+        """Load the reference and the teachers that the loss needs. Collective.
+
+        Reference and teachers route experts independently of the rollouts.
+        """
         self._config = parts.config
         self._world = parts.world
         self._actor = parts.actor
@@ -148,26 +153,24 @@ class Learner:
             lambda: load_objective(parts.config.loss), description="import of an objective"
         )
         routed = self._actor.routing if parts.routing else None
-        self._routing, self._layers = (
-            parts.routing,
-            self._world.gather(routed.layers) if routed else [],
-        )
+        self._routing = parts.routing
+        self._layers = self._world.gather(routed.layers) if routed else []
 
     @with_gradients
     def train(
         self, plan: StepPlan, groups_by_row: Mapping[int, Group], step: int, *, version: int
     ) -> dict[str, float]:
-        """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
+        """Train on a plan: an optimizer step per minibatch with kept completions. Collective.
 
         Args:
-            plan: the same on every rank.
-            groups_by_row: the groups that this rank has, by row of the step's metadata.
-            step: counted from 0.
-            version: of the actor's weights. Trainer and engine are compared on what these very
-                weights have generated; what older ones have differs rightly.
+            plan: plan of the step, the same on every rank.
+            groups_by_row: this rank's groups, by row of the step's metadata.
+            step: index of the step, from 0.
+            version: version of the actor's weights. Trainer and engine are compared on tokens of
+                this version only, because tokens of older versions differ legitimately.
 
         Returns:
-            ``train/…``, the same on every rank.
+            Metrics ``train/…``, the same on every rank.
 
         Raises:
             UserError: on every rank, if trainer and engine disagree on the rollouts'
@@ -192,6 +195,7 @@ class Learner:
                     self._config.optimizer, step * updates + i, self._config.run.steps * updates
                 )
                 result = self._actor.update(batch, loss, lr=lr)
+            # Check after the first minibatch, whose log-probabilities are of the initial weights.
             if not norms:
                 self._check_start(result.sums, step, version, loss.take_scored())
             norms.append(result.grad_norm)
@@ -214,20 +218,23 @@ class Learner:
             metrics["train/tokens"] = float(
                 sum(minibatch.lengths.sum() for minibatch in plan.minibatches)
             )
-            metrics |= {name: sum(load[name] for load in loads) / len(loads) for name in loads[0]}
+            for name in loads[0]:
+                metrics[name] = sum(load[name] for load in loads) / len(loads)
         return metrics
 
     @with_gradients
     def compute_gradient_norm(
         self, minibatch: MinibatchPlan, groups_by_row: Mapping[int, Group], *, version: int
     ) -> float:
-        """The norm of a minibatch's gradient, before any clipping; 0 if it kept nothing. No weight
-        changes. Collective.
+        """Return the norm of a minibatch's gradient, before clipping; 0 for an empty minibatch.
+        Collective.
+
+        Weights do not change.
 
         Args:
-            minibatch: the same on every rank.
-            groups_by_row: as for ``learn``.
-            version: of the actor's weights.
+            minibatch: minibatch, the same on every rank.
+            groups_by_row: groups, see :meth:`train`.
+            version: version of the actor's weights.
         """
         if minibatch.capacity == 0:
             return 0.0
@@ -261,8 +268,10 @@ class Learner:
         ]
 
     def _score_packs(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[Pack]:
-        """Packs with what earlier passes give their targets. With one update per rollout the ratio
-        is 1 against the policy itself, and no pass for old values is made."""
+        """Add log-probabilities of the actor and the reference, and teachers' heads, to the
+        packs."""
+        # With a single update per rollout the old policy is the policy itself: the ratio is 1, and
+        # no separate pass for old values is needed.
         nothing = [None] * len(packs)
         old = (
             self._actor.log_probabilities(packs)
@@ -279,22 +288,22 @@ class Learner:
     def _compute_heads(
         self, minibatch: MinibatchPlan, packs: list[Pack]
     ) -> list[tuple[TeacherHead, ...]]:
-        """Teachers' heads for each pack. One after the other reads the packs in which any of its
-        sequences are, on this replica or on another, with which it may share experts."""
+        """Return the teachers' heads for each pack."""
         found: list[tuple[TeacherHead, ...]] = [() for _ in packs]
         teacher_of = minibatch.teacher
-        of_replicas = [
-            [teacher_of[np.array(rows, np.int64)] for rows in replica]
-            for replica in minibatch.packs
-        ]
+        of_replicas: list[list[Ints]] = []
+        for replica in minibatch.packs:
+            of_replicas.append([teacher_of[np.array(rows, np.int64)] for rows in replica])
         mine = of_replicas[self._world.dp_rank]
+        # The teachers take turns. Every replica passes a pack to a teacher if the pack of any
+        # replica has a sequence of the teacher, because expert parallelism may span replicas.
         for number, teacher in enumerate(self.teachers):
-            read = [
-                k
-                for k in range(len(packs))
-                if any((replica[k] == number).any() for replica in of_replicas)
-            ]
-            if read and self._config.layout.vpp > 1:  # whose stages want so many packs
+            read = []
+            for k in range(len(packs)):
+                if any((replica[k] == number).any() for replica in of_replicas):
+                    read.append(k)
+            # Virtual pipeline stages require the full number of packs.
+            if read and self._config.layout.vpp > 1:
                 read = list(range(len(packs)))
             if not read:
                 continue
@@ -313,14 +322,14 @@ class Learner:
         version: int,
         scored: Sequence[tuple[Pack, torch.Tensor]],
     ) -> None:
-        """Before the first update of a step trainer, engine and, at step 0, reference are one and
-        the same policy."""
+        """Check that trainer and engine, and at step 0 the reference, are the same policy before
+        the first update."""
 
         def collect() -> list[ComparedCompletion]:
             return [
                 row
-                for pack, mine in scored
-                for row in collect_comparisons(pack, mine.float().cpu().numpy(), version)
+                for pack, scores in scored
+                for row in collect_comparisons(pack, scores.float().cpu().numpy(), version)
             ]
 
         if fresh := sums[FRESH_TOKENS]:
@@ -336,9 +345,9 @@ class Learner:
                 name=f"step_{step + 1:07d}",
             )
         kl = sums.get("train/kl_loss", 0.0) / max(sums["tokens"], 1.0)
-        same_experts = (
-            self._config.loss.replay_routing != "rollout"
-        )  # the reference chooses its own
+        # With replayed routing, policy and reference may differ, because the reference routes
+        # experts independently.
+        same_experts = self._config.loss.replay_routing != "rollout"
         if step == 0 and same_experts and kl > logprob_limit(self._config):
             problem = f"policy and reference differ before the first update (KL {kl:.3g} per token)"
             remedy = (

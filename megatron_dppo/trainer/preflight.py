@@ -1,9 +1,11 @@
-"""Checks before any rank starts. They need no torch. Reading files of prompts takes a second for
-each 20,000 rows or so, and all else a fraction of one.
+"""Check a run before any rank starts. No check needs torch.
 
-``check_config`` checks settings against each other, by the table of exclusions in ``config/``;
-``run_preflight`` also against the machine: files, the policy, the disk, whose space
-``estimate_disk`` estimates.
+Reading files of prompts takes a second for about 20,000 rows, all other checks a fraction of a
+second.
+
+- ``check_config`` checks settings against each other, by the table of exclusions in ``config/``.
+- ``run_preflight`` also checks settings against the machine: files, the policy, the disk.
+- ``estimate_disk`` estimates the disk space of a run.
 """
 
 from __future__ import annotations
@@ -66,16 +68,17 @@ from megatron_dppo.rollout.servers.preflight import check_launch, check_split, s
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
 MOST_READ = 2**29
-"""Bytes of weights that are looked through before a run; larger ones are while they are loaded."""
+"""Maximum bytes of weights that are checked before a run; larger weights are checked during
+loading."""
 Check = Callable[[], object]
-"""Raises UserError for the first thing that it finds wrong."""
+"""Function that raises UserError for the first problem found."""
 
 
 def run_preflight(config: Config, command: Command) -> None:
-    """Everything that a command needs and that can be looked at from one process.
+    """Check all requirements of a command that are checkable from a single process.
 
     Raises:
-        UserError: for the first thing that is wrong. Nothing has been written.
+        UserError: first problem found; no file has been written.
     """
     for mistake in find_mistakes(config, command):
         raise mistake
@@ -85,8 +88,7 @@ def run_preflight(config: Config, command: Command) -> None:
 def find_mistakes(
     config: Config, command: Command, environ: Mapping[str, str] = os.environ
 ) -> Iterator[UserError]:
-    """Everything that is wrong with a run, but for the rows of large files: see
-    :func:`prepare_data`."""
+    """Yield all problems of a run, except in rows of large files: see :func:`prepare_data`."""
     found = False
     for mistake in run_checks(_list_checks(config, command, environ)):
         found = True
@@ -101,11 +103,14 @@ def find_mistakes(
 def run_checks(
     checks: Iterable[Check], *, earlier: Sequence[UserError] = ()
 ) -> Iterator[UserError]:
-    """The mistakes that checks raise, each of them the first of its check.
+    """Yield the error of each check: the first problem that the check finds.
 
     Args:
-        earlier: mistakes that were found before. A check may stumble over them in a way of its own.
+        checks: checks to run, in order.
+        earlier: errors found before, which may make a check raise an unrelated exception.
     """
+    # After an error, an unexpected exception of a later check is likely a consequence, and is
+    # dropped. Without an earlier error the exception is a bug, and is raised.
     stumbles = bool(earlier)
     for check in checks:
         try:
@@ -130,10 +135,10 @@ def _list_checks(config: Config, command: Command, environ: Mapping[str, str]) -
 
 
 def check_config(config: Config, command: Command = "train") -> None:
-    """Hold the settings against each other; looks at nothing outside of them.
+    """Check the settings against each other, without reading anything else.
 
     Raises:
-        UserError: for the first contradiction.
+        UserError: first contradiction found.
     """
     for check in _list_settings_checks(config, command):
         check()
@@ -183,11 +188,10 @@ def _list_environment_checks(
 
 
 def list_function_checks(config: Config, command: Command) -> Iterator[Check]:
-    """Import the user's functions, and see whether they can be called as a run calls them; ranks do
-    it by themselves.
+    """Yield checks that import the user's functions and test whether a run can call the functions.
 
-    The checks raise UserError for functions that cannot be imported or called, or want columns that
-    the data lacks.
+    Ranks import the functions independently. The checks raise UserError for functions that cannot
+    be imported or called, or require columns that the data lacks.
     """
     if command != "train":
         return
@@ -196,14 +200,15 @@ def list_function_checks(config: Config, command: Command) -> Iterator[Check]:
     if config.rollout.conversation is not None:
         yield partial(load_conversation_function, config)
     rules = config.pruning.prompts.function, config.pruning.completions.function
-    if {config.loss.advantage, config.loss.objective, config.rollout.engine_function, *rules} != {
-        None
-    }:
+    loss = config.loss
+    functions = {loss.advantage, loss.objective, config.rollout.engine_function, *rules}
+    if functions != {None}:
+        # Import torch only if a function needs torch.
         from megatron_dppo.trainer.functions import (
             load_engine_factory,
             load_objective,
             register_functions,
-        )  # torch
+        )
 
         yield partial(load_engine_factory, config)
         yield partial(register_functions, config)
@@ -212,14 +217,12 @@ def list_function_checks(config: Config, command: Command) -> Iterator[Check]:
 
 def _check_columns(config: Config) -> None:
     resolve(config.reward.spec)
-    for source in (
-        resolve_sources(config.data, "train") if {*config.reward.functions} - {*BUILTIN} else ()
-    ):
+    has_own_functions = {*config.reward.functions} - {*BUILTIN}
+    for source in resolve_sources(config.data, "train") if has_own_functions else ():
         if source.setting == "data.train" and not are_stored(source):
             examples = read_examples(source, config.data, "train")
-            check_columns(
-                config.reward.spec, [(example.row.place, example.extra) for example in examples]
-            )
+            columns = [(example.row.place, example.extra) for example in examples]
+            check_columns(config.reward.spec, columns)
 
 
 def _read_environment_rows(data: DataConfig) -> Iterator[Mapping[str, object]]:
@@ -241,7 +244,7 @@ def _check_weights(config: Config, shape: PolicyShape, command: Command) -> None
 
 
 def _check_tokens(config: Config) -> None:
-    """As far as one can without the tokenizer itself, which may add tokens."""
+    """Check token ids without the tokenizer itself, which may add tokens: an incomplete check."""
     folder = config.model.folder
     stops = config.rollout.stop_token_ids or ()
     check_token_ids(_read_tokens(folder), folder, "its tokenizer.json")
@@ -249,17 +252,15 @@ def _check_tokens(config: Config) -> None:
 
 
 def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) -> None:
-    """Look at a teacher's files, and hold its vocabulary, its positions and the layout against its
-    shape.
+    """Check a teacher's files, and the teacher's shape against the policy's vocabulary, lengths and
+    layout.
 
     Args:
-        config: of the run.
-        shape: the policy's.
-        path: its directory, or its id on the hub.
-        setting: that names it.
+        path: directory of the teacher, or id on the hub.
+        setting: name of the setting with the teacher.
 
     Raises:
-        UserError: for the first thing that is wrong.
+        UserError: first problem found.
     """
     stored = (
         config.loss.distillation.teacher_checkpoint
@@ -279,7 +280,8 @@ def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) 
                 Path(stored),
                 Path(config.run.dir),
             )
-    except UserError as error:  # which speaks of the policy
+    except UserError as error:
+        # The checks name settings of the policy: name the settings of the teacher instead.
         called = {"model.path": setting, "model.checkpoint": f"{setting}_checkpoint"}
         problem = (
             error.problem
@@ -297,6 +299,7 @@ def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) 
         raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
     ours = _read_tokens(config.model.folder)
     others = _read_tokens(teacher)
+    # Compare shared ids only, because a tokenizer.json may be missing or list fewer tokens.
     different = [
         token for token in sorted(ours.keys() & others.keys()) if ours[token] != others[token]
     ]
@@ -320,8 +323,8 @@ def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) 
 
 
 def _read_tokens(folder: Path) -> dict[int, str]:
-    """The tokens of ``tokenizer.json`` by id; none where the file is not there, or is none that
-    lists them by name."""
+    """Return the tokens of ``tokenizer.json`` by id; empty if the file is missing or does not list
+    tokens by name."""
     try:
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         listed = dict(content["model"]["vocab"])
@@ -376,7 +379,7 @@ def _check_held_out(source: EvalSource, config: Config, command: Command) -> Non
 
 
 def _check_file(source: Source, config: Config, command: Command) -> None:
-    """Check each row of a file without a tokenizer: see :func:`tokenize_data` for templates and
+    """Check each row of a file without a tokenizer; :func:`tokenize_data` checks templates and
     lengths."""
     if source.setting == "data.train" and are_stored(source):
         return
@@ -392,11 +395,11 @@ def _check_file(source: Source, config: Config, command: Command) -> None:
 
 
 def prepare_data(config: Config, command: Command) -> None:
-    """Check, tokenise and store the rows of large files, which may take minutes: once, and before
-    any rank starts.
+    """Check, tokenize and store the rows of large files, once, before any rank starts. May take
+    minutes.
 
     Raises:
-        UserError: for the first row that is wrong.
+        UserError: first wrong row.
     """
     if command == "eval":
         return
@@ -411,10 +414,11 @@ def prepare_data(config: Config, command: Command) -> None:
 
 
 def tokenize_data(config: Config, command: Command) -> None:
-    """Tokenise prompts and worked answers as a run does.
+    """Tokenize prompts and worked answers like a run.
 
     Raises:
-        UserError: for the first prompt or answer that a template cannot render or that is too long.
+        UserError: first prompt or answer that a template cannot render, or that is too
+            long.
     """
     from megatron_dppo.evaluation.evaluator import load_problems  # imports torch
 
@@ -434,7 +438,7 @@ def tokenize_data(config: Config, command: Command) -> None:
 
 
 def make_label_check(config: Config) -> LabelCheck:
-    """Check for the labels of the training data."""
+    """Return the check of the labels of the training data."""
     spec = config.reward.spec
     if config.data.rollouts is not None or not {*config.reward.functions} & {*TEXT_VERIFIERS}:
         return NO_CHECK
@@ -448,8 +452,10 @@ def _check_labels(verifier: str, examples: Sequence[Example]) -> None:
 def _check_reward(function: str) -> None:
     where = function.rpartition(":")[0]
     missing = where.endswith(".py") and not Path(where).is_file()
+    # Resolve only missing functions, to raise the error. Existing files are imported in the process
+    # that runs the function.
     if function not in BUILTIN and (not where or missing):
-        resolve(function)  # says what is wrong; what exists is imported where it runs
+        resolve(function)
 
 
 def _check_initial_weights(place: Path, setting: str, folder: Path, run_dir: Path) -> None:
@@ -481,6 +487,7 @@ def check_run_dir(folder: Path) -> None:
 
 def _check_disk_space(config: Config, shape: PolicyShape, command: Command) -> None:
     folder = Path(config.run.dir)
+    # A resumed run reuses the space of the existing checkpoints.
     taken = sum(
         file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file()
     )
@@ -493,8 +500,7 @@ def _check_disk_space(config: Config, shape: PolicyShape, command: Command) -> N
             else ""
         )
         problem = (
-            f"what the run writes will take about {format_size(needed)}, and "
-            f"{format_size(free)} "
+            f"what the run writes will take about {format_size(needed)}, and {format_size(free)} "
             "are free there"
         )
         raise UserError(
@@ -503,7 +509,7 @@ def _check_disk_space(config: Config, shape: PolicyShape, command: Command) -> N
 
 
 def _find_existing_parent(folder: Path) -> Path:
-    """The folder, or the nearest thing above it that exists."""
+    """Return the folder, or the nearest existing parent."""
     return next(
         place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
     )
@@ -512,23 +518,23 @@ def _find_existing_parent(folder: Path) -> Path:
 MASTER_AND_MOMENTS = 12
 """Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
 OVERHEAD = 4 * 2**20
-"""Bytes of what lies around the weights: logs, the tokenizer, the picture."""
+"""Bytes of other files in the folder: logs, the tokenizer, the picture."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """About what a run takes on the disk of its folder, in bytes."""
+    """Approximate disk usage of a run's folder, in bytes."""
 
     checkpoint: int
-    """One: the weights that are trained, and the optimizer's state."""
+    """Size of a checkpoint: the trained weights, and the optimizer's state."""
     checkpoints: int
-    """How many: those that are kept, the best one, and one more while the newest is being
-    written."""
+    """Number of checkpoints: the retained checkpoints, the best checkpoint, and an additional
+    checkpoint while the newest is being written."""
     export: int
-    """The policy for Hugging Face, and its adapters, if it has any."""
+    """Size of the policy for Hugging Face, and of the adapters, if any."""
     sync: int = 0
-    """Weights that servers read back at a sync; 0 if ``rollout.sync.folder`` names another
-    place."""
+    """Size of the weights that servers read back at a sync; 0 if ``rollout.sync.folder`` names
+    another place."""
 
     @property
     def total(self) -> int:
@@ -536,13 +542,14 @@ class DiskUsage:
 
 
 def estimate_disk(config: Config, shape: PolicyShape, command: Command = "train") -> DiskUsage:
-    """Disk space of a training command for a policy of this shape."""
+    """Return the disk usage of a training command for a policy of this shape."""
     weights = count_parameters(shape)
     dtype = WEIGHT_BYTES[config.model.dtype]
     run = config.run
     lora = config.model.lora
     if command == "sft":
         return DiskUsage(0, 0, weights * dtype)
+    # Without periodic checkpoints a run writes only the final checkpoint.
     written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
     trained = count_parameters(shape, lora) if lora.rank else weights
     exported = weights + (trained if lora.rank else 0) if run.export else 0
@@ -561,7 +568,7 @@ def estimate_disk(config: Config, shape: PolicyShape, command: Command = "train"
 
 
 def format_size(size: float) -> str:
-    """Bytes in the largest unit that they fill."""
+    """Format bytes in the largest unit with a value of at least 1."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}"

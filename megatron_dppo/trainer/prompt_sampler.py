@@ -150,9 +150,8 @@ class PromptOrder:
             UserError: if the number of prompts has changed. Settings and files have been compared
                 before, see ``resume.py``.
         """
-        if (
-            before := state["size"]
-        ) != self._size:  # generators may give a different number with the same settings
+        # Generators may give a different number of prompts with the same settings.
+        if (before := state["size"]) != self._size:
             problem = f"the checkpoint was written with {before} prompts"
             remedy = "Resume with the same data"
             raise UserError(
@@ -226,11 +225,8 @@ class PromptSampler:
         """
         pool_size = len(pool)
         if (widest := compute_window_size(config)) > pool_size:
-            grown = (
-                f"makes windows of {widest} with pruning.noise, which "
-                if config.pruning.noise
-                else ""
-            )
+            has_noise = config.pruning.noise
+            grown = f"makes windows of {widest} with pruning.noise, which " if has_noise else ""
             problem = (
                 f"{grown}is more than the {pool_size} prompts of the pool, and a window "
                 "holds no prompt twice"

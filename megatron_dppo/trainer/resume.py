@@ -1,17 +1,18 @@
-"""Whether a run can go on from its last checkpoint, and by which settings its steps were taken.
+"""Check whether a run can resume from the last checkpoint, and record the settings of each step.
 
-Needs no torch, so that it can be asked before any rank starts.
+Needs no torch, to be usable before any rank starts.
 
-``config.yaml`` has the settings that are in force, ``config_history.jsonl`` a line for each time
-that they changed::
+``config.yaml`` has the settings in force, ``config_history.jsonl`` a line per change of settings::
 
     {"step": 0, "version": "0.1", "settings": {"loss.name": "grpo", "run.seed": 1, …}}
     {"step": 40, "version": "0.1", "settings": {"loss.name": "grpo", …, "optimizer.lr": 1e-06}}
 
-says that steps 1 to 40 were taken by the first, and those from 41 on by the second. The policy, the
-data, the reward, the loss, the pruning and the seed decide what a result is a result of. They do
-not change on the way unless ``run.resume`` says so, since the old result would bear a new name.
-Neither do the files that these settings name, of which each checkpoint has the fingerprints.
+means: steps 1 to 40 used the first settings, and steps from 41 on the second settings.
+
+The policy, the data, the reward, the loss, the pruning and the random seed define the result. These
+settings must not change during a run unless ``run.resume`` allows the change, because an old result
+would then have a new name. The same holds for the files of these settings; each checkpoint has the
+fingerprints of the files.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from megatron_dppo.trainer.writer import CheckpointFormat, check_resumable, read
 HISTORY = "config_history.jsonl"
 IN_FORCE = "config.yaml"
 WARM_UP = "sft.json"
-"""Beside a policy that ``sft`` has written: its settings then."""
+"""File beside a policy written by ``sft``: the settings of that warm-up."""
 Settings = Mapping[str, Any]
 
 Rule = Literal["kept", "free", "by the checkpoint"]
@@ -86,21 +87,21 @@ RULES: Mapping[str, Rule] = {
     "sft.": "free",
     "cluster.": "free",
 }
-"""Rules for changes at a resume, by the beginnings of settings' names, of which the longest
-decides.
+"""Rules for changes at a resume, by prefix of the setting's name; the longest prefix decides.
 
-- ``kept``: decides what a result is a result of, and changes with ``run.resume=anyway`` alone.
-- ``free``: how long, how fast and where.
+- ``kept``: defines the result, and changes with ``run.resume=anyway`` only.
+- ``free``: duration, speed and place.
 - ``by the checkpoint``: :func:`~megatron_dppo.trainer.writer.check_resumable` refuses a value that
-  the weights or the optimizer's state do not fit."""
+  does not fit the weights or the optimizer's state.
+"""
 PROMPTS = (
     "data.",
     "run.seed",
     *(f"model.path: {pattern.rstrip('*')}" for pattern in TOKENIZER_FILES),
 )
-"""Settings and files that decide the order of the prompts and each prompt's history."""
+"""Settings and files that decide the order of the prompts and the reward history of each prompt."""
 SEGMENTS = ("rollout.roles", "rollout.tree.")
-"""Settings that decide the segments of a completion, and the completions that share them."""
+"""Settings that decide the segments of a completion, and the completions that share segments."""
 PLACES = (
     "model.path",
     "model.checkpoint",
@@ -109,14 +110,14 @@ PLACES = (
     "data.rollouts",
     "data.eval",
 )
-"""Beginnings of settings that name files and folders, which have several names."""
+"""Prefixes of settings that name files and folders, which may have several names."""
 OF_THE_START = ("run.dir", "run.resume")
-"""Settings that say nothing of a step."""
+"""Settings without effect on a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsRecord:
-    """Settings, and after how many steps they came into force."""
+    """Settings, and the number of finished steps when the settings came into force."""
 
     step: int
     settings: Settings
@@ -124,10 +125,10 @@ class SettingsRecord:
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """A setting that is another one than before, or a file of the same name with other content."""
+    """A setting with a changed value, or a file with the same name and other content."""
 
     key: str
-    """Name of a setting; or of a file, as :func:`compute_fingerprints` names it."""
+    """Name of a setting; or of a file, in the form of :func:`compute_fingerprints`."""
     before: Any
     now: Any
 
@@ -145,22 +146,22 @@ class SettingChange:
 
 
 def get_rule(key: str) -> Rule:
-    """Whether a resume may change a setting, or a file that it names.
+    """Return the rule for changes of a setting, or of a file that the setting names.
 
     Raises:
-        ValueError: the table does not say.
+        ValueError: if the table has no rule.
     """
     return RULES[max((start for start in RULES if key.startswith(start)), key=len)]
 
 
 def flatten_config(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted key, as JSON has it."""
+    """Return every setting by dotted key, with JSON types."""
     return dict(json.loads(json.dumps(dict(config.iter_settings()), default=dict)))
 
 
 def read_history(folder: Path) -> list[SettingsRecord]:
-    """Return the settings of a run's steps, oldest first. Without a history, the settings in force
-    are all."""
+    """Return the settings of a run's steps, oldest first. Without a history, return only the
+    settings in force."""
     try:
         lines = (folder / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -169,17 +170,19 @@ def read_history(folder: Path) -> list[SettingsRecord]:
         return entries
     try:
         text = (folder / IN_FORCE).read_text(encoding="utf-8", errors="replace")
-        tree = yaml.load(
-            text, Loader=Loader
-        )  # a file of somebody else may nest, and repeat, without end
+        # The loader limits nesting and repetition, because the file may be anyone's.
+        tree = yaml.load(text, Loader=Loader)
     except (OSError, ValueError, yaml.YAMLError):
         return []
     return [SettingsRecord(0, dict(flatten_tree(tree)))] if isinstance(tree, dict) else []
 
 
 def find_changes(before: Settings, now: Settings) -> list[SettingChange]:
-    """Settings that differ. One that an older version did not know had its default. One that this
-    version does not know is left out."""
+    """Return the settings that differ.
+
+    A setting unknown to an older version counts as its default. A setting unknown to this version
+    is ignored.
+    """
     found = []
     for key, setting in get_settings().items():
         default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
@@ -198,45 +201,61 @@ def find_changes(before: Settings, now: Settings) -> list[SettingChange]:
 def find_changes_since(
     folder: Path, step: int, config: Config, function_texts: Mapping[str, str | None] | None = None
 ) -> list[SettingChange]:
-    """Settings that differ from those by which the folder's run has taken its steps up to ``step``,
-    and files that differ from those that it has read. See :func:`compute_fingerprints` for
-    ``function_texts``."""
+    """Return settings and files that differ from the settings and files of the run's steps up to
+    ``step``.
+
+    Args:
+        folder: folder of the run.
+        step: number of finished steps.
+        config: new configuration.
+        function_texts: see :func:`compute_fingerprints`.
+    """
+    # Ignore records from ``step`` on, because the resume repeats the steps after ``step``.
     entries = [entry for entry in read_history(folder) if entry.step < step]
     found = find_changes(entries[-1].settings, flatten_config(config)) if entries else []
     stored = read_state(folder / "checkpoints" / format_iteration_name(step))
     before = stored.files if stored else {}
+    # Checkpoints of earlier versions have no fingerprints.
     now = compute_fingerprints(config, function_texts) if before else {}
     files = [
         SettingChange(name, before.get(name), now.get(name))
         for name in sorted(before.keys() | now.keys())
     ]
-    settings_of = tuple(change.key for change in found)  # which name other files now
+    # Report a changed setting once, without the files, because other files follow from the change.
+    settings_of = tuple(change.key for change in found)
     return found + [
         file for file in files if _is_changed(file) and not file.key.startswith(settings_of)
     ]
 
 
 def _is_changed(file: SettingChange) -> bool:
-    """Whether two digests are known and differ. Held-out problems may be read or not, as
-    ``eval.problems`` says; of some functions given from Python there is no text."""
+    """Return whether two digests are known and differ.
+
+    Digests may be unknown: ``eval.problems`` decides whether held-out problems are read, and some
+    functions from Python have no text.
+    """
     unknown = file.key.startswith((*HELD_OUT, *FUNCTIONS)) and None in (file.before, file.now)
     return bool(file.before != file.now) and not unknown
 
 
 def is_unchanged(folder: Path, step: int, config: Config, keys: tuple[str, ...]) -> bool:
-    """Return whether the settings and files with these beginnings are those of the run's steps up
-    to ``step``."""
+    """Return whether no setting or file with these prefixes has changed since the run's steps up to
+    ``step``."""
     return not any(
         change.key.startswith(keys) for change in find_changes_since(folder, step, config)
     )
 
 
 def check_resume(config: Config, function_texts: Mapping[str, str | None] | None = None) -> None:
-    """See :func:`compute_fingerprints` for ``function_texts``.
+    """Check that the run can resume from the last checkpoint; no checkpoint is fine.
+
+    Args:
+        config: new configuration.
+        function_texts: see :func:`compute_fingerprints`.
 
     Raises:
-        UserError: the run cannot go on from its last checkpoint; or it could, and its results would
-            be those of other settings, which ``run.resume`` does not allow.
+        UserError: if the run cannot resume from the last checkpoint, or if the results would be of
+            other settings, without permission by ``run.resume``.
     """
     folder = Path(config.run.dir)
     place = find_latest_checkpoint(folder / "checkpoints")
@@ -261,8 +280,8 @@ def check_resume(config: Config, function_texts: Mapping[str, str | None] | None
 
 
 def record_settings(folder: Path, step: int, config: Config) -> None:
-    """Write down that the steps after ``step`` are taken by these settings. Settings of steps that
-    are taken again are forgotten."""
+    """Record that the steps after ``step`` use these settings. Records of steps that are repeated
+    are removed."""
     entries = [entry for entry in read_history(folder) if entry.step < step]
     now = flatten_config(config)
     if not entries or find_changes(entries[-1].settings, now):
@@ -271,6 +290,7 @@ def record_settings(folder: Path, step: int, config: Config) -> None:
         {"step": entry.step, "version": __version__, "settings": dict(entry.settings)}
         for entry in entries
     ]
+    # Restrict the files' permissions if any recorded setting is secret.
     private = any(map(has_secrets, (now, *(entry.settings for entry in entries))))
     for name, text in (
         (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)),
@@ -280,9 +300,10 @@ def record_settings(folder: Path, step: int, config: Config) -> None:
 
 
 def check_warm_up(config: Config) -> None:
-    """
+    """Check that ``sft`` starts from a policy without a warm-up.
+
     Raises:
-        UserError: the policy that ``sft`` is to start from is one that it has warmed up already.
+        UserError: if ``sft`` has already warmed up the policy.
     """
     file = config.model.folder / WARM_UP
     if config.run.resume == "anyway" or config.model.checkpoint is not None or not file.exists():
@@ -300,7 +321,7 @@ def check_warm_up(config: Config) -> None:
 
 
 def record_warm_up(out: Path, config: Config) -> None:
-    """Write the settings of a warm-up beside its policy, without secrets, because policies are
+    """Write the settings of a warm-up beside the policy, without secrets, because policies are
     published."""
     shown = {key: mask_secrets(key, value) for key, value in flatten_config(config).items()}
     replace_text(out / WARM_UP, json.dumps(shown, indent=2) + "\n")
@@ -316,8 +337,8 @@ def _parse_entry(line: str) -> SettingsRecord | None:
 
 
 def _are_equal_copies(one: Any, other: Any) -> bool:
-    """Whether both name what the run was given from Python, which has one file whatever it was
-    called."""
+    """Return whether both name functions given from Python; the run has a single file for any name
+    of the function."""
     if not (isinstance(one, str) and isinstance(other, str)):
         return False
     files = {value.rpartition(":")[0] for value in (one, other)}
@@ -329,8 +350,8 @@ def _are_equal_copies(one: Any, other: Any) -> bool:
 
 
 def _are_equal_places(one: Any, other: Any) -> bool:
-    """Whether two names, if they are such, are of one file or folder, or both of servers, whose
-    addresses change."""
+    """Return whether two values name the same file or folder, or both servers, because servers
+    change addresses."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return all(
             one[name] == other[name] or _are_equal_places(one[name], other[name]) for name in one

@@ -1,7 +1,7 @@
-"""Output of rank 0: console, metrics, answers, summary, pictures. Other ranks print and write
-nothing.
+"""Output of rank 0: console, metrics, answers, summary, pictures. Other ranks print and write no
+output.
 
-At the start it names changed settings that have no effect.
+At the start the logger lists changed settings that have no effect.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ from megatron_dppo.trainer.resume import (
 )
 
 WIDEST = 100
-"""Characters of an answer that the console shows: its end, where the result stands."""
+"""Characters of an answer on the console, from the end of the answer, because the end has the
+result."""
 
 CENSUS = "pruning.jsonl"
-"""Counts of what was kept at each step and why. They depend on the settings and the seed alone."""
+"""File of the pruning statistics: kept completions of each step and the reasons. The statistics
+depend only on the settings and the random seed."""
 
 NO_GRADIENT = (
     "the gradient of a step is exactly 0 although its plan kept completions: either all their "
@@ -63,8 +65,7 @@ NO_GRADIENT = (
 
 
 class RunLogger:
-    """Gathers one row of metrics from the phases of each step, and writes it when the step is
-    over."""
+    """Collect a row of metrics from the phases of each step, and write the row after the step."""
 
     def __init__(self, config: Config, world: World, *, step: int, dropped_prompts: int) -> None:
         self._folder = Path(config.run.dir)
@@ -83,8 +84,7 @@ class RunLogger:
             self._console.print_note(f"changed since step {step}: {change}")
         if step >= config.run.steps:
             done = (
-                f"{step} steps are done, and run.steps = {config.run.steps}: nothing is left "
-                "to "
+                f"{step} steps are done, and run.steps = {config.run.steps}: nothing is left to "
                 "train"
             )
             self._console.print_note(f"{done}; with more run.steps the run goes on")
@@ -104,11 +104,11 @@ class RunLogger:
         )
         self._pruning = StepLog(self._folder / CENSUS, resume_step=step)
         self._gate = LengthGate(config.run.length_gate)
+        # Replay earlier rows, because the gate compares with earlier steps.
         for row in read_metrics(self._folder):
             self._gate.check(row["step"], row)
-        read_answers(
-            self._folder
-        )  # what cannot be read is said now, and not at the next evaluation
+        # Report an unreadable file now, rather than at the next evaluation.
+        read_answers(self._folder)
         if step:
             self._console.print_note(f"resuming after step {step}")
         for note in _describe_bias(config):
@@ -126,7 +126,7 @@ class RunLogger:
             )
 
     def add(self, metrics: dict[str, float]) -> None:
-        """Add what was measured outside of a step."""
+        """Add metrics measured outside of a step."""
         self._row |= metrics
 
     def record(
@@ -136,7 +136,7 @@ class RunLogger:
         metrics: dict[str, float],
         notes: Sequence[str] = (),
     ) -> None:
-        """Add what a step's phases measured, and print their notes, each once in a run."""
+        """Add the metrics of a step's phases, and print the notes, each once per run."""
         self._row |= rollouts.metrics | dict(plan.metrics) | metrics
         self._row |= saved_seconds(self._row)
         self._census = plan.census
@@ -146,12 +146,13 @@ class RunLogger:
             self._console.print_note(note)
 
     def add_evaluation(self, step: int, evaluation: EvalScores, seconds: dict[str, float]) -> None:
-        """Add an evaluation made after ``step`` steps."""
+        """Add an evaluation after ``step`` steps."""
         self._row |= evaluation.metrics | seconds
         if self._log:
             try:
                 record_answers(self._folder, step, evaluation)
-            except UserError as error:  # the file was damaged since the run began
+            # The file may have been damaged since the beginning of the run.
+            except UserError as error:
                 self._console.print_note(
                     f"the sample answers of step {step} were not kept: {error}"
                 )
@@ -159,7 +160,7 @@ class RunLogger:
                 self._console.print_note(note)
 
     def write(self, step: int) -> None:
-        """Write the row of ``step``, and begin the next one."""
+        """Write the row of ``step``, and start the next row."""
         if self._log:
             self._log.write(step, self._row | self._held)
             self._console.print_step(step, self._row)
@@ -171,15 +172,17 @@ class RunLogger:
         self._census = None
 
     def close(self) -> None:
-        """Where a run ends before its last step, loggers that send rows later are to send them
-        now."""
+        """Flush loggers that send rows late, when a run ends before the last step."""
         if self._log:
             self._log.close(finished=False)
             self._pruning.close()
 
     def finish(self, best: BestCheckpoint | None = None) -> None:
         """Draw the pictures, write and print the summary, and name the best checkpoint if the last
-        one is worse. Where no step was taken, the summary that is there already is printed."""
+        is worse.
+
+        If the run made no step, print the existing summary.
+        """
         if not self._leads:
             return
         if self._log:
@@ -200,8 +203,8 @@ class RunLogger:
             self._run_report("the best checkpoint", partial(self._print_best, best))
 
     def _run_report(self, name: str, report: Callable[[], object]) -> None:
-        """Report on a run whose steps are done. A report that fails, on a damaged file perhaps, is
-        a note."""
+        """Run a report after the last step; a failure, for example because of a damaged file,
+        becomes a note."""
         try:
             report()
         except Exception as error:
@@ -210,9 +213,8 @@ class RunLogger:
             )
 
     def _render_pictures(self) -> None:
-        from megatron_dppo.report.render import (
-            draw_pictures,
-        )  # matplotlib is slow to import, and one rank draws
+        # Import here, because matplotlib is slow to import, and only rank 0 draws.
+        from megatron_dppo.report.render import draw_pictures
         from megatron_dppo.report.run import read_run
 
         draw_pictures(run := read_run(self._folder, self._folder.name), self._folder)
@@ -232,7 +234,7 @@ class RunLogger:
 
 
 def _describe_bias(config: Config) -> Iterator[str]:
-    """Biases of the gradient by tokens that this policy has not generated."""
+    """Describe biases of the gradient from tokens that this policy has not generated."""
     which = config.loss.tis_level
     bound = describe_weight_bound(config)
     before = "" if which == "sequence" else ", and no weight corrects for the tokens before it"
@@ -253,7 +255,7 @@ def _describe_bias(config: Config) -> Iterator[str]:
 
 
 def _format_answers(rows: list[dict[str, Any]]) -> list[str]:
-    """The same held-out problems, answered before and after training."""
+    """Format the answers to the same held-out problems before and after training."""
     lines: list[str] = []
     for before, after in zip(rows[0]["answers"], rows[-1]["answers"], strict=False) if rows else ():
         lines.append(f"{_format_line(before['prompt'])}  (answer: {_format_line(before['label'])})")
@@ -269,8 +271,8 @@ def _format_line(text: str) -> str:
 
 
 def find_idle_settings(config: Config) -> list[str]:
-    """Return the dotted keys of changed settings that no part of ``train`` reads, given the other
-    settings."""
+    """Return the dotted keys of changed settings that no part of ``train`` reads, given the
+    remaining settings."""
     values = dict(config.iter_settings())
     idle = find_idle_keys(config)
     changed = [key for key, setting in get_settings().items() if values[key] != setting.default]
@@ -281,18 +283,19 @@ def find_idle_settings(config: Config) -> list[str]:
 
 
 def _is_best_unsaved(config: Config) -> bool:
-    """Whether checkpoints are saved before the last step, evaluations are made there, and never at
-    the same step."""
+    """Return whether checkpoints and evaluations are made before the last step, but never at the
+    same step."""
     run = config.run
     every = config.eval.every
     if not run.keep_best or not 0 < run.checkpoint_every < run.steps or not 0 < every < run.steps:
         return False
+    # The first step with both is the least common multiple of the intervals.
     return lcm(run.checkpoint_every, every) >= run.steps
 
 
 def record_answers(run_dir: Path, step: int, evaluation: EvalScores) -> None:
-    """Append the shown answers to ``answers.jsonl``, in place of earlier ones of the same or a
-    later step."""
+    """Append the shown answers to ``answers.jsonl``, and remove earlier rows of the same or a later
+    step."""
     file = run_dir / "answers.jsonl"
     rows = [row for row in read_answers(run_dir) if row["step"] < step]
     answers = [asdict(shown) for shown in evaluation.shown]
@@ -301,10 +304,10 @@ def record_answers(run_dir: Path, step: int, evaluation: EvalScores) -> None:
 
 
 def read_answers(run_dir: Path) -> list[dict]:
-    """The rows of ``answers.jsonl``, oldest first; none if there is no such file.
+    """Return the rows of ``answers.jsonl``, oldest first; empty without the file.
 
     Raises:
-        UserError: naming the file and the line, if one is no such row.
+        UserError: naming the file and the line, if a row is invalid.
     """
     file = run_dir / "answers.jsonl"
     if not os.path.lexists(file):
@@ -314,9 +317,8 @@ def read_answers(run_dir: Path) -> list[dict]:
         try:
             row = json.loads(line)
             shown = [ExampleAnswer(**answer) for answer in row["answers"]]
-            if not all(
-                isinstance(text, str) for of in shown for text in (of.prompt, of.answer, of.label)
-            ):
+            texts = [text for each in shown for text in (each.prompt, each.answer, each.label)]
+            if not all(isinstance(text, str) for text in texts):
                 raise TypeError("an answer is no text")
             rows.append({**row, "step": int(row["step"])})
         except (ValueError, KeyError, TypeError, RecursionError) as error:

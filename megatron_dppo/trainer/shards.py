@@ -1,5 +1,5 @@
-"""Save a checkpoint's shards by Megatron, each rank its own files: at once, or in a process beside
-training."""
+"""Save a checkpoint's shards with Megatron, a set of files per rank: immediately, or in a
+background process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from megatron_dppo.process.lifetime import set_parent_death_signal
 
 _POLL_S = 0.05
 _parent: int | None = None
-"""The process with which its forked children end, if Megatron forks writers now; else None."""
+"""Process whose end also ends the forked children, while Megatron forks writers; otherwise
+``None``."""
 
 
 def _end_with_parent() -> None:
     global _parent
     if _parent is not None:
         set_parent_death_signal(_parent)
-        _parent = os.getpid()  # a writer forks more
+        # A writer forks further processes, which must end with the writer.
+        _parent = os.getpid()
 
 
 os.register_at_fork(after_in_child=_end_with_parent)
@@ -38,8 +40,8 @@ os.register_at_fork(after_in_child=_end_with_parent)
 
 @contextmanager
 def _end_writers_with_rank() -> Iterator[None]:
-    """Make the processes that are forked in the block end with this one. Megatron's own outlive a
-    killed rank."""
+    """Make processes that are forked in the block end with this process."""
+    # Megatron's writers would outlive a killed rank.
     global _parent
     _parent = os.getpid()
     try:
@@ -49,17 +51,17 @@ def _end_writers_with_rank() -> Iterator[None]:
 
 
 class ShardSave:
-    """The save of one checkpoint's shards. Made, and finished, by all ranks together.
+    """The save of a checkpoint's shards. Construction and :meth:`finish` are collective.
 
     Args:
-        state: sharded, each rank its own part.
-        folder: exists, and is empty.
+        state: sharded state, each rank with its part.
+        folder: existing, empty folder.
         background: whether to return before the files are written.
-        limit_s: how long the files may take in the background once :meth:`finish` waits for them.
-            It is less than other ranks wait in a collective, so that the late rank reports first.
+        limit_s: seconds for background files after :meth:`finish` starts to wait. Shorter than the
+            timeout of a collective, so that the late rank reports first.
 
     Raises:
-        OSError, RuntimeError, CheckpointException: on every rank, if one could not write.
+        OSError, RuntimeError, CheckpointException: on every rank, if any rank could not write.
     """
 
     def __init__(
@@ -69,12 +71,11 @@ class ShardSave:
         self._limit_s = limit_s
         self._calls = AsyncCallsQueue()
         self._results = _Results(folder, world.rank)
-        # Because Megatron's own queue is a process that outlives a rank which is killed.
+        # Replace Megatron's queue, because the queue is a process that outlives a killed rank.
         filesystem_async._results_queue = self._results
+        # Megatron has the argument from 0.19 on.
         parameters = inspect.signature(dist_checkpointing.save).parameters
-        strategy = (
-            {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
-        )  # from 0.19 on
+        strategy = {"async_strategy": "mcore"} if "async_strategy" in parameters else {}
         request = dist_checkpointing.save(
             state, str(folder), validate_access_integrity=False, async_sharded_save=True, **strategy
         )
@@ -85,7 +86,7 @@ class ShardSave:
                 self._raise_local(request.execute_sync)
 
     def is_written(self) -> bool:
-        """Whether this rank's files are written, so that :meth:`finish` does not wait for them."""
+        """Return whether this rank's files are written, so that :meth:`finish` does not wait."""
         calls = self._calls.async_calls
         return all(
             call.async_caller.is_current_async_call_done(blocking=False, no_dist=True)
@@ -96,10 +97,10 @@ class ShardSave:
         """Wait for the files, and write the index of all shards. Collective.
 
         Returns:
-            The checksums of this rank's files, by name.
+            Checksums of this rank's files, by name.
 
         Raises:
-            RuntimeError, CheckpointException: on every rank, if one could not write.
+            RuntimeError, CheckpointException: on every rank, if any rank could not write.
         """
         deadline = time.monotonic() + self._limit_s
         while not self.is_written() and time.monotonic() < deadline:
@@ -116,8 +117,8 @@ class ShardSave:
         return self._results.checksums
 
     def _raise_local(self, write: Callable[[], object]) -> None:
-        """Raise this rank's failure in place of Megatron's, which names the failures on one rank
-        only."""
+        """Raise this rank's failure instead of Megatron's, because a single rank receives
+        Megatron's failures."""
         try:
             write()
         except CheckpointException as error:
@@ -125,8 +126,8 @@ class ShardSave:
 
 
 class _Results:
-    """What a rank wrote, in a file: Megatron's writer puts its results there, and the rank takes
-    them."""
+    """Results of a rank's writer, passed through a file: Megatron's writer puts, and the rank
+    takes."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
@@ -136,16 +137,15 @@ class _Results:
         self.failure: Exception | None = None
 
     def put(self, results: Any) -> None:
-        """Store Megatron's results, after the last file is written. Adds the checksums of the
-        rank's files."""
+        """Store Megatron's results after the last file, with the checksums of the rank's files."""
         files = sorted(self._folder.glob(f"__{self._rank}_*"))
         self._file.write_bytes(
             pickle.dumps((results, {file.name: FileChecksum.from_file(file) for file in files}))
         )
 
     def get_nowait(self) -> Any:
-        """Take Megatron's results, or the exception that ended the writing: Megatron then raises on
-        every rank."""
+        """Return Megatron's results, or the exception that ended the writer; Megatron then raises
+        on every rank."""
         if self._file.exists():
             results, self.checksums = pickle.loads(self._file.read_bytes())
             self._file.unlink()

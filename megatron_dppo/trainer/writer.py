@@ -1,7 +1,6 @@
-"""Who wrote a checkpoint: what its weights are, and in which form its optimizer's state is. Needs
-no torch.
+"""The writer of a checkpoint: form of the weights and of the optimizer state. Needs no torch.
 
-Weights and optimizer state fit every layout: both are written parameter by parameter.
+Weights and optimizer state fit every layout, because both are written parameter by parameter.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.fingerprints import compute_weight_fingerprint
 
 STATE = "trainer_state.json"
-"""The trainer's own file in a checkpoint: its state, and the writer."""
+"""The trainer's file in a checkpoint: trainer's state and writer."""
 _KEY = "written_by"
 FILES = "files"
-"""In the state: fingerprints of the files that the run has read."""
+"""Key in the state for the fingerprints of the files that the run has read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Settings of a checkpoint's adapters, and the policy that they belong to."""
+    """Settings of a checkpoint's adapters, and the base policy of the adapters."""
 
     rank: int
     alpha: float
     targets: list[str]
     base: str
-    """Where the policy was that they were trained beside."""
+    """Path of the base policy during training."""
     fingerprint: str
-    """Fingerprint of its weights."""
+    """Fingerprint of the base policy's weights."""
     setting: str = "path"
-    """That named it, among the model's."""
+    """Setting of ``model`` that named the base policy."""
 
     @property
     def settings(self) -> LoraConfig:
-        """``model.lora``, as it was."""
+        """``model.lora`` of the writer."""
         return LoraConfig.model_validate(
             {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
         )
@@ -65,13 +64,13 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
-    """Form of a checkpoint's weights, and settings that its optimizer state depends on."""
+    """Form of a checkpoint's weights, and settings that the optimizer state depends on."""
 
     dtype: Literal["fp32", "bf16"]
     optimizer: Literal["plain", "fully_reshardable"]
-    """Every rank its whole shard's state, or the distributed optimizer's."""
+    """State of the whole shard on every rank, or of the distributed optimizer."""
     adapters: Adapters | None = None
-    """None: the whole policy is in the checkpoint."""
+    """``None``: the whole policy is in the checkpoint."""
 
     @classmethod
     def from_config(cls, config: Config) -> CheckpointFormat:
@@ -82,7 +81,7 @@ class CheckpointFormat:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Settings that a resume may not change, as they are typed."""
+        """Settings that a resume must not change, as typed by the user."""
         found = {"model.lora.rank": "0"}
         if lora := self.adapters:
             found["model.lora.rank"] = str(lora.rank)
@@ -94,12 +93,12 @@ class CheckpointFormat:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> CheckpointFormat:
-        """Return the writer from what :func:`write_state` wrote. Earlier versions also wrote the
+        """Return the writer from the output of :func:`write_state`. Earlier versions also wrote the
         layout.
 
         Raises:
-            TypeError: ``values`` are something else.
-            KeyError: a value is missing.
+            TypeError: if ``values`` have a wrong type.
+            KeyError: if a value is missing.
         """
         adapters = values.get("adapters")
         return cls(values["dtype"], values["optimizer"], Adapters(**adapters) if adapters else None)
@@ -110,12 +109,12 @@ class StoredState:
     """The trainer's part of a checkpoint."""
 
     trainer: dict[str, Any]
-    """The leader's state: data order, pruning history."""
+    """State of rank 0: data order, reward history."""
     files: dict[str, str]
     """Fingerprints of the files that the run has read."""
     writer: CheckpointFormat
     is_checked: bool
-    """False for a checkpoint of an earlier version, whose checksums are of another form."""
+    """False for a checkpoint of an earlier version with another form of checksums."""
 
 
 def write_state(place: Path, state: dict[str, Any], checkpoint_format: CheckpointFormat) -> None:
@@ -124,15 +123,16 @@ def write_state(place: Path, state: dict[str, Any], checkpoint_format: Checkpoin
 
 
 def read_state(place: Path) -> StoredState | None:
-    """Return the trainer's part of a checkpoint; None where no run wrote the checkpoint.
+    """Return the trainer's part of a checkpoint; ``None`` for a checkpoint not written by a run.
 
     Raises:
-        UserError: the checkpoint is damaged.
+        UserError: if the checkpoint is damaged.
     """
     if not os.path.lexists(place / STATE):
         return None
     with convert_corruption_errors(place, "run.dir"):
-        if not os.path.lexists(place / CHECKSUMS):  # every run writes them
+        # Every run writes checksums.
+        if not os.path.lexists(place / CHECKSUMS):
             raise CorruptCheckpointError(f"{CHECKSUMS} is missing: damage would not be noticed")
         if (checksums := Checksums.read(place)) is not None:
             checksums.check([STATE])
@@ -146,10 +146,11 @@ def read_state(place: Path) -> StoredState | None:
 
 
 def check_resumable(place: Path, expected: CheckpointFormat) -> StoredState:
-    """Return the trainer's part of a checkpoint that ``expected`` resumes from.
+    """Return the trainer's part of a checkpoint that ``expected`` can resume.
 
     Raises:
-        UserError: the checkpoint is damaged or of an earlier version, or does not fit ``expected``.
+        UserError: if the checkpoint is damaged or of an earlier version, or does not fit
+            ``expected``.
     """
     if (state := read_state(place)) is None:
         problem = f"{place} has no {STATE}: it is no checkpoint of a run"
@@ -162,7 +163,8 @@ def check_resumable(place: Path, expected: CheckpointFormat) -> StoredState:
 
     def build_error(setting: str, value: object, problem: str, remedy: str) -> UserError:
         instead = "or begin another run.dir"
-        if written.adapters is None:  # adapters are no policy
+        # Adapters alone are no policy.
+        if written.adapters is None:
             instead += f" with its weights alone: model.checkpoint={place}"
         return UserError(setting, value, f"{place} {problem}", f"{remedy}, {instead}")
 
