@@ -231,8 +231,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
     def _draw_weights(self) -> list[float]:
         """Draw weights, [completions of all ranks]; 0 for completions excluded from training. Every
         rank receives the weights of rank 0."""
-        # The draw is over the whole generation batch, with a separate random number for each step. A
-        # draw that also decided the last step's weights would not be independent of the parameters.
+        # The draw is over the whole generation batch, with a separate random number for each step.
+        # A draw shared with the last step would not be independent of the parameters.
         candidates = self._candidates
         seed = (self.pruning.seed, self.state.global_step, self._draws)
         (mask, weights), inclusion = prune_candidates(
