@@ -204,11 +204,8 @@ class Dispatcher:
         Samples aborted at different tokens continue independently, and so do forks.
 
         Args:
-            batch: batch of the samples.
-            index: index of the prompt in the batch.
-            samples: samples with equal tokens.
             attempt: number of earlier failures.
-            failed: servers that failed the samples earlier.
+            failed: servers that failed earlier.
         """
         prompt = batch.prompts[index]
         avoided = set(failed)
@@ -248,10 +245,6 @@ class Dispatcher:
         """Request a continuation of samples with equal tokens, from a single server.
 
         Args:
-            batch: batch of the samples.
-            index: index of the prompt in the batch.
-            samples: samples with equal tokens.
-            attempt: number of earlier failures.
             failed: servers that failed the prompt, used only without alternatives. The server is
                 added after a failure.
 

@@ -174,13 +174,11 @@ class Sender:
         self._send_first_byte()
 
     def _send_first_byte(self) -> None:
-        """Send a byte to all ranks, to test the group before weights are sent.
-
-        NCCL creates the communicator within the first broadcast. That call waits for the last rank
-        and cannot be interrupted, so the call runs in a separate thread. If a server never joins,
-        the thread is abandoned. Servers that did join cannot be distinguished from the missing
-        server, and are reported too.
-        """
+        """Send a byte to all ranks, to test the group before weights are sent."""
+        # NCCL creates the communicator within the first broadcast. That call waits for the last
+        # rank and cannot be interrupted: use a thread, and abandon the thread if a server never
+        # joins. Servers that joined cannot be distinguished from the missing server, and are
+        # reported too.
         try:
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
             self._start("the first byte", StagedBucket(FIRST, byte), None, begin=_run_in_thread)
@@ -292,11 +290,10 @@ class Sender:
     def close(self) -> None:
         """Leave the group at the same time as the servers.
 
-        - NCCL ends a group collectively: on a single machine, a leaving server waits until the
-          sender closes its connections, and reports an error if the sender aborted the group first.
-        - Abort first only if a bucket is pending, to free the servers waiting for the bucket.
-        - Abandon a destruction that hangs, in its thread.
+        NCCL ends a group collectively: on a single machine, a leaving server waits until the sender
+        closes its connections, and reports an error if the sender aborted the group first.
         """
+        # Abort only a pending bucket first, to free the servers waiting for the bucket.
         if self._sent is not None:
             self._end()
         group = self._group
@@ -305,6 +302,7 @@ class Sender:
         leaving = {
             client.url: self._http.start(client.leave(self.name)) for client in self._clients
         }
+        # A destruction that hangs is abandoned in its thread.
         ours = _run_in_thread(partial(_destroy, group), "leaving")
         collect_problems(leaving, GRACE_S)
         try:
@@ -327,19 +325,13 @@ class Sender:
             _destroy(group)
 
     def _handle_failure(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
-        """End the group, so that waiting servers answer, and identify the servers at fault.
-
-        Servers at fault, in this order:
-
-        1. Dead servers only: a live server may report a broken group before the loss of a dead
-           server is noticed.
-        2. If no server is dead: servers that refused while the group was whole, and servers that
-           stay silent afterwards. A server with half a message stays silent, since gloo waits for
-           the rest.
-        """
+        """End the group, so that waiting servers answer, and identify the servers at fault."""
         before = {url: reply for url, reply in replies.items() if reply.done()}
         self._end()
+        # A server with half a message stays silent, since gloo waits for the rest.
         silent_or_gone = collect_problems(replies, GRACE_S, include_refusals=False)
+        # If a server is dead, refusals do not count: a live server may report a broken group before
+        # the loss is noticed. Otherwise a refusal counts if sent while the group was whole.
         refused = {} if any(map(_is_gone, replies.values())) else collect_problems(before, GRACE_S)
         return SyncFailedError({**refused, **silent_or_gone}, problem)
 
