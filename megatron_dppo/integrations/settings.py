@@ -12,13 +12,12 @@ from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
-    """Which completions are trained on. ``Pruning(budget=0.5)`` trains on half of a batch's
-    tokens."""
+    """Settings of pruning. ``Pruning(budget=0.5)`` trains on half of a batch's tokens."""
 
     budget: float | Literal["auto"] = 0.5
-    """Fraction of the tokens, prompts included, that is trained on. Under ``threshold`` it is
-    the probability of the low-scored completions. ``auto``, for ``neyman``: the fraction of
-    least variance × tokens, for each batch."""
+    """Fraction of the tokens trained on, including prompts. Under ``threshold``: probability of the
+    low-scored completions. ``auto``, for ``neyman``: the fraction of least variance × tokens, for
+    each batch."""
     rule: str = "neyman"
     """Unbiased rule in ``COMPLETION_RULES``."""
     max_weight: float = 10.0

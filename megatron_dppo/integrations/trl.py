@@ -33,12 +33,14 @@ DIVIDED_BY_ROWS = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
 DIVIDED_BY_TOKENS = frozenset({"dapo", "cispo", "vespo"})
 """Losses that TRL divides by the tokens of the generation batch, counted before the draw."""
 MEANS_OVER_TOKENS = frozenset({"grpo", "sapo"})
-"""Losses in which a row counts the mean of its tokens. In all others it counts their sum."""
+"""Losses that average over the tokens of a row. All remaining losses sum over the tokens of a
+row."""
 SKIPS_PASSES = frozenset({DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
-"""Ways of distributing a model under which a rank may leave out a forward pass before the last one
-of a step. Under others, every micro-batch has a pass, over fewer rows."""
+"""Ways of distributing a model that allow a rank to skip forward passes before the last pass of a
+step. With all remaining ways, every micro-batch has a pass, over fewer rows."""
 MOST_ROUNDING = 0.01
-"""Advantages from here on are trained on, even if they could be rounding."""
+"""Upper bound of an |advantage| attributed to rounding. Larger advantages are trained on, even if
+possibly caused by rounding."""
 DEFAULT = Pruning()
 
 
@@ -49,10 +51,10 @@ class Row:
     inputs: dict[str, torch.Tensor]
     """TRL's inputs by name: [tokens], [1] or []."""
     weight: float
-    """0 for a completion that is not trained on."""
+    """0 for a completion excluded from training."""
 
     def __len__(self) -> int:
-        """Tokens of prompt and completion."""
+        """Number of tokens of prompt and completion."""
         return len(self.inputs["prompt_ids"]) + len(self.inputs["completion_ids"])
 
     def to(self, device: torch.device | str) -> Row:
@@ -60,11 +62,10 @@ class Row:
 
 
 class PrunedGRPOTrainer(GRPOTrainer):
-    """``GRPOTrainer`` that trains on a part of the completions, for which the gradient stays
-    unbiased.
+    """``GRPOTrainer`` that trains on a part of the completions, with an unbiased gradient.
 
-    It prunes a subclass of ``GRPOTrainer`` as well: ``class Mine(PrunedGRPOTrainer, YourTrainer):
-    pass``.
+    Subclasses of ``GRPOTrainer`` can be pruned as well: ``class Mine(PrunedGRPOTrainer,
+    YourTrainer): pass``.
 
     Args:
         pruning: see :class:`Pruning`. All other arguments are the trainer's.
@@ -84,8 +85,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
         "importance_sampling_ratio": 1.0,
         "tool_mask": 1,
     }
-    """Inputs of [B, tokens of completions] or [B, 1] with their padding. A subclass with more of
-    these adds to it."""
+    """Inputs of shape [B, tokens of completions] or [B, 1], with the padding value of each. A
+    subclass with more inputs of this kind adds the inputs here."""
 
     def __init__(self, *args: Any, pruning: Pruning = DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -95,16 +96,17 @@ class PrunedGRPOTrainer(GRPOTrainer):
         self._generated = 0.0
         self._rounding: torch.Tensor
         self._pruned: deque[dict[str, torch.Tensor]] = deque()
-        """Micro-batches that are left of the last draw. An empty one has no forward pass."""
+        """Remaining micro-batches of the last draw. An empty micro-batch has no forward pass."""
         self._draws = self._passed = 0
-        """Draws and micro-batches of this optimizer step."""
+        """Number of draws and of micro-batches in this optimizer step."""
         self._drawn_at = -1
-        """The optimizer step."""
+        """Optimizer step of the last draw."""
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
         if self.model.training:
             weighted = rewards * self.reward_weights.to(rewards.device)
+            # In a group of equal rewards the standard deviation is 0: TRL divides by 1e-4 alone.
             divisors = {"group": 1e-4, "batch": 1e-4 + float(weighted.nansum(dim=1).std())}
             self._rounding = compute_max_rounding(
                 weighted, self.num_generations, divisors.get(self.scale_rewards, 1.0)
@@ -145,11 +147,12 @@ class PrunedGRPOTrainer(GRPOTrainer):
                 raise UserError("inputs", name, "rows of this input cannot be cut", remedy)
 
     def _gather_candidates(self, batch: Mapping[str, torch.Tensor]) -> CompletionCandidates:
-        """The completions of all ranks, [Q, G], in the order in which TRL generated them."""
+        """Gather the completions of all ranks, [Q, G], in TRL's order of generation."""
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         logprobs = batch.get("sampling_per_token_logps", batch.get("old_per_token_logps"))
         norm = torch.ones_like(batch["advantages"])
         if logprobs is not None:
+            # p − 1 is, up to the sign, the derivative of log p by the token's own logit.
             norm = (torch.expm1(logprobs.float().nan_to_num(0.0)) * mask).norm(dim=1)
         counts = (
             batch["prompt_mask"].sum(dim=1),
@@ -167,6 +170,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
         advantage, norms, prompts, completions, tokens = np.moveaxis(gathered, -1, 0)
         self._generated = float(completions.sum())
         flat = np.abs(advantage).max(axis=1, keepdims=True) <= self._rounding.cpu().numpy()[:, None]
+        # With a KL term, a completion without an advantage still has a gradient.
         return CompletionCandidates(
             advantage=advantage,
             score=np.abs(advantage)
@@ -190,21 +194,19 @@ class PrunedGRPOTrainer(GRPOTrainer):
             self._passed = 0
         if not self._pruned:
             position = self._step % self.args.steps_per_generation
+            # A step may span two generation batches, with a separate draw from each.
             left = self.current_gradient_accumulation_steps - self._passed
             self._pruned.extend(self._prune(self._buffered_inputs[position : position + left]))
         self._passed += 1
         return self._pruned.popleft()
 
     def _prune(self, window: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """Draw from the micro-batches that one optimizer step takes from one generation batch.
-
-        The draw is over the whole generation batch, with a random number of its own for each step,
-        since a draw that decided over the last step's weights as well would not be independent of
-        the parameters.
+        """Draw from the micro-batches of an optimizer step, taken from a single generation batch.
 
         Returns:
-            As many micro-batches, the empty ones first. Those of all ranks have as many rows each,
-            since TRL's metrics gather them; rows of weight 0 fill them up.
+            A list of the same length as ``window``, empty micro-batches first. Micro-batches of all
+            ranks have equal numbers of rows, since TRL's metrics gather rows; rows of weight 0 fill
+            the gaps.
         """
         weights = self._draw_weights()
         rows = [row for batch in window for row in self._split_rows(batch, weights)]
@@ -215,6 +217,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
             if self.accelerator.distributed_type in SKIPS_PASSES
             else len(window)
         )
+        # The shortest row is the cheapest filler. Sorting by length reduces padding.
         filler = Row(min(rows, key=len).inputs, weight=0.0)
         mine = sorted(mine + [filler] * (max(most, passes) - len(mine)), key=len)
         chunks = [
@@ -226,8 +229,10 @@ class PrunedGRPOTrainer(GRPOTrainer):
         ]
 
     def _draw_weights(self) -> list[float]:
-        """[completions of all ranks], weights; 0 for those that are not trained on. All ranks have
-        those of rank 0."""
+        """Draw weights, [completions of all ranks]; 0 for completions excluded from training. Every
+        rank receives the weights of rank 0."""
+        # The draw is over the whole generation batch, with a separate random number for each step.
+        # A draw shared with the last step would not be independent of the parameters.
         candidates = self._candidates
         seed = (self.pruning.seed, self.state.global_step, self._draws)
         (mask, weights), inclusion = prune_candidates(
@@ -258,6 +263,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
     def _split_rows(
         self, batch: Mapping[str, torch.Tensor], weights: Sequence[float]
     ) -> Iterator[Row]:
+        # Without rotary positions, cutting the left padding would shift the positions.
         rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None) is not None
         width = batch["prompt_mask"].size(1)
         prompts = (
@@ -276,8 +282,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
             yield Row(inputs | {"advantages": batch["advantages"][i]}, weights[place])
 
     def _balance_rows(self, rows: list[Row]) -> tuple[list[Row], int]:
-        """Move rows between ranks until their numbers differ by at most one; and the largest number
-        of a rank."""
+        """Move rows between ranks until the numbers of rows differ by at most one; return this
+        rank's rows and the largest number of rows of a rank."""
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
         counts = self.accelerator.gather(
@@ -293,7 +299,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
         return rows, quotas[0]
 
     def _pad_rows(self, rows: Sequence[Row], size: float) -> dict[str, torch.Tensor]:
-        """A micro-batch of rows. ``size`` is the number that TRL would have divided by."""
+        """Build a micro-batch of rows. ``size`` is TRL's divisor of the loss, in rows."""
         pad_id = self._tokenizer.pad_token_id
         fill = {
             "prompt_ids": pad_id,
@@ -305,9 +311,11 @@ class PrunedGRPOTrainer(GRPOTrainer):
         for name in rows[0].inputs.keys() & fill.keys():
             values = [row.inputs[name] for row in rows]
             side = "left" if name.startswith("prompt") else "right"
-            whole = max(map(len, values)) > 1  # [1] is of the completion, not of a token
+            # A tensor of shape [1] belongs to the completion, not to a token.
+            whole = max(map(len, values)) > 1
             batch[name] = pad(values, fill[name], side, self.pad_to_multiple_of if whole else None)
         advantages = torch.stack([row.inputs["advantages"] for row in rows])
+        # These losses divide by the rows present: correct the divisor to ``size``.
         share = len(rows) / size if self.loss_type in DIVIDED_BY_ROWS else 1.0
         batch["weight"] = advantages.new_tensor([row.weight * share for row in rows])
         batch["advantages"] = advantages * batch["weight"]
@@ -316,14 +324,15 @@ class PrunedGRPOTrainer(GRPOTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
+        # An empty micro-batch has no loss, but backward() needs a gradient.
         if not inputs:
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         loss: torch.Tensor = super().compute_loss(model, inputs, *args, **kwargs)
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Policy terms are proportional to the advantages, which have the weight. The KL term takes
-        it here."""
+        """Compute the loss, with the weights in the KL term. Policy terms are proportional to the
+        advantages, which already contain the weights."""
         beta = self.beta
         if beta and "weight" in inputs:
             self.beta = _RowCoefficient(beta, inputs["weight"])
@@ -342,9 +351,9 @@ def compute_max_rounding(rewards: torch.Tensor, samples: int, divisor: float) ->
     result, since large rewards over a small divisor would drop real advantages.
 
     Args:
-        rewards: [Q·G, functions], weighted; NaN where a function returned None.
+        rewards: [Q·G, functions], weighted; NaN if a function returned None.
         samples: G, completions of a prompt.
-        divisor: the least by which the trainer divides a group of equal rewards.
+        divisor: smallest divisor that the trainer applies to a group of equal rewards.
 
     Returns:
         [Q]
@@ -354,7 +363,7 @@ def compute_max_rounding(rewards: torch.Tensor, samples: int, divisor: float) ->
 
 
 class _RowCoefficient(float):
-    """A coefficient that multiplies each row [B, tokens] by the row's weight [B] as well."""
+    """Coefficient that multiplies each row [B, tokens] also by the row's weight [B]."""
 
     def __new__(cls, value: float, weight: torch.Tensor) -> _RowCoefficient:
         return super().__new__(cls, value)

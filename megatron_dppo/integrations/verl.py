@@ -1,16 +1,17 @@
 """Pruning of completions in verl 0.9: the actor trains on a weighted random part of each step's
 batch.
 
-verl imports the modules that an environment variable names; this one registers its trainers under
-``trainer.v1.trainer_mode``, as ``pruned_`` and the name of verl's own::
+verl imports the modules named in an environment variable. This module registers pruned trainers
+under ``trainer.v1.trainer_mode``, named ``pruned_`` plus the name of verl's trainer::
 
     VERL_USE_EXTERNAL_MODULES=megatron_dppo.integrations.verl python -m verl.trainer.main_ppo \\
         trainer.v1.trainer_mode=pruned_sync +pruning.budget=0.5 ...
 
-The draw comes between verl's ``_compute_advantage`` and its ``_update_actor``. The weight of a row
-multiplies its advantages, to which the losses in ``PROPORTIONAL`` are proportional. Mini-batches
-shrink, and the divisor ``global_batch_size`` stays. Log-probabilities and metrics are still those
-of the whole batch.
+- The draw comes between verl's ``_compute_advantage`` and ``_update_actor``.
+- The weight of a row multiplies the row's advantages; the losses in ``PROPORTIONAL`` are
+  proportional to the advantages.
+- Mini-batches shrink, and the divisor ``global_batch_size`` stays.
+- Log-probabilities and metrics still refer to the whole batch.
 """
 
 from __future__ import annotations
@@ -45,24 +46,25 @@ from megatron_dppo.rl.pruning import prune
 from megatron_dppo.rl.types import Floats, Ints
 
 PROPORTIONAL = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "bypass_mode")
-"""Values of ``policy_loss.loss_mode`` whose loss of a row is proportional to its advantages and
-reads no other row."""
+"""Values of ``policy_loss.loss_mode`` with a row loss that is proportional to the row's advantages
+and independent of other rows."""
 
 
 class Rows(NamedTuple):
-    """A step's rows in the order of the driver: N = ranks · mini-batches · rows of each.
+    """Rows of a step in the order of the driver: N = ranks · mini-batches · rows per mini-batch and
+    rank.
 
-    T counts the tokens of a padded response.
+    T is the number of tokens of a padded response.
     """
 
     groups: list[str]
-    """[N], the prompt of each row."""
+    """[N], prompt of each row."""
     tokens: Ints
-    """[N], of prompt and response."""
+    """[N], number of tokens of prompt and response."""
     counted: Ints
-    """[N], tokens that ``token-mean`` divides by."""
+    """[N], number of tokens in the divisor of ``token-mean``."""
     mask: torch.Tensor
-    """[N, T], tokens that enter the loss."""
+    """[N, T], mask of the tokens in the loss."""
     advantages: torch.Tensor
     """[N, T]"""
     logprobs: torch.Tensor
@@ -70,15 +72,15 @@ class Rows(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Rows that are sent to the actor: of each rank the rows of all its mini-batches, as verl
-    splits them."""
+    """Rows sent to the actor: for each rank the rows of all mini-batches, in verl's order of
+    splitting."""
 
     order: Ints
-    """[n], places in the batch."""
+    """[n], indices in the batch."""
     weights: Floats
-    """[n], factors of the advantages; 0 for rows that only fill up a mini-batch."""
+    """[n], factors of the advantages; 0 for rows that only fill a mini-batch."""
     mini_batch: int
-    """Rows of a mini-batch, over all ranks."""
+    """Number of rows of a mini-batch, over all ranks."""
     metrics: dict[str, float]
 
 
@@ -87,26 +89,29 @@ def draw_rows(
 ) -> Draw:
     """Draw the rows of a step.
 
-    A row stays in its mini-batch. Each mini-batch has a draw of its own, because earlier draws have
-    moved the parameters, and a draw must be independent of the parameters. All mini-batches get as
-    many rows as the largest requires: the shortest rows that were not drawn fill up the others,
-    with the weight 0.
+    - A row stays in the same mini-batch.
+    - Each mini-batch has a separate draw, because updates on earlier draws have moved the
+      parameters, and a draw must be independent of the parameters.
+    - All mini-batches get the number of rows of the largest mini-batch: the shortest rows that were
+      not drawn fill smaller mini-batches, with weight 0.
 
     Args:
-        rows: of the whole batch, which verl has balanced over its ranks.
-        config: of verl.
-        pruning: of the run.
+        rows: rows of the whole batch, balanced over ranks by verl.
+        config: configuration of verl.
+        pruning: settings of pruning.
         ranks: data-parallel size of the actor.
         step: seeds of the draw.
     """
     actor = config.actor_rollout_ref.actor
     samples = config.actor_rollout_ref.rollout.n
+    # verl aggregates the sapo loss this way, regardless of loss_agg_mode.
     aggregation = (
         "seq-mean-token-mean" if actor.policy_loss.loss_mode == "sapo" else actor.loss_agg_mode
     )
     mask = rows.mask.bool()
     lengths = np.maximum(mask.sum(1).numpy(), 1)
     masked = torch.where(mask, rows.advantages, 0.0).double()
+    # A row's advantage for the draw: root mean square over tokens, with the sign of the sum.
     sizes = np.sqrt((masked**2).sum(1).numpy() / lengths)
     advantages = np.where(masked.sum(1).numpy() < 0.0, -sizes, sizes)
     _, groups = np.unique(rows.groups, return_inverse=True)
@@ -117,16 +122,19 @@ def draw_rows(
     )
     weights = np.zeros(len(lengths))
     for number, members in enumerate(mini_batches):
-        # Neighbours are seldom kept together: this order spreads the draw over prompts.
+        # Neighbours are rarely kept together: this order spreads the draw over prompts.
         members = members[np.lexsort((advantages[members], groups[members]))]
         column = members[:, None]
+        logprobs: list[list[Any]] = []
+        for row in members:
+            tokens = mask[row]
+            logprobs.append(
+                [rows.logprobs[row][tokens].double().numpy() if tokens.any() else [0.0]]
+            )
         kept = prune(
             lengths[column],
             np.zeros(column.shape),
-            [
-                [rows.logprobs[row][mask[row]].double().numpy() if mask[row].any() else [0.0]]
-                for row in members
-            ],
+            logprobs,
             pruning.budget,
             advantages=advantages[column],
             prompt_lengths=(rows.tokens - lengths)[members],
@@ -138,6 +146,7 @@ def draw_rows(
         weights[members] = kept.weights[:, 0]
 
     multiple = ranks * _compute_row_multiple(actor)
+    # Equal sizes, because the actor takes a single mini-batch size for the whole step.
     most = max(int((weights[mini_batches] > 0.0).sum(axis=1).max()), 1)
     mini_batch = min(math.ceil(most / multiple) * multiple, whole)
     parts: list[list[Ints]] = []
@@ -147,8 +156,11 @@ def draw_rows(
         "prune/max_weight": float(weights.max()),
     }
     for members in mini_batches:
+        # Drawn rows first, then the shortest remaining rows.
         sent = members[np.lexsort((rows.tokens[members], weights[members] == 0.0))][:mini_batch]
-        if aggregation == "token-mean":  # divides by the tokens that it is sent
+        # The loss divides by the tokens sent, so correct the divisor to the tokens of the whole
+        # mini-batch.
+        if aggregation == "token-mean":
             weights[sent] *= rows.counted[sent].sum() / rows.counted[members].sum()
         shares = get_seqlen_balanced_partitions(
             rows.tokens[sent].tolist(), k_partitions=ranks, equal_size=True
@@ -159,7 +171,7 @@ def draw_rows(
 
 
 def _compute_row_multiple(actor: DictConfig) -> int:
-    """What a rank's number of rows in a mini-batch has to be a multiple of."""
+    """Return the required divisor of a rank's number of rows in a mini-batch."""
     megatron = actor.get("megatron") or {}
     stages = (
         megatron["pipeline_model_parallel_size"]
@@ -173,8 +185,8 @@ def read_pruning_settings(config: DictConfig) -> Pruning:
     """Read ``pruning`` from verl's configuration.
 
     Raises:
-        UserError: a setting of ``pruning`` is wrong, or one of verl's makes the
-            gradient of a pruned batch biased.
+        UserError: a setting of ``pruning`` is wrong, or a setting of verl biases the gradient of a
+            pruned batch.
     """
     given = dict(config.get("pruning") or {})
     known = [field.name for field in fields(Pruning)]
@@ -198,34 +210,32 @@ def read_pruning_settings(config: DictConfig) -> Pruning:
     unscaled = actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None
     its_term = "adds a term to the loss that no weight reaches"
     refused = [
-        (pruning.rule != "neyman", "pruning.rule", pruning.rule, "is not available here",
-        "Set it to neyman"),
+        (pruning.rule != "neyman", "pruning.rule", pruning.rule,
+         "is not available here", "Set it to neyman"),
         (need_critic(config), "algorithm.adv_estimator", algorithm.adv_estimator,
-         "trains a critic, which is not pruned", "Choose an estimator without a critic, such as "
-                                                 "grpo"),
-        (actor.use_kl_loss, "actor.use_kl_loss", True, its_term, "Set "
-                                                                 "algorithm.use_kl_in_reward=true "
-                                                                 "in its place"),
-        (actor.entropy_coeff != 0.0, "actor.entropy_coeff", actor.entropy_coeff, its_term,
-        "Set it to 0"),
-        ((config.get("distillation") or {}).get("enabled"), "distillation.enabled", True, its_term,
-        "Set it to false"),
-        ((model.get("mtp") or {}).get("enable_train"), "model.mtp.enable_train", True, its_term,
-        "Set it to false"),
-        (mode not in PROPORTIONAL, "actor.policy_loss.loss_mode", mode, "is not known to be "
-                                                                        "proportional to "
-                                                                        "advantages",
+         "trains a critic, which is not pruned",
+         "Choose an estimator without a critic, such as grpo"),
+        (actor.use_kl_loss, "actor.use_kl_loss", True,
+         its_term, "Set algorithm.use_kl_in_reward=true in its place"),
+        (actor.entropy_coeff != 0.0, "actor.entropy_coeff", actor.entropy_coeff,
+         its_term, "Set it to 0"),
+        ((config.get("distillation") or {}).get("enabled"), "distillation.enabled", True,
+         its_term, "Set it to false"),
+        ((model.get("mtp") or {}).get("enable_train"), "model.mtp.enable_train", True,
+         its_term, "Set it to false"),
+        (mode not in PROPORTIONAL, "actor.policy_loss.loss_mode", mode,
+         "is not known to be proportional to advantages",
          f"Choose from {', '.join(PROPORTIONAL)}"),
         (normalised, "rollout_correction.rollout_is_batch_normalize", True,
          "normalises over a micro-batch, whose rows are drawn", "Set it to false"),
-        (unscaled, "actor.loss_scale_factor", None, "divides by the longest response of a "
-                                                    "micro-batch",
+        (unscaled, "actor.loss_scale_factor", None,
+         "divides by the longest response of a micro-batch",
          "Set it to data.max_response_length"),
-        (actor.ppo_epochs != 1, "actor.ppo_epochs", actor.ppo_epochs, "trains several times on one "
-                                                                      "draw",
+        (actor.ppo_epochs != 1, "actor.ppo_epochs", actor.ppo_epochs,
+         "trains several times on one draw",
          "Set it to 1, and actor.ppo_mini_batch_size lower for more updates"),
-        (actor.shuffle, "actor.shuffle", True, "moves rows to other mini-batches after the draw",
-        "Set it to false"),
+        (actor.shuffle, "actor.shuffle", True,
+         "moves rows to other mini-batches after the draw", "Set it to false"),
     ]  # fmt: skip
     for wrong, setting, value, problem, remedy in refused:
         if wrong:
@@ -235,8 +245,8 @@ def read_pruning_settings(config: DictConfig) -> Pruning:
 
 @contextmanager
 def _override_mini_batch_size(workers: Any, rows: int) -> Iterator[None]:
-    """Have the actor's workers take ``rows`` rows a mini-batch: verl's ``_update_actor``
-    names the number itself."""
+    """Make the actor's workers use ``rows`` rows per mini-batch, because verl's ``_update_actor``
+    sets the number itself."""
     update = workers.update_actor
 
     def update_with(batch: Any) -> Any:
@@ -254,7 +264,7 @@ def _override_mini_batch_size(workers: Any, rows: int) -> Iterator[None]:
 
 
 def _count_ranks(workers: Any) -> int:
-    """Data-parallel size of the actor."""
+    """Return the data-parallel size of the actor."""
     return (
         int(max(workers._dispatch_info.get("actor") or workers._query_dispatch_info("actor"))) + 1
     )
@@ -300,7 +310,8 @@ class PrunedTrainer(PPOTrainer):
         )
         with _override_mini_batch_size(workers, drawn.mini_batch):
             super()._update_actor(sent, metrics)
-        _put_advantages(sent, own)  # verl's metrics read them
+        # verl's metrics use the unweighted advantages.
+        _put_advantages(sent, own)
         return batch
 
 
@@ -312,22 +323,22 @@ def _put_advantages(batch: Any, advantages: list[torch.Tensor]) -> None:
 
 @register_trainer("pruned_sync")
 class PrunedPPOTrainerSync(PrunedTrainer, PPOTrainerSync):
-    """verl's synchronous trainer."""
+    """verl's synchronous trainer, with pruning."""
 
 
 @register_trainer("pruned_colocate_async")
 class PrunedPPOTrainerColocateAsync(PrunedTrainer, PPOTrainerColocateAsync):
-    """verl's asynchronous trainer whose policy and rollouts share GPUs."""
+    """verl's asynchronous trainer with shared GPUs for policy and rollouts, with pruning."""
 
 
 @register_trainer("pruned_separate_async")
 class PrunedPPOTrainerSeparateAsync(PrunedTrainer, PPOTrainerSeparateAsync):
-    """verl's asynchronous trainer with GPUs of their own for rollouts."""
+    """verl's asynchronous trainer with separate GPUs for rollouts, with pruning."""
 
 
 class PrunedRayPPOTrainer(RayPPOTrainer):
-    """verl's legacy trainer (``trainer.use_v1=false``), which no setting can name: a script has to
-    construct it."""
+    """verl's legacy trainer (``trainer.use_v1=false``), with pruning. No setting selects this
+    trainer: construct the trainer in a script."""
 
     def __init__(self, config: DictConfig, *args: Any, **options: Any) -> None:
         self.pruning = read_pruning_settings(config)

@@ -1,1 +1,1 @@
-"""Rollout servers behind HTTP: SGLang and vLLM, spoken to alike."""
+"""Rollout servers behind HTTP: SGLang and vLLM, with a common interface."""

@@ -1,4 +1,4 @@
-"""Prompts that servers are at work on, and their completions so far."""
+"""Pending prompts at servers, with the completions received up to now."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.tree import Entropies, TreePath, list_leaves, make_root
 
 POLL_INTERVAL_S = 0.05
-"""How often groups that are complete are looked at, while others are waited for."""
+"""Seconds between two checks for complete groups, while other groups are pending."""
 
 
 @dataclass(slots=True, eq=False)
 class PartialCompletion:
-    """A completion of which some tokens are there."""
+    """Completion with the tokens received up to now."""
 
     prefix: TreePath
     """Start of the completion, which other completions share."""
@@ -39,13 +39,13 @@ class PartialCompletion:
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens of the prompt and of the response so far."""
+        """Tokens of the prompt and of the response received up to now."""
         parts = (token for part in self.parts for token in part.token_ids.tolist())
         return [*self.prefix.token_ids.tolist(), *parts]
 
     @property
     def length(self) -> int:
-        """Tokens of the response."""
+        """Number of response tokens."""
         return self.prefix.length + sum(len(part.token_ids) for part in self.parts)
 
     @property
@@ -59,7 +59,7 @@ class PartialCompletion:
 
 
 class RequestBatch:
-    """Prompts under way. The main thread waits for it, and reads how far it is."""
+    """Pending prompts of a rank. The main thread waits for the batch and reads the progress."""
 
     def __init__(
         self,
@@ -73,26 +73,26 @@ class RequestBatch:
         self.sampling = sampling
         self.number = number
         self.oldest = min_version
-        """Version before which no token may be made from now on."""
-        known = {(one.prompt, one.slot): one for one in partial_rollouts}
+        """Oldest version allowed to generate further tokens."""
+        known = {(partial.prompt, partial.slot): partial for partial in partial_rollouts}
         self.samples = [self._make_samples(prompt, known) for prompt in prompts]
-        """Completions that begin with each prompt."""
+        """Completions of each prompt, from the prompt's start."""
         self.broken_off = False
-        """Whether no more of it is to be asked."""
+        """Whether no further requests are allowed."""
         self.paths: list[list[TreePath]] = [[] for _ in prompts]
-        """Those of each prompt that have ended."""
+        """Ended paths of each prompt."""
         self.finished = 0
         self.progressed = time.monotonic()
-        """When the last prompt was finished, or a path of it."""
+        """Time of the last finished prompt or path, on the monotonic clock, in seconds."""
         self.error: Exception | None = None
-        """Why it will never be finished."""
+        """Error that makes completion of the batch impossible."""
         self._over = threading.Event()
         self._complete: deque[int] = deque()
-        """Prompts that are finished, and were not taken yet."""
+        """Indices of finished prompts not yet returned by ``take_complete``."""
 
     @property
     def is_done(self) -> bool:
-        """Whether it is finished or has failed."""
+        """Whether the batch is finished or has failed."""
         return self._over.is_set()
 
     @property
@@ -100,35 +100,41 @@ class RequestBatch:
         return len(self.prompts) - self.finished
 
     def wait(self, seconds: float) -> None:
-        """Until it is finished or has failed, for so long at most."""
+        """Wait until the batch is finished or has failed, at most ``seconds`` seconds."""
         self._over.wait(seconds)
 
     def collect_partial(self) -> list[PartialRollout]:
-        """How far it is, where nothing forks."""
-        begun = [one for each in self.samples for one in each if not one.is_unstarted]
-        return [
-            PartialRollout(one.prefix.prompt.id, one.slot, merge_parts(one.parts), one.ended)
-            for one in begun
-        ]
+        """Return the partial rollouts of a batch without forks."""
+        rollouts = []
+        for samples in self.samples:
+            for sample in samples:
+                if not sample.is_unstarted:
+                    prompt = sample.prefix.prompt.id
+                    merged = merge_parts(sample.parts)
+                    rollouts.append(PartialRollout(prompt, sample.slot, merged, sample.ended))
+        return rollouts
 
     def _make_samples(
         self, prompt: Prompt, known: Mapping[tuple[int, int], PartialRollout]
     ) -> list[PartialCompletion]:
-        """Completions that begin with a prompt. ``known`` has partial ones by prompt and slot."""
+        """Make the completions of a prompt. ``known`` contains partial rollouts by prompt id and
+        slot."""
         root = make_root(prompt, self.sampling.samples, self.sampling.branches)
-        so_far = [(slot, known.get((prompt.id, slot))) for slot in root.slots]
-        return [
-            PartialCompletion(root, slot, [one.completion], ended=one.ended)
-            if one
-            else PartialCompletion(root, slot)
-            for slot, one in so_far
-        ]
+        samples = []
+        for slot in root.slots:
+            sample = PartialCompletion(root, slot)
+            if partial := known.get((prompt.id, slot)):
+                sample.parts = [partial.completion]
+                sample.ended = partial.ended
+            samples.append(sample)
+        return samples
 
     def build_groups(self) -> Completions:
         return [list_leaves(paths, self.sampling.branches) for paths in self.paths]
 
     def take_complete(self) -> Iterator[tuple[int, tuple[Completion, ...]]]:
-        """Groups that were completed since the last call, each with the place of its prompt."""
+        """Yield the groups completed since the last call, each with the index of the prompt."""
+        # The HTTP thread may append during the loop.
         while self._complete:
             index = self._complete.popleft()
             yield index, list_leaves(self.paths[index], self.sampling.branches)
@@ -140,11 +146,11 @@ class RequestBatch:
     def add_ended(
         self, index: int, samples: Sequence[PartialCompletion]
     ) -> list[list[PartialCompletion]]:
-        """Samples of a prompt have ended, or none of them.
+        """Record ended samples of a prompt; ``samples`` may be empty.
 
         Returns:
-            what is to be continued after their forks: for each fork, samples that have the same
-            tokens so far.
+            Samples that continue after forks of the ended samples: for each fork, samples with the
+                same tokens up to now.
         """
         continued = []
         for sample in samples:
@@ -157,13 +163,14 @@ class RequestBatch:
         return continued
 
     def finish(self, error: Exception | None) -> None:
+        # Keep the first error.
         self.error = self.error or error
         self._over.set()
 
 
 def group_by_prefix(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialCompletion]]:
-    """Return samples by request: one for all samples without tokens after the prefix, and one for
-    each other sample."""
+    """Group samples by request: a shared request for samples without tokens after the prefix, and a
+    separate request for each other sample."""
     fresh = [sample for sample in samples if sample.is_unstarted]
     return [
         *([fresh] if fresh else []),
@@ -172,12 +179,14 @@ def group_by_prefix(samples: Sequence[PartialCompletion]) -> list[Sequence[Parti
 
 
 def wait(batch: RequestBatch, seconds: float, callback: GroupCallback | None) -> None:
-    """Until a batch is over and nobody is at work on its groups, for so long at most."""
+    """Wait until a batch is done and no callback is working on groups, at most ``seconds``
+    seconds."""
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0.0:
         batch.wait(left_s if callback is None else min(left_s, POLL_INTERVAL_S))
         busy = callback is not None and callback(batch.take_complete())
         if batch.is_done and not busy:
             return
+        # A done batch no longer blocks, so sleep while the callback is busy.
         if batch.is_done:
             time.sleep(min(left_s, POLL_INTERVAL_S))

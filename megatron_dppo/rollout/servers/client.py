@@ -1,5 +1,5 @@
-"""Requests of the trainer to one server, of either kind. ``sglang.py`` and ``vllm.py`` translate
-them."""
+"""Requests of the trainer to a server of any kind; ``sglang.py`` and ``vllm.py`` translate the
+requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from megatron_dppo.rl.types import Routing
 from megatron_dppo.rollout.servers.http import Http, ServerError, wrap_errors
 
-if TYPE_CHECKING:  # what runs servers needs neither torch nor Megatron
+# Processes that only run servers have no torch and no Megatron.
+if TYPE_CHECKING:
     import torch
 
     from megatron_dppo.parallel.world import World
@@ -27,17 +28,16 @@ InFlight = Literal["retract", "keep", "abort"]
 """Fate of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
 
 INCOMPLETE = "incomplete"
-"""Version of a server between the beginning and the end of an update: it may hold weights of
-two."""
+"""Version of a server during an update: the weights may be a mixture of two versions."""
 ROUTING_FLAG = "--enable-return-routed-experts"
-"""Flag of SGLang and vLLM alike that has them report the experts they chose."""
+"""Flag of SGLang and of vLLM for reporting the chosen experts."""
 TOP_LOGPROBS = 20
-"""Tokens whose log-probabilities a server reports when entropies are requested: vLLM's default
-limit."""
+"""Number of likeliest tokens whose log-probabilities a server reports when entropies are requested:
+vLLM's default limit."""
 ADAPTER = "policy"
 """Name of a run's adapter at the servers."""
 CONTROL_S = 30.0
-"""Seconds that a question may take that is no work for a server."""
+"""Timeout in seconds of a request that causes no work for the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +45,27 @@ class ServerInfo:
     """Properties of a server, as reported at the first contact."""
 
     model: str
-    """Path of the model that it was started with."""
+    """Path of the model at the start of the server."""
     architecture: str | None
-    """``Qwen3ForCausalLM``; None where the server does not say."""
+    """``Qwen3ForCausalLM``; None if not reported."""
     dtype: str | None
-    """Type of its weights, ``float32``; None if not reported."""
+    """Type of the weights, ``float32``; None if not reported."""
     max_tokens: int | None
-    """Longest sequence, prompt and response; None where the server does not say."""
+    """Maximum length of prompt and response together; None if not reported."""
     stages: int = 1
-    """Pipeline stages, if the ranks of all stages would join a group as those of the first."""
+    """Pipeline stages, if the ranks of every stage would join a group as the ranks of the first
+    stage."""
     routing: bool = False
-    """Whether it says which experts it chose, if it is asked."""
+    """Whether the server reports the chosen experts on request."""
     lora_rank: int = 0
-    """Most ranks of an adapter that it takes; 0: it takes none."""
+    """Maximum rank of an adapter; 0: no adapters."""
     lora_targets: frozenset[str] = frozenset()
-    """Matrices that an adapter may be for, by their Hugging Face names."""
+    """Matrices allowed in an adapter, by Hugging Face names."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """One continuation as a server gave it.
+    """Continuation returned by a server.
 
     ``GenerateResult(token_ids=[8, 2, 0], logprobs=[-0.1, -2.3, -0.7], versions=(("3", 2), ("4",
     1)), reason="stop")``: an update came before the third token.
@@ -73,35 +74,35 @@ class GenerateResult:
     token_ids: NDArray[np.int32]
     """[L]"""
     logprobs: NDArray[np.float32]
-    """[L], under the temperature-scaled distribution (at temperature 0, under that of temperature
-    1)."""
+    """[L], under the temperature-scaled distribution (temperature 1 for greedy sampling at
+    temperature 0)."""
     versions: tuple[tuple[str, int], ...]
     """Version and number of consecutive tokens, in order; the counts sum to L."""
     reason: Literal["stop", "length", "abort"]
     routing: Routing | None = None
-    """[P + L − 1, layers, k], of the request's tokens and its own but for the last."""
+    """[P + L − 1, layers, k]: experts of the tokens of request and continuation, without the last
+    token."""
     entropies: NDArray[np.float64] | None = None
-    """[L], see :func:`compute_entropy_bounds`; None where they were not asked for."""
+    """[L], see :func:`compute_entropy_bounds`; None if not requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """Where a server's ranks join a group for weights. The sender is rank 0."""
+    """Group for weights, as joined by a server's ranks. The sender is rank 0."""
 
     name: str
     host: str
     port: int
     backend: Literal["gloo", "nccl"]
     offset: int
-    """Rank in the group of the server's first rank."""
+    """Group rank of the server's first rank."""
     size: int
-    """Ranks in the group, the sender included."""
+    """Number of ranks of the group, including the sender."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of a bucket: tensors one after the other in one flat buffer of bytes, without
-    gaps."""
+    """Content of a bucket: tensors concatenated in a flat buffer of bytes, without gaps."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
@@ -118,10 +119,13 @@ class Manifest:
 
 
 def compute_entropy_bounds(top: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """Entropies of distributions of which the likeliest tokens are known, with all others as one.
+    """Return lower bounds of entropies from the likeliest tokens, with all remaining tokens merged
+    into one.
 
-    That is less than the true entropy by what the others' would be among themselves. It depends on
-    the tokens before alone, which a fork wants, and not on the token that was drawn.
+    - The bound is below the true entropy by the contribution of the entropy among the remaining
+      tokens.
+    - The bound depends only on the preceding tokens, as required for a fork, and not on the drawn
+      token.
 
     Args:
         top: [L][k], log-probabilities of each position's k likeliest tokens.
@@ -131,9 +135,11 @@ def compute_entropy_bounds(top: Sequence[Sequence[float]]) -> NDArray[np.float64
     """
     if not top:
         return np.zeros(0)
+    # Rounding may raise the sum of the likeliest probabilities above 1.
     likeliest = np.exp(np.array(top, np.float64))
     others = np.maximum(1.0 - likeliest.sum(axis=1, keepdims=True), 0.0)
     shares = np.concatenate([likeliest, others], axis=1)
+    # Replace 0 by 1 in the logarithm, because 0 · log 0 counts as 0.
     return -np.sum(shares * np.log(np.where(shares > 0.0, shares, 1.0)), axis=1)
 
 
@@ -143,15 +149,14 @@ def call_servers(
     clients: Sequence[ServerClient],
     call: Callable[[ServerClient], Awaitable[None]],
 ) -> dict[str, str]:
-    """Ask one thing of all servers at once, from the leader; what went wrong, by URL, on every
-    rank. Collective."""
+    """Call all servers at once from rank 0; return problems by URL on every rank. Collective."""
 
     async def gather_problems() -> dict[str, str]:
-        asked = (wrap_errors(client.url, call(client)) for client in clients)
+        calls = (wrap_errors(client.url, call(client)) for client in clients)
+        # Wait for all servers, because the problem of every server is reported.
+        results = await asyncio.gather(*calls, return_exceptions=True)
         problems = {}
-        for client, result in zip(
-            clients, await asyncio.gather(*asked, return_exceptions=True), strict=True
-        ):
+        for client, result in zip(clients, results, strict=True):
             if isinstance(result, ServerError):
                 problems[client.url] = result.problem
             elif result is not None:
@@ -163,16 +168,23 @@ def call_servers(
 
 @dataclass(eq=False)
 class ServerClient(ABC):
-    """One server. Every method raises :class:`ServerError` where the server fails it.
+    """Client of a server. Every method raises :class:`ServerError` if the server fails.
 
-    ``SglangClient("http://127.0.0.1:30000", http, process=0, life=1)`` is the first server that the
-    run started; it was started again once. Clients are sent between ranks, and each rank sets
-    ``http``. Clients of one life are equal.
+    ``SglangClient("http://127.0.0.1:30000", http, process=0, life=1)`` is the first server started
+    by the run, after a single restart. Clients are sent between ranks, and each rank sets ``http``.
+    Two clients are equal if URL and life are equal.
 
-    The order of an update is: ``pause``, ``begin_update``, any number of
-    ``update_from_distributed`` (or one ``update_from_disk``, ``load_adapter`` or
-    ``load_adapter_from``), ``end_update``, ``flush`` unless requests are kept in flight,
-    ``resume``. ``version`` then returns the new version.
+    Order of an update:
+
+    1. ``pause``
+    2. ``begin_update``
+    3. any number of ``update_from_distributed``, or a single ``update_from_disk``, ``load_adapter``
+       or ``load_adapter_from``
+    4. ``end_update``
+    5. ``flush``, unless requests are kept in flight
+    6. ``resume``
+
+    ``get_version`` then returns the new version.
     """
 
     url: str
@@ -180,19 +192,19 @@ class ServerClient(ABC):
     http: Http
     _: KW_ONLY
     secret: str | None = None
-    """Shown with every request; None where the server wants none."""
+    """Secret sent with every request; None if the server requires no secret."""
     timeout_s: float = 300.0
-    """Seconds that any one step of an update may take."""
+    """Timeout in seconds of each step of an update."""
     adapted: bool = False
-    """Whether it generates with an adapter, which updates bring."""
+    """Whether the server generates with an adapter, loaded by updates."""
     process: int | None = None
-    """Its number among the servers that the run starts; None where it was given."""
+    """Index among the servers started by the run; None for an externally managed server."""
     life: int = 0
-    """How often it has come back. Connections and groups of an earlier life are gone."""
+    """Number of recoveries. Connections and groups of an earlier life are gone."""
     ranks: int = 1
-    """Its ranks, each of which joins a group for weights; set by ``info``."""
+    """Number of the server's ranks, each a member of the group for weights; set by ``get_info``."""
     seeded: bool = True
-    """Whether its requests may carry a seed; set by ``info``."""
+    """Whether requests may contain a seed; set by ``get_info``."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ServerClient) and (self.url, self.life) == (other.url, other.life)
@@ -201,11 +213,12 @@ class ServerClient(ABC):
         return hash((self.url, self.life))
 
     def __getstate__(self) -> dict[str, Any]:
+        # Connections cannot be pickled; the receiving rank sets its own client.
         return {**vars(self), "http": None}
 
     @property
     def name(self) -> str:
-        """The URL without its scheme, for the log."""
+        """URL without scheme, as logged."""
         return self.url.partition("//")[2]
 
     async def get(self, path: str, *, timeout_s: float = CONTROL_S, **query: str) -> Any:
@@ -216,8 +229,8 @@ class ServerClient(ABC):
     async def post(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str
     ) -> Any:
-        """A request; where a time limit is named, as of completions, a busy server is asked again
-        within it."""
+        """Send a request; with a time limit, as for completions, repeat the request to a busy
+        server within the limit."""
         call = self.http.call if timeout_s is None else self.http.call_with_retries
         return await call(
             "POST",
@@ -239,14 +252,12 @@ class ServerClient(ABC):
     ) -> Routing | None:
         """Parse a server's routing for ``length`` tokens after a prompt of ``prompt`` tokens.
 
-        A request that is aborted while it waits has none. The next request's begins with the prompt
-        again.
-
         Raises:
             ServerError: the requested routing is missing or impossible.
-            ServerError: it was asked and told nothing, or what cannot be.
         """
         shape = sampling.routing
+        # A request aborted while waiting has no routing; the routing of the next request starts at
+        # the prompt again.
         if shape is None or length == 0 or (reported is None and reason == "abort"):
             return None
         if reported is None:
@@ -270,8 +281,8 @@ class ServerClient(ABC):
         return reported.reshape(wanted).astype(shape.dtype)
 
     async def get_routes(self) -> frozenset[str]:
-        """The paths that the server serves: what it can do is asked, not inferred from its
-        version."""
+        """Return the paths served by the server. Capabilities are read from the paths, not inferred
+        from the version."""
         return frozenset((await self.get("/openapi.json"))["paths"])
 
     @abstractmethod
@@ -279,7 +290,7 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def health(self, timeout_s: float) -> None:
-        """Return once the server has shown that it can generate."""
+        """Return after the server has demonstrated generation."""
 
     @abstractmethod
     async def generate(
@@ -295,53 +306,53 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def flush(self) -> None:
-        """Drop the cache of prompts, which was computed with other weights."""
+        """Drop the cache of prompts, computed with other weights."""
 
     @abstractmethod
     async def begin_update(self) -> None: ...
 
     @abstractmethod
     async def end_update(self, version: str) -> None:
-        """Close the update. The server is at ``version`` afterwards."""
+        """Close the update. Afterwards the server has ``version``."""
 
     @abstractmethod
     async def abort_update(self) -> None:
-        """Close an update that failed half-way, if one is open. The weights are mixed until another
+        """Close a partially failed update, if open. The weights are a mixture until another
         update."""
 
     @abstractmethod
     async def join(self, group: WeightGroup) -> None:
-        """Have the server's ranks join a group; returns when all of the group's ranks have."""
+        """Make the server's ranks join a group; return after all ranks of the group have joined."""
 
     @abstractmethod
     async def leave(self, group: str) -> None:
-        """Leave a group, if the server is in it."""
+        """Leave a group, if joined."""
 
     @abstractmethod
     async def update_from_distributed(
         self, manifest: Manifest, group: str, version: str | None
     ) -> None:
-        """Receive one bucket that the group's rank 0 broadcasts, and load it. ``version`` goes with
-        the last one."""
+        """Receive a bucket broadcast by the group's rank 0, and load the bucket. ``version`` comes
+        with the last bucket."""
 
     @abstractmethod
     async def update_from_disk(self, folder: Path, version: str) -> None:
-        """Load a Hugging Face directory that the server can read."""
+        """Load a Hugging Face directory readable by the server."""
 
     async def load_adapter(
         self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Put an adapter in the place of the one before, which no request may have in use.
+        """Replace the adapter. No request may be using the previous adapter.
 
         Args:
-            config: of PEFT.
-            tensors: by PEFT's names, each with memory of its own on the CPU.
+            config: PEFT's configuration.
+            tensors: tensors by PEFT's names, each with separate memory on the CPU.
         """
         raise ServerError(self.url, "is of a kind that takes adapters from disk only", alive=True)
 
     async def load_adapter_from(self, folder: Path) -> None:
-        """As :meth:`load_adapter`, from PEFT's directory, which the server can read. It does not
-        need that later."""
+        """Load an adapter as in :meth:`load_adapter`, from a PEFT directory readable by the server.
+        The directory may be deleted afterwards."""
         raise ServerError(
             self.url, "is of a kind that takes adapters with a request only", alive=True
         )
@@ -351,12 +362,12 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def get_checksums(self) -> dict[str, str]:
-        """SHA-256 in hex, or the beginning of it, of its parameters, by ``name@rank``; {} where it
-        has none."""
+        """Return parameter checksums by ``name@rank``: SHA-256 in hex, possibly truncated; {} if
+        unsupported."""
 
     @abstractmethod
     async def release_memory(self) -> None:
-        """Give the GPU's memory back, weights and cache, until ``resume_weights`` and
+        """Release the GPU memory of weights and cache, until ``resume_weights`` and
         ``resume_kv_cache``."""
 
     @abstractmethod

@@ -1,8 +1,9 @@
-"""Conversations with servers: each has one server for all of its turns.
+"""Conversations with servers; a conversation uses the same server for all turns.
 
-The user's functions run in a thread of their own, so that what they do between their requests holds
-up nobody's heartbeat. Requests go out in the HTTP thread. Where a server breaks off, another one is
-asked for the whole prompt.
+- The user's functions run in a separate thread, because slow code between requests must not delay
+  heartbeats.
+- Requests are sent in the HTTP thread.
+- If a server fails, another server receives the whole prompt.
 """
 
 from __future__ import annotations
@@ -31,28 +32,27 @@ from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError, run_all, wrap_errors
 
 ReadVersions = Callable[[Sequence[tuple[str, int]]], NDArray[np.int32]]
-"""A run's own version of each token, from those that a server tells. It raises :class:`ServerError`
-where the step must not use them. In the HTTP thread."""
+"""Function from a server's versions to the run's version of each token. Raises :class:`ServerError`
+for versions not allowed in the step. Called in the HTTP thread."""
 
 
 class ConversationError(ServerError):
-    """A conversation came to nothing, by no fault of the server that it was with: it may be tried
-    again."""
+    """Failure of a conversation without a fault of the server. The conversation may be repeated."""
 
 
 def to_completion(result: GenerateResult, versions: NDArray[np.int32]) -> Completion:
-    """A server's continuation, all of whose tokens the policy sampled."""
+    """Convert a server's continuation into a completion; the policy sampled every token."""
     sampled = np.ones(len(result.token_ids), bool)
     reason: Literal["stop", "length"] = "stop" if result.reason == "stop" else "length"
     return Completion(result.token_ids, result.logprobs, sampled, versions, reason, result.routing)
 
 
 class Conversations:
-    """Asks one server for the completions of a prompt, through a user's function.
+    """Completions of prompts from a server, through a user's function.
 
     Args:
-        function: has one conversation.
-        timeout_s: how long the conversations of one prompt may take.
+        function: function that holds a conversation.
+        timeout_s: timeout in seconds for the conversations of a prompt.
     """
 
     def __init__(self, function: ConversationFunction, *, timeout_s: float) -> None:
@@ -60,11 +60,12 @@ class Conversations:
         self._timeout_s = timeout_s
         self._thread = Http()
         self._begun: dict[int, float] = {}
-        """When the conversations of each prompt under way were last begun, by the prompt's id."""
+        """Start time of the pending conversations of each prompt, by the prompt's id."""
 
     def describe_stalled(self, seconds: float) -> str:
-        """The prompt whose conversations are under way longest, if for so long; else empty. From
-        any thread."""
+        """Describe the longest pending prompt, if pending for ``seconds`` or longer; otherwise
+        return an empty string. Callable from any thread."""
+        # Copy the items, because the HTTP thread changes the dictionary.
         prompt, began = min(
             list(self._begun.items()), key=lambda each: each[1], default=(-1, math.inf)
         )
@@ -81,13 +82,13 @@ class Conversations:
     async def __call__(
         self, server: ServerClient, prompt: Prompt, sampling: Sampling, read_versions: ReadVersions
     ) -> list[Completion]:
-        """``sampling.samples`` completions from one server. In the HTTP thread.
+        """Return ``sampling.samples`` completions from a server. Runs in the HTTP thread.
 
         Raises:
             ServerError: the server failed.
-            ConversationError: the function gave one of them up, or took too long.
-            UserError: the function raised, cancelled others' tasks, or returned what cannot be
-                trained on.
+            ConversationError: the function gave up a conversation, or exceeded the timeout.
+            UserError: the function raised an error, cancelled foreign tasks, or returned a result
+                unusable for training.
         """
         problem = (
             f"was spoken to by {self._function.spec} for {self._timeout_s:g} s, with no "
@@ -95,7 +96,7 @@ class Conversations:
         )
 
         def request_turn(*request: Any) -> Awaitable[Completion]:
-            """In the conversations' thread."""
+            """Start a request from the conversations' thread."""
             return asyncio.wrap_future(
                 server.http.start(self._request_turn(server, read_versions, *request))
             )
@@ -112,9 +113,11 @@ class Conversations:
             problem = f"was given up by {self._function.spec}: {error}"
         except TimeoutError:
             pass
+        # Distinguish the run's cancellation from a cancellation by the user's function.
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise  # the run cancelled the conversations
+                # The run cancelled the conversations.
+                raise
             raise self._function.make_interference_error() from None
         finally:
             self._begun.pop(prompt.id, None)
@@ -128,7 +131,7 @@ class Conversations:
         context: list[int],
         sampling: Sampling,
     ) -> Completion:
-        """Request one turn. A turn that the server aborts is resumed there."""
+        """Request a turn. A turn aborted by the server is resumed on the same server."""
         parts: list[Completion] = []
         made: list[int] = []
         while len(made) < sampling.max_tokens:

@@ -1,16 +1,16 @@
-"""Dispatch of one rank's prompts to servers, until every sample of every prompt is complete exactly
+"""Dispatch of a rank's prompts to servers, until every sample of every prompt is complete exactly
 once.
 
 The code runs in the HTTP thread. The main thread waits for a :class:`RequestBatch`.
 
-- A prompt is one request for all samples of the prompt.
-- A request that fails is sent again, whole, to another server.
-- A request that a server aborts is continued after the tokens received so far.
-- Slow groups are kept. Slow groups are the long ones, and the gradient would be biased without
-  them.
+- A prompt is a single request for all samples of the prompt.
+- A failed request is sent again, whole, to another server.
+- A request aborted by a server is continued after the tokens received up to now.
+- Slow groups are kept. Slow groups are the long groups, and the gradient would be biased without
+  slow groups.
 
-With ``Sampling.branches`` a prompt is one request for all paths from the prompt. Each fork of a
-path is another request, sent as soon as the path has ended. Prompts do not wait for each other.
+With ``Sampling.branches`` a prompt is a single request for all paths from the prompt. Each fork of
+a path is another request, sent as soon as the path has ended. Prompts do not wait for each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_dppo.rollout.servers.conversations import (
 from megatron_dppo.rollout.servers.http import Http, ServerError, run_all, wrap_errors
 
 PROBE_TIMEOUT_S = 5.0
-"""Seconds in which a server must answer a health check after a broken connection."""
+"""Timeout in seconds of the health check after a broken connection."""
 MAX_CONSECUTIVE_FAILURES = 8
 """Requests in a row that a server may fail."""
 RETRY_DELAY_S = 0.3
@@ -49,12 +49,12 @@ RETRY_DELAY_S = 0.3
 prompt."""
 
 ReadVersion = Callable[[str], int | None]
-"""From a server's version to the run's version number; None if the version belongs to another
-run."""
+"""Function from a server's version to the run's version number; None if the version belongs to
+another run."""
 
 
 class PromptFailedError(Exception):
-    """No server completed a prompt."""
+    """Failure of all attempts at a prompt."""
 
 
 class Dispatcher:
@@ -63,11 +63,11 @@ class Dispatcher:
     Args:
         http: HTTP thread.
         read_version: see :data:`ReadVersion`.
-        first: index of the preferred server among equally busy ones. Ranks prefer different
+        first: index of the preferred server among equally busy servers. Ranks prefer different
             servers.
-        max_in_flight: maximum of pending prompts per server.
+        max_in_flight: maximum number of pending prompts per server.
         request_timeout_s: timeout of a request, in seconds.
-        attempts: maximum of attempts per prompt, before the batch fails.
+        attempts: maximum number of attempts per prompt, before the batch fails.
         conversations: conversations that replace single requests; None: single requests.
     """
 
@@ -139,7 +139,7 @@ class Dispatcher:
         return batch
 
     def stop_submitting(self, batches: Sequence[RequestBatch]) -> None:
-        """Send no further requests. Those in flight still return."""
+        """Submit no further requests; requests in flight still return."""
         for batch in batches:
             batch.broken_off = True
         self._http.run(self._wake_in_loop())
@@ -183,7 +183,7 @@ class Dispatcher:
         await run_all(self._run_prompt(batch, index) for index in range(len(batch.prompts)))
 
     async def _run_prompt(self, batch: RequestBatch, index: int) -> None:
-        """Complete one prompt."""
+        """Complete a prompt."""
         samples = batch.samples[index]
         batch.add_ended(index, [sample for sample in samples if sample.ended])
         left = group_by_prefix([sample for sample in samples if not sample.ended])
@@ -199,13 +199,13 @@ class Dispatcher:
         attempt: int = 0,
         failed: frozenset[ServerClient] = frozenset(),
     ) -> None:
-        """Complete samples with equal tokens so far, and the forks of these samples.
+        """Complete samples with equal tokens up to now, and the forks of these samples.
 
-        Samples that were aborted at different tokens continue independently, and so do forks.
+        Samples aborted at different tokens continue independently, and so do forks.
 
         Args:
-            attempt: number of failures so far.
-            failed: servers that failed.
+            attempt: number of earlier failures.
+            failed: servers that failed earlier.
         """
         prompt = batch.prompts[index]
         avoided = set(failed)
@@ -242,11 +242,11 @@ class Dispatcher:
         attempt: int,
         failed: set[ServerClient],
     ) -> str | None:
-        """Request a continuation of samples with equal tokens so far, from one server.
+        """Request a continuation of samples with equal tokens, from a single server.
 
         Args:
             failed: servers that failed the prompt, used only without alternatives. The server is
-                added if it fails.
+                added after a failure.
 
         Returns:
             The reason for another attempt; None if there is no reason.
@@ -256,7 +256,8 @@ class Dispatcher:
             place, failed, samples[0].server if samples[0].is_unstarted else None
         )
         if batch.broken_off:
-            self._wake()  # for the next one that waits
+            # Pass the unused capacity to the next waiting request.
+            self._wake()
             return None
         read_versions = partial(self._resolve_versions, client, batch.oldest)
         answer: Coroutine[Any, Any, Sequence[GenerateResult | Completion]]
@@ -281,9 +282,8 @@ class Dispatcher:
         task: asyncio.Task[Sequence[GenerateResult | Completion]] = asyncio.create_task(
             wrap_errors(client.url, answer)
         )
-        task.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # or asyncio complains
+        # Retrieve the error of an abandoned task, because asyncio would otherwise log a warning.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         asked.add(task)
         try:
             await asyncio.wait([task])
@@ -294,10 +294,12 @@ class Dispatcher:
                 raise ServerError(
                     client.url, f"gave {len(results)} samples, not {len(samples)}", alive=True
                 )
-            parts = [
-                r if isinstance(r, Completion) else to_completion(r, read_versions(r.versions))
-                for r in results
-            ]
+            parts: list[Completion] = []
+            for result in results:
+                if isinstance(result, Completion):
+                    parts.append(result)
+                else:
+                    parts.append(to_completion(result, read_versions(result.versions)))
         except ServerError as error:
             failed.add(client)
             if not isinstance(error, ConversationError):
@@ -307,6 +309,7 @@ class Dispatcher:
             task.cancel()
             asked.discard(task)
             self._wake()
+        # Any success ends a sequence of failures.
         self._failures[client] = 0
         for sample, result, part in zip(samples, results, parts, strict=True):
             sample.parts.append(part)
@@ -354,6 +357,7 @@ class Dispatcher:
             self._remove_server(client)
 
     def _remove_server(self, client: ServerClient) -> None:
+        # Cancelled requests are sent again to other servers.
         del self._failures[client]
         for task in self._asked.pop(client):
             task.cancel()
@@ -361,16 +365,20 @@ class Dispatcher:
     async def _acquire_server(
         self, priority: tuple[int, int], excluded: set[ServerClient], preferred: ServerClient | None
     ) -> ServerClient:
-        """Wait for a server with capacity, and return the preferred server or else the least busy
-        one.
+        """Wait for a server with capacity, and return the preferred server if free, otherwise the
+        least busy server.
 
-        Avoided servers are used only without alternatives. Requests wait in the order of (batch,
-        prompt), so that repeated and continued requests come before new prompts.
+        Args:
+            priority: pair of batch number and prompt index. Requests wait in this order, so that
+                repeated and continued requests come before new prompts.
+            excluded: servers used only without alternatives.
+            preferred: preferred server; None: no preference.
         """
         while True:
             clients = [client for client in self._asked if client not in excluded] or list(
                 self._asked
             )
+            # Rotate the order, because ranks prefer different servers.
             first = self._first % max(len(clients), 1)
             order = clients[first:] + clients[:first]
             free = [client for client in order if len(self._asked[client]) < self._max_in_flight]
@@ -383,15 +391,15 @@ class Dispatcher:
             await turn
 
     def _wake(self) -> None:
-        """Wake the waiting requests after the current task, which may continue on the same
-        server."""
+        """Wake waiting requests after the current task, which may continue on the same server."""
         asyncio.get_running_loop().call_soon(self._wake_waiters)
 
     def _wake_waiters(self) -> None:
         waiting = sorted(self._waiting, key=lambda waits: waits[0])
         self._waiting = []
         for _, turn in waiting:
-            if not turn.done():  # cancelled
+            # Cancelled requests are done already.
+            if not turn.done():
                 turn.set_result(None)
 
 

@@ -1,8 +1,9 @@
-"""Servers as one rollout engine: every rank asks them for its own share, and the leader watches
-over them.
+"""Rollout engine of servers: every rank requests its own part of the rollouts, and rank 0
+supervises the servers.
 
-All ranks must know alike who serves, who is lost, and whether to go on. They exchange that over
-gloo in small messages while they wait for rollouts. Weights and completions do not travel so.
+- All ranks must agree on servers in service, on lost servers, and on whether to continue. While
+  waiting for rollouts, the ranks exchange this state over gloo in small messages.
+- Weights and completions travel by other channels.
 """
 
 from __future__ import annotations
@@ -40,35 +41,38 @@ from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import open_transport
 
 ABORT_TIMEOUT_S = 10.0
-"""How long aborted requests may take to come back. A server that was paused as they arrived keeps
-them."""
+"""Timeout in seconds for answers of aborted requests. A server paused at the arrival of a request
+keeps the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Progress of a rank, for all ranks while they wait."""
+    """Progress of a rank, exchanged with all ranks while waiting."""
 
     unfinished: int
     lost: Mapping[str, str]
     error: Exception | None
     idle_s: float
-    """Seconds since a prompt of this rank was finished, or the wait began."""
+    """Seconds since the rank's last finished prompt, or since the start of the wait."""
     late: str
-    """The conversation that has been under way for ``run.late_s`` or longer; empty: none."""
+    """Conversation pending for ``run.late_s`` or longer; empty if no conversation is late."""
 
 
 class ServerEngine:
-    """See :class:`RolloutEngine`. Starts the servers of ``rollout.launch``, or meets those of
-    ``rollout.servers``, and waits for them. Made on every rank at once.
+    """Implementation of :class:`RolloutEngine`. Construction is collective.
+
+    Starts the servers of ``rollout.launch``, or connects to the servers of ``rollout.servers``, and
+    waits for all servers.
 
     Args:
-        config: of the run.
-        world: the ranks.
-        shape: of the policy.
-        log: takes words for the log, on the leader.
+        config: configuration of the run.
+        world: ranks of the run.
+        shape: shape of the policy.
+        log: function that logs a message, called on rank 0.
 
     Raises:
-        UserError: on every rank, if the servers cannot serve this run; none is left behind then.
+        UserError: on every rank, if the servers cannot serve this run; no started server is left
+            running.
     """
 
     def __init__(
@@ -78,7 +82,8 @@ class ServerEngine:
         self._config = config
         self._world = world
         self._say = log
-        # One word tells this run's versions from another's, and one secret opens its servers.
+        # A random prefix distinguishes this run's versions from another run's, and a secret
+        # protects the run's servers.
         run, given, new = world.broadcast(
             lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret())
         )
@@ -86,7 +91,7 @@ class ServerEngine:
         self.secret = new if rollout.launch.count else given
         sync = rollout.sync
         self.servers: tuple[ServerClient, ...] = ()
-        """Who serves."""
+        """Servers in service."""
         self._source: WeightSource | None = None
         self._version = -1
         self._checking: Future[dict[str, str]] | None = None
@@ -112,7 +117,7 @@ class ServerEngine:
                 opened.callback(self._pool.close)
             transport = open_transport(config, world, self._http, shape, run=run)
             opened.callback(transport.close)
-            # A request would keep the adapter that it began with.
+            # A continued request would keep the adapter of its start.
             self._sync = Sync(
                 world, self._http, transport, "abort" if sync.adapter else sync.in_flight
             )
@@ -135,15 +140,17 @@ class ServerEngine:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
     def interrupt(self, pending: Sequence[RequestBatch]) -> list[list[PartialRollout]] | None:
-        """Not for conversations and trees: servers know nothing of a function's turns or of
-        forks."""
+        """Interrupt rollouts; None for conversations and trees, because servers have no information
+        about a function's turns or about forks."""
         if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
         self._dispatcher.stop_submitting(pending)
-        self._world.gather(None)  # only then servers abort: no rank asks them again
+        # Barrier before the abort: no rank sends requests to the servers afterwards.
+        self._world.gather(None)
         self._remove_servers(self._sync.abort(self.servers))
         progress = self._dispatcher.collect_partial(pending, ABORT_TIMEOUT_S)
-        self._world.gather(None)  # and no rank has anything under way as they go on
+        # Barrier before servers resume: no rank has a pending request.
+        self._world.gather(None)
         self.resume()
         return progress
 
@@ -157,15 +164,16 @@ class ServerEngine:
         return self._dispatcher.begin(prompts, sampling, self._version, known)
 
     def finish(self, pending: RequestBatch, callback: GroupCallback | None = None) -> Completions:
-        """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at
-        least once a second.
+        """Wait until the prompts of all ranks are answered. Ranks exchange their progress at least
+        once a second.
 
         Raises:
-            UserError: on every rank, if no server can serve any more, nothing was answered for
+            UserError: on every rank, if no server can serve any longer, no prompt was answered for
                 ``rollout.timeout_s``, or a prompt failed ``rollout.attempts`` times.
         """
         began = self._spoke = self._checked = time.monotonic()
-        self._checking = None  # of an earlier wait; a sync may have come between
+        # Discard the check of an earlier wait, because a sync may have come in between.
+        self._checking = None
         wait_s = 0.05
         while True:
             wait(pending, wait_s, callback)
@@ -181,6 +189,7 @@ class ServerEngine:
                 return pending.build_groups()
             late = next((report.late for report in reports if report.late), "")
             self._log_heartbeat(left, began, late)
+            # Restart the clock, because the timeout excludes the wait for a server.
             if not self.servers:
                 self._restore_servers()
                 began = time.monotonic()
@@ -188,31 +197,26 @@ class ServerEngine:
                 asked = sum(self._world.gather(self._dispatcher.count_in_flight()), Counter())
                 at = ", ".join(f"{count} at server {url}" for url, count in sorted(asked.items()))
                 problem = f"no prompt was answered for so long; unanswered: {_format_by_rank(left)}"
-                problem = "; ".join(
-                    filter(None, (problem, at and f"requests under way: {at}", late))
-                )
-                remedy = (
-                    "Look for what it waits for" if late else "Look into the servers' logs"
-                ) + ", or raise it"
-                raise UserError(
-                    "rollout.timeout_s", f"{self._config.rollout.timeout_s:g}", problem, remedy
-                )
+                details = (problem, at and f"requests under way: {at}", late)
+                problem = "; ".join(filter(None, details))
+                remedy = "Look for what it waits for" if late else "Look into the servers' logs"
+                timeout_s = f"{self._config.rollout.timeout_s:g}"
+                raise UserError("rollout.timeout_s", timeout_s, problem, f"{remedy}, or raise it")
 
     def pause(self) -> None:
-        """Have servers that share the trainer's GPUs give their memory back, until the next
-        update."""
+        """Make colocated servers release their GPU memory, until the next update."""
         failed: Mapping[str, str] | None = None
         while self._config.rollout.colocated and failed != {}:
             self._wait_for_restarts()
             failed = self._sync.release(self.servers)
-            self._remove_servers(failed)  # and start it again, for which the step waits, too
+            # Removal restarts the server, and the next iteration waits for the restart.
+            self._remove_servers(failed)
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Bring every server to a version. Servers that fail are lost; servers that have come back
-        serve again.
+        """Update every server to a version. Remove servers that fail; admit recovered servers.
 
         Raises:
-            UserError: on every rank, if none is left, or servers fail again and again.
+            UserError: on every rank, if no server is left, or servers fail repeatedly.
         """
         self._source = source
         self._version = version
@@ -223,6 +227,7 @@ class ServerEngine:
             if not self.servers:
                 self._wait_for_servers()
             every = self._config.rollout.sync.check_every
+            # Verify the first update, and later every sync.check_every versions.
             verify = not self._synced or (every > 0 and version % every == 0)
             problems = self._sync.update(
                 self.servers, source, f"{self._run}-{version}", verify=verify
@@ -249,17 +254,17 @@ class ServerEngine:
         return None if self.servers else "no rollout server is left"
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
-        """A server that fails here is lost.
+        """Generate samples from every server. A server that fails here is lost.
 
         Raises:
-            UserError: on every rank, if no server is left, and none comes back.
+            UserError: on every rank, if no server is left, and no server recovers.
         """
         batches: dict[ServerClient, RequestBatch] = {}
         self._checking = None
         self._checked = time.monotonic()
 
         def find_problems() -> dict[str, str] | None:
-            """Problems of servers; None once all have answered."""
+            """Return problems of servers by URL; None after all servers have answered."""
             for server in self.servers:
                 if server not in batches:
                     alone = self._new_dispatcher(attempts=1)
@@ -277,6 +282,7 @@ class ServerEngine:
             }
             return {**self._check_health(self._rank0_pool), **failed}
 
+        # A recovered server has no batch yet: each pass starts the missing batches.
         while (lost := self._world.broadcast(find_problems)) is not None:
             self._remove_servers(lost)
             if not self.servers:
@@ -286,7 +292,7 @@ class ServerEngine:
         )
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """There are no notes: they were logged when they came up."""
+        """Return metrics since the last call, without notes, because notes were logged at once."""
         counts = self._world.gather(self._dispatcher.resubmitted)
         timings = self._sync.timings
         metrics = {
@@ -319,8 +325,8 @@ class ServerEngine:
         return _Report(batch.unfinished_count, lost, batch.error, idle, late)
 
     def _check_health(self, pool: ServerPool) -> dict[str, str]:
-        """Findings of the leader's health checks since the last call. They run in the HTTP
-        thread."""
+        """Return problems found by rank 0's health checks since the last call. The checks run in
+        the HTTP thread."""
         timeout_s = self._config.rollout.health_timeout_s
         if self._checking is not None and self._checking.done():
             checking = self._checking
@@ -332,22 +338,22 @@ class ServerEngine:
         return {}
 
     def _remove_servers(self, problems: Mapping[str, str]) -> None:
-        """Take servers out on every rank alike."""
+        """Remove servers on every rank."""
         if not problems:
             return
         self._set_servers(lambda pool: pool.remove_unhealthy(problems))
         self._dispatcher.set_servers(self.servers)
 
     def _restore_servers(self) -> None:
-        """Nobody serves: wait for a server to come back, and bring it up to date."""
+        """Wait for a server to recover, if no server is in service, and update the server."""
         self._wait_for_servers()
         assert self._source is not None, "rollouts were asked for before any weights were there"
         self.update_weights(self._source, self._version)
         self.resume()
 
     def _wait_for_restarts(self) -> None:
-        """Wait for servers that are being started again: they would take the memory that a step
-        trains in."""
+        """Wait for restarting servers, which would otherwise take the memory needed by a training
+        step."""
 
         def check_restarts(pool: ServerPool) -> tuple[ServerClient, ...] | None:
             servers = pool.admit_ready()
@@ -359,9 +365,11 @@ class ServerEngine:
         self._set_servers(check_restarts)
 
     def _wait_for_servers(self) -> None:
-        """
+        """Wait until a server recovers.
+
         Raises:
-            UserError: on every rank, if none comes back within ``rollout.timeout_s``, or none can.
+            UserError: on every rank, if no server recovers within ``rollout.timeout_s``, or no
+                server can recover.
         """
         began = time.monotonic()
         timeout_s = self._config.rollout.timeout_s
@@ -393,8 +401,8 @@ class ServerEngine:
     def _set_servers(
         self, get_servers: Callable[[ServerPool], tuple[ServerClient, ...] | None]
     ) -> None:
-        """Set the servers as soon as ``get_servers`` returns them, called with the leader's pool.
-        Collective."""
+        """Set the servers as soon as ``get_servers`` returns servers; rank 0 calls ``get_servers``
+        with the pool. Collective."""
         self.servers = self._world.poll(lambda: get_servers(self._rank0_pool))
         for server in self.servers:
             server.http = self._http

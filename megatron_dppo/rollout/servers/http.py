@@ -1,7 +1,7 @@
-"""HTTP beside the trainer: one event loop in a thread of its own, one connection pool, orjson.
+"""HTTP beside the trainer: an event loop in a separate thread, a connection pool, orjson.
 
-Only HTTP lives in that thread. Collectives and tensors stay on the main thread, which waits for
-futures.
+- The HTTP thread runs HTTP only.
+- Collectives and tensors stay on the main thread, which waits for futures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_dppo.process.event_loop import EventLoop
 
-if TYPE_CHECKING:  # a plan needs no client, and what runs servers no Megatron
+# A plan needs no aiohttp, and processes that only run servers have no Megatron.
+if TYPE_CHECKING:
     import aiohttp
 
     from megatron_dppo.parallel.world import World
@@ -23,45 +24,46 @@ if TYPE_CHECKING:  # a plan needs no client, and what runs servers no Megatron
 T = TypeVar("T")
 
 CLOSE_S = 10.0
-"""How long closing may take where something in the loop never ends."""
+"""Timeout in seconds for closing, in case a task in the loop never ends."""
 CONNECT_S = 10.0
-"""Most seconds until a server has taken a connection."""
+"""Timeout in seconds for a connection to a server."""
 EXCHANGE_S = 1.0
-"""Most seconds between two exchanges of ranks that wait."""
+"""Maximum number of seconds between two exchanges of waiting ranks."""
 BUSY = (429, 503)
-"""Statuses that ask for patience: too many requests, and no service now."""
+"""Status codes of busy servers: too many requests, and service unavailable."""
 AGAIN_S = 1.0
-"""Seconds until a busy server is asked again, if more than so many are left."""
+"""Seconds until a request to a busy server is repeated, if more than this time remains."""
 MAX_ERROR_CHARS = 600
-"""Characters of a server's error that are repeated."""
+"""Maximum number of characters quoted from a server's error."""
 
 
 def format_url_host(host: str | None) -> str:
-    """A host as URLs have it: addresses of IPv6 in brackets."""
+    """Format a host for a URL: IPv6 addresses in brackets."""
     return f"[{host}]" if host and ":" in host else host or ""
 
 
 class ServerError(Exception):
-    """A server did not do what it was asked to: it refused, broke off, or said nothing in time.
+    """Failure of a request: refusal, broken connection or timeout.
 
     Args:
-        url: of the server.
-        problem: what happened, to stand after "server URL".
-        alive: whether it answered at all; true even for an error response.
+        url: URL of the server.
+        problem: description of the failure, worded to follow "server URL".
+        alive: whether the server answered; true even for an error response.
     """
 
     def __init__(self, url: str, problem: str, alive: bool) -> None:
         self.url = url
         self.problem = problem
         self.alive = alive
-        super().__init__(url, problem, alive)  # all of them, so that it can be sent to other ranks
+        # All arguments, because the error is pickled for other ranks.
+        super().__init__(url, problem, alive)
 
     def __str__(self) -> str:
         return f"server {self.url} {self.problem}"
 
 
 async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all of it; if one fails, the rest is cancelled."""
+    """Run coroutines concurrently and return the results; if a coroutine fails, cancel the rest."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -71,15 +73,15 @@ async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class BusyError(ServerError):
-    """A server answered that it has no room now. The same request may succeed later."""
+    """Refusal of a busy server. The same request may succeed later."""
 
 
 async def wrap_errors(url: str, answer: Awaitable[T]) -> T:
-    """Await ``answer``.
+    """Await ``answer``, and turn a malformed answer into a ServerError.
 
     Raises:
-        ServerError: as ``answer`` does; also if the answer of the server at ``url`` lacks
-            something.
+        ServerError: ``answer`` raised ServerError, or the answer of the server at ``url`` lacks a
+            part.
     """
     try:
         return await answer
@@ -89,8 +91,8 @@ async def wrap_errors(url: str, answer: Awaitable[T]) -> T:
 
 
 async def _ignore_unretrieved(work: Coroutine[Any, Any, T]) -> T:
-    """Have asyncio not complain where whoever waited has given up, and the work has failed
-    since."""
+    """Run ``work`` without asyncio's warning about an unretrieved error, if the caller has stopped
+    waiting."""
     task = asyncio.current_task()
     assert task is not None
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -98,7 +100,8 @@ async def _ignore_unretrieved(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Http:
-    """The loop, its thread and its connections. Close it, or it ends with the process."""
+    """HTTP client: event loop, thread and connections. Close explicitly, otherwise the thread ends
+    with the process."""
 
     def __init__(self) -> None:
         self._loop = EventLoop()
@@ -107,12 +110,12 @@ class Http:
         self._session: aiohttp.ClientSession | None = None
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop."""
+        """Start a coroutine in the loop."""
         return asyncio.run_coroutine_threadsafe(_ignore_unretrieved(work), self._loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine in the loop and wait for it, from any other thread; it is cancelled at
-        the timeout."""
+        """Run a coroutine in the loop and wait, from any other thread; cancel the coroutine at the
+        timeout."""
         future = self.start(work)
         try:
             return future.result(timeout_s)
@@ -121,12 +124,12 @@ class Http:
             raise
 
     def run_on_rank0(self, world: World, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run the leader's coroutine; its result on every rank. Collective.
+        """Run rank 0's coroutine; return the result on every rank. Collective.
 
         Args:
-            world: the ranks.
-            work: makes the coroutine; called on the leader alone. Its errors, and the coroutine's,
-                are raised on every rank.
+            world: ranks of the run.
+            work: function that creates the coroutine; called on rank 0 only. Errors of ``work`` and
+                of the coroutine are raised on every rank.
         """
         futures: list[Future[T]] = []
 
@@ -149,11 +152,11 @@ class Http:
         secret: str | None = None,
         timeout_s: float,
     ) -> Any:
-        """One request; what came back, read as JSON (None where there was nothing).
+        """Send a request; return the answer parsed as JSON, None for an empty answer.
 
         Raises:
             ServerError: no connection, no answer within ``timeout_s``, an answer that is no JSON,
-                or one of another status than 200.
+                or a status other than 200.
         """
         import aiohttp
         import orjson
@@ -191,15 +194,16 @@ class Http:
         try:
             return orjson.loads(content) if content else None
         except orjson.JSONDecodeError:
-            return None  # some routes say in plain words that all is well
+            # Several routes confirm success in plain text.
+            return None
 
     async def call_with_retries(
         self, method: str, url: str, path: str, *, timeout_s: float, **rest: Any
     ) -> Any:
-        """:meth:`call`, again and again while the server is busy, within ``timeout_s`` in all.
+        """Repeat :meth:`call` while the server is busy, within ``timeout_s`` in total.
 
         Raises:
-            ServerError: as :meth:`call`; the last refusal, if the server stays busy.
+            ServerError: see :meth:`call`; the last refusal, if the server stays busy.
         """
         until = time.monotonic() + timeout_s
         while True:
@@ -212,25 +216,27 @@ class Http:
                 await asyncio.sleep(AGAIN_S)
 
     def close(self) -> None:
-        """Drop all connections and end the thread. Requests under way end as cancelled."""
+        """Drop all connections and end the thread. Pending requests end as cancelled."""
         if self._loop.is_closed():
             return
         try:
             self.run(self._close(), CLOSE_S)
         except TimeoutError:
-            return  # a user's function blocks the loop; the thread ends with the process
+            # A user's function blocks the loop; the thread ends with the process.
+            return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def _get_session(self) -> aiohttp.ClientSession:
-        if self._session is None:  # within the loop, as aiohttp wants it
+        # aiohttp requires creation within the loop.
+        if self._session is None:
             import aiohttp
 
-            # Servers close idle connections after 5 s: one that is reused just then would look like
-            # a death.
+            # Servers close idle connections after 5 s: a reused connection could then look like a
+            # dead server.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-            # A proxy of the environment has no business between a trainer and its servers.
+            # Ignore proxies of the environment: trainer and servers communicate directly.
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)
         return self._session
 

@@ -1,5 +1,5 @@
-"""Where servers are, and what the run starts its own with: URLs, addresses, GPUs, command line and
-environment."""
+"""Locations of servers, and launch parameters of the run's own servers: URLs, addresses, GPUs,
+command line and environment."""
 
 from __future__ import annotations
 
@@ -22,58 +22,59 @@ from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient
 from megatron_dppo.rollout.servers.http import format_url_host
 
 OVERRIDE = "MEGATRON_DPPO_SERVERS"
-"""Environment variable with URLs, separated by commas, that take the place of what Slurm says."""
+"""Environment variable with comma-separated URLs, which override Slurm's list."""
 HOSTS = "MEGATRON_DPPO_SERVER_HOSTS"
-"""Environment variable with the address of every server, separated by commas: a job script asks
-Slurm for them, since containers lack its commands. Servers on one address have one port after the
-other."""
+"""Environment variable with the comma-separated address of every server. A job script requests the
+addresses from Slurm, since containers lack Slurm's commands. Servers on the same address have
+consecutive ports."""
 NODES = "SLURM_JOB_NODELIST_HET_GROUP_1"
 SERVER_PYTHON = "SERVER_PYTHON"
-"""Environment variable with the interpreter of the servers' Python environment."""
+"""Environment variable with the Python interpreter of the servers' environment."""
 SECRET = "MEGATRON_DPPO_SERVER_SECRET"
-"""Environment variable with the API key that given servers were started with."""
+"""Environment variable with the API key of externally managed servers."""
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of torch's allocator. Segments that expand are good for training; servers that give
-memory back refuse them."""
+"""Variables of torch's allocator. Expandable segments suit training, but are refused by servers
+that release memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Differences between kinds of servers. ``SPEC`` in ``sglang.py`` describes SGLang's."""
+    """Properties of a kind of server. ``SPEC`` in ``sglang.py`` describes SGLang."""
 
     client: type[ServerClient]
     command: tuple[str, ...]
-    """Command that starts a server, unless ``rollout.launch.command`` or ``SERVER_PYTHON`` names
-    one."""
+    """Command that starts a server, unless ``rollout.launch.command`` or ``SERVER_PYTHON`` is
+    set."""
     module: str
-    """Module that starts a server, for an interpreter of another environment."""
+    """Module that starts a server with the interpreter of another environment."""
     reserved_flags: tuple[str, ...]
-    """Flags that ``rollout.launch.flags`` may not have: they would contradict the run's settings,
-    or show the secret."""
+    """Flags forbidden in ``rollout.launch.flags``, because these flags would contradict the run's
+    settings or show the secret."""
     lossy_flags: tuple[str, ...]
-    """Parts of flags with which drafts of speculative decoding change what is sampled. The
-    log-probabilities of the tokens stay right, so that no comparison of them shows it."""
+    """Parts of flags that let the drafts of speculative decoding change the sampling distribution.
+    The log-probabilities of the tokens stay right, so no comparison of log-probabilities reveals
+    the change."""
     memory_flag: tuple[str, str]
-    """The flag that bounds a server's memory, and what it is a share of."""
+    """Flag that limits a server's memory, and a description of the flag's fraction."""
     memory_of_free: bool
-    """Whether that share is of the memory that is free when the server starts, not of the whole
+    """Whether the fraction refers to the free memory at the server's start, not to the whole
     GPU."""
     flags: Callable[[Config, Path], list[str]]
-    """Flags of a run's server for the policy, the secret and the run's own requests. The path is
-    that of a YAML file with the secret."""
+    """Flags of a run's server for the policy, the secret and the run's requests. The path is a YAML
+    file with the secret."""
     adapter_flags: Callable[[LoraConfig], list[str]]
-    """Flags for a server that takes a run's adapters: one at a time, besides none at all. It raises
-    UserError for adapters that this kind does not take."""
+    """Flags for a server that loads a run's adapters: a single adapter at a time, in addition to no
+    adapter. Raises UserError for adapters not supported by this kind of server."""
     adapter_files: bool = False
-    """Whether servers read adapters from files; else adapters come with a request."""
+    """Whether servers read adapters from files; otherwise adapters come with a request."""
     adapter_environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of a server that takes adapters, besides ``environment``."""
+    """Environment variables of a server that loads adapters, in addition to ``environment``."""
     environment: Callable[[str], dict[str, str]] = lambda secret: {}
-    """Environment variables of a server with this secret."""
+    """Environment variables of a server with a given secret."""
     rank_environment: Mapping[str, str] = field(default_factory=dict)
-    """NCCL's variables that the trainer's ranks and the servers must share in a group for weights.
-    Servers that the run starts inherit them from its ranks."""
+    """NCCL variables that the trainer's ranks and the servers must share in a group for weights.
+    Servers started by the run inherit these variables from the ranks."""
 
     @property
     def installed(self) -> bool:
@@ -84,17 +85,17 @@ class EngineSpec:
 
 
 def load_engine_spec(engine: str) -> EngineSpec:
-    """The spec of a kind of server, from the file of its name beside this one."""
+    """Load the spec of a kind of server, from the file of the same name in this directory."""
     spec: EngineSpec = import_module(f"{__package__}.{engine}").SPEC
     return spec
 
 
 def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The URLs of ``rollout.servers``, each as ``http://host:port``; none where the run starts its
-    servers itself.
+    """Return the URLs of ``rollout.servers``, each as ``http://host:port``; empty if the run starts
+    servers.
 
     Raises:
-        UserError: for what is no such URL, for one that is there twice, and for ``slurm`` outside
+        UserError: an entry is no ``http://host:port`` or is duplicated, or ``slurm`` is set outside
             of a heterogeneous job.
     """
     servers = config.rollout.servers
@@ -122,14 +123,14 @@ def _assign_ports(hosts: Sequence[str], first_port: int) -> list[str]:
 
 
 def normalize_urls(origin: str, urls: Iterable[str]) -> tuple[str, ...]:
-    """URLs in one form.
+    """Normalize URLs.
 
     Args:
-        origin: the setting or variable that they are from.
-        urls: with scheme, host and port.
+        origin: setting or variable that contains the URLs.
+        urls: URLs with scheme, host and port.
 
     Raises:
-        UserError: for the first that is malformed or there twice.
+        UserError: a URL is malformed or duplicated; names the first URL at fault.
     """
     found: list[str] = []
     for given in urls:
@@ -150,6 +151,7 @@ def _normalize_url(url: str) -> str | None:
         port = parts.port
     except ValueError:
         return None
+    # Requests append a path to the URL.
     plain = (
         parts.path in ("", "/")
         and not parts.query
@@ -168,7 +170,7 @@ def _normalize_url(url: str) -> str | None:
 
 
 def _expand(nodes: str) -> list[str]:
-    """The names behind ``node[3-4],node7``."""
+    """Expand ``node[3-4],node7`` into names of nodes."""
     if "[" not in nodes and "," not in nodes:
         return [nodes]
     if shutil.which("scontrol") is None:
@@ -189,19 +191,20 @@ def _expand(nodes: str) -> list[str]:
 
 
 def tensor_parallel(rollout: RolloutConfig) -> tuple[int, ...]:
-    """Tensor-parallel ranks of each server that the run starts."""
+    """Return the number of tensor-parallel ranks of each server started by the run."""
     count = rollout.launch.count
     tp = rollout.launch.tp
     return (tp if isinstance(tp, tuple) else (tp,) * count)[:count]
 
 
 def sync_folder(config: Config) -> Path:
-    """Where weights are written that servers read."""
+    """Return the directory of weights to be read by servers."""
     return Path(config.rollout.sync.folder or Path(config.run.dir) / "sync")
 
 
 def count_reserved_gpus(rollout: RolloutConfig) -> int:
-    """GPUs beside the trainer's that servers will want on a machine that has any."""
+    """Return the number of GPUs that servers need in addition to the trainer's, on a machine with
+    GPUs."""
     return 0 if rollout.colocated else sum(tensor_parallel(rollout))
 
 
@@ -210,8 +213,11 @@ def base_command(
 ) -> tuple[str, ...]:
     """Return the command that starts a server, without flags.
 
-    The first of these: ``rollout.launch.command``; the engine's module in ``SERVER_PYTHON``; the
-        engine's own command.
+    The first defined command of this list:
+
+    1. ``rollout.launch.command``
+    2. the engine's module in ``SERVER_PYTHON``
+    3. the engine's own command
     """
     spec = load_engine_spec(rollout.engine)
     python = environ.get(SERVER_PYTHON)
@@ -223,32 +229,25 @@ def base_command(
 def server_command(
     config: Config, index: int, *, host: str, port: int, secret_file: Path
 ) -> list[str]:
-    """The command line of one server. Everybody on the machine can read it, so the secret is not in
-    it.
+    """Return the command line of a server. All users of the machine can read command lines, so the
+    secret is left out.
 
     Args:
-        config: of the run.
-        index: of the server.
-        host, port: where it shall listen.
-        secret_file: YAML with the secret, where the kind takes one.
+        config: configuration of the run.
+        index: index of the server.
+        host: address to listen on.
+        port: port to listen on.
+        secret_file: YAML file with the secret, if this kind of server reads such files.
     """
     rollout = config.rollout
     tp = tensor_parallel(config.rollout)[index]
     spec = load_engine_spec(rollout.engine)
     words = [*base_command(rollout), *spec.flags(config, secret_file), "--host", host]
-    words += [
-        "--port",
-        str(port),
-        "--tensor-parallel-size",
-        str(tp),
-        "--dtype",
-        DTYPES[config.model.dtype],
-    ]
+    words += ["--port", str(port), "--tensor-parallel-size", str(tp)]
+    words += ["--dtype", DTYPES[config.model.dtype]]
     if config.model.checkpoint is not None:
-        words += [
-            "--load-format",
-            "dummy",
-        ]  # the directory may hold no weights; the first sync brings them
+        # The directory may contain no weights; the first sync brings the weights.
+        words += ["--load-format", "dummy"]
     if config.loss.replay_routing == "rollout":
         words += [ROUTING_FLAG]
     if rollout.sync.adapter:
@@ -257,7 +256,7 @@ def server_command(
 
 
 def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]:
-    """Environment variables that this kind of server needs, besides those of
+    """Return the environment variables for this kind of server, without the variables of
     ``rollout.launch.env``."""
     spec = load_engine_spec(rollout.engine)
     return spec.environment(secret) | (
@@ -266,28 +265,29 @@ def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]
 
 
 def rank_environment(rollout: RolloutConfig) -> Mapping[str, str]:
-    """NCCL's variables that both ends of the group for weights must share, unless the user sets
-    them."""
+    """Return the NCCL variables that both ends of the group for weights must share, unless set by
+    the user."""
     collective = rollout.served and rollout.sync.transport == "collective"
     return load_engine_spec(rollout.engine).rank_environment if collective else {}
 
 
 def uses_file_sync(rollout: RolloutConfig) -> bool:
-    """Whether servers read weights or adapters from files."""
+    """Return whether servers read weights or adapters from files."""
     if rollout.served and rollout.sync.adapter:
         return load_engine_spec(rollout.engine).adapter_files
     return rollout.served and rollout.sync.transport == "disk"
 
 
 def find_listen_address(environ: Mapping[str, str]) -> str:
-    """Loopback where all ranks are on this machine, else the address at which they find rank 0."""
+    """Return the loopback address if all ranks are on this machine, otherwise rank 0's address as
+    used by all ranks."""
+    # Other machines need not reach the servers, so listen on loopback only.
     if is_single_node(environ):
         return LOOPBACK
     for name in (environ.get("MASTER_ADDR", ""), socket.gethostname()):
         for address in _resolve_addresses(name):
-            if not address.startswith(
-                "127."
-            ):  # some systems give a machine's own name one of these
+            # Several systems map a machine's own name to a loopback address.
+            if not address.startswith("127."):
                 return address
     problem = (
         "is not an address at which ranks on other machines could reach a server that this "
@@ -298,31 +298,34 @@ def find_listen_address(environ: Mapping[str, str]) -> str:
 
 
 def local_ranks(environ: Mapping[str, str]) -> int:
-    """Ranks of the trainer on the machine of rank 0, as torchrun or srun has them."""
+    """Return the number of trainer ranks on the machine of rank 0, from torchrun's or srun's
+    variables."""
     per_node = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    return int(per_node.partition(",")[0].partition("(")[0])  # Slurm writes 8(x4),2
+    # Slurm's format is 8(x4),2.
+    return int(per_node.partition(",")[0].partition("(")[0])
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs of this machine, as CUDA_VISIBLE_DEVICES would name them."""
+    """Return the GPUs of this machine, in the notation of CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    # Import late: a machine with CUDA_VISIBLE_DEVICES needs no torch here.
     import torch
 
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
 def assign_server_gpus(config: Config, gpus: Sequence[str], local_ranks: int) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each server: the GPUs after those of the trainer's ranks, or,
-    colocated, the same ones.
+    """Return CUDA_VISIBLE_DEVICES of each server: the GPUs after the trainer's GPUs, or the same
+    GPUs if colocated.
 
     Args:
-        config: of the run.
-        gpus: of this machine; without any, all shares are None.
-        local_ranks: ranks of the trainer on this machine.
+        config: configuration of the run.
+        gpus: GPUs of this machine; if empty, every element of the result is None.
+        local_ranks: number of trainer ranks on this machine.
 
     Raises:
-        UserError: if there are fewer GPUs than the servers need.
+        UserError: the servers need more GPUs than available.
     """
     sizes = tensor_parallel(config.rollout)
     if not gpus:

@@ -1,4 +1,5 @@
-"""Versions of NCCL: trainer and servers need the same one, and every torch brings its own."""
+"""Versions of NCCL: trainer and servers need the same version, and every torch installs a
+version."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ from megatron_dppo.errors import UserError
 MISMATCH = re.compile(
     r"Mismatched NCCL version detected\s*: rank \d+ version (\d+) rank \d+ version (\d+)"
 )
-"""NCCL's message about two versions, on every rank."""
+"""NCCL's error message about two versions, raised on every rank."""
 
 
 def get_loaded_version() -> str | None:
-    """Return the version of the NCCL that runs in this process, ``2.29.7``; None for a torch
-    without NCCL."""
+    """Return the NCCL version of this process, ``2.29.7``; None for a torch without NCCL."""
     if not dist.is_nccl_available():
         return None
-    version = dist.ProcessGroupNCCL.get_runtime_nccl_version()  # type: ignore[call-arg]  # torch's stub has a self
+    # Torch's stub declares a ``self``, so mypy misses an argument.
+    version = dist.ProcessGroupNCCL.get_runtime_nccl_version()  # type: ignore[call-arg]
     return ".".join(map(str, version[:3]))
 
 
 def list_packages() -> list[str]:
-    """The packages that hold NCCL, as pip has them: ``nvidia-nccl-cu13 2.29.7``."""
+    """List the installed packages with NCCL in pip's notation: ``nvidia-nccl-cu13 2.29.7``."""
     found = []
     for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
         try:
@@ -36,7 +37,7 @@ def list_packages() -> list[str]:
 
 
 def check_mismatch(message: str) -> None:
-    """Raise a UserError if ``message``, of a failed group, has NCCL's words about two versions."""
+    """Raise a UserError if the error message of a failed group reports two NCCL versions."""
     if (found := MISMATCH.search(message)) is None:
         return
     older, newer = (

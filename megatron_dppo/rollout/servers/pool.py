@@ -1,9 +1,9 @@
-"""The servers of a run: which serve, which are lost, and which have come back. The leader alone
-keeps the list.
+"""Pool of a run's servers: serving, lost and recovered servers. Only rank 0 keeps the pool.
 
-A server that is lost serves again only after the next update of the weights: until then nobody
-knows what it would generate with. A server that the run started is killed and started again
-meanwhile. A given one is asked every few seconds whether it is there again.
+- A lost server serves again only after the next update of the weights, because the weights are
+  unknown until then.
+- A lost server started by the run is killed and restarted in the meantime.
+- A lost externally managed server is probed every few seconds.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from megatron_dppo.rollout.servers.processes import (
 )
 
 ASK_AGAIN_S = 3.0
-"""Seconds between questions to a given server that is lost."""
+"""Seconds between probes of a lost externally managed server."""
 SAY_AFTER_S = 10.0
 SAY_EVERY_S = 60.0
-"""Seconds until a server is named that is waited for, and between two words on it."""
+"""Seconds of waiting until the first log line about a server, and between later log lines."""
 NOTHING = "it has given no answer"
 MISSES = 2
-"""Health checks in a row at which a server is lost."""
+"""Consecutive failed health checks until a server counts as lost."""
 
 T = TypeVar("T")
 
 
 class ServerPool:
-    """Every server of a run. Made and used on the leader alone.
+    """All servers of a run. Created and used on rank 0 only.
 
     Args:
-        config: of the run.
-        http: through which to speak to them.
-        architecture: of the policy; a server that says it has another is refused.
-        secret: to be shown to them.
-        log: takes words for the log.
+        config: configuration of the run.
+        http: client for requests to the servers.
+        architecture: architecture of the policy; a server that reports another architecture is
+            refused.
+        secret: secret sent with requests.
+        log: function that logs a message.
     """
 
     def __init__(
@@ -71,21 +72,20 @@ class ServerPool:
         """Processes of the servers that the run starts."""
         self._serving: list[ServerClient] = []
         self._returning: dict[ServerClient, Future[ServerClient]] = {}
-        """Lost servers; done when the server can generate again."""
-        self._lost: dict[
-            str, str
-        ] = {}  # why servers were taken out that have not come back, by their URLs
+        """Lost servers; each future is done when the server can generate again."""
+        # Reason of each removal without recovery yet, by URL.
+        self._lost: dict[str, str] = {}
         self._misses = Counter[ServerClient]()
         self._heard: dict[str, str] = {}
-        """Last report of a given server that cannot generate yet, by its URL."""
+        """Last report of an externally managed server that cannot generate yet, by URL."""
         self._restarts = 0
         self._closed = False
 
     async def open(self) -> None:
-        """Start the servers that are ours, and wait until they and the given ones can generate.
+        """Start the run's own servers, and wait until all servers can generate.
 
         Raises:
-            UserError: one of them ends, takes too long, is of another model or is too small for the
+            UserError: a server ends, takes too long, serves another model or is too small for the
                 run.
         """
         launch = self._config.rollout.launch
@@ -113,17 +113,17 @@ class ServerPool:
 
     @property
     def servers(self) -> tuple[ServerClient, ...]:
-        """Who serves now."""
+        """Servers in service."""
         return tuple(self._serving)
 
     def remove_unhealthy(self, problems: Mapping[str, str]) -> tuple[ServerClient, ...]:
-        """Take servers out, and have them come back if they can.
+        """Remove servers, and start recoveries where possible.
 
         Args:
-            problems: why, by URL.
+            problems: reason of each removal, by URL.
 
         Returns:
-            Who serves then.
+            Servers that remain in service.
         """
         for server in [server for server in self._serving if server.url in problems]:
             self._say(f"server {server.name} is taken out: it {problems[server.url]}")
@@ -134,19 +134,20 @@ class ServerPool:
 
     @property
     def failures(self) -> str:
-        """Which servers are lost, and why."""
+        """Lost servers with reasons, as text."""
         return "; ".join(f"server {url} {problem}" for url, problem in self._lost.items())
 
     def admit_ready(self) -> tuple[ServerClient, ...]:
-        """Take servers in that can generate again. They need an update of the weights. Who serves
-        then."""
+        """Admit recovered servers and return the servers in service. Admitted servers need an
+        update of the weights."""
         for server, returning in list(self._returning.items()):
             if not returning.done():
                 continue
             del self._returning[server]
             try:
                 client = returning.result()
-            except Exception as error:  # whatever went wrong with one server is no reason to stop
+            # No failure of a single server is a reason to stop the run.
+            except Exception as error:
                 self._say(f"server {server.name} did not come back: {error}")
                 self._start_recovery(server)
             else:
@@ -157,20 +158,18 @@ class ServerPool:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether none serves and none can come back."""
+        """Whether no server is in service, and no server can recover."""
         return not self._serving and not self._returning
 
     @property
     def is_restarting(self) -> bool:
-        """Whether one of ours is being started again."""
+        """Whether a server of the run is being restarted."""
         return any(server.process is not None for server in self._returning)
 
     async def check(self, timeout_s: float) -> dict[str, str]:
-        """Ask those that serve whether they can still generate; what is wrong with those that
-        cannot, by URL.
+        """Check whether the servers in service can still generate; return problems by URL.
 
-        One that is silent is named after half of ``timeout_s``, and after ten seconds at the
-        latest.
+        A silent server is logged after half of ``timeout_s``, and after ten seconds at the latest.
         """
         serving = self.servers
 
@@ -190,26 +189,26 @@ class ServerPool:
         answers = await asyncio.gather(*asked, return_exceptions=True)
         unfit = {}
         for server, answer in zip(serving, answers, strict=True):
-            self._misses[server] = (
-                self._misses[server] + 1 if isinstance(answer, ServerError) else 0
-            )
+            failed = isinstance(answer, ServerError)
+            # Only failures in a row count: reset after a success.
+            self._misses[server] = self._misses[server] + 1 if failed else 0
             if isinstance(answer, ServerError) and self._misses[server] >= MISSES:
                 unfit[server.url] = answer.problem
         return unfit
 
     def close(self) -> None:
-        """End what was started."""
+        """Cancel recoveries and stop the servers started by the run."""
         self._closed = True
         for returning in self._returning.values():
             returning.cancel()
         stop_all(self.processes)
 
     def _make_wait_message(self, server: str, default: str) -> Callable[[float], str]:
-        """Says for how long a server that cannot generate yet was waited for.
+        """Make the log message about waiting for a server that cannot generate yet.
 
         Args:
-            server: its name or its URL.
-            default: is said of it, as long as it was heard to say nothing.
+            server: name or URL of the server.
+            default: report used before the first report of the server.
         """
         most = self._config.rollout.launch.wait_s
 
@@ -228,12 +227,12 @@ class ServerPool:
         message: Callable[[float], str],
         wait_s: float | None = None,
     ) -> T:
-        """Wait for a server, and say so where it takes long.
+        """Wait for a server, and log long waits.
 
         Args:
-            work: until it has answered.
-            message: for the log, from the seconds so far.
-            wait_s: after which they are said first; None: ``SAY_AFTER_S``.
+            work: coroutine that returns when the server has answered.
+            message: log message for a number of elapsed seconds.
+            wait_s: seconds until the first message; None: ``SAY_AFTER_S``.
         """
         began = time.monotonic()
         task = asyncio.ensure_future(work)
@@ -244,13 +243,11 @@ class ServerPool:
                 wait_s = SAY_EVERY_S
             return task.result()
         finally:
-            task.cancel()  # where another server has failed
+            # Cancel after the failure of another server.
+            task.cancel()
 
     async def _connect_external(self, url: str, wait_s: float) -> list[ServerClient]:
-        """A given server, or the servers behind it if it is a router, once each can generate.
-
-        A router is spoken to no more after that: it would go on asking a server that is not up to
-            date.
+        """Wait until an externally managed server, or every server behind a router, can generate.
 
         Raises:
             UserError: at the timeout.
@@ -260,11 +257,11 @@ class ServerPool:
             async with asyncio.timeout(wait_s):
                 while True:
                     try:
+                        # The router is not used after the list: a router would send requests to
+                        # servers with old weights.
                         workers = await self._list_workers(self._make_client(url))
-                        clients = [
-                            self._make_client(worker)
-                            for worker in ([url] if workers is None else workers)
-                        ]
+                        urls = [url] if workers is None else workers
+                        clients = [self._make_client(worker) for worker in urls]
                         await asyncio.gather(*(self._ensure_ready(client) for client in clients))
                         if clients:
                             if workers is not None:
@@ -283,10 +280,10 @@ class ServerPool:
         )
 
     async def _list_workers(self, client: ServerClient) -> list[str] | None:
-        """The URLs of a router's servers; None if it is a server itself.
+        """Return the URLs of a router's servers; None if ``client`` is not a router.
 
         Raises:
-            ServerError: nobody is there.
+            ServerError: no server answers at the URL.
         """
         try:
             answer = await client.get("/workers")
@@ -297,21 +294,22 @@ class ServerPool:
         return [worker["url"].rstrip("/") for worker in answer["workers"]]
 
     async def _ensure_ready(self, client: ServerClient) -> None:
-        """See to it that a given server can generate: an update that nobody ended has left it
-        paused.
+        """Resume an externally managed server and check generation. An unfinished update may have
+        left the server paused.
 
         Raises:
-            ServerError: it cannot.
+            ServerError: the server cannot generate.
         """
         await client.resume()
         await client.health(self._config.rollout.health_timeout_s)
 
     def _start_recovery(self, server: ServerClient) -> None:
-        """Begin to bring a lost server back."""
+        """Start the recovery of a lost server."""
         connect = partial(self._make_client, process=server.process, life=server.life + 1)
         restarts = self._config.rollout.launch.restarts
         if server.process is None:
             self._returning[server] = self._http.start(self._wait_until_ready(connect(server.url)))
+        # All servers of the run share the restarts.
         elif self._restarts < restarts:
             self._restarts += 1
             self._returning[server] = self._http.start(
@@ -325,7 +323,7 @@ class ServerPool:
             )
 
     async def _wait_until_ready(self, client: ServerClient) -> ServerClient:
-        """A given server, once it can generate again; it may take as long as it likes."""
+        """Wait without a limit until an externally managed server can generate again."""
         while True:
             await asyncio.sleep(ASK_AGAIN_S)
             with contextlib.suppress(ServerError):
@@ -345,7 +343,8 @@ class ServerPool:
         process.stop()
         if not self._closed:
             process.start()
-        if self._closed:  # meanwhile
+        # close() may have run in another thread during the start.
+        if self._closed:
             process.stop()
 
     def _make_client(self, url: str, process: int | None = None, life: int = 0) -> ServerClient:
@@ -361,7 +360,8 @@ class ServerPool:
         )
 
     async def _check(self, client: ServerClient) -> None:
-        """
+        """Check that a server fits the run.
+
         Raises:
             UserError: the server cannot serve this run.
         """
@@ -389,6 +389,7 @@ class ServerPool:
                 f"takes {info.max_tokens} tokens, and the longest prompt with its response "
                 f"has {longest}"
             )
+            # Name the setting that causes the longest context.
             limit = "eval" if longest > self._config.longest else "rollout"
             remedy = (
                 "Start it with a longer context, or lower data.max_prompt_tokens or "
@@ -428,7 +429,7 @@ class ServerPool:
 
 
 def _supports_adapters(info: ServerInfo, lora: LoraConfig) -> bool:
-    """Whether a server can have these adapters."""
+    """Return whether a server supports the adapters of a run."""
     return info.lora_rank >= lora.rank and (
         "all" in info.lora_targets or info.lora_targets.issuperset(lora.targets)
     )

@@ -25,15 +25,15 @@ from megatron_dppo.rollout.servers.launch import (
 )
 
 ASK_S = 60.0
-"""How long an interpreter may take to look for a package, in seconds."""
+"""Timeout in seconds for an interpreter to look for a package."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
 def check_launch(config: Config) -> None:
-    """Check the variables and flags of servers that the run starts.
+    """Check the variables and flags of servers started by the run.
 
     Raises:
-        UserError: for the first one that no server can have.
+        UserError: a variable or flag is invalid for every server; names the first at fault.
     """
     launch = config.rollout.launch
     if not config.rollout.served or not launch.count:
@@ -68,10 +68,10 @@ def check_servers(
     config: Config, shape: PolicyShape, environ: Mapping[str, str] = os.environ
 ) -> None:
     """Check the settings of servers against the policy and this machine. Externally managed servers
-    are asked later.
+    are checked later.
 
     Raises:
-        UserError: for the first thing that is wrong.
+        UserError: a setting is wrong; names the first at fault.
     """
     for check in server_checks(config, environ):
         check()
@@ -97,7 +97,7 @@ def server_checks(
 
 
 def _are_started(config: Config) -> bool:
-    """Return whether the run or its Slurm job starts servers."""
+    """Return whether the run or the run's Slurm job starts servers."""
     return config.rollout.served and bool(
         config.rollout.launch.count or config.rollout.servers == "slurm"
     )
@@ -105,6 +105,7 @@ def _are_started(config: Config) -> bool:
 
 def _check_sync_folder(config: Config) -> None:
     folder = sync_folder(config).absolute()
+    # The run creates missing directories, so check the nearest existing parent.
     place = next(place for place in (folder, *folder.parents) if place.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         problem = f"{place} is no directory that can be written to"
@@ -116,6 +117,7 @@ def _check_sync_folder(config: Config) -> None:
 def _check_environment(config: Config, environ: Mapping[str, str]) -> None:
     given = dict(entry.split("=", 1) for entry in config.rollout.launch.env)
     for name, value in rank_environment(config.rollout).items():
+        # Trainer ranks set the value unless already set.
         ours = environ.get(name, value)
         if given.get(name, ours) != ours:
             problem = (
@@ -131,15 +133,14 @@ def check_split(config: Config, shape: PolicyShape) -> None:
     """Check that the policy's heads can be split over the ranks of a server.
 
     Raises:
-        UserError: for the first server whose ranks do not divide them.
+        UserError: the ranks of a server do not divide the heads; names the first server at fault.
     """
     if not _are_started(config):
         return
     for tp in tensor_parallel(config.rollout) or (config.rollout.launch.tp,):
         assert isinstance(tp, int)
-        shared = (
-            shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
-        )  # a server copies heads where it has more ranks
+        # A server with more ranks than key-value heads copies heads.
+        shared = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
         if shape.heads % tp or not shared:
             heads = f"the policy's {shape.heads} query heads and {shape.kv_heads} key-value heads"
             fit = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
@@ -163,6 +164,7 @@ def _check_memory(config: Config) -> None:
         )
         flags = "rollout.launch.flags"
         raise UserError(flags, mask_secrets(flags, [*rollout.launch.flags]), problem, remedy)
+    # Import late, because most checks need no torch.
     import torch
 
     if not torch.cuda.is_available():
@@ -174,6 +176,7 @@ def _check_command(config: Config, environ: Mapping[str, str]) -> None:
     command = config.rollout.launch.command
     spec = load_engine_spec(config.rollout.engine)
     python = environ.get(SERVER_PYTHON)
+    # Same order of precedence as in launch.base_command.
     if command is None and python:
         _check_python(python, spec)
     elif command is None and not spec.installed:

@@ -1,4 +1,4 @@
-"""Servers that the run starts itself: one process each, with its log, its port and its secret."""
+"""Servers started by the run: a process per server, with log, port and secret."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from megatron_dppo.rollout.servers.launch import (
 )
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between looks at a server that is starting."""
+"""Seconds between checks of a starting server."""
 HEALTH_S = 60.0
-"""How long the first answer of a server may take: kernels are compiled for it."""
+"""Timeout in seconds for a server's first answer, which includes compiling kernels."""
 STOP_S = lifetime.GRACE_S + 5.0
-"""How long a server and all of its processes may take to end."""
+"""Timeout in seconds for the end of a server with all child processes."""
 LINES = 25
-"""Lines of a log that are worth repeating."""
+"""Number of log lines quoted in messages."""
 LOG_BYTES = 2**16
-"""Bytes at the end of a log that are searched for them."""
+"""Number of bytes at the end of a log searched for the quoted lines."""
 
 RANK_VARIABLES = (
     "RANK",
@@ -55,8 +55,7 @@ RANK_VARIABLES = (
     "OMP_NUM_THREADS",
 )
 RANK_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS", *ALLOCATOR)
-"""Variables, and prefixes of variables, that describe a rank of the trainer and would mislead a
-server."""
+"""Variables, and prefixes of variables, that describe a trainer rank and would mislead a server."""
 
 
 class HealthClient(Protocol):
@@ -69,21 +68,23 @@ Client = TypeVar("Client", bound=HealthClient)
 
 
 def new_secret() -> str:
-    """A new secret that our servers want with every request. In hex, since a leading minus would
-    look like a flag."""
+    """Generate the secret required by the run's servers in every request. Hex, since a leading
+    minus would look like a flag."""
     return secrets.token_hex(24)
 
 
 class ServerProcess:
-    """One server on this machine. It dies with this process, however either of them ends.
+    """Server process on this machine. The server dies with this process, regardless of the cause of
+    either end.
 
     Args:
-        config: ``rollout.launch`` says what to start, ``rollout.engine`` of which kind it is.
-        index: of the server among those of the run, from 0.
+        config: configuration of the run; ``rollout.launch`` defines the command, ``rollout.engine``
+            the kind of server.
+        index: index of the server in the run, from 0.
         host: address to listen on.
-        secret: to be shown with every request.
-        gpus: its CUDA_VISIBLE_DEVICES; None leaves them to the server.
-        name: what messages and its log call it; None: its index.
+        secret: secret required in every request.
+        gpus: CUDA_VISIBLE_DEVICES of the server; None: no setting.
+        name: name in messages and of the log; None: the index.
     """
 
     def __init__(
@@ -111,22 +112,23 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Where it listens, or will. A server that is started again may be elsewhere."""
+        """Current or future URL of the server. A restarted server may have another URL."""
         return f"http://{format_url_host(self.host)}:{self._port}"
 
     @property
     def pid(self) -> int:
-        """The server's main process.
+        """Process id of the server's main process.
 
         Raises:
-            ProcessLookupError: if it has ended.
+            ProcessLookupError: the server has ended.
         """
         if not (pids := self.list_pids()):
             raise ProcessLookupError(f"server {self.name} has ended")
         return pids[0]
 
     def list_pids(self) -> list[int]:
-        """The server's processes, the main one first; none once it has ended."""
+        """Return the ids of the server's processes, main process first; empty after the server's
+        end."""
         if not self.is_alive():
             return []
         assert self._process is not None
@@ -138,10 +140,10 @@ class ServerProcess:
             return []
 
     def start(self) -> None:
-        """Start it on a free port, without waiting until it can generate.
+        """Start the server on a free port, without waiting for generation.
 
         Raises:
-            UserError: if no port of its range is free, or the log cannot be written.
+            UserError: no port of the server's range is free, or the log cannot be written.
         """
         self._port = self._free_port()
         self.command = server_command(
@@ -150,7 +152,8 @@ class ServerProcess:
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             _write_secret(self._secret_file, f"api-key: {self.secret}\n")
-            # Servers write their arguments, the secret among them, into their logs.
+            # Restrict the log to this user, because servers log their arguments, including the
+            # secret.
             log = os.open(self.log, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         except OSError as error:
             remedy = "Name a directory that you may write to"
@@ -160,13 +163,14 @@ class ServerProcess:
             now = time.strftime("%F %T")
             what = f"starting server {self.name} at {self.url}: {shlex.join(self.command)}"
             os.write(log, f"=== {now} {what}\n".encode())
+            # Only the trainer receives signals from a terminal.
             self._process = subprocess.Popen(
                 [sys.executable, "-IS", lifetime.__file__, str(os.getpid()), *self.command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=self.build_environment(os.environ),
-                start_new_session=True,  # signals from a terminal are the trainer's business
+                start_new_session=True,
             )
         finally:
             os.close(log)
@@ -175,7 +179,8 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def is_listening(self) -> bool:
-        """Whether one of its processes, and no stranger, listens at its port."""
+        """Return whether the server's port is used by a process of the server, not by a foreign
+        process."""
         for pid in self.list_pids():
             try:
                 sockets = psutil.Process(pid).net_connections("tcp")
@@ -189,21 +194,22 @@ class ServerProcess:
         return False
 
     def is_port_taken(self) -> bool:
-        """Whether it ended because another process took the port before it could."""
+        """Return whether the server ended because another process took the port first."""
         return not self.is_alive() and not _is_free(self.host, self._port)
 
     def describe_exit(self) -> str:
-        """How it ended, to stand after "server"; or that it has not."""
+        """Describe the end of the server, or its absence, worded to follow "server"."""
         code = None if self._process is None else self._process.poll()
         if code is None:
             return "is running" if self._process is not None else "was not started"
-        number = -code if code < 0 else code - 128  # of the supervisor, of the server
+        # A negative code is a signal of the supervisor; a code above 128 is a signal of the server.
+        number = -code if code < 0 else code - 128
         if 0 < number < signal.NSIG:
             return f"was ended by signal {number} ({signal.strsignal(number)})"
         return f"ended with exit code {code}"
 
     def read_log_tail(self) -> str:
-        """The end of what it has logged since its last start, without the secret."""
+        """Return the last log lines since the last start, without the secret."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self._begins, os.fstat(file.fileno()).st_size - LOG_BYTES))
@@ -213,28 +219,27 @@ class ServerProcess:
         return "\n".join(text.replace(self.secret, "***").splitlines()[-LINES:])
 
     def stop(self) -> None:
-        """End it and all of its processes, asking before killing; returns when they have ended."""
+        """End the server with all child processes, first by SIGTERM, then by SIGKILL; return after
+        the end."""
         if self._process is not None:
             if self._process.poll() is None:
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_S)
-            if self._process.poll() in (
-                None,
-                -signal.SIGKILL,
-            ):  # nobody sees to the server's end but we
+            # Without a supervisor, only this process can end the server.
+            if self._process.poll() in (None, -signal.SIGKILL):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
         self._secret_file.unlink(missing_ok=True)
 
     def restart(self) -> None:
-        """End what is left of it and start it again, perhaps on another port."""
+        """Stop and start the server, possibly on another port."""
         self.stop()
         self.start()
 
     def build_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Environment of the server, from the trainer's, ``environ``."""
+        """Build the environment of the server from the trainer's environment ``environ``."""
         kept = {
             name: value
             for name, value in environ.items()
@@ -244,12 +249,13 @@ class ServerProcess:
             kept["CUDA_VISIBLE_DEVICES"] = self.gpus
         of_kind = server_environment(self._config.rollout, secret=self.secret)
         given = dict(entry.split("=", 1) for entry in self._config.rollout.launch.env)
+        # Both paths are needed: the kind of server may add a plugin.
         if "PYTHONPATH" in of_kind and "PYTHONPATH" in given:
             given["PYTHONPATH"] = os.pathsep.join((of_kind["PYTHONPATH"], given["PYTHONPATH"]))
         return kept | of_kind | given
 
     def _free_port(self) -> int:
-        """The first of its ports that is free. No two servers of a run have one in common."""
+        """Return the server's first free port. No two servers of a run share a port."""
         launch = self._config.rollout.launch
         last = launch.first_port + launch.ports
         for port in range(launch.first_port + self.index, last, launch.count):
@@ -267,11 +273,10 @@ class ServerProcess:
 def create_processes(
     config: Config, secret: str, environ: Mapping[str, str] = os.environ
 ) -> list[ServerProcess]:
-    """The servers of ``rollout.launch``, not yet started; for the run's first rank.
+    """Create the servers of ``rollout.launch`` without starting, on the run's rank 0.
 
     Raises:
-        UserError: if the GPUs are too few, or no address of this machine is fit for others to
-            reach.
+        UserError: too few GPUs, or no address of this machine is reachable from other machines.
     """
     host = find_listen_address(environ)
     shares = assign_server_gpus(config, visible_gpus(environ), local_ranks(environ))
@@ -284,20 +289,19 @@ def create_processes(
 async def wait_ready(
     process: ServerProcess, connect: Callable[[str], Client], wait_s: float
 ) -> Client:
-    """Wait until a started server can generate.
-
-    One whose port another process took is started again on another.
+    """Wait until a started server can generate. A server whose port was taken by another process is
+    restarted on another port.
 
     Args:
-        process: the server.
-        connect: makes of its URL what asks it.
-        wait_s: how long it may take.
+        process: started server.
+        connect: function that creates a client for a URL.
+        wait_s: timeout in seconds.
 
     Returns:
-        The result of ``connect`` for its URL.
+        The result of ``connect`` for the server's URL.
 
     Raises:
-        UserError: if it ends, with its last words; or at the timeout.
+        UserError: the server ended (quotes the last log lines), or the timeout was reached.
     """
     until = time.monotonic() + wait_s
     while (left := until - time.monotonic()) > 0:
@@ -311,7 +315,8 @@ async def wait_ready(
                 await client.health(min(left, HEALTH_S))
                 return client
             except ServerError:
-                pass  # not yet
+                # The server is not ready yet.
+                pass
         await asyncio.sleep(POLL_INTERVAL_S)
     problem = (
         f"server {process.name} cannot generate after so long; the end of its "
@@ -322,7 +327,7 @@ async def wait_ready(
 
 
 def stop_all(processes: Sequence[ServerProcess]) -> None:
-    """End servers, all at the same time."""
+    """Stop servers, all at the same time."""
     with ThreadPoolExecutor(max_workers=max(1, len(processes))) as threads:
         list(threads.map(ServerProcess.stop, processes))
 
@@ -341,6 +346,7 @@ def _make_exit_error(process: ServerProcess) -> UserError:
 
 
 def _write_secret(path: Path, text: str) -> None:
+    # Remove an old file, because the mode applies to new files only.
     path.unlink(missing_ok=True)
     with os.fdopen(
         os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8"
@@ -350,9 +356,8 @@ def _write_secret(path: Path, text: str) -> None:
 
 def _is_free(host: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
-        trial.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as servers do; closed connections linger
+        # Use the same option as servers, because closed connections linger.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((host, port))
         except OSError:

@@ -1,9 +1,8 @@
-"""The weight group: a process group of one sender and all ranks of all servers, through which
-buckets travel.
+"""Weight group: a process group that carries buckets from the sender to all ranks of all servers.
 
-Servers and sender make their ends with torch's own constructor, which finds the others by a store
-of rank 0. A group belongs to the servers that it was made with. When one of them is lost, the group
-is ended and a new one is made.
+- Servers and sender create their ends with torch's own constructor, and meet at a store of rank 0.
+- A group belongs to the servers at creation. After the loss of a server, the group is ended and a
+  new group is created.
 """
 
 from __future__ import annotations
@@ -34,47 +33,48 @@ from megatron_dppo.rollout.servers.http import MAX_ERROR_CHARS, Http, ServerErro
 T = TypeVar("T")
 
 POLL_INTERVAL_S = 0.0005
-"""Seconds between looks at a bucket on its way."""
+"""Seconds between two checks of a pending bucket."""
 GRACE_S = 5.0
-"""How long servers may take to say what went wrong, once it has."""
+"""Seconds for servers to report the cause after a failure."""
 JOIN_S = 30.0
-"""How long servers may take to join a gloo group."""
+"""Seconds for servers to join a gloo group."""
 FIRST = Manifest(["model.rotary_emb.inv_freq"], ["uint8"], [[1]])
-"""One byte under a name that loaders pass over: old checkpoints hold such a buffer, which models
-compute themselves."""
+"""A single byte under a name that loaders skip: old checkpoints hold this buffer, and models
+compute the buffer themselves."""
 
 
 class SyncFailedError(Exception):
-    """An update broke off.
+    """Failure of an update.
 
     Args:
-        problems: what went wrong, by URL of the server at fault. Empty where no single one is known
-            to be.
-        problem: what the sender itself saw.
+        problems: problem of each server at fault, by URL; empty if no single server is known to be
+            at fault.
+        problem: problem seen by the sender itself.
     """
 
     def __init__(self, problems: Mapping[str, str], problem: str) -> None:
         self.problems = dict(problems)
         self.problem = problem
-        super().__init__(self.problems, problem)  # both, so that it can be sent to other ranks
+        # Both arguments, because the error is pickled for other ranks.
+        super().__init__(self.problems, problem)
 
 
 @dataclass(frozen=True, slots=True)
 class StagedBucket:
-    """A bucket, ready to be sent."""
+    """Bucket ready for sending."""
 
     manifest: Manifest
     flat: torch.Tensor
-    """[bytes], uint8: its tensors one after the other."""
+    """[bytes], uint8: tensors of the bucket, concatenated."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SentBucket:
-    """A bucket on its way, and what servers will say of it, by URL."""
+    """Pending bucket, with the replies of the servers by URL."""
 
     what: str
     work: Future[dist.Work]
-    """Done when the broadcast has begun, or could not."""
+    """Done when the broadcast has started, or has failed to start."""
     replies: Mapping[str, Future[None]]
 
     @property
@@ -83,26 +83,26 @@ class _SentBucket:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has left, or it is known that it will not."""
+        """Whether the bucket has been sent, or is known to have failed."""
         return self.work.done() and (
             self.work.exception() is not None or self.work.result().is_completed()
         )
 
 
 class Sender:
-    """Rank 0 of a group whose other ranks are the servers'.
+    """Rank 0 of a weight group; the other ranks belong to the servers.
 
     Args:
-        http: through which servers are told what comes.
-        clients: the servers, which know how many ranks they have.
-        name: of the group, never used before.
-        host: address of this machine for the servers.
-        device: where buckets are sent from; its kind decides between NCCL and gloo.
-        timeout_s: how long joining, and one bucket, may take.
+        http: client for announcements to servers.
+        clients: servers of the group; each client holds the number of ranks of the server.
+        name: unused name for the group.
+        host: address of this machine as seen by the servers.
+        device: source device of buckets; NCCL for CUDA, gloo otherwise.
+        timeout_s: seconds for joining, and for each bucket.
 
     Raises:
-        SyncFailedError: not all of them joined, or the first byte did not reach all of them.
-        UserError: NCCL said that they have another version.
+        SyncFailedError: a server did not join, or did not receive the first byte.
+        UserError: NCCL reported another version at a server.
     """
 
     def __init__(
@@ -123,15 +123,17 @@ class Sender:
         self._flats = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
         self._turn = 0
         self._sent: _SentBucket | None = None
-        """The bucket on its way."""
+        """Pending bucket."""
         backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
-        # For gloo this limits joining; each bucket has a limit of its own. For NCCL it limits
-        # breaking off, and our own limit must be reached before it.
+        # For gloo the limit applies to joining; each bucket has a separate limit. For NCCL the
+        # limit applies to aborting, and must exceed timeout_s because timeout_s has to be reached
+        # first.
         limit = timedelta(
             seconds=2 * timeout_s + 60 if backend == "nccl" else min(timeout_s, JOIN_S)
         )
         size = 1 + sum(client.ranks for client in clients)
-        # Not by rendezvous: under torchrun it would look for torchrun's own store, at any address.
+        # Avoid rendezvous: under torchrun, rendezvous would look for torchrun's own store, at any
+        # address.
         store = open_store(host, limit, size)
         joins = {}
         offset = 1
@@ -156,13 +158,14 @@ class Sender:
             _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         except Exception as error:
             problem = f"{problem} ({_format_error(error)})"
-            error.__traceback__ = (
-                None  # it holds the store, and with it the servers that wait there
-            )
+            # The traceback holds the store, and so keeps the servers waiting there.
+            error.__traceback__ = None
         self._group: dist.ProcessGroup | None = group
         self._store: dist.TCPStore | None = store
         joined = group is not None
-        del group, store  # or the error that is raised below would keep them
+        # Drop the references, because the traceback of the error raised below would keep group and
+        # store.
+        del group, store
         if not joined or any(reply.done() and reply.exception() for reply in joins.values()):
             raise self._handle_failure(joins, problem)
         if problems := collect_problems(joins, timeout_s):
@@ -171,13 +174,11 @@ class Sender:
         self._send_first_byte()
 
     def _send_first_byte(self) -> None:
-        """Send one byte to all ranks, so that the group is known to work before weights are sent.
-
-        NCCL makes its communicator within the first broadcast. That call waits for the last rank,
-        and nothing breaks it off. It therefore runs in a thread of its own, which is left behind
-        where a server never comes. The servers that did come cannot be told apart from it, and are
-        named, too.
-        """
+        """Send a byte to all ranks, to test the group before weights are sent."""
+        # NCCL creates the communicator within the first broadcast. That call waits for the last
+        # rank and cannot be interrupted: use a thread, and abandon the thread if a server never
+        # joins. Servers that joined cannot be distinguished from the missing server, and are
+        # reported too.
         try:
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
             self._start("the first byte", StagedBucket(FIRST, byte), None, begin=_run_in_thread)
@@ -192,8 +193,8 @@ class Sender:
             raise SyncFailedError(problems, f"{failed.problem} {hint}") from None
 
     def stage(self, bucket: Bucket) -> StagedBucket:
-        """Copy a bucket into that of two buffers which is not being sent. The caller may then reuse
-        its memory."""
+        """Copy a bucket into the idle buffer of two. The caller may then reuse the bucket's
+        memory."""
         size = sum(tensor.nbytes for tensor in bucket.values())
         self._turn ^= 1
         if self._flats[self._turn].numel() < size:
@@ -207,19 +208,17 @@ class Sender:
         return StagedBucket(Manifest.from_tensors(bucket), flat)
 
     def send(self, staged: StagedBucket, version: str | None) -> None:
-        """Set a bucket on its way, once the one before has arrived.
-
-        It waits until all servers have loaded the one before. Two requests on two connections could
-        be read in the wrong order, and only a server's answer says that it has read one.
+        """Start sending a bucket, after all servers have loaded the previous bucket.
 
         Args:
-            staged: the bucket that was staged last.
-            version: with the last bucket of an update.
+            staged: most recently staged bucket.
+            version: version of the weights, with the last bucket of an update; otherwise None.
 
         Raises:
-            SyncFailedError: the one before did not arrive. Nothing can be sent through this group
-                any more.
+            SyncFailedError: the previous bucket did not arrive. The group is unusable afterwards.
         """
+        # Two requests on two connections could be read in the wrong order, and only the reply of a
+        # server confirms the first.
         self.wait_loaded()
         self._start("a bucket", staged, version, begin=_run_now)
 
@@ -245,24 +244,25 @@ class Sender:
 
         def broadcast() -> dist.Work:
             work = group.broadcast([staged.flat], options)
-            if self._group is not group:  # it was given up while this waited for a server
+            # Another thread gave up the group while this thread waited for a server.
+            if self._group is not group:
                 group.abort()
             return work
 
         self._sent = _SentBucket(label, begin(broadcast), replies)
 
     def wait_loaded(self) -> None:
-        """Wait until every server has loaded what was sent last.
+        """Wait until every server has loaded the last bucket sent.
 
         Raises:
-            SyncFailedError: as said of :meth:`send`.
+            SyncFailedError: see :meth:`send`.
         """
         if self._sent is None:
             return
         what = self._sent.what
         replies = self._sent.replies
         problem = self._wait_for(self._sent)
-        # The work that it holds keeps the group's connections open, and servers waiting at them.
+        # The work of the bucket keeps the group's connections open, and servers waiting.
         self._sent = None
         if problem:
             raise self._handle_failure(replies, problem)
@@ -270,11 +270,11 @@ class Sender:
             raise SyncFailedError(problems, f"{what} was not loaded")
 
     def _wait_for(self, bucket: _SentBucket) -> str | None:
-        """Wait until what was sent has left; or until it is known that it will not, and why."""
+        """Wait until a bucket has been sent or has failed; return the problem, or None."""
         deadline = time.monotonic() + self._timeout_s
         while not bucket.is_done:
-            # A server that refused, or is gone, will not take part; the group would wait for it
-            # until it times out.
+            # A server that refused or died does not take part; the group would wait until the
+            # timeout.
             if bucket.is_refused:
                 return f"a server left while {bucket.what} was on its way"
             if time.monotonic() > deadline:
@@ -282,18 +282,18 @@ class Sender:
             time.sleep(POLL_INTERVAL_S)
         try:
             bucket.work.result().wait()
-        except RuntimeError as error:  # dist.DistBackendError is one, too
+        # Includes dist.DistBackendError, a subclass.
+        except RuntimeError as error:
             return f"{bucket.what} could not be sent ({_format_error(error)})"
         return None
 
     def close(self) -> None:
         """Leave the group at the same time as the servers.
 
-        NCCL ends a group together: on one machine a server that leaves waits until this side closes
-        its connections, and finds an error if this side broke the group off before. Only a bucket
-        that is on its way is broken off first, which frees the servers that wait in it. A
-        destruction that hangs is left behind in its thread.
+        NCCL ends a group collectively: on a single machine, a leaving server waits until the sender
+        closes its connections, and reports an error if the sender aborted the group first.
         """
+        # Abort only a pending bucket first, to free the servers waiting for the bucket.
         if self._sent is not None:
             self._end()
         group = self._group
@@ -302,13 +302,14 @@ class Sender:
         leaving = {
             client.url: self._http.start(client.leave(self.name)) for client in self._clients
         }
+        # A destruction that hangs is abandoned in its thread.
         ours = _run_in_thread(partial(_destroy, group), "leaving")
         collect_problems(leaving, GRACE_S)
         try:
             ours.result(GRACE_S)
-        except (
-            TimeoutError
-        ):  # a server that is gone leaves no group: servers that wait in it are freed
+        # A dead server never leaves the group: abort, to free the servers that wait for the dead
+        # server.
+        except TimeoutError:
             if group is not None:
                 _run_in_thread(group.abort, "breaking off")
 
@@ -318,30 +319,29 @@ class Sender:
         self._store = None
         self._sent = None
         if group is not None:
-            with contextlib.suppress(RuntimeError):  # what is broken already need not be broken off
+            # A broken group need not be aborted.
+            with contextlib.suppress(RuntimeError):
                 group.abort()
             _destroy(group)
 
     def _handle_failure(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
-        """End the group, so that servers that wait in it answer, and find out which servers are at
-        fault.
-
-        Those are the servers that are gone: others may say that the group broke before a lost one
-        is missed. Where none is gone, they are those that refused while the group was whole, and
-        those that say nothing afterwards. A server that has half a message is among the silent
-        ones, since gloo waits for the rest of it.
-        """
+        """End the group, so that waiting servers answer, and identify the servers at fault."""
         before = {url: reply for url, reply in replies.items() if reply.done()}
         self._end()
+        # A server with half a message stays silent, since gloo waits for the rest.
         silent_or_gone = collect_problems(replies, GRACE_S, include_refusals=False)
+        # If a server is dead, refusals do not count: a live server may report a broken group before
+        # the loss is noticed. Otherwise a refusal counts if sent while the group was whole.
         refused = {} if any(map(_is_gone, replies.values())) else collect_problems(before, GRACE_S)
         return SyncFailedError({**refused, **silent_or_gone}, problem)
 
 
 def find_local_address(urls: Iterable[str]) -> str:
-    """The address of this machine that servers see: the one from which packets to them would leave.
+    """Return the address of this machine as seen by servers: the source address of packets to the
+    servers.
 
-    Where some are on this machine and some are not, that for those which are not; it serves all.
+    If some servers are on this machine and some are remote, return the address for the remote
+    servers, which serves all.
     """
     found = []
     for url in urls:
@@ -350,7 +350,8 @@ def find_local_address(urls: Iterable[str]) -> str:
             parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing
+            # Connecting a datagram socket chooses the source address without sending a packet.
+            probe.connect(place)
             found.append(probe.getsockname()[0])
     return next((address for address in found if not is_loopback(address)), found[0])
 
@@ -358,12 +359,12 @@ def find_local_address(urls: Iterable[str]) -> str:
 def collect_problems(
     replies: Mapping[str, Future[None]], timeout_s: float, *, include_refusals: bool = True
 ) -> dict[str, str]:
-    """Problems by server; none for servers that did as they were told.
+    """Collect problems by server URL, without servers that succeeded.
 
     Args:
-        replies: by URL.
-        timeout_s: how long to wait for all of them.
-        include_refusals: whether a server that answers, but with a refusal, is at fault itself.
+        replies: pending reply of each server, by URL.
+        timeout_s: seconds to wait for all replies.
+        include_refusals: whether a refusal is a fault of the server that refuses.
     """
     deadline = time.monotonic() + timeout_s
     problems = {}
@@ -381,11 +382,13 @@ def collect_problems(
 
 @contextlib.contextmanager
 def disable_watchdog() -> Iterator[None]:
-    """NCCL groups made within the block have no watchdog of torch's.
+    """Create NCCL groups within the block without torch's watchdog; use the limits of this module
+    instead.
 
-    The watchdog would end this process once a server has died, whatever
-    TORCH_NCCL_ASYNC_ERROR_HANDLING says, since it sets a flag upon which the monitor of the default
-    group does so. Our own limits stand in for it. Torch reads the variable when a group is made.
+    - The watchdog would end this process after the death of a server, whatever the value of
+      TORCH_NCCL_ASYNC_ERROR_HANDLING: the watchdog sets a flag, and the monitor of the default
+      group ends the process on that flag.
+    - Torch reads the variable at the creation of a group.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
@@ -399,12 +402,13 @@ def disable_watchdog() -> Iterator[None]:
 
 
 def _run_now(call: Callable[[], T]) -> Future[T]:
-    """Result or error of a call. Nothing that its frames refer to is kept."""
+    """Run a call and return a finished future, without references to the frames of the call."""
     future: Future[T] = Future()
     try:
         future.set_result(call())
     except Exception as error:
-        error.__traceback__ = None  # it holds the group, and with it the servers that wait in it
+        # The traceback holds the group, and so keeps the servers waiting there.
+        error.__traceback__ = None
         future.set_exception(error)
     return future
 
@@ -416,7 +420,7 @@ def _destroy(group: dist.ProcessGroup | None) -> None:
 
 
 def _run_in_thread(call: Callable[[], T], name: str = "first byte") -> Future[T]:
-    """Future result or error of a call, from a thread that may be left behind."""
+    """Run a call in a daemon thread, which may be abandoned; return the future."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -436,6 +440,6 @@ def _is_gone(reply: Future[None]) -> bool:
 
 
 def _format_error(error: Exception) -> str:
-    """An error of torch's in one line, without the stack; NCCL's own words are the last of several
-    lines."""
+    """Format a torch error in a single line without the C++ stack; NCCL's message is the last of
+    several lines."""
     return " ".join(str(error).partition("\nException raised from")[0].split())[:MAX_ERROR_CHARS]

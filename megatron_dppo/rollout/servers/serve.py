@@ -1,9 +1,8 @@
-"""``megatron-dppo serve CONFIG``: one rollout server, on a node of its own, for a trainer
-elsewhere.
+"""``megatron-dppo serve CONFIG``: run a rollout server on a separate node from the trainer.
 
-One task of Slurm is one server: task ``n`` is the ``n``-th of ``rollout.servers``. A server that
-dies is started again at the same address, and the trainer brings it up to date. No Megatron-Core is
-needed: the container of a stock server is enough.
+- A Slurm task is a server: task ``n`` is the ``n``-th entry of ``rollout.servers``.
+- A dead server is restarted at the same address, and the trainer updates the server's weights.
+- Megatron-Core is not needed: the container of a stock server is sufficient.
 """
 
 from __future__ import annotations
@@ -28,22 +27,21 @@ from megatron_dppo.rollout.servers.preflight import check_launch, check_servers
 from megatron_dppo.rollout.servers.processes import ServerProcess, wait_ready
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between looks whether the server lives."""
+"""Seconds between checks of the server process."""
 
 
 def serve(config: Config, environ: Mapping[str, str] = os.environ) -> int:
-    """Start this task's server and keep it going.
+    """Start this task's server and restart the server after each death.
 
     Returns:
-        0 once it is told to end (SIGTERM, SIGINT); 1 if the server died more often than
-        ``rollout.launch.restarts``.
+        0 after SIGTERM or SIGINT; 1 if the server died more often than ``rollout.launch.restarts``.
 
     Raises:
-        UserError: for settings that are wrong, and if the server ends or takes too long before it
-            can generate.
+        UserError: settings are wrong, or the server ends or exceeds the timeout before generation.
     """
     process = task_server(config, environ)
-    lifetime.install_stop_handler()  # it is the trainer's to answer
+    # Handle SIGUSR1, because only the trainer responds to the signal.
+    lifetime.install_stop_handler()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     http = Http()
@@ -57,11 +55,11 @@ def serve(config: Config, environ: Mapping[str, str] = os.environ) -> int:
 
 
 def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
-    """The server of this task, not yet started.
+    """Create the server of this task without starting.
 
     Raises:
-        UserError: there is none for this task; or it cannot be started with these settings on this
-            node.
+        UserError: this task has no server, or the server cannot be started with these settings on
+            this node.
     """
     task = int(environ.get("SLURM_PROCID", "0"))
     local = int(environ.get("SLURM_LOCALID", "0"))
@@ -75,10 +73,9 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
         problem = "is not set: without a secret, whoever reaches the server could use it"
         raise UserError(SECRET, "", problem, "Set it to a word of your own, for the trainer too")
     shape = read_shape(config.model.folder)
-    for check in (
-        *exclusions.build_checks(config, "serve"),
-        *exclusions.build_checks(config, "serve", shape),
-    ):
+    checks = exclusions.build_checks(config, "serve")
+    shape_checks = exclusions.build_checks(config, "serve", shape)
+    for check in (*checks, *shape_checks):
         check()
     url = urlsplit(urls[task])
     assert url.hostname and url.port
@@ -86,7 +83,8 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
     config = replace(config, rollout=replace(config.rollout, servers=(), launch=alone))
     check_launch(config)
     check_servers(config, shape, environ)
-    # A machine's own name may mean loopback on itself, and an address that others reach elsewhere.
+    # On the machine itself, the machine's name may resolve to loopback, and elsewhere to a
+    # reachable address.
     is_address = ":" in url.hostname or url.hostname.replace(".", "").isdigit()
     host = url.hostname if is_address else "0.0.0.0"
     node = environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -102,8 +100,8 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
 
 
 def _select_gpus(config: Config, local: int, environ: Mapping[str, str]) -> str | None:
-    """The GPUs of the server that is the ``local``-th of its node; None where Slurm does not say
-    which there are."""
+    """Return the GPUs of the node's ``local``-th server; None without GPU information from
+    Slurm."""
     gpus = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     tp = config.rollout.launch.tp
     assert isinstance(tp, int)
@@ -137,6 +135,7 @@ def _watch(process: ServerProcess, http: Http, config: Config) -> int:
             )
             while process.is_alive():
                 time.sleep(POLL_INTERVAL_S)
+        # An error of the first start is final; after restarts, an error counts as a death.
         except UserError:
             if deaths == 0:
                 raise

@@ -2,18 +2,18 @@
 
 Properties of SGLang:
 
-- Some routes refuse with status 200, others with 400. ``success`` in the answer is always looked
-  at.
-- An update must stand between a begin and an end where the server has those routes. Older ones have
-  not.
-- A tensor of another shape kills the server, and so does a token id beyond the vocabulary.
-- With deterministic inference all samples of a request have one seed and are the same. Each sample
-  is then a request of its own.
-- ``ignore_eos`` would switch every stop token off. So the model's own end-of-sequence tokens stop a
-  completion, whether they were asked for or not.
-- A request has the adapter that its name stood for when it was let in, to its end. A paused request
-  is let in later. So the adapter always has the same name, and is replaced while nothing runs.
-  Unloading waits for whatever has it.
+- Refusals have status 200 or 400, depending on the route. ``success`` in the answer is therefore
+  always checked.
+- If the server has routes for begin and end of an update, an update must lie between begin and end.
+  Older servers have no routes for begin and end.
+- A tensor of a wrong shape kills the server, and so does a token id outside the vocabulary.
+- With deterministic inference all samples of a request have the same seed and are equal. Each
+  sample is then a separate request.
+- ``ignore_eos`` would disable every stop token. Therefore the model's end-of-sequence tokens stop a
+  completion even if not requested.
+- A request keeps the adapter that had the requested name at admission, until the end of the
+  request. A paused request is admitted later. Therefore the adapter always has the same name, and
+  is replaced while no request is running. Unloading waits for requests with the adapter.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class SglangClient(ServerClient):
     async def post(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str
     ) -> Any:
-        """Also what functions written for slime ask: they know nothing of adapters."""
+        """Send a request, with the adapter's name for ``/generate``: functions written for slime
+        call this method without an adapter."""
         if self.adapted and path == "/generate":
             body = {**body, "lora_path": ADAPTER}
         return await super().post(path, body, timeout_s=timeout_s, **query)
@@ -103,6 +104,7 @@ class SglangClient(ServerClient):
         if sampling.needs_entropies:
             body["top_logprobs_num"] = TOP_LOGPROBS
         if await self._is_deterministic():
+            # Seeds differ by sample, because a shared seed would repeat the same sample.
             body["input_ids"] = [list(token_ids)] * sampling.samples
             body["sampling_params"] = [
                 parameters | {"sampling_seed": sampling.seed + i} for i in range(sampling.samples)
@@ -113,6 +115,7 @@ class SglangClient(ServerClient):
                 "sampling_params": parameters | {"n": sampling.samples},
             }
         answers = await self.post("/generate", body, timeout_s=timeout_s)
+        # A single sample comes without a list.
         answers = answers if isinstance(answers, list) else [answers]
         return [self._parse_result(answer, len(token_ids), sampling) for answer in answers]
 
@@ -133,6 +136,7 @@ class SglangClient(ServerClient):
     async def end_update(self, version: str) -> None:
         if await self._has_route("/end_weight_update"):
             await self._post_and_check("/end_weight_update", {})
+        # The last bucket has usually set the version; an adapter has not.
         if await self.get_version() != version:
             await self._set_version(version)
 
@@ -171,7 +175,8 @@ class SglangClient(ServerClient):
         self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
         await self._end_if_any("/unload_lora_adapter", {"lora_name": ADAPTER})
-        # By value: SGLang's own way passes file descriptors, and is for processes of one machine.
+        # Send tensors by value: SGLang's own way passes file descriptors, and only works between
+        # processes of the same machine.
         every = base64.b64encode(pickle.dumps(dict(tensors))).decode()
         body = {
             "lora_name": ADAPTER,
@@ -220,8 +225,8 @@ class SglangClient(ServerClient):
         return route in self._known_routes
 
     async def _end_if_any(self, path: str, body: Mapping[str, Any]) -> None:
-        """End an update or a group. A server that lives refuses this where there is none, which is
-        as well."""
+        """End an update or a group, if open. A live server refuses if no update or group is open;
+        ignore the refusal."""
         if await self._has_route(path):
             try:
                 await self._post_and_check(path, body)
@@ -230,7 +235,7 @@ class SglangClient(ServerClient):
                     raise
 
     async def _post_and_check(self, path: str, body: Mapping[str, Any]) -> Any:
-        """A request whose answer says whether it succeeded."""
+        """Send a request, and raise ServerError if the answer reports no success."""
         answer = await self.post(path, body)
         if not (isinstance(answer, Mapping) and answer.get("success")):
             raise ServerError(self.url, f"refused {path}: {answer}", alive=True)
@@ -251,14 +256,16 @@ class SglangClient(ServerClient):
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         entropies = None
         if sampling.needs_entropies:
-            entropies = compute_entropy_bounds(
-                [[entry[0] for entry in top] for top in meta.get("output_top_logprobs") or ()]
-            )
+            top_logprobs = []
+            for top in meta.get("output_top_logprobs") or ():
+                top_logprobs.append([entry[0] for entry in top])
+            entropies = compute_entropy_bounds(top_logprobs)
             if len(entropies) != len(tokens):
                 said = f"{len(tokens)} tokens, and the likeliest ones of {len(entropies)}"
                 raise ServerError(
                     self.url, f"gave an answer that cannot be used: {said}", alive=True
                 )
+        # Without a list of versions, all tokens have the same version.
         spans = meta.get("weight_versions") or [
             {"version": meta["weight_version"], "start": 0, "end": len(tokens)}
         ]
@@ -277,8 +284,8 @@ class SglangClient(ServerClient):
 
 
 def _build_update_fields(version: str | None) -> dict[str, Any]:
-    """The caches of prompts are flushed once, at the end of an update, and not with every
-    bucket."""
+    """Build the common fields of update requests. Caches of prompts are flushed only at the end of
+    an update, not after every bucket."""
     return {"flush_cache": False} | ({} if version is None else {"weight_version": version})
 
 
@@ -303,14 +310,26 @@ SPEC = EngineSpec(
     client=SglangClient,
     command=(sys.executable, "-m", "sglang.launch_server"),
     module="sglang.launch_server",
-    reserved_flags=("--model-path", "--model", "--host", "--port", "--tp", "--tp-size",
-    "--tensor-parallel-size",
-                    "--dtype", "--pp-size", "--pipeline-parallel-size", "--api-key",
-                    "--admin-api-key", "--config"),
+    reserved_flags=(
+        "--model-path",
+        "--model",
+        "--host",
+        "--port",
+        "--tp",
+        "--tp-size",
+        "--tensor-parallel-size",
+        "--dtype",
+        "--pp-size",
+        "--pipeline-parallel-size",
+        "--api-key",
+        "--admin-api-key",
+        "--config",
+    ),
     lossy_flags=("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
     memory_flag=("--mem-fraction-static", "a share of what is free when it starts"),
     memory_of_free=True,
     flags=server_flags,
     adapter_flags=adapter_flags,
-    rank_environment={"NCCL_CUMEM_ENABLE": "0"},  # which SGLang sets for itself, unless it is set
-)  # fmt: skip
+    # SGLang sets this variable itself, unless already set.
+    rank_environment={"NCCL_CUMEM_ENABLE": "0"},
+)

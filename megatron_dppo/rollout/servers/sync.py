@@ -1,7 +1,7 @@
-"""An update of the servers' weights: pause, begin, buckets, end, flush, check, and then resume.
+"""Update of the servers' weights: pause, begin, buckets, end, flush, check, and then resume.
 
-It is not known which weights a server holds that fails in one of these. It is named and left
-paused, and gets no request before an update has brought it up to date.
+After a failure in one of these steps, a server's weights are unknown. The server is reported and
+left paused, and receives no request before the next successful update.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from megatron_dppo.rollout.servers.sender import SyncFailedError
 from megatron_dppo.rollout.servers.transports import Transport
 
 SHA256_DIGITS = 64
-"""In hex."""
+"""Number of hex digits."""
 ABORT_TIMEOUT_S = 15.0
-"""How long a server may take to close an update that failed elsewhere."""
+"""Timeout in seconds for closing an update that failed elsewhere."""
 
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds of the parts of an update that succeeded, on the leader."""
+    """Seconds of each part of a successful update, on rank 0."""
 
     pause: float = 0.0
-    """Until every server has paused and opened an update."""
+    """Until every server is paused with an open update."""
     transfer: float = 0.0
-    """From the first group that is joined to the last bucket that is loaded."""
+    """From joining the first group to loading the last bucket."""
     end: float = 0.0
-    """Closing the update, flushing caches, reading the version back."""
+    """Closing the update, flushing caches, reading the version."""
     resume: float = 0.0
     bytes: int = 0
-    """Bytes of tensors, to each server."""
+    """Bytes of tensors sent to each server."""
 
 
 @dataclass(slots=True)
 class Sync:
-    """Updates of servers that serve. Every method is collective.
+    """Updates of the servers in service. Every method is collective.
 
     Args:
-        world: the ranks.
-        http: through which the leader speaks to the servers.
-        transport: moves the tensors.
-        in_flight: what becomes of unfinished requests.
+        world: ranks of the run.
+        http: client for requests from rank 0 to the servers.
+        transport: transport of the tensors.
+        in_flight: fate of unfinished requests.
     """
 
     world: World
@@ -61,15 +61,15 @@ class Sync:
     timings: Timings = field(default_factory=Timings)
     _without_weights: set[ServerClient] = field(default_factory=set)
     _without_cache: set[ServerClient] = field(default_factory=set)
-    """Colocated servers that gave their memory back; known to the leader."""
+    """Colocated servers without a cache since :meth:`release`; filled on rank 0 only."""
 
     def release(self, clients: Sequence[ServerClient]) -> Mapping[str, str]:
-        """Have colocated servers give their memory back; what went wrong, by URL."""
+        """Make colocated servers release their memory; return problems by URL."""
 
         async def release(client: ServerClient) -> None:
             if client not in self._without_cache:
-                # Not as rollout.sync.in_flight says: nothing is in flight, and SGLang, paused in
-                # place, may still hold the batch that ended last. It would end over that.
+                # Ignore rollout.sync.in_flight: no request is in flight. SGLang, paused in place,
+                # may still hold the last batch, and would die on releasing the memory.
                 await client.pause("retract")
                 await client.release_memory()
                 self._without_weights.add(client)
@@ -80,17 +80,17 @@ class Sync:
     def update(
         self, clients: Sequence[ServerClient], source: WeightSource, version: str, *, verify: bool
     ) -> Mapping[str, str] | None:
-        """Bring servers to a version, and leave them paused.
+        """Update servers to a version, and leave the servers paused.
 
         Args:
-            clients: the servers.
-            source: the weights.
-            version: what they are to call them.
-            verify: whether to compare checksums, where servers have them.
+            clients: servers to update.
+            source: weights of the version.
+            version: name of the version.
+            verify: whether to compare checksums, if supported by the server.
 
         Returns:
-            None if all of them have it. Else what went wrong, by URL, as far as it is known whose
-            fault it was; the others can be tried again at once.
+            None if all servers have the version. Otherwise problems by URL of servers known to be
+            at fault; servers without a problem can be tried again at once.
         """
         began = time.perf_counter()
         if problems := self._call_servers(clients, self._begin):
@@ -116,11 +116,11 @@ class Sync:
         return None
 
     def abort(self, clients: Sequence[ServerClient]) -> Mapping[str, str]:
-        """Have the servers break off what they are at, and pause; what went wrong, by URL."""
+        """Make the servers abort all requests and pause; return problems by URL."""
         return self._call_servers(clients, lambda client: client.pause("abort"))
 
     def resume(self, clients: Sequence[ServerClient]) -> Mapping[str, str]:
-        """Have the servers generate; what went wrong, by URL."""
+        """Make the servers generate; return problems by URL."""
         began = time.perf_counter()
 
         async def resume(client: ServerClient) -> None:
@@ -143,11 +143,13 @@ class Sync:
         except ServerError as error:
             if not error.alive:
                 raise
-            await client.abort_update()  # of an update that somebody began, and did not end
+            # Close an unfinished update of an earlier client.
+            await client.abort_update()
             await client.begin_update()
 
     async def _end(self, client: ServerClient, version: str) -> None:
         await client.end_update(version)
+        # Kept requests still need their cache.
         if self.in_flight != "keep":
             await client.flush()
         if (told := await client.get_version()) != version:
@@ -160,17 +162,20 @@ class Sync:
     def _verify(
         self, clients: Sequence[ServerClient], expected: Mapping[str, str]
     ) -> dict[str, str]:
-        """Servers whose checksums are not the actor's, or not those of others with as many ranks,
-        with the reason.
+        """Return problems of servers by URL: checksums that differ from the actor's, or from other
+        servers with the same number of ranks.
 
-        A checksum that is shorter than a SHA-256 is SGLang's. On a CPU it is the beginning of one.
-        On a GPU SGLang has a checksum of its own, which only tells whether servers hold the same.
+        A checksum shorter than a SHA-256 comes from SGLang:
+
+        - on CPU, a truncated SHA-256
+        - on GPU, a checksum of another kind, comparable only between servers
         """
         on_cpu = self.world.device.type == "cpu"
         first: dict[int, Mapping[str, str]] = {}
 
         async def verify(client: ServerClient) -> None:
             seen = await client.get_checksums()
+            # The first server with this number of ranks is the reference.
             others = first.setdefault(client.ranks, seen)
             for name, checksum in seen.items():
                 known = on_cpu or len(checksum) == SHA256_DIGITS
@@ -206,9 +211,9 @@ async def _abort_update(client: ServerClient) -> None:
 
 
 class _Digests:
-    """The actor's weights, with the SHA-256 in hex of every vector (norm) that has passed.
+    """Stream of the actor's weights that records the SHA-256 in hex of every vector (norm).
 
-    That is enough to tell one version from another. On a GPU each hash waits for the device.
+    Vectors suffice to distinguish versions. On a GPU each hash waits for the device.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -224,5 +229,5 @@ class _Digests:
             yield bucket
 
     def gather_all(self, world: World) -> Mapping[str, str]:
-        """By Hugging Face's names, of all ranks. Collective."""
+        """Return the digests of all ranks, by Hugging Face names. Collective."""
         return {name: digest for seen in world.gather(self._seen) for name, digest in seen.items()}

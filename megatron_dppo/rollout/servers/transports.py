@@ -1,8 +1,8 @@
-"""Ways for a version of the weights to reach the servers: a process group, files, and, for
-adapters, a request.
+"""Transports of weights to the servers: a process group, files, and, for adapters, a request.
 
-A transport only moves tensors. ``sync.py`` pauses servers, opens and closes the update, and tries
-again. Every transport is collective, and says on every rank alike which server failed and why.
+- A transport only moves tensors. ``sync.py`` pauses servers, opens and closes the update, and
+  repeats failed updates.
+- Every transport is collective, and reports failed servers with reasons on every rank.
 """
 
 from __future__ import annotations
@@ -34,32 +34,35 @@ from megatron_dppo.rollout.servers.launch import sync_folder, uses_file_sync
 from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, find_local_address
 
 BUCKET_MIB = {"cuda": 512, "cpu": 30}
-"""Defaults of ``rollout.sync.bucket_mib``, by the weights' device."""
+"""Default of ``rollout.sync.bucket_mib`` in MiB, by the device of the weights."""
 
 
 class Transport(Protocol):
-    """Moves the weights to all servers."""
+    """Transport of weights to all servers."""
 
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
-        """Have every server load every tensor; the bytes that went to each. Collective.
+        """Make every server load every tensor; return the number of bytes sent to each server.
+        Collective.
 
         Every server is paused, with an update open.
 
         Raises:
-            SyncFailedError: on every rank alike.
+            SyncFailedError: on every rank.
         """
         ...
 
     def close(self) -> None:
-        """Give up what it holds on this rank. Not collective."""
+        """Release the transport's resources on this rank. Not collective."""
         ...
 
 
 class CollectiveTransport:
-    """One process group per pipeline stage: its first rank, and behind it all ranks of all servers.
+    """Transport through a process group per pipeline stage: the stage's first rank, followed by all
+    ranks of all servers.
 
-    Stages send one after the other, since a server takes one update at a time. Within a stage the
-    next bucket is gathered and copied while one travels.
+    - Stages send in turn, since a server accepts a single update at a time.
+    - Within a stage, the next bucket is gathered and copied while the previous bucket is being
+      sent.
     """
 
     def __init__(
@@ -76,7 +79,8 @@ class CollectiveTransport:
 
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         try:
-            if self._joined != list(clients):  # every rank comes to the same conclusion
+            # Every rank comes to the same conclusion, because all ranks have the same lists.
+            if self._joined != list(clients):
                 self.close()
                 _run_by_stage(self._world, lambda: self._join(clients))
                 self._joined = list(clients)
@@ -108,8 +112,8 @@ class CollectiveTransport:
         return 0
 
     def _send_stage(self, source: WeightSource, version: str | None) -> int:
-        """Send the stage's buckets, ``version`` with the last of them; how many bytes. Collective
-        over the stage."""
+        """Send the stage's buckets, with ``version`` in the last bucket; return the number of
+        bytes. Collective over the stage."""
         buckets = source(to=Consumers.STAGE_LEADERS, bucket_mib=self._bucket_mib)
         if self._sender is None:
             for _ in buckets:
@@ -119,24 +123,24 @@ class CollectiveTransport:
         bucket = next(buckets, None)
         try:
             while bucket is not None:
-                # Copied before the next one is asked for, which may use the same memory; whether
-                # this is the last one is known only afterwards.
+                # Copy the bucket before requesting the next bucket, which may reuse the memory.
+                # Only the next request shows whether this bucket is the last.
                 staged = self._sender.stage(bucket)
                 sent += staged.flat.nbytes
                 bucket = next(buckets, None)
                 self._sender.send(staged, version if bucket is None else None)
             self._sender.wait_loaded()
         finally:
-            for (
-                _
-            ) in buckets:  # the others of the stage wait for whoever does not take it to the end
+            # Exhaust the stream even after an error, because the other ranks of the stage would
+            # wait.
+            for _ in buckets:
                 pass
         return sent
 
 
 class DiskTransport:
-    """The leader writes a directory, which servers on the same file system load: the policy, or
-    adapters for PEFT."""
+    """Transport through a directory of the policy, or of adapters for PEFT: rank 0 writes the
+    directory, and servers on the same file system load the directory."""
 
     def __init__(
         self,
@@ -171,6 +175,7 @@ class DiskTransport:
                 self._world, self._http, clients, lambda client: self._load(client, place, version)
             )
         finally:
+            # Remove the directory after failures too: each update writes a new directory.
             if self._world.is_rank0:
                 shutil.rmtree(place, ignore_errors=True)
         if problems:
@@ -189,8 +194,8 @@ class DiskTransport:
 
 
 class AdapterTransport:
-    """The leader sends the adapters to each server in one request. The rest of the policy is there
-    already."""
+    """Transport of adapters in a request from rank 0 to each server. Servers already have the rest
+    of the policy."""
 
     def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig) -> None:
         self._http = http
@@ -201,6 +206,7 @@ class AdapterTransport:
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         tensors: dict[str, torch.Tensor] = {}
         for bucket in source(to=Consumers.LEADER) if self._world.is_in_first_shard_group else ():
+            # Copy, because the next bucket may reuse the memory.
             tensors |= {
                 name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket.items()
             }
@@ -221,7 +227,7 @@ class AdapterTransport:
 def open_transport(
     config: Config, world: World, http: Http, shape: PolicyShape, *, run: str
 ) -> Transport:
-    """The transport that ``rollout.sync`` names. See :class:`CollectiveTransport` for ``run``."""
+    """Create the transport of ``rollout.sync``. ``run`` is part of the names of process groups."""
     sync = config.rollout.sync
     if sync.adapter and not uses_file_sync(config.rollout):
         return AdapterTransport(http, world, shape=shape, model=config.model)
@@ -237,18 +243,19 @@ def open_transport(
 
 
 def _run_by_stage(world: World, attempt: Callable[[], int]) -> int:
-    """Run ``attempt`` on the ranks of one pipeline stage after the other, in the leader's copy.
-    Collective.
+    """Run ``attempt`` on rank 0's copy of the policy, for each pipeline stage in turn. Collective.
 
     Args:
-        attempt: returns how many bytes it sent. Its errors end the update.
+        world: ranks of the run.
+        attempt: function that returns the number of bytes sent. An error of ``attempt`` ends the
+            update.
 
     Returns:
-        The sum over ranks.
+        Number of bytes, summed over ranks.
 
     Raises:
-        SyncFailedError: on every rank, if servers failed one of them.
-        Exception: on every rank, what else ``attempt`` raised.
+        SyncFailedError: on every rank, if servers failed for a rank.
+        Exception: on every rank, any other error of ``attempt``.
     """
     total = 0
     for stage in range(world.layout.pp):
@@ -260,6 +267,7 @@ def _run_by_stage(world: World, attempt: Callable[[], int]) -> int:
                 mine = error
         found = world.gather(mine)
         failed = [each for each in found if isinstance(each, SyncFailedError)]
+        # Other errors come first, because only failed servers can be retried.
         if other := next(
             (each for each in found if isinstance(each, Exception) and each not in failed), None
         ):

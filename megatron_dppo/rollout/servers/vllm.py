@@ -1,25 +1,25 @@
-"""Requests to a stock vLLM server (0.32), with our extension of its workers for weights
-(``vllm_plugin/``).
+"""Requests to a stock vLLM server (0.32), with an extension of this project for loading weights in
+vLLM's workers (``vllm_plugin/``).
 
 Properties of vLLM:
 
-- The model's end-of-sequence tokens stop a completion, whether they were asked for or not.
-  ``ignore_eos`` prevents that, and leaves ``stop_token_ids`` as they are.
-- ``/health`` answers even where the engine hangs.
-- ``keep`` is the only mode of ``/pause`` that leaves requests alive. A second request has their
-  cache computed again.
-- A layer that an update leaves out keeps its old weights, and vLLM only warns. Our extension
-  refuses such an update.
-- The version is whatever it was last told. We set it to ``incomplete`` while weights may be of two
-  versions.
-- A request whose adapter was loaded with ``load_inplace`` has it read from disk again with every
-  step. So we unload it instead, which only forgets the name, and load the next one under that name.
-  That takes the place of the oldest one.
-- Cached prompts are told apart by an adapter's name and path, and not by what it holds.
-- Among the likeliest tokens it names the drawn one first, and then leaves out the last of them if
-  it was not one.
-- On CPU, its checksums of all parameters that are prepacked are those of empty tensors.
-- On CPU, a request with a seed kills the server where one step computes only a part of its prompt.
+- The model's end-of-sequence tokens stop a completion even if not requested. ``ignore_eos``
+  prevents this stop, and does not affect ``stop_token_ids``.
+- ``/health`` answers even if the engine hangs.
+- ``keep`` is the only mode of ``/pause`` that keeps requests alive. A second request recomputes the
+  cache of the kept requests.
+- A layer that is missing in an update keeps the old weights, and vLLM only warns. The extension
+  refuses the update.
+- The version is the last value set by a client. The version is set to ``incomplete`` while weights
+  may be a mixture of two versions.
+- An adapter loaded with ``load_inplace`` is read from disk again at every step of a request.
+  Therefore the adapter is unloaded instead, which only removes the name, and the next adapter is
+  loaded under the same name. The new adapter replaces the oldest adapter.
+- Cached prompts are distinguished by an adapter's name and path, not by the adapter's content.
+- In the list of likeliest tokens, the drawn token comes first. If the drawn token is not among the
+  likeliest, the last of the likeliest is missing.
+- On CPU, checksums of prepacked parameters are checksums of empty tensors.
+- On CPU, a request with a seed kills the server if a step computes only a part of the prompt.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ PLUGIN = Path(__file__).parent / "vllm_plugin"
 EXTENSION = "megatron_dppo_vllm.worker.WorkerExtension"
 LOCK = "megatron_dppo_vllm.lock.Lock"
 DESCRIPTION_S = 120.0
-"""How long a server may take to describe itself: it looks at all of its machine, the first time."""
+"""Timeout in seconds of a server's description: at the first call the server inspects the whole
+machine."""
 NO_LOGPROB = -9999.0
 """vLLM's number for minus infinity, or for a missing log-probability."""
 
@@ -77,12 +78,12 @@ GIVEN_BY = {
     "/server_info": DEVELOPMENT,
     "/update_weight_version": DEVELOPMENT,
 }
-"""Routes that we cannot do without, and what a server must be started with to have them."""
+"""Required routes, and the flag or variable that enables each route."""
 
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's limit on the ranks of adapters."""
+"""Allowed values of vLLM's limit on the ranks of adapters."""
 
 
 class VllmClient(ServerClient):
@@ -91,10 +92,11 @@ class VllmClient(ServerClient):
     _known_config: Mapping[str, Any] | None = None
 
     async def get_info(self) -> ServerInfo:
-        """
+        """Return the properties of the server.
+
         Raises:
-            ServerError: it lacks a route, or was started so that it gives other log-probabilities;
-                the message says what to start it with.
+            ServerError: a route is missing, or the server's log-probabilities are of another kind;
+                the message names the missing flag.
         """
         routes = await self.get_routes()
         for route, giver in GIVEN_BY.items():
@@ -109,9 +111,9 @@ class VllmClient(ServerClient):
             )
             raise ServerError(self.url, problem, alive=True)
         self.ranks = int((await self.get("/get_world_size"))["world_size"])
-        # After a part of a prompt, vLLM sets the seed's generator back. On CPU torch's generator
-        # cannot be set back, and the engine ends. Which prompts are computed in parts depends on
-        # all other requests of that moment.
+        # After computing a part of a prompt, vLLM resets the seed's generator. On CPU torch's
+        # generator cannot be reset, and the engine dies. The division of prompts depends on all
+        # other requests at that moment.
         self.seeded = config["device_config"]["device"] != "cpu"
         return ServerInfo(
             model=model["model"],
@@ -124,11 +126,12 @@ class VllmClient(ServerClient):
         )
 
     async def health(self, timeout_s: float) -> None:
-        """Ask for what the engine answers between two steps, when all of its ranks and their
-        devices are done.
+        """Request an answer that the engine gives between two steps, after all ranks and devices
+        have finished.
 
-        A request for a token would wait behind all others, and for ever while the server is paused.
-        While a server receives weights it does not answer this.
+        - A request for a token is no alternative: the request would wait behind all other requests,
+          and forever while the server is paused.
+        - A server that is receiving weights does not answer.
         """
         await self.get("/health", timeout_s=timeout_s)
         await self.post("/collective_rpc", {"method": "synchronize_device"}, timeout_s=timeout_s)
@@ -136,8 +139,11 @@ class VllmClient(ServerClient):
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float
     ) -> list[GenerateResult]:
-        """vLLM makes only one greedy sample, since all are the same; it is returned
-        ``sampling.samples`` times."""
+        """Return ``sampling.samples`` continuations.
+
+        At temperature 0, vLLM computes a single sample, since all samples are equal; repeat the
+        sample ``sampling.samples`` times.
+        """
         greedy = sampling.temperature == 0
         parameters: dict[str, Any] = {
             "n": 1 if greedy else sampling.samples,
@@ -150,9 +156,8 @@ class VllmClient(ServerClient):
             "detokenize": False,
         }
         if self.seeded:
-            parameters["seed"] = sampling.seed & (
-                2**62 - 1
-            )  # vLLM adds the sample's number, in 64 bits with a sign
+            # vLLM adds the sample's number, in signed 64 bits.
+            parameters["seed"] = sampling.seed & (2**62 - 1)
         body = {"token_ids": list(token_ids), "sampling_params": parameters}
         if self.adapted:
             body["model"] = ADAPTER
@@ -189,7 +194,8 @@ class VllmClient(ServerClient):
             await self._call_receivers("abandon")
 
     async def join(self, group: WeightGroup) -> None:
-        # Less time than we have, so that the server says what is wrong before we stop listening.
+        # Use a shorter timeout than the request, so that the server reports the problem before the
+        # request ends.
         await self._call_receivers("join", **asdict(group), timeout_s=0.9 * self.timeout_s)
 
     async def leave(self, group: str) -> None:
@@ -198,14 +204,15 @@ class VllmClient(ServerClient):
     async def update_from_distributed(
         self, manifest: Manifest, group: str, version: str | None
     ) -> None:
-        """The version comes with the end of the update."""
+        """Ignore ``version``, which is set at the end of the update."""
         await self._call_receivers("update_from_distributed", group=group, **asdict(manifest))
 
     async def update_from_disk(self, folder: Path, version: str) -> None:
-        """This works without our extension, too, but not on CPU: there a tied head would keep what
-        it packed before.
+        """Load a Hugging Face directory, with or without the extension; ``version`` is set at the
+        end of the update.
 
-        The version comes with the end of the update.
+        On CPU the extension is needed, because without the extension a tied head would keep the old
+        packed weights.
         """
         if await self._has_extension():
             await self._call_receivers("update_from_disk", folder=str(folder))
@@ -215,38 +222,40 @@ class VllmClient(ServerClient):
     async def load_adapter_from(self, folder: Path) -> None:
         try:
             await self.post(UNLOAD_ADAPTER, {"lora_name": ADAPTER})
-        except ServerError as error:  # refused where none was loaded
+        # vLLM refuses to unload before the first load.
+        except ServerError as error:
             if not error.alive:
                 raise
+        # A new path distinguishes the cached prompts of this adapter from older prompts.
         await self.post(LOAD_ADAPTER, {"lora_name": ADAPTER, "lora_path": str(folder)})
 
     async def get_version(self) -> str:
         return str((await self.get("/weight_info"))["weight_version"])
 
     async def get_checksums(self) -> dict[str, str]:
-        """Without those of empty tensors: on CPU, what a layer has prepacked leaves one behind."""
+        """Return checksums without the checksums of empty tensors: on CPU, prepacking of a layer
+        leaves an empty tensor."""
         if "/weight_checker" not in await self.get_routes():
             return {}
         answer = await self.post("/weight_checker", {"action": "checksum"})
         empty = hashlib.sha256().hexdigest()
         named = {}
         for place, digest in answer["checksums"].items():
-            rank, _, name = place.rpartition(":")  # dp0:pp0:pcp0:tp0:model.norm.weight
+            # Format: dp0:pp0:pcp0:tp0:model.norm.weight
+            rank, _, name = place.rpartition(":")
             if digest != empty:
                 named[f"{name}@{rank}"] = digest
         return named
 
     async def release_memory(self) -> None:
-        """The weights go to the host's memory, so that a server woken without an update still has
-        them.
+        """Move the weights to host memory, so that a server resumed without an update still has
+        weights.
 
-        On CPU the server says yes and does nothing.
+        On CPU the server reports success without an effect.
         """
         config = await self._get_config()
-        if (
-            not config["model_config"]["enable_sleep_mode"]
-            and config["device_config"]["device"] != "cpu"
-        ):
+        sleeps = config["model_config"]["enable_sleep_mode"]
+        if not sleeps and config["device_config"]["device"] != "cpu":
             raise ServerError(
                 self.url, "cannot release its memory: start it with --enable-sleep-mode", alive=True
             )
@@ -256,7 +265,7 @@ class VllmClient(ServerClient):
         await self.post("/wake_up", {}, tags="weights")
 
     async def resume_kv_cache(self) -> None:
-        """The server then generates at once: vLLM does not stay paused over this."""
+        """Restore the cache. Generation resumes immediately: vLLM does not stay paused here."""
         await self.post("/wake_up", {}, tags="kv_cache")
 
     async def _get_config(self) -> Mapping[str, Any]:
@@ -266,14 +275,15 @@ class VllmClient(ServerClient):
         return self._known_config
 
     async def _uses_receiver(self) -> bool:
-        """Whether an update is one of our extension's, which wants all weights."""
+        """Return whether updates go through the extension, which requires all weights."""
         return not self.adapted and await self._has_extension()
 
     async def _has_extension(self) -> bool:
         return (await self._get_config())["parallel_config"]["worker_extension_cls"] == EXTENSION
 
     async def _call_receivers(self, order: str, **arguments: Any) -> None:
-        """Have every rank's receiver do something. All of them answer, also where one fails."""
+        """Call every rank's receiver. All receivers answer, even after the failure of a
+        receiver."""
         if not await self._has_extension():
             flag = f"--worker-extension-cls {EXTENSION}"
             problem = (
@@ -329,9 +339,8 @@ class VllmClient(ServerClient):
                 alive=True,
             )
         told = choice.get("routed_experts")
-        routing = (
-            None if told is None else np.load(BytesIO(base64.b64decode(told)))
-        )  # which unpickles nothing
+        # By default np.load refuses pickled content.
+        routing = None if told is None else np.load(BytesIO(base64.b64decode(told)))
         return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=as_logprobs(logprobs),
@@ -347,35 +356,39 @@ class VllmClient(ServerClient):
 
 
 def _compute_entropy_bounds(content: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
-    """Entropy bounds from all reported likeliest tokens but the last, which is missing after some
-    draws."""
-    told = [
-        sorted((entry["logprob"] for entry in token["top_logprobs"]), reverse=True)
-        for token in content
-    ]
-    return compute_entropy_bounds([logprobs[: TOP_LOGPROBS - 1] for logprobs in told])
+    """Compute entropy bounds without the last of the reported likeliest tokens, which is missing
+    after some draws."""
+    top = []
+    for token in content:
+        logprobs = [entry["logprob"] for entry in token["top_logprobs"]]
+        top.append(sorted(logprobs, reverse=True)[: TOP_LOGPROBS - 1])
+    return compute_entropy_bounds(top)
 
 
 def server_environment(secret: str) -> dict[str, str]:
-    """Environment of a server that wants this secret."""
+    """Return the environment variables of a server with a secret."""
     paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
     return {
         "VLLM_API_KEY": secret,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # It would bind the default group to a device, and torch then splits every new group off
-        # that one's NCCL communicator, of which the trainer is no server.
+        # With the split, vLLM would bind the default group to a device. Torch then splits every new
+        # group off the default group's NCCL communicator, and the trainer is no member of that
+        # communicator.
         "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "0",
-        # On CPU it would bind every server to the same cores, and refuse more ranks than there are
-        # NUMA nodes.
+        # On CPU, vLLM would bind all servers to the same cores, and refuse more ranks than NUMA
+        # nodes.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
     }
 
 
 def server_flags(config: Config, secret_file: Path) -> list[str]:
-    """See :attr:`EngineSpec.flags`. With ``LOCK`` every route requires the secret of VLLM_API_KEY,
-    not only those that generate. A CPU refuses to sleep."""
+    """See :attr:`EngineSpec.flags`.
+
+    - With ``LOCK`` every route requires the secret of VLLM_API_KEY, not only routes for generation.
+    - Servers on CPU cannot sleep.
+    """
     flags = ["--model", str(config.model.folder.absolute())]
     flags += [
         "--enable-scale-out",

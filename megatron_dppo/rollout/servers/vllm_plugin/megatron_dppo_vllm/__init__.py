@@ -1,6 +1,6 @@
-"""Extension of a vLLM server that takes weights from ``megatron_dppo``, and locks its door.
+"""Extension of a vLLM server: receives weights from ``megatron_dppo``, and locks all routes.
 
-The folder above goes on the server's PYTHONPATH (``servers/vllm.py`` says so for servers that we
-start). It lives in vLLM's environment: it imports torch, safetensors and vLLM, and nothing else of
-this project.
+The parent folder belongs on the server's PYTHONPATH (``servers/vllm.py`` sets PYTHONPATH for
+servers started by the run). The extension runs in vLLM's environment: imports are limited to torch,
+safetensors, vLLM and this package.
 """

@@ -1,6 +1,6 @@
-"""The server's end of a process group for weights; the sender is rank 0.
+"""Server's end of a process group for weights; the sender is rank 0.
 
-It is built as SGLang builds its own, behind a store of the sender, so that one sender serves both
+The group is built like SGLang's, with a store of the sender, so that the same sender serves both
 kinds of server.
 """
 
@@ -17,20 +17,21 @@ from torch.distributed.distributed_c10d import _get_default_group, _new_process_
 
 
 class ReceiverGroup:
-    """One group; it returns once all of its ranks have joined.
+    """Membership in a group; construction returns after all ranks have joined.
 
     Args:
-        name: never used before in this process.
-        host, port: of the sender's store.
+        name: name not used before in this process.
+        host: host of the sender's store.
+        port: port of the sender's store.
         backend: ``gloo`` or ``nccl``.
-        rank: of this process in the group.
-        size: ranks in the group, the sender included.
-        timeout_s: how long joining, and one bucket, may take.
-        device: where buckets arrive.
+        rank: rank of this process in the group.
+        size: number of ranks in the group, including the sender.
+        timeout_s: timeout in seconds for joining, and for each bucket.
+        device: destination device of buckets.
 
     Raises:
-        RuntimeError: the sender is not there; or vLLM was started so that NCCL would split the
-            group off its own.
+        RuntimeError: the sender is absent, or NCCL would split the group off vLLM's group because
+            of vLLM's settings.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ReceiverGroup:
         _world.pg_group_ranks[self._group] = {other: other for other in range(size)}
 
     def receive(self, size: int) -> torch.Tensor:
-        """So many bytes from the sender, ``[size]``, uint8.
+        """Receive ``size`` bytes from the sender: [size], uint8.
 
         Raises:
             RuntimeError: the sender is gone, or silent for too long.
@@ -79,16 +80,18 @@ class ReceiverGroup:
         return flat
 
     def close(self) -> None:
-        """Leave, whatever state the group is in. Others who wait in it find it broken."""
-        with suppress(RuntimeError):  # what is broken already need not be broken off
-            self._group.abort()  # destroying alone may wait for a peer that is gone
+        """Leave the group in any state. Other waiting ranks find the group broken."""
+        # A broken group need not be aborted.
+        with suppress(RuntimeError):
+            # Abort first, because destroying alone may wait for a dead peer.
+            self._group.abort()
         dist.destroy_process_group(self._group)
 
 
 @contextmanager
 def _disable_watchdog() -> Iterator[None]:
-    """NCCL groups made meanwhile have no watchdog, which would end the worker where the trainer
-    breaks off a bucket."""
+    """Create NCCL groups without a watchdog, which would end the worker if the trainer aborts a
+    bucket."""
     before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:

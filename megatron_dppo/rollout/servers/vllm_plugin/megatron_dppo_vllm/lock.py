@@ -1,5 +1,5 @@
-"""A lock on every route: vLLM's own guards only those that generate, and leaves those that change
-weights open."""
+"""Lock on every route: vLLM's own lock only protects routes for generation, and leaves routes for
+changing weights open."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 
 class Lock:
-    """ASGI middleware that wants the secret of the environment's VLLM_API_KEY with every request.
+    """ASGI middleware that requires the secret of the environment variable VLLM_API_KEY in every
+    request.
 
     Raises:
-        RuntimeError: there is no secret.
+        RuntimeError: the secret is missing.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -24,6 +25,7 @@ class Lock:
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         shown = dict(scope.get("headers", ())).get(b"authorization", b"")
+        # Lifespan events come from the server itself, without headers.
         if scope["type"] == "lifespan" or secrets.compare_digest(shown, self._wanted):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":

@@ -1,13 +1,16 @@
-"""Weights for a running vLLM worker: flat buckets from process groups, or a directory.
+"""Weight loading in a running vLLM worker: flat buckets from process groups, or a directory.
 
-An extension of vLLM's workers, by its own flag ``--worker-extension-cls``, and not one of its
-weight transfer engines. Those report a failure by raising, and after that vLLM's executor reads the
-answers of all ranks but the first one call late, for ever: a refusal would be taken for a success,
-and a success for a refusal. Our methods always answer.
+Extension of vLLM's workers, loaded by vLLM's flag ``--worker-extension-cls``, not one of vLLM's
+weight transfer engines:
 
-vLLM's layerwise reload does the loading: it collects what belongs to a layer, has the layer process
-it (on CPU, linears are prepacked), and copies the result to where the old weights were. A bare
-``load_weights`` would write past all that.
+- A weight transfer engine reports a failure by raising. Afterwards vLLM's executor reads the
+  answers of all ranks except the first with a delay of one call, forever: a refusal would be read
+  as a success, and a success as a refusal.
+- The methods of this extension always answer.
+
+vLLM's layerwise reload loads the weights: the reload collects the weights of a layer, lets the
+layer process the weights (on CPU, linears are prepacked), and copies the result over the old
+weights. A plain ``load_weights`` would skip these steps.
 """
 
 from __future__ import annotations
@@ -37,13 +40,13 @@ ORDERS = frozenset(
 
 
 class WorkerExtension:
-    """Mixed into the server's workers."""
+    """Mixin for the server's workers."""
 
     def megatron_dppo(self, order: str, **arguments: Any) -> dict[str, str] | None:
-        """Have the worker's :class:`Receiver` do something: one of ``ORDERS``.
+        """Execute an order, one of ``ORDERS``, in the worker's :class:`Receiver`.
 
         Returns:
-            None if it did, else ``{"problem": …}``.
+            None on success, otherwise ``{"problem": …}``.
         """
         if not hasattr(self, "_megatron_dppo_receiver"):
             self._megatron_dppo_receiver = Receiver(self)
@@ -58,11 +61,11 @@ class WorkerExtension:
 
 
 class Receiver:
-    """One worker's handlers of orders.
+    """Handlers of a worker's orders.
 
-    The order of an update is: ``begin``, any number of ``update_from_distributed`` (or one
-    ``update_from_disk``), ``end``. An update that failed half-way is ended by ``abandon``, or by
-    the next ``begin``.
+    Order of an update: ``begin``, any number of ``update_from_distributed`` (or a single
+    ``update_from_disk``), ``end``. A partially failed update is closed by ``abandon``, or by the
+    next ``begin``.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -80,11 +83,12 @@ class Receiver:
         size: int,
         timeout_s: float,
     ) -> None:
-        """Join a group; several may stand at once, one for each pipeline stage of the trainer.
+        """Join a group. A group for each pipeline stage of the trainer may exist at the same time.
 
         Args:
-            offset: rank in the group of the server's first rank.
-            others: see :class:`ReceiverGroup`.
+            offset: group rank of the server's first rank.
+
+        The remaining arguments are arguments of :class:`ReceiverGroup`.
         """
         self.leave(name=name)
         rank = offset + self._rank
@@ -101,11 +105,12 @@ class Receiver:
         )
 
     def leave(self, *, name: str) -> None:
-        """Leave a group, if this worker is in it."""
+        """Leave a group, if joined."""
         if group := self._groups.pop(name, None):
             group.close()
 
     def begin(self) -> None:
+        # Close a partially failed update first.
         self.abandon()
         initialize_layerwise_reload(self._model)
 
@@ -117,8 +122,7 @@ class Receiver:
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
     ) -> None:
-        """Load one bucket that the group's rank 0 broadcasts: tensors one after the other, without
-        gaps."""
+        """Load a bucket broadcast by the group's rank 0: concatenated tensors, without gaps."""
         if group not in self._groups:
             raise ValueError(f"no group named {group} was joined; there are {sorted(self._groups)}")
         types = [getattr(torch, name) for name in dtypes]
@@ -133,9 +137,11 @@ class Receiver:
         self._load(_read_tensors(files))
 
     def end(self) -> None:
-        """
+        """End the update.
+
         Raises:
-            ValueError: a layer got no weights, and would keep the old ones (vLLM would only warn).
+            ValueError: a layer received no weights, and would keep the old weights (vLLM would only
+                warn).
         """
         missing, tied = self._find_unloaded_layers()
         if missing:
@@ -144,13 +150,13 @@ class Receiver:
                 f"{missing[0]}"
             )
         self._finalize()
-        for layer in (
-            tied
-        ):  # vLLM forgets them: on CPU, a tied head would keep what it packed of the old embeddings
+        # vLLM skips tied layers: on CPU, a tied head would keep the packed weights of the old
+        # embeddings.
+        for layer in tied:
             layer.quant_method.process_weights_after_loading(layer)
 
     def abandon(self) -> None:
-        """Put the old tensors back into every layer that is not loaded whole."""
+        """Restore the old tensors in every incompletely loaded layer."""
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -160,7 +166,7 @@ class Receiver:
 
     @property
     def _rank(self) -> int:
-        """Among all of the server's workers."""
+        """Rank among all of the server's workers."""
         parallel = self._worker.parallel_config
         return parallel.data_parallel_index * parallel.world_size + self._worker.rank
 
@@ -181,18 +187,20 @@ class Receiver:
 
         try:
             self._model.load_weights(marked())
-        except Exception as error:  # vLLM's own loaders do not say of which tensor they speak
+        # Name the last tensor, because errors of vLLM's loaders do not.
+        except Exception as error:
             raise ValueError(f"the server cannot load {last}: {error!r}") from error
         if self._worker.device.type != "cpu":
-            # The sender may reuse its buffer, and the next step sees the new weights.
+            # Synchronize, because the sender may reuse the buffer, and the next step uses the new
+            # weights.
             torch.accelerator.synchronize()
 
     def _finalize(self) -> None:
         finalize_layerwise_reload(self._model, self._worker.model_config)
 
     def _find_unloaded_layers(self) -> tuple[list[str], list[torch.nn.Module]]:
-        """Layers that got none: names of those that miss them, and those that share another's, as
-        with tied heads."""
+        """Return unloaded layers: names of layers with missing weights, and layers that share
+        loaded weights, such as tied heads."""
         layers = [
             (name, layer, get_layerwise_info(layer)) for name, layer in self._model.named_modules()
         ]
@@ -219,7 +227,7 @@ def _read_tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _compute_size(dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> int:
-    """Bytes of a bucket."""
+    """Return the bytes of a bucket."""
     return sum(prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True))
 
 
@@ -229,8 +237,8 @@ def _split_flat(
     dtypes: Sequence[torch.dtype],
     shapes: Sequence[Sequence[int]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the flat bytes, or copies where a dtype does not sit on a multiple of its own
-    size."""
+    """Split a bucket into views of the flat bytes, or copies if the start is no multiple of the
+    dtype's size."""
     start = 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         end = start + prod(shape) * dtype.itemsize
