@@ -22,10 +22,10 @@ class GroupScoring:
     """Scoring of one rank's groups, in the order of arrival.
 
     Args:
-        workers: reward workers, used exclusively until ``finish`` returns
-        tokenizer: policy's tokenizer
-        prompts: P prompts
-        max_failures: failures after which the remaining completions are left unscored.
+        workers: reward workers, used exclusively until ``finish`` returns.
+        tokenizer: policy's tokenizer.
+        prompts: P prompts.
+        max_failures: failures before the remaining completions are left unscored.
     """
 
     def __init__(
