@@ -1,8 +1,8 @@
-"""From selected prompts to scored groups: each rank generates and scores its own share, and holds
-on to those tokens.
+"""Rollouts from selected prompts to scored groups. Each rank generates and scores a part of the
+prompts, and keeps the tokens of this part.
 
-Metadata for the planner, lengths and rewards and no tokens, is gathered on every rank. Requesting
-and waiting are two calls, so that servers can work while the trainer does.
+- Metadata for the planner (lengths and rewards, no tokens) is gathered on every rank.
+- Requesting and waiting are two calls, so that servers can generate during training.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from megatron_dppo.rollout.tree import count_unique_tokens
 
 COUNTS = ("rollout/dropped_groups", "reward/timeouts", "reward/errors")
-"""Metrics that add up over the rounds of a step."""
+"""Metrics summed over the rounds of a step."""
 
 
 class Collector:
-    """Generates with an engine and scores with workers, on every rank that generates."""
+    """Generation with an engine and scoring with workers, on every generating rank."""
 
     def __init__(
         self,
@@ -68,9 +68,13 @@ class Collector:
         offline: Mapping[int, OfflineGroup] | None = None,
         teachers: TeacherServers | None = None,
     ) -> None:
-        """``routing`` is that of the rollouts which are to be trained on, see :class:`Sampling`;
-        ``offline`` has the groups that this rank holds, by their prompts' ids, which are trained on
-        in the place of the engine's; ``teachers`` read all."""
+        """Create the collector of one rank.
+
+        Args:
+            routing: shape of the routing to request, see :class:`Sampling`.
+            offline: this rank's groups by prompt id, to replace the engine's rollouts.
+            teachers: servers to read all completions.
+        """
         self._config = config
         self._world = world
         self._engine = engine
@@ -82,8 +86,8 @@ class Collector:
         self._teachers = teachers
 
     def request(self, pool: PromptPool, rollouts: StepRollouts, attempt: int = 0) -> StepRollouts:
-        """Ask the engine for this rank's share of a step's rollouts, or for what is missing of it.
-        ``attempt`` counts the earlier selections of the step."""
+        """Request this rank's part of a step's rollouts from the engine, or the missing part of
+        partial rollouts. ``attempt``: number of earlier selections of the step."""
         selection = rollouts.selection
         rollout = self._config.rollout
         rows = self._find_local_rows(selection)
@@ -110,23 +114,22 @@ class Collector:
         return rollouts
 
     def interrupt(self, running: Sequence[StepRollouts]) -> bool:
-        """Break off rollouts, which then know how far they are. False: the engine is to finish
-        them. Collective."""
+        """Interrupt rollouts, and store the partial rollouts. Return False if unsupported: the
+        caller must finish the rollouts. Collective."""
         of_engine = running if self._offline is None else ()
-        progress = (
-            self._engine.interrupt([each.pending for each in of_engine]) if of_engine else None
-        )
+        pending = [each.pending for each in of_engine]
+        progress = self._engine.interrupt(pending) if pending else None
         for rollouts, so_far in zip(running, progress or (), strict=progress is not None):
             rollouts.reset()
             rollouts.partial = so_far
         return progress is not None
 
     def finish(self, rollouts: StepRollouts) -> CompleteRollouts:
-        """Wait for what was requested, and score it. Collective.
+        """Wait for requested rollouts, and score the completions. Collective.
 
         Raises:
-            UserError: on every rank, if more than ``reward.max_failures`` of the completions could
-                not be scored.
+            UserError: on every rank, if the fraction of completions with failed scoring exceeds
+                ``reward.max_failures``.
         """
         selection = rollouts.selection
         prompts = rollouts.prompts
@@ -134,16 +137,17 @@ class Collector:
         assert prompts is not None and inclusion is not None, "they are requested first"
         total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
         score = self._wait_for_rollouts(prompts, rollouts.pending, total=total)
+        # Exchange errors as results, because a rank that raised here would leave the other ranks
+        # waiting.
         result: Any
         try:
             part, groups, failures = self._build_local_batch(score(), inclusion)
             result = part, failures
         except (Exception, StandstillError) as error:
             result = error
-        parts, all_failures = zip(
-            *self._world.gather_results(result, description="scores"), strict=True
-        )
-        failed = [failure for of_rank in all_failures for failure in of_rank]
+        gathered = self._world.gather_results(result, description="scores")
+        parts = [metadata for metadata, _ in gathered]
+        failed = [failure for _, failures in gathered for failure in failures]
         check_failures(self._config.reward, failed, total)
         metadata = gather_metadata(parts, window=compute_remaining_window(selection, parts))
         dropped = len(selection.prompt_ids) - len(metadata.prompt_ids)
@@ -160,14 +164,16 @@ class Collector:
         )
 
     def merge(self, rounds: Sequence[CompleteRollouts]) -> CompleteRollouts:
-        """All that a step has rolled out, in one round or several. Not collective."""
+        """Merge all rollouts of a step, from one or more rounds. Not collective."""
         if len(rounds) == 1:
             return rounds[0]
         metadata = gather_metadata(
             [r.metadata for r in rounds], window=sum(r.metadata.window for r in rounds)
         )
         groups = [group for each in rounds for group in each.held.values()]
-        counts = {name: sum(each.metrics[name] for each in rounds) for name in COUNTS}
+        counts: dict[str, float] = {}
+        for name in COUNTS:
+            counts[name] = sum(each.metrics[name] for each in rounds)
         notes = dict.fromkeys(note for each in rounds for note in each.notes)
         return CompleteRollouts(
             _index_by_row(metadata, groups),
@@ -177,12 +183,12 @@ class Collector:
         )
 
     def close(self) -> None:
-        """Let go of the servers that teach. Not collective."""
+        """Close the connections to the teacher servers. Not collective."""
         if self._teachers is not None:
             self._teachers.close()
 
     def _find_local_rows(self, selection: Selection) -> Ints:
-        """The places of this rank's prompts in a selection."""
+        """Return the indices of this rank's prompts in a selection."""
         rank = self._world.rank
         ranks = self._world.size
         if self._offline is not None:
@@ -190,15 +196,16 @@ class Collector:
         return np.arange(rank, len(selection.prompt_ids), ranks)
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling) -> Any:
-        """Request completions of this rank's prompts (there may be none), for :meth:`answers`."""
+        """Request completions of this rank's prompts, possibly zero, for :meth:`collect_groups`."""
         return self._engine.begin(prompts, sampling)
 
     def collect_groups(self, prompts: Sequence[Prompt], pending: Any, *, total: int) -> list[Group]:
-        """Wait for the completions of this rank's prompts, and have them scored, and read, as they
-        come. Collective.
+        """Wait for the completions of this rank's prompts. Workers score and teachers read the
+        completions in the order of arrival. Collective.
 
-        Past the failures that ``reward.max_failures`` allows among the ``total`` completions of
-        all ranks, the rest is left unscored: :func:`check_failures` is then about to stop the run.
+        ``total``: completions of all ranks. If more scores fail than ``reward.max_failures``
+        permits, the remaining completions are left unscored, because :func:`check_failures` will
+        stop the run.
         """
         return self._world.run_on_all_ranks(
             self._wait_for_rollouts(prompts, pending, total=total), description="scores"
@@ -210,7 +217,7 @@ class Collector:
         """Wait for completions and teachers, while completions are scored. Collective.
 
         Returns:
-            A function that finishes the scores and returns the groups. It is not collective.
+            A function, not collective, that finishes the scoring and returns the groups.
         """
         query = TeacherQuery(self._teachers, prompts)
         if (offline := self._offline) is not None:
@@ -238,7 +245,8 @@ class Collector:
 
     def _check(self, groups: Sequence[Group]) -> None:
         rollout = self._config.rollout
-        if rollout.conversation or rollout.engine_function:  # others make one sequence
+        # Completions have several sequences only with a user's conversation or engine.
+        if rollout.conversation or rollout.engine_function:
             prompts = [group.prompt for group in groups]
             completions = [group.completions for group in groups]
             check_sequences(self._config, prompts, completions)
@@ -250,7 +258,7 @@ class Collector:
             self._check_roles(groups)
 
     def _check_routing(self, groups: Sequence[Group]) -> None:
-        """Only a conversation that puts its completion together by itself can leave it out."""
+        # Only a completion built by a user's conversation can lack the routing.
         if any(completion.routing is None for group in groups for completion in group.completions):
             rollout = self._config.rollout
             problem = "wants to know which experts made every token, and a completion came without"
@@ -263,7 +271,7 @@ class Collector:
             )
 
     def _check_forks(self, groups: Sequence[Group]) -> None:
-        """Only an engine that does not know of trees leaves them out."""
+        # Only an engine without support for trees returns completions without forks.
         rollout = self._config.rollout
         if any(completion.segments is None for group in groups for completion in group.completions):
             levels = len(rollout.tree.branches)
@@ -301,10 +309,10 @@ class Collector:
         self, scored: Sequence[Group], inclusions: Floats
     ) -> tuple[StepMetadata, list[Group], list[Score]]:
         """Return the metadata of this rank's groups, the groups with penalties, and the failed
-        scores of other groups.
+        scores of dropped groups.
 
         Raises:
-            UserError: a completion is not what the settings ask for.
+            UserError: if a completion does not match the settings.
         """
         self._check(scored)
         rollout = self._config.rollout
@@ -313,23 +321,20 @@ class Collector:
         numbers: list[list[Mapping[str, float]]] = []
         of_roles: list[Floats] = []
         for group, pi in zip(scored, inclusions, strict=True):
+            # Drop the whole group, because a group needs the rewards of all completions.
             if any(score.failure for score in group.scores):
                 continue
             penalty = self._compute_penalty(group.prompt, group.completions)
             unique = count_unique_tokens(group.completions, rollout.tree.branches)
-            numbers.append(
-                [
-                    _compute_completion_metrics(*each)
-                    for each in zip(group.completions, group.scores, unique, strict=True)
-                ]
-            )
+            scored_completions = zip(group.completions, group.scores, unique, strict=True)
+            numbers.append([_compute_completion_metrics(*each) for each in scored_completions])
             groups.append(replace(group, rewards=group.rewards + penalty))
             inclusion.append(pi)
             if rollout.roles:
-                by_role = [
-                    [score.roles.get(role, score.reward) for role in rollout.roles]
-                    for score in group.scores
-                ]
+                # A role without a separate reward gets the reward of the completion.
+                by_role: list[list[float]] = []
+                for score in group.scores:
+                    by_role.append([score.roles.get(r, score.reward) for r in rollout.roles])
                 of_roles.append(np.array(by_role) + penalty[:, None])
         shape = rollout.samples_per_prompt, rollout.segments, self._world.rank
         distillation = self._config.loss.distillation
@@ -352,11 +357,13 @@ class Collector:
         groups = len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
+        # Ignore NaN, because a completion without the part holds NaN.
         sums = {name: float(np.nansum(values)) for name, values in metadata.parts.items()}
         means = {
             name: total / max(int((~np.isnan(metadata.parts[name])).sum()), 1)
             for name, total in sums.items()
         }
+        zero_std = groups - len(find_nonzero_variance_groups(metadata))
         return {
             **dict.fromkeys(("rollout/raw_reward", "rollout/accuracy"), 0.0),
             **means,
@@ -364,8 +371,7 @@ class Collector:
             "rollout/response_len/mean": float(lengths.sum()) / count,
             "rollout/response_len/max": float(lengths.max(initial=0)),
             "rollout/truncated_ratio": float(metadata.truncated.sum()) / count,
-            "rollout/zero_std/ratio": (groups - len(find_nonzero_variance_groups(metadata)))
-            / max(groups, 1),
+            "rollout/zero_std/ratio": zero_std / max(groups, 1),
             "rollout/generated_tokens": sampled,
             "rollout/unique_tokens": sums.get("rollout/unique_tokens", 0.0),
             "rollout/entropy": sums.get("rollout/entropy", 0.0) / max(sampled, 1.0),
@@ -376,10 +382,10 @@ class Collector:
 def _compute_completion_metrics(
     completion: Completion, score: Score, unique: int
 ) -> dict[str, float]:
-    """The ``parts`` of a completion's metadata.
+    """Compute the ``parts`` of a completion's metadata.
 
-    ``rollout/entropy`` is −Σ log p over the sampled tokens, which estimates their entropy without
-    bias.
+    ``rollout/entropy`` is −Σ log p over the sampled tokens, an unbiased estimate of the sum of the
+    tokens' entropies.
     """
     return {
         **{f"reward/{name}": value for name, value in score.metrics.items()},

@@ -1,24 +1,24 @@
 """Conversations: completions in several turns, with tools or an environment between the turns.
 
 ``rollout.conversation`` names a coroutine function (or is ``verifiers``: see
-``conversation_functions.py``). It is called once for each completion:
+``conversation_functions.py``). The function is called once for each completion:
 
     async def rollout(client: Client, prompt: Prompt) -> list[Turn]:
         tokens = prompt.token_ids.tolist()
         question = await client.generate(tokens)
-        told = client.tokenizer.encode(await my_tool(question))
-        answer = await client.generate([*tokens, *question.token_ids, *told])
-        return [question, told, answer]
+        result = client.tokenizer.encode(await my_tool(question))
+        answer = await client.generate([*tokens, *question.token_ids, *result])
+        return [question, result, answer]
 
-The completion is the three turns in a row. Its loss mask is True on the question and the answer,
-which the policy sampled, and False on what it was told.
+The completion concatenates the three turns. The loss mask is True on the tokens sampled from the
+policy (question and answer), and False on the context tokens (result).
 
-A conversation of several sequences, as of an agent that compacts its context, is a list of such
-lists. All turns of the first come after the prompt. A further one begins with the token ids of its
-own context: ``[[question, told, answer], [summary, next_answer]]``. See ``rl/sequences.py``.
+A function may return a list of sequences, for example for an agent with context compaction:
+``[[question, result, answer], [summary, next_answer]]``. All turns of the first sequence follow the
+prompt. Each further sequence begins with the token ids of a new context. See ``rl/sequences.py``.
 
-With ``rollout.roles`` the policy speaks in several roles, each with a reward of its own, and every
-turn of its says in which: ``[("solver", attempt), told, ("critic", review)]``. See
+With ``rollout.roles`` the policy generates in several roles, each with a separate reward, and every
+turn of the policy names a role: ``[("solver", attempt), result, ("critic", review)]``. See
 ``rl/objectives.py``.
 """
 
@@ -51,55 +51,54 @@ if TYPE_CHECKING:  # torch
     from megatron_dppo.rollout.engine import Sampling
 
 Part = Completion | Sequence[int] | NDArray[np.integer]
-"""The policy's turn, as :meth:`Client.generate` returned it; or token ids that it was given to
-read."""
+"""Turn of the policy, unchanged from :meth:`Client.generate`, or token ids of context."""
 Turn = Part | tuple[str, Completion]
-"""With ``rollout.roles`` what the policy said stands behind its role."""
+"""Part of a conversation; with ``rollout.roles``, a tuple of role and policy's turn."""
 
 
 Returned = Completion | Sequence[Turn] | Sequence[Sequence[Turn]]
-"""By a function of the user's: the turns in their order, those of each sequence in a list of their
-own where there are several, or a completion that it has put together itself."""
+"""Return value of a user's function: a completion built by the function, the turns in order, or a
+list of turns for each of several sequences."""
 
 
 TurnFunction: TypeAlias = "Callable[[Client, list[int], Sampling], Awaitable[Completion]]"
-"""An engine's continuation of a client's context."""
+"""Engine's function to continue a client's context."""
 RETRY_DELAY_S = 0.3
-"""Seconds until a conversation that was given up, or a turn that a paused server aborted, is
-requested again."""
+"""Seconds until an abandoned conversation, or a turn aborted by a paused server, is requested
+again."""
 
 
 class TryAgainError(Exception):
-    """Raised by a conversation that came to nothing, for example because a tool is down: its prompt
-    is asked again."""
+    """Error of a conversation without a result, for example because a tool is down. The prompt is
+    requested again."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Client:
-    """Client of one conversation, with the run's sampling."""
+    """Client of one conversation, with the run's sampling settings."""
 
     turn: TurnFunction
-    """The engine's."""
+    """Engine's function to generate a turn."""
     failure: type[Exception] = TryAgainError
-    """The engine's error, which :meth:`ConversationFunction.run` raises unchanged."""
+    """Engine's error, raised unchanged by :meth:`ConversationFunction.run`."""
     function: ConversationFunction
-    """The function that has the conversation."""
+    """Function of the conversation."""
     prompt: Prompt
     sampling: Sampling
     number: int
     """Index of the completion for its prompt."""
     generated: list[tuple[list[int], Completion]] = field(default_factory=list)
-    """Every turn, after the token ids that it was generated from."""
+    """Context and result of every turn generated in this conversation."""
 
     @property
     def tokenizer(self) -> Any:
-        """Hugging Face's, of the policy."""
+        """Hugging Face tokenizer of the policy."""
         return self.function.tokenizer
 
     @property
     def max_tokens(self) -> int:
-        """Limit of the response, with all its turns. A longer response is cut off, and counts as
-        truncated."""
+        """Most tokens of the response, all turns included. A longer response is cut off, and counts
+        as truncated."""
         return self.sampling.max_tokens
 
     async def generate(
@@ -109,16 +108,15 @@ class Client:
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
     ) -> Completion:
-        """Have the policy go on from ``token_ids``, at the run's temperature.
+        """Continue ``token_ids`` with the policy, at the run's temperature.
 
         Args:
-            token_ids: the prompt's, and those of all turns so far.
-            max_tokens: of this turn; None: as many as are left of the response.
-            stop_token_ids: tokens that end this turn, besides those that end a response.
+            token_ids: prompt and all earlier turns.
+            max_tokens: most tokens of this turn; None: the rest of the response.
+            stop_token_ids: stop tokens of this turn, in addition to the stop tokens of a response.
 
         Returns:
-            The turn, with the token that ended it. It has no tokens where none are left of the
-            response.
+            The turn, with the stop token. The turn is empty if the response is full.
         """
         context: list[int] = check_ids(
             token_ids, self.function.vocabulary, "went on from a context"
@@ -136,31 +134,32 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class ConversationFunction:
-    """A user's function, by the setting that names it."""
+    """User's function, with the setting for error messages."""
 
     setting: str
+    """Name of the setting."""
     spec: str
-    """The setting's value."""
+    """Value of the setting."""
     function: Callable[[Any, Prompt], Awaitable[Returned]]
     remedy: str
-    """Remedy for a return value that cannot be trained on."""
+    """Remedy for a return value unusable for training."""
     roles: Sequence[str] = ()
     """``rollout.roles``."""
     vocabulary: int = 1 << 31
-    """Token ids of the policy are below it."""
+    """Exclusive upper bound of the policy's token ids."""
     tokenizer: Any = None
-    """The policy's tokenizer."""
+    """Tokenizer of the policy."""
 
     async def run(self, client: Client) -> Completion:
-        """Have one conversation. The function may write on the prompt's label and extra columns:
-        they are copies.
+        """Hold one conversation.
 
         Raises:
-            TryAgainError: the function gave it up.
-            UserError: the function raised, or returned what cannot be trained on.
+            TryAgainError: if the function abandons the conversation.
+            UserError: if the function raises, or returns a value unusable for training.
             Exception: ``client.failure``.
         """
         prompt = client.prompt
+        # Copy the label and the extra columns, because the function may modify both.
         own = replace(
             prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra))
         )
@@ -175,14 +174,16 @@ class ConversationFunction:
             ) from None
         except (*FAILURES, asyncio.CancelledError) as error:
             task = asyncio.current_task()
+            # ``task.cancelling()`` is true if the run cancelled the conversation. Otherwise the
+            # function raised the error, or cancelled a task.
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # the run cancelled the conversation
+                raise
             problem = f"raised for prompt {prompt.id}:\n{traceback.format_exc(limit=-4)}"
             raise UserError(self.setting, self.spec, problem, "Mend it") from error
 
     def make_interference_error(self) -> UserError:
-        """Return the error for a function that cancelled others' tasks, or stopped the event
-        loop."""
+        """Return the error for a function after a stop of the event loop, or a cancellation of
+        tasks made by the run."""
         problem = (
             "cancelled tasks of the run, or stopped the event loop that all conversations share"
         )
@@ -195,14 +196,15 @@ class ConversationFunction:
 
 
 NO_VERSION = np.iinfo(np.int32).min
-"""Version of a token that no weights have made."""
+"""Version of context tokens, before :func:`merge_parts` assigns a version."""
 
 
 def merge_parts(turns: Iterable[Part]) -> Completion:
-    """One completion of several turns. It ends as the last of the policy's turns did.
+    """Merge several turns into one completion.
 
-    Tokens that the policy was given count as the version of the turn after them, or of the last
-    turn. A token's routing is that of the first turn that has read it.
+    - The finish reason comes from the last turn of the policy.
+    - Context tokens get the version of the turn after the context, or of the last turn.
+    - A token's routing comes from the first turn with the token in the context.
     """
     parts: list[Completion] = []
     finish_reason: Literal["stop", "length"] = "length"
@@ -212,7 +214,9 @@ def merge_parts(turns: Iterable[Part]) -> Completion:
             finish_reason = turn.finish_reason
         else:
             parts.append(_make_context_part(turn))
-    befores = accumulate((len(part.token_ids) for part in parts), initial=0)
+    offsets = accumulate((len(part.token_ids) for part in parts), initial=0)
+    has_segments = any(part.segments is not None for part in parts)
+    # Begin each array with an empty one of the right type, because ``parts`` may be empty.
     return Completion(
         token_ids=np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
         logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
@@ -222,18 +226,15 @@ def merge_parts(turns: Iterable[Part]) -> Completion:
         ),
         finish_reason=finish_reason,
         routing=_merge_routing([part.routing for part in parts if part.routing is not None]),
-        segments=_merge_segments(parts)
-        if any(part.segments is not None for part in parts)
-        else None,
+        segments=_merge_segments(parts) if has_segments else None,
         starts=tuple(
-            at + start for at, part in zip(befores, parts, strict=False) for start in part.starts
+            at + start for at, part in zip(offsets, parts, strict=False) for start in part.starts
         ),
     )
 
 
 def _fill_versions(versions: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Those of given tokens, ``ASSIGNMENT``, replaced by the next one that is known, or by the
-    last."""
+    """Replace each ``NO_VERSION`` by the next known version; after the last, by the last."""
     known = np.flatnonzero(versions != NO_VERSION)
     if not len(known):
         return versions
@@ -242,30 +243,31 @@ def _fill_versions(versions: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _merge_segments(parts: Sequence[Completion]) -> NDArray[np.int8]:
-    return np.concatenate(
-        [
-            np.full(len(p.token_ids), -1, np.int8) if p.segments is None else p.segments
-            for p in parts
-        ]
-    )
+    segments: list[NDArray[np.int8]] = []
+    for part in parts:
+        if part.segments is None:
+            segments.append(np.full(len(part.token_ids), -1, np.int8))
+        else:
+            segments.append(part.segments)
+    return np.concatenate(segments)
 
 
 def _merge_routing(tables: Sequence[Routing]) -> Routing | None:
-    """Each turn's begins with the first token of the prompt; what earlier turns have read is left
-    out of later ones."""
+    """Merge the routing of turns."""
     if not tables:
         return None
+    # Each table begins at the first token of the prompt: skip the tokens of earlier tables.
     read = np.maximum.accumulate([0, *map(len, tables)]).tolist()
     return np.concatenate([table[start:] for table, start in zip(tables, read, strict=False)])
 
 
 def truncate_completion(completion: Completion, length: int, read: int) -> Completion:
-    """The first ``length`` tokens of a completion, as one that was cut off there.
+    """Return the first ``length`` tokens of a completion, with finish reason ``length``.
 
     Args:
-        completion: that is longer.
-        length: of what is left of it.
-        read: of how many tokens, the prompt's included, the routing is kept.
+        completion: longer completion.
+        length: tokens of the result.
+        read: tokens with kept routing, prompt included.
     """
     return Completion(
         token_ids=completion.token_ids[:length],
@@ -279,12 +281,12 @@ def truncate_completion(completion: Completion, length: int, read: int) -> Compl
 
 
 def build_completion(result: Returned, client: Client) -> Completion:
-    """Return the completion of a conversation from what its function returned.
+    """Build the completion of a conversation from the function's return value.
 
-    Each sequence is cut off at ``client.max_tokens`` tokens more than the prompt's.
+    Each sequence is cut off at the length of the prompt plus ``client.max_tokens`` tokens.
 
     Raises:
-        UnusableError: the completion cannot be trained on.
+        InvalidCompletionError: if the completion is unusable for training.
     """
     start = client.prompt.token_ids.tolist()
     limit = client.max_tokens
@@ -299,11 +301,13 @@ def build_completion(result: Returned, client: Client) -> Completion:
     cut: list[Completion] = []
     truncated = False
     for number, turns in enumerate(_split_sequences(result)):
+        # A further sequence does not contain the prompt, but may have the same total length.
         before, longest = ([], len(start) + limit) if number else (start, limit)
         sequence = _build_sequence(client, turns, before, len(before) + longest)
         truncated |= len(sequence.token_ids) > longest
         if number and len(sequence.token_ids) >= longest and not sequence.loss_mask[:longest].any():
-            truncated = True  # its context has left the policy no room
+            # Drop a sequence filled by context: no token of the policy is left.
+            truncated = True
         else:
             cut.append(_truncate_sequence(sequence, len(before), longest, roles))
     whole = cut[0]
@@ -320,30 +324,29 @@ def _validate_completion(completion: Completion, client: Client) -> Completion:
 
 
 def _split_sequences(turns: Sequence[Any]) -> list[Sequence[Turn]]:
-    """The turns of each sequence: a list among the turns that holds what the policy said is one."""
-    several = [
-        isinstance(each, list | tuple)
-        and any(isinstance(part, Completion | tuple) for part in each)
-        and not isinstance(each[0], str)
-        for each in turns
-    ]
+    """Return the turns of each sequence."""
+    several = [_is_sequence(each) for each in turns]
     if any(several) and not all(several):
         raise InvalidCompletionError("returned turns beside lists of turns")
     return list(turns) if any(several) else [turns]
 
 
+def _is_sequence(turn: Any) -> bool:
+    if not isinstance(turn, list | tuple):
+        return False
+    # A list without a turn of the policy is context. A leading string is the role of one turn.
+    has_turns = any(isinstance(part, Completion | tuple) for part in turn)
+    return has_turns and not isinstance(turn[0], str)
+
+
 def _build_sequence(
     client: Client, turns: Sequence[Turn], prefix: Sequence[int], limit: int
 ) -> Completion:
-    """One sequence, without most of what the policy was given past ``limit`` tokens, which is cut
-    off.
-
-    The log-probabilities of a turn hold after the tokens that it was generated from, and after no
-    others.
+    """Build one sequence, without most context past ``limit`` tokens: the caller cuts the rest off.
 
     Args:
-        prefix: tokens before its turns.
-        limit: tokens that it may have, with those.
+        prefix: tokens before the turns.
+        limit: most tokens of the sequence, ``prefix`` included.
     """
     roles = client.function.roles
     contexts = {id(turn): context for context, turn in client.generated}
@@ -366,6 +369,8 @@ def _build_sequence(
                     f"returned as turn {number} a completion that this conversation has not "
                     "generated"
                 )
+            # Reject a changed context, because a turn's log-probabilities are valid only after
+            # the context used to generate the turn.
             if not past and contexts[id(turn)] != context:
                 problem = (
                     f"returned a turn {number} that was generated after other tokens than "
@@ -379,6 +384,7 @@ def _build_sequence(
         elif past:
             continue
         else:
+            # Read one token past the limit, so that the caller detects the truncation.
             begin: Any = turn[: limit + 1] if isinstance(turn, Sequence | np.ndarray) else turn
             turn = check_ids(begin, client.function.vocabulary, f"returned a turn {number}")
         tokens = turn.token_ids if isinstance(turn, Completion) else turn
@@ -392,8 +398,13 @@ def _build_sequence(
 def _truncate_sequence(
     completion: Completion, offset: int, limit: int, roles: Sequence[str]
 ) -> Completion:
-    """A sequence that comes after so many tokens, checked; one put together by the function may be
-    several."""
+    """Check a sequence, and cut the sequence off at ``limit`` tokens.
+
+    A completion with several sequences, as built by a user's function, is not cut off.
+
+    Args:
+        offset: tokens before the sequence.
+    """
     try:
         mask = as_mask(completion.loss_mask)
     except ValueError as error:
@@ -413,7 +424,7 @@ def _truncate_sequence(
 
 
 def _make_context_part(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:
-    """Tokens that the policy reads, as a part of a completion."""
+    """Return context tokens as a part of a completion."""
     length = len(token_ids)
     tokens = np.array(token_ids, np.int32)
     versions = np.full(length, NO_VERSION, np.int32)

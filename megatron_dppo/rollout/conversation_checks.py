@@ -1,4 +1,4 @@
-"""Checks of what a user's conversation returns: token ids, log-probabilities, masks, roles."""
+"""Checks of a user's completions: token ids, log-probabilities, masks, roles."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from megatron_dppo.rl.types import Completion
 
 
 class InvalidCompletionError(ValueError):
-    """A conversation returned what cannot be trained on. The text is to stand after "it"."""
+    """Error of a return value unusable for training. The message continues a sentence that begins
+    with "it"."""
 
 
 def check_ids(
     token_ids: Sequence[int] | NDArray[Any], vocabulary: int, action: str
 ) -> NDArray[np.int32]:
-    """Token ids as an array.
+    """Return token ids as an array.
 
     Args:
-        token_ids: from a user's function.
-        vocabulary: ids are below it.
-        action: the function did with them, for the error: ``returned a turn 1``.
+        token_ids: token ids from a user's function.
+        vocabulary: exclusive upper bound of the ids.
+        action: action of the function for error messages: ``returned a turn 1``.
 
     Raises:
-        UnusableError: they are no list of ids of the policy's vocabulary.
+        InvalidCompletionError: if ``token_ids`` is not a list of ids of the policy's vocabulary.
     """
     try:
         whole = [operator.index(token) for token in token_ids]
@@ -48,6 +49,7 @@ def check_completion(completion: Completion, limit: int) -> None:
             raise InvalidCompletionError(
                 f"returned {len(values)} of {name} for a response of {length} tokens"
             )
+    # Tokens past the limit are cut off: require a sampled token before the limit.
     if not completion.loss_mask[:limit].any():
         raise InvalidCompletionError("returned a response none of whose tokens the policy sampled")
     try:
@@ -69,6 +71,7 @@ def check_roles(completion: Completion, roles: Sequence[str]) -> None:
         )
     if said_by is None:
         return
+    # Sampled tokens have role numbers from 0; all other tokens have −1.
     if len(said_by) != len(completion.token_ids) or ((said_by >= 0) != completion.loss_mask).any():
         raise InvalidCompletionError(
             "returned a response whose roles are not those of its sampled tokens, and -1 elsewhere"

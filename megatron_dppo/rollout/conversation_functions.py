@@ -1,10 +1,8 @@
-"""Functions that have a run's conversations with the policy: the user's own, and environments of
-*verifiers*.
+"""Conversation functions of a run: the user's function, or environments of *verifiers*.
 
-``rollout.conversation=FILE.py:NAME`` names a function of the user's own (``conversation.py``).
-
-With ``rollout.conversation=verifiers`` the environment runs its own loop, and calls the policy as
-its server. Prompts of other sources, such as a benchmark's, are answered in one turn.
+- ``rollout.conversation=FILE.py:NAME`` names a user's function (``conversation.py``).
+- With ``rollout.conversation=verifiers`` the environment runs the loop, and calls the policy as a
+  server. Prompts from other sources, for example a benchmark, are completed in one turn.
 """
 
 from __future__ import annotations
@@ -39,12 +37,12 @@ REMEDY = (
 
 
 def load_conversation_function(config: Config) -> ConversationFunction | None:
-    """The function of a run's conversations; None if a completion is one request. In the main
-    thread.
+    """Load the function of a run's conversations; None if a completion is one request. Must be
+    called in the main thread.
 
     Raises:
-        UserError: it cannot be found or imported, or cannot be called as it would be; or the
-            environment cannot be loaded.
+        UserError: if the function cannot be found or imported, or is not callable with (client,
+            prompt); or if the environment cannot be loaded.
     """
     spec = config.rollout.conversation
     roles = config.rollout.roles
@@ -90,14 +88,17 @@ def _load_coroutine(spec: str) -> Callable[..., Any]:
 def check_turns(
     config: Config, data: DataConfig, problems: Callable[[], Iterable[Mapping[str, object]]]
 ) -> None:
-    """
+    """Check the support of environments with several turns.
+
     Args:
-        config: of the run.
-        data: of these problems.
-        problems: the extra columns of each; called where ``data.train`` has environments.
+        config: configuration of the run.
+        data: settings of the problems.
+        problems: function that returns the extra columns of each problem; called only if
+            ``data.train`` has environments.
 
     Raises:
-        UserError: some are of an environment of several turns, and nothing has a conversation.
+        UserError: if a problem comes from an environment with several turns, and the run has no
+            conversation function.
     """
     if config.rollout.conversation or VERIFIERS not in {
         source.name for source in resolve_sources(data, "train")
@@ -112,16 +113,14 @@ def check_turns(
 
 
 class _Environment:
-    """A conversation with the environment that has made the prompt."""
+    """Conversation with the environment of the prompt."""
 
     def __init__(self, config: VerifiersConfig) -> None:
         check_environment(config)
-        from megatron_dppo.data.verifiers import (
-            DOWN,
-            load_environment,
-            run_environment,
-        )  # takes seconds
+        # Import here, because the import of verifiers takes seconds.
+        from megatron_dppo.data.verifiers import DOWN, load_environment, run_environment
 
+        # Load the environment once, to report errors before the first conversation.
         try:
             load_environment(config.environment, config.arguments)
         except FAILURES as error:
@@ -135,10 +134,11 @@ class _Environment:
         self._down = DOWN
 
     async def __call__(self, client: Client, prompt: Prompt) -> list[Part]:
-        """
+        """Hold the conversation of one prompt.
+
         Raises:
-            TryAgainError: the environment's time was up, or something that it runs on was down.
-            UnusableError: it cannot speak with the policy in token ids.
+            TryAgainError: if the environment times out, or a service of the environment is down.
+            InvalidCompletionError: if the environment's messages cannot be converted to token ids.
         """
         turns: list[Part] = []
         tokens = prompt.token_ids.tolist()
@@ -150,11 +150,13 @@ class _Environment:
             sampled: list[int] = turn.token_ids.tolist()
             turns.append(turn)
             tokens.extend([*given, *sampled])
+            # ``Client.generate`` returns no tokens if the response is full.
             if not sampled:
                 raise ResponseFullError
             return sampled
 
         extra: Mapping[str, Any] = prompt.extra
+        # A prompt from another source has no environment: one turn is the whole conversation.
         if "environment" not in extra:
             await generate_turn([])
             return turns

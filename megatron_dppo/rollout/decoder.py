@@ -39,24 +39,25 @@ from megatron_dppo.rollout.decoder_layers import (
 def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model with undefined weights.
 
-    The model is first created on the meta device. No time is spent on random weights, and torch's
-    random state, which belongs to the trainer, does not change.
-
     Raises:
         UserError: if :func:`read_shape` raises, or if transformers rejects config.json.
     """
     shape = read_shape(path)
     try:
         config = AutoConfig.from_pretrained(path).get_text_config()
+        # Create the model on the meta device first: no time is spent on random weights, and torch's
+        # random state, part of the trainer, does not change.
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:  # validators of transformers have no common type of error
+    # Catch all errors, because the validators of transformers have no common type of error.
+    except Exception as error:
         problem = f"transformers rejects its config.json: {' '.join(str(error).split())}"
         raise UserError("model.path", path, problem, "fetch the model again") from error
     model.to_empty(device=device)
     for name in exact_tensors(shape):
         exact = model.get_parameter(name.replace(shape.family.body, ""))
         exact.data = exact.data.float()
+    # Create the rotary embedding again, because ``to_empty`` leaves the buffers undefined.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.tie_weights()
     return model.requires_grad_(False).eval()
@@ -80,13 +81,10 @@ class Decoder:
         self._norm = Norm(body.norm, zero_centred)
         self._eps = config.rms_norm_eps
         self._head = model.lm_head
-        kinds = [
-            DeltaLayer if hasattr(layer, "linear_attn") else AttentionLayer for layer in body.layers
-        ]
-        self._layers = [
-            kind(layer, config, zero_centred)
-            for kind, layer in zip(kinds, body.layers, strict=True)
-        ]
+        self._layers: list[DeltaLayer | AttentionLayer] = []
+        for layer in body.layers:
+            kind = DeltaLayer if hasattr(layer, "linear_attn") else AttentionLayer
+            self._layers.append(kind(layer, config, zero_centred))
         self._cos = self._sin = self._embedding.weight.new_empty(0, 1, 0)
 
     @property
@@ -105,10 +103,8 @@ class Decoder:
         weight = self._embedding.weight
         attention = [layer for layer in self._layers if isinstance(layer, AttentionLayer)]
         deltas = [layer for layer in self._layers if isinstance(layer, DeltaLayer)]
-        states = [
-            torch.stack(each)
-            for each in zip(*(layer.make_states(rows) for layer in deltas), strict=True)
-        ]
+        layer_states = [layer.make_states(rows) for layer in deltas]
+        states = [torch.stack(each) for each in zip(*layer_states, strict=True)]
         if len(self._cos) < capacity:
             positions = torch.arange(capacity, device=weight.device)
             self._cos, self._sin = (
@@ -143,7 +139,7 @@ class Decoder:
                 continue, without padding.
 
         Returns:
-            [rows, n, hidden], hidden states for :meth:`logits`.
+            [rows, n, hidden], hidden states for :meth:`compute_logits`.
         """
         rows, count = tokens.shape
         hidden = self._embedding(tokens.reshape(-1))
@@ -155,6 +151,7 @@ class Decoder:
         )
         mask = mask.unsqueeze(1)
         row = torch.arange(rows, device=tokens.device).unsqueeze(-1)
+        # Count both kinds of layers separately, because the cache stores each kind separately.
         attentions = itertools.count()
         deltas = itertools.count()
         for layer in self._layers:
@@ -184,8 +181,8 @@ class Decoder:
 
 
 def copy_async(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device. On CUDA the host does not wait, because the copy is from pinned
-    memory."""
+    """Copy an array to the device. On CUDA the host does not wait."""
+    # A copy without waiting needs pinned memory.
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -194,8 +191,7 @@ def copy_async(array: np.ndarray, device: torch.device) -> torch.Tensor:
 class RowCompaction:
     """Removal of rows from a batch: remaining rows of the tail fill the vacant places.
 
-    At most one row is copied per removed row. Therefore compaction pays off immediately, even for a
-    single row.
+    At most one row is copied per removed row. Therefore compaction pays off even for a single row.
     """
 
     vacant: torch.Tensor
@@ -367,16 +363,14 @@ class RoutingRecord:
         self._read[continuations, tokens] = self._routers.take().unflatten(0, tokens.shape)
 
     def get_rows(self, lengths: Sequence[int]) -> list[Routing]:
-        """Return the routing of each prefix and continuation.
-
-        The last token of a continuation has no routing, because the model never reads the last
-        token.
+        """Return the routing of each prefix and continuation, without the last token.
 
         Args:
             lengths: tokens of each continuation.
         """
         assert self._read is not None
         read = self._read.cpu().numpy()
+        # The last token of a continuation has no routing, because the model never reads this token.
         return [
             np.concatenate([prefix, read[row, : length - 1]]).astype(self._shape.dtype)
             for row, (prefix, length) in enumerate(zip(self._prefixes, lengths, strict=True))

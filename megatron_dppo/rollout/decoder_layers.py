@@ -1,4 +1,4 @@
-"""Layers of the local engine's decoder: what Hugging Face's modules compute, in few operations."""
+"""Layers of the local engine's decoder: Hugging Face's modules in few operations."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from megatron_dppo.parallel.delta_rule import (
 
 
 class Norm:
-    """The weight of a norm; of a family with zero-centred norms the files have its distance from
-    one."""
+    """Weight of a norm. With zero-centred norms, the files hold the weight minus 1."""
 
     def __init__(self, norm: Any, zero_centred: bool) -> None:
         self._norm = norm
@@ -24,15 +23,15 @@ class Norm:
         self.weight = norm.weight
 
     def refresh(self) -> None:
-        """Renew what is derived from weights."""
+        """Update the tensor derived from weights."""
         self.weight = 1.0 + self._norm.weight.float() if self._zero_centred else self._norm.weight
 
 
 class Layer:
-    """A transformer layer without its attention proper."""
+    """Transformer layer without the attention."""
 
     _out: Any
-    """The projection of what the heads have attended to."""
+    """Projection of the heads' outputs."""
 
     def __init__(self, layer: Any, config: Any, zero_centred: bool) -> None:
         self._eps = config.rms_norm_eps
@@ -47,13 +46,17 @@ class Layer:
             self._down = layer.mlp.down_proj
 
     def refresh(self) -> None:
-        """Renew what is derived from weights."""
+        """Update all tensors derived from weights."""
         for norm in self._norms:
             norm.refresh()
 
     def finish(self, hidden: torch.Tensor, attention_output: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden], of the layer's input and what its heads have attended to, [tokens,
-        heads · size]."""
+        """Return the layer's output, [tokens, hidden].
+
+        Args:
+            hidden: [tokens, hidden], input of the layer.
+            attention_output: [tokens, heads · size], outputs of the heads.
+        """
         hidden = self._out(attention_output).add_(hidden)
         normed = apply_rms_norm(hidden, self._before_mlp.weight, self._eps)
         if self._experts is not None:
@@ -69,6 +72,7 @@ class AttentionLayer(Layer):
         self.size = attention.head_dim
         self.kv_heads = config.num_key_value_heads
         self._heads = config.num_attention_heads
+        # A gated attention has a gate for each query in the query projection.
         self._gated = attention.q_proj.out_features > self._heads * self.size
         self._qkv = fuse_projections(attention.q_proj, attention.k_proj, attention.v_proj)
         of_heads = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
@@ -89,12 +93,16 @@ class AttentionLayer(Layer):
     def project(
         self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Queries [tokens, heads, size], keys and values [tokens, kv_heads, size] of ``hidden``
-        [tokens, hidden], and what the outputs are multiplied by, [tokens, heads · size]."""
+        """Project ``hidden`` [tokens, hidden].
+
+        Returns:
+            Queries [tokens, heads, size], keys and values [tokens, kv_heads, size], and the factors
+            of the outputs [tokens, heads · size]; None: no gate.
+        """
         projected = F.linear(apply_rms_norm(hidden, self._before.weight, self._eps), *self._qkv)
         gate = None
         heads = projected.view(len(hidden), -1, self.size)
-        if self._gated:  # a head's gate is behind its query
+        if self._gated:  # the gate of a head follows the query
             queries, rest = heads.tensor_split([2 * self._heads], dim=1)
             gate = queries[:, 1::2].flatten(1).sigmoid()
             heads = torch.cat([queries[:, ::2], rest], dim=1)
@@ -106,7 +114,7 @@ class AttentionLayer(Layer):
 
 
 class DeltaLayer(Layer):
-    """A gated delta network: see ``parallel/delta_rule.py``."""
+    """Gated delta network: see ``parallel/delta_rule.py``."""
 
     def __init__(self, layer: Any, config: Any, zero_centred: bool) -> None:
         super().__init__(layer, config, zero_centred)
@@ -117,8 +125,8 @@ class DeltaLayer(Layer):
         self._out = net.out_proj
 
     def make_states(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """At the beginning of so many rows: the matrix of each head, and what the convolution still
-        sees."""
+        """Return the initial states of ``rows`` rows: the matrix of each head, and the inputs that
+        the convolution still reads."""
         net = self._net
         weight = self._net.conv1d.weight
         exact = torch.promote_types(weight.dtype, torch.float32)
@@ -134,11 +142,12 @@ class DeltaLayer(Layer):
         tail: torch.Tensor,
         real: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[rows · n, value heads · size] of ``hidden`` [rows, n, hidden]. The states, as of
-        :meth:`states`, are overwritten.
+        """Return [rows · n, value heads · size], and overwrite ``state`` and ``tail``.
 
         Args:
-            real: [rows], as of :meth:`Decoder.read`.
+            hidden: [rows, n, hidden]
+            state, tail: states of :meth:`make_states`.
+            real: [rows], as in :meth:`Decoder.read`.
         """
         net = self._net
         (rows, count, _) = hidden.shape
@@ -148,6 +157,7 @@ class DeltaLayer(Layer):
         seen = torch.cat([tail, mixed], dim=1)
         kept = tail.shape[1]
         mixed = F.silu((seen.unfold(1, kept + 1, 1) * net.conv1d.weight[:, 0]).sum(-1))
+        # Keep the last inputs of each row for the next call, before the padding.
         ends = real if real is not None else torch.full((rows,), count, device=hidden.device)
         places = ends[:, None] + torch.arange(kept, device=hidden.device)
         tail.copy_(seen.gather(1, places.unsqueeze(-1).expand_as(tail)))
@@ -160,7 +170,8 @@ class DeltaLayer(Layer):
         queries, keys = (l2norm(part).repeat_interleave(each, dim=2) for part in (queries, keys))
         decay = -net.A_log.float().exp() * F.softplus(alpha.float() + net.dt_bias)
         rate = beta.sigmoid()
-        if real is not None:  # padding leaves the state as it is
+        # Decay 0 (a factor of 1) and rate 0 leave the state unchanged at padding.
+        if real is not None:
             padding = (torch.arange(count, device=hidden.device) >= real[:, None]).unsqueeze(-1)
             decay = decay.masked_fill(padding, 0.0)
             rate = rate.masked_fill(padding, 0.0)
@@ -180,16 +191,16 @@ class DeltaLayer(Layer):
 
 
 def fuse_projections(*projections: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of several projections of the same input as one, of which theirs become
-    parts."""
+    """Return the concatenated weight and bias of several projections of the same input. The
+    parameters of the projections become views of the results."""
     parts = {}
     for name in ("weight", "bias"):
         own = [getattr(projection, name) for projection in projections]
         whole = None if own[0] is None else torch.cat([parameter.data for parameter in own])
         if whole is not None:
-            for parameter, part in zip(
-                own, whole.split([len(parameter) for parameter in own]), strict=True
-            ):
+            # Views save memory, and a weight update of a projection changes the results.
+            sizes = [len(parameter) for parameter in own]
+            for parameter, part in zip(own, whole.split(sizes), strict=True):
                 parameter.data = part
         parts[name] = whole
     assert parts["weight"] is not None
@@ -197,11 +208,10 @@ def fuse_projections(*projections: Any) -> tuple[torch.Tensor, torch.Tensor | No
 
 
 def apply_rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension, in fp32 but for the product with its weight, which is of
-    that one's type.
-
-    On a CPU torch's own takes twice as long for a step's few rows.
-    """
+    """Apply RMSNorm over the last dimension, in fp32. The product with ``weight`` has the type of
+    ``weight``."""
+    # Do not use torch's RMSNorm, because on a CPU the function takes twice the time for the few
+    # rows of a step.
     size = hidden.shape[-1]
     exact = hidden.float()
     squares = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_()
@@ -214,13 +224,12 @@ def apply_rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> to
 
 
 def rotate(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions: of [tokens, heads, size] the first half of what is turned and its second
-    half make the pairs.
+    """Rotate vectors by rotary positions. The first and the second half of the rotated dimensions
+    make the pairs.
 
     Args:
-        vectors: to be rotated.
-        cos, sin: [tokens, 1, turned], of which both halves are the same; what is behind ``turned``
-            stays.
+        vectors: [tokens, heads, size]; dimensions from ``turned`` on stay unchanged.
+        cos, sin: [tokens, 1, turned], with two equal halves.
     """
     turned = cos.shape[-1]
     vectors, rest = vectors.tensor_split([turned], dim=-1)
@@ -235,18 +244,18 @@ def rotate(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 def compute_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of grouped queries.
+    """Compute attention with grouped queries.
 
     Args:
         queries: [rows, n, heads, size]
         keys, values: [rows, kv_heads, width, size]
-        mask: [rows, 1, n, width], to be added to the scores.
+        mask: [rows, 1, n, width], added to the scores.
 
     Returns:
         [rows, n, heads, size], contiguous.
     """
-    # On a CPU heads that share keys can be queries of one head, which reads the keys once for all
-    # of them. Where they have several queries each, the mask would have to be repeated.
+    # On a CPU, treat heads with shared keys as queries of one head, because the keys are then read
+    # once. With several queries per head, this would need a repeated mask.
     rows, count, heads, size = queries.shape
     kv_heads = keys.shape[1]
     grouped = count == 1 and keys.device.type == "cpu"

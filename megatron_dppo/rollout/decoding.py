@@ -1,11 +1,10 @@
-"""Continuous decoding: prefixes wait for room in a batch, and continuations leave the batch as they
-end.
+"""Continuous decoding: prefixes wait for room in a batch, and ended continuations leave the batch.
 
-Tokens are drawn and written on the device. The host looks at them when it wants to know who has
-ended: at every token on a CPU, where that costs nothing, and every few tokens on a GPU, which it
-would keep waiting. Tokens that a row has generated past its end by then are cut off.
-
-Which token a completion takes at a position depends on one uniform number, its own.
+- Tokens are drawn and written on the device.
+- The host checks for ended rows after every token on a CPU, because a check is free, and after
+  every few tokens on a GPU, because the GPU waits for a check.
+- Tokens generated past the end of a row before the check are cut off.
+- One uniform number per completion and position selects the token.
 """
 
 from __future__ import annotations
@@ -27,27 +26,31 @@ from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.tree import TreePath
 
 PREFILL_TOKENS = 16384
-"""Most tokens of prefixes that are read at once, padding included."""
+"""Most tokens of prefixes read at once, padding included."""
 BLOCK = 128
-"""Tokens of the vocabulary whose probabilities are summed up before the others; it divides many
+"""Tokens of the vocabulary in a block of the blockwise sum; divides the size of many
 vocabularies."""
 ROUND = {"cpu": 1, "cuda": 16}
-"""Tokens between two looks at who has ended."""
+"""Tokens between two checks for ended rows, by device type."""
 COMPLETION, TOKEN, POSITION, MADE, LIMIT, ENDED, FIELDS = range(7)
-"""Columns of the rows' state: which completion a row makes; its last token, which it has not read
-yet, and where that stands; how many tokens of the completion there are, and may be; whether it has
-ended."""
+"""Columns of the row state.
+
+- ``COMPLETION``: number of the generated completion.
+- ``TOKEN``, ``POSITION``: last token, not read by the decoder yet, and the position of the token.
+- ``MADE``, ``LIMIT``: generated tokens and most tokens of the completion.
+- ``ENDED``: nonzero if the completion has ended.
+"""
 
 
 class Decoding:
-    """Continuations of prefixes while they are generated.
+    """Generation of continuations of prefixes.
 
     Args:
-        decoder: of the policy.
-        routers: of the same model, which tell its choice of experts.
-        prefixes: paths to continue, each once for each of its slots, in this order.
-        sampling: how.
-        max_rows: continuations in the batch at a time; as many as any prefix has at least.
+        decoder: decoder of the policy.
+        routers: routers of the same model, to record the selected experts.
+        prefixes: paths to continue, once per slot, in this order.
+        sampling: sampling settings.
+        max_rows: most continuations in the batch; at least the slots of any prefix.
     """
 
     def __init__(
@@ -62,13 +65,14 @@ class Decoding:
         self._decoder = decoder
         self._prefixes = prefixes
         self._sampling = sampling
-        each = [len(prefix.slots) for prefix in prefixes]
+        slots = [len(prefix.slots) for prefix in prefixes]
         limits = [prefix.max_new_tokens(sampling.max_tokens) for prefix in prefixes]
-        self._ends = np.cumsum(each)
-        self._limits_of = np.repeat(limits, each)
+        self._ends = np.cumsum(slots)
+        self._limits_of = np.repeat(limits, slots)
         device = decoder.device
         count = int(self._ends[-1])
-        self._round = ROUND[device.type]  # a row may go so far past its end
+        # Reserve a round of tokens past the end of each row, because rows continue until the check.
+        self._round = ROUND[device.type]
         width = max(limits) + self._round
         rows = min(count, max_rows)
         longest = max(
@@ -84,12 +88,12 @@ class Decoding:
         self._rows = torch.zeros(rows, FIELDS, dtype=torch.int64, device=device)
         self._waiting = deque(range(len(prefixes)))
         self._active = 0
+        """Number of active rows."""
         self._reach = 0
-        """How many rows there are, and a bound on the positions of their last tokens, which is
-        above them."""
+        """Exclusive upper bound of the positions of the rows' last tokens."""
 
     def run(self) -> None:
-        """Until every continuation has ended."""
+        """Generate until every continuation has ended."""
         while self._waiting or self._active:
             record_progress()
             if lump := self._take_prefixes():
@@ -100,11 +104,11 @@ class Decoding:
             self._remove_ended()
 
     def _take_prefixes(self) -> list[int]:
-        """Return the prefixes to admit now: none until a quarter of the rows is free, because
-        reading many pays."""
+        """Remove and return the waiting prefixes to admit now."""
         lump: list[int] = []
         room = len(self._rows) - self._active
         longest = 0
+        # Wait until a quarter of the rows is free, because reading many prefixes at once is faster.
         if self._active and room < len(self._rows) // 4:
             return lump
         while self._waiting:
@@ -117,8 +121,7 @@ class Decoding:
         return lump
 
     def _admit(self, indices: Sequence[int]) -> None:
-        """Read prefixes, padded on the right, and draw the first token of each of their
-        continuations."""
+        """Read prefixes, padded on the right, and draw the first token of each continuation."""
         prefixes = [self._prefixes[index] for index in indices]
         first = self._active
         lengths = np.array([len(prefix.token_ids) for prefix in prefixes])
@@ -143,13 +146,14 @@ class Decoding:
         new[:, LIMIT] = self._limits_of[np.concatenate(continuations)]
         self._active, self._reach = first + len(source), max(self._reach, ids.shape[1] + 1)
         self._rows[first : self._active] = self._to_device(new)
+        # Copy the cache of a prefix to each continuation, because all share the same tokens.
         of_prefix = self._to_device(source)
         self._cache.copy(of_prefix + first, first, ids.shape[1])
         last = hidden[torch.arange(len(prefixes), device=tokens.device), real - 1]
         self._sample_tokens(first, self._decoder.compute_logits(last)[of_prefix])
 
     def _step(self) -> None:
-        """Read each row's last token, and draw the next one."""
+        """Read the last token of each row, and draw the next token."""
         rows = self._rows[: self._active]
         tokens = rows[:, TOKEN, None]
         positions = rows[:, POSITION, None]
@@ -160,8 +164,7 @@ class Decoding:
         self._sample_tokens(0, self._decoder.compute_logits(hidden[:, 0]))
 
     def _sample_tokens(self, first: int, logits: torch.Tensor) -> None:
-        """Draw the next token of each row from ``first`` on, whose ``logits`` are [rows,
-        vocabulary]."""
+        """Draw the next token of each row from ``first`` on. ``logits``: [rows, vocabulary]."""
         rows = self._rows[first : first + len(logits)]
         sampling = self._sampling
         place = (rows[:, COMPLETION], rows[:, MADE])
@@ -177,7 +180,7 @@ class Decoding:
         rows[:, ENDED] |= torch.isin(drawn, self._stops) | (rows[:, MADE] >= rows[:, LIMIT])
 
     def _remove_ended(self) -> None:
-        """Let the rows leave that have ended. The host waits once."""
+        """Remove ended rows from the batch. The host waits for the device once."""
         rows = self._rows[: self._active]
         seen = rows.cpu().numpy()
         ended = seen[:, ENDED] != 0
@@ -196,9 +199,10 @@ class Decoding:
             version: version of the weights.
 
         Raises:
-            FloatingPointError: a log-probability is not finite.
+            FloatingPointError: if a log-probability is not finite.
         """
         limits = self._limits_of
+        # Find the first stop token of each row. The extra column marks rows without a stop token.
         stopping = torch.isin(self._tokens, self._stops)
         never = torch.full((len(limits), 1), True, device=stopping.device)
         first_stop = torch.cat([stopping, never], dim=1).int().argmax(dim=1).cpu().numpy()
@@ -228,10 +232,10 @@ class Decoding:
             return prefix.extend(slot, [part], own)
 
         rows = iter(range(len(limits)))
-        return [
-            [build_path(prefix, slot, next(rows)) for slot in prefix.slots]
-            for prefix in self._prefixes
-        ]
+        paths = []
+        for prefix in self._prefixes:
+            paths.append([build_path(prefix, slot, next(rows)) for slot in prefix.slots])
+        return paths
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return copy_async(array, self._rows.device)
@@ -240,8 +244,8 @@ class Decoding:
 def build_uniforms(
     prefixes: Sequence[TreePath], sampling: Sampling, width: int
 ) -> NDArray[np.float64]:
-    """Return uniforms [rows, width] of the continuations of each prefix in turn; 0 past their ends,
-    or if greedy.
+    """Return uniforms [rows, width] of the continuations of each prefix in turn; 0 past the end of
+    a continuation, or if greedy.
 
     The uniform of a token depends on the slot and on the position in the response, not on the fork
     before the token.
@@ -260,11 +264,11 @@ def build_uniforms(
 
 
 def generate_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> NDArray[np.float64]:
-    """Uniforms in [0, 1) for the first ``count`` positions of one completion.
+    """Generate uniforms in [0, 1) for the first ``count`` positions of one completion.
 
-    They are Philox's stream under a key hashed from the three numbers, so that a completion's luck
-    depends neither on the batch it is decoded in nor on what was generated before. A longer row
-    begins with the shorter one.
+    - The key of the Philox generator is a hash of ``seed``, ``prompt_id`` and ``sample``. Therefore
+      the uniforms do not depend on the batch, or on earlier generated completions.
+    - A longer result begins with the shorter result.
 
     Returns:
         [count]
@@ -285,13 +289,12 @@ def sample_tokens(
     Args:
         logits: [rows, vocabulary]
         uniforms: [rows], fp64 in [0, 1); not read at temperature 0.
-        temperature: 0 takes the likeliest token, and then gives log-probabilities at temperature 1.
-        top_p, top_k: tokens that are sampled from, as in :class:`Sampling`; ``top_k`` is
-            applied first.
+        temperature: 0: likeliest token, with log-probabilities at temperature 1.
+        top_p, top_k: truncation as in :class:`Sampling`; ``top_k`` is applied first.
 
     Returns:
-        [rows] int64 tokens, and [rows] fp32 log-probabilities of them under the temperature-scaled
-        distribution of all tokens.
+        [rows] int64 tokens, and [rows] fp32 log-probabilities of the tokens under the
+        temperature-scaled distribution of the whole vocabulary.
     """
     scaled = logits.float() / temperature if temperature not in (0, 1) else logits.float()
     largest = scaled.amax(dim=-1, keepdim=True)
@@ -308,41 +311,41 @@ def sample_tokens(
         if top_p is not None:
             kept = TopPLogitsWarper(top_p)(ids, kept)
         tokens = invert_cdf((kept - largest).exp_(), uniforms)
-    # Not by log_softmax, whose result and exponential would be two more passes over the vocabulary.
+    # Do not use log_softmax, because the result and the exponential would need two more passes over
+    # the vocabulary.
     logprobs = scaled.gather(-1, tokens) - largest - weights.sum(dim=-1, keepdim=True).log_()
     return tokens[:, 0], logprobs[:, 0]
 
 
 def invert_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """[rows, 1], the first token of each row up to which its weights sum to more than a share of
-    all of them.
-
-    Sums over blocks of tokens say in which block it is. They are added up in fp64: fp32 would lose
-    the far tokens of a vocabulary of 150,000 in the rounding.
+    """Return [rows, 1], the first token of each row with a cumulative weight above the fraction
+    ``uniforms`` of the row's total weight.
 
     Args:
         weights: [rows, vocabulary], fp32.
-        uniforms: [rows], the shares, fp64.
+        uniforms: [rows], fractions, fp64.
     """
+    # Find the block of the token by the sums of blocks. Accumulate in fp64, because rounding in
+    # fp32 would lose the last tokens of a vocabulary of 150,000.
     lacking = -weights.shape[-1] % BLOCK
     blocks = (F.pad(weights, (0, lacking)) if lacking else weights).unflatten(-1, (-1, BLOCK))
     ends = blocks.sum(dim=-1).double().cumsum(dim=-1)
     wanted = uniforms[:, None] * ends[:, -1:]
-    # Out of range only where logits are not numbers, which the caller reports once the batch has
-    # ended.
+    # The block is out of range only if logits are not finite: the caller reports an error at the
+    # end of the batch.
     block = torch.searchsorted(ends, wanted, right=True).clamp_(max=blocks.shape[1] - 1)
-    own = (
-        blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].double().cumsum(dim=-1)
-    )
+    row_ids = torch.arange(len(blocks), device=blocks.device)
+    own = blocks[row_ids, block[:, 0]].double().cumsum(dim=-1)
     before = F.pad(ends, (1, 0)).gather(-1, block)
-    below = own[:, -1:].nextafter(own.new_zeros(()))  # its fp32 sum may be a little larger
+    # Stay below the fp64 sum of the block, because the fp32 sum may be slightly larger.
+    below = own[:, -1:].nextafter(own.new_zeros(()))
     place = torch.searchsorted(own, torch.minimum(wanted - before, below), right=True)
     return (block * BLOCK + place).clamp_(max=weights.shape[-1] - 1)
 
 
 def compute_entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[rows] fp32, nats, of the distributions that :func:`sample_tokens` draws from; logits are
-    [rows, vocabulary]."""
+    """Return the entropies, [rows] fp32 in nats, of the distributions sampled by
+    :func:`sample_tokens`. ``logits``: [rows, vocabulary]."""
     logits = logits.float()
     return torch.special.entr(
         torch.softmax(logits / temperature if temperature > 0 else logits, dim=-1)

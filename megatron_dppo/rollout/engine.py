@@ -1,4 +1,4 @@
-"""Interface of a generating engine. ``local`` is one; servers behind HTTP are the others."""
+"""Interface of rollout engines: the local engine, and servers behind HTTP."""
 
 from __future__ import annotations
 
@@ -14,122 +14,126 @@ from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.types import Completion, Prompt, RoutingShape
 
 Bucket = Mapping[str, torch.Tensor]
-"""Some of the policy's tensors, by their Hugging Face names, whole (unsharded)."""
+"""Part of the policy's tensors: Hugging Face name to whole (unsharded) tensor."""
 
 Completions = list[tuple[Completion, ...]]
-"""One tuple of completions per prompt, in the order of the prompts."""
+"""Tuple of completions of each prompt, in the order of the prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialRollout:
-    """A completion that was there, if only in part, as its prompt was broken off. One without a
-    token is left out."""
+    """Completion of an interrupted prompt, partial or complete; never without a token."""
 
     prompt: int
-    """Its prompt's id."""
+    """Id of the prompt."""
     slot: int
-    """Its number among those of its prompt."""
+    """Index of the completion for the prompt."""
     completion: Completion
-    """One token at least."""
+    """At least one token."""
     ended: bool
 
 
 GroupCallback = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]
-"""Takes groups that are complete while others are waited for, each with the place of its prompt,
-and says whether it is still at work on them."""
+"""Group-complete callback, called while further groups are pending.
+
+- Argument: complete groups, each with the index of the prompt.
+- Return value: whether work on the groups remains.
+"""
 
 Pending = TypeVar("Pending")
+"""Engine's own type of pending rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings of a request, to the local engine or a server.
+    """Sampling settings of a request to the local engine or a server.
 
     ``Sampling(samples=8, max_tokens=64, temperature=1.0, stop_token_ids=(0,), seed=7)`` requests
-    eight completions of each prompt, each of at most 64 tokens. Log-probabilities are those of the
-    temperature-scaled distribution, unless ``top_p`` or ``top_k`` is set: no caller then
-    reads them.
+    eight completions of each prompt, with at most 64 tokens per completion. Log-probabilities
+    belong to the temperature-scaled distribution, unless ``top_p`` or ``top_k`` is set: no caller
+    then reads log-probabilities.
     """
 
     samples: int
     """Completions per prompt."""
     max_tokens: int
     temperature: float
-    """0 is greedy; log-probabilities are then those at temperature 1."""
+    """0: greedy, with log-probabilities at temperature 1."""
     stop_token_ids: tuple[int, ...]
     seed: int
-    """Sampling of a completion is a function of (seed, prompt id, sample), where the engine can be
-    seeded."""
+    """Random seed. If the engine supports seeds, (seed, prompt id, sample) determines a
+    completion's sampling."""
     top_p: float | None = None
-    """Least probability of the likeliest tokens that are sampled from; None: all are, as in
-    training."""
+    """Least total probability of the likeliest sampled tokens; None: all tokens, as in training."""
     top_k: int | None = None
-    """Number of the likeliest tokens that are sampled from; None: all are, as in training."""
+    """Number of sampled tokens, likeliest first; None: all tokens, as in training."""
     routing: RoutingShape | None = None
-    """Shape of the routing that the engine reports; None: no routing."""
+    """Shape of the reported routing; None: no routing."""
     branches: tuple[BranchConfig, ...] = ()
-    """Where completions fork, level by level: the ``samples`` are then the leaves of a tree (see
-    ``rollout/tree.py``). Empty: each is sampled by itself."""
+    """Forks of completions, level by level: the ``samples`` are then the leaves of a tree (see
+    ``rollout/tree.py``). Empty: independent completions."""
 
     @property
     def needs_entropies(self) -> bool:
-        """Whether forks need the entropy of each token's distribution."""
+        """True if forks need the entropy of each token's distribution."""
         return any(branch.entropy is not None for branch in self.branches)
 
     @property
     def truncation(self) -> dict[str, float]:
-        """Truncation of the distribution, as SGLang and vLLM read it. Without it, a server's own
-        defaults apply."""
+        """Truncation of the distribution, in the terms of SGLang and vLLM."""
+        # Always send all three settings, because a server's own defaults apply otherwise.
         return {"top_p": self.top_p or 1.0, "top_k": self.top_k or -1, "min_p": 0.0}
 
     def derive_seed(self, *place: int) -> int:
-        """A seed of 31 bits for one place of what is sampled: a prompt's id, a number of a
-        completion, and so on."""
+        """Derive a 31-bit random seed from the indices of a sample: prompt id, completion number,
+        and further indices."""
         text = "/".join(map(str, (self.seed, *place)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
 
 class WeightSource(Protocol):
-    """The actor's weights, as often as they are asked for: ``weight_stream`` with the actor bound
-    to it, or ``adapter_stream`` for servers that are sent no more.
+    """Repeatable source of the actor's weights: ``weight_stream`` with a bound actor, or
+    ``adapter_stream`` if servers receive the adapter alone.
 
-    Calling it and taking every bucket to the end is collective over the ranks of a replica.
+    A call with iteration to the last bucket is collective over the ranks of a replica.
     """
 
     def __call__(self, *, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]: ...
 
 
 class RolloutEngine(Protocol[Pending]):
-    """Token ids in, token ids out; text is never tokenised again.
+    """Generator of completions.
 
-    Every rank has an engine, and all ranks call the same methods in the same order. Any method may
-    be collective.
+    - Input and output are token ids; text is never tokenised again.
+    - Every rank has an engine, and all ranks call the same methods in the same order.
+    - Any method may be collective.
     """
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:
-        """Ask for ``sampling.samples`` completions of each of this rank's prompts (there may be
-        none).
+        """Request ``sampling.samples`` completions of each of this rank's prompts.
 
-        Where servers generate it returns at once, and they go on while the trainer does something
-        else.
+        ``prompts`` may be empty. An engine with servers returns at once: the servers generate
+        while the trainer does other work.
         """
         ...
 
     def finish(self, pending: Pending, callback: GroupCallback | None = None) -> Completions:
-        """Wait for what was begun. Collective: if it fails on one rank, it fails on all of them.
+        """Wait for pending rollouts. Collective: a failure on one rank fails all ranks.
+
+        An engine with groups completed one by one calls ``callback`` in between, on this thread.
+
+        - No group is passed twice, and some groups may never be passed.
+        - ``callback`` must not raise, and is not collective.
 
         Args:
-            pending: what ``begin`` returned.
-            callback: called in between, on this thread, by an engine that completes groups one by
-                one. No group comes twice, and some may not come at all. It may not raise, and meets
-                no other rank.
+            pending: return value of ``begin``.
+            callback: group-complete callback.
         """
         ...
 
     def interrupt(self, pending: Sequence[Pending]) -> list[list[PartialRollout]] | None:
-        """Break off all that was begun and is not finished, and say how far it is: what a
-        checkpoint is to hold of it. None: it cannot be broken off, and is to be finished.
-        Collective."""
+        """Interrupt all pending rollouts, and return partial rollouts for a checkpoint. Return
+        None if unsupported: the caller must finish the rollouts. Collective."""
         return None
 
     def resume_partial(
@@ -138,13 +142,15 @@ class RolloutEngine(Protocol[Pending]):
         sampling: Sampling,
         partial_rollouts: Sequence[PartialRollout],
     ) -> Pending:
-        """Resume partial rollouts of this or another engine, as ``begin``. Restarting all of them
-        is right, too; never restart only the unfinished ones."""
+        """Resume partial rollouts of this or another engine, as ``begin``.
+
+        Restarting all rollouts is correct, too. Never restart only the unfinished rollouts.
+        """
         return self.begin(prompts, sampling)
 
     def pause(self) -> None:
-        """Stop generating and release what stands in the way of an update of the weights, or of
-        training on the same GPUs. Nothing happens the second time. Collective."""
+        """Stop generating. Release resources needed by a weight update, or by training on the
+        same GPUs. A second call has no effect. Collective."""
         ...
 
     def resume(self) -> None:
@@ -152,30 +158,30 @@ class RolloutEngine(Protocol[Pending]):
         ...
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Take the actor's weights; tokens generated afterwards carry ``version``. Collective.
+        """Load the actor's weights; later tokens carry ``version``. Collective.
 
-        ``source`` may be kept, to bring a server that comes back up to the same weights, until the
-        next update.
+        The engine may keep ``source`` until the next update, to load the same weights into a
+        returning server.
         """
         ...
 
     def health(self) -> str | None:
-        """None if the engine can generate, else what is wrong with it."""
+        """Return the problem of an engine unable to generate; None: the engine can generate."""
         ...
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
-        """Completions of the leader's prompts from every server there is, by its name; the same on
-        every rank.
+        """Return completions of rank 0's prompts from every server: server name to completions,
+        the same on every rank.
 
-        For comparing each with the actor. Collective.
+        Used to compare each server with the actor. Collective.
         """
         ...
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Events since the last call: ``rollout/…`` and ``perf/…`` metrics, the same on every rank,
-        and messages for the log. Collective."""
+        """Return and clear events since the last call: ``rollout/…`` and ``perf/…`` metrics, the
+        same on every rank, and messages for the log. Collective."""
         ...
 
     def close(self) -> None:
-        """End what the engine has started. Not collective, and it may be called twice."""
+        """Stop all processes and requests of the engine. Not collective; may be called twice."""
         ...

@@ -1,6 +1,7 @@
-"""The policy generates in the trainer's own process, with weights that the bridge streams.
+"""Rollout engine in the trainer's process, with weights streamed by the bridge.
 
-Slower than a server, but it needs none, it can be seeded, and it runs wherever torch does.
+The local engine is slower than a server, but needs no server, supports random seeds, and runs on
+every platform of torch.
 """
 
 from __future__ import annotations
@@ -32,21 +33,19 @@ from megatron_dppo.rollout.tree import TreePath, list_leaves, make_root
 
 
 class LocalEngine(RolloutEngine[Completions]):
-    """A rollout engine on one device of this process. It generates when it is asked, before
-    ``begin`` returns.
+    """Rollout engine on one device of this process. ``begin`` returns after the generation.
 
     Args:
         path: Hugging Face directory; only config.json is read.
-        device: where the weights, the cache and the forward are.
-        dtype: of weights and cache; log-probabilities are fp32.
-        max_batch: completions decoded at once. Those of a prompt begin together, so it must hold
-            one prompt's.
-        world: the ranks that have an engine each and meet where the protocol says so; None: this
-            process is alone.
-        conversations: has conversations in place of single continuations.
+        device: device of the weights, the cache and the forward pass.
+        dtype: type of weights and cache; log-probabilities are fp32.
+        max_batch: most completions decoded at once; at least the completions of one prompt, because
+            all completions of a prompt begin together.
+        world: ranks with one engine each; None: single process.
+        conversations: conversations, to replace single continuations.
 
     Raises:
-        UserError: as :func:`empty_model`.
+        UserError: see :func:`empty_model`.
     """
 
     def __init__(
@@ -98,13 +97,15 @@ class LocalEngine(RolloutEngine[Completions]):
         """Copy the weights into the model, in place.
 
         Raises:
-            ValueError: a tensor is missing, unknown, repeated or of the wrong shape. It is raised
-                after the end of the stream, and nothing can be generated until an update succeeds.
+            ValueError: if a tensor is missing, unknown, repeated or of the wrong shape. Generation
+                is then impossible until an update succeeds.
         """
+        # Reset the version first: after a failed update, no version describes the weights.
         self._version = None
         shapes = _get_shapes(self._weights)
         repeated = []
         found: dict[str, tuple[int, ...]] = {}
+        # Read the stream to the end before an error, because reading the stream is collective.
         for bucket in source(to=Consumers.EVERYONE):
             repeated += [f"{name} came twice" for name in bucket if name in found]
             found |= _get_shapes(bucket)
@@ -120,13 +121,13 @@ class LocalEngine(RolloutEngine[Completions]):
         self._version = version
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
-        """Generate all completions. The same call gives the same bits. Collective.
+        """Generate all completions. The same call returns the same bits. Collective.
 
         Raises, on every rank:
-            UserError: ``max_batch`` does not hold one prompt's samples; a log-probability is not
-                finite; or as :meth:`LocalConversations.generate`.
-            ValueError: a prompt has no tokens.
-            RuntimeError: the engine is paused or has no weights.
+            UserError: if ``max_batch`` is less than the samples of one prompt; if a log-probability
+                is not finite; or as :meth:`LocalConversations.generate`.
+            ValueError: if a prompt has no tokens.
+            RuntimeError: if the engine is paused or has no weights.
         """
         return self._run_on_all_ranks(prompts, sampling, self._conversations)
 
@@ -135,7 +136,7 @@ class LocalEngine(RolloutEngine[Completions]):
         return pending
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
-        """Every rank's engine has weights of its own, and counts as a server."""
+        # The engine of each rank has separate weights, and therefore counts as a server.
         groups = self._run_on_all_ranks(prompts, sampling, None)
         if self._world is None:
             return {"local": groups}
@@ -148,11 +149,9 @@ class LocalEngine(RolloutEngine[Completions]):
         conversations: LocalConversations | None,
     ) -> Completions:
         generate = partial(self._generate, prompts, sampling, conversations)
-        return (
-            generate()
-            if self._world is None
-            else self._world.run_on_all_ranks(generate, description="rollouts")
-        )
+        if self._world is None:
+            return generate()
+        return self._world.run_on_all_ranks(generate, description="rollouts")
 
     def _generate(
         self,
@@ -183,8 +182,8 @@ class LocalEngine(RolloutEngine[Completions]):
     def _generate_trees(
         self, prompts: Sequence[Prompt], sampling: Sampling, version: int
     ) -> Completions:
-        """The groups: what begins at the prompts, then what continues after its forks, and after
-        theirs."""
+        """Generate trees: first the paths from the prompts, then, level by level, the continuations
+        of all forks."""
         branches = sampling.branches
         trees: list[list[TreePath]] = [[] for _ in prompts]
         roots = [make_root(prompt, sampling.samples, branches) for prompt in prompts]
@@ -223,14 +222,14 @@ def _get_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...
 
 
 def _map_weights_by_name(model: PreTrainedModel, body: str) -> dict[str, torch.Tensor]:
-    """Parameters to fill, under the stream's names.
+    """Map names of the weight stream to parameters of the model.
 
-    Tied embeddings are one parameter here, under the name of the embedding. The experts of a layer
-    are two parameters, of which each expert's tensors are views. A text model lacks the ``body``
-    that names in the whole model have.
+    - Tied embeddings are one parameter, under the name of the embedding.
+    - The experts of a layer are two parameters. Tensors of one expert are views of the parameters.
     """
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
+        # Insert ``body``, because a text model's names lack this part of the whole model's names.
         name = name.replace("model.", f"model.{body}", 1)
         experts, _, kind = name.rpartition(".")
         if kind == "gate_up_proj":

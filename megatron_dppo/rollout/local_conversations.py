@@ -140,9 +140,9 @@ class _Conversations:
         try:
             while under_way := [place for place, task in tasks.items() if not _is_over(task)]:
                 busy = [place for place in under_way if place not in self._requests]
-                first = (busy or under_way)[
-                    0
-                ]  # report a busy conversation, for which waiting conversations may wait
+                # Report a busy conversation first, because waiting conversations may wait for the
+                # busy conversation.
+                first = (busy or under_way)[0]
                 self._check(len(busy), len(under_way), prompts[first[0]].id)
                 if busy:
                     await self._wait()
@@ -151,7 +151,10 @@ class _Conversations:
         finally:
             for task in tasks.values():
                 task.cancel()
-        return [tuple(tasks[i, number].result() for number in samples) for i in range(len(prompts))]
+        completions: Completions = []
+        for i in range(len(prompts)):
+            completions.append(tuple(tasks[i, number].result() for number in samples))
+        return completions
 
     def _handle_end(self, task: asyncio.Task[Completion]) -> None:
         self._moved.set()
@@ -192,7 +195,8 @@ class _Conversations:
 
     async def _wait(self) -> None:
         """Wait until a conversation requests a turn or ends, or the next check is due."""
-        record_progress()  # report progress, because ``_check`` limits the conversations
+        # Report progress, because ``_check`` limits the duration of conversations.
+        record_progress()
         of = self._of
         left_s = max(self._last_move + of.timeout_s - time.monotonic(), 0.0)
         with suppress(TimeoutError):
@@ -263,13 +267,10 @@ class _Conversations:
             alike = prefix.prompt.id, prefix.prompt.token_ids.tobytes(), prefix.limit
             by_stops.setdefault(request.stops, {}).setdefault(alike, []).append(request)
         for stops, every in by_stops.items():
-            prefixes = [
-                replace(
-                    requests[0].prefix,
-                    slots=tuple(slot for each in requests for slot in each.prefix.slots),
-                )
-                for requests in every.values()
-            ]
+            prefixes = []
+            for requests in every.values():
+                slots = tuple(slot for each in requests for slot in each.prefix.slots)
+                prefixes.append(replace(requests[0].prefix, slots=slots))
             turns = self._continue(prefixes, replace(self._sampling, stop_token_ids=stops))
             for requests, paths in zip(every.values(), turns, strict=True):
                 for request, path in zip(requests, paths, strict=True):

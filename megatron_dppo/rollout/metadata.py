@@ -1,4 +1,4 @@
-"""Metadata of groups for the planner: arrays of lengths, rewards and norms, and no tokens."""
+"""Metadata of groups for the planner: arrays of lengths, rewards and norms, without tokens."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ def build_metadata(
     role_rewards: Sequence[Floats] = (),
     numbers: Sequence[Sequence[Mapping[str, float]]] = (),
 ) -> StepMetadata:
-    """The metadata of one rank's groups, without the window that they stand for.
+    """Build the metadata of one rank's groups, without the window.
 
     Args:
-        groups: Q of them; there may be none.
-        inclusion: [Q], of their prompts.
-        samples: G, completions of each.
-        segments: S, those of each completion; 0 where it has one advantage.
-        owner: the rank.
-        distillation: says who teaches which of them.
-        role_rewards: Q of [G, S], the rewards of the roles in each conversation; empty: there are
-            no roles.
-        numbers: Q of G, the ``parts`` of each completion; empty: there are none.
+        groups: Q groups, possibly zero.
+        inclusion: [Q], inclusion probability of each prompt.
+        samples: G, completions of each group.
+        segments: S, segments of each completion; 0: one advantage per completion.
+        owner: rank with the groups.
+        distillation: settings with the teacher of each group.
+        role_rewards: Q arrays [G, S], rewards of the roles in each conversation; empty: no roles.
+        numbers: Q × G, ``parts`` of each completion; empty: no parts.
     """
     shape = (len(groups), samples)
 
@@ -60,10 +59,20 @@ def build_metadata(
     sources = [group.prompt.data_source for group in groups]
     teacher = np.array([distillation.find_model_index(source) for source in sources], np.int64)
     log_ratios = np.zeros((*shape, 2))
+    # Default to mean 0 and deviation 1 for a teacher with a full distribution, because the ratio is
+    # not known yet.
     log_ratios[teacher >= 0, :, 1] = 1.0
     for ratios, source, group in zip(log_ratios, sources, groups, strict=True):
         if distillation.has_server(source):
             ratios[:] = [_compute_log_ratios(c) for c in group.completions]
+
+    # A part missing from a completion is NaN, because completions may report different parts.
+    numbers_by_name: dict[str, NDArray[Any]] = {}
+    for name in sorted({name for group in numbers for row in group for name in row}):
+        values = []
+        for group_numbers in numbers:
+            values.append([row.get(name, np.nan) for row in group_numbers])
+        numbers_by_name[name] = np.array(values, np.float64)
 
     return StepMetadata(
         prompt_ids=np.array([g.prompt.id for g in groups], np.int64),
@@ -84,28 +93,18 @@ def build_metadata(
         truncated=table(lambda g: [c.finish_reason == "length" for c in g.completions], np.bool_),
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
-        parts={
-            name: np.array(
-                [[of.get(name, np.nan) for of in group] for group in numbers], np.float64
-            )
-            for name in sorted({name for group in numbers for of in group for name in of})
-        },
+        parts=numbers_by_name,
     )
 
 
 def _compute_score_norm(completion: Completion, tokens: slice | Bools = slice(None)) -> float:
-    """√Σ_t (1 − p_t)² over some of the tokens, a proxy for the norm of their score that costs
-    nothing."""
+    """Compute √Σ_t (1 − p_t)² over sampled ``tokens``, a free proxy for the norm of the score."""
     sampled = completion.logprobs[tokens][completion.loss_mask[tokens]]
     return float(np.linalg.norm(-np.expm1(sampled.astype(np.float64))))
 
 
 def _compute_log_ratios(completion: Completion) -> tuple[float, float]:
-    """A row of ``StepMetadata.log_ratios``, of a completion that a server has read.
-
-    A token counts a little more than its weight, so little that it matters only where the policy
-    was sure of all.
-    """
+    """Compute a row of ``StepMetadata.log_ratios`` for a completion read by a teacher server."""
     mask = completion.loss_mask
     if completion.teacher_logprobs is None:
         raise ValueError(
@@ -115,13 +114,15 @@ def _compute_log_ratios(completion: Completion) -> tuple[float, float]:
         return 0.0, 0.0
     logprobs = completion.logprobs[mask].astype(np.float64)
     ratio = completion.teacher_logprobs[mask] - logprobs
+    # The small constant matters only if the policy was certain of all tokens: without the
+    # constant, all weights would be 0.
     weight = np.expm1(logprobs) ** 2 + 1e-12
     mean = np.average(ratio, weights=weight)
     return float(mean), float(np.sqrt(np.average((ratio - mean) ** 2, weights=weight)))
 
 
 def _build_segments(completion: Completion, count: int) -> list[tuple[int, float, float, float]]:
-    """A row of ``SEGMENT`` for each segment, without a reward of its own."""
+    """Build a row of ``SEGMENT`` for each segment, with reward 0."""
     rows = []
     for number in range(count):
         tokens: Bools = np.equal(np.asarray(completion.segments), number)
@@ -131,8 +132,8 @@ def _build_segments(completion: Completion, count: int) -> list[tuple[int, float
 
 
 def compute_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[str, float]:
-    """``rollout/role_reward/…``, the mean reward of each role, over the conversations in which it
-    speaks."""
+    """Compute ``rollout/role_reward/…``: mean reward of each role, over the conversations with
+    tokens of the role."""
     if not roles:
         return {}
     reward = metadata.segments["reward"]
@@ -145,26 +146,30 @@ def compute_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[s
 
 
 def compute_staleness(metadata: StepMetadata, version: int, *, bound: int) -> dict[str, float]:
-    """How much older than ``version`` the weights are that rolled out a step.
+    """Compute the staleness of a step's rollouts.
+
+    The lag of a completion is ``version`` minus the oldest version of a token; 0 for offline
+    rollouts.
 
     Args:
-        metadata: of the step.
-        version: of the weights that it trains.
-        bound: versions that a completion may be older, ``rollout.ahead``.
+        metadata: metadata of the step.
+        version: version of the weights to train.
+        bound: greatest permitted lag, ``rollout.ahead``.
 
     Returns:
-        ``rollout/stale_tokens``, the share of tokens in completions that older weights have made,
-        if only in part; ``staleness/max`` and ``staleness/mean``, over completions, how many
-        versions older the oldest of these weights are, where offline rollouts count as none; and
-        ``staleness/bound``.
+        - ``rollout/stale_tokens``: fraction of tokens in completions generated by older weights,
+          completely or in part.
+        - ``staleness/max`` and ``staleness/mean``: lag over completions, in versions.
+        - ``staleness/bound``: the bound.
 
     Raises:
-        UserError: if a completion is older than that. It is not dropped: what is late is long.
+        UserError: if the lag of a completion exceeds the bound.
     """
     versions = metadata.versions
     lengths = metadata.sampled_lengths
     lag = np.where(versions == OFFLINE, 0, version - versions)
     oldest = int(lag.max(initial=0))
+    # Stop instead of dropping late completions, because late completions are the long completions.
     if oldest > bound:
         problem = (
             "a completion that a step is to train on has tokens of weights that are "

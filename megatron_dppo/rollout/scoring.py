@@ -1,5 +1,4 @@
-"""Scoring of groups as they are completed: a verifier does not wait for the longest completion of a
-step."""
+"""Scoring of groups during rollout: a verifier does not wait for a step's longest completion."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from megatron_dppo.rollout.engine import Completions
 
 
 class GroupScoring:
-    """The groups of one rank, scored in the order in which they come.
+    """Scoring of one rank's groups, in the order of arrival.
 
     Args:
-        workers: that score them, and nothing else until ``finish`` returns.
-        tokenizer: of the policy.
-        prompts: P.
-        max_failures: past so many the rest is left unscored.
+        workers: reward workers, used exclusively until ``finish`` returns.
+        tokenizer: policy's tokenizer.
+        prompts: P prompts.
+        max_failures: failures before the remaining completions are left unscored.
     """
 
     def __init__(
@@ -41,14 +40,14 @@ class GroupScoring:
         self._prompts = prompts
         self._tags = frozenset(workers.thinking_tags)
         self._texts: dict[int, list[str]] = {}
-        """By the place of the prompt, in the order in which they are scored."""
+        """Index of the prompt to texts, in the order of scoring."""
         self._failure: Exception | None = None
 
     def process_groups(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
-        """Take groups that are complete, and go on with those that are there; waits for nothing.
-
-        Failures are raised by ``finish``: ranks that wait for rollouts must not miss one another.
-        """
+        """Add complete groups, and continue the scoring without waiting. Return whether work
+        remains. ``finish`` raises failures."""
+        # Delay failures until ``finish``, because all ranks must reach the same collective calls
+        # during rollout.
         if self._failure is not None:
             return False
         try:
@@ -60,35 +59,38 @@ class GroupScoring:
             return False
 
     def finish(self, completions: Completions) -> list[Group]:
-        """Score what is left.
+        """Score the remaining groups.
 
         Args:
-            completions: P, those included that were taken before.
+            completions: completions of P prompts, including the groups of ``process_groups``.
 
         Returns:
             P groups, with the verifier's rewards.
 
         Raises:
-            UserError: as :meth:`RewardWorkers.score`.
+            UserError: see :meth:`RewardWorkers.score`.
         """
         if self._failure is not None:
             raise self._failure
         for place, group in enumerate(completions):
             if place not in self._texts:
                 self._add(place, group)
+        # Scores arrive in the order of scoring: distribute the scores in the order of ``_texts``.
         given = iter(self._scoring.finish())
-        scores = {place: tuple(next(given) for _ in texts) for place, texts in self._texts.items()}
+        scores: dict[int, tuple[Score, ...]] = {}
+        for place, texts in self._texts.items():
+            scores[place] = tuple(next(given) for _ in texts)
         return [
             build_group(prompt, group, scores[place], self._texts[place])
             for place, (prompt, group) in enumerate(zip(self._prompts, completions, strict=True))
         ]
 
     def cancel(self) -> None:
-        """The groups will not be complete: nobody needs their scores."""
+        """Cancel the scoring, because the groups will not be complete."""
         self._scoring.cancel()
 
     def _decode(self, token_ids: Sequence[NDArray[np.int32]]) -> list[str]:
-        """Texts without special tokens, except the tags of thoughts."""
+        """Decode texts without special tokens, except the thinking tags."""
         special = {
             token.content: id_
             for id_, token in self._tokenizer.added_tokens_decoder.items()
@@ -96,10 +98,12 @@ class GroupScoring:
         }
         if not special.keys() & self._tags:
             return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        # ``skip_special_tokens`` would also remove the tags: remove all other special tokens by id.
         left_out = [special[content] for content in special.keys() - self._tags]
         return self._tokenizer.batch_decode([ids[~np.isin(ids, left_out)] for ids in token_ids])
 
     def _add(self, index: int, group: Sequence[Completion]) -> None:
+        # Score without contexts, because only the turns of the response are part of the text.
         shown = [strip_contexts(completion) for completion in group]
         texts = self._decode([token_ids for token_ids, _ in shown])
         self._texts[index] = texts
@@ -117,24 +121,24 @@ def build_group(
     scores: tuple[Score, ...],
     texts: Sequence[str] = (),
 ) -> Group:
-    """A group whose rewards are the verifier's."""
+    """Build a group with the verifier's rewards."""
     return Group(
         prompt, completions, np.array([score.reward for score in scores]), scores, tuple(texts)
     )
 
 
 def find_failed_scores(groups: Iterable[Group]) -> list[Score]:
-    """Those of the completions that could not be scored."""
+    """Return the scores of all completions with a failed scoring."""
     return [score for group in groups for score in group.scores if score.failure]
 
 
 def check_failures(reward: RewardConfig, failed: Sequence[Score], total: int) -> None:
-    """Stop the run if more of ``total`` completions could not be scored than
-    ``reward.max_failures`` allows.
+    """Stop the run if the fraction of failed scores among ``total`` completions exceeds
+    ``reward.max_failures``.
 
     Raises:
-        UserError: with the first traceback, where every rank passes the same
-            ``failed``, on every rank.
+        UserError: if the fraction is exceeded, with the first traceback; on every rank if every
+            rank passes the same ``failed``.
     """
     timeouts, errors = count_failures(failed)
     if timeouts + errors <= reward.max_failures * total:

@@ -1,11 +1,13 @@
-"""The rollouts of one step, from the prompts that were drawn to the groups that are trained on, and
-in a checkpoint.
+"""Rollouts of one step, from the drawn prompts to the trained groups, and in a checkpoint.
 
-A run that rolls out ahead keeps what it has not trained on yet: ``rollouts/`` in a checkpoint's
-folder is the next step's, ``rollouts_2/`` that of the one after it, and so on. Each holds
-``step.npz``, with what every rank knows, and the tokens of each rank's groups in a file of its own.
-Groups that servers were at work on are there as far as they were. A step whose prompts are drawn
-and not rolled out has the first file alone. A run goes on from them with any number of ranks.
+A checkpoint of a run that rolls out ahead holds all rollouts not trained on yet:
+
+- ``rollouts/`` holds the rollouts of the next step, ``rollouts_2/`` of the step after, and so on.
+- ``step.npz`` in each folder holds the data common to all ranks, and ``rank_….npz`` the tokens of
+  the groups of one rank.
+- Interrupted groups are stored as partial rollouts.
+- A step with drawn prompts but no rollouts has ``step.npz`` alone.
+- A run can resume with any number of ranks.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ _RANKS = "broken_off_by_ranks"
 
 @dataclass(frozen=True, slots=True)
 class CompleteRollouts:
-    """A step's complete rollouts, seen from one rank."""
+    """Complete rollouts of a step, from the view of one rank."""
 
     held: dict[int, Group]
-    """The groups whose tokens this rank has, by row of ``metadata``."""
+    """Groups with tokens on this rank, by row of ``metadata``."""
     metadata: StepMetadata
     """Metadata of all ranks."""
     metrics: dict[str, float]
@@ -52,65 +54,71 @@ class CompleteRollouts:
 
 @dataclass(slots=True)
 class StepRollouts:
-    """Rollouts of a step, seen from one rank.
+    """Rollouts of a step, from the view of one rank.
 
-        StepRollouts(Selection(...), step=4)
+    State by the field that is not None:
 
-    is *selected*: its prompts are drawn, and nothing is asked for. With ``partial`` it was broken
-    off, with ``prompts`` the engine is at work on it, and with ``complete`` it is ready to be
-    trained on.
+    - no field: *selected*, as ``StepRollouts(Selection(...), step=4)``. Prompts are drawn, but no
+      completion is requested.
+    - ``partial``: interrupted.
+    - ``prompts``: pending on the engine.
+    - ``complete``: ready for training.
     """
 
     selection: Selection
     """Selection of all ranks."""
     step: int
-    """The step that trains on them."""
+    """Number of the training step."""
     partial: list[PartialRollout] | None = None
-    """How far this rank's prompts were when they were broken off."""
+    """Partial rollouts of this rank's prompts at the interruption."""
     prompts: Sequence[Prompt] | None = None
-    """This rank's, while they are requested and not complete; None: they are not requested."""
+    """This rank's requested and incomplete prompts; None: not requested."""
     inclusion: Floats | None = None
     """[P], inclusion probabilities of ``prompts``."""
     pending: Any = None
-    """What the engine returned for the request."""
+    """Engine's return value for the request."""
     complete: CompleteRollouts | None = None
 
     @property
     def is_pending(self) -> bool:
-        """Whether they are requested, and not complete."""
+        """True for requested and incomplete rollouts."""
         return self.prompts is not None
 
     def reset(self) -> None:
-        """Forget all but the prompts."""
+        """Remove everything except the selection and the step."""
         self.partial = self.prompts = self.inclusion = self.pending = self.complete = None
 
     def finish(self, complete: CompleteRollouts) -> None:
-        """Replace the request, whose completions are in ``complete``."""
+        """Replace the request by the complete rollouts."""
         self.reset()
         self.complete = complete
 
     def can_resume(self, config: Config, *, min_version: int, needs_routing: bool) -> bool:
-        """Whether a run with these settings may go on with this rank's share.
+        """Return whether a run with these settings can resume this rank's rollouts.
 
         Args:
-            config: of the run. It may ask for other groups, roles, trees or teachers than the one
-                that wrote them.
-            min_version: version before which no token may have been made.
-            needs_routing: whether the routing of tokens is asked for.
+            config: configuration of the run; groups, roles, trees or teachers may differ from the
+                run that wrote the rollouts.
+            min_version: oldest permitted version of a token.
+            needs_routing: require the routing of tokens.
 
         Raises:
-            UserError: a setting knows one sequence, and a completion has several.
+            UserError: if a setting supports only one sequence, and a completion has several.
         """
         if self.complete is not None:
             return self._can_resume_complete(self.complete, config, min_version, needs_routing)
         limit = config.rollout.max_response_tokens
-        return all(
-            len(one.completion.token_ids) < limit + one.ended
-            and one.completion.oldest_version >= min_version
-            and (one.completion.routing is not None or not one.ended)
-            >= needs_routing  # the rest's tells of all before it
-            for one in self.partial or ()
-        )
+        for rollout in self.partial or ():
+            completion = rollout.completion
+            if len(completion.token_ids) >= limit + rollout.ended:
+                return False
+            if completion.oldest_version < min_version:
+                return False
+            # Require routing only of an ended completion, because the routing of a continuation
+            # includes all tokens before the continuation.
+            if needs_routing and rollout.ended and completion.routing is None:
+                return False
+        return True
 
     @staticmethod
     def _can_resume_complete(
@@ -138,8 +146,8 @@ class StepRollouts:
 
 
 def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) -> None:
-    """Write into a checkpoint's folder what the next steps have, in their order: this rank's
-    groups, and on the leader what goes for all. Not collective."""
+    """Write the rollouts of the next steps, in order, into a checkpoint's folder: this rank's
+    groups, and on rank 0 the data common to all ranks. Not collective."""
     for number, batch in enumerate(steps):
         folder = _get_folder(place, number)
         folder.mkdir(exist_ok=True)
@@ -164,18 +172,20 @@ def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) ->
 def read_in_flight(
     place: Path, pool: Sequence[Prompt], world: World, step: int
 ) -> list[StepRollouts]:
-    """Read a checkpoint's rollouts of the next steps, in their order. Collective.
+    """Read a checkpoint's rollouts of the next steps, in order. Collective.
 
-    If the number of ranks is unchanged, ranks keep their groups; else every rank takes each n-th.
+    If the number of ranks is unchanged, each rank keeps the same groups. Otherwise each of n ranks
+    takes every n-th group.
 
     Args:
-        place: the checkpoint.
-        pool: of the run that wrote it.
-        step: the next one.
+        place: folder of the checkpoint.
+        pool: prompts of the run that wrote the checkpoint.
+        step: number of the next step.
 
     Raises:
-        UserError: on every rank, if the pool's prompts are other ones, or a file is damaged.
+        UserError: on every rank, if the pool has different prompts, or a file is damaged.
     """
+    # The first missing step ends the list.
     folders = (_get_folder(place, number) for number in count())
     stored = world.broadcast(
         lambda: [
@@ -201,9 +211,8 @@ def _read(
     selection = Selection(**chosen | {"window": int(chosen["window"])})
     rollouts = StepRollouts(selection, step)
     if _RANKS in stored:
-        share = set(
-            selection.prompt_ids[world.rank :: world.size].tolist()
-        )  # as the collector asks for them
+        # Assign prompts to ranks as ``Collector.request`` does.
+        share = set(selection.prompt_ids[world.rank :: world.size].tolist())
         files = [_get_file(folder, writer) for writer in range(int(stored[_RANKS]))]
         found = world.run_on_all_ranks(
             lambda: [_unpack_partial(_load_arrays(file), share) for file in files],
@@ -232,6 +241,7 @@ def _read(
         if name.startswith(_PART)
     }
     metadata = StepMetadata(**known | {"window": float(known["window"]), "parts": parts})
+    # Keep the writers of the files, because a different number of ranks changes the owners.
     written_by = metadata.owners
     if words["ranks"] != world.size:
         metadata = replace(metadata, owners=np.arange(len(written_by)) % world.size)
@@ -259,7 +269,7 @@ def _get_file(folder: Path, rank: int) -> Path:
 
 def _load_arrays(file: Path) -> dict[str, Any]:
     try:
-        with np.load(file) as stored:  # which unpickles nothing
+        with np.load(file) as stored:  # without pickled objects
             return {name: stored[name] for name in stored.files}
     except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
         problem = f"{file.parent.name}/{file.name} cannot be read ({type(error).__name__}: {error})"
@@ -271,14 +281,13 @@ def _save_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def _pack_groups(held: dict[int, Group]) -> dict[str, np.ndarray]:
-    """Groups by row of the metadata, which has their prompts, lengths and rewards; one after the
-    other."""
+    """Pack groups by row of the metadata; the metadata holds prompts, lengths and rewards."""
     completions = [completion for group in held.values() for completion in group.completions]
     return {"rows": np.array(list(held), np.int64), **_pack_completions(completions)}
 
 
 def _pack_partial(partial_rollouts: Sequence[PartialRollout]) -> dict[str, np.ndarray]:
-    """Completions so far, each with its prompt, its slot, and whether it has ended."""
+    """Pack partial rollouts: [n, 3] prompt, slot and ``ended``, and the completions."""
     places = [(one.prompt, one.slot, one.ended) for one in partial_rollouts]
     return {
         "places": np.array(places, np.int64).reshape(-1, 3),
@@ -287,7 +296,7 @@ def _pack_partial(partial_rollouts: Sequence[PartialRollout]) -> dict[str, np.nd
 
 
 def _unpack_partial(stored: dict[str, Any], prompt_ids: set[int]) -> list[PartialRollout]:
-    """Partial rollouts of some prompts, by their ids, from a file of ``_list_environments``."""
+    """Unpack the partial rollouts of the given prompts from a file of :func:`_pack_partial`."""
     completions = _unpack_completions(stored)
     return [
         PartialRollout(prompt, slot, completion, bool(ended))
@@ -308,12 +317,11 @@ _COLUMNS = (
     "segments",
     "starts",
 )
-"""The fields of a completion that have a length of their own, or are None."""
+"""Fields of a completion with separate lengths, or None."""
 
 
 def _pack_completions(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
-    """Each column of all completions, one after the other, and its lengths: −1 where a completion
-    has None."""
+    """Pack completions: each column, concatenated, and lengths; length −1 encodes None."""
     packed = {
         "stopped": np.array(
             [completion.finish_reason == "stop" for completion in completions], bool
@@ -323,9 +331,11 @@ def _pack_completions(completions: Sequence[Completion]) -> dict[str, np.ndarray
         values = [getattr(completion, name) for completion in completions]
         known = [np.asarray(value) for value in values if value is not None]
         packed[name] = np.concatenate(known) if known else np.zeros(0)
-        packed[name + _LENGTHS] = np.array(
-            [-1 if value is None else len(value) for value in values], np.int64
-        )
+        lengths = np.full(len(values), -1, np.int64)
+        for index, value in enumerate(values):
+            if value is not None:
+                lengths[index] = len(value)
+        packed[name + _LENGTHS] = lengths
     return packed
 
 
@@ -334,9 +344,11 @@ def _unpack_completions(stored: dict[str, Any]) -> Iterator[Completion]:
     for name in _COLUMNS:
         lengths = stored[name + _LENGTHS]
         parts = np.split(stored[name], np.cumsum(np.maximum(lengths, 0))[:-1])
-        columns[name] = [
-            None if length < 0 else part for length, part in zip(lengths, parts, strict=False)
-        ]
+        # ``np.split`` returns one part too many for no completions: end with the lengths.
+        column: list[Any] = []
+        for length, part in zip(lengths, parts, strict=False):
+            column.append(None if length < 0 else part)
+        columns[name] = column
     for number, stopped in enumerate(stored["stopped"].tolist()):
         found: dict[str, Any] = {name: column[number] for name, column in columns.items()}
         found["starts"] = tuple(map(int, found["starts"]))
@@ -346,7 +358,7 @@ def _unpack_completions(stored: dict[str, Any]) -> Iterator[Completion]:
 def _unpack_groups(
     stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, Prompt]
 ) -> dict[int, Group]:
-    """The stored groups of these prompts, by row of the metadata."""
+    """Unpack the stored groups of the given prompts, by row of the metadata."""
     rows = stored["rows"]
     completions = _unpack_completions(stored)
     groups = [(row, tuple(islice(completions, metadata.rewards.shape[1]))) for row in rows.tolist()]

@@ -88,10 +88,10 @@ class TeacherServer:
             ]
             # SGLang returns the id 0 for the last token of a vocabulary, with the log-probability
             # of the last token.
-            asked = [
-                0 if named == 0 and t >= self.tokens - 1 else t
-                for (named, _), t in zip(told, asked, strict=False)
-            ]
+            expected = []
+            for (named, _), token in zip(told, asked, strict=False):
+                expected.append(0 if named == 0 and token >= self.tokens - 1 else token)
+            asked = expected
         else:
             entries = answer["choices"][0]["prompt_logprobs"][-len(asked) :]
             told = [
@@ -181,7 +181,8 @@ class TeacherServers:
         server = TeacherServer(
             url, models[0]["id"], sglang="/generate" in routes, tokens=len(tokenizer)
         )
-        if models[0]["max_model_len"] <= longest:  # vLLM also generates a token
+        # Require room for one more token, because vLLM always generates a token.
+        if models[0]["max_model_len"] <= longest:
             problem = (
                 f"takes {models[0]['max_model_len']} tokens, and the longest sequence has "
                 f"{longest}, and one more"
@@ -210,11 +211,9 @@ class TeacherServers:
     async def _read_all(
         self, server: TeacherServer, prompt: Prompt, completion: Completion
     ) -> NDArray[np.float32]:
-        """Return the log-probabilities of all sequences of a completion, [L].
-
-        The first token of each sequence after the first was not sampled. The log-probability of
-        that token is unknown and unused, and stays 0.
-        """
+        """Return the log-probabilities of all sequences of a completion, [L]."""
+        # The first token of each sequence after the first was not sampled: the log-probability is
+        # unknown and unused, and stays 0.
         said = np.zeros(len(completion.token_ids), np.float32)
         asked = [
             split_prompt_and_response(prompt.token_ids, completion, k)
@@ -230,8 +229,7 @@ class TeacherServers:
     ) -> NDArray[np.float32]:
         """Return the log-probabilities of one response, [L].
 
-        A query to a dead server is repeated within ``rollout.timeout_s``, because the server may
-        restart. A refusal is final.
+        A query to a dead server is repeated within ``rollout.timeout_s``. A refusal is final.
         """
         path, body = server.build_request(prompt, response)
         async with self._room:
@@ -244,6 +242,7 @@ class TeacherServers:
                 try:
                     return server.parse_logprobs(await answer, response)
                 except ServerError as error:
+                    # Repeat the query to a dead server, because the server may restart.
                     if error.alive or time.monotonic() + ASK_AGAIN_S > until:
                         raise
                     await asyncio.sleep(ASK_AGAIN_S)
@@ -299,7 +298,7 @@ class TeacherQuery:
         return [self._add_group_logprobs(place, group) for place, group in enumerate(completions)]
 
     def cancel(self) -> None:
-        """Cancel all queries, because the rollout failed and the answers are not needed."""
+        """Cancel all queries after a failed rollout."""
         for asked in self._asked.values():
             for future in asked:
                 future.cancel()

@@ -93,7 +93,8 @@ class TreePath:
         not reach."""
         forks = list(self.forks)
         for branch in branches[len(forks) :]:
-            first = forks[-1] + 1 if forks else 1  # a branch has one token at least
+            # A branch has at least one token.
+            first = forks[-1] + 1 if forks else 1
             if branch.at is not None:
                 position = max(branch.at, first)
             else:
@@ -143,8 +144,8 @@ def count_leaves(branches: Branches, level: int) -> int:
 
 
 def list_leaves(paths: Iterable[TreePath], branches: Branches) -> tuple[Completion, ...]:
-    """Return the leaves of a tree in order, from its ended paths. A path that ends before a fork is
-    several leaves."""
+    """Return the leaves of a tree in order, from the ended paths. A path that ends before a fork
+    represents several leaves."""
     leaves: dict[int, Completion] = {}
     # A path replaces leaves of the path with fewer forks.
     for path in sorted(paths, key=lambda path: len(path.forks)):
@@ -161,8 +162,8 @@ def list_leaves(paths: Iterable[TreePath], branches: Branches) -> tuple[Completi
 
 
 def count_unique_tokens(group: Sequence[Completion], branches: Branches) -> list[int]:
-    """Return the sampled tokens of each completion of a group, without tokens of completions before
-    it."""
+    """Count the sampled tokens of each completion of a group, without tokens shared with earlier
+    completions."""
     counts = []
     for slot, leaf in enumerate(group):
         level = next(

@@ -1,5 +1,5 @@
-"""Expressions, equations and inequalities: the same by their values at points, never by truth or by
-their solutions."""
+"""Equality of expressions, equations and inequalities by values at sample points, never by truth or
+by solutions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from megatron_dppo.rewards.math.values import (
 )
 
 CLOCK = re.compile(r"[0-9]{1,2}\s*:\s*[0-5][0-9]")
-"""A time of day, which algebra would take for a quotient."""
+"""Time of day; algebra would read a quotient."""
 RELATIONS = (
     r"<|>|=|\\(?:le|ge|ne|in|notin|equiv|subset|subseteq|supset|to|rightarrow|mapsto|implies|iff|mid|nmid|perp"
     r"|parallel|sim|cong|propto|Rightarrow|Leftrightarrow|leftrightarrow|ll|gg)(?![a-zA-Z])"
@@ -49,29 +49,30 @@ POINTS: tuple[tuple[int, Fraction | int], ...] = (
     *((1, 1), (-1, 1), (0, 1), (0, 1), (0, 9)),
     *((0, Fraction(1, 9)), (0, 1000), (0, 100), (1, Fraction(1, 9))),
 )
-"""Signs and sizes of the unknowns at the points where two expressions are compared; 0: each has its
-own sign."""
+"""Sign and size of the unknowns at the points of a comparison; sign 0: a separate sign for each
+unknown."""
 STEPPED = (("call", "floor"), ("call", "ceil"))
 STEPS = tuple((sign, size) for size in (10, 100, 1000) for sign in (1, -1, 0) for _ in range(6))
-"""More of them, where values are rounded to integers."""
+"""Further points for expressions with values rounded to integers."""
 MIN_POINTS = 2
+"""Fewest points with values of both expressions."""
 RATIONAL_POINTS = 4
-"""Points at which both must have values; and at which they are compared if all are rational."""
+"""Sufficient points if all values are rational."""
 SPARE_BITS = 60
-"""By which terms of a sum may differ before more digits are taken."""
+"""Difference in size between terms of a sum, in bits, before more digits are used."""
 Pair = tuple[Value, Value, SamplePoint]
 UNEQUAL = re.compile(r"([a-zA-Z])\s*\\ne(?![a-zA-Z])(.+)")
 EQUAL_DIGITS = 30
-"""Digits that two ends have in common that are one."""
+"""Common digits of equal ends."""
 
 
 class NarrowerDomainError(Exception):
-    """An answer has no value at a point where its label has one."""
+    """Error of an answer without a value at a point, if the label has a value."""
 
 
 def match_algebra(label: str, answer: str) -> bool:
-    """Whether two whole texts in ``normalize_notation``'s spelling are one expression, equation,
-    inequality or ratio."""
+    """Return whether two whole texts in the notation of ``normalize_notation`` are the same
+    expression, equation, inequality or ratio."""
     if any(CLOCK.fullmatch(text) for text in (label, answer)):
         return False
     try:
@@ -82,31 +83,32 @@ def match_algebra(label: str, answer: str) -> bool:
         if len(expected) != len(found) or len(expected) == 1:
             return False
         sides = parse_expressions(*(text for _, text in (*expected, *found)))
-        signs = [[sign for sign, _ in chain[1:]] for chain in (expected, found)]
-        return _match_chain(
-            signs[0], sides[: len(expected)], signs[1], sides[len(expected) :], label
-        )
+        signs = [sign for sign, _ in expected[1:]]
+        found_signs = [sign for sign, _ in found[1:]]
+        count = len(expected)
+        return _match_chain(signs, sides[:count], found_signs, sides[count:], label)
     except (ExpressionParseError, TooLargeError, NarrowerDomainError):
         return False
 
 
 def strip_approximation(text: str) -> str:
-    r"""The exact value of ``2\pi \approx 6.28``, if the decimal is its value, rounded or cut off.
-    In any other text an approximate equality is an equality."""
+    r"""Return the exact part of a text such as ``2\pi \approx 6.28``.
+
+    If the decimal is not the rounded or cut-off exact value, the approximate equality becomes an
+    equality.
+    """
     exact, *others = split(text, r"\\approx(?![a-zA-Z])")
     number = parse_number(others[0]) if len(others) == 1 else None
     if number is not None and number.decimals is not None:
         value = evaluate_constant(split(exact, "=")[-1])
-        if value is not None and abs(_to_fraction(value) - number.value) < Fraction(
-            1, 10**number.decimals
-        ):
+        unit = Fraction(1, 10**number.decimals)
+        if value is not None and abs(_to_fraction(value) - number.value) < unit:
             return exact
     return re.sub(r"\\approx(?![a-zA-Z])", "=", text).strip(" =")
 
 
 def evaluate_constant(text: str) -> Value | None:
-    """The value of an expression without unknowns that is a real number; None for any other
-    text."""
+    """Return the value of a real expression without unknowns; None for any other text."""
     try:
         (node,) = parse_expressions(text)
         if find_symbols(node):
@@ -118,7 +120,8 @@ def evaluate_constant(text: str) -> Value | None:
 
 
 def _match_ratio(label: str, answer: str) -> bool:
-    """Expressions; of ratios, ``2:3:4``, all terms by one factor."""
+    """Compare expressions, or ratios such as ``2:3:4``."""
+    # The terms of equal ratios differ by one common factor.
     terms = split(label, ":")
     others = split(answer, ":")
     if max(len(terms), len(others)) <= 2:
@@ -133,11 +136,10 @@ def _match_expression(label: str, answer: str) -> bool:
     one, other = parse_expressions(label, answer)
     if one == other:
         return True
-    if bool(find_symbols(one)) != bool(find_symbols(other)) and {one[0], other[0]} <= {
-        "number",
-        "symbol",
-    }:
-        return False  # a number and an unknown; in a call an unknown might cancel out
+    # A number and a single unknown differ. In any other expression, an unknown might cancel out.
+    atoms = {one[0], other[0]} <= {"number", "symbol"}
+    if atoms and bool(find_symbols(one)) != bool(find_symbols(other)):
+        return False
     written = parse_number(label), parse_number(answer)
     for number, node in ((written[0], other), (written[1], one)):
         if number is not None and (number.decimals or 0) >= 6 and not find_symbols(node):
@@ -153,13 +155,10 @@ def _match_chain(
     closed = not find_symbols(("sum", *sides, *found))
 
     def matches(one: Node, other: Node) -> bool:
-        # All truths about numbers are worth the same, so that only their writing can tell them
-        # apart.
-        return (
-            _sort_operands(one) == _sort_operands(other)
-            if closed
-            else _match_at_points(one, other, seed, _is_equal)
-        )
+        # Compare closed statements by notation, because all true statements are equivalent.
+        if closed:
+            return _sort_operands(one) == _sort_operands(other)
+        return _match_at_points(one, other, seed, _is_equal)
 
     if signs == found_signs and all(map(matches, sides, found)):
         return True
@@ -172,6 +171,7 @@ def _match_chain(
         or found_signs[0] not in (signs[0], TURNED[signs[0]])
     ):
         return False
+    # Compare the differences of the sides: equivalent relations have proportional differences.
     one, other = (("sum", left, make_product(MINUS_ONE, right)) for left, right in (sides, found))
     equation = signs[0] in ("=", r"\ne")
     candidates = [(one, other)]
@@ -180,23 +180,29 @@ def _match_chain(
         candidates += [(cleared[0], other), (one, cleared[1]), cleared]
     for first, second in dict.fromkeys(candidates):
         factor = _find_factor(first, second, seed)
+        # A negative factor reverses an inequality.
         if factor and (equation or (factor > 0) == (signs == found_signs)):
             return True
     return False
 
 
 def _sort_operands(node: Node) -> Node:
-    """The expression with the terms of sums and the factors of products in one order, and numbers
-    divided out."""
-    parts = tuple(_sort_operands(part) if isinstance(part, tuple) else part for part in node[1:])
+    """Sort the terms of sums and the factors of products, and evaluate quotients of numbers."""
+    operands = []
+    for part in node[1:]:
+        operands.append(_sort_operands(part) if isinstance(part, tuple) else part)
+    parts = tuple(operands)
     if node[0] in ("sum", "product"):
         inner: list[Node] = []
         for part in parts:
             inner += part[1:] if part[0] == node[0] else [part]
-        if node[0] == "product" and all(_is_number(part) for part in inner):
-            values = (part[1] if part[0] == "number" else 1 / part[1][1] for part in inner)
-            if sum(part[0] == "number" and part != MINUS_ONE for part in inner) <= 1:
-                return ("number", math.prod(values, start=Fraction(1)))
+        numeric = node[0] == "product" and all(_is_number(part) for part in inner)
+        # Evaluate quotients only: leave a product of two or more numbers as written.
+        if numeric and sum(part[0] == "number" and part != MINUS_ONE for part in inner) <= 1:
+            value = Fraction(1)
+            for part in inner:
+                value *= part[1] if part[0] == "number" else 1 / part[1][1]
+            return ("number", value)
         return (node[0], *sorted(inner, key=repr))
     return (node[0], *parts)
 
@@ -209,7 +215,7 @@ def _is_number(node: Node) -> bool:
 
 
 def _clear_denominators(node: Node) -> Node:
-    """A difference times all denominators in it that hold unknowns: 0 where it was 0."""
+    """Multiply a difference by all denominators with unknowns; zeros of the difference remain."""
     below = dict.fromkeys(_find_denominators(node))
     return make_product(node, *below) if below else node
 
@@ -223,7 +229,7 @@ def _find_denominators(node: Node) -> Iterator[Node]:
 
 
 def _find_factor(left: Node, right: Node, seed: str) -> Value | None:
-    """The constant other than 0 by which the one is a multiple of the other."""
+    """Return the nonzero constant factor between ``left`` and ``right``; None if no constant."""
     factors: list[Value] = []
 
     def match_factor(first: Value, second: Value, point: SamplePoint) -> bool:
@@ -240,8 +246,11 @@ def _find_factor(left: Node, right: Node, seed: str) -> Value | None:
 def _match_at_points(
     left: Node, right: Node, seed: str, matches: Callable[[Value, Value, SamplePoint], bool]
 ) -> bool:
-    """Whether a comparison holds at all points; where roots and logarithms are real, if there are
-    such points."""
+    """Return whether a comparison holds at all points.
+
+    Points with real roots and logarithms are preferred; complex values are used only if too few
+    real points exist.
+    """
     nodes = [*iter_subexpressions(left), *iter_subexpressions(right)]
     imaginary = ("symbol", "i") in nodes
     closed = not find_symbols(left) and not find_symbols(right)
@@ -264,8 +273,8 @@ def _match_at_points(
 def _evaluate_points(
     left: Node, right: Node, seed: str, *, imaginary: bool = False
 ) -> Iterator[Pair]:
-    """The values of two expressions at the points where both have one, to as many digits as they
-    need."""
+    """Yield the values of two expressions at all points with values of both, with sufficient
+    precision."""
     closed = not find_symbols(left) and not find_symbols(right)
     stepped = any(
         node[:2] in STEPPED for node in (*iter_subexpressions(left), *iter_subexpressions(right))
@@ -281,34 +290,33 @@ def _evaluate_points(
         except UndefinedError:
             continue
         except NarrowerDomainError:
+            # Skip the point unless the sign of an unknown matters to the label's logarithm.
             if _is_sign_dependent(left, right):
                 raise
         except TooLargeError:
+            # Skip points of other sizes, because the size of the unknowns may be the reason.
             if size == 1:
                 raise
 
 
 def _is_sign_dependent(label: Node, answer: Node) -> bool:
-    """Whether the label may have the logarithm of an unknown below zero: it is of one unknown, or
-    of an absolute value.
+    """Return whether the label may have the logarithm of a negative unknown: a logarithm of an
+    absolute value, or logarithms of only one unknown."""
+    in_label = _find_logarithms(label)
+    in_answer = _find_logarithms(answer)
+    if any(n[:2] == ("call", "abs") for log in in_label for n in iter_subexpressions(log)):
+        return True
+    # The unknowns in ln(a/b) are assumed positive, so that ln a − ln b is equal.
+    return bool(in_label) and len(find_symbols(("sum", *in_label, *in_answer))) == 1
 
-    The unknowns in ln(a/b) are taken to be positive, so that ln a − ln b is the same.
-    """
-    logarithms = [
-        [n for n in iter_subexpressions(of) if n[:2] in (("call", "ln"), ("call", "log"))]
-        for of in (label, answer)
-    ]
-    absolute = any(
-        n[:2] == ("call", "abs") for log in logarithms[0] for n in iter_subexpressions(log)
-    )
-    return absolute or (
-        bool(logarithms[0]) and len(find_symbols(("sum", *logarithms[0], *logarithms[1]))) == 1
-    )
+
+def _find_logarithms(expression: Node) -> list[Node]:
+    kinds = (("call", "ln"), ("call", "log"))
+    return [node for node in iter_subexpressions(expression) if node[:2] in kinds]
 
 
 def _evaluate_point(left: Node, right: Node, point: SamplePoint) -> Pair:
-    """The values at a point; worked out again with more digits, where terms of unlike sizes took
-    too many."""
+    """Return the values at a point. Use more digits if terms of different sizes lose too many."""
     try:
         values = _evaluate_pair(left, right, point)
         if point.unlike <= SPARE_BITS or all(isinstance(value, Fraction) for value in values):
@@ -340,7 +348,7 @@ def _is_equal(left: Value, right: Value, point: SamplePoint) -> bool:
 
 
 def _to_fraction(value: Value) -> Fraction:
-    """The exact value of a binary number."""
+    """Return the exact value of a binary number."""
     if isinstance(value, Fraction):
         return Fraction(value)
     sign, mantissa, exponent, _ = value._mpf_
@@ -348,13 +356,13 @@ def _to_fraction(value: Value) -> Fraction:
 
 
 End = Fraction | float
-"""A number, or an infinity."""
+"""Number, or infinity."""
 MAX_DENOMINATOR = 10**12
-"""The largest denominator that a value is taken to have which is a fraction but for rounding."""
+"""Largest denominator of a value treated as a fraction with rounding errors."""
 
 
 class Interval(NamedTuple):
-    """All real numbers between two ends; a single number where both ends are one."""
+    """All real numbers between two ends; a single number if both ends are equal."""
 
     low: End
     with_low: bool
@@ -363,7 +371,8 @@ class Interval(NamedTuple):
 
 
 def match_real_sets(label: str, answer: str) -> bool | None:
-    """Whether two texts are one set of numbers; None where one is none that is read here."""
+    """Return whether two texts are the same set of numbers; None if a text is not a supported
+    set."""
     expected = _parse_intervals(label)
     found = _parse_intervals(answer)
     if expected is None or found is None:
@@ -373,18 +382,17 @@ def match_real_sets(label: str, answer: str) -> bool | None:
 
 
 def _parse_intervals(text: str) -> tuple[list[Interval], str | None] | None:
-    """The intervals of a set, and the name of its unknown."""
+    """Parse the intervals of a set, and the name of the unknown."""
     intervals: list[Interval] = []
     unknowns: set[str] = set()
     members = split_union(text, UNION + "|,")
     unequal = [found for member in members if (found := UNEQUAL.fullmatch(member))]
-    if unequal and len(members) > 1:  # x ≠ 1, x ≠ 2 leaves both out, and is no union
-        same = len(unequal) == len(members) and len({found[1] for found in unequal}) == 1
-        return (
-            _parse_complement(unequal[0][1] + r"\ne " + ",".join(found[2] for found in unequal))
-            if same
-            else None
-        )
+    # x ≠ 1, x ≠ 2 excludes both numbers, and is not a union.
+    if unequal and len(members) > 1:
+        if len(unequal) != len(members) or len({found[1] for found in unequal}) != 1:
+            return None
+        excluded = ",".join(found[2] for found in unequal)
+        return _parse_complement(unequal[0][1] + r"\ne " + excluded)
     for member in members:
         some = _parse_complement(member) or _parse_interval(member)
         if some is None:
@@ -395,7 +403,7 @@ def _parse_intervals(text: str) -> tuple[list[Interval], str | None] | None:
 
 
 def _parse_complement(text: str) -> tuple[list[Interval], str | None] | None:
-    r"""All real numbers but some: ``\mathbb{R} \setminus \{0\}``, ``x \ne 0``."""
+    r"""Parse the real numbers without some points: ``\mathbb{R} \setminus \{0\}``, ``x \ne 0``."""
     unequal = UNEQUAL.fullmatch(text)
     sides = split(text, r"\\setminus(?![a-zA-Z])|-(?=\s*⦃)")
     if unequal is None and (len(sides) != 2 or re.sub(r"\s", "", sides[0]) != r"\mathbb{R}"):
@@ -404,13 +412,12 @@ def _parse_complement(text: str) -> tuple[list[Interval], str | None] | None:
     if points is None:
         return None
     ends: list[End] = [-math.inf, *sorted(points), math.inf]
-    return [Interval(low, False, high, False) for low, high in pairwise(ends)], unequal and unequal[
-        1
-    ]
+    intervals = [Interval(low, False, high, False) for low, high in pairwise(ends)]
+    return intervals, unequal and unequal[1]
 
 
 def _parse_interval(text: str) -> tuple[list[Interval], str | None] | None:
-    """An interval, or the points of a set, as intervals of one number each."""
+    """Parse an interval, or the points of a set as intervals of one number each."""
     points = _parse_points(text)
     if points is not None:
         return [Interval(point, True, point, True) for point in points], None
@@ -441,12 +448,14 @@ def _parse_endpoint(text: str) -> End | None:
         return value
     exact = _to_fraction(value)
     near = exact.limit_denominator(MAX_DENOMINATOR)
+    # Return a fraction for a value equal to the fraction except for rounding, so that equal ends of
+    # different notation compare as equal.
     close = abs(exact) / 10**EQUAL_DIGITS
     return near if abs(near - exact) <= close else Fraction(value.context.nstr(value, EQUAL_DIGITS))
 
 
 def _merge_intervals(intervals: list[Interval]) -> list[Interval]:
-    """The intervals in order, those that touch as one, without empty ones."""
+    """Sort intervals, remove empty intervals, and merge touching intervals."""
     joined: list[Interval] = []
     for one in sorted(intervals, key=lambda one: (one.low, not one.with_low)):
         if one.low > one.high or (one.low == one.high and not (one.with_low and one.with_high)):

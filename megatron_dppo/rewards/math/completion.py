@@ -1,5 +1,5 @@
-"""The answer in a completion, after its thoughts: the last box, the last number signs, else the
-declared fallbacks."""
+"""Extraction of the answer in a completion, after the thoughts: the last box, the last number
+signs, else the declared fallbacks."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 THINKING_TAGS = ("<think>", "</think>")
-"""The default of ``reward.thinking_tags``."""
+"""Default of ``reward.thinking_tags``."""
 MARKED = re.compile(r"^.*#[ \t]*+([^#\n]+)$", re.MULTILINE)
-"""Text after number signs on a line: ``#### 72`` as GSM8K has it, ``#72`` as the arithmetic
-generator has it."""
+"""Text after number signs on a line: ``#### 72`` in GSM8K, ``#72`` in the arithmetic generator."""
 NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 BOXED = re.compile(r"\\f?boxed\s*(?:\{|([^\s{}\\]))")
 BRACE = re.compile(r"[{}]")
 ANSWER_PHRASE = re.compile(r"\banswer\s*(?:is|:|=)[\s:*]*", re.IGNORECASE)
 CLAUSE = re.compile(r"\s(?:because|since|as|which|so|when)\b")
 SENTENCE_END = re.compile(rf"\n|\.\s|,\s+(?=[a-z]{{2}})|{CLAUSE.pattern}|\sby\b")
-"""A full stop before a space ends a sentence, a decimal point does not."""
+"""End of a sentence: a full stop before a space, not a decimal point."""
 AMOUNT = r"[0-9][0-9,]*(?:\.[0-9]+)?"
 PAID = rf"{AMOUNT}[.,;:)]?\s+\(?[a-z]{{2,}}\s(?:[^$\n]*\s)?\$"
-"""Prose between two dollar signs, of which the first is a currency's."""
+"""Prose between two dollar signs; the first sign is a currency."""
 FORMULA = re.compile(
     rf"(?<!\\)\$(?!{PAID})((?:\\.|[^$\\\n])+)\$(?![0-9])|\\\(([^\n]+?)\\\)|\\\[(.+?)\\\]"
     rf"|\${AMOUNT}(?!\w|\s*[\\^/+=<>{{}}$%-])",
     re.DOTALL,
 )
-"""A formula between delimiters, in a group; or an amount of dollars, in none."""
+"""Formula between delimiters, in a group; or an amount of dollars, without a group."""
 LOOSE = re.compile(r"(?<![\w.,])[-+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+|\s?\\?%)?")
 STATED_NUMBER = re.compile(rf"\s+(?:is|are|equals)\s+(?:exactly\s+)?({LOOSE.pattern})[.!]?\s*")
-"""A number that a sentence gives to the formula before it: ``the largest $n$ is 34.``"""
+"""Number assigned to the preceding formula by a sentence: ``the largest $n$ is 34.``"""
 BETWEEN = re.compile(
     r"(?:[\s$,;.*()]|\\[()\[\],; ]|\\q?quad|\\text\{|\}|\b[a-zA-Z](?:_(?:\w|\{[^{}]*\}))?\s*="
     r"|\b(?:and|or|else|either|also|even|maybe|perhaps|possibly|probably|alternatively|it|could|might|may|be)\b)*+",
     re.IGNORECASE,
 )
-"""Text between boxes that are one answer: a second guess is no correction."""
+"""Text between boxes of one answer: a second guess is not a correction."""
 LONGEST_BETWEEN = 60
 WORD = r"[a-zA-Z'-]+(?:\([^()\s]*\))?"
 SUBJECT = re.compile(
@@ -44,20 +43,20 @@ SUBJECT = re.compile(
     rf"\t]+){{0,19}}(?:is|are|equals)\s+(?:exactly\s+)?",
     re.IGNORECASE,
 )
-"""Words that say of what the answer is told: ``The volume is`` 120."""
+"""Words with the subject of an answer: ``The volume is`` 120."""
 MOST_BOXES = 64
-"""Boxes at the end of a text that are looked at."""
+"""Most boxes examined, from the end of a text."""
 NEGATED = re.compile(r"\b(?:not|never|neither|nor|no|if|unless|or|and)\b", re.IGNORECASE)
 TAIL = 2000
-"""Characters at the end of a text in which the fallbacks look for an answer."""
+"""Characters at the end of a text searched by the fallbacks."""
 
 
 def strip_thinking(text: str, prompt: str = "", tags: Sequence[str] = THINKING_TAGS) -> str:
-    """The text of a completion after the last of its thoughts; empty if they have no end.
+    """Return the text of a completion after the last thoughts; empty if the thoughts have no end.
 
     Args:
-        text: the completion.
-        prompt: as the policy read it. A chat template may end the prompt with the opening tag.
+        text: text of the completion.
+        prompt: rendered prompt. A chat template may end the prompt with the opening tag.
         tags: ``reward.thinking_tags``.
     """
     if not tags:
@@ -69,12 +68,12 @@ def strip_thinking(text: str, prompt: str = "", tags: Sequence[str] = THINKING_T
 
 
 def extract_marked_answer(text: str) -> str | None:
-    r"""The contents of the last ``\boxed{}``, else what follows the last number signs; None without
-    either.
+    r"""Return the contents of the last ``\boxed{}``, else the text after the last number signs,
+    else None.
 
-    A line with number signs that is neither the last one nor ends in a plain number is a Markdown
-    heading. A box that is cut off before it closes holds no answer: the empty string, and no
-    earlier box counts in its place.
+    - A line with number signs is a Markdown heading unless the line is the last line, or ends in a
+      plain number.
+    - A box without a closing brace gives the empty string; earlier boxes do not count.
     """
     boxes = extract_boxes(text)
     if boxes:
@@ -87,14 +86,15 @@ def extract_marked_answer(text: str) -> str | None:
 
 
 def extract_boxes(text: str) -> list[str]:
-    r"""The contents of the last box; of all, where nothing but commas, "and", "or" and names stand
-    between them.
+    r"""Return the contents of the last box, or of several boxes at the end if separated only by
+    commas, "and", "or" and names.
 
-    The same one twice counts once.
+    Equal boxes count once.
     """
     found: list[tuple[int, int, str]] = []
     for match in list(BOXED.finditer(text))[-MOST_BOXES:]:
-        if found and match.start() < found[-1][1]:  # a box within the box before
+        # Skip a box nested in the previous box.
+        if found and match.start() < found[-1][1]:
             continue
         end = match.end()
         inside = match[1]
@@ -112,8 +112,8 @@ def extract_boxes(text: str) -> list[str]:
 
 
 def extract_unmarked_answer(text: str) -> str:
-    """Where no answer is marked: the end of the last "answer is …", else the last formula, else the
-    last number."""
+    """Return the answer of a text without marks: the text after the last "answer is", else the last
+    formula, else the last number."""
     text = text[-TAIL:]
     said = list(ANSWER_PHRASE.finditer(text))
     if said:
@@ -124,7 +124,8 @@ def extract_unmarked_answer(text: str) -> str:
         return SENTENCE_END.split(text[start:], maxsplit=1)[0].strip(" *")
     formulas = list(FORMULA.finditer(text))
     last = formulas[-1] if formulas else None
-    if last and last.lastindex:  # money behind all formulas: prose has the answer
+    # An amount of money after all formulas has no group: the answer is a number in the prose.
+    if last and last.lastindex:
         told = STATED_NUMBER.fullmatch(text, last.end())
         return told[1].rstrip(",") if told else last[last.lastindex].strip()
     numbers = LOOSE.findall(text)
@@ -132,8 +133,8 @@ def extract_unmarked_answer(text: str) -> str:
 
 
 def parse_plain_number(text: str) -> Fraction | None:
-    """The value of text that is one decimal number (currency sign, thousands' commas, full stop
-    allowed), else None."""
+    """Return the value of a single decimal number; None for any other text. Currency sign,
+    thousands separators and full stop are permitted."""
     text = text.strip().rstrip(".").strip()
     if len(text) > 1000 or not any(c in "0123456789" for c in text) or not NUMBER.fullmatch(text):
         return None

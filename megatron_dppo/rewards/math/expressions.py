@@ -1,11 +1,14 @@
-r"""LaTeX expressions, read whole: what is not understood makes a text unreadable, and never a
-shorter one.
+r"""Parser of LaTeX expressions. An unsupported construct makes the whole text unreadable: no part
+of a text is skipped.
 
-A node is a tuple that begins with its kind: ``("number", Fraction)``, ``("symbol", name)``,
+A node is a tuple that begins with the kind: ``("number", Fraction)``, ``("symbol", name)``,
 ``("sum", *terms)``, ``("product", *factors)``, ``("power", base, exponent)`` or ``("call", name,
-*arguments)``. Implicit products bind closer than a slash (``1/2x`` is 1/(2x)). A proper fraction
-right behind an integer makes a mixed number of it, and an improper one is not readable, for it may
-be meant as a product or as a sum.
+*arguments)``.
+
+- Implicit products bind closer than a slash: ``1/2x`` is 1/(2x).
+- An integer followed by a proper fraction is a mixed number.
+- An integer followed by an improper fraction is unreadable, because a product or a sum may be
+  meant.
 """
 
 from __future__ import annotations
@@ -39,9 +42,9 @@ ROUND = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth
 INVERSES = {f"{arc}{name}": f"a{name}" for name in ROUND for arc in ("arc", "ar", "a")}
 FUNCTIONS = {*ROUND, *INVERSES, "ln", "log", "lg", "exp", "sqrt"}
 UNREAD = _split_names("det gcd lcm max min deg dim ker arg Re Im sgn Arg mod pmod bmod")
-"""Functions that are not worked out: equal where their arguments are."""
+"""Functions without evaluation: equal arguments give equal values."""
 LARGE = _split_names("sum prod int iint oint lim sup inf limsup liminf bigcup bigcap")
-"""Operators on the whole term behind them, not worked out either."""
+"""Operators on the whole term after the name, without evaluation."""
 ACCENTS = _split_names(
     "overline bar hat tilde vec dot ddot underline widehat widetilde overrightarrow"
 )
@@ -53,18 +56,18 @@ LETTERS = _split_names(
     "varrho varsigma varpi"
     " ell hbar infty emptyset nabla aleph top bot complement star ast dagger"
 )
-"""Commands that are symbols."""
+"""Commands read as symbols."""
 
 
 class ExpressionParseError(Exception):
-    """The text is no expression, or none that is read here."""
+    """Error of a text without an expression, or with an unsupported expression."""
 
 
 def tokenize(text: str) -> list[tuple[str, str]]:
-    """Kind and text of each piece.
+    """Split a text into tokens: kind and text of each token.
 
     Raises:
-        UnreadableError: for a character that begins none.
+        ExpressionParseError: if no token begins at a character.
     """
     pieces: list[tuple[str, str]] = []
     place = 0
@@ -74,25 +77,25 @@ def tokenize(text: str) -> list[tuple[str, str]]:
         if found is None:
             raise ExpressionParseError(text[place:])
         kind = found.lastgroup or ""
+        # A short word without a function of this name is a product of letters.
         product_of_letters = (
             kind == "word" and len(found[kind]) < 4 and found[kind] not in FUNCTIONS
         )
-        pieces += (
-            [("word", letter) for letter in found[kind]]
-            if product_of_letters
-            else [(kind, found[kind])]
-        )
+        if product_of_letters:
+            pieces += [("word", letter) for letter in found[kind]]
+        else:
+            pieces.append((kind, found[kind]))
         place = found.end()
     return pieces
 
 
 DEEPEST = 60
-"""Nested constructs that are read; a text with more is not readable."""
+"""Most nested constructs; a text with deeper nesting is unreadable."""
 APPLIED = re.compile(r"(?:[fghpquvFGHPQT]|\\phi|\\psi|\\varphi|\\zeta|[a-zA-Z]'+)(?:_\w+)?'*")
-"""Names that may be functions' where they stand before a bracket."""
+"""Names of possible functions, if followed by a bracket."""
 VALUE = re.compile(r"\([0-9.]+(?:,[0-9.]+)*\)(?!\^)")
 NUMBERS = {"e", "i", r"\pi"}
-"""Letters that are numbers."""
+"""Letters with a numeric value."""
 PAIRS = {
     "(": ")",
     "[": "]",
@@ -111,15 +114,16 @@ MINUS_ONE: Node = ("number", Fraction(-1))
 
 
 def parse_expressions(*texts: str) -> list[Node]:
-    """The expressions that whole texts are; in ``normalize_notation``'s spelling, and without
+    """Parse whole texts as expressions, in the notation of ``normalize_notation`` and without
     relations such as ``=``.
 
-    A name that stands before brackets in one of them, and without brackets in none, is a function
-    in all of them.
+    A name is a function in all texts if a text has the name before brackets, and no text has the
+    name without brackets.
 
     Raises:
-        UnreadableError: if one is no expression that is read here.
+        ExpressionParseError: if a text is not a supported expression.
     """
+    # The first pass collects the uses of names; the second pass parses with the known functions.
     readings = [_parse_expression(text, frozenset()) for text in texts]
     called = {name for _, names, _ in readings for name in names}
     bare = {name for _, _, names in readings for name in names}
@@ -151,7 +155,7 @@ def make_quotient(top: Node, bottom: Node) -> Node:
 
 
 class _Parser:
-    """Descends from sums to atoms; ``place`` is the next token."""
+    """Recursive descent from sums to atoms; ``place`` is the index of the next token."""
 
     def __init__(self, text: str, functions: frozenset[str]) -> None:
         self.tokens = [*tokenize(text), ("", "")]
@@ -183,7 +187,7 @@ class _Parser:
         return terms[0] if len(terms) == 1 else ("sum", *terms)
 
     def parse_term(self) -> Node:
-        """Signs, and factors between signs of multiplication and division."""
+        """Parse signs, and factors separated by signs of multiplication and division."""
         negative = self.parse_signs()
         node = self.parse_factors()
         while (sign := self.peek()) in TIMES or sign in OVER:
@@ -200,14 +204,13 @@ class _Parser:
         return negative
 
     def parse_factors(self, *, calls: bool = True) -> Node:
-        """Factors without a sign between them."""
+        """Parse an implicit product: factors without separating signs."""
         factors = [self.parse_factor()]
         while self.is_factor_start() and (calls or self.peek().removeprefix("\\") not in FUNCTIONS):
             start = self.place
             before = self.tokens[self.place - 1][0]
-            power = (
-                before != "number" and self.tokens[self.place + 1][1] == "^"
-            )  # 2x 3^x, and not 2 3^x
+            # Accept a number after another factor only with a power, as in 2x 3^x, but not 2 3^x.
+            power = before != "number" and self.tokens[self.place + 1][1] == "^"
             if self.get_kind() == "number" and self.tokens[self.place - 1][1] != ")" and not power:
                 raise ExpressionParseError("a number behind another factor")
             right = self.parse_factor()
@@ -216,9 +219,10 @@ class _Parser:
                 and self.tokens[start][1] == r"\frac"
                 and len(factors) == 1
             )
-            factors[-1:] = (
-                [_make_mixed_number(factors[-1], right)] if mixed else [factors[-1], right]
-            )
+            if mixed:
+                factors[-1] = _make_mixed_number(factors[-1], right)
+            else:
+                factors.append(right)
         return make_product(*factors)
 
     def is_factor_start(self) -> bool:
@@ -229,7 +233,7 @@ class _Parser:
         return token not in NO_FACTOR
 
     def parse_factor(self) -> Node:
-        """An atom with its factorials and its power."""
+        """Parse an atom with factorials, degree signs, primes and a power."""
         node = self.parse_atom()
         while self.peek() in ("!", "°", "'"):
             mark = self.take()
@@ -249,7 +253,7 @@ class _Parser:
         return node
 
     def parse_exponent(self) -> Node:
-        """Exponent behind a caret: a group, or one token with its sign."""
+        """Parse the exponent after a caret: a group, or one token with a sign."""
         negative = self.parse_signs()
         if self.get_kind() not in ("number", "word", "command") and self.peek() not in ("(", "{"):
             raise ExpressionParseError("no exponent")
@@ -257,8 +261,8 @@ class _Parser:
         return make_negation(node) if negative else node
 
     def parse_enclosed(self, closing: str, comma: str | None = None) -> list[Node]:
-        """One sum, or several between commas, and the bracket that closes them. A bar in here opens
-        a pair of bars."""
+        """Parse one sum, or several sums separated by ``comma``, and the closing bracket."""
+        # Reset the bars, because a bar within brackets opens a new pair.
         bars = self.bars
         self.bars = 0
         found = [self.parse_sum()]
@@ -270,13 +274,13 @@ class _Parser:
         return found
 
     def parse_argument(self) -> Node:
-        r"""Argument of a command: a group, or one digit, letter or command."""
+        r"""Parse the argument of a command: a group, or one digit, letter or command."""
         if self.get_kind() == "number" and len(self.peek()) > 1:
             raise ExpressionParseError("which digits?")
         return self.parse_atom()
 
     def take_raw(self) -> str:
-        """The text of a group or token that only names something."""
+        """Take the text of a group or token used as a name."""
         if self.peek() != "{":
             return self.take()
         parts = [self.take()]
@@ -330,10 +334,9 @@ class _Parser:
             return ("number", Fraction(written[1] or written[2]))
         if not text or "\\" in text:
             raise ExpressionParseError("nothing in words, or what is none")
-        # Words have no case, letters have.
-        return self.parse_symbol(
-            f"\\text{{{text.lower() if re.search('[a-zA-Z]{2}', text) else text}}}"
-        )
+        # Ignore the case of words, but not of single letters.
+        spelling = text.lower() if re.search("[a-zA-Z]{2}", text) else text
+        return self.parse_symbol(f"\\text{{{spelling}}}")
 
     def parse_command(self, name: str) -> Node:
         if name in ("frac", "binom", "dbinom", "tbinom"):
@@ -351,11 +354,8 @@ class _Parser:
             named = "\\" + name
             while self.peek() in ("_", "^"):
                 named += self.take() + "{" + self.take_raw() + "}"
-            return (
-                "call",
-                named,
-                *([self.parse_term()] if name in LARGE else self.parse_arguments()),
-            )
+            arguments = [self.parse_term()] if name in LARGE else self.parse_arguments()
+            return ("call", named, *arguments)
         if name in ACCENTS or name in ALPHABETS:
             start = self.place
             letters = self.take_raw()
@@ -369,22 +369,21 @@ class _Parser:
                 letters += self.take()
             if not letters:
                 raise ExpressionParseError(name)
-            # An angle is the same from either leg.
+            # Sort the letters, because the order of an angle's legs has no meaning.
             return ("symbol", f"\\{name} {min(letters, letters[::-1])}")
         if name in LETTERS:
             return self.parse_symbol("\\" + name)
         raise ExpressionParseError(name)
 
     def parse_arguments(self) -> list[Node]:
-        """In brackets and between commas; without brackets one term."""
+        """Parse arguments in brackets, separated by commas; without brackets, parse one term."""
         if self.peek() != "(":
             return [self.parse_term()]
         self.take()
         return self.parse_enclosed(")", ",")
 
     def parse_symbol(self, name: str) -> Node:
-        """A symbol with its subscript and primes; or a function of what stands in the brackets
-        behind it."""
+        """Parse a symbol with subscript and primes, or a function with arguments in brackets."""
         if self.peek() == "_":
             self.take()
             name += "_" + re.sub(r"\\text\{([^{}]*)\}", r"\1", self.take_raw())
@@ -400,18 +399,14 @@ class _Parser:
             self.bare.add(name)
             return ("symbol", name)
         self.called.add(name)
-        of_a_number = (
-            VALUE.match("".join(self.get_lookahead(9))) and name not in NUMBERS
-        )  # I(0) is no product by zero
-        return (
-            ("call", name, *self.parse_arguments())
-            if name in self.functions or of_a_number
-            else ("symbol", name)
-        )
+        # A name before a number in brackets is a function, because I(0) is not a product by zero.
+        of_a_number = VALUE.match("".join(self.get_lookahead(9))) and name not in NUMBERS
+        if name in self.functions or of_a_number:
+            return ("call", name, *self.parse_arguments())
+        return ("symbol", name)
 
     def parse_call(self, name: str) -> Node:
-        """A function with a name of its own, with the power and the base that stand before its
-        argument."""
+        """Parse a named function, with the power and the base before the argument."""
         name = INVERSES.get(name, name)
         power = base = None
         for _ in range(2):
@@ -425,7 +420,8 @@ class _Parser:
             node = self.parse_atom()
         else:
             node = self.parse_factors(calls=False)
-            # cos 2pi/3 is the cosine of all of it; of ln 2/3 nobody knows
+            # cos 2pi/3 is the cosine of 2pi/3. Reject ln 2/3, because the end of the argument is
+            # ambiguous.
             if self.peek() == "/" and self.tokens[self.place + 1][0] == "number":
                 if name not in ROUND:
                     raise ExpressionParseError("where does the argument end?")
@@ -447,7 +443,7 @@ class _Parser:
 
 
 def _make_mixed_number(whole: Node, fraction: Node) -> Node:
-    r"""2\frac{1}{2}: the sum where both are written out, else the product."""
+    r"""Return the sum for numbers, as in ``2\frac{1}{2}``, else the product."""
     parts = fraction[1:] if fraction[0] == "product" else ()
     if (
         len(parts) != 2

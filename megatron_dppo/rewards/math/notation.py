@@ -1,5 +1,5 @@
-"""How answers are written: one spelling for LaTeX, Unicode and Markdown; lists, brackets, names and
-words in it."""
+"""Notation of answers: one spelling for LaTeX, Unicode and Markdown, and parsers of lists,
+brackets, names and words in this spelling."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ GREEK = re.compile(
 )
 OPEN_SET = "⦃"
 CLOSE_SET = "⦄"
-"""Braces of a set, told apart from LaTeX's grouping."""
+"""Closing brace of a set; like ``OPEN_SET``, distinct from LaTeX's grouping."""
 FINITE = r"⦃(?:(?!\\mid)[^⦃⦄|:<>])*⦄"
-"""A set whose members are listed."""
+"""Set with listed members."""
 
 COMMANDS = {
     "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "leq": r"\le ", "leqslant": r"\le ",
@@ -39,7 +39,7 @@ COMMANDS = {
     "smallsetminus": r"\setminus ",
     "varnothing": r"\emptyset ",
 }  # fmt: skip
-"""Commands that have a simpler or a shorter name."""
+"""Commands with a simpler or shorter name."""
 COMMAND = re.compile(r"\\([a-zA-Z]+)")
 
 REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
@@ -59,7 +59,7 @@ REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\f?boxed\s*\{([^{}]*)\}", r"\1"),
     (r"\\text\{([^{}]*[^{}\s~])[\s~]+\}", r"\\text{\1}"),
     (r"\\text\{[\s~\\,]*(?:and|or)\s*\}|(?<=[\s\d})\]⦄$])\b(?:and|or)\b(?=[\s\\$(])", ","),
-    # A spacing command stands before a unit, not before a factor.
+    # Treat a letter after a spacing command as a unit, because a factor has no space before.
     (r"^((?:[^a-zA-Z\\]|\\(?:frac|sqrt|pi)(?![a-zA-Z]))+?)\s*(?:\\[,;: ]|~)+\s*([msJNWK])"
      r"(?=(?:\^\{?-?[0-9]\}?)?[\s.]*$)", r"\1\\text{ \2}"),
     (r"(?<!\\)\\[!,;: ](?=\d{3}(?!\d))|\{,\}\s*", ","),
@@ -88,12 +88,13 @@ REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
      lambda found: re.sub(r"⦄\s*\\cup\s*⦃", ",", found[0])),
     (r"\s+", " "),
 )  # fmt: skip
+"""Regular expression and replacement of each rewriting, in order."""
 COMPILED = [(re.compile(pattern), into) for pattern, into in REWRITINGS]
 
 
 def normalize_notation(text: str) -> str:
-    """The text in one spelling: typography, spacing, fraction forms, bracket sizes, fonts; no outer
-    dollar signs."""
+    """Normalize typography, spacing, fraction forms, bracket sizes and fonts; remove outer dollar
+    signs."""
     if not text.isascii():
         text = _convert_to_ascii(text)
     text = COMMAND.sub(lambda found: COMMANDS.get(found[1], found[0]), _strip_delimiters(text))
@@ -103,8 +104,8 @@ def normalize_notation(text: str) -> str:
 
 
 def _convert_to_ascii(text: str) -> str:
-    """LaTeX for Unicode's signs, Greek letters, fractions, and raised and lowered characters."""
-    # U+00B5 is a prefix; Greek's mu is a letter.
+    """Convert Unicode's signs, Greek letters, fractions, superscripts and subscripts to LaTeX."""
+    # Convert U+00B5 first, because this character is a prefix of units, but Greek mu is a letter.
     text = re.sub("µ([a-zA-Z]+)", r"\\mu\\text{\1}", text)
     for sign, latex in SIGNS.items():
         text = text.replace(sign, latex)
@@ -118,7 +119,7 @@ def _convert_to_ascii(text: str) -> str:
         else:
             latex_parts += map(_convert_to_latex, run)
     text = unicodedata.normalize("NFKC", "".join(latex_parts).replace("°", r"^\circ "))
-    # Marks of no width are dropped.
+    # Drop invisible characters, such as marks of zero width.
     visible = "".join(c for c in text if unicodedata.category(c) != "Cf")
     return visible.replace("−", "-")
 
@@ -136,8 +137,7 @@ def _convert_to_latex(character: str) -> str:
 
 
 def strip_spaces(text: str) -> str:
-    """Spelling for comparisons, without spaces, which LaTeX passes over; those between two digits
-    stay."""
+    """Remove spaces, except between two digits, because LaTeX ignores spaces."""
     return re.sub(r"(?<![0-9]) | (?![0-9])", "", text)
 
 
@@ -146,6 +146,7 @@ def _strip_delimiters(text: str) -> str:
     for start, end in ((r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(start) and text.rstrip(".").endswith(end):
             text = text.rstrip(".")[2:-2]
+    # A single dollar sign is a currency; several delimit formulas.
     signs = len(re.findall(r"(?<!\\)\$", text))
     if signs == 1:
         return re.sub(r"(?<!\\)\$(?=\s*[0-9.])", r"\\$", text)
@@ -178,13 +179,14 @@ UNKNOWN = re.compile(rf"\\?[a-zA-Z]+{SUBSCRIPT}'*(?:\([a-zA-Z]\))?")
 BUILDER = re.compile(rf"{OPEN_SET}([^|:]*?)(?:\||:|\\mid)(.*){CLOSE_SET}")
 UNION = r"\\cup(?![a-zA-Z])"
 COMMA = r"(?:(?<![0-9]),|,(?!0[0-9]{2}(?![0-9]))|;)"
-"""Parts members of a list; in 12,000 it parts none."""
+"""Separator of list members; not the comma in 12,000."""
 MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}")
 
 
 @dataclass(frozen=True, slots=True)
 class BracketGroup:
-    """Elements between two brackets; an interval if there are two and a bracket is square."""
+    """Elements between two brackets; an interval if the group has two elements and a square
+    bracket."""
 
     opening: str
     elements: tuple[str, ...]
@@ -193,7 +195,8 @@ class BracketGroup:
     """Unknown of an inequality read as an interval."""
 
     def match_brackets(self, other: BracketGroup) -> bool:
-        """Whether the brackets say the same: of a vector of three or more they say nothing."""
+        """Return whether both brackets are equivalent; always True unless the group has two
+        elements, because the brackets of a longer vector have no meaning."""
         if len(self.elements) != 2:
             return True
         return [b in "[]" for b in (self.opening, self.closing)] == [
@@ -202,8 +205,8 @@ class BracketGroup:
 
 
 def split_with_separators(text: str, separator: str) -> list[tuple[str, str]]:
-    """The parts of ``text`` between separators (a regular expression) that stand in no bracket,
-    each behind its own."""
+    """Split ``text`` at separators (a regular expression) outside brackets. Return each part with
+    the separator before the part."""
     found = []
     before = ""
     start = 0
@@ -219,13 +222,13 @@ def split_with_separators(text: str, separator: str) -> list[tuple[str, str]]:
 
 
 def split(text: str, separator: str) -> list[str]:
-    """The parts without their separators."""
+    """Split ``text`` as :func:`split_with_separators`, and return the parts alone."""
     return [part for _, part in split_with_separators(text, separator)]
 
 
 def split_brackets(text: str) -> tuple[str, str, str] | None:
-    """Opening bracket, contents and closing bracket, where one pair holds the whole text; ``(1,
-    2]`` is a pair."""
+    """Return opening bracket, contents and closing bracket if one pair encloses the whole text.
+    Brackets of different kinds are a pair, as in ``(1, 2]``."""
     if len(text) < 2 or text[0] not in OPENING or text[-1] not in CLOSING:
         return None
     depth = 0
@@ -237,8 +240,7 @@ def split_brackets(text: str) -> tuple[str, str, str] | None:
 
 
 def split_union(text: str, separator: str) -> list[str]:
-    """The parts of a union between separators; parts in round brackets that are unions themselves
-    are taken apart."""
+    """Split a union at separators, and nested unions in round brackets as well."""
     found = []
     for part in split(text, separator):
         whole = split_brackets(part)
@@ -248,8 +250,8 @@ def split_union(text: str, separator: str) -> list[str]:
 
 
 def split_assignment(text: str) -> tuple[str | None, str]:
-    """The name before the one equals sign and what stands behind; None where not just one name is
-    given a value."""
+    """Split an assignment into name and value. Without exactly one assigned name, return None and
+    the text."""
     found = SIDE.fullmatch(text)
     if found is None or RELATION.search(text) or len(split(found[2], ASSIGNMENT)) > 1:
         return None, text
@@ -257,20 +259,16 @@ def split_assignment(text: str) -> tuple[str | None, str]:
 
 
 def parse_members(text: str) -> tuple[list[tuple[str | None, str]], bool]:
-    """The members of a list or set, each with its name, a plus-minus sign making two of one; and
-    whether in braces.
+    """Parse a list or set. Return names and values of the members, and whether the text has braces.
 
-    A name counts for what is listed behind it: n is 3, too, in ``n = 2, 3``.
+    - A member with a plus-minus sign counts as two members.
+    - A name applies to all members listed after the name: in ``n = 2, 3``, n is 2 and 3.
     """
     name, value = split_assignment(text)
     whole = split_brackets(value)
     if whole is not None and whole[0] == OPEN_SET:
-        return [
-            (None, member)
-            for part in split(whole[1], COMMA)
-            if part
-            for member in _expand_signs(part)
-        ], True
+        parts = [part for part in split(whole[1], COMMA) if part]
+        return [(None, member) for part in parts for member in _expand_signs(part)], True
     found = []
     name = None
     for part in split(text, COMMA):
@@ -281,8 +279,8 @@ def parse_members(text: str) -> tuple[list[tuple[str | None, str]], bool]:
 
 
 def unpack_tuple(text: str) -> list[tuple[str | None, str]] | None:
-    """The members of a tuple of names that is given one of values: ``(x, y) = (1, 2)``; None for
-    any other text."""
+    """Return the members of an assignment between tuples, ``(x, y) = (1, 2)``; None for any other
+    text."""
     name, value = split_assignment(text)
     names = split_brackets(name or "")
     values = parse_brackets(value)
@@ -292,40 +290,41 @@ def unpack_tuple(text: str) -> list[tuple[str | None, str]] | None:
 
 
 def with_tuples(text: str, other: str) -> str:
-    """Return named solutions as tuples: ``(p,q)=(5,2),(p,q)=(7,2)`` for ``p=5,q=2;p=7,q=2``. Other
-    texts do not change.
+    """Return named solutions as tuples: ``(p,q)=(5,2),(p,q)=(7,2)`` for ``p=5,q=2;p=7,q=2``. Return
+    other texts unchanged.
 
-    Elements are in the names' alphabetical order. A single solution becomes a tuple if ``other`` is
-    a bare one.
+    - The elements have the alphabetical order of the names.
+    - A single solution becomes a tuple only if ``other`` is a bare tuple.
     """
     listed, _ = parse_members(text)
     names = sorted({name for name, _ in listed if name})
-    rows = [
-        dict(listed[start : start + len(names)]) for start in range(0, len(listed), len(names) or 1)
-    ]
+    starts = range(0, len(listed), len(names) or 1)
+    rows = [dict(listed[start : start + len(names)]) for start in starts]
     if len(names) < 2 or any(sorted(map(str, row)) != names for row in rows):
         return text
     whole = split_brackets(other)
     if len(rows) == 1 and not (whole and whole[0] in "(["):
         return text
-    return ",".join(
-        f"({','.join(names)})=({','.join(row[name] for name in names)})" for row in rows
-    )
+    tuples = []
+    for row in rows:
+        values = ",".join(row[name] for name in names)
+        tuples.append(f"({','.join(names)})=({values})")
+    return ",".join(tuples)
 
 
 def split_equation_chain(text: str) -> list[str]:
-    """The sides of a chain of equations; the whole text where there is no equals sign, or another
-    relation."""
+    """Return the sides of a chain of equations; the whole text if the text has no equals sign, or
+    has another relation."""
     return [text] if RELATION.search(text) else split(text, "=")
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is what a value may be given to."""
+    """Return whether a value can be assigned to a text."""
     return SIDE.fullmatch(text + "=0") is not None
 
 
 def parse_brackets(text: str) -> BracketGroup | None:
-    """A tuple, vector or interval; an inequality in one unknown is the interval of its
+    """Parse a tuple, vector or interval. An inequality in one unknown is the interval of the
     solutions."""
     built = BUILDER.fullmatch(text)
     text = built[2].strip() if built else text
@@ -339,14 +338,17 @@ def parse_brackets(text: str) -> BracketGroup | None:
 
 
 def parse_matrix(text: str) -> list[list[str]] | None:
-    """The entries of a matrix, row by row."""
+    """Return the entries of a matrix, row by row."""
     found = MATRIX.fullmatch(text) or MATRIX.fullmatch(
         (split_brackets(text) or ("", "", ""))[1].strip()
     )
     if found is None:
         return None
     rows = [row for row in re.split(r"\\\\", found[2]) if row.strip()]
-    return [[cell.strip() for cell in row.split("&")] for row in rows]
+    entries = []
+    for row in rows:
+        entries.append([cell.strip() for cell in row.split("&")])
+    return entries
 
 
 def _expand_signs(text: str) -> list[str]:
@@ -363,6 +365,7 @@ def _parse_inequality(text: str) -> BracketGroup | None:
     relations = RELATION.findall(text)
     if not relations or len(relations) > 2 or not all(sides) or "=" in text:
         return None
+    # Reverse a chain of greater-than relations, so that the lower end comes first.
     if all(r in (">", r"\ge") for r in relations):
         sides = sides[::-1]
         relations = [{">": "<"}.get(r, r"\le") for r in reversed(relations)]
@@ -380,14 +383,14 @@ def _parse_inequality(text: str) -> BracketGroup | None:
 
 
 CHOICE_WITH_TEXT = re.compile(r"\\text\{\s*\(([A-J])\)\s*\}\s*(.+)|\(([A-J])\) ([0-9.,]+)")
-"""A choice that stands before its text."""
+"""Letter and text of a choice."""
 BARE = re.compile(r"\(\s*([A-J])\s*\)|([A-J])\s*\)?")
 CHOSEN = re.compile(
     r"(?:(?:option|choice|answer)\s+)?(?:\(([A-J])\)|([A-J])(?:[.):]|$))(?:[\s:.)](?!\s*[,;]).*|$|[^\s+\-*/^=,;].*)",
     re.IGNORECASE,
 )
 OTHER_CHOICE = re.compile(r"\([A-J]\)|(?<![a-zA-Z])[A-J](?:[.):]|$)")
-"""Another letter that is chosen behind the first one."""
+"""Second chosen letter after the first."""
 SHORT = {
     "yes",
     "no",
@@ -410,21 +413,22 @@ EMPTY = {"no solution", "none", "empty set", "no such", r"\emptyset", "⦃⦄", 
 
 
 def parse_choice_letters(text: str, *, bare: bool = False) -> frozenset[str] | None:
-    """The letters of a multiple choice.
+    """Return the letters of a multiple choice; None for any other text.
 
     Args:
-        text: as ``normalize_notation`` returns it.
-        bare: whether the letters must be all there is; an answer may also say what stands behind
-            its letter.
+        text: text in the notation of ``normalize_notation``.
+        bare: require letters alone; otherwise the text of a choice may follow the letter.
     """
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip(" .")
     whole = re.fullmatch(r"\(([^()]*)\)", text)
-    letters = [BARE.fullmatch(part.strip()) for part in (whole[1] if whole else text).split(",")]
+    listed = whole[1] if whole else text
+    letters = [BARE.fullmatch(part.strip()) for part in listed.split(",")]
     if all(letters):
         return frozenset(letter[1] or letter[2] for letter in letters if letter)
     if bare:
         return None
     found = CHOSEN.fullmatch(text)
+    # Reject a text with a second choice.
     if found and OTHER_CHOICE.search(text, found.end(1) if found[1] else found.end(2)):
         return None
     letter = found and (found[1] or found[2])
@@ -432,26 +436,28 @@ def parse_choice_letters(text: str, *, bare: bool = False) -> frozenset[str] | N
 
 
 def parse_choice(text: str) -> tuple[str, str] | None:
-    """Letter and text of a choice such as ``\\text{(C)} 24``; None for any other text."""
+    """Return letter and text of a choice such as ``\\text{(C)} 24``; None for any other text."""
     found = CHOICE_WITH_TEXT.fullmatch(text)
     return (found[1] or found[3], found[2] or found[4]) if found else None
 
 
 def normalize_words(text: str) -> str | None:
-    """Words of a text, without case, punctuation, articles and the s of the plural; None for a
+    """Normalize the words of a text: no case, punctuation, articles and plural s. Return None for a
     formula."""
     if text in EMPTY:
         return "no solution"
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     if not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9 '\-.!?\"]*", plain):
         return None
+    # Short words may be a product of letters.
     if plain == text and not re.search(r"[a-zA-Z]{4}", plain) and plain.lower() not in SHORT:
-        return None  # letters that may be a product
+        return None
     if plain != text and not re.search(r"[a-zA-Z]{2}", plain):
         return None
     words = re.sub(r"[^a-zA-Z0-9 ]", " ", plain.replace("'", "")).split()
-    lowered = [
-        word.lower() if len(word) > 1 or word == "A" else word for word in words
-    ]  # a letter is a name
+    lowered = []
+    for word in words:
+        # Keep the case of a single letter, because the letter is a name; "A" is the article.
+        lowered.append(word.lower() if len(word) > 1 or word == "A" else word)
     said = " ".join(word.removesuffix("s") for word in lowered if word not in ("the", "a", "an"))
     return "no solution" if said in EMPTY else said

@@ -1,5 +1,5 @@
-"""Numbers as answers write them, read as exact fractions, and what they count: units, money,
-percent, degrees."""
+"""Numbers in the notations of answers, parsed as exact fractions, and quantities with units, money,
+percent and degrees."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ MOST_DIGITS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number that was written out."""
+    """Written-out number."""
 
     value: Fraction
     decimals: int | None = None
-    """Digits behind the point; None unless it was a decimal without a power of ten."""
+    """Digits after the decimal point; None unless a decimal without a power of ten."""
 
     def matches(self, other: Number) -> bool:
-        """Whether two numbers are equal, or one is the other with decimals rounded or cut off.
+        """Return whether two numbers are equal, or a decimal is the rounded or cut-off value of an
+        exact number.
 
-        The shorter one must have six or more decimals, and six digits after the leading zeros.
+        The decimal must have six or more decimal places, and six digits after the leading zeros.
         """
         if self.value == other.value:
             return True
@@ -58,7 +59,7 @@ class Number:
 
 
 def parse_number(text: str) -> Number | None:
-    """The number that the whole of a spelled text writes out, else None."""
+    """Parse a normalized text as one number; None if the whole text is not a number."""
     text = text.strip()
     if len(text) > MOST_DIGITS or not any(c in "0123456789" for c in text):
         return None
@@ -77,7 +78,7 @@ def parse_number(text: str) -> Number | None:
 
 
 def parse_numeral(text: str) -> tuple[str, str] | None:
-    """Digits and base of a numeral such as ``2516_8``, else None."""
+    """Return digits and base of a numeral such as ``2516_8``; None for any other text."""
     found = NUMERAL.fullmatch(text.replace(" ", ""))
     if found is None or not found[1][0].isdigit():
         return None
@@ -107,13 +108,13 @@ def _parse_fraction(sign: str, whole: str | None, top: str, bottom: str) -> Numb
     below = read[1]
     value = above.value / below.value
     if whole is not None:
-        if not 0 < value < 1:  # 2\frac{5}{3} is a product, and read as algebra
+        # 2\frac{5}{3} is a product: leave the text to algebra.
+        if not 0 < value < 1:
             return None
         value += int(whole)
     return Number(-value if sign else value)
 
 
-# A line is one dimension; each unit has its size in the first one and its names.
 TABLE: dict[str, dict[str, str]] = {
     "length": {
         "1": "m meter metre", "1/1000": "mm millimeter millimetre", "1/100": "cm centimeter "
@@ -158,8 +159,9 @@ TABLE: dict[str, dict[str, str]] = {
     "capacitance": {"1": "farad"},
     "inductance": {"1": "henry"},
 }  # fmt: skip
+"""Units by dimension: size relative to the unit of size 1, and names."""
 UPRIGHT = {"A": "ampere", "C": "coulomb", "F": "farad", "H": "henry"}
-"""Units only if they are set upright: ``\\frac{1}{2} C V^2`` is a product."""
+"""Letters read as units only in upright type: ``\\frac{1}{2} C V^2`` is a product."""
 PREFIXES = {"p": -12, "n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9}
 """Powers of ten."""
 PREFIXED = {
@@ -202,15 +204,15 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A product of powers of dimensions. A word that is no unit, such as ``apples``, is a dimension
-    of its own."""
+    """Product of powers of dimensions. An unknown word, such as ``apples``, is a separate
+    dimension."""
 
     dimensions: frozenset[tuple[str, int]]
     size: Fraction
 
     @property
     def dimension(self) -> str | None:
-        """The one dimension that it measures, where there is only one."""
+        """Name of the single dimension with power 1; None for any other unit."""
         return next(
             (name for name, power in self.dimensions if power == 1 and len(self.dimensions) == 1),
             None,
@@ -218,8 +220,9 @@ class Unit:
 
 
 def parse_unit(text: str) -> Unit | None:
-    r"""The unit that ``text`` names (``cm^2``, ``\text{km}/\text{h}``, ``miles per hour``); None if
-    it is none."""
+    r"""Parse a unit (``cm^2``, ``\text{km}/\text{h}``, ``miles per hour``); None for any other
+    text."""
+    # Rewrite all notations to words with powers, separated by spaces and at most one slash.
     text = re.sub(r"°\s*(?:\\text\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))", r" deg\1\2 ", text)
     text = re.sub(
         r"\\text\{([^{}]*)\}",
@@ -252,25 +255,27 @@ def parse_unit(text: str) -> Unit | None:
             if named is None:
                 return None
             power = sign * int(named[2] or 1)
+            # A letter without a unit is a factor.
             if (len(word) == 1 or re.search("[°%¢€£]", word)) and named[1] not in NAMES:
-                return None  # a letter that is no unit is a factor
+                return None
             dimension, of = _parse_unit_word(named[1])
             powers[dimension] += power
             size *= of**power
+    # Reject powers of percent.
     if powers["share"] not in (0, 1):
         return None
     return Unit(frozenset((name, power) for name, power in powers.items() if power), size)
 
 
 def is_named(word: str) -> bool:
-    """Whether a bare word after a number is a unit of the table."""
+    """Return whether a bare word after a number is a unit of the table."""
     return word in MULTIPLES or any(
         word in NAMES or word.lower() in NAMES for word in (word, word.removesuffix("s"))
     )
 
 
 def parse_multiplier(text: str) -> tuple[int, str]:
-    r"""How many of it are meant, and what: ``5 million people`` are 5,000,000."""
+    r"""Split a text into multiplier and unit: ``million people`` after 5 means 5,000,000 people."""
     many = 1
     while found := MULTIPLE.match(text):
         many *= MULTIPLES[found[2]]
@@ -301,7 +306,7 @@ START = re.compile(
     r"\\mu\s*(?=\\text\{|\\Omega)|\\text\{|\\Omega(?![a-zA-Z])|[°%¢€£]|\\\$|(?<![a-zA-Z\\{_])[a-zA-Z]+"
 )
 CLOCK = re.compile(r"([0-9]{1,2})\s*:\s*([0-5][0-9])\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
-"""A time of day, whose half may be missing from the answer."""
+"""Time of day, possibly without a.m. or p.m."""
 CURRENCY = re.compile(r"(-?)\s*(\\\$|€|£)\s*(-?.+)")
 NO_NOUN = re.compile(
     r"^(?:\\text\{\s*)?(?:squared|cubed)\b"
@@ -313,15 +318,15 @@ NO_NOUN = re.compile(
 )
 MOST_WORDS = 3
 ROUND_ARGUMENT = re.compile(r"(?:sin|cos|tan|cot|sec|csc)[^()]*$")
-"""An argument whose degrees belong to it: those of ``\\sin 30°`` are no unit."""
+"""Argument with a degree sign as a part: the degrees in ``\\sin 30°`` are not a unit."""
 
 Matcher = Callable[[str, str], bool]
-"""Compares two values that are no plain numbers."""
+"""Function to compare two values other than plain numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A value and its unit."""
+    """Value with unit."""
 
     text: str
     number: Number | None
@@ -329,18 +334,17 @@ class Quantity:
 
 
 def match_number(label: str, answer: str) -> bool | None:
-    """Whether two written-out numbers are one; None if either is no number."""
+    """Return whether two written-out numbers are equal; None if a text is not a number."""
     one = parse_number(label)
     other = parse_number(answer)
     if one is None or other is None:
         return None
-    # 108,135,189 may be a number and a list: where it is not this number, it may be that list.
+    # Leave unequal texts with commas undecided, because 108,135,189 may be a number or a list.
     return one.matches(other) or (None if "," in label or "," in answer else False)
 
 
 def match_percent(label: str, answer: str, matches: Matcher) -> bool | None:
-    """Whether two texts are one share, of which one at least is written with a percent sign; else
-    None."""
+    """Return whether two texts are the same fraction; None if no text has a percent sign."""
     one = parse_quantity(label)
     other = parse_quantity(answer)
     units = [q.unit for q in (one, other) if q.unit is not None]
@@ -353,13 +357,15 @@ def match_percent(label: str, answer: str, matches: Matcher) -> bool | None:
         return matches(percent.text, bare.text) or matches(
             rf"\frac{{{percent.text}}}{{100}}", bare.text
         )
+    # Accept a bare number above 1 as percent, without the sign.
     if abs(bare.number.value) > 1 and percent.number.matches(bare.number):
         return True
     return _scale_quantity(percent, Fraction(1, 100)).matches(bare.number)
 
 
 def match_quantity(label: str, answer: str, matches: Matcher) -> bool | None:
-    """Whether two texts are the same amount of the same; None if neither names a unit."""
+    """Return whether two texts are equal quantities; None if no text has a unit."""
+    # An answer may omit a.m. or p.m. of a time of day.
     clocks = [
         CLOCK.fullmatch(re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip())
         for text in (label, answer)
@@ -372,48 +378,44 @@ def match_quantity(label: str, answer: str, matches: Matcher) -> bool | None:
         return int(hour) == int(other_hour) and minute == other_minute and same_half
     one = parse_quantity(label)
     other = parse_quantity(answer)
+    # Reject a bare number against dozens, because the number may count dozens or single items.
     if None in (one.unit, other.unit) and ("dozen" in label) != ("dozen" in answer):
-        return False  # a bare number may count the dozens, or what they hold
+        return False
     if one.unit is None and other.unit is None:
         multiple = one.number is not None and other.number is not None
-        return (
-            _match_values(one, other, matches)
-            if multiple and {one.text, other.text} != {label, answer}
-            else None
-        )
-    if any(
-        q.unit is None and "°" in q.text for q in (one, other)
-    ):  # the sign stands within: a sum of degrees
+        if multiple and {one.text, other.text} != {label, answer}:
+            return _match_values(one, other, matches)
+        return None
+    # Leave a degree sign inside a value to algebra: the value is a sum of degrees.
+    if any(q.unit is None and "°" in q.text for q in (one, other)):
         return None
     dimensions = [q.unit.dimension for q in (one, other) if q.unit is not None]
     in_radians = dimensions == ["angle"] and any(
         r"\pi" in q.text for q in (one, other) if q.unit is None
     )
+    # A bare value with π next to degrees is in radians.
     if in_radians or {*dimensions} == {"angle", "radian"}:
         return matches(_convert_to_radians(one), _convert_to_radians(other))
     if one.unit is None or other.unit is None or one.unit == other.unit:
+        # Compare the letters first, because only one text may use upright type.
         letters = {
             strip_spaces(re.sub(r"\\text\{([^{}]*)\}", r"\1", text)) for text in (label, answer)
         }
-        return len(letters) == 1 or _match_values(
-            one, other, matches
-        )  # one side alone may set them upright
+        return len(letters) == 1 or _match_values(one, other, matches)
     if one.unit.dimensions != other.unit.dimensions or one.number is None or other.number is None:
         return False
     return _scale_quantity(one, one.unit.size).matches(_scale_quantity(other, other.unit.size))
 
 
 def parse_quantity(text: str) -> Quantity:
-    """Value and unit of a text; without a unit the text is the value."""
+    """Parse value and unit of a text; without a unit, the whole text is the value."""
     if number := parse_number(text):
         return Quantity(text, number, None)
     if money := CURRENCY.fullmatch(text):
         amount = parse_quantity(money[1] + money[3])
-        return (
-            replace(amount, unit=parse_unit(money[2]))
-            if amount.unit is None
-            else Quantity(text, None, None)
-        )
+        if amount.unit is None:
+            return replace(amount, unit=parse_unit(money[2]))
+        return Quantity(text, None, None)
     for start in START.finditer(text):
         value = text[: start.start()].strip()
         named = text[start.start() :]
@@ -432,7 +434,7 @@ def parse_quantity(text: str) -> Quantity:
 
 
 def _is_unit_start(text: str, start: re.Match[str], value: str) -> bool:
-    """Whether what begins here is a unit and no factor: ``5 m`` is five metres, ``5m`` a
+    """Return whether a unit begins at ``start``, not a factor: ``5 m`` is five metres, ``5m`` a
     product."""
     word = start[0]
     if value[-1] in "%°¢€£" or (word == "°" and ROUND_ARGUMENT.search(value)):

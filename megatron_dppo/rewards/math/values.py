@@ -1,4 +1,4 @@
-"""Values of an expression at a point: exact if rational, else to as many digits as its terms
+"""Values of an expression at a point: exact if rational, else with the precision that the terms
 need."""
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from mpmath import MPContext  # type: ignore[import-untyped]
 from megatron_dppo.rewards.math.expressions import NUMBERS, Node
 
 Value = Any
-"""A Fraction, or a real or complex number of ``mpmath``."""
+"""Fraction, or real or complex number of ``mpmath``."""
 
 MOST_BITS = 1_000_000
-"""Size limit of numbers, in bits: no number that is larger, or nearer to zero, is worked out."""
+"""Size limit in bits: larger numbers, and numbers closer to zero, are not evaluated."""
 EXACT_BITS = 40_000
-"""Bits of a fraction that is kept exact."""
+"""Most bits of an exact fraction."""
 DIGITS = 50
-"""Significant digits of what is not rational, with more for terms of unlike sizes."""
+"""Significant digits of irrational values; terms of different sizes need more."""
 MOST_DIGITS = 1200
 SMALL_BITS = 16
-"""By which an argument may be smaller than 1 before more digits are taken."""
+"""Bits below 1 of an argument before more digits are used."""
 ROUNDED = 15
-"""Digits at the end that rounding may spoil."""
+"""Last digits, possibly wrong by rounding."""
 LARGEST_FACTORIAL = 3000
 
 
 class UndefinedError(Exception):
-    """The expression has no value at this point: a quotient by zero, a root of a negative
+    """Error of an expression without a value at a point: a quotient by zero, a root of a negative
     number."""
 
 
 class TooLargeError(Exception):
-    """The value is past all bounds that are worked out."""
+    """Error of a value outside the supported bounds."""
 
 
 def iter_subexpressions(node: Node) -> Iterator[Node]:
-    """The expression itself and all within it."""
+    """Yield the expression and all nested expressions."""
     yield node
     for part in node[1:]:
         if isinstance(part, tuple):
@@ -49,7 +49,7 @@ def iter_subexpressions(node: Node) -> Iterator[Node]:
 
 
 def find_symbols(expression: Node) -> set[str]:
-    """The unknowns of an expression, and the functions in it that are not worked out."""
+    """Return the unknowns of an expression, and the functions without evaluation."""
     known = {"symbol": NUMBERS, "call": WORKED_OUT}
     return {
         node[1]
@@ -59,14 +59,14 @@ def find_symbols(expression: Node) -> set[str]:
 
 
 class SamplePoint:
-    """Values for all unknowns, drawn by their names and a seed.
+    """Values for all unknowns. A random seed and the name of an unknown determine the value.
 
     Args:
-        seed: of the draw.
-        sign: 1, -1, or 0 for one that is drawn for each unknown.
-        scale: of the unknowns.
-        imaginary: whether roots and logarithms of negative numbers are complex ones, or undefined.
-        digits: significant ones of what is not rational.
+        seed: random seed of the draw.
+        sign: sign of the unknowns, 1 or -1; 0: separate random sign of each unknown.
+        scale: scale of the unknowns.
+        imaginary: permit complex roots and logarithms of negative numbers; otherwise undefined.
+        digits: significant digits of irrational values.
     """
 
     def __init__(
@@ -79,23 +79,23 @@ class SamplePoint:
         self.digits = digits
         self.mp = _get_context(digits)
         self.rounding = self.mp.mpf(10) ** (ROUNDED - digits)
-        """Relative size below which a result counts as zero: rounding alone is left of it."""
+        """Relative size of rounding errors; smaller results count as zero."""
         self.unlike = 0.0
-        """Bits by which terms of a sum differ in size, added up: as many are lost in what is not
-        rational."""
+        """Differences in size between terms of sums, in bits, added up: lost bits of irrational
+        values."""
 
     def with_digits(self, digits: int) -> SamplePoint:
-        """The same point, with so many significant digits."""
+        """Return the same point with ``digits`` significant digits."""
         return SamplePoint(
             self.seed, self.sign, self.scale, imaginary=self.imaginary, digits=digits
         )
 
     def evaluate(self, node: Node) -> Value:
-        """The value of an expression.
+        """Return the value of an expression.
 
         Raises:
-            UndefinedError: if it has none here.
-            TooLargeError: if it is past all bounds.
+            UndefinedError: if the expression has no value at this point.
+            TooLargeError: if the value is outside the supported bounds.
         """
         found = self._clean(self._evaluate(node))
         if found != 0 and abs(self.size(found)) > MOST_BITS:
@@ -142,10 +142,10 @@ class SamplePoint:
         if all(isinstance(term, Fraction) for term in terms):
             return sum(terms, Fraction(0))
         found = self.mp.fsum(self.to_mpmath(term) for term in terms)
-        if (
-            found == 0
-            or abs(found) <= max(abs(self.to_mpmath(term)) for term in terms) * self.rounding
-        ):
+        if found == 0:
+            return Fraction(0)
+        # A sum much smaller than the largest term is zero except for rounding.
+        if abs(found) <= max(abs(self.to_mpmath(term)) for term in terms) * self.rounding:
             return Fraction(0)
         self.unlike += max(0.0, max(sizes) - self.size(found))
         return found
@@ -166,19 +166,17 @@ class SamplePoint:
             return Fraction(0)
         if abs(self.size(exponent)) > 64 and self.size(exponent) > 0:
             raise TooLargeError
+        # Check the size of the power before the computation.
         bits = abs(self.size(base)) + 1
         if bits * abs(float(self.mp.re(self.to_mpmath(exponent)))) > MOST_BITS:
             raise TooLargeError
         if isinstance(base, Fraction) and isinstance(exponent, Fraction):
             if exponent.denominator == 1:
-                length = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(
-                    exponent.numerator
-                )
-                return (
-                    base**exponent.numerator
-                    if length <= EXACT_BITS
-                    else self.to_mpmath(base) ** exponent.numerator
-                )
+                power = exponent.numerator
+                longest = max(base.numerator.bit_length(), base.denominator.bit_length())
+                if longest * abs(power) <= EXACT_BITS:
+                    return base**power
+                return self.to_mpmath(base) ** power
             if (
                 exponent.denominator <= 64
                 and base > 0
@@ -210,9 +208,9 @@ class SamplePoint:
         if name in ("log", "ln"):
             return self._compute_logarithm(first, arguments[1] if name == "log" else None)
         argument = self.to_mpmath(first)
-        if (
-            argument != 0
-        ):  # of a large one the digits behind the point count, of a small one its square beside 1
+        # A large argument loses digits, because only the fractional digits matter. A small argument
+        # loses digits, because the function depends on the square next to 1.
+        if argument != 0:
             self.unlike += max(0.0, self.size(argument), -2 * self.size(argument) - SMALL_BITS)
         if self.size(argument) > 200 and argument != 0:
             raise TooLargeError
@@ -226,9 +224,8 @@ class SamplePoint:
             raise UndefinedError
         if not self.imaginary and not self.is_real(found):
             raise UndefinedError
-        if (
-            abs(found) * self.rounding > 1
-        ):  # the tangent of a right angle is rounding's, and no value
+        # Reject huge values, because the tangent of a right angle is a rounding error.
+        if abs(found) * self.rounding > 1:
             raise UndefinedError
         return Fraction(0) if abs(found) <= abs(argument) * self.rounding else found
 
@@ -237,6 +234,7 @@ class SamplePoint:
             if degree == 0:
                 raise UndefinedError
             return self._compute_power(base, 1 / self.to_mpmath(degree))
+        # An odd root of a negative number is real.
         odd = degree.denominator == 1 and degree.numerator % 2 == 1
         if odd and self.is_real(base) and base < 0:
             return self._compute_product(Fraction(-1), self._compute_power(-base, 1 / degree))
@@ -247,13 +245,14 @@ class SamplePoint:
             raise UndefinedError
         if isinstance(value, Fraction):
             return Fraction(math.floor(value) if name == "floor" else math.ceil(value))
+        # Round a value within rounding errors of an integer to this integer.
         if abs(value - self.mp.nint(value)) <= self.rounding * (1 + abs(value)):
             return Fraction(int(self.mp.nint(value)))
         return Fraction(int(getattr(self.mp, name)(value)))
 
     def _compute_combinatorial(self, name: str, arguments: list[Value]) -> Value:
-        """Factorials and binomial coefficients: of natural numbers exactly, of others by the gamma
-        function."""
+        """Compute factorials and binomial coefficients: exactly for natural numbers, else by the
+        gamma function."""
         whole = [a.numerator for a in arguments if isinstance(a, Fraction) and a.denominator == 1]
         if len(whole) == len(arguments) and all(
             0 <= number <= LARGEST_FACTORIAL for number in whole
@@ -279,33 +278,32 @@ class SamplePoint:
             power = round(float(self.size(value) / (self.size(base) or 1)))
             if abs(power) < EXACT_BITS // 64 and base**power == value:
                 return Fraction(power)
-        for part in parts:  # near one a logarithm is as small as the distance
+        # Near 1, the logarithm has the size of the distance from 1.
+        for part in parts:
             if part != 1:
                 self.unlike += max(0.0, -self.size(part - 1))
         logarithms = [self.mp.log(self.to_mpmath(part)) for part in parts]
         return logarithms[0] if base is None else logarithms[0] / logarithms[1]
 
     def to_mpmath(self, value: Value) -> Value:
-        """A number of ``mpmath``, for a fraction too."""
-        return (
-            self.mp.mpf(value.numerator) / value.denominator
-            if isinstance(value, Fraction)
-            else value
-        )
+        """Convert a fraction to a number of ``mpmath``; return other values unchanged."""
+        if isinstance(value, Fraction):
+            return self.mp.mpf(value.numerator) / value.denominator
+        return value
 
     def size(self, value: Value) -> float:
-        """The binary logarithm of a value other than zero, to the next integer."""
+        """Return the binary logarithm of a nonzero value, to the next integer."""
         if isinstance(value, Fraction):
             return value.numerator.bit_length() - value.denominator.bit_length()
         return float(self.mp.mag(value)) if value != 0 else 0.0
 
     def is_real(self, value: Value) -> bool:
-        """Whether a value has no imaginary part."""
+        """Return whether a value has no imaginary part."""
         return isinstance(value, Fraction) or not isinstance(value, self.mp.mpc) or value.imag == 0
 
     def _clean(self, value: Value) -> Value:
-        """Without a part that only rounding left; and a long fraction as a number of some
-        digits."""
+        """Remove a real or imaginary part left by rounding. Convert a long fraction to a number of
+        ``mpmath``."""
         if isinstance(value, Fraction):
             long = value.numerator.bit_length() + value.denominator.bit_length() > EXACT_BITS
             return self.to_mpmath(value) if long else value
@@ -316,9 +314,8 @@ class SamplePoint:
             imaginary = value.imag
             if abs(imaginary) <= abs(real) * self.rounding:
                 return real
-            return (
-                self.mp.mpc(0, imaginary) if abs(real) <= abs(imaginary) * self.rounding else value
-            )
+            if abs(real) <= abs(imaginary) * self.rounding:
+                return self.mp.mpc(0, imaginary)
         return value
 
 

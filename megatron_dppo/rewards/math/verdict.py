@@ -1,4 +1,4 @@
-"""Whether an answer is the label, by the declared equivalences and by no other."""
+"""Comparison of an answer with a label, by the declared equivalences only."""
 
 from __future__ import annotations
 
@@ -46,38 +46,37 @@ from megatron_dppo.rewards.math.quantities import (
 )
 
 LONGEST = 1000
-"""Characters of an answer that is read at all; a longer one is right only if it is the label letter
-by letter."""
+"""Most characters of a parsed answer; a longer answer is right only if identical to the label."""
 DEEPEST = 24
-"""Brackets within brackets that are read."""
+"""Most nested brackets of a parsed answer."""
 MOST_MEMBERS = 64
 LETTER = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]")
 PRODUCT = re.compile(r"(?:[a-z](?:_\{?\w+\}?)?){2,}")
-"""A name that is a product: ``xy = 6`` is an equation."""
+"""Product of names: ``xy = 6`` is an equation."""
 NAMED = re.compile(
     r"the (?!.*\b(?:negative|inverse|reciprocal|opposite|half|twice)\b)", re.IGNORECASE
 )
-"""How a sentence begins whose subject is what was asked for: the largest n is 34."""
+"""Beginning of a sentence about the requested value: the largest n is 34."""
 OPERATORS = r"\\(?:cup|cap|setminus)(?![a-zA-Z])"
 SETS = rf"{OPERATORS}|\\ne(?![a-zA-Z])"
 BUILT = re.compile(r":|\\mid(?![a-zA-Z])|^[^|]*(?:\|[^|]*\|[^|]*)*\|[^|]*$")
-"""A set that is told by what its members have in common: by a colon, or a bar that closes no
-absolute value."""
+"""Set defined by a property of the members: with a colon, or with a bar outside an absolute
+value."""
 Member = tuple[str | None, str]
 """Name and value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Right or wrong, and why."""
+    """Result of a comparison, with the reason."""
 
     right: bool
     by: tuple[str, ...] = ()
-    """Names of the equivalences that were needed, outermost first."""
+    """Names of the applied equivalences, outermost first."""
 
 
 def grade_answer(label: str, answer: str) -> Verdict:
-    """Compare an answer with its label.
+    """Compare an answer with a label.
 
     Raises:
         ValueError: if the label is empty.
@@ -89,11 +88,13 @@ def grade_answer(label: str, answer: str) -> Verdict:
     if len(answer) > LONGEST or not answer.strip() or _compute_depth(answer) > DEEPEST:
         return Verdict(False)
     expected, found = (strip_approximation(normalize_notation(text)) for text in (label, answer))
-    if answer.count("{") != answer.count("}"):  # something was left out
+    # Compare an incomplete answer by notation only.
+    if answer.count("{") != answer.count("}"):
         right = strip_spaces(expected) == strip_spaces(found)
         return Verdict(right, ("spelling",) if right else ())
     comparison = _Comparison()
     right = comparison.matches(expected, found)
+    # Retry without a subject such as "the largest n is".
     subject = SUBJECT.match(found)
     if not right and subject and NAMED.match(subject[0]) and not NEGATED.search(subject[0]):
         right = comparison.matches(expected, found[subject.end() :])
@@ -101,18 +102,18 @@ def grade_answer(label: str, answer: str) -> Verdict:
 
 
 class _Comparison:
-    """Compares one label with one answer, and their parts with each other.
+    """Comparison of one label with one answer, and of the parts of both.
 
-    Each ``by_`` method is a declared equivalence. It says whether two texts are the same by it, or
-    None where they are not its case.
+    Each method in ``RULES`` is a declared equivalence: the return value is the equality of two
+    texts, or None if the equivalence does not apply.
     """
 
     def __init__(self) -> None:
         self.used: list[str] = []
-        """Names of the equivalences that have made texts equal, outermost first."""
+        """Names of the equivalences between equal texts, outermost first."""
 
     def matches(self, label: str, answer: str) -> bool:
-        """Whether two texts in ``normalize_notation``'s spelling are the same by some
+        """Return whether two texts in the notation of ``normalize_notation`` are equal by an
         equivalence."""
         if not answer or not label:
             return False
@@ -122,6 +123,7 @@ class _Comparison:
         for name, rule in RULES.items():
             before = len(self.used)
             verdict = rule(self, label, answer)
+            # Put the rule before the rules of nested comparisons; drop the rules of unequal texts.
             if verdict is not None:
                 self.used[before:] = [name, *self.used[before:]] if verdict else []
                 return verdict
@@ -136,7 +138,7 @@ class _Comparison:
         )
 
     def match_choice_text(self, label: str, answer: str) -> bool | None:
-        """A label with the text of its choice: the letter is enough, and so is the text."""
+        """Match a label with letter and text of a choice; the letter or the text is sufficient."""
         expected = parse_choice(label)
         found = parse_choice(answer)
         if expected is None:
@@ -160,7 +162,8 @@ class _Comparison:
         found = parse_numeral(answer)
         if expected is None and found is None:
             return None
-        if expected is None:  # 10 is no numeral of two, but it may be told that it is one of ten
+        # A label without a base is decimal: accept the answer only with base ten.
+        if expected is None:
             return found == (label.lstrip("0"), "10")
         return expected == (found or (answer.lstrip("0"), expected[1]))
 
@@ -173,22 +176,22 @@ class _Comparison:
             if two_names:
                 return False
             same = match_real_sets(expected, found)
-            return (
-                self.match_sets(expected, found)
-                if same is None and re.search(OPERATORS, both)
-                else same
-            )
+            if same is None and re.search(OPERATORS, both):
+                return self.match_sets(expected, found)
+            return same
         one = parse_brackets(expected)
         two = parse_brackets(found)
         if one is None or two is None:
             return None
-        if not (one.unknown or two.unknown):  # x in (1, 2) is not y in (1, 2)
+        # x in (1, 2) differs from y in (1, 2).
+        if not (one.unknown or two.unknown):
             return False if two_names else None
         unknowns = {unknown for unknown in (name, other, one.unknown, two.unknown) if unknown}
         return len(unknowns) == 1 and self.match_brackets(one, two)
 
     def match_sets(self, expected: str, found: str) -> bool:
-        """Unions of the same sets, and differences or intersections of the same in one order."""
+        """Match unions and intersections of the same sets in any order, and differences of the same
+        sets in the same order."""
         for operator in ("setminus", "cup", "cap"):
             parted = split_union if operator == "cup" else split
             ones, others = (
@@ -203,6 +206,7 @@ class _Comparison:
         return match_algebra(expected, found)
 
     def match_list(self, label: str, answer: str) -> bool | None:
+        # Compare named solutions as tuples first.
         tuples = with_tuples(label, answer), with_tuples(answer, label)
         if tuples != (label, answer):
             return self.matches(*tuples)
@@ -230,18 +234,25 @@ class _Comparison:
             return False
         if not (braces or others):
             return self.match_members(expected, found)
-        return all(any(self.match_member(one, two) for two in found) for one in expected) and all(
-            any(self.match_member(one, two) for one in expected) for two in found
-        )
+        # Compare sets in both directions, because repeated members count once.
+        for one in expected:
+            if not any(self.match_member(one, two) for two in found):
+                return False
+
+        def is_expected(member: Member) -> bool:
+            return any(self.match_member(one, member) for one in expected)
+
+        return all(map(is_expected, found))
 
     def match_members(self, expected: Sequence[Member], found: Sequence[Member]) -> bool:
-        """Whether each member of one is exactly one of the other; in order where one side lacks
-        several names."""
+        """Return whether the members match one to one; in order if one side has several names and
+        the opposite side lacks names."""
         if len(expected) != len(found) or len(found) > MOST_MEMBERS:
             return False
-        missing = [any(name is None for name, _ in some) for some in (expected, found)]
-        several = [len({name for name, _ in some if name}) > 1 for some in (expected, found)]
-        if (several[0] and missing[1]) or (several[1] and missing[0]):
+        ordered = (_has_several_names(expected) and _lacks_name(found)) or (
+            _has_several_names(found) and _lacks_name(expected)
+        )
+        if ordered:
             return all(
                 self.match_member(one, two) for one, two in zip(expected, found, strict=True)
             )
@@ -254,7 +265,7 @@ class _Comparison:
         return True
 
     def match_all(self, expected: Sequence[str], found: Sequence[str]) -> bool:
-        """Whether texts in order are the same."""
+        """Return whether the texts match in order."""
         return len(expected) == len(found) and all(map(self.matches, expected, found))
 
     def match_member(self, one: Member, two: Member) -> bool:
@@ -279,23 +290,26 @@ class _Comparison:
         return self.match_chain(*chains)
 
     def match_chain(self, expected: list[str], found: list[str]) -> bool | None:
-        """Equations in a row. In front are the same names, or one name on one side; all the rest
-        has one value."""
+        """Match chains of equations.
+
+        - Names precede values in each chain.
+        - Both chains begin with the same names, or only one chain begins with a name, a single one.
+        - All values of both chains are equal.
+        """
+        names = []
+        values = []
         for chain in (expected, found):
             named = [is_name(part) for part in chain]
             if sorted(named, reverse=True) != named:
                 return None
-        names = [
-            {strip_spaces(part) for part in chain if is_name(part)} for chain in (expected, found)
-        ]
-        values = [[part for part in chain if not is_name(part)] for chain in (expected, found)]
+            names.append({strip_spaces(part) for part in chain if is_name(part)})
+            values.append([part for part in chain if not is_name(part)])
         few = sorted(map(len, names)) in ([0, 0], [0, 1])
         if not all(values) or not (names[0] == names[1] or few):
             return False
-        if names == [set(), set()] and any(
-            LETTER.search(part) for chain in (expected, found) for part in chain
-        ):
-            return False  # an equation is no value, unless it is a sum worked out: 2 + 3 = 5
+        # An equation without names is a value only as an evaluated sum: 2 + 3 = 5.
+        if names == [set(), set()] and any(LETTER.search(part) for part in (*expected, *found)):
+            return False
         return all(self.matches(values[0][0], value) for value in (*values[0][1:], *values[1]))
 
     def match_tuple(self, label: str, answer: str) -> bool | None:
@@ -304,15 +318,14 @@ class _Comparison:
         if expected is not None and found is not None:
             return self.match_brackets(expected, found)
         lone = expected or found
-        if lone is not None:  # a tuple is never a number; of an inequality algebra has the word
+        # A tuple never equals a number. Leave an inequality to algebra.
+        if lone is not None:
             return None if lone.unknown else False
         alone = [split_brackets(text) for text in (label, answer)]
         if not any(whole is not None and whole[0] in "([" for whole in alone):
             return None
-        one, other = (
-            whole[1].strip() if whole else text
-            for whole, text in zip(alone, (label, answer), strict=True)
-        )
+        one = alone[0][1].strip() if alone[0] else label
+        other = alone[1][1].strip() if alone[1] else answer
         return self.matches(one, other)
 
     def match_brackets(self, expected: BracketGroup, found: BracketGroup) -> bool:
@@ -342,8 +355,15 @@ RULES: Mapping[str, Callable[[_Comparison, str, str], bool | None]] = {
     "matrix": _Comparison.match_matrix,
     "algebra": lambda _, label, answer: match_algebra(label, answer),
 }
-"""The equivalences in the order in which they are asked: the first whose case the two texts are
-decides."""
+"""Equivalences in order: the first applicable equivalence decides."""
+
+
+def _has_several_names(members: Sequence[Member]) -> bool:
+    return len({name for name, _ in members if name}) > 1
+
+
+def _lacks_name(members: Sequence[Member]) -> bool:
+    return any(name is None for name, _ in members)
 
 
 def _compute_depth(text: str) -> int:
@@ -363,18 +383,24 @@ def math_verdict(
     prompt: str = "",
     thinking_tags: Sequence[str] = THINKING_TAGS,
 ) -> dict[str, Any]:
-    r"""``score``: 1 if the answer equals the label as mathematics, else 0; ``pred``: the answer;
-    ``by``: why it is.
+    r"""Score an answer in a completion against a label.
 
-    The answer stands after the thoughts, see
-    :func:`~megatron_dppo.rewards.math.completion.strip_thinking`: in the last ``\boxed{}`` (in all
-    of them, where several are listed), else after the last ``####`` or ``#``, else what
-    :func:`~megatron_dppo.rewards.math.completion.extract_unmarked_answer` finds. The label may be
-    marked in the same way, or be the bare answer. This function has no time limit: the process that
-    it runs in is killed when the time is over.
+    The answer is searched after the thoughts (see
+    :func:`~megatron_dppo.rewards.math.completion.strip_thinking`), in this order:
+
+    - the last ``\boxed{}``, or the last boxes if several are listed,
+    - the text after the last ``####`` or ``#``,
+    - the result of :func:`~megatron_dppo.rewards.math.completion.extract_unmarked_answer`.
+
+    The label may be marked in the same way, or be the bare answer. This function has no time limit:
+    the process is killed at the time limit.
+
+    Returns:
+        ``score``: 1 if the answer equals the label as mathematics, else 0; ``pred``: the answer;
+        ``by``: applied equivalences.
 
     Raises:
-        ValueError: if the label is empty: a fault of the data, not of the answer.
+        ValueError: if the label is empty: an error of the data, not of the answer.
     """
     label = extract_marked_answer(ground_truth) or ground_truth
     solution_str = strip_thinking(solution_str, prompt, thinking_tags)
@@ -383,20 +409,17 @@ def math_verdict(
         answer = extract_unmarked_answer(solution_str)
     numbers = parse_plain_number(label), parse_plain_number(answer)
     if numbers[0] is not None and numbers[1] is not None and numbers[0] == numbers[1]:
-        # Spares the great majority of answers all that follows.
-        return {
-            "score": 1.0,
-            "pred": answer,
-            "by": () if label.strip() == answer.strip() else ("number",),
-        }
+        # Return early, because most answers are plain numbers.
+        by = () if label.strip() == answer.strip() else ("number",)
+        return {"score": 1.0, "pred": answer, "by": by}
     verdict = grade_answer(label, answer)
     boxes = extract_boxes(solution_str)
-    if not verdict.right and len(boxes) > 1:  # one answer in several forms
+    # Several boxes may hold one answer in several forms: all forms must be right.
+    if not verdict.right and len(boxes) > 1:
         forms = [grade_answer(label, box) for box in boxes]
         verdict = forms[-1] if all(form.right for form in forms) else verdict
     return {"score": float(verdict.right), "pred": answer, "by": verdict.by}
 
 
-# The first call takes longer than many verdicts. It is made here, so that no completion has to wait
-# for it.
+# Make the slow first call at import, so that no completion waits for the call.
 grade_answer(r"\sqrt{4}", r"2^{1}")
