@@ -78,7 +78,7 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
     shape = resolve_shape(config.model.path)
     setup = Setup(config, shape, assign_gpus(config, shape), assume)
     actor, server = estimate_memory(setup)
-    # Transformer Engine's layers train bf16 only.
+    # By default fp32 uses torch's layers.
     may_use_te = config.model.dtype == "bf16" and config.model.spec != "torch"
     fits = actor.fits and server.fits
     most = max(server.concurrency, 1)

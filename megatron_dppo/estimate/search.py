@@ -57,7 +57,7 @@ MOST_GPUS = 2048
 """Maximum number of GPUs. The number of splits between training and rollouts grows with its
 square."""
 MANY_SPLITS = 1000
-"""Number of splits from which a search takes seconds and prints its progress."""
+"""Least number of splits of a search that takes seconds and prints its progress."""
 
 Change = dict[str, Any]
 """Values of settings, by their dotted names."""
@@ -137,7 +137,7 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
             if server.fits:
                 floors[i] = bound_step_seconds(setups[i], concurrency=server.concurrency)
             advance(1)
-    # The trainer's best layout takes seconds to find, and is equal for many splits.
+    # Many splits leave the trainer equal numbers of GPUs, and therefore the same best layout.
     lay_out = _cache_by_trainer(find_best_layout)
 
     @cache
@@ -190,7 +190,7 @@ def _cache_by_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup
 
     def found(setup: Setup) -> Setup | None:
         ranks = 0 if setup.placement.shared else setup.placement.ranks
-        # On shared GPUs the server's memory bounds the trainer's layout: solve every split.
+        # On shared GPUs the best layout depends on the servers: solve every split.
         if not ranks or ranks not in solved:
             solved[ranks] = solve(setup)
         if (best := solved[ranks]) is None:
@@ -228,7 +228,7 @@ def _make_memory_change(setup: Setup, resident: float, server: ServerMemory) -> 
     flag, _ = spec.memory_flag
     if flag in {word.partition("=")[0].replace("_", "-") for word in flags}:
         return {}
-    # Some engines take a fraction of the free memory, some of the whole GPU.
+    # The flag is a fraction of the free memory or of the whole GPU, depending on the engine.
     of_free = (parts["weights"] + parts["cache"]) / (room - resident)
     share = of_free if spec.memory_of_free else server.memory.total / room
     return {"rollout.launch.flags": (*flags, f"{flag}={int(100 * share) / 100}")}
@@ -448,8 +448,8 @@ def list_cuts(setup: Setup) -> Iterator[LayoutConfig]:
 def list_stage_sizes(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
     """Yield layers of the first and the last pipeline stage, the most equal first; None: equal to
     the remaining stages."""
-    # The last stage has the head, which takes the time of one or two layers: the stage may have
-    # fewer layers, never more.
+    # The head on the last stage takes the time of a layer or two: the stage may have fewer layers,
+    # never more.
     if layers % pp == 0:
         yield None, None
     each = -(-layers // pp)

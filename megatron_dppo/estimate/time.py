@@ -126,14 +126,15 @@ def estimate_trainer_phases(setup: Setup) -> dict[str, float]:
     reduction = max(estimate_reduction_time(setup, stage) for stage in stages)
     optimizer = max(estimate_optimizer_time(setup, stage) for stage in stages)
     # Estimate as if each teacher had sequences in all packs.
-    teacher_seconds = 0.0
+    teacher_seconds = []
     for path in config.loss.distillation.models:
         teacher = replace(setup, shape=resolve_shape(path))
-        teacher_seconds += _estimate_scoring(teacher, estimate_stage_times(teacher), packs)
+        stage_times = estimate_stage_times(teacher)
+        teacher_seconds.append(_estimate_scoring(teacher, stage_times, packs))
     return {
         "old log-probabilities": forward if work.updates > 1 else 0.0,
         "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
-        "teacher": teacher_seconds,
+        "teacher": sum(teacher_seconds),
         "training": passes * train.kernels,
         "messages": passes * train.messages,
         "token exchange": passes * train.exchange,
