@@ -188,7 +188,7 @@ def _format_disk(made: Plan) -> Iterator[str]:
 
 
 def _format_alternatives(made: Plan) -> Iterator[str]:
-    """Yield settings of the same GPUs under which the run fits, otherwise the nearest miss."""
+    """Yield settings of the same GPUs that make the run fit, otherwise the nearest miss."""
     yield "It does NOT fit. There are no times of a run that does not fit."
     gpus = _count_gpus(made.config)
     found = search(made.config, made.assumptions, gpus)

@@ -137,7 +137,7 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
             if server.fits:
                 floors[i] = bound_step_seconds(setups[i], concurrency=server.concurrency)
             advance(1)
-    # Many splits leave the trainer equal numbers of GPUs, and therefore the same best layout.
+    # Cache best layouts, because many splits leave the trainer equal numbers of GPUs.
     lay_out = _cache_by_trainer(find_best_layout)
 
     @cache

@@ -44,7 +44,7 @@ class StepTime:
     packs: int
     """Packs of a minibatch on each replica."""
     bubble: float
-    """Fraction of the trainer's passes in which a pipeline stage waits."""
+    """Waiting time of a pipeline stage, as a fraction of the trainer's passes."""
     batch: float
     """Completions that a server decodes at once, at most."""
     long_tail: float

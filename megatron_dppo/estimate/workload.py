@@ -259,15 +259,15 @@ class Setup:
         completions = prompts * samples
         alone = kept * samples * (prompt + mean)
         shared = _count_shared_prompts(self, prompts, kept * samples) * prompt
-        longest_mean = prompt + self.lengths.token_weighted_mean
-        pairs = alone * longest_mean - shared * prompt
+        mean_context = prompt + self.lengths.token_weighted_mean
+        pairs = alone * mean_context - shared * prompt
         return Work(
             prompts=prompts,
             completions=completions,
             generated=completions * mean,
             kept=kept * samples,
             trained=alone - shared,
-            context=pairs / (alone - shared) if alone else longest_mean,
+            context=pairs / (alone - shared) if alone else mean_context,
             responses=kept * samples * mean,
             updates=config.loss.updates_per_rollout,
         )
