@@ -62,7 +62,6 @@ def estimate_kernel_time(
     """Estimate the least seconds of a kernel.
 
     Args:
-        setup: setup of the run.
         flops: products and sums.
         size: bytes read and written.
         share: fraction of the matrix rate that the kernel reaches.
@@ -94,7 +93,6 @@ def estimate_transfer_time(
     """Estimate the seconds of a ring over NVLink, or over the network if the group spans nodes.
 
     Args:
-        setup: setup of the run.
         kind: one of :data:`COLLECTIVES`.
         ranks: number of ranks in the group.
         size: bytes of the full tensor.
@@ -406,7 +404,6 @@ def _sum_pass_times(
     """Sum the seconds of a forward and a backward pass, [2, 3].
 
     Args:
-        setup: setup of the run.
         products: seconds of matrix products, [2].
         streams: elements read and written by each remaining kernel, forward and backward.
         messages: seconds, [2].
@@ -430,7 +427,6 @@ def _estimate_product(
     """Estimate the seconds of [rows, inner] · [inner, columns].
 
     Args:
-        setup: setup of the run.
         rows: rows of the product.
         columns: columns of the product.
         inner: size of the summed dimension.
@@ -454,7 +450,6 @@ def _estimate_products(
     and weights, [2].
 
     Args:
-        setup: setup of the run.
         sizes: rows, columns and inner size of each product.
         use_tiles: see :func:`_estimate_product`.
     """

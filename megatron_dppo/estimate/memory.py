@@ -123,7 +123,6 @@ def _count_sizes(
     """Count one expert and one layer of each kind.
 
     Args:
-        shape: shape of the policy.
         layout: layout that shards the weights; None: all weights, without the padding of the
             vocabulary.
         lora: adapters to count instead of the policy.
@@ -214,7 +213,7 @@ def estimate_rank_memory(setup: Setup, stage: int) -> Memory:
     """Estimate the peak memory of a rank of a pipeline stage."""
     config = setup.config
     assume = setup.assume
-    # A step without pruning has the peak.
+    # The peak occurs in a step without pruning.
     packs = setup.unpruned.packs
     parts = count_persistent_bytes(setup, stage)
 
@@ -255,8 +254,8 @@ def get_bucket_bytes(config: Config) -> int:
 
 def count_resident_bytes(config: Config, memory: Memory) -> float:
     """Count the bytes that a rank of the trainer keeps while its GPU generates."""
-    # Gradients are freed before a server on the same GPU wakes. Parts that wait on the host are
-    # there during generation, too.
+    # Gradients are freed before a server on the same GPU wakes. Parts that wait on the host
+    # stay on the host during generation, too.
     keeps = {"weights": True, "teacher": True, "reserved": True}
     keeps["gradients"] = not config.rollout.colocated
     keeps["optimizer"] = not config.optimizer.offload
@@ -325,8 +324,6 @@ def count_chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
     """Count a virtual stage's forward passes that wait for a backward pass at once, at most.
 
     Args:
-        stage: pipeline stage.
-        layout: layout of the run.
         packs: packs of a minibatch on each replica.
     """
     # With one forward, one backward (1F1B), stage i of p has p - i packs in flight.
@@ -348,8 +345,6 @@ def count_activation_bytes(
     """Count the bytes that a stage keeps for backward passes, with all packs in flight.
 
     Args:
-        setup: setup of the run.
-        stage: pipeline stage.
         saved: tensors that operators keep.
         packs: packs of a minibatch on each replica.
         imbalance: tokens of this rank's experts / tokens of a mean rank's.

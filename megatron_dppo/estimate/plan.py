@@ -67,7 +67,6 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
     """Plan a run.
 
     Args:
-        config: config of the run.
         assume: assumptions for all facts missing in ``config``.
 
     Raises:

@@ -30,7 +30,6 @@ def plan(config: Config, assumptions: Sequence[str], *, json_output: bool) -> in
     """Print a plan (``megatron-dppo plan``). Return 0, or 1 if the run does not fit.
 
     Args:
-        config: config of the run.
         assumptions: words ``assume.x=y``.
         json_output: print one JSON object instead of text.
 
@@ -49,7 +48,6 @@ def plan_search(
     if no settings fit.
 
     Args:
-        config: config of the run.
         assumptions: words ``assume.x=y``.
         gpus: maximum number of GPUs; None: the run's number.
         json_output: print one JSON object instead of text.

@@ -44,7 +44,6 @@ def estimate_server_memory(setup: Setup, *, resident: float) -> ServerMemory:
     """Estimate the memory of the server with the fewest ranks.
 
     Args:
-        setup: setup of the run.
         resident: bytes of the trainer on the same GPU during generation.
     """
     config = setup.config

@@ -97,7 +97,6 @@ def bound_step_seconds(setup: Setup, *, concurrency: int, training: float | None
     """Return the least seconds of a step.
 
     Args:
-        setup: setup of the run.
         concurrency: completions that a server decodes at once, at most.
         training: seconds of the trainer's phases; None: matrix products alone, at the rate of large
             products.
@@ -214,7 +213,6 @@ def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
     prefill.
 
     Args:
-        setup: setup of the run.
         concurrency: completions that a server holds at once.
     """
     # The servers' GPUs share the prompts equally. Assume that all servers are like the server with
@@ -262,7 +260,6 @@ def _estimate_decode_step(setup: Setup, tp: int, active: float, context: float) 
     and overheads.
 
     Args:
-        setup: setup of the run.
         tp: tensor-parallel ranks of the server.
         active: completions in the batch.
         context: tokens, mean present length of completions, prompts included.

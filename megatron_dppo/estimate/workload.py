@@ -41,7 +41,7 @@ class Placement:
     shared: bool
     """Whether servers and the trainer are on the same GPUs."""
     gpus: int
-    """All GPUs that are paid."""
+    """Number of paid GPUs."""
 
     @property
     def replica(self) -> int:

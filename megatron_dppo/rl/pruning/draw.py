@@ -84,8 +84,6 @@ def prune_minibatch(
 
     Args:
         part: metadata of the minibatch's groups, with their part of the window.
-        config: config of the run.
-        objective: objective of the run.
         keep: ``pruning.completions.keep`` under its schedule.
         rng: generator for this single draw.
     """

@@ -52,7 +52,6 @@ def compute_window_size(config: Config, inflation: float = 1.0) -> int:
     N is ``rollout.prompts_per_step``, times ``inflation`` / ``pruning.noise`` if that is set.
 
     Args:
-        config: config of the run.
         inflation: factor of pruning on the variance of earlier steps, at least 1.
     """
     prompts = config.rollout.prompts_per_step
