@@ -176,8 +176,8 @@ def _allocate(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floa
         return float(costs @ np.clip(c * rate, floor, 1.0))
 
     # The cost grows with c and is linear between breakpoints: values of c at the end of a unit's
-    # floor and the start of its cap. A bisection finds the interval of the budget; in the interval c
-    # has a closed form.
+    # floor and the start of its cap. A bisection finds the interval of the budget; inside, c has a
+    # closed form.
     leaves_floor = floor / rate
     meets_cap = 1.0 / rate
     breakpoints: NDArray[np.float64] = np.unique(np.concatenate([leaves_floor, meets_cap]))
