@@ -83,7 +83,8 @@ def prune_minibatch(
     1/(max_weight·π_prompt).
 
     Args:
-        part: metadata of the minibatch's groups, with their part of the window.
+        part: metadata of the minibatch's groups, with the part of the window that the groups
+            represent.
         keep: ``pruning.completions.keep`` under its schedule.
         rng: generator for this single draw.
     """
@@ -209,7 +210,7 @@ def compute_prune_metrics(
       counts with the mean of prompts rolled out.
     - ``saved_tokens_completions``: tokens of pruned completions, rolled out and with a gradient.
     - ``zero_advantage_tokens``: tokens of completions whose gradient is exactly 0. No saving, since
-      these completions are not trained on without pruning.
+      these completions are not trained on without pruning either.
     - ``variance_inflation``: see :func:`compute_variance_inflation`.
     - ``noise_share_prompts``, ``noise_share_completions``: fractions of the gradient's noise due to
       prompt and completion pruning, see :func:`estimate_gradient_noise`. The rest is due to
@@ -297,8 +298,8 @@ def compute_variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]
     h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, with ``magnitude`` instead of |A| under a
     teacher. Both sums run over the window, and are estimated from the prompts rolled out.
     """
-    # This is the variance of *independent* draws of equal probabilities. A systematic draw has less
-    # variance, without an unbiased estimate.
+    # This is the variance of *independent* draws with the same inclusion probabilities. A systematic
+    # draw has less variance, without an unbiased estimate.
     squares = [(_compute_squares(part, pruned), pruned.weight) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)
     if full > 0.0:
@@ -314,7 +315,7 @@ def estimate_gradient_noise(
     - Each sum runs over the window; its estimate from the prompts rolled out is unbiased.
     - Only ratios of the sums are of use.
     - Terms are assumed orthogonal and draws *independent*; a systematic draw adds less noise.
-    - h and the total / first sum: see :func:`compute_variance_inflation`.
+    - :func:`compute_variance_inflation` defines h, and returns the sum of all three / the first.
 
     Returns:
         - Σ h², the noise of the full batch, due to sampled completions. Estimated by Σ h²/π_q.
@@ -415,7 +416,6 @@ def _build_table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[
 
 
 def _log2(values: Floats) -> Floats:
-    """Return log2."""
     # A completion of certain tokens has score 0: put the score far below all other scores.
     return np.log2(np.maximum(values, 1e-12))
 
