@@ -298,8 +298,8 @@ def compute_variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]
     h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, with ``magnitude`` instead of |A| under a
     teacher. Both sums run over the window, and are estimated from the prompts rolled out.
     """
-    # This is the variance of *independent* draws with the same inclusion probabilities. A systematic
-    # draw has less variance, without an unbiased estimate.
+    # This is the variance of *independent* draws with the same inclusion probabilities. A
+    # systematic draw has less variance, without an unbiased estimate.
     squares = [(_compute_squares(part, pruned), pruned.weight) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)
     if full > 0.0:
