@@ -29,12 +29,12 @@ class Cost:
 
     gpu_hours: float
     money: float | None
-    """Money at ``cluster.price_per_gpu_hour``; None if that is not set."""
+    """Money at ``cluster.price_per_gpu_hour``; None if not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Estimates of a run before its start."""
+    """Estimates of a run before the start."""
 
     config: Config
     assumptions: Assumptions

@@ -18,7 +18,7 @@ from megatron_dppo.estimate.workload import Setup
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Memory of one GPU of a server, and the completions that it can decode at once."""
+    """Memory of one GPU of a server, and the maximum of concurrent completions."""
 
     memory: Memory
     tokens: int
