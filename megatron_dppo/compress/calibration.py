@@ -1,4 +1,4 @@
-"""Calibration sequences, which are prompts with responses, and their batches."""
+"""Calibration sequences (prompts with responses), and their batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = {
     "data.response_key": "--response-key",
     "data.label_key": "--response-key",
 }
-"""Options by the settings that errors name."""
+"""Command-line options, by the settings that errors name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ def read_sequences(
         response_key=response_key,
         label_key=response_key,
         chat_template=chat_template,
+        # No limit: ``make_batches`` truncates.
         max_prompt_tokens=2**31,
     )
     if source.is_file() and uses_date(Path(tokenizer.name_or_path)):
@@ -76,6 +77,7 @@ def read_sequences(
         data = replace(data, date=date.fromtimestamp(source.stat().st_mtime).isoformat())
     try:
         return load_supervised_examples(data, tokenizer)
+    # Errors must name the command's options instead of a run's settings.
     except UserError as error:
         texts = [str(error.setting), str(error.problem), str(error.remedy)]
         for setting, option in OPTIONS.items():
@@ -85,7 +87,7 @@ def read_sequences(
 
 def _read_evaluation(folder: Path, tokenizer: Tokenizer) -> list[SupervisedExample]:
     """Read the answers of an evaluation. Truncated answers have no end token; empty answers are
-    left out."""
+    skipped."""
     file = folder / ANSWERS
     if not (folder / SETTINGS).is_file() or not file.is_file():
         problem = "is a folder without an evaluation"
@@ -105,6 +107,7 @@ def _read_evaluation(folder: Path, tokenizer: Tokenizer) -> list[SupervisedExamp
     end = end_token_id(tokenizer)
     answers = []
     for row in rows:
+        # The stored prompt contains the special tokens already.
         prompt = tokenizer(str(row.get("prompt")), add_special_tokens=False)["input_ids"]
         response = tokenizer(str(row["answer"]), add_special_tokens=False)["input_ids"]
         if row.get("finish") == "stop":
@@ -125,11 +128,12 @@ def draw_sequences(
 def make_batches(
     answers: Sequence[SupervisedExample], max_tokens: int, device: torch.device
 ) -> list[Batch]:
-    """Put sequences of similar lengths together. A sequence ends at ``max_tokens``."""
+    """Batch sequences of similar lengths. A sequence ends at ``max_tokens``."""
     rows = []
     for answer in answers:
         ids = np.concatenate([answer.prompt_ids, answer.response_ids])[:max_tokens]
         rows.append((ids, len(answer.prompt_ids)))
+    # Sort by length, because padding costs time.
     rows.sort(key=lambda row: -len(row[0]))
     batches = []
     while rows:

@@ -1,5 +1,5 @@
-"""``megatron-dppo compress``: make a smaller policy from a larger policy, as a Hugging Face
-directory."""
+"""Make a smaller policy from a larger policy, as a Hugging Face directory (``megatron-dppo
+compress``)."""
 
 from __future__ import annotations
 
@@ -155,6 +155,7 @@ def compress(arguments: argparse.Namespace) -> int:
     recipe = _make_recipe(arguments)
     recipe.check(shape)
     dtype = find_stored_dtype(tensors, shape)
+    # The size of the result is known before the scores: check the disk first.
     planned = recipe.plan_cut(shape)
     plan = plan_files(planned.compute_shape(shape), dtype)
     check_replaceable(
@@ -247,6 +248,7 @@ def _read_calibration(
     )
     scored, held_out = draw_sequences(answers, arguments.sequences, arguments.seed)
 
+    # The loss is over response tokens: a sequence truncated within its prompt has no loss.
     def has_response(answer: SupervisedExample) -> bool:
         return len(answer.prompt_ids) < arguments.max_tokens and len(answer.response_ids) > 0
 
@@ -261,7 +263,7 @@ def _read_calibration(
 
 
 def _choose_dtype(source: Path, shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
-    """Return the type to compute in: on a GPU as stored, else fp32 if the host has room."""
+    """Return the type for computing: on a GPU as stored, else fp32 if the host has room."""
     if torch.cuda.is_available():
         return stored
     try:
@@ -287,8 +289,9 @@ def _choose_and_measure(
     held_out: Sequences,
     max_tokens: int,
 ) -> tuple[Cut, dict[str, float]]:
-    """Return the cut, and the losses of the larger and the smaller policy. Without sequences there
-    are no losses."""
+    """Return the cut, and the losses of the larger and the smaller policy; no losses without
+    sequences."""
+    # Prefer sequences that the choice of parts has not used.
     measured = held_out or scored
     reads = recipe.count_reads(shape) * len(scored) + 2 * len(measured)
     with report_progress("sequences", reads, enabled=reads > 0) as advance:
@@ -303,7 +306,7 @@ def _choose_and_measure(
 
 @torch.no_grad()
 def _compute_logits(model: Any, shape: PolicyShape) -> torch.Tensor:
-    """[1, tokens, vocabulary] logits of random tokens, in the model's type."""
+    """Return logits of random tokens, [1, tokens, vocabulary], in the model's type."""
     logits: torch.Tensor = model(draw_tokens(shape).to(_find_device()), use_cache=False).logits
     return logits
 

@@ -1,4 +1,5 @@
-"""Parts of a policy to keep, and their numbers. Only the policy's shape is needed, no weights."""
+"""Choice of a policy's kept parts, by number and size. Only the policy's shape is needed, no
+weights."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SCORES = {
 NO_CALIBRATION = ("magnitude", "random")
 """Scores without calibration sequences."""
 MULTIPLE = 128
-"""Default multiple of kept units, which suits matrix kernels."""
+"""Default multiple of kept units, suited to matrix kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,10 @@ class Cut:
 
     layers: tuple[int, ...]
     units: tuple[tuple[int, ...], ...] | None = None
-    """Kept feed-forward units of each layer of the larger policy, equally many; None: all."""
+    """Kept feed-forward units of each layer of the larger policy, in equal numbers; None: all."""
     zero_attention: tuple[int, ...] = ()
-    """Layers with zeros as output projection of attention. config.json has no sign for a layer
-    without attention."""
+    """Layers with zeros as output projection of attention, because config.json has no sign for a
+    layer without attention."""
     zero_feed_forward: tuple[int, ...] = ()
     """Layers with zeros as down projection."""
 
@@ -68,7 +69,7 @@ class Recipe:
     removed."""
     part: Part = "block"
     multiple: int = MULTIPLE
-    """The number of kept units is a multiple of this."""
+    """Divisor of the number of kept units."""
     zero_attention: bool = False
     """Permission for 2SSP to write zeros as output projections."""
     seed: int = 1
@@ -104,6 +105,7 @@ class Recipe:
         if shape.experts and self.method != "depth":
             problem = "removes feed-forward units, which is not supported for mixtures of experts"
             raise UserError("--method", self.method, problem, "Give --method depth")
+        # Written zeros keep their size: require ``--zero-attention``.
         count = count_removed_attentions(shape, 1 - self.keep) if self.method == "2ssp" else 0
         if count and not self.zero_attention:
             problem = (
@@ -117,16 +119,15 @@ class Recipe:
             raise UserError("--method", self.method, problem, remedy)
 
     def plan_cut(self, shape: PolicyShape) -> Cut:
-        """Return a cut of the final size, with the first parts in place of the best.
+        """Return a cut of the final size, with the first parts instead of the best.
 
         Raises:
             UserError: naming ``--keep`` or ``--multiple``, if no part or every part is kept.
         """
         layers = tuple(range(shape.num_layers))
         if self.method == "depth":
-            return Cut(layers).remove(
-                self.part, layers[count_kept_layers(shape, self.keep, self.part) :]
-            )
+            kept = count_kept_layers(shape, self.keep, self.part)
+            return Cut(layers).remove(self.part, layers[kept:])
         zeroed = count_removed_attentions(shape, 1 - self.keep) if self.method == "2ssp" else 0
         width = count_kept_units(shape, self.keep, self.multiple, zeroed)
         return Cut(layers, (tuple(range(width)),) * len(layers), layers[:zeroed])
@@ -143,6 +144,7 @@ class Recipe:
             turns = count_removed_attentions(shape, 1 - self.keep)
         if self.score == "greedy":
             turns = layers - count_kept_layers(shape, self.keep, self.part)
+        # Each turn measures the loss without every layer that still has the part.
         ablations = sum(layers - turn for turn in range(turns))
         return ablations + (self.score != "greedy")
 
@@ -153,7 +155,7 @@ def count_attention_weights(shape: PolicyShape) -> int:
 
 
 def count_feed_forward_weights(shape: PolicyShape) -> int:
-    """Count the weights of a layer's gate, up and down projections, or of its experts and
+    """Count the weights of a layer's gate, up and down projections, or of the layer's experts and
     router."""
     return shape.hidden * (3 * shape.ffn * max(1, shape.experts) + shape.experts)
 
@@ -177,6 +179,7 @@ def count_kept_layers(shape: PolicyShape, keep: float, part: Part) -> int:
     feed_forward = count_feed_forward_weights(shape)
     whole = attention + feed_forward
     size = {"block": whole, "attention": attention, "feed-forward": feed_forward}[part]
+    # ``keep`` counts weights of whole layers: a part alone must lose a larger fraction.
     kept = keep if part == "block" else 1 - (1 - keep) * whole / size
     left = round(shape.num_layers * kept)
     if not 0 < left < shape.num_layers:
@@ -197,6 +200,7 @@ def count_kept_units(shape: PolicyShape, keep: float, multiple: int, zeroed: int
     """
     attention = count_attention_weights(shape)
     feed_forward = count_feed_forward_weights(shape)
+    # Attention is kept in full except in zeroed layers; the units get the rest of the budget.
     left = keep * (attention + feed_forward) - attention * (1 - zeroed / shape.num_layers)
     exact = left / (feed_forward / shape.ffn)
     if exact <= 0:

@@ -49,9 +49,10 @@ class Scorer:
 
     @torch.no_grad()
     def measure_activations(self) -> torch.Tensor:
-        """[layers, units] fp64, 2SSP's score (arXiv:2501.17771).
+        """Return 2SSP's score (arXiv:2501.17771), [layers, units] fp64.
 
-        Mean over sequences of ‖activations over the sequence's tokens‖₂ at the down projection.
+        The score is the mean over sequences of ‖activations over the sequence's tokens‖₂ at the
+        down projection.
         """
         layers = self.model.model.layers
         sums = torch.zeros(len(layers), layers[0].mlp.down_proj.in_features, dtype=torch.float64)
@@ -72,11 +73,14 @@ class Scorer:
 
     @torch.no_grad()
     def measure_influence(self, part: Part) -> torch.Tensor:
-        """[layers] fp64, ShortGPT's block influence (arXiv:2403.03853) of a part of each layer.
+        """Return ShortGPT's block influence (arXiv:2403.03853) of a part of each layer, [layers]
+        fp64.
 
-        1 − mean over tokens of the cosine of the residual stream before and after the part.
+        The influence is 1 − mean over tokens of the cosine of the residual stream before and after
+        the part.
         """
         layers = self.model.model.layers
+        # The inputs of norms are the residual stream before and after each part.
         first = [layer.input_layernorm for layer in layers]
         second = [layer.post_attention_layernorm for layer in layers]
         last = [*first[1:], self.model.model.norm]
@@ -112,8 +116,8 @@ class Scorer:
 
     @torch.no_grad()
     def measure_magnitudes(self) -> torch.Tensor:
-        """[layers, units] fp64: norm of the unit's rows of gate and up, and of the unit's column of
-        down."""
+        """Return the norm of each unit's rows of gate and up and column of down, [layers, units]
+        fp64."""
         norms = []
         for layer in self.model.model.layers:
             mlp = layer.mlp
@@ -123,11 +127,13 @@ class Scorer:
         return torch.stack(norms)
 
     def measure_shapley_values(self, part: Part, pairs: int | None, seed: int) -> list[float]:
-        """[layers] φ = E[loss | part absent] − E[loss | part present] (arXiv:2407.16286).
+        """Return φ = E[loss | part absent] − E[loss | part present] (arXiv:2407.16286), [layers].
 
         Args:
+            part: part of each layer.
             pairs: number of pairs of :func:`draw_halves`. None: each mean is a single loss, without
                 the layer's part and with all parts.
+            seed: random seed of the halves.
         """
         layers = len(self.model.model.layers)
         whole = Cut(tuple(range(layers)))
@@ -137,6 +143,7 @@ class Scorer:
                 self.measure_loss(whole.remove(part, [layer])) - present for layer in range(layers)
             ]
         values = np.zeros(layers)
+        # The two halves of a pair remove each layer once: every mean has ``pairs`` losses.
         for half in draw_halves(layers, pairs, seed):
             loss = self.measure_loss(whole.remove(part, half))
             absent = np.isin(np.arange(layers), half)
@@ -144,8 +151,8 @@ class Scorer:
         return (values / pairs).tolist()
 
     def remove_greedily(self, cut: Cut, part: Part, count: int) -> Cut:
-        """Remove a part of ``count`` layers, each time of the layer with the least loss without the
-        part.
+        """Remove a part of ``count`` layers, each time from the layer with the least loss without
+        the part.
 
         For attention this is 2SSP's second stage (arXiv:2501.17771).
         """
@@ -165,7 +172,7 @@ class Scorer:
 
 @contextmanager
 def apply_cut(model: Any, cut: Cut) -> Iterator[None]:
-    """Within the block, let the larger policy compute the smaller policy's outputs."""
+    """Make the larger policy compute the smaller policy's outputs within the block."""
 
     def skip(_: Any, inputs: tuple[torch.Tensor, ...], __: Any) -> torch.Tensor:
         return inputs[0]
@@ -189,6 +196,7 @@ def apply_cut(model: Any, cut: Cut) -> Iterator[None]:
                 hooks.callback(layer.self_attn.register_forward_hook(zero_attention).remove)
             if number in cut.zero_feed_forward:
                 hooks.callback(layer.mlp.register_forward_hook(zero_feed_forward).remove)
+            # Zeros before the down projection remove a unit's output.
             if cut.units:
                 mask = torch.zeros_like(layer.mlp.down_proj.weight[0])
                 mask[list(cut.units[number])] = 1
@@ -208,10 +216,9 @@ def draw_halves(layers: int, pairs: int, seed: int) -> list[list[int]]:
 
 
 def draw_scores(size: Sequence[int], seed: int) -> torch.Tensor:
-    """Draw uniform fp64 scores of this shape."""
-    return torch.rand(
-        tuple(size), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    """Draw uniform fp64 scores of shape ``size``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tuple(size), generator=generator, dtype=torch.float64)
 
 
 def choose_cut(scorer: Scorer, shape: PolicyShape, recipe: Recipe) -> Cut:
@@ -242,6 +249,5 @@ def choose_cut(scorer: Scorer, shape: PolicyShape, recipe: Recipe) -> Cut:
     if recipe.score != "random":
         # The second stage of 2SSP measures the first stage's policy.
         return scorer.remove_greedily(cut, "attention", zeroed)
-    return cut.remove(
-        "attention", select_highest(draw_scores((len(layers),), recipe.seed).tolist(), zeroed)
-    )
+    scores = draw_scores((len(layers),), recipe.seed).tolist()
+    return cut.remove("attention", select_highest(scores, zeroed))

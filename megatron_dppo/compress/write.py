@@ -77,10 +77,10 @@ def read_cut_tensor(
 
 
 def _update_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
-    """Set the sizes of the smaller policy, and keep the other settings."""
+    """Set the sizes of the smaller policy, and keep all other settings."""
     config = json.loads(file.read_text())
     changed = cut.compute_shape(shape).config_sizes.items() - shape.config_sizes.items()
-    # An older and a newer name of a size may both be there.
+    # The file may have an older and a newer name of a size.
     config |= {
         key: size for names, size in changed for key in names.split(" | ") if config.get(key)
     }

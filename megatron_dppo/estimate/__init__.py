@@ -1,2 +1,1 @@
-"""Memory, time and cost of a run, from its settings alone. Needs no torch, and not the model's
-files."""
+"""Memory, time and cost of a run, from the settings alone. Needs no torch and no model files."""

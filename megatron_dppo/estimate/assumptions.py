@@ -1,6 +1,6 @@
 """Data sheets of GPUs, and the assumptions of a plan.
 
-Every assumption is printed with the plan, and settable as ``assume.x=y``.
+Every assumption is printed with the plan, and can be set as ``assume.x=y``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ PREFIX = "assume."
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU in its usual eight-way node."""
+    """A GPU in the usual eight-way node."""
 
     memory_gib: float
     """Memory that CUDA reports as usable."""
     bandwidth: float
-    """Bytes per second of its memory."""
+    """Bytes per second of the memory."""
     flops: float
     """Dense bf16 products and sums per second."""
     nvlink: float
-    """Bytes per second to the other GPUs of its node, one way."""
+    """Bytes per second to GPUs of the same node, one way."""
     network: float
-    """Bytes per second to other nodes, one way: its share of the node's adapters."""
+    """Bytes per second to other nodes, one way, by the GPU's share of the node's adapters."""
 
     def get_peak_flops(self, dtype: str) -> float:
-        """Products and sums per second in a type of ``model.dtype``; fp32 has no matrix units (TF32
-        is off)."""
+        """Return products and sums per second in a type of ``model.dtype``."""
+        # fp32 has no matrix units, because TF32 is off.
         return self.flops if dtype == "bf16" else self.flops / 16
 
 
@@ -52,65 +52,64 @@ def needs_flash_attn(gpu: str, head_dim: int) -> bool:
 
     Args:
         gpu: a key of :data:`GPUS`.
-        head_dim: of the policy's attention.
+        head_dim: head dimension of the policy's attention.
     """
     return gpu.startswith("a100") or (gpu == "b200" and head_dim > 128)
 
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """One set for every model, machine and layout; shares are of what a data sheet promises."""
+    """Assumptions for every model, machine and layout; shares are relative to the data sheet."""
 
     response_share: float = 0.5
-    """Mean response over rollout.max_response_tokens. NeMo-RL's published runs have 0.26
+    """Mean response / rollout.max_response_tokens. NeMo-RL's published runs have 0.26
     (Llama-3.1-8B, 1,060 of 4,096) and 0.78 (Qwen3-32B, 3,206 of 4,096); a run's own
-    ``rollout/response_len/mean`` is better than either."""
+    ``rollout/response_len/mean`` is better."""
     prompt_tokens: float = 130.0
-    """Mean prompt; those two runs have 132 and 110. Never above data.max_prompt_tokens."""
+    """Mean prompt; the two runs above have 132 and 110. Never above data.max_prompt_tokens."""
     mixed_share: float = 0.6
-    """Share of prompts whose answers differ in reward: all that is trained on without a KL term,
-    pruned or not, and what dynamic_sampling and greso roll out for. A guess; 1 -
-    ``prune/zero_advantage_fraction`` of a run is better."""
+    """Fraction of prompts whose answers have unequal rewards. Without a KL term only these are
+    trained on, pruned or not; dynamic_sampling and greso roll out until enough are found. A guess;
+    1 - ``prune/zero_advantage_fraction`` of a run is better."""
     variance: float | None = None
-    """By how much pruning multiplies the gradient's variance. None: what was measured of the same
-    pruning on three tasks (estimate/time.py); ``prune/variance_inflation`` of a run of your own is
-    better."""
+    """Factor of pruning on the gradient's variance. None: measurements of the same pruning on three
+    tasks (estimate/time.py); ``prune/variance_inflation`` of a run of your own is better."""
     low_share: float = 0.5
-    """Share of scores below the mean, which the rules called threshold prune. A guess."""
+    """Fraction of scores below the mean, pruned by the rules called threshold. A guess."""
     efficient_share: float = 0.5
-    """Share of the tokens with a gradient that ``pruning.completions.keep=auto`` trains on: 0.76
+    """Fraction of the tokens with a gradient that ``pruning.completions.keep=auto`` trains on: 0.76
     early, 0.44 in the middle and 0.37 late in a run on sums (benchmarks/efficiency.py)."""
     pack_fill: float = 0.99
-    """Share of a pack's slots with tokens, if several sequences fit (benchmarks/packing.py finds
+    """Fraction of a pack's slots with tokens, if several sequences fit (benchmarks/packing.py finds
     0.99)."""
     busy_share: float = 0.85
-    """Share of the trainer's passes in which kernels and messages run at the rates of
-    ``estimate/kernels.py``. In the rest a GPU waits for launches, for the slowest rank, or runs at
-    a lower clock. A guess: pre-training, with even packs, reaches 0.83 (2B) to 0.91 (175B) by
-    Megatron-LM's README (0.41 and 0.47 of the matrix rate on H100s)."""
+    """Fraction of the trainer's passes at the rates of ``estimate/kernels.py`` for kernels and
+    messages. In the rest a GPU waits for launches or the slowest rank, or runs at a lower clock. A
+    guess: pre-training, with even packs, reaches 0.83 (2B) to 0.91 (175B) by Megatron-LM's README
+    (0.41 and 0.47 of the matrix rate on H100s)."""
     expert_imbalance: float = 1.5
-    """Tokens of the busiest expert-parallel rank of a layer, for which the others wait, over their
-    mean. A guess: routers are balanced over what they were pretrained on, not over mathematics."""
+    """Tokens of a layer's busiest expert-parallel rank / the mean of the ranks; all ranks wait for
+    the busiest. A guess: routers are balanced over pretraining data, not over mathematics."""
     decode_bandwidth_share: float = 0.7
-    """Share of the memory's bandwidth, for weights and cache read by a decode step. Streaming
+    """Fraction of the memory's bandwidth, for weights and cache read by a decode step. Streaming
     kernels reach 0.8 to 0.9; attention over pages of a cache less."""
     decode_flops_share: float = 0.5
-    """Share of the matrix rate, for the products of large decode batches and of prefill. A
+    """Fraction of the matrix rate in the products of large decode batches and of prefill. A
     guess."""
     decode_step_ms: float = 3.0
-    """Milliseconds of a decode step beside reading and multiplying: scheduling, sampling, launches.
-    A guess."""
+    """Milliseconds of a decode step in addition to reading and multiplying: scheduling, sampling,
+    launches. A guess."""
     decode_request_us: float = 10.0
-    """Microseconds that each completion of the batch adds to a decode step, for the server's host.
-    A guess."""
+    """Microseconds of the server's host per completion of the batch, added to a decode step. A
+    guess."""
     all_reduce_us: float = 12.0
-    """Least microseconds of one all-reduce of a server's ranks, two in each layer; a large one
-    takes as long as its bytes over NVLink. A guess."""
+    """Least microseconds of one all-reduce of a server's ranks, two in each layer; a large
+    all-reduce takes its bytes' time over NVLink. A guess."""
     server_memory_share: float = 0.85
-    """Share of a GPU's memory, for a server's weights and cache; SGLang's own choice is near it on
+    """Fraction of a GPU's memory used by a server's weights and cache; SGLang's default is close on
     large GPUs."""
     server_buffers_gib: float = 4.0
-    """Memory of a server beside them, for activations and captured graphs. A guess."""
+    """Memory of a server for activations and captured graphs. A guess."""
     reserved_gib: float = 3.0
     """CUDA's context, buffers of NCCL, cuBLAS and Transformer Engine, of a rank of the trainer. A
     guess."""
@@ -118,21 +117,22 @@ class Assumptions:
     """Memory that a server on the trainer's GPU keeps while a step trains: CUDA's context, NCCL's
     buffers. A guess."""
     fragmentation: float = 0.05
-    """Share of a rank's allocations that is lost between them. A guess."""
+    """Fraction of a rank's allocations lost to fragmentation. A guess."""
     sync_network_share: float = 0.1
-    """Share of the network (NVLink within a node), for weights on their way to servers through
-    NCCL: verl tells of 14 to 18 s for a model of 32B."""
+    """Fraction of the network (NVLink within a node), for weights sent to servers through NCCL:
+    verl reports 14 to 18 s for a model of 32B."""
     sync_copy_gb_s: float = 2.0
-    """GB/s of weights that go by disk. A guess: disks differ."""
+    """GB/s of weights sent by disk. A guess: disks differ."""
     overhead_s: float = 5.0
     """Seconds of a step for scoring, planning and moving tokens. A guess."""
 
 
 def read_assumptions(words: Sequence[str]) -> Assumptions:
-    """The defaults with ``assume.x=y`` laid over them.
+    """Return the defaults, overridden by ``words`` of the form ``assume.x=y``.
 
     Raises:
-        UserError: for an unknown name, naming the nearest, and for what is no positive number.
+        UserError: a name is unknown (the message has the nearest name), or a value is not a
+            positive number.
     """
     known = {field.name: field for field in fields(Assumptions)}
     given: dict[str, float] = {}
@@ -150,6 +150,7 @@ def read_assumptions(words: Sequence[str]) -> Assumptions:
             value = float(text)
         except ValueError:
             value = 0.0
+        # Fractions end at 1; a time or factor has no upper limit.
         most = 1.0 if name.endswith(("share", "fill", "fragmentation")) else float("inf")
         if not 0.0 < value <= most or value == float("inf"):
             limits = "a number above 0" + (" and at most 1" if most == 1.0 else "")

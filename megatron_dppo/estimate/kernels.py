@@ -1,10 +1,12 @@
-"""Seconds of a pack's kernels and messages on one rank, by formula, at the rates that well-made
-kernels reach.
+"""Estimate seconds of a pack's kernels and messages on a rank, by formula, at rates of well-made
+kernels.
 
-Needs no torch. A rehearsal (``tests/rehearsal``) of the trainer with Transformer Engine found which
-kernels there are, and ``tests/rehearsal/test_command.py`` compares their sums. Kernels follow each
-other without a gap, and no two overlap. Sizes are elements of ``model.dtype`` unless they are said
-to be bytes; *forward* and *backward* come in pairs.
+- Needs no torch.
+- Kernels were listed by a rehearsal (``tests/rehearsal``) of the trainer with Transformer Engine;
+  ``tests/rehearsal/test_command.py`` compares their sums.
+- Kernels run without gaps and without overlap.
+- Sizes are elements of ``model.dtype`` unless named bytes.
+- Pairs are *forward* and *backward*.
 """
 
 from __future__ import annotations
@@ -32,41 +34,39 @@ from megatron_dppo.rl.types import Floats
 PRODUCTS = 0.72
 STREAMS = 0.85
 LINKS = 0.8
-"""Share of the data sheet's rates that large products (cuBLAS on an H100: 650 to 750 TFLOP/s),
-streaming kernels, and collectives reach."""
+"""``PRODUCTS``, ``STREAMS``, ``LINKS``: fractions of the data sheet's rates reached by large
+products (cuBLAS on an H100: 650 to 750 TFLOP/s), by streaming kernels, and by collectives."""
 ATTENTION_FORWARD = 0.40
 ATTENTION_BACKWARD = 0.30
-"""Share of the matrix rate over the pairs of causal attention."""
+"""``ATTENTION_FORWARD``, ``ATTENTION_BACKWARD``: fractions of the matrix rate over the pairs of
+causal attention."""
 LEAST_SECONDS = 2e-6
 """Least seconds of a kernel."""
 PROCESSORS = {"a100-40": 108, "a100-80": 108, "b200": 148}
-"""Multiprocessors of a GPU; others have 132."""
+"""Multiprocessors of a GPU; 132 for GPUs not listed."""
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9))
-"""Rows and columns of the tiles into which products are cut, and the share of the rate that such
-tiles reach."""
+"""Rows and columns of the tiles of products, and the fraction of the rate that the tiles reach."""
 
-REPLICAS, EXCHANGE, PIPELINE, INSIDE = (
-    "replicas: gradients and weights", "experts: exchange", "pipeline: activations", "tensor and "
-                                                                                     "context "
-                                                                                     "parallelism",
-)  # fmt: skip
+REPLICAS = "replicas: gradients and weights"
+EXCHANGE = "experts: exchange"
+PIPELINE = "pipeline: activations"
+INSIDE = "tensor and context parallelism"
 COLLECTIVES = (INSIDE, EXCHANGE, REPLICAS, PIPELINE)
-"""Kinds of collectives, by what they are for."""
+"""Kinds of collectives, by use."""
 
 
 def estimate_kernel_time(
     setup: Setup, flops: float, size: float, *, share: float = PRODUCTS, dtype: str | None = None,
     product: tuple[int, int] | None = None,
 ) -> float:  # fmt: skip
-    """Least seconds of a kernel.
+    """Estimate the least seconds of a kernel.
 
     Args:
-        setup: of the run.
         flops: products and sums.
         size: bytes read and written.
-        share: of the matrix rate that the kernel reaches.
-        dtype: of the operands; None: the model's.
-        product: rows and columns of a matrix product, to count what its tiles leave idle.
+        share: fraction of the matrix rate that the kernel reaches.
+        dtype: type of the operands; None: the model's.
+        product: rows and columns of a matrix product, to count idle parts of tiles.
     """
     rate = setup.gpu.get_peak_flops(dtype or setup.config.model.dtype) * share
     if product and flops:
@@ -76,8 +76,8 @@ def estimate_kernel_time(
 
 @cache
 def compute_tile_utilization(rows: int, columns: int, processors: int) -> float:
-    """Share of the multiprocessors' time that a product of ``rows`` x ``columns`` uses, by
-    the best of the tilings."""
+    """Return the fraction of the multiprocessors' time that a product of ``rows`` x ``columns``
+    uses under the best tiling."""
     best = 0.0
     for height, width, reached in TILES:
         down = -(-rows // height)
@@ -90,15 +90,11 @@ def compute_tile_utilization(rows: int, columns: int, processors: int) -> float:
 def estimate_transfer_time(
     setup: Setup, kind: str, ranks: int, size: float, *, times: float = 1.0
 ) -> float:
-    """Seconds of a ring over NVLink, or over the network if the group spans nodes.
-
-    Experts' tokens go to both kinds of ranks at once. A ring of several ranks a node has as many
-    adapters.
+    """Estimate the seconds of a ring over NVLink, or over the network if the group spans nodes.
 
     Args:
-        setup: of the run.
         kind: one of :data:`COLLECTIVES`.
-        ranks: of the group.
+        ranks: number of ranks in the group.
         size: bytes of the full tensor.
         times: 2 for an all-reduce, 1 for a gather, a scatter or an exchange.
     """
@@ -106,16 +102,19 @@ def estimate_transfer_time(
     gpu = setup.gpu
     size = size / LINKS
     per_node = setup.config.cluster.gpus_per_node
+    # Experts' tokens are sent to ranks of the same node and of other nodes at once.
     if kind == EXCHANGE:
         near = min(max(per_node // layout.expert_tp, 1), ranks)
         return size * max((near - 1) / ranks / gpu.nvlink, (ranks - near) / ranks / gpu.network)
+    # A ring with several ranks in a node uses the adapters of all these ranks.
     inside = min(max(per_node // (1 if kind == INSIDE else layout.tp), 1), ranks)
     rate = gpu.nvlink if ranks <= inside else min(gpu.nvlink, inside * gpu.network)
     return times * (ranks - 1) / max(ranks, 1) * size / rate
 
 
 def estimate_message_time(setup: Setup, kind: str, size: float) -> float:
-    """Seconds of a message of ``size`` bytes between two ranks; sent and received at once."""
+    """Estimate the seconds of a message of ``size`` bytes between two ranks; sent and received at
+    once."""
     layout = setup.layout
     gpu = setup.gpu
     per_node = setup.config.cluster.gpus_per_node
@@ -126,8 +125,9 @@ def estimate_message_time(setup: Setup, kind: str, size: float) -> float:
 EXPERT_LAUNCHES = 12
 CONTEXT_LAUNCHES = 8
 LOSS_LAUNCHES = 75
-"""Kernels of the least length: of a router's counts in a layer's pass, of each step of attention
-over context-parallel ranks, of a pack's loss."""
+"""``EXPERT_LAUNCHES``, ``CONTEXT_LAUNCHES``, ``LOSS_LAUNCHES``: kernels of the least length in a
+router's counts (per pass of a layer), in each step of attention over context-parallel ranks, and in
+a pack's loss."""
 
 
 class Seconds(NamedTuple):
@@ -137,7 +137,7 @@ class Seconds(NamedTuple):
     messages: float
     """Messages of tensor, context and pipeline parallelism."""
     exchange: float
-    """The way of tokens to the experts and back."""
+    """Transfer of tokens to the experts and back."""
 
     @property
     def total(self) -> float:
@@ -146,8 +146,8 @@ class Seconds(NamedTuple):
 
 FORWARD = 0
 BACKWARD = 1
-"""Rows of an array of :class:`Seconds`, [2, 3], and of an array of their kernels or messages,
-[2]."""
+"""``FORWARD``, ``BACKWARD``: rows of an array of :class:`Seconds`, [2, 3], and of an array of
+kernels or messages, [2]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +157,12 @@ class StageTimes:
     forward: Seconds
     """A pass of log-probabilities."""
     update: Seconds
-    """A forward and a backward pass, with what the latter computes again."""
+    """A forward and a backward pass, recomputation included."""
 
 
 def estimate_stage_times(setup: Setup) -> list[StageTimes]:
-    """Passes of the mean pack through each pipeline stage, its messages to other stages
-    included."""
+    """Estimate passes of the mean pack through each pipeline stage, with messages to other
+    stages."""
     layout = setup.layout
     pack = setup.mean_pack
     attention = _estimate_attention(setup, pack)
@@ -172,14 +172,12 @@ def estimate_stage_times(setup: Setup) -> list[StageTimes]:
         attention = share * attention + (1 - share) * _estimate_delta_net(setup, pack)
     layer = attention + feed_forward
     if setup.config.model.recompute != "none":
-        layer[BACKWARD] += (
-            layer[FORWARD] if setup.config.model.recompute == "full" else feed_forward[FORWARD]
-        )
+        recomputed = layer if setup.config.model.recompute == "full" else feed_forward
+        layer[BACKWARD] += recomputed[FORWARD]
     found = []
     for stage in range(layout.pp):
-        seconds = count_stage_layers(setup.shape, stage, layout) * layer + _estimate_stage_messages(
-            setup, pack, stage
-        )
+        layers = count_stage_layers(setup.shape, stage, layout)
+        seconds = layers * layer + _estimate_stage_messages(setup, pack, stage)
         if stage == 0:
             seconds += _estimate_embedding(setup, pack)
         if stage == layout.pp - 1:
@@ -191,33 +189,30 @@ def estimate_stage_times(setup: Setup) -> list[StageTimes]:
 
 
 def estimate_optimizer_time(setup: Setup, stage: int) -> float:
-    """An update's passes over gradients, moments and weights: 4 bytes of a rank's gradient, 46 of
-    its shard of them."""
+    """Estimate an update's passes over gradients, moments and weights."""
     elements = count_rank_elements(setup.shape, stage, setup.layout)
-    return estimate_kernel_time(
-        setup, 0.0, 4.0 * elements.total + 46.0 * count_optimizer_elements(setup, elements)
-    )
+    # 4 bytes per element of a rank's gradient, 46 per element of its optimizer shard.
+    size = 4.0 * elements.total + 46.0 * count_optimizer_elements(setup, elements)
+    return estimate_kernel_time(setup, 0.0, size)
 
 
 def estimate_reduction_time(setup: Setup, stage: int) -> float:
-    """Seconds to bring an update's gradients to each rank's shard as fp32 sums, and the weights
-    back.
-
-    The experts have an optimizer of their own, and Megatron gathers all weights after each of the
-    two. The first and the last stage sum their gradients of tied embeddings.
-    """
+    """Estimate the seconds to bring an update's gradients to each rank's shard as fp32 sums, and
+    the weights back."""
     shape = setup.shape
     layout = setup.layout
     elements = count_rank_elements(setup.shape, stage, setup.layout)
     placement = setup.placement
     groups = ((placement.replica, elements.dense), (placement.expert_replica, elements.experts))
+    # The experts have an optimizer of their own, and Megatron gathers all weights after each of the
+    # two.
     moved = 4.0 + setup.width * (2 if shape.experts else 1)
     tied = shape.tied and layout.pp > 1 and stage in (0, layout.pp - 1)
-    embedding = (
-        estimate_message_time(setup, PIPELINE, 4.0 * count_vocabulary_rows(setup) * shape.hidden)
-        if tied
-        else 0.0
-    )
+    # The first and the last stage sum their gradients of tied embeddings.
+    embedding = 0.0
+    if tied:
+        size = 4.0 * count_vocabulary_rows(setup) * shape.hidden
+        embedding = estimate_message_time(setup, PIPELINE, size)
     return embedding + sum(
         estimate_transfer_time(setup, REPLICAS, ranks, moved * size) for ranks, size in groups
     )
@@ -227,7 +222,8 @@ def estimate_reduction_time(setup: Setup, stage: int) -> float:
 
 
 def _estimate_attention(setup: Setup, pack: MeanPack) -> Floats:
-    """Norm, projections, norms and rotary embedding of queries and keys, attention, residual."""
+    """Estimate norm, projections, norms and rotary embedding of queries and keys, attention,
+    residual."""
     shape = setup.shape
     layout = setup.layout
     queries, keys = (heads * shape.head_dim // layout.tp for heads in (shape.heads, shape.kv_heads))
@@ -239,7 +235,8 @@ def _estimate_attention(setup: Setup, pack: MeanPack) -> Floats:
     products = _estimate_products(setup, [(pack.tokens, *size) for size in sizes])
     forward = [2 * h, 3 * h, *3 * [2 * q, 2 * k], 2 * k, q]
     backward = [3 * h, 3 * h, 3 * q, 3 * k, 2 * q, 2 * k, 2 * (q + 2 * k), q + 2 * k]
-    small = 4.0 if not setup.config.model.lora.rank else 0.0  # gradients of norms
+    # Gradients of norms, which adapters leave frozen.
+    small = 4.0 if not setup.config.model.lora.rank else 0.0
     messages = _estimate_tensor_parallelism(setup, pack)
     if layout.cp > 1:
         forward += [4.5 * layout.cp * q, 4 * k]
@@ -253,8 +250,7 @@ def _estimate_attention(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _estimate_delta_net(setup: Setup, pack: MeanPack) -> Floats:
-    """Norm, projections, convolution, delta rule at attention's share of the matrix rate, gated
-    norm, residual."""
+    """Estimate norm, projections, convolution, delta rule, gated norm, residual."""
     shape = setup.shape
     layout = setup.layout
     mixed = shape.extents["delta_mixed"]
@@ -268,14 +264,17 @@ def _estimate_delta_net(setup: Setup, pack: MeanPack) -> Floats:
     h = pack.tokens * shape.hidden / count_shared_ranks(layout)
     m = held * mixed
     v = held * values
-    r = 2 * held * shape.delta_values * shape.delta_key_dim  # queries and keys, for each value head
+    # Queries and keys, for each value head.
+    r = 2 * held * shape.delta_values * shape.delta_key_dim
     streams = (
         [2 * h, 3 * h, 2 * m, m, 2 * r, 2 * v, 4 * v],
         [3 * h, 3 * h, 3 * m, 2 * m, 3 * r, 4 * v, 6 * v],
     )
     messages = _estimate_tensor_parallelism(setup, pack)
-    if layout.cp > 1:  # heads for tokens, and back
+    # Context parallelism exchanges heads for tokens, and back.
+    if layout.cp > 1:
         messages += estimate_message_time(setup, INSIDE, (pack.tokens * inputs + v) * setup.width)
+    # The delta rule runs at attention's fraction of the matrix rate.
     flops = count_delta_flops(shape) * held
     return _sum_pass_times(
         setup, products + _estimate_scores(setup, flops, 2.5 * flops), streams, messages
@@ -283,7 +282,7 @@ def _estimate_delta_net(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _estimate_dense(setup: Setup, pack: MeanPack) -> Floats:
-    """Norm, SwiGLU and residual."""
+    """Estimate norm, SwiGLU and residual."""
     shape = setup.shape
     layout = setup.layout
     h = pack.tokens * shape.hidden / count_shared_ranks(layout)
@@ -295,15 +294,14 @@ def _estimate_dense(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _estimate_experts(setup: Setup, pack: MeanPack) -> Floats:
-    """Norm, router, the way of tokens to the experts and back, SwiGLU, residual. Every rank waits
-    for the one whose experts are sent the most. Router and routing keep fp32. A shared expert's
-    gate and sum take a norm's and a residual's time."""
+    """Estimate norm, router, exchange of tokens with the experts, SwiGLU, residual."""
     shape = setup.shape
     layout = setup.layout
     mine = pack.tokens // count_shared_ranks(layout)
     etp = layout.expert_tp
     h = mine * shape.hidden
     sent = mine * shape.experts_per_token * shape.hidden
+    # Every rank waits for the rank whose experts receive most tokens.
     got = etp * mine * shape.experts_per_token * setup.imbalance
     experts = shape.experts // layout.ep
     ffn = shape.ffn // etp
@@ -312,15 +310,16 @@ def _estimate_experts(setup: Setup, pack: MeanPack) -> Floats:
     products = experts * _estimate_products(
         setup, [(got / experts, *size) for size in sizes], use_tiles=False
     )
-    scores = mine * shape.experts / setup.width  # of one byte
+    # Router and routing keep fp32; ``scores`` counts bytes, in elements of ``model.dtype``.
+    scores = mine * shape.experts / setup.width
     products[FORWARD] += _estimate_product(setup, mine, shape.experts, shape.hidden)
     products[BACKWARD] += _estimate_product(setup, mine, shape.hidden, shape.experts, dtype="fp32")
     products[BACKWARD] += _estimate_product(setup, shape.experts, shape.hidden, mine, dtype="fp32")
     routed = h + sent
     moved = [routed, routed, 2 * copies, 2 * copies]
-    moved += [3 * copies, 3 * copies / etp] * (
-        etp > 1
-    )  # to fp32 for the sum over the ranks of an expert, and back
+    # Convert to fp32 for the sum over the ranks of an expert, and back.
+    if etp > 1:
+        moved += [3 * copies, 3 * copies / etp]
     forward = [2 * h, 3 * h, 13 * scores, 9 * scores, 8 * scores, 8 * scores, *moved, 3 * got * ffn]
     backward = [3 * h, 3 * h, 3 * h, 3 * h, 13 * scores, *moved, 5 * got * ffn]
     size = sent * setup.imbalance * setup.width
@@ -332,6 +331,7 @@ def _estimate_experts(setup: Setup, pack: MeanPack) -> Floats:
     seconds = _sum_pass_times(
         setup, products, (forward, backward), launches=launches, exchange=exchange
     )
+    # A shared expert's gate and sum take a norm's and a residual's time.
     if shape.shared_ffn:
         seconds += _estimate_dense(replace(setup, shape=replace(shape, ffn=shape.shared_ffn)), pack)
     return seconds
@@ -341,13 +341,13 @@ def _estimate_experts(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _estimate_embedding(setup: Setup, pack: MeanPack) -> Floats:
-    """The look-up reads the weight; its gradient is made whole and added to the sum of all
-    packs."""
+    """Estimate the embedding's look-up and gradient."""
     shape = setup.shape
     layout = setup.layout
     weight = count_vocabulary_rows(setup) * shape.hidden
     h = pack.tokens * shape.hidden
     cut = layout.tp > 1
+    # The look-up reads the weight. Its gradient is full-size, and is added to the sum of all packs.
     summed = (4.0 + 4.0 + setup.width) / setup.width * weight
     streams = ([weight + h] + [2 * h] * cut, [weight + h, summed] + [2 * h] * cut)
     return _sum_pass_times(
@@ -356,8 +356,7 @@ def _estimate_embedding(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _estimate_head(setup: Setup, pack: MeanPack) -> Floats:
-    """Last norm, and log-probabilities of responses chunk by chunk. Logits are made again for the
-    gradient, unless one chunk takes all."""
+    """Estimate last norm, and log-probabilities of responses chunk by chunk."""
     shape = setup.shape
     rows = count_vocabulary_rows(setup)
     chunk = get_head_chunk_bytes(setup)
@@ -369,10 +368,10 @@ def _estimate_head(setup: Setup, pack: MeanPack) -> Floats:
         return _estimate_product(setup, size, rows, shape.hidden, output_bytes=4)
 
     forward = estimate_logits(at_once) + estimate_kernel_time(setup, 0.0, at_once * rows * 4)
-    backward = estimate_kernel_time(
-        setup, 0.0, kept * rows * (4 + setup.width)
-    ) + _estimate_product(setup, kept, shape.hidden, rows)
+    backward = estimate_kernel_time(setup, 0.0, kept * rows * (4 + setup.width))
+    backward += _estimate_product(setup, kept, shape.hidden, rows)
     backward += _estimate_product(setup, rows, shape.hidden, kept, output_bytes=8)
+    # Logits are recomputed for the gradient, unless one chunk holds all.
     backward += estimate_logits(kept) if kept < scored else 0.0
     products = np.array([forward / at_once, backward / kept]) * scored
     picked = scored * shape.hidden
@@ -382,10 +381,11 @@ def _estimate_head(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _estimate_stage_messages(setup: Setup, pack: MeanPack, stage: int) -> Floats:
-    """Messages to the stage after, and back to the stage before; each virtual stage sends its
+    """Estimate messages to the next stage, and back to the previous; each virtual stage sends its
     own."""
     layout = setup.layout
     size = pack.tokens * setup.shape.hidden / count_shared_ranks(layout) * setup.width
+    # With virtual stages the last rank sends to the first: only the ends of the policy send less.
     ring = layout.vpp > 1
     forward = layout.vpp - (stage == layout.pp - 1) if ring else int(stage < layout.pp - 1)
     backward = layout.vpp - (stage == 0) if ring else int(stage > 0)
@@ -401,21 +401,19 @@ def _sum_pass_times(
     messages: Floats | float = 0.0, *, launches: tuple[float, float] = (0.0, 0.0),
     exchange: float = 0.0,
 ) -> Floats:  # fmt: skip
-    """Seconds of a forward and a backward pass, [2, 3].
+    """Sum the seconds of a forward and a backward pass, [2, 3].
 
     Args:
-        setup: of the run.
         products: seconds of matrix products, [2].
-        streams: elements that each other kernel reads and writes.
+        streams: elements read and written by each remaining kernel, forward and backward.
         messages: seconds, [2].
-        launches: kernels of the least length.
+        launches: kernels of the least length, forward and backward.
         exchange: seconds of each pass.
     """
     found = np.zeros((2, 3))
-    moved = [
-        sum(estimate_kernel_time(setup, 0.0, size * setup.width) for size in sizes)
-        for sizes in streams
-    ]
+    moved = np.zeros(2)
+    for row, sizes in enumerate(streams):
+        moved[row] = sum(estimate_kernel_time(setup, 0.0, size * setup.width) for size in sizes)
     found[:, 0] = products + np.array(moved) + LEAST_SECONDS * np.array(launches)
     found[:, 1] = messages
     found[:, 2] = exchange
@@ -426,22 +424,19 @@ def _estimate_product(
     setup: Setup, rows: float, columns: float, inner: float, *,
     output_bytes: int | None = None, dtype: str | None = None, use_tiles: bool = True,
 ) -> float:  # fmt: skip
-    """Seconds of [rows, inner] · [inner, columns].
+    """Estimate the seconds of [rows, inner] · [inner, columns].
 
     Args:
-        setup: of the run.
-        rows: of the product.
-        columns: of the product.
-        inner: summed over.
-        output_bytes: bytes for each element of the product; None: as wide as the operands.
-        dtype: of the operands; None: the model's.
-        use_tiles: whether the roofline counts what tiles leave idle.
+        rows: rows of the product.
+        columns: columns of the product.
+        inner: size of the summed dimension.
+        output_bytes: bytes per element of the product; None: the operands' width.
+        dtype: type of the operands; None: the model's.
+        use_tiles: whether the roofline counts idle parts of tiles.
     """
     width = WEIGHT_BYTES[dtype] if dtype else setup.width
-    size = (
-        width * (rows * inner + inner * columns)
-        + (width if output_bytes is None else output_bytes) * rows * columns
-    )
+    output_width = width if output_bytes is None else output_bytes
+    size = width * (rows * inner + inner * columns) + output_width * rows * columns
     product = (max(round(rows), 1), max(round(columns), 1)) if use_tiles else None
     return estimate_kernel_time(
         setup, 2.0 * rows * columns * inner, size, dtype=dtype, product=product
@@ -451,17 +446,18 @@ def _estimate_product(
 def _estimate_products(
     setup: Setup, sizes: list[tuple[float, float, float]], *, use_tiles: bool = True
 ) -> Floats:
-    """Seconds of products with weights, and of those for the gradients of inputs and weights, [2].
+    """Estimate the seconds of products with weights, and of the products for gradients of inputs
+    and weights, [2].
 
     Args:
-        setup: of the run. Frozen weights of a policy with adapters have no gradient.
         sizes: rows, columns and inner size of each product.
-        use_tiles: as for :func:`_estimate_product`.
+        use_tiles: see :func:`_estimate_product`.
     """
     found = np.zeros(2)
     for rows, columns, inner in sizes:
         found[FORWARD] += _estimate_product(setup, rows, columns, inner, use_tiles=use_tiles)
         found[BACKWARD] += _estimate_product(setup, rows, inner, columns, use_tiles=use_tiles)
+        # Frozen weights of a policy with adapters have no gradient.
         if not setup.config.model.lora.rank:
             found[BACKWARD] += _estimate_product(
                 setup, columns, inner, rows, output_bytes=8, use_tiles=use_tiles
@@ -470,7 +466,7 @@ def _estimate_products(
 
 
 def _estimate_scores(setup: Setup, forward: float, backward: float) -> Floats:
-    """Seconds of kernels of attention by their FLOPs, [2]."""
+    """Estimate the seconds of attention kernels by their FLOPs, [2]."""
     both = ((forward, ATTENTION_FORWARD), (backward, ATTENTION_BACKWARD))
     return np.array([estimate_kernel_time(setup, flops, 0.0, share=share) for flops, share in both])
 
@@ -478,13 +474,12 @@ def _estimate_scores(setup: Setup, forward: float, backward: float) -> Floats:
 def _estimate_tensor_parallelism(
     setup: Setup, pack: MeanPack, *, moves: tuple[int, int] = (2, 3), sums: tuple[int, int] = (1, 1)
 ) -> Floats:
-    """Seconds of tensor parallelism, [2]: gathers and scatters under sequence parallelism, else
-    all-reduces."""
+    """Estimate the seconds of tensor parallelism, [2]: gathers and scatters under sequence
+    parallelism, else all-reduces."""
     layout = setup.layout
     size = pack.tokens * setup.shape.hidden * setup.width
     one = estimate_transfer_time(setup, INSIDE, layout.tp, size)
-    return (
-        one * np.array(moves, float)
-        if layout.sequence_parallel
-        else 2 * one * np.array(sums, float)
-    )
+    if layout.sequence_parallel:
+        return one * np.array(moves, float)
+    # An all-reduce moves twice the bytes of a gather or a scatter.
+    return 2 * one * np.array(sums, float)

@@ -9,10 +9,14 @@ DELTA_CHUNK = 64
 
 
 def count_delta_elements(shape: PolicyShape) -> float:
-    """Elements that a gated delta network keeps of a token: outputs of the input projection and of
-    the convolution, queries and keys for each value head, 64 products of a chunk for each, and what
-    comes of the delta rule. That is 2% more than a rehearsal of Qwen3.5-4B keeps; no GPU has
-    measured it."""
+    """Count the elements that a gated delta network keeps per token.
+
+    - Outputs of the input projection and of the convolution, and the result of the delta rule.
+    - Queries and keys, for each value head.
+    - 64 products of a chunk, for each value head.
+
+    The count is 2% more than a rehearsal of Qwen3.5-4B keeps; not measured on a GPU.
+    """
     keys = shape.delta_keys * shape.delta_key_dim
     values = shape.delta_values * shape.delta_value_dim
     repeated = shape.delta_values * (2 * shape.delta_key_dim + DELTA_CHUNK)
@@ -20,8 +24,8 @@ def count_delta_elements(shape: PolicyShape) -> float:
 
 
 def count_delta_flops(shape: PolicyShape) -> float:
-    """FLOPs of a token's forward pass through one delta rule: products within its chunk, half of
-    which are masked, and reads and writes of the state."""
+    """Count the FLOPs of a token's forward pass through one delta rule: products within its chunk,
+    half of them masked, and reads and writes of the state."""
     sizes = shape.delta_key_dim + shape.delta_value_dim
     state = 3 * shape.delta_key_dim * shape.delta_value_dim
     return 2.0 * shape.delta_values * (DELTA_CHUNK * sizes + state)

@@ -1,5 +1,4 @@
-"""How many weights a policy has, and how many bytes the fullest rank of the trainer needs on a
-GPU."""
+"""Count a policy's weights, and the bytes of the trainer's fullest rank on a GPU."""
 
 from __future__ import annotations
 
@@ -27,10 +26,11 @@ from megatron_dppo.parallel.layout import count_interleaved_packs, list_stage_la
 
 
 def resolve_shape(path: str) -> PolicyShape:
-    """The shape of a policy, from its directory or else from the published model of its name.
+    """Return a policy's shape, from the directory ``path``, otherwise from the published model of
+    this name.
 
     Raises:
-        UserError: on ``model.path``, if it is neither.
+        UserError: ``model.path`` is not a directory or a published model.
     """
     name = match_published_model(path)
     return (
@@ -46,12 +46,11 @@ class Parameters:
 
     total: int
     active: int
-    """Weights that one token is multiplied with. Of the experts, only those that it goes to
-    count."""
+    """Weights that multiply one token: of all experts, only the token's."""
     matrices: int
-    """The active weights in the layers. A token's forward pass takes two FLOPs for each."""
+    """Active weights in the layers. A token's forward pass takes two FLOPs for each."""
     head: int
-    """Weights of the output layer, which only response tokens go through."""
+    """Weights of the output layer, used by response tokens only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class RankElements:
     """Numbers of weights on a rank of the trainer, the vocabulary's padding included."""
 
     dense: int
-    """Those that the ranks of a replica hold alike, whatever layout.ep is: all but the experts'."""
+    """All weights except the experts': equal on all ranks of a replica, for any layout.ep."""
     experts: int
 
     @property
@@ -82,7 +81,8 @@ def count_parameter_kinds(shape: PolicyShape) -> Parameters:
 def count_rank_elements(
     shape: PolicyShape, stage: int, layout: LayoutConfig, lora: LoraConfig | None = None
 ) -> RankElements:
-    """Weights that a rank of a pipeline stage holds: the policy's, or those of its adapters."""
+    """Count the weights on a rank of a pipeline stage: the policy's, or its adapters' under
+    ``lora``."""
     sizes = _count_sizes(shape, layout, lora)
     dense = sum(
         sizes.layers[shape.layer_types[layer]]
@@ -92,14 +92,14 @@ def count_rank_elements(
     if stage == 0:
         dense += sizes.embedding
     if stage == layout.pp - 1:
+        # Tied embeddings on one stage share the weight. The last of several stages has a copy.
         dense += sizes.norm + (0 if shape.tied and stage == 0 else sizes.embedding)
-    return RankElements(
-        dense, shape.experts // layout.ep * sizes.expert * count_stage_layers(shape, stage, layout)
-    )
+    layer_experts = shape.experts // layout.ep * sizes.expert
+    return RankElements(dense, layer_experts * count_stage_layers(shape, stage, layout))
 
 
 def count_stage_layers(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
-    """How many layers a pipeline stage has, all its virtual stages together."""
+    """Count the layers of a pipeline stage, over all virtual stages."""
     return sum(map(len, list_stage_layers(shape.num_layers, stage, layout)))
 
 
@@ -109,24 +109,25 @@ class _Sizes:
 
     embedding: int
     norm: int
-    """The last one, before the output layer."""
+    """Weights of the last norm, before the output layer."""
     layers: dict[str, int]
-    """One layer of each kind, without its experts."""
+    """Weights of a layer of each kind, without experts."""
     expert: int
-    """One expert of one layer."""
+    """Weights of an expert of a layer."""
 
 
 @cache
 def _count_sizes(
     shape: PolicyShape, layout: LayoutConfig | None = None, lora: LoraConfig | None = None
 ) -> _Sizes:
-    """Count one expert and one layer of each kind, because a mixture has thousands of entries.
+    """Count one expert and one layer of each kind.
 
     Args:
-        shape: of the policy.
-        layout: that cuts the weights; None: all weights, without the padding of the vocabulary.
-        lora: count its adapters.
+        layout: layout that shards the weights; None: all weights, without the padding of the
+            vocabulary.
+        lora: adapters to count instead of the policy.
     """
+    # A thin policy is enough, and a mixture of experts has thousands of entries.
     kinds = shape.layer_types
     thin = dataclasses.replace(
         shape, num_layers=shape.attention_interval, experts=min(shape.experts, 1), tied=True
@@ -146,42 +147,45 @@ def _count_sizes(
 
 
 SYNC_BUCKET_MIB = 512
-"""The value of ``rollout.sync.bucket_mib`` on a GPU, if it is not set."""
+"""Default of ``rollout.sync.bucket_mib`` on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """How many tensors a layer keeps of a token for the backward pass, by their width."""
+    """Number of tensors that a layer keeps per token for the backward pass, by width."""
 
     norms: int
-    """As wide as the hidden state; under sequence parallelism each rank has its share of the
+    """Width of the hidden state; under sequence parallelism each rank has its part of the
     tokens."""
     queries: int
-    """As wide as all queries; cut by tensor parallelism, as are the next two."""
+    """Width of all queries; sharded by tensor parallelism, like ``keys`` and ``feed_forward``."""
     keys: int
-    """As wide as all keys."""
+    """Width of all keys."""
     feed_forward: int
-    """As wide as the feed-forward layer."""
+    """Width of the feed-forward layer."""
     copies: int
-    """As wide as the hidden state, of each expert that works on the token."""
+    """Width of the hidden state, per expert of the token."""
 
 
 FUSED = Saved(norms=4, queries=3, keys=3, feed_forward=3, copies=1)
-"""GPU kernels. Norms keep input and output, those of queries and keys only what they read.
-Attention shares its output with the next operator, SwiGLU keeps its input and the input of the down
-projection. Routing weights are multiplied in there, so that what experts return is not kept."""
+"""Tensors that GPU kernels keep.
+
+- Norms: input and output; norms of queries and keys only the input.
+- Attention: the output is shared with the next operator.
+- SwiGLU: the input, and the input of the down projection. Routing weights are multiplied into the
+  latter, so that experts' outputs are not kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of one GPU, part by part."""
+    """Memory of one GPU by parts."""
 
     stage: int
-    """The pipeline stage of the rank; 0 for a server."""
+    """Pipeline stage of the rank; 0 for a server."""
     parts: dict[str, float]
-    """Bytes by what they are for."""
+    """Bytes by use."""
     room: float
-    """Bytes that the GPU has for them."""
+    """Bytes of the GPU that ``parts`` may use."""
 
     @property
     def total(self) -> float:
@@ -189,7 +193,7 @@ class Memory:
 
     @property
     def lack(self) -> float:
-        """Bytes that are missing; 0 where it fits."""
+        """Missing bytes; 0 if all parts fit."""
         return max(self.total - self.room, 0.0)
 
     @property
@@ -198,7 +202,7 @@ class Memory:
 
 
 def estimate_actor_memory(setup: Setup) -> Memory:
-    """Memory of the rank of the trainer that holds the most, at its peak."""
+    """Estimate the peak memory of the trainer's fullest rank."""
     return max(
         (estimate_rank_memory(setup, stage) for stage in range(setup.layout.pp)),
         key=attrgetter("total"),
@@ -206,29 +210,31 @@ def estimate_actor_memory(setup: Setup) -> Memory:
 
 
 def estimate_rank_memory(setup: Setup, stage: int) -> Memory:
-    """Memory of a rank of a pipeline stage at its peak: in a step in which nothing is pruned."""
+    """Estimate the peak memory of a rank of a pipeline stage."""
     config = setup.config
     assume = setup.assume
+    # The peak occurs in a step without pruning.
     packs = setup.unpruned.packs
     parts = count_persistent_bytes(setup, stage)
-    even, uneven = (
-        (
+
+    def count_pass_bytes(imbalance: float) -> tuple[float, float]:
+        return (
             count_activation_bytes(setup, stage, FUSED, packs=packs, imbalance=imbalance),
             count_backward_bytes(setup, FUSED, imbalance=imbalance),
         )
-        for imbalance in (1.0, setup.imbalance)
-    )
+
+    even = count_pass_bytes(1.0)
+    uneven = count_pass_bytes(setup.imbalance)
     parts["activations"] = sum(even)
     parts["uneven experts"] = sum(uneven) - sum(even)
-    # The head's backward pass is over when the first layer's begins: the larger of the two makes
-    # the peak.
-    parts["head"] = (
-        max(_count_head_bytes(setup) - uneven[1], 0.0) if stage == setup.layout.pp - 1 else 0.0
-    )
-    buckets = 4 if config.rollout.served else 2  # two in the stream, two in the sender
+    parts["head"] = 0.0
+    if stage == setup.layout.pp - 1:
+        # The head's backward pass ends before the first layer's begins: the larger makes the peak.
+        parts["head"] = max(_count_head_bytes(setup) - uneven[1], 0.0)
+    # Two buckets in the stream, two in the sender.
+    buckets = 4 if config.rollout.served else 2
     parts["sync"] = float(buckets * get_bucket_bytes(config))
-    # What is on the host during the passes needs room on the GPU when they are done, in the place
-    # of their activations.
+    # Parts on the host during the passes need room on the GPU afterwards, instead of activations.
     passes = parts["activations"] + parts["uneven experts"] + parts["head"]
     for part, waits in (
         ("optimizer", config.optimizer.offload),
@@ -242,16 +248,14 @@ def estimate_rank_memory(setup: Setup, stage: int) -> Memory:
 
 
 def get_bucket_bytes(config: Config) -> int:
-    """Bytes of a bucket of weights on their way to the servers."""
+    """Return the bytes of a bucket of weights for the servers."""
     return (config.rollout.sync.bucket_mib or SYNC_BUCKET_MIB) * 2**20
 
 
 def count_resident_bytes(config: Config, memory: Memory) -> float:
-    """Bytes that a rank of the trainer keeps while its GPU generates.
-
-    Gradients are freed before a server on the same GPU wakes. What waits on the host is there
-    during generation, too.
-    """
+    """Count the bytes that a rank of the trainer keeps while its GPU generates."""
+    # Gradients are freed before a server on the same GPU wakes. Parts that wait on the host
+    # stay on the host during generation, too.
     keeps = {"weights": True, "teacher": True, "reserved": True}
     keeps["gradients"] = not config.rollout.colocated
     keeps["optimizer"] = not config.optimizer.offload
@@ -260,30 +264,30 @@ def count_resident_bytes(config: Config, memory: Memory) -> float:
 
 
 def count_persistent_bytes(setup: Setup, stage: int) -> dict[str, float]:
-    """Bytes that a rank holds during the whole run, exact except for the padding of buffers."""
+    """Count the bytes that a rank holds during the whole run, exact except for the padding of
+    buffers."""
     config = setup.config
     lora = setup.config.model.lora
     elements = count_rank_elements(setup.shape, stage, setup.layout)
-    adapters = (
-        count_rank_elements(setup.shape, stage, setup.layout, lora)
-        if lora.rank
-        else RankElements(0, 0)
-    )
+    adapters = RankElements(0, 0)
+    if lora.rank:
+        adapters = count_rank_elements(setup.shape, stage, setup.layout, lora)
     trained = adapters if lora.rank else elements
-    # Two moments, and a master copy where the weights are not fp32 themselves.
+    # Two moments of fp32, and a master copy if the weights are not fp32.
     state = 12 if config.model.dtype == "bf16" else 8
     weights = float((elements.total + adapters.total) * setup.width)
     return {
         "weights": weights,
         "gradients": 4.0 * trained.total,
         "optimizer": state * count_optimizer_elements(setup, trained),
+        # With adapters, the policy without adapters is the reference: no second copy.
         "reference": weights if config.loss.kl_coef > 0 and not lora.rank else 0.0,
         "teacher": _count_teacher_bytes(setup, stage),
     }
 
 
 def count_optimizer_elements(setup: Setup, trained: RankElements) -> float:
-    """Weights whose optimizer state is on a rank that trains ``trained`` weights."""
+    """Count the weights whose optimizer state is on a rank that trains ``trained`` weights."""
     if not setup.config.optimizer.distributed:
         return trained.total
     return (
@@ -292,9 +296,12 @@ def count_optimizer_elements(setup: Setup, trained: RankElements) -> float:
 
 
 def _count_teacher_bytes(setup: Setup, stage: int) -> float:
-    """Its weights, and on the last stage the states of a minibatch's packs, as if every token were
-    a response's. Of several the largest is counted, and on the last stage the output layers of all,
-    which are needed in training."""
+    """Count the bytes of teachers on a stage.
+
+    - Weights: of several teachers, the largest.
+    - Last stage: output layers of all teachers, needed in training, and the states of a minibatch's
+      packs, as if every token were a response's.
+    """
     config = setup.config
     layout = setup.layout
     shapes = [resolve_shape(path) for path in config.loss.distillation.models]
@@ -307,27 +314,23 @@ def _count_teacher_bytes(setup: Setup, stage: int) -> float:
     heads = 0
     if stage == layout.pp - 1:
         sizes = [_count_sizes(shape, layout).embedding for shape in shapes]
+        # The largest teacher's output layer is among its weights.
         heads = sum(sizes) - sizes[shapes.index(largest)]
-    return float(
-        setup.width * (weights[largest] + heads + states * max(shape.hidden for shape in shapes))
-    )
+    widest = max(shape.hidden for shape in shapes)
+    return float(setup.width * (weights[largest] + heads + states * widest))
 
 
 def count_chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
-    """How many forward passes of a virtual stage wait for their backward pass at once, at most.
-
-    Without virtual stages (one forward, one backward) stage i of p has p - i packs in flight.
-    Interleaved, it has made 2(p - i - 1) + (v - 1)g + 1 passes of one of its v virtual stages
-    before the first backward pass is over, where g packs go through a virtual stage before the next
-    one's turn.
+    """Count a virtual stage's forward passes that wait for a backward pass at once, at most.
 
     Args:
-        stage: of the pipeline.
-        layout: of the run.
-        packs: of a minibatch on each replica.
+        packs: packs of a minibatch on each replica.
     """
+    # With one forward, one backward (1F1B), stage i of p has p - i packs in flight.
     if layout.vpp == 1:
         return min(layout.pp - stage, packs)
+    # Interleaved, with v virtual stages: before the first backward pass ends, a virtual stage has
+    # made 2(p - i - 1) + (v - 1)g + 1 passes. g packs pass before the next virtual stage's turn.
     most = (
         2 * (layout.pp - stage - 1)
         + (layout.vpp - 1) * count_interleaved_packs(packs, layout.pp)
@@ -339,14 +342,12 @@ def count_chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
 def count_activation_bytes(
     setup: Setup, stage: int, saved: Saved, *, packs: int, imbalance: float = 1.0
 ) -> float:
-    """Bytes that a stage keeps for backward passes, with all packs in flight.
+    """Count the bytes that a stage keeps for backward passes, with all packs in flight.
 
     Args:
-        setup: of the run.
-        stage: of the pipeline.
-        saved: what operators keep.
-        packs: of a minibatch on each replica.
-        imbalance: tokens of this rank's experts over those of a mean rank's.
+        saved: tensors that operators keep.
+        packs: packs of a minibatch on each replica.
+        imbalance: tokens of this rank's experts / tokens of a mean rank's.
     """
     shape = setup.shape
     layout = setup.layout
@@ -361,23 +362,18 @@ def count_activation_bytes(
         / layout.vpp
         * count_chunks_in_flight(stage, layout, packs)
     )
-    if (
-        stage == layout.pp - 1
-    ):  # the last norm, and what the head reads: its backward pass follows at once
+    # The last norm, and the head's input: the head's backward pass follows at once.
+    if stage == layout.pp - 1:
         kept += 2 * shape.hidden / count_shared_ranks(layout) + shape.hidden
-    if layout.pp > 1:  # a pack's input from the stage before, and the gradient that goes back
+    # A pack's input from the previous stage, and the gradient sent back.
+    if layout.pp > 1:
         kept += 2 * shape.hidden / count_shared_ranks(layout)
     return _count_token_bytes(setup) * kept
 
 
 def count_backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> float:
-    """Bytes that a layer takes beside what is kept for backward passes: what is recomputed, and
-    tensors that soon go.
-
-    These are the gradient of the layer's output and SwiGLU's gradient, which is twice the
-    feed-forward width, less the down projection's saved input, one width, which is free by then.
-    With experts they are three more copies of routed tokens: as sent, received and returned.
-    """
+    """Count the bytes that a layer needs in addition to its kept activations: recomputed and
+    short-lived tensors."""
     shape = setup.shape
     layout = setup.layout
     feed_forward = count_feed_forward_elements(shape, layout, saved, imbalance)
@@ -386,21 +382,24 @@ def count_backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> flo
         "selective": feed_forward,
         "full": count_mixer_elements(shape, layout, saved) + feed_forward,
     }[setup.config.model.recompute]
+    # SwiGLU's gradient has twice the feed-forward width. The down projection's saved input, one
+    # width, is free by then.
+    # With experts, routed tokens have three more copies: as sent, received and returned.
     swiglu = shape.ffn * (shape.experts_per_token or 1) / layout.tp
     passing = max(swiglu, 3 * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp)
-    return _count_token_bytes(setup) * (
-        again + shape.hidden / count_shared_ranks(layout) + passing * imbalance
-    )
+    # The gradient of the layer's output.
+    gradient = shape.hidden / count_shared_ranks(layout)
+    return _count_token_bytes(setup) * (again + gradient + passing * imbalance)
 
 
 def _count_token_bytes(setup: Setup) -> float:
-    """Bytes of one element of each token of a pack on a rank."""
+    """Count the bytes of one element of each token of a pack on a rank."""
     return setup.config.pack.max_tokens / setup.layout.cp * setup.width
 
 
 def count_mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
-    """Elements that the norms and the attention of one layer keep of one token for its backward
-    pass; of a hybrid policy, a layer on average."""
+    """Count the elements per token that the norms and the attention of a layer keep for the
+    backward pass; for a hybrid policy, the average over layers."""
     queries = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     gate = queries if shape.hybrid else 0
@@ -413,57 +412,55 @@ def count_mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved)
 
 
 def count_shared_ranks(layout: LayoutConfig) -> int:
-    """Ranks that share norms and residuals."""
+    """Count the ranks that share norms and residuals."""
     return layout.tp if layout.sequence_parallel else 1
 
 
 def count_vocabulary_rows(setup: Setup) -> int:
-    """Tokens of the vocabulary that a rank has, padding included."""
+    """Count the vocabulary's tokens on a rank, padding included."""
     tp = setup.layout.tp
     return padded_vocab(setup.shape.vocab_size, tp) // tp
 
 
 def get_head_chunk_bytes(setup: Setup) -> float:
-    """Most bytes of the policy head's logits at a time."""
+    """Return the maximum bytes of the policy head's logits at a time."""
     return (setup.config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2.0**20
 
 
 def count_feed_forward_elements(
     shape: PolicyShape, layout: LayoutConfig, saved: Saved, imbalance: float
 ) -> float:
-    """Elements that the feed-forward part of a layer keeps of one token, without its input.
-
-    With experts, the tokens that a rank sends away are as many as it is sent, if the experts are
-    chosen alike. All ranks of one expert have copies of what any of them routes to it. A shared
-    expert keeps what its gate multiplies.
-    """
+    """Count the elements per token that the feed-forward part of a layer keeps, without its
+    input."""
+    # All ranks of one expert have copies of the tokens that any of the ranks routes to the expert.
+    # With equally chosen experts, a rank sends and receives equal numbers of tokens.
     routed = saved.copies * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp
     widths = shape.ffn * (shape.experts_per_token or 1) * imbalance + shape.shared_ffn
+    # A shared expert keeps the gate's input.
     gated = shape.hidden / count_shared_ranks(layout) if shape.shared_ffn else 0.0
     return saved.feed_forward * widths / layout.tp + routed * imbalance + gated
 
 
 def _count_head_bytes(setup: Setup) -> float:
-    """Bytes of the policy head in its backward pass: a chunk of logits, then autograd's gradient of
-    the weight, beside the gradient of what the head reads. DDP keeps the gradient that is summed,
-    which is not counted here.
+    """Count the bytes of the policy head in the backward pass.
+
+    A chunk of logits is followed by autograd's gradient of the weight; the gradient of the head's
+    input is beside both. DDP's summed gradient is not counted here.
     """
     config = setup.config
     shape = setup.shape
     layout = setup.layout
     rows = count_vocabulary_rows(setup)
-    chunk = min(
-        get_head_chunk_bytes(setup), config.pack.max_tokens / layout.cp * rows * (4 + setup.width)
-    )
-    chunk *= (
-        2 if config.loss.distillation.models else 1
-    )  # the policy's logits may be kept beside the divergence's
+    pack_bytes = config.pack.max_tokens / layout.cp * rows * (4 + setup.width)
+    chunk = min(get_head_chunk_bytes(setup), pack_bytes)
+    # The policy's logits may be kept beside the divergence's.
+    chunk *= 2 if config.loss.distillation.models else 1
     handed_over = 0 if shape.tied and layout.pp == 1 else rows * shape.hidden * setup.width
     return max(chunk, handed_over) + _count_token_bytes(setup) * shape.hidden
 
 
 def count_cache_bytes(shape: PolicyShape, tp: int, width: int) -> int:
-    """Bytes of a token's keys and values on each rank of a server. With more ranks than heads,
-    heads are copied."""
+    """Count the bytes of a token's keys and values on each rank of a server."""
     layers = shape.num_layers // shape.attention_interval
+    # If a server has more ranks than key heads, heads are copied.
     return 2 * layers * -(-shape.kv_heads // tp) * shape.head_dim * width

@@ -1,4 +1,4 @@
-"""The plan of a run: whether it fits in memory, how long it takes, what it costs."""
+"""Plan of a run: fit in memory, time and cost."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from megatron_dppo.trainer.preflight import DiskUsage, check_config, estimate_di
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of the whole run."""
+    """Cost of the whole run."""
 
     gpu_hours: float
     money: float | None
-    """At ``cluster.price_per_gpu_hour``; None if that is not set."""
+    """Money at ``cluster.price_per_gpu_hour``; None if not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is known before a run."""
+    """Estimates of a run before the start."""
 
     config: Config
     assumptions: Assumptions
@@ -52,15 +52,14 @@ class Plan:
     cost: Cost
     cost_unpruned: Cost
     variance: tuple[float, float] | None
-    """By how much pruning multiplies the gradient's variance, at least and at most; None if that is
-    not known."""
+    """Factor of pruning on the gradient's variance, minimum and maximum; None if unknown."""
     efficiency: tuple[float, float] | None
-    """Seconds of an unpruned step of so many fewer prompts that it is as noisy, over those with
-    pruning: at least and at most; None if ``variance`` is not known."""
+    """Seconds of an unpruned step with equal noise, from fewer prompts / seconds of a pruned step:
+    minimum and maximum; None if ``variance`` is unknown."""
 
     @property
     def speed_up(self) -> float:
-        """Seconds of a step without pruning over those with it."""
+        """Seconds of a step without pruning / with pruning."""
         return self.unpruned.seconds / self.pruned.seconds
 
 
@@ -68,17 +67,17 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
     """Plan a run.
 
     Args:
-        config: of the run.
-        assume: what it does not say.
+        assume: assumptions for all facts missing in ``config``.
 
     Raises:
-        UserError: for settings that contradict each other, and a layout that divides neither policy
-            nor cluster.
+        UserError: settings contradict each other, or the layout does not divide the policy or the
+            cluster.
     """
     check_config(config)
     shape = resolve_shape(config.model.path)
     setup = Setup(config, shape, assign_gpus(config, shape), assume)
     actor, server = estimate_memory(setup)
+    # By default fp32 uses torch's layers.
     may_use_te = config.model.dtype == "bf16" and config.model.spec != "torch"
     fits = actor.fits and server.fits
     most = max(server.concurrency, 1)
@@ -86,14 +85,14 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
     pruned = estimate_step_time(setup, concurrency=most)
 
     def estimate_unpruned_step(prompts: int) -> StepTime:
-        fewer = with_settings(
-            disable_pruning(config), {"rollout.prompts_per_step": max(1, prompts)}
-        )
+        change = {"rollout.prompts_per_step": max(1, prompts)}
+        fewer = with_settings(disable_pruning(config), change)
         return estimate_step_time(dataclasses.replace(setup, config=fewer), concurrency=most)
 
     prompts = config.rollout.prompts_per_step
     given = assume.variance
     variance = get_measured_variance(config) if given is None else (given, given)
+    # An unpruned step of 1/factor of the prompts has the pruned step's variance.
     as_noisy = variance and [
         estimate_unpruned_step(round(prompts / factor)).seconds / pruned.seconds
         for factor in variance
@@ -125,9 +124,9 @@ def _compute_cost(setup: Setup, step: StepTime) -> Cost:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan, its settings and its assumptions as plain objects; memory and disk in bytes.
+    """Return the plan with settings and assumptions as plain objects; memory and disk in bytes.
 
-    There are no times where it does not fit.
+    Times and costs are None if the run does not fit.
     """
     found = to_jsonable_python(plan)
     for part, memory in (

@@ -1,4 +1,4 @@
-"""A plan in words and columns, and the command that prints it."""
+"""Print a plan as text or JSON (``megatron-dppo plan``)."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ COUNTED = {
     "tokens generated": "generated",
     "tokens trained on": "trained",
 }
-"""Words of the report for a step's work, by the fields of :class:`Work`."""
+"""Report labels of a step's work, and the fields of :class:`Work`."""
 
 
 def plan(config: Config, assumptions: Sequence[str], *, json_output: bool) -> int:
-    """``megatron-dppo plan``: print it. Returns 0, or 1 where the run does not fit.
+    """Print a plan (``megatron-dppo plan``). Return 0, or 1 if the run does not fit.
 
     Args:
-        config: of the run.
         assumptions: words ``assume.x=y``.
-        json_output: one JSON object instead of text.
+        json_output: print one JSON object instead of text.
 
     Raises:
-        UserError: for what :func:`make_plan` refuses.
+        UserError: see :func:`read_assumptions` and :func:`make_plan`.
     """
     made = make_plan(config, read_assumptions(assumptions))
     print(json.dumps(as_json(made)) if json_output else "\n".join(as_text(made)))
@@ -45,17 +44,16 @@ def plan(config: Config, assumptions: Sequence[str], *, json_output: bool) -> in
 def plan_search(
     config: Config, assumptions: Sequence[str], gpus: int | None, *, json_output: bool
 ) -> int:
-    """``megatron-dppo plan --search``: print the fastest and the cheapest settings. Returns 0, or 1
-    if none fit.
+    """Print the fastest and the cheapest settings (``megatron-dppo plan --search``). Return 0, or 1
+    if no settings fit.
 
     Args:
-        config: of the run.
         assumptions: words ``assume.x=y``.
-        gpus: at most; None: as many as the run has.
+        gpus: maximum number of GPUs; None: the run's number.
         json_output: print one JSON object instead of text.
 
     Raises:
-        UserError: for what :func:`search` refuses.
+        UserError: see :func:`read_assumptions` and :func:`search`.
     """
     gpus = _count_gpus(config) if gpus is None else gpus
     found = search(config, read_assumptions(assumptions), gpus)
@@ -112,7 +110,7 @@ def _format_proposal(proposal: Proposal) -> Iterator[str]:
 
 
 def as_text(made: Plan) -> Iterator[str]:
-    """The lines of the report."""
+    """Yield the lines of the report."""
     config = made.config
     placement = made.placement
     parameters = made.parameters
@@ -188,7 +186,7 @@ def _format_disk(made: Plan) -> Iterator[str]:
 
 
 def _format_alternatives(made: Plan) -> Iterator[str]:
-    """Yield settings of the same GPUs under which the run fits; else the nearest miss."""
+    """Yield settings of the same GPUs that make the run fit, otherwise the nearest miss."""
     yield "It does NOT fit. There are no times of a run that does not fit."
     gpus = _count_gpus(made.config)
     found = search(made.config, made.assumptions, gpus)
@@ -206,6 +204,7 @@ def _format_times(made: Plan) -> Iterator[str]:
         rows.append((f"  {what}", *(f"{getattr(step.work, field):,.0f}" for step in steps)))
     rows.append(("  packs per replica and update", str(off.packs), str(on.packs)))
     for phase in off.phases:
+        # Phases of 0 seconds are left out, such as a teacher's in a run without a teacher.
         if any(step.phases[phase] for step in steps):
             rows.append((f"  {phase}", *(f"{step.phases[phase]:.1f} s" for step in steps)))
     ahead = " (generation ahead)" if made.config.rollout.ahead else ""
@@ -219,7 +218,7 @@ def _format_times(made: Plan) -> Iterator[str]:
 
 
 def _format_efficiency(made: Plan) -> Iterator[str]:
-    """The worth of pruning beside a smaller batch."""
+    """Yield a comparison of pruning with a smaller batch."""
     if made.variance is None or made.efficiency is None:
         yield (
             "The variance of this pruning was not measured: a smaller batch may do as well. Set "
@@ -227,14 +226,15 @@ def _format_efficiency(made: Plan) -> Iterator[str]:
         )
         yield "run's prune/variance_inflation."
         return
-    factor, worth = (
-        " to ".join(f"{x:.2f}" for x in sorted({*pair}))
-        for pair in (made.variance, made.efficiency)
-    )
+
+    def format_range(pair: tuple[float, float]) -> str:
+        return " to ".join(f"{x:.2f}" for x in sorted({*pair}))
+
+    factor = format_range(made.variance)
+    worth = format_range(made.efficiency)
     whence = "measured on three tasks" if made.assumptions.variance is None else "assumed"
     yield (
-        f"Pruning multiplies the gradient's variance by {factor} ({whence}). So does an "
-        "unpruned "
+        f"Pruning multiplies the gradient's variance by {factor} ({whence}). So does an unpruned "
         "step of as many"
     )
     yield (

@@ -1,5 +1,8 @@
-"""The fastest and the cheapest settings for given GPUs (``megatron-dppo plan --search``): which of
-them train, which generate, and the trainer's layout, recomputation and pack size."""
+"""Search for the fastest and the cheapest settings of given GPUs (``megatron-dppo plan --search``).
+
+A search varies the split of GPUs between training and generation, and the trainer's layout,
+recomputation and pack size.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +41,23 @@ from megatron_dppo.rollout.servers.launch import load_engine_spec
 from megatron_dppo.trainer.preflight import check_config
 
 SPARE = 0.05
-"""Share of the room on a GPU that a proposal leaves free."""
+"""Fraction of a GPU's available memory that a proposal leaves free."""
 TILE = 256
-"""Rows of a pack are a multiple of it on every rank: products use whole tiles."""
+"""Divisor of a pack's rows on every rank: products use whole tiles."""
 PACKS = (8192, 12288, 16384, 20480, 24576, 32768)
-"""Tokens of a pack that are tried, beside the longest sequence and the run's own size."""
+"""Tokens of a pack to try, in addition to the longest sequence and the run's own size."""
 RECOMPUTATION = ("none", "selective", "full")
-"""The cheapest first."""
+"""Kinds of recomputation, the cheapest first."""
 CONTEXT = (1, 2, 4, 8)
-"""Context-parallel ranks that are tried."""
+"""Context-parallel ranks to try."""
 MOST_VIRTUAL = 8
-"""Virtual stages that are tried, at most."""
+"""Maximum number of virtual stages to try."""
 
 MOST_GPUS = 2048
 """Maximum number of GPUs. The number of splits between training and rollouts grows with its
 square."""
 MANY_SPLITS = 1000
-"""Number of splits from which a search takes seconds and prints its progress."""
+"""Least number of splits of a search that takes seconds and prints its progress."""
 
 Change = dict[str, Any]
 """Values of settings, by their dotted names."""
@@ -73,7 +76,8 @@ class Proposal:
     """Memory of the trainer's fullest rank."""
     server: ServerMemory
     lack: float
-    """Bytes missing on the fullest GPU if the trainer leaves :data:`SPARE` free; 0: it fits."""
+    """Bytes missing on the fullest GPU if the trainer leaves :data:`SPARE` free; 0 if the proposal
+    fits."""
 
     @property
     def gpu_hours(self) -> float:
@@ -83,29 +87,28 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Result of a search. Pruning stays the run's, so that the steps of all proposals are equally
-    noisy."""
+    """Result of a search. Pruning is the run's in all proposals: their steps are equally noisy."""
 
     fastest: Proposal | None
     cheapest: Proposal | None
     """The proposal with the fewest GPU-hours of a step."""
     on_policy: Proposal | None
-    """If ``rollout.ahead`` is above 0, the fastest with ``rollout.ahead=0`` and servers on the
-    trainer's GPUs."""
+    """If ``rollout.ahead`` is above 0, the fastest proposal with ``rollout.ahead=0`` and servers on
+    the trainer's GPUs."""
     closest: Proposal | None
-    """If nothing fits, the proposal that lacks the least."""
+    """If no proposal fits, the proposal with the smallest ``lack``."""
 
 
 def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
-    """Find the fastest and the cheapest step on at most so many GPUs.
+    """Find the fastest and the cheapest step on at most ``gpus`` GPUs.
 
     Args:
-        config: of the run. Lengths and algorithm stay.
-        assume: as for a plan.
-        gpus: at most. More than a node are whole nodes.
+        config: config of the run. Lengths and algorithm are not varied.
+        assume: see :func:`~megatron_dppo.estimate.plan.make_plan`.
+        gpus: maximum number of GPUs; whole nodes, if more than one node.
 
     Raises:
-        UserError: for no whole nodes, for more than :data:`MOST_GPUS` GPUs, and for settings that
+        UserError: ``gpus`` is not a number of whole nodes, or above :data:`MOST_GPUS`, or settings
             contradict each other in every proposal.
     """
     node = config.cluster.gpus_per_node
@@ -134,6 +137,7 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
             if server.fits:
                 floors[i] = bound_step_seconds(setups[i], concurrency=server.concurrency)
             advance(1)
+    # Cache best layouts, because many splits leave the trainer equal numbers of GPUs.
     lay_out = _cache_by_trainer(find_best_layout)
 
     @cache
@@ -154,6 +158,7 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
         found = None
         least = (inf, inf)
         for floor, i in sorted((cost(floors[i], setups[i].placement.gpus), i) for i in candidates):
+            # Floors ascend: no later candidate can cost less.
             if floor >= least:
                 break
             if (other := proposal(i)) and cost(other.seconds, other.gpus) < least:
@@ -180,11 +185,12 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
 
 
 def _cache_by_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup], Setup | None]:
-    """``solve``, once for all splits that leave the trainer as many GPUs of its own."""
+    """Call ``solve`` once for all splits with equal numbers of GPUs for the trainer alone."""
     solved: dict[int, Setup | None] = {}
 
     def found(setup: Setup) -> Setup | None:
         ranks = 0 if setup.placement.shared else setup.placement.ranks
+        # On shared GPUs the best layout depends on the servers: solve every split.
         if not ranks or ranks not in solved:
             solved[ranks] = solve(setup)
         if (best := solved[ranks]) is None:
@@ -201,7 +207,7 @@ def _cache_by_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup
 
 
 def make_proposal(config: Config, setup: Setup) -> Proposal:
-    """The proposal of a setup, with its settings as changes of a run's."""
+    """Make the proposal of a setup, with its settings as changes of the run's."""
     actor, server = estimate_memory(setup)
     pairs = zip(setup.config.iter_settings(), config.iter_settings(), strict=True)
     change = {key: value for (key, value), (_, own) in pairs if value != own}
@@ -213,7 +219,8 @@ def make_proposal(config: Config, setup: Setup) -> Proposal:
 
 
 def _make_memory_change(setup: Setup, resident: float, server: ServerMemory) -> Change:
-    """The flag that bounds the memory of a server on the trainer's GPU, if the run has none."""
+    """Return the flag that bounds the memory of a server on the trainer's GPU; empty if the run has
+    one."""
     flags = setup.config.rollout.launch.flags
     room = setup.gpu.memory_gib * GIB
     parts = server.memory.parts
@@ -221,16 +228,18 @@ def _make_memory_change(setup: Setup, resident: float, server: ServerMemory) -> 
     flag, _ = spec.memory_flag
     if flag in {word.partition("=")[0].replace("_", "-") for word in flags}:
         return {}
+    # The flag is a fraction of the free memory or of the whole GPU, depending on the engine.
     of_free = (parts["weights"] + parts["cache"]) / (room - resident)
     share = of_free if spec.memory_of_free else server.memory.total / room
     return {"rollout.launch.flags": (*flags, f"{flag}={int(100 * share) / 100}")}
 
 
 def list_splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Change]:
-    """Settings that divide at most so many GPUs between training and rollouts.
+    """Yield settings that divide at most ``gpus`` GPUs between training and rollouts.
 
-    On one node servers run beside the trainer or share its GPUs, on several they have nodes of
-    their own. Servers that run already stay.
+    - One node: servers run beside the trainer or share its GPUs.
+    - Several nodes: servers have nodes of their own.
+    - Servers that already run are not changed.
     """
     rollout = config.rollout
     per_node = config.cluster.gpus_per_node
@@ -242,10 +251,9 @@ def list_splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Chang
         "rollout.sync.transport": "collective" if rollout.colocated else rollout.sync.transport,
     }
     shared = {"rollout.colocated": True, "rollout.sync.transport": "disk", "rollout.ahead": 0}
-    of_one_node = [(1, count) for count in range(1, min(gpus, per_node) + 1)]
-    for nodes, each in of_one_node + [
-        (nodes, per_node) for nodes in range(2, gpus // per_node + 1)
-    ]:
+    one_node = [(1, count) for count in range(1, min(gpus, per_node) + 1)]
+    several_nodes = [(nodes, per_node) for nodes in range(2, gpus // per_node + 1)]
+    for nodes, each in one_node + several_nodes:
         machines = {
             "cluster.nodes": nodes,
             "cluster.server_nodes": 0,
@@ -254,6 +262,7 @@ def list_splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Chang
         if not rollout.served:
             yield machines
             continue
+        # Key heads must divide evenly, or be copied evenly.
         sizes = [
             tp
             for tp in list_divisors(0, each, shape.heads)
@@ -282,12 +291,12 @@ def list_splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Chang
 
 
 def find_best_layout(setup: Setup) -> Setup | None:
-    """The setup with the layout, recomputation and pack size that fit with the least seconds: of
-    the trainer, or of the step if servers share its GPUs. Layouts are tried in the order of their
-    bounds, until one is above the best."""
+    """Find the layout, recomputation and pack size that fit with the least seconds: of the trainer,
+    or of the step if servers share its GPUs."""
     shared = setup.placement.shared
     best = None
     least = inf
+    # Bounds ascend: no layout after the first bound above the best can be faster.
     for bound, beside, plain in sorted(_list_bounded_layouts(setup), key=itemgetter(0)):
         if bound >= least:
             break
@@ -299,8 +308,9 @@ def find_best_layout(setup: Setup) -> Setup | None:
         for cut in list_cuts(plain):
             for other in (_replace_layout(plain, run, cut) for run in runs):
                 seconds = sum(estimate_trainer_phases(other).values())
+                # More recomputation takes longer.
                 if seconds + beside >= least:
-                    break  # more recomputation takes longer
+                    break
                 if all(_has_spare(estimate_rank_memory(other, stage)) for stage in range(cut.pp)):
                     seconds = _estimate_step_seconds(other) if shared else seconds
                     best, least = (other, seconds) if seconds < least else (best, least)
@@ -309,8 +319,8 @@ def find_best_layout(setup: Setup) -> Setup | None:
 
 
 def find_smallest_layout(setup: Setup) -> Setup | None:
-    """The setup whose trainer takes the least memory, with all layers recomputed and the smallest
-    packs."""
+    """Find the setup with the least memory of the trainer, with all layers recomputed and the
+    smallest packs."""
     smallest = {cp: _list_pack_sizes(setup.config, cp)[0] for cp in CONTEXT}
     runs = {
         cp: with_settings(setup.config, _make_pack_change(size, "full"))
@@ -321,38 +331,38 @@ def find_smallest_layout(setup: Setup) -> Setup | None:
 
 
 def _list_bounded_layouts(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
-    """Layouts with packs of any size, stages as equal as can be, and the least recomputation that
-    may fit. First the least seconds of :func:`find_best_layout` with any cut; then those of them
-    that are not the trainer's."""
+    """Yield layouts with packs of any size, the most equal stages, and the least recomputation that
+    may fit.
+
+    Each item is a lower bound of the seconds in :func:`find_best_layout` under any cut, the part of
+    the bound outside the trainer, and the setup.
+    """
 
     @cache
     def run(size: int, recompute: str) -> Config:
         return with_settings(setup.config, _make_pack_change(size, recompute))
 
     for layout in list_layouts(setup):
-        # Every cut has as many layers in the second of several stages, or more, and in the first of
-        # two.
+        # Every other cut has at least this number of layers in the second of several stages, and in
+        # the first of two.
         stage = int(layout.pp > 2)
         whole = _replace_layout(setup, setup.config, layout)
-        if (
-            sum(count_persistent_bytes(whole, stage).values())
-            > (1.0 - SPARE) * setup.gpu.memory_gib * GIB
-        ):
+        persistent = sum(count_persistent_bytes(whole, stage).values())
+        if persistent > (1.0 - SPARE) * setup.gpu.memory_gib * GIB:
             continue
         beside = _bound_rollout_seconds(whole)
         for size in _list_pack_sizes(setup.config, layout.cp):
             others = (
                 _replace_layout(setup, run(size, recompute), layout) for recompute in RECOMPUTATION
             )
-            if other := next(
-                (other for other in others if _has_spare(estimate_rank_memory(other, stage))), None
-            ):
+            fitting = (other for other in others if _has_spare(estimate_rank_memory(other, stage)))
+            if other := next(fitting, None):
                 yield _bound_trainer_seconds(other) + beside, beside, other
 
 
 def _bound_rollout_seconds(setup: Setup) -> float:
-    """Least seconds of a step beside the trainer's, if servers share its GPUs; 0 if they do not, or
-    if rollouts are ahead."""
+    """Return the least seconds of a step outside the trainer, if servers share its GPUs; 0 if not,
+    or if rollouts are ahead."""
     if not setup.placement.shared or setup.config.rollout.ahead:
         return 0.0
     stages = range(setup.layout.pp)
@@ -366,18 +376,15 @@ def _bound_rollout_seconds(setup: Setup) -> float:
 
 
 def _bound_trainer_seconds(setup: Setup) -> float:
-    """The trainer's least seconds, however a layout is cut: those of a mean stage, with the fewest
-    waits."""
+    """Return the trainer's least seconds under any cut of a layout."""
     layout = setup.layout
     packs = setup.packs
     if layout.pp == 1:
         return sum(estimate_trainer_phases(setup).values())
+    # No stage is faster than the mean stage; most virtual stages wait least.
     mean = sum(each.update.total for each in estimate_stage_times(setup)) / layout.pp
-    waits = (
-        (layout.pp - 1)
-        / max(packs, layout.pp)
-        / min(MOST_VIRTUAL, max(setup.shape.num_layers // layout.pp, 1))
-    )
+    virtual = min(MOST_VIRTUAL, max(setup.shape.num_layers // layout.pp, 1))
+    waits = (layout.pp - 1) / max(packs, layout.pp) / virtual
     return mean * packs * setup.work.updates / setup.assume.busy_share * (1 + waits)
 
 
@@ -386,7 +393,7 @@ def _has_spare(memory: Memory) -> bool:
 
 
 def _estimate_step_seconds(setup: Setup) -> float:
-    """Infinity if a server does not fit."""
+    """Estimate a step's seconds; infinity if a server does not fit."""
     _, server = estimate_memory(setup)
     return estimate_step_time(setup, concurrency=server.concurrency).seconds if server.fits else inf
 
@@ -402,13 +409,12 @@ def _replace_layout(setup: Setup, run: Config, layout: LayoutConfig) -> Setup:
 
 
 def list_layouts(setup: Setup) -> Iterator[LayoutConfig]:
-    """Layouts of the trainer's ranks that divide the policy, with stages as equal as can be."""
+    """Yield layouts of the trainer's ranks that divide the policy, with the most equal stages."""
     shape = setup.shape
     ranks = setup.placement.ranks
     per_node = setup.config.cluster.gpus_per_node
-    for tp, cp, pp in product(
-        list_divisors(0, per_node, shape.kv_heads), CONTEXT, range(1, shape.num_layers + 1)
-    ):
+    tensor_ranks = list_divisors(0, per_node, shape.kv_heads)
+    for tp, cp, pp in product(tensor_ranks, CONTEXT, range(1, shape.num_layers + 1)):
         cut = next(list_stage_sizes(shape.num_layers, pp), None)
         if ranks % (tp * cp * pp) or tp * cp > per_node or cut is None:
             continue
@@ -427,7 +433,7 @@ def list_layouts(setup: Setup) -> Iterator[LayoutConfig]:
 
 
 def list_cuts(setup: Setup) -> Iterator[LayoutConfig]:
-    """The layout with other stages and virtual stages."""
+    """Yield the layout with other stages and virtual stages."""
     layout = setup.layout
     for first, last in list_stage_sizes(setup.shape.num_layers, layout.pp):
         cut = replace(layout, first_stage_layers=first, last_stage_layers=last)
@@ -440,12 +446,10 @@ def list_cuts(setup: Setup) -> Iterator[LayoutConfig]:
 
 
 def list_stage_sizes(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
-    """Layers of the first and the last pipeline stage, the most equal ones first; None: as many as
-    the others.
-
-    The last stage has the head, which takes the time of one or two layers: it may have fewer
-    layers, never more.
-    """
+    """Yield layers of the first and the last pipeline stage, the most equal first; None: equal to
+    the remaining stages."""
+    # The head on the last stage takes the time of a layer or two: the stage may have fewer layers,
+    # never more.
     if layers % pp == 0:
         yield None, None
     each = -(-layers // pp)
@@ -457,7 +461,7 @@ def list_stage_sizes(layers: int, pp: int) -> Iterator[tuple[int | None, int | N
 
 
 def _list_pack_sizes(config: Config, cp: int) -> list[int]:
-    """Tokens of a pack, in whole tiles, that hold the longest sequence."""
+    """List tokens of a pack, in whole tiles, that hold the longest sequence."""
     unit = TILE * cp
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     sizes = {-(-size // unit) * unit for size in (longest, config.pack.max_tokens, *PACKS)}
@@ -465,7 +469,7 @@ def _list_pack_sizes(config: Config, cp: int) -> list[int]:
 
 
 def with_settings(config: Config, change: Mapping[str, Any]) -> Config:
-    """The configuration with other values of some settings, by their dotted names."""
+    """Return the configuration with other values of some settings, by dotted names."""
     for key, value in change.items():
         config = _with(config, key.split("."), value)
     return config
@@ -477,5 +481,5 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
 
 
 def list_divisors(value: int, limit: int, total: int) -> list[int]:
-    """Divisors of ``total`` above a value, up to a limit."""
+    """List divisors of ``total`` above ``value``, up to ``limit``."""
     return [number for number in range(value + 1, limit + 1) if total % number == 0]

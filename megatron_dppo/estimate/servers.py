@@ -18,14 +18,14 @@ from megatron_dppo.estimate.workload import Setup
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Memory of one GPU of a server, and the completions that it can decode at once."""
+    """Memory of one GPU of a server, and the maximum of concurrent completions."""
 
     memory: Memory
     tokens: int
-    """Tokens that the cache of the server has room for."""
+    """Capacity of the server's cache in tokens."""
     concurrency: int
-    """Completions that the cache has room for while each, on average over its decoding, is half
-    done. An engine interrupts some as they grow."""
+    """Completions that fit into the cache, each on average half done over its decoding. An engine
+    interrupts some completions when the cache is full."""
 
     @property
     def fits(self) -> bool:
@@ -33,18 +33,18 @@ class ServerMemory:
 
 
 def estimate_memory(setup: Setup) -> tuple[Memory, ServerMemory]:
-    """Memory of the trainer's fullest rank, and of the server with the fewest ranks."""
+    """Estimate the memory of the trainer's fullest rank, and of the server with the fewest
+    ranks."""
     actor = estimate_actor_memory(setup)
     resident = count_resident_bytes(setup.config, actor) if setup.placement.shared else 0.0
     return actor, estimate_server_memory(setup, resident=resident)
 
 
 def estimate_server_memory(setup: Setup, *, resident: float) -> ServerMemory:
-    """Memory of the server with the fewest ranks.
+    """Estimate the memory of the server with the fewest ranks.
 
     Args:
-        setup: of the run.
-        resident: bytes that the trainer leaves on the same GPU while it generates.
+        resident: bytes of the trainer on the same GPU during generation.
     """
     config = setup.config
     assume = setup.assume
@@ -59,7 +59,8 @@ def estimate_server_memory(setup: Setup, *, resident: float) -> ServerMemory:
     per_token = count_cache_bytes(setup.shape, tp, setup.width)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     tokens = max(int((room - sum(parts.values())) / per_token), 0)
-    parts["cache"] = float(max(tokens, longest) * per_token)  # less than one sequence is no server
+    # A server must hold at least one sequence of maximum length.
+    parts["cache"] = float(max(tokens, longest) * per_token)
     most = 10**9 if config.rollout.served else config.rollout.max_batch
     return ServerMemory(
         Memory(0, parts, room),

@@ -1,4 +1,4 @@
-"""Seconds of a step, phase by phase, and the variance that pruning was measured to leave."""
+"""Estimate seconds of a step by phases, and the variance measured under pruning."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megatron_dppo.estimate.workload import Setup, Work
 from megatron_dppo.models.shape import PolicyShape
 
 BINS = 64
-"""Into so many stretches a response is cut. In each, the number of completions still decoding
-counts as constant."""
+"""Number of intervals of a response. In each, the number of decoding completions counts as
+constant."""
 
 
 UPDATE = ("training", "messages", "token exchange", "pipeline bubble")
@@ -44,25 +44,25 @@ class StepTime:
     packs: int
     """Packs of a minibatch on each replica."""
     bubble: float
-    """Share of the trainer's passes in which a pipeline stage waits."""
+    """Waiting time of a pipeline stage, as a fraction of the trainer's passes."""
     batch: float
     """Completions that a server decodes at once, at most."""
     long_tail: float
-    """Time of the decoding, over its time if all responses had the mean length."""
+    """Decoding time / decoding time if all responses had the mean length."""
     model_flops_share: float
-    """MFU of the update: useful FLOPs, without recomputation and padding, over what the data sheet
-    promises."""
+    """MFU of the update: useful FLOPs, without recomputation and padding, / the data sheet's
+    FLOPs."""
 
 
 def estimate_step_time(setup: Setup, *, concurrency: int) -> StepTime:
-    """The time of a step's phases, if a server decodes at most ``concurrency`` completions at
-    once."""
+    """Estimate a step's phases, if a server decodes at most ``concurrency`` completions at once."""
     config = setup.config
     work = setup.work
     packs = setup.packs
     rolled = estimate_generation(setup, concurrency=concurrency)
     trainer = estimate_trainer_phases(setup)
     phases = _merge_phases(setup, rolled, trainer)
+    # The backward pass has twice the forward pass's FLOPs.
     useful = 3.0 * count_forward_flops(setup)
     passing = sum(trainer[phase] for phase in UPDATE)
     return StepTime(
@@ -87,144 +87,136 @@ def _merge_phases(
 
 def _sum_phases(phases: Mapping[str, float], ahead: int) -> float:
     seconds = sum(phases.values())
-    return (
-        max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])
-        if ahead
-        else seconds
-    )
+    if ahead:
+        # Servers wait only for the weights, and the trainer for the longer of the two sides.
+        return max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])
+    return seconds
 
 
 def bound_step_seconds(setup: Setup, *, concurrency: int, training: float | None = None) -> float:
-    """Least seconds of a step.
+    """Return the least seconds of a step.
 
     Args:
-        setup: of the run.
         concurrency: completions that a server decodes at once, at most.
-        training: seconds of the trainer's phases; None: as if it only multiplied, at the rate of
-            large products.
+        training: seconds of the trainer's phases; None: matrix products alone, at the rate of large
+            products.
     """
     if training is None:
+        # Adapters need no gradient of the frozen weights.
         passes = 2.0 if setup.config.model.lora.rank else 3.0
         rate = setup.rate * PRODUCTS * setup.assume.busy_share
         training = passes * count_forward_flops(setup) / setup.placement.ranks / rate
     rolled = estimate_generation(setup, concurrency=concurrency)
-    return _sum_phases(
-        _merge_phases(setup, rolled, {"training": training}), setup.config.rollout.ahead
-    )
+    phases = _merge_phases(setup, rolled, {"training": training})
+    return _sum_phases(phases, setup.config.rollout.ahead)
 
 
 def estimate_trainer_phases(setup: Setup) -> dict[str, float]:
-    """Seconds of a step's phases on the trainer's GPUs."""
+    """Estimate seconds of a step's phases on the trainer's GPUs."""
     config = setup.config
     work = setup.work
     through = estimate_stage_times(setup)
     packs = setup.packs * work.updates
     stages = range(setup.layout.pp)
+    # All stages wait for the slowest.
     train = find_slowest(each.update for each in through)
     passes = packs / setup.assume.busy_share
     forward = _estimate_scoring(setup, through, packs)
-    teachers = [
-        replace(setup, shape=resolve_shape(teacher)) for teacher in config.loss.distillation.models
-    ]
+    reduction = max(estimate_reduction_time(setup, stage) for stage in stages)
+    optimizer = max(estimate_optimizer_time(setup, stage) for stage in stages)
+    # Estimate as if each teacher had sequences in all packs.
+    teacher_seconds = []
+    for path in config.loss.distillation.models:
+        teacher = replace(setup, shape=resolve_shape(path))
+        stage_times = estimate_stage_times(teacher)
+        teacher_seconds.append(_estimate_scoring(teacher, stage_times, packs))
     return {
         "old log-probabilities": forward if work.updates > 1 else 0.0,
         "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
-        # as if each had sequences in all packs
-        "teacher": sum(
-            _estimate_scoring(theirs, estimate_stage_times(theirs), packs) for theirs in teachers
-        ),
+        "teacher": sum(teacher_seconds),
         "training": passes * train.kernels,
         "messages": passes * train.messages,
         "token exchange": passes * train.exchange,
         "pipeline bubble": passes * train.total * _compute_bubble_ratio(setup),
-        "gradient reduction": max(estimate_reduction_time(setup, stage) for stage in stages)
-        * work.updates,
-        "optimizer": max(estimate_optimizer_time(setup, stage) for stage in stages) * work.updates,
+        "gradient reduction": reduction * work.updates,
+        "optimizer": optimizer * work.updates,
     }
 
 
 def _compute_bubble_ratio(setup: Setup) -> float:
-    """Time that a stage waits in a pass over all packs, over the time that it works."""
+    """Return a stage's waiting time in a pass over all packs / its working time."""
     layout = setup.layout
     return (layout.pp - 1) / (layout.vpp * setup.packs)
 
 
 def find_slowest(stages: Iterable[Seconds]) -> Seconds:
-    """The stage that the others wait for."""
+    """Return the slowest stage, which bounds the pipeline."""
     return max(stages, key=lambda seconds: seconds.total)
 
 
 def _estimate_scoring(setup: Setup, stages: Iterable[StageTimes], packs: float) -> float:
-    """Seconds of forward passes of log-probabilities over so many packs."""
-    return (
-        find_slowest(each.forward for each in stages).total
-        * packs
-        / setup.assume.busy_share
-        * (1 + _compute_bubble_ratio(setup))
-    )
+    """Estimate seconds of forward passes of log-probabilities over ``packs`` packs."""
+    slowest = find_slowest(each.forward for each in stages)
+    passes = slowest.total * packs / setup.assume.busy_share
+    return passes * (1 + _compute_bubble_ratio(setup))
 
 
 def count_layer_flops(setup: Setup) -> float:
-    """FLOPs of a token's forward pass through all layers: two for each weight that it meets, and
+    """Count the FLOPs of a token's forward pass through all layers: two per active weight, and
     causal attention's products with half of its sequence."""
     shape = setup.shape
     context = setup.work.context
-    of_attention = shape.num_layers // shape.attention_interval
-    attention = 2.0 * shape.heads * shape.head_dim * context * of_attention
-    return (
-        2.0 * count_parameter_kinds(shape).matrices
-        + attention
-        + count_delta_flops(shape) * (shape.num_layers - of_attention)
-    )
+    attention_layers = shape.num_layers // shape.attention_interval
+    products = 2.0 * count_parameter_kinds(shape).matrices
+    attention = 2.0 * shape.heads * shape.head_dim * context * attention_layers
+    delta_nets = count_delta_flops(shape) * (shape.num_layers - attention_layers)
+    return products + attention + delta_nets
 
 
 def count_head_flops(shape: PolicyShape) -> float:
-    """FLOPs of a response token's forward pass through the head."""
+    """Count the FLOPs of a response token's forward pass through the head."""
     return 2.0 * count_parameter_kinds(shape).head
 
 
 def count_forward_flops(setup: Setup) -> float:
-    """FLOPs of a forward pass over all that a step trains on."""
+    """Count the FLOPs of a forward pass over all tokens that a step trains on."""
     work = setup.work
     return count_layer_flops(setup) * work.trained + count_head_flops(setup.shape) * work.responses
 
 
 def _estimate_sync(setup: Setup) -> float:
-    """Seconds to bring the weights to all servers, over a node's links, over the network, or by
-    disk."""
+    """Estimate seconds to send the weights to all servers, over a node's links, over the network,
+    or by disk."""
     size = count_parameter_kinds(setup.shape).total * setup.width
     rollout = setup.config.rollout
     cluster = setup.config.cluster
     if rollout.served and rollout.sync.transport == "disk":
         return size / (setup.assume.sync_copy_gb_s * 1e9)
     near = not rollout.served or (cluster.nodes == 1 and not cluster.server_nodes)
-    return size / (
-        (setup.gpu.nvlink if near else setup.gpu.network) * setup.assume.sync_network_share
-    )
+    rate = setup.gpu.nvlink if near else setup.gpu.network
+    return size / (rate * setup.assume.sync_network_share)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How long a step's rollouts take."""
+    """Time of a step's rollouts."""
 
     seconds: float
     batch: float
     """Completions that a server decodes at once, at most."""
     long_tail: float
-    """Time of the decoding, over its time if all responses had the mean length; at least 1."""
+    """Decoding time / decoding time if all responses had the mean length; at least 1."""
 
 
 def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
-    """The time of the rollouts: of all decode steps until the longest completion is done, and of
-    the prefill.
-
-    The GPUs of the servers share the prompts equally. All servers are taken to be like the one with
-    the fewest ranks.
+    """Estimate the time of the rollouts: all decode steps until the longest completion ends, and
+    prefill.
 
     Args:
-        setup: of the run.
         concurrency: completions that a server holds at once.
     """
+    # The servers' GPUs share the prompts equally. Assume that all servers are like the server with
+    # the fewest ranks.
     tp = min(setup.placement.servers)
     gpus = sum(setup.placement.servers)
     rollout = setup.config.rollout
@@ -232,77 +224,63 @@ def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
     lengths = setup.lengths
     prompt = setup.prompt
     each = work.completions * tp / gpus
-    batch = max(
-        min(each, concurrency, rollout.samples_per_prompt * rollout.max_in_flight * gpus), 1.0
-    )
+    in_flight = rollout.samples_per_prompt * rollout.max_in_flight * gpus
+    batch = max(min(each, concurrency, in_flight), 1.0)
     decode = _estimate_decoding(setup, tp, each, batch)
-    alike = (
-        each
-        * lengths.mean
-        / batch
-        * _estimate_decode_step(setup, tp, batch, prompt + lengths.mean / 2)
-    )
-    tokens = (
-        work.prompts * prompt * tp / gpus
-    )  # each prompt once: the cache shares it among its completions
+    mean_step = _estimate_decode_step(setup, tp, batch, prompt + lengths.mean / 2)
+    equal_lengths = each * lengths.mean / batch * mean_step
+    # Each prompt once, because the cache shares the prompt among its completions.
+    tokens = work.prompts * prompt * tp / gpus
     rate = tp * setup.rate * setup.assume.decode_flops_share
     prefill = 2.0 * count_parameter_kinds(setup.shape).active * tokens / rate
-    return Generation(decode + prefill, batch, max(decode / alike, 1.0))
+    return Generation(decode + prefill, batch, max(decode / equal_lengths, 1.0))
 
 
 def _estimate_decoding(setup: Setup, tp: int, completions: float, batch: float) -> float:
-    """Seconds of decoding: with a full batch while completions wait, then with those that are
-    left."""
+    """Estimate seconds of decoding: with a full batch while completions wait, then with the
+    rest."""
     lengths = setup.lengths
     prompt = setup.prompt
     waiting = max(completions - batch, 0.0)
-    seconds = (
-        waiting
-        * lengths.mean
-        / batch
-        * _estimate_decode_step(setup, tp, batch, prompt + lengths.token_weighted_mean / 2)
-    )
+    full_step = _estimate_decode_step(setup, tp, batch, prompt + lengths.token_weighted_mean / 2)
+    seconds = waiting * lengths.mean / batch * full_step
     width = lengths.limit / BINS
     for i in range(BINS):
         middle = (i + 0.5) * width
         active = batch * lengths.compute_tail_fraction(middle)
-        if active < 0.5:  # the longest of them is done
+        # The longest completion has ended.
+        if active < 0.5:
             break
         seconds += width * _estimate_decode_step(setup, tp, max(active, 1.0), prompt + middle)
     return seconds
 
 
 def _estimate_decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
-    """Seconds of one decode step: the longer of reading and multiplying, then all-reduces and the
-    overheads.
+    """Estimate seconds of one decode step: the longer of reading and multiplying, then all-reduces
+    and overheads.
 
     Args:
-        setup: of the run.
         tp: tensor-parallel ranks of the server.
         active: completions in the batch.
-        context: their mean length so far, prompts included, tokens.
+        context: tokens, mean present length of completions, prompts included.
     """
     shape = setup.shape
     assume = setup.assume
     weights = count_parameter_kinds(setup.shape)
     unread = 0.0
-    if shape.experts:  # those that no token of the batch goes to
-        unread = (weights.total - weights.active) * (
-            1 - shape.experts_per_token / shape.experts
-        ) ** (active - 1)
-    read = (weights.total - unread) * setup.width / tp + active * context * count_cache_bytes(
-        shape, tp, setup.width
-    )
+    if shape.experts:
+        # Experts without a token of the batch are not read.
+        missed = (1 - shape.experts_per_token / shape.experts) ** (active - 1)
+        unread = (weights.total - weights.active) * missed
+    read = (weights.total - unread) * setup.width / tp
+    read += active * context * count_cache_bytes(shape, tp, setup.width)
     moved = read / (setup.gpu.bandwidth * assume.decode_bandwidth_share)
     multiplied = 2.0 * weights.active * active / tp / (setup.rate * assume.decode_flops_share)
     wire = estimate_transfer_time(setup, INSIDE, tp, active * shape.hidden * setup.width, times=2.0)
     reduced = 2 * shape.num_layers * max(wire, assume.all_reduce_us / 1e6) if tp > 1 else 0.0
-    return (
-        max(moved, multiplied)
-        + reduced
-        + assume.decode_step_ms / 1e3
-        + active * assume.decode_request_us / 1e6
-    )
+    overhead = assume.decode_step_ms / 1e3
+    requests = active * assume.decode_request_us / 1e6
+    return max(moved, multiplied) + reduced + overhead + requests
 
 
 VARIANCES: Mapping[tuple[Keep, Keep], tuple[float, float]] = {
@@ -320,18 +298,17 @@ VARIANCES: Mapping[tuple[Keep, Keep], tuple[float, float]] = {
     (0.4, 0.3): (1.99, 2.52),
     (0.3, 0.3): (2.84, 3.47),
 }
-"""By how much ``neyman`` at these shares of prompts and of completions' tokens multiplies the
-gradient's variance: the least and the most of all stages of two toy tasks and of SmolLM2's problems
+"""Factor of ``neyman`` on the gradient's variance, by the kept fractions of prompts and of
+completions' tokens: minimum and maximum over all stages of two toy tasks and of SmolLM2's problems
 (``benchmarks/efficiency.py``)."""
 
 
 def get_measured_variance(config: Config) -> tuple[float, float] | None:
-    """The row of :data:`VARIANCES` for a run's pruning; None where none was measured."""
+    """Return the row of :data:`VARIANCES` for a run's pruning; None if not measured."""
     levels = config.pruning.prompts, config.pruning.completions
-    if any(
-        level.named not in ("none", "neyman") or level.schedule != ScheduleConfig()
-        for level in levels
-    ):
-        return None
-    prompts, completions = (1.0 if level.named == "none" else level.keep for level in levels)
-    return VARIANCES.get((prompts, completions))
+    keeps: list[Keep] = []
+    for level in levels:
+        if level.named not in ("none", "neyman") or level.schedule != ScheduleConfig():
+            return None
+        keeps.append(1.0 if level.named == "none" else level.keep)
+    return VARIANCES.get((keeps[0], keeps[1]))

@@ -1,4 +1,4 @@
-"""Which GPUs train and which generate, and how much there is to do in a step."""
+"""Assignment of GPUs to training and generation, and the work of a step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from megatron_dppo.rollout.servers.launch import tensor_parallel
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How the GPUs of the cluster are used."""
+    """Use of the cluster's GPUs."""
 
     layout: LayoutConfig
-    """With ``dp`` filled in."""
+    """The run's layout, with ``dp`` set."""
     ranks: int
     """Ranks of the trainer."""
     servers: tuple[int, ...]
@@ -41,25 +41,25 @@ class Placement:
     shared: bool
     """Whether servers and the trainer are on the same GPUs."""
     gpus: int
-    """All GPUs that are paid for."""
+    """Number of paid GPUs."""
 
     @property
     def replica(self) -> int:
-        """Number of ranks that share the optimizer's state of the same weights, but for experts."""
+        """Number of ranks that share the optimizer's state of the same weights, except experts."""
         return (self.layout.dp or 1) * self.layout.cp
 
     @property
     def expert_replica(self) -> int:
-        """The same for the weights of experts."""
+        """Number of ranks that share the optimizer's state of the same experts."""
         return self.replica * self.layout.tp // (self.layout.expert_tp * self.layout.ep)
 
 
 def assign_gpus(config: Config, shape: PolicyShape) -> Placement:
-    """Give the cluster's GPUs to the trainer and the servers, as a run does.
+    """Assign the cluster's GPUs to the trainer and the servers, as a run does.
 
     Raises:
-        UserError: for a layout that does not divide the policy or the cluster, and servers that do
-            not fit a node.
+        UserError: the layout does not divide the policy or the cluster, or a server does not fit a
+            node.
     """
     check_layout(shape, config.layout)
     cluster = config.cluster
@@ -99,8 +99,8 @@ def assign_gpus(config: Config, shape: PolicyShape) -> Placement:
 
 
 def _list_server_sizes(config: Config, shape: PolicyShape) -> tuple[int, ...]:
-    """Tensor-parallel ranks of each server. On Slurm, each server node has as many servers as
-    fit."""
+    """List the tensor-parallel ranks of each server. On Slurm, each server node has the maximum
+    number of servers that fit."""
     rollout = config.rollout
     cluster = config.cluster
     if not rollout.served:
@@ -134,11 +134,11 @@ def _list_server_sizes(config: Config, shape: PolicyShape) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long responses are, in tokens: P(longer than s) = (1 - s/limit)^a, where the mean
-    determines a.
+    """Distribution of response lengths in tokens: P(longer than s) = (1 - s/limit)^a, with a
+    determined by the mean.
 
-    If the mean is near the limit, most responses are cut off there. If it is small, few come near
-    the limit.
+    - Mean near the limit: most responses are cut off at the limit.
+    - Small mean: few responses are near the limit.
     """
 
     mean: float
@@ -149,7 +149,7 @@ class Lengths:
         return self.limit / self.mean - 1.0
 
     def compute_tail_fraction(self, tokens: float) -> float:
-        """Share of the responses that are longer."""
+        """Return the fraction of responses longer than ``tokens``."""
         return max(1.0 - tokens / self.limit, 0.0) ** self.exponent
 
     @property
@@ -160,7 +160,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How much there is to do in a step, on average over the run."""
+    """Work of a step, on average over the run."""
 
     prompts: float
     """Prompts rolled out."""
@@ -171,23 +171,24 @@ class Work:
     kept: float
     """Completions trained on."""
     trained: float
-    """Tokens trained on, prompts included; those that a pack holds once count once."""
+    """Tokens trained on, prompts included; tokens stored once in a pack count once."""
     context: float
-    """Tokens of their sequence, mean over those trained on; they see half of it."""
+    """Length of a token's sequence, mean over tokens trained on. A token attends to half of its
+    sequence on average."""
     responses: float
     """Tokens trained on, without prompts."""
     updates: int
 
 
 class MeanPack(NamedTuple):
-    """A pack of an update, on average over the run, as one rank has it."""
+    """A pack of an update, on average over the run, on one rank."""
 
     tokens: int
-    """Slots of its context-parallel part, padding included."""
+    """Slots of the rank's context-parallel part, padding included."""
     pairs: float
-    """Σ n² over its sequences of n tokens; causal attention computes half of these pairs."""
+    """Σ n² over sequences of n tokens; causal attention computes half of these pairs."""
     responses: float
-    """Tokens that go through the head."""
+    """Tokens that enter the head."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class Setup:
 
     @property
     def imbalance(self) -> float:
-        """Tokens of the busiest expert-parallel rank, over their mean."""
+        """Tokens of the busiest expert-parallel rank / the mean of the ranks."""
         return self.assume.expert_imbalance if self.placement.layout.ep > 1 else 1.0
 
     @property
@@ -234,12 +235,12 @@ class Setup:
 
     @cached_property
     def unpruned(self) -> Setup:
-        """The setup of the same run without pruning."""
+        """Setup of the same run without pruning."""
         return dataclasses.replace(self, config=disable_pruning(self.config))
 
     @cached_property
     def work(self) -> Work:
-        """The work of a step, on average over the run."""
+        """Work of a step, on average over the run."""
         config = self.config
         assume = self.assume
         mean = self.lengths.mean
@@ -247,35 +248,33 @@ class Setup:
         steps = config.run.steps
         samples = config.rollout.samples_per_prompt
         schedules = {config.pruning.prompts.schedule, config.pruning.completions.schedule}
-        constant = {schedule.shape for schedule in schedules} == {"constant"} and not any(
-            s.off_last for s in schedules
+        constant = all(
+            schedule.shape == "constant" and not schedule.off_last for schedule in schedules
         )
-        every = (
-            steps if constant else max(steps // 1000, 1)
-        )  # a thousand steps show the schedules of a million
+        # A thousand steps sample the schedules of a million.
+        every = steps if constant else max(steps // 1000, 1)
         shares = [_compute_shares(config, step, assume) for step in range(0, steps, every)]
-        prompts, kept = (sum(values) / len(shares) for values in zip(*shares, strict=True))
+        prompts = sum(rolled for rolled, _ in shares) / len(shares)
+        kept = sum(trained for _, trained in shares) / len(shares)
         completions = prompts * samples
         alone = kept * samples * (prompt + mean)
         shared = _count_shared_prompts(self, prompts, kept * samples) * prompt
-        pairs = alone * (prompt + self.lengths.token_weighted_mean) - shared * prompt
+        mean_context = prompt + self.lengths.token_weighted_mean
+        pairs = alone * mean_context - shared * prompt
         return Work(
             prompts=prompts,
             completions=completions,
             generated=completions * mean,
             kept=kept * samples,
             trained=alone - shared,
-            context=pairs / (alone - shared)
-            if alone
-            else prompt + self.lengths.token_weighted_mean,
+            context=pairs / (alone - shared) if alone else mean_context,
             responses=kept * samples * mean,
             updates=config.loss.updates_per_rollout,
         )
 
     @cached_property
     def packs(self) -> int:
-        """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the
-        pipeline; sequences longer than half a pack are in packs of their own."""
+        """Packs of a minibatch on a replica."""
         config = self.config
         layout = self.layout
         work = self.work
@@ -283,6 +282,8 @@ class Setup:
         replicas = layout.dp or 1
         most = config.pack.max_tokens
         sequences = work.kept / work.updates / replicas
+        # The packer makes the fewest packs, but enough for the pipeline. Sequences longer than half
+        # a pack each have a pack alone.
         full = ceil(tokens / (replicas * most * self.assume.pack_fill))
         alone = ceil(sequences * self.lengths.compute_tail_fraction(most / 2 - self.prompt))
         wanted = min(resolve_min_packs(config.pack.min_per_rank, layout.pp), int(sequences))
@@ -290,17 +291,16 @@ class Setup:
 
     @cached_property
     def mean_pack(self) -> MeanPack:
-        """The pack of which ``packs`` makes an update. Its capacity is what its
-        tokens, or the longest sequence, need."""
+        """The mean of an update's ``packs`` packs. Capacity holds the tokens of the mean pack, or
+        the longest sequence."""
         config = self.config
         layout = self.layout
         work = self.work
         share = 1.0 / (work.updates * (layout.dp or 1) * self.packs)
         multiple = compute_capacity_multiple(layout, config.pack.max_tokens, cuda=True)
         longest = self.prompt + self.lengths.limit
-        slots = (
-            ceil(max(work.trained * share / self.assume.pack_fill, longest) / multiple) * multiple
-        )
+        needed = max(work.trained * share / self.assume.pack_fill, longest)
+        slots = ceil(needed / multiple) * multiple
         slots = min(slots, config.pack.max_tokens // multiple * multiple)
         return MeanPack(
             slots // layout.cp,
@@ -310,8 +310,8 @@ class Setup:
 
 
 def disable_pruning(config: Config) -> Config:
-    """The same run without pruning. Every prompt is rolled out, every completion with a gradient is
-    trained on."""
+    """Return the run's configuration without pruning: every prompt is rolled out, every completion
+    with a gradient is trained on."""
     off = replace(
         config.pruning,
         prompts=PromptPruningConfig(rule="none"),
@@ -322,31 +322,29 @@ def disable_pruning(config: Config) -> Config:
 
 
 def _count_shared_prompts(setup: Setup, prompts: float, kept: float) -> float:
-    """How many of the kept completions' prompts a pack holds already. On GPUs
-    ``pack.share_prefixes`` = ``auto`` shares nothing. A family is cut where it does not fit into a
-    pack."""
+    """Count the prompts of kept completions that their pack already holds."""
     config = setup.config
+    # On GPUs ``pack.share_prefixes`` = ``auto`` shares no prefixes.
     if config.pack.share_prefixes != "on" or not kept:
         return 0.0
     samples = config.rollout.samples_per_prompt
     trained_on = prompts * (1.0 - max(1.0 - kept / (prompts * samples), 0.0) ** samples)
-    family = setup.prompt + kept / trained_on * setup.lengths.mean
-    return max(kept - trained_on * ceil(family / config.pack.max_tokens), 0.0)
+    # A prefix group that does not fit into a pack is split, and its prompt stored again.
+    group = setup.prompt + kept / trained_on * setup.lengths.mean
+    return max(kept - trained_on * ceil(group / config.pack.max_tokens), 0.0)
 
 
 def _compute_shares(config: Config, step: int, assume: Assumptions) -> tuple[float, float]:
-    """Prompts that are rolled out in a step, and completions that are trained on, in groups of G.
-
-    Without a KL term, groups of equal reward have no gradient: they are not trained on, whatever
-    the rule.
-    """
+    """Return prompts rolled out in a step, and completions trained on, in groups of G."""
     pruning = config.pruning
     total = config.run.steps
     window = float(compute_window_size(config))
     keep = scheduled_keep(pruning.prompts.keep, pruning.prompts.schedule, step, total)
     threshold = 1.0 - assume.low_share
+    # Without a KL term, groups of equal reward have no gradient: under every rule, these groups are
+    # not trained on. A user's estimator is not loaded, and assumed to do the same.
     estimator = ESTIMATORS.get(resolve_objective(config.loss).advantage)
-    equal_idle = estimator is None or estimator.zero_if_equal  # the user's is not loaded
+    equal_idle = estimator is None or estimator.zero_if_equal
     rewards_alone = config.loss.kl_coef == config.loss.distillation_coef == 0.0
     live = assume.mixed_share if equal_idle and rewards_alone else 1.0
     match pruning.prompts.named:
@@ -363,16 +361,16 @@ def _compute_shares(config: Config, step: int, assume: Assumptions) -> tuple[flo
             rolled = usable = window * (threshold + assume.low_share * keep)
         case rule:
             rolled = usable = window * (keep if rule == "neyman" else 1.0)
-    match (
-        pruning.completions.named,
-        scheduled_keep(pruning.completions.share, pruning.completions.schedule, step, total),
-    ):
+    completions = pruning.completions
+    share = scheduled_keep(completions.share, completions.schedule, step, total)
+    match completions.named, share:
         case "none", _:
             kept = live
         case _, "auto":
             kept = live * assume.efficient_share
         case "threshold" | "threshold_deterministic", keep:
             kept = live * (threshold + assume.low_share * keep)
-        case _, keep:  # a budget of the tokens that were rolled out
+        # The budget is a fraction of the tokens rolled out.
+        case _, keep:
             kept = min(keep, live)
     return rolled, usable * kept

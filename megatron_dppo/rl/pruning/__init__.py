@@ -1,8 +1,10 @@
-"""Random pruning with known probabilities: of prompts before rollouts, of completions after them.
+"""Random pruning with known probabilities: of prompts before rollouts, of completions after
+rollouts.
 
-``prune`` does it to completions for trainers of others: what of a batch to train on, and with which
-weights. It requires only NumPy, and no configuration. :func:`~megatron_dppo.rl.plan.plan_step` does
-the same for a run of this project, with both levels, minibatches and packs.
+``prune`` prunes completions for other trainers: which completions of a batch to train on, with
+which weights. ``prune`` needs only NumPy, and no configuration.
+:func:`~megatron_dppo.rl.plan.plan_step` prunes a run of this project, with both levels, minibatches
+and packs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class KeptCompletions(NamedTuple):
     """
 
     mask: Bools
-    """True for what is trained on. Groups of equal reward have no gradient, and are never."""
+    """True for completions to train on; always False for groups of equal reward, which have no
+    gradient."""
     weights: Floats
     """Factor of a completion's loss; 0 for completions that are not trained on."""
 
@@ -53,52 +56,50 @@ def prune(
     max_weight: float = 10.0,
     seed: int | Sequence[int] | np.random.Generator = 0,
 ) -> KeptCompletions:
-    """Choose by chance which completions of a batch are trained on, and weigh them so that the
-    gradient stays unbiased.
+    """Draw the completions of a batch to train on, with weights that keep the gradient unbiased.
 
     With the advantages A and the normaliser Z of the *whole* batch, Σ weights·A·c·(∇ of the tokens'
-    losses)/Z over the completions that are kept has the expectation of the same sum over all of
-    them: DPPO (arXiv:2603.04135), with the probabilities of least variance (Neyman's) for its
-    default rule. Z must not depend on the draw: dividing by what was kept, as a mean over the kept
-    completions does, is biased.
+    losses)/Z over the kept completions has the expectation of the same sum over all completions:
+    DPPO (arXiv:2603.04135), with the probabilities of least variance (Neyman's) as default rule. Z
+    must not depend on the draw: dividing by the kept count, as a mean over the kept completions
+    does, is biased.
 
         mask, weights = prune([[12, 30, 18, 25]], [[1.0, 0.0, 0.0, 0.0]], budget=0.5)
 
-    A trainer that sees only the kept completions divides by its own count of them. Multiply the
-    weights by that count over the count of the whole batch:
+    A trainer that gets only the kept completions divides by their count. Multiply the weights by
+    that count over the count of the whole batch:
 
-    - completions kept over completions, for means over rows: ``grpo``, ``sapo``, ``dr_grpo`` and
+    - completions kept / completions, for means over rows: ``grpo``, ``sapo``, ``dr_grpo`` and
       ``luspo`` of TRL, ``seq-mean-…`` of verl;
-    - tokens kept over tokens, for means over the tokens of the kept rows: ``bnpo`` of TRL,
+    - tokens kept / tokens, for means over the tokens of the kept rows: ``bnpo`` of TRL,
       ``token-mean`` of verl;
     - 1, if the divisor was counted before the draw: ``dapo`` and ``cispo`` of TRL.
 
     The product multiplies the whole loss of a completion. A KL term β·KL that the trainer adds to
-    the loss needs the same factor, weights·factor·β in place of β. It then counts the completions
-    of groups whose rewards differ: completions of equal reward are never kept, and their KL is left
-    out.
+    the loss needs the same factor: weights·factor·β instead of β. The KL then covers only groups
+    with non-zero variance: completions of groups of equal reward are never kept, and contribute no
+    KL.
 
     Args:
         lengths: [Q, G], tokens of each response; G completions of each of Q prompts.
         rewards: [Q, G].
-        logprobs: of each prompt's completions, the log-probabilities of their tokens at sampling:
-            lists of lists, or [Q, G, T] with padding at the end. None: what they would tell of the
-            gradients' norms is not used, and the variance is higher.
-        budget: share of all tokens, prompts' included, that is trained on. Under
-            ``threshold`` it is the chance of the low-scored, 1 − r of the paper; under
-            ``top_k`` and ``extremes``, which are biased, a share of completions.
-            ``auto``, for ``neyman``: the share at which variance × (tokens generated and
-            trained on) is least.
-        advantages: [Q, G], the trainer's own. None: rewards less their group's mean. Completions
-            whose advantage is 0 are never kept.
-        prompt_lengths: [Q] or one for all, tokens that a completion is trained together with.
+        logprobs: log-probabilities of each completion's tokens at sampling: lists of lists, or [Q,
+            G, T] with padding at the end. None: the gradients' norms are not estimated, and the
+            variance is higher.
+        budget: fraction of all tokens, prompts' included, to train on. Under ``threshold``:
+            probability of low-scored completions, the paper's 1 − r; under ``top_k`` and
+            ``extremes``, both biased: fraction of completions. ``auto``, for ``neyman``: the
+            fraction of least variance × (tokens generated and trained on).
+        advantages: [Q, G], the trainer's own. None: rewards minus the group's mean. Completions of
+            advantage 0 are never kept.
+        prompt_lengths: [Q] or one for all, prompt tokens trained with a completion.
         rule: a name in ``COMPLETION_RULES``.
-        normalise: whether advantages are divided by their group's standard deviation (as in GRPO,
-            not in Dr.GRPO); without effect on a trainer's own.
-        sequence_mean: whether a completion's loss is the mean over its tokens (GRPO), or their sum
+        normalise: whether advantages are divided by the group's standard deviation (as in GRPO, not
+            in Dr.GRPO); no effect on given ``advantages``.
+        sequence_mean: whether a completion's loss is the mean over its tokens (GRPO), or the sum
             (DAPO, Dr.GRPO).
-        max_weight: no weight is larger.
-        seed: of the draw; another one in each step.
+        max_weight: upper limit of the weights.
+        seed: random seed of the draw; use another seed in each step.
 
     Raises:
         ValueError: an argument has the wrong shape, or is out of range.
@@ -127,12 +128,13 @@ def prune(
             raise ValueError(
                 f"advantages {advantage.shape} should be finite, and {length.shape} as lengths are."
             )
+    # In a sequence mean a token's weight in the loss is 1/length.
     norm = 1.0 if logprobs is None else _compute_score_norms(logprobs, length)
+    prompt_length = np.asarray(prompt_lengths, np.float64).reshape(-1, 1)
     candidates = CompletionCandidates(
         advantage=advantage,
         score=np.abs(advantage) * norm / (length if sequence_mean else 1.0),
-        cost=length
-        + np.broadcast_to(np.asarray(prompt_lengths, np.float64).reshape(-1, 1), length.shape),
+        cost=length + np.broadcast_to(prompt_length, length.shape),
         floor=np.full_like(length, 1.0 / max_weight),
         zero_advantage=advantage == 0.0,
     )
@@ -150,29 +152,29 @@ def prune_candidates(
     generated: float,
     seed: int | Sequence[int] | np.random.Generator,
 ) -> tuple[KeptCompletions, Floats]:
-    """The draw of ``prune``, for trainers that know their completions' scores and costs.
+    """Draw completions as ``prune``, for trainers with scores and costs of completions.
 
     Args:
-        candidates: of the whole batch.
+        candidates: completions of the whole batch.
         budget: see ``prune``.
         rule: a name in ``COMPLETION_RULES``.
-        generated: tokens of all responses, which ``auto`` counts as spent already.
-        seed: of the draw.
+        generated: tokens of all responses, already spent for ``auto``.
+        seed: random seed of the draw.
 
     Returns:
-        The completions kept with their weights, and the inclusion probabilities [Q, G] of all.
+        The kept completions with their weights, and the inclusion probabilities [Q, G] of all
+        completions.
     """
     share = find_efficient_keep(rule, candidates, generated) if budget == "auto" else budget
     inclusion = compute_completion_inclusion(rule, candidates, share)
     mask = draw_completions(rule, candidates, inclusion, np.random.default_rng(seed))
-    return KeptCompletions(
-        mask, np.where(mask, compute_completion_weights(rule, candidates, inclusion, share), 0.0)
-    ), inclusion
+    weights = compute_completion_weights(rule, candidates, inclusion, share)
+    return KeptCompletions(mask, np.where(mask, weights, 0.0)), inclusion
 
 
 def _compute_score_norms(logprobs: Sequence[Sequence[ArrayLike]], lengths: Floats) -> Floats:
-    """[Q, G], √Σ_t (1 − p_t)², in proportion to which the norm of a completion's score is expected
-    to grow."""
+    """Return √Σ_t (1 − p_t)², [Q, G]: the norm of a completion's score is expected to be
+    proportional."""
     if [len(group) for group in logprobs] != [lengths.shape[1]] * len(lengths):
         raise ValueError(
             "logprobs should have {} prompts of {} completions, as lengths has.".format(
@@ -188,5 +190,6 @@ def _compute_score_norms(logprobs: Sequence[Sequence[ArrayLike]], lengths: Float
                 f"{where} has {len(tokens)} log-probabilities, and the response {length:.0f} "
                 "tokens."
             )
+        # Padding follows the response, and expm1 keeps digits of 1 − p near p = 1.
         norms[prompt, completion] = np.linalg.norm(np.expm1(tokens[: int(length)]))
     return norms

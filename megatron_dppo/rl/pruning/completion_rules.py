@@ -1,7 +1,6 @@
-"""The rules by which completions are kept, after their rewards are known and before the backward
-pass.
+"""Rules that choose completions to train on, after the rewards and before the backward pass.
 
-A new rule is a function from candidates and a share to keep to inclusion probabilities, and an
+A new rule is a function from candidates and a fraction to keep to inclusion probabilities, and an
 entry of ``COMPLETION_RULES``.
 """
 
@@ -27,45 +26,45 @@ from megatron_dppo.rl.types import Bools, Floats
 
 FUNCTION = "pruning.completions.function"
 SHARES = 32
-"""From the share of the floors to that of all that has a gradient. The product is flat where it is
-least."""
+"""Number of candidate fractions, from the floors' to all completions with a gradient. The product
+is flat around its minimum."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCandidates:
-    """A minibatch's completions as a rule sees them: whole groups, nothing that depends on the
-    draw. [Q, G].
+    """Input of a completion rule: whole groups of a minibatch, without any result of the draw.
+    Arrays are [Q, G].
 
     A group of one right and three wrong answers has ``advantage`` [[1.73, −0.58, −0.58, −0.58]].
-    With 100 tokens each ``cost`` is [[100, 100, 100, 100]]. At
-    ``make_pruning_section.max_weight`` 5 ``floor`` is [[0.2, 0.2, 0.2, 0.2]].
+    With 100 tokens each ``cost`` is [[100, 100, 100, 100]]. At ``pruning.max_weight`` 5 ``floor``
+    is [[0.2, 0.2, 0.2, 0.2]].
     """
 
     advantage: Floats
     score: Floats
-    """A proxy of the norm of the term that enters the sum, |A|·c·√Σ_t(1−p_t)²/π_prompt
-    (``pruning.completions.score`` chooses another; with a teacher ``magnitudes`` takes the
-    place of
-    |A|). It has the first draw's 1/π, since the completions of seldom kept prompts weigh more."""
+    """Proxy of the norm of a completion's term in the sum, |A|·c·√Σ_t(1−p_t)²/π_prompt.
+    ``pruning.completions.score`` chooses another proxy; with a teacher, the result of
+    ``compute_magnitudes`` replaces |A|. The factor 1/π_prompt is needed because completions of
+    seldom kept prompts weigh more."""
     cost: Floats
-    """Tokens that it takes up in a pack, prompt and response."""
+    """Tokens in a pack, prompt and response."""
     floor: Floats
-    """Least inclusion probability. It bounds the weight 1/(π_prompt·π_completion)."""
+    """Least inclusion probability. The floor bounds the weight 1/(π_prompt·π_completion)."""
     zero_advantage: Bools
     """A = 0, no KL term and no teacher, or masked by ``loss.mask_truncated``: the gradient is
-    exactly 0. Every rule drops these, and weighs nothing up for them."""
+    exactly 0. Every rule drops these completions, without weighting up the rest."""
 
 
 def keep_all(candidates: CompletionCandidates, keep: float) -> Floats:
-    """``none``: probability 1, whatever the share."""
+    """``none``: return probability 1 for any ``keep``."""
     return np.ones_like(candidates.advantage)
 
 
 def find_prunable(candidates: CompletionCandidates) -> Bools:
-    """[Q, G], True if |A| is strictly below its group's mean |A|, and for all of a group whose |A|
-    are all equal.
+    """Return True [Q, G] if |A| is strictly below its group's mean |A|, or if all |A| of the group
+    are equal.
 
-    For rewards of 0 and 1 that is the majority outcome of each group.
+    For rewards of 0 and 1 this is the majority outcome of each group.
     """
     magnitude = np.abs(candidates.advantage)
     least = magnitude.min(axis=1, keepdims=True)
@@ -77,16 +76,16 @@ def find_prunable(candidates: CompletionCandidates) -> Bools:
 
 
 def apply_threshold(candidates: CompletionCandidates, keep: float) -> Floats:
-    """The DPPO paper's rule (arXiv:2603.04135): ``keep``, which is its 1 − r, for the prunable,
-    else 1.
+    """Apply the DPPO paper's rule (arXiv:2603.04135): ``keep``, the paper's 1 − r, for prunable
+    completions, else 1.
 
-    It meets no budget: the share kept follows from the rewards.
+    The rule meets no budget: the kept fraction follows from the rewards.
     """
     return np.where(find_prunable(candidates), keep, 1.0)
 
 
 def apply_neyman(candidates: CompletionCandidates, keep: float) -> Floats:
-    """The least variance at a budget of tokens: min(1, c·score/√cost), with c such that Σ π·cost is
+    """Minimise variance at a budget of tokens: min(1, c·score/√cost), with c such that Σ π·cost is
     keep·Σ cost."""
     live = ~candidates.zero_advantage
     probabilities = np.zeros_like(candidates.score)
@@ -100,35 +99,36 @@ def apply_neyman(candidates: CompletionCandidates, keep: float) -> Floats:
 
 
 def apply_threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Floats:
-    """The rule of the DPPO paper's Appendix A, which drops by rank and not by chance.
+    """Apply the rule of the DPPO paper's Appendix A, which drops by rank and not at random.
 
-    0 for the lowest |A| among each group's prunable, floor((1 − keep)·their number) of them; 1 for
-    all others. Among equal |A| the first sampled are dropped first.
+    Per group, 0 for the floor((1 − keep)·n) completions of lowest |A| among the n prunable; 1 for
+    the rest. Among equal |A| the first sampled are dropped first.
     """
     kept = np.ones_like(candidates.advantage)
     low = find_prunable(candidates)
     for row, group in enumerate(np.abs(candidates.advantage)):
         (members,) = np.nonzero(low[row])
+        # Because of rounding, the product could be just below an integer.
         dropped = math.floor((1.0 - keep) * len(members) + 1e-9)
         kept[row, members[np.argsort(group[members], kind="stable")[:dropped]]] = 0.0
     return kept
 
 
 def compute_threshold_weights(candidates: CompletionCandidates, keep: float) -> Floats:
-    """1/keep for the prunable, else 1: the weights of the paper's draw, although this rule keeps
-    another share."""
+    """Return 1/keep for prunable completions, else 1."""
+    # These are the weights of the paper's random draw, although this rule keeps another fraction.
     return np.where(find_prunable(candidates), 1.0 / keep, 1.0)
 
 
 def apply_top_k(candidates: CompletionCandidates, keep: float) -> Floats:
-    """CPPO's rule (arXiv:2503.22342): 1 for the ``keep`` of the minibatch with the largest |A|,
-    else 0, and no weights.
+    """Apply CPPO's rule (arXiv:2503.22342): 1 for the fraction ``keep`` of the minibatch with the
+    largest |A|, else 0; weights are 1.
 
     Among equal |A|, frequent with binary rewards, each group's first completions are kept before
-    its second ones, so that no prompt is preferred by more than one. |A| that differ by rounding
-    alone count as equal.
+    second completions: no prompt is preferred by more than one.
     """
     magnitude = np.abs(candidates.advantage)
+    # Round, because |A| that differ by rounding alone must count as equal.
     magnitude = np.round(magnitude / max(magnitude.max(initial=0.0), np.finfo(float).tiny), 9)
     turn = np.broadcast_to(np.arange(magnitude.shape[1]), magnitude.shape)
     order = np.lexsort((turn.ravel(), -magnitude.ravel()))
@@ -138,11 +138,10 @@ def apply_top_k(candidates: CompletionCandidates, keep: float) -> Floats:
 
 
 def apply_extremes(candidates: CompletionCandidates, keep: float) -> Floats:
-    """BranchGRPO's pruning in width (arXiv:2509.06040): of each group the best and as many of the
-    worst, else 0.
+    """Apply BranchGRPO's pruning in width (arXiv:2509.06040): 1 for the best and the worst of each
+    group, else 0; weights are 1.
 
-    Half of ``keep`` of a group, one at least, on either side, and no weights. Among equal A the
-    first are the worst.
+    Either side is half of ``keep`` of a group, at least one. Among equal A the first are the worst.
     """
     samples = candidates.advantage.shape[1]
     each = max(1, round(keep * samples / 2))
@@ -174,56 +173,55 @@ _REGISTERED: dict[str, Rule[CompletionCandidates]] = {}
 
 
 def register(name: str, function: Callable[[CompletionCandidates, float], ArrayLike]) -> None:
-    """Have a user's function be the rule of this name, in this process."""
+    """Register a user's function as a rule by name, in this process."""
     _REGISTERED[name] = wrap_user_rule(
         FUNCTION, name, function, lambda candidates: candidates.advantage.shape
     )
 
 
 def find_completion_rule(name: str) -> Rule[CompletionCandidates]:
-    """A rule of the table, or one that was adopted."""
+    """Return a rule of the table, or a registered rule."""
     return COMPLETION_RULES.get(name) or _REGISTERED[name]
 
 
 def compute_completion_inclusion(
     rule: str, candidates: CompletionCandidates, keep: float
 ) -> Floats:
-    """Inclusion probabilities [Q, G] under a rule, by its name: 0 for zero advantage, else at least
-    the floor.
-
-    The 0 and 1 of a biased rule have no floor, which would make another rule of it.
-    """
+    """Return inclusion probabilities [Q, G] of a rule, by name: 0 for zero advantage, else at least
+    the floor."""
     chosen = find_completion_rule(rule)
     probabilities = chosen.inclusion(candidates, keep)
+    # A floor would turn the 0 and 1 of a biased rule into another rule.
     if not chosen.biased:
         probabilities = np.maximum(probabilities, candidates.floor)
     return np.where(candidates.zero_advantage, 0.0, probabilities)
 
 
 def find_efficient_keep(rule: str, candidates: CompletionCandidates, generated: float) -> float:
-    """The share of the tokens, of ``SHARES``, at which variance × cost is least; 1 where none has
-    less than that.
+    """Return the fraction of the tokens, of ``SHARES``, with the least variance × cost; 1 if no
+    fraction is better.
 
-    A step of fewer prompts, taken at random, leaves this product as it is. So it says what pruning
-    is worth beside a smaller batch. The variance is estimated by Σ s²/π. The cost is the tokens
-    generated and Σ π·tokens: one as much as another, since the best share hardly depends on it.
-    Scores and tokens are all known before the draw, so that the probabilities depend on no outcome
-    of it.
+    - Variance: estimated by Σ s²/π.
+    - Cost: generated tokens + Σ π·tokens, with equal weight, since the best fraction hardly depends
+      on the weight.
 
     Args:
-        rule: its name; with a share to keep, and unbiased.
-        candidates: of a minibatch.
+        rule: name of an unbiased rule with a fraction to keep.
+        candidates: completions of a minibatch.
         generated: tokens of their responses.
     """
+    # Scores and tokens are known before the draw: the probabilities do not depend on the draw's
+    # result.
     live = ~candidates.zero_advantage
     squares = candidates.score[live] ** 2
     tokens = candidates.cost[live]
     total = candidates.cost.sum()
-    if (
-        total == 0.0
-    ):  # nothing is left to train on, as where each group lost a completion to a failed scoring
+    # Every group may have lost a completion to a failed scoring: no completion is left to train on.
+    if total == 0.0:
         return 1.0
 
+    # A step of fewer random prompts has the same product. The product therefore compares pruning
+    # with a smaller batch.
     def compute_product(share: float) -> float:
         inclusion = compute_completion_inclusion(rule, candidates, share)[live]
         return float((squares / inclusion).sum() * (generated + inclusion @ tokens))
@@ -236,8 +234,8 @@ def find_efficient_keep(rule: str, candidates: CompletionCandidates, generated: 
 def compute_completion_weights(
     rule: str, candidates: CompletionCandidates, inclusion: Floats, keep: float
 ) -> Floats:
-    """The factor [Q, G] of each completion that is kept, given its prompt: 1/π, or a biased rule's
-    own weight; 0 for those that are never kept."""
+    """Return the factor [Q, G] of each kept completion, given its prompt: 1/π, or a biased rule's
+    own weight; 0 for completions that are never kept."""
     chosen = find_completion_rule(rule)
     ever = inclusion > 0.0
     if chosen.biased:
@@ -254,14 +252,12 @@ def draw_completions(
     *,
     draw: str | None = None,
 ) -> Bools:
-    """Draw completions [Q, G] by inclusion probabilities [Q, G] and the rule's draw, or the draw
-    named.
-
-    Completions are sorted by (prompt, A). A systematic draw then spreads what it keeps over the
-    prompts, and within each over bad and good completions.
-    """
+    """Draw completions [Q, G] by inclusion probabilities [Q, G] and the rule's draw, or the named
+    ``draw``."""
     decide = DRAWS[draw] if draw else find_completion_rule(rule).draw
     group, sample = map(np.ravel, np.indices(inclusion.shape))
+    # Sort by (prompt, A): a systematic draw then spreads the kept completions over the prompts, and
+    # within each prompt over bad and good completions.
     order = np.lexsort((candidates.advantage[group, sample], group))
     group = group[order]
     sample = sample[order]

@@ -1,7 +1,6 @@
-"""The draw of one minibatch, and a step's ``prune/…`` metrics and pruning statistics from its
-draws.
+"""Draw of a minibatch, and ``prune/…`` metrics and pruning statistics of a step from its draws.
 
-Advantages and the normaliser come from whole groups, before anything is drawn.
+Advantages and the normaliser are computed from whole groups, before any draw.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 @dataclass(frozen=True, slots=True)
 class PruningDraw:
-    """A minibatch of Q groups after its draw. Arrays are [Q, G].
+    """Minibatch of Q groups after its draw. Arrays are [Q, G].
 
     The paper's rule at ``keep`` 0.5 on one right and two wrong answers has ``inclusion`` [[1, 0.5,
-    0.5]] and ``weight`` [[1, 2, 2]] if the prompt was kept for certain. Its draw may have ``kept``
-    [[True, False, True]].
+    0.5]] and ``weight`` [[1, 2, 2]], if the prompt was kept for certain. A possible draw is
+    ``kept`` [[True, False, True]].
     """
 
     advantage: Floats
@@ -54,15 +53,15 @@ class PruningDraw:
     inclusion: Floats
     """π of the completion, given its prompt; 0 for zero advantage."""
     weight: Floats
-    """1/(π_prompt·π), the Horvitz-Thompson weight that it has if it is kept; 0 for zero advantage.
-    A biased rule has weights of its own in place of 1/π."""
+    """1/(π_prompt·π), the Horvitz-Thompson weight of the completion if kept; 0 for zero advantage.
+    A biased rule has its own weights instead of 1/π."""
     kept: Bools
     zero_advantage: Bools
-    """A = 0, no KL term and no teacher, or masked: the gradient is exactly 0. No rule trains on
-    these, and none is said to save them."""
+    """A = 0, no KL term and no teacher, or masked: the gradient is exactly 0. Never trained on, and
+    never counted as a saving."""
     segments: Floats
-    """[Q, G, S], the advantage of each segment, of which ``advantage`` is a mean; S = 1 where a
-    completion has one."""
+    """[Q, G, S], the advantage of each segment; ``advantage`` is a mean over segments. S = 1 for
+    completions of one segment."""
     normaliser: float
     """Z"""
     magnitude: Floats
@@ -78,17 +77,16 @@ def prune_minibatch(
     keep: Keep,
     rng: np.random.Generator,
 ) -> PruningDraw:
-    """Draw what a minibatch trains on.
+    """Draw the completions that a minibatch trains on.
 
-    No weight exceeds ``make_pruning_section.max_weight``, since no completion's probability is
-    below 1/(max_weight·π_prompt).
+    No weight exceeds ``pruning.max_weight``, since no completion's probability is below
+    1/(max_weight·π_prompt).
 
     Args:
-        part: metadata of the minibatch's groups, with the part of the window that they stand for.
-        config: of the run.
-        objective: of the run.
+        part: metadata of the minibatch's groups, with the part of the window that the groups
+            represent.
         keep: ``pruning.completions.keep`` under its schedule.
-        rng: for this one draw.
+        rng: generator for this single draw.
     """
     pruning = config.pruning.completions
     candidates, segments, c, magnitude = compute_completion_terms(part, config, objective)
@@ -102,13 +100,13 @@ def prune_minibatch(
         compute_completion_weights(pruning.named, candidates, inclusion, keep)
         / part.prompt_inclusion[:, None]
     )
+    # A biased prompt rule has no 1/π: the mean is over the prompts rolled out.
+    biased_prompts = find_prompt_rule(config.pruning.prompts.named).biased
     z = compute_normaliser(
         objective.aggregation,
         sampled_lengths=part.sampled_lengths,
         prompt_inclusion=part.prompt_inclusion,
-        prompts=len(part.prompt_ids)
-        if find_prompt_rule(config.pruning.prompts.named).biased
-        else part.window,
+        prompts=len(part.prompt_ids) if biased_prompts else part.window,
         max_response_tokens=config.rollout.max_response_tokens,
     )
     if pruning.normaliser == "kept":
@@ -134,7 +132,7 @@ def prune_minibatch(
 def compute_completion_terms(
     part: StepMetadata, config: Config, objective: Objective
 ) -> tuple[CompletionCandidates, Floats, Floats, Floats]:
-    """Compute the sizes of a minibatch's terms, before anything is drawn.
+    """Compute the sizes of a minibatch's terms, before any draw.
 
     Returns:
         - Candidates of a completion rule.
@@ -148,46 +146,47 @@ def compute_completion_terms(
     c = compute_coefficients(objective.aggregation, part.sampled_lengths)
     magnitude = np.where(masked, 0.0, compute_magnitudes(part, advantage, config))
     prompt_inclusion = part.prompt_inclusion[:, None]
+    # A KL term or a teacher gives completions of advantage 0 a gradient, too.
     rewards_alone = ~part.log_ratios.any(axis=-1) & (config.loss.kl_coef == 0.0)
     score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
+    # The floor bounds the product of both levels' weights by max_weight.
+    floor = np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0)
     candidates = CompletionCandidates(
         advantage=advantage,
         score=magnitude * c * score_norms / prompt_inclusion,
         cost=part.tokens.astype(np.float64),
-        floor=np.broadcast_to(
-            np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape
-        ),
+        floor=np.broadcast_to(floor, advantage.shape),
         zero_advantage=(advantage == 0.0) & rewards_alone | masked,
     )
     return candidates, segments, c, magnitude
 
 
 def compute_magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
-    """Return the root mean square of the factors of a completion's token scores, [Q, G]. Without a
-    teacher: |A|.
+    """Return the root mean square of the factors of a completion's token scores, [Q, G]; |A|
+    without a teacher.
 
-    A server's tokens have the advantages A + β·log q/p, whose mean square is (A + β·mean)² +
-    (β·deviation)².
-
-    With a teacher's whole distribution a token's gradient by the logits is −A·(e_t − p) +
-    β·p·(log(p/q) − KL). The log-ratios are known only once the teacher has read the rollouts. They
-    are taken to be of size 1, and the two terms to be orthogonal: √(A² + β²). Either vanishes where
-    the policy is certain, so that both are multiplied by the norm of the scores. That is a guess:
-    it sets probabilities, and no weight depends on its being right.
+    - Teacher on a server: tokens have advantages A + β·log q/p, of mean square (A + β·mean)² +
+      (β·deviation)².
+    - Whole distribution of a teacher: a token's gradient by the logits is −A·(e_t − p) +
+      β·p·(log(p/q) − KL), of assumed size √(A² + β²).
     """
+    # The log-ratios of a whole distribution are unknown before the teacher has read the rollouts.
+    # Assume size 1, and orthogonal terms. Both terms vanish if the policy is certain, and are
+    # therefore multiplied by the norm of the scores. This is a guess for the probabilities; no
+    # weight depends on its being right.
     pull = config.loss.distillation_coef * part.log_ratios
     return np.hypot(advantage + pull[..., 0], pull[..., 1])
 
 
-# The coordinates of the census's tables are rounded, so that the tables stay small.
+# Coordinates of the pruning statistics' tables are rounded, so that the tables stay small.
 BINS_PER_GROUP = 16
-"""The share of a group's answers that are better than its mean is exact for groups of up to this
+"""The fraction of a group's answers that are better than its mean is exact for groups up to this
 size."""
 BINS_PER_DEVIATION = 2
 BINS_PER_LENGTH_OCTAVE = 4
 BINS_PER_SCORE_OCTAVE = 2
 MAX_SCORE_OCTAVES = 4
-"""Octaves to either side of the median score. Scores beyond are counted with the last."""
+"""Octaves on either side of the median score. Scores beyond count as the last octave."""
 
 
 def compute_prune_metrics(
@@ -196,36 +195,33 @@ def compute_prune_metrics(
     *,
     biased_prompts: bool = False,
 ) -> dict[str, float]:
-    """``prune/…`` of a step.
+    """Compute ``prune/…`` of a step. The tokens of a completion are its prompt's and its
+    response's.
 
-    The tokens of a completion are those of its prompt and of its response.
-
-    - ``kept_prompt_fraction``: prompts rolled out, over the window.
+    - ``kept_prompt_fraction``: prompts rolled out / window.
     - ``kept_completion_fraction``, ``kept_token_fraction``: completions trained on, and their
-      tokens, over those rolled out.
+      tokens, / completions rolled out, and their tokens.
     - ``zero_advantage_fraction``: completions with an advantage of 0, or masked.
-    - ``max_weight``: the largest Horvitz-Thompson weight among the kept completions.
-    - ``effective_sample_size``: (Σw)²/Σw² over the kept completions, as a share of their number
-      (Kish); left out where nothing was kept.
-    - ``saved_tokens_prompts``: tokens of the prompts that were not rolled out, estimated by Σ
-      T_q·(1/π_q − 1), T_q the tokens of a group that was. A biased rule gives no π; there each
-      counts with the mean of those rolled out.
-    - ``saved_tokens_completions``: tokens of completions that were rolled out, have a gradient, and
-      were pruned.
-    - ``zero_advantage_tokens``: tokens of completions whose gradient is exactly 0. They are not
-      trained on without pruning either, so that they are no saving.
-    - ``compute_variance_inflation``: see the function of that name.
-    - ``noise_share_prompts``, ``noise_share_completions``: the shares of prompt and completion
-      pruning in the gradient's noise, see ``estimate_gradient_noise``. The rest is the share of
+    - ``max_weight``: largest Horvitz-Thompson weight among the kept completions.
+    - ``effective_sample_size``: (Σw)²/Σw² over the kept completions, as a fraction of their number
+      (Kish); missing if no completion was kept.
+    - ``saved_tokens_prompts``: tokens of prompts that were not rolled out, estimated by Σ
+      T_q·(1/π_q − 1), T_q: tokens of a group rolled out. A biased rule gives no π: each prompt
+      counts with the mean of prompts rolled out.
+    - ``saved_tokens_completions``: tokens of pruned completions, rolled out and with a gradient.
+    - ``zero_advantage_tokens``: tokens of completions whose gradient is exactly 0. No saving, since
+      these completions are not trained on without pruning either.
+    - ``variance_inflation``: see :func:`compute_variance_inflation`.
+    - ``noise_share_prompts``, ``noise_share_completions``: fractions of the gradient's noise due to
+      prompt and completion pruning, see :func:`estimate_gradient_noise`. The rest is due to
       sampling.
 
-    The last three are left out if the rule of either level is biased: its error is its bias as well
-    as its variance. A biased rule for completions is recognised by its weights.
+    The last three are missing if the rule of either level is biased.
 
     Args:
         window: N, the prompts that the step considered.
-        parts: its minibatches, each with its draw; and the groups that a rule left out, see
-            ``make_empty_draw``.
+        parts: minibatches of the step with their draws, and the groups that a rule dropped, see
+            :func:`make_empty_draw`.
         biased_prompts: whether the rule for prompts is biased.
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
@@ -234,17 +230,17 @@ def compute_prune_metrics(
         parts, "kept", "zero_advantage", "advantage", "weight"
     )
     weight = weight[kept]
+    if biased_prompts:
+        saved = max(window - prompts, 0.0) * float(tokens.sum()) / max(prompts, 1)
+    else:
+        saved = sum(_estimate_skipped_tokens(part) for part, _ in parts)
     metrics = {
         "prune/kept_prompt_fraction": prompts / window if window else 0.0,
         "prune/kept_completion_fraction": float(kept.mean()) if kept.size else 0.0,
         "prune/kept_token_fraction": float(tokens[kept].sum() / tokens.sum()) if kept.size else 0.0,
         "prune/zero_advantage_fraction": float((advantage == 0.0).mean()) if kept.size else 0.0,
         "prune/max_weight": float(weight.max(initial=0.0)),
-        "prune/saved_tokens_prompts": max(window - prompts, 0.0)
-        * float(tokens.sum())
-        / max(prompts, 1)
-        if biased_prompts
-        else sum(_estimate_skipped_tokens(part) for part, _ in parts),
+        "prune/saved_tokens_prompts": saved,
         "prune/saved_tokens_completions": float(tokens[~kept & ~zero_advantage].sum()),
         "prune/zero_advantage_tokens": float(tokens[~kept & zero_advantage].sum()),
     }
@@ -252,6 +248,8 @@ def compute_prune_metrics(
         metrics["prune/effective_sample_size"] = float(
             weight.sum() ** 2 / (weight.size * (weight**2).sum())
         )
+    # The error of a biased rule is its bias as well as its variance. A biased rule for completions
+    # is recognised by its weights.
     if not biased_prompts and all(
         _is_weighted_by_inclusion(part, pruned) for part, pruned in parts
     ):
@@ -268,12 +266,16 @@ def compute_prune_metrics(
 def _concat_fields(
     parts: Sequence[tuple[StepMetadata, PruningDraw]], *names: str
 ) -> list[NDArray[Any]]:
-    """Arrays of all draws: of each name one [Q, G], over the groups of all parts."""
-    return [np.concatenate([getattr(pruned, name) for _, pruned in parts]) for name in names]
+    """Concatenate the draws' fields: one array [Q, G] per name, over the groups of all parts."""
+    fields = []
+    for name in names:
+        arrays = [getattr(pruned, name) for _, pruned in parts]
+        fields.append(np.concatenate(arrays))
+    return fields
 
 
 def make_empty_draw(part: StepMetadata) -> PruningDraw:
-    """The draw of groups that a rule left out after their rollouts: nothing of them is kept."""
+    """Return the draw of groups that a rule dropped after their rollouts: no completion is kept."""
     zeros = np.zeros(part.rewards.shape)
     nothing = np.zeros(part.rewards.shape, dtype=np.bool_)
     return PruningDraw(
@@ -290,38 +292,36 @@ def make_empty_draw(part: StepMetadata) -> PruningDraw:
 
 
 def compute_variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> float:
-    """By how much pruning multiplies the sum of squares of the terms: Σ h²/(π_prompt·π) over Σ h²;
-    1 without pruning.
+    """Return the factor of pruning on the terms' sum of squares: Σ h²/(π_prompt·π) / Σ h²; 1
+    without pruning, or if every h is 0.
 
-    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, with ``magnitude`` for |A| where there is a
-    teacher. Both sums run over the window, and are estimated from the prompts rolled out. This is
-    the variance of *independent* draws with the same probabilities. A systematic draw has less, of
-    which there is no unbiased estimate. 1 if every h is 0.
+    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, with ``magnitude`` instead of |A| under a
+    teacher. Both sums run over the window, and are estimated from the prompts rolled out.
     """
+    # This is the variance of *independent* draws with the same inclusion probabilities. A
+    # systematic draw has less variance, without an unbiased estimate.
     squares = [(_compute_squares(part, pruned), pruned.weight) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)
-    return (
-        sum(float((square * weight).sum()) for square, weight in squares) / full
-        if full > 0.0
-        else 1.0
-    )
+    if full > 0.0:
+        return sum(float((square * weight).sum()) for square, weight in squares) / full
+    return 1.0
 
 
 def estimate_gradient_noise(
     parts: Sequence[tuple[StepMetadata, PruningDraw]],
 ) -> tuple[float, float, float]:
-    """Where the noise of the gradient comes from, of a step whose weights are 1/(π_prompt·π).
+    """Estimate the sources of the gradient's noise, if weights are 1/(π_prompt·π).
 
-    Each sum is over the window, and an unbiased estimate from the prompts rolled out. Only their
-    ratios are of use. They take the terms for orthogonal and the draws for *independent*; a
-    systematic draw adds less noise than that. h is that of ``compute_variance_inflation``, which
-    times the first sum is the sum of all three.
+    - Each sum runs over the window; its estimate from the prompts rolled out is unbiased.
+    - Only ratios of the sums are of use.
+    - Terms are assumed orthogonal and draws *independent*; a systematic draw adds less noise.
+    - :func:`compute_variance_inflation` defines h, and returns the sum of all three / the first.
 
     Returns:
-        - Σ h², the noise of the full batch, whose completions are sampled. Estimated by Σ h²/π_q.
-        - Σ h²·(1/π_q − 1), which the draw of prompts adds. Estimated by Σ (h²/π_q)·(1/π_q − 1).
-        - Σ (h²/π_q)·(1/π − 1), which that of completions adds. Estimated by Σ (h²/π_q)·(1/π_q)·(1/π
-          − 1).
+        - Σ h², the noise of the full batch, due to sampled completions. Estimated by Σ h²/π_q.
+        - Σ h²·(1/π_q − 1), added by the draw of prompts. Estimated by Σ (h²/π_q)·(1/π_q − 1).
+        - Σ (h²/π_q)·(1/π − 1), added by the draw of completions. Estimated by Σ
+          (h²/π_q)·(1/π_q)·(1/π − 1).
     """
     sampling = prompts = completions = 0.0
     for part, pruned in parts:
@@ -334,20 +334,19 @@ def estimate_gradient_noise(
 
 
 def _compute_squares(part: StepMetadata, draw: PruningDraw) -> Floats:
-    """[Q, G], h²/π_prompt: a completion's term in the estimate of Σ h² over the window."""
+    """Return h²/π_prompt, [Q, G]: a completion's term in the estimate of Σ h² over the window."""
     squares: Floats = _compute_term_norms(part, draw) ** 2 / part.prompt_inclusion[:, None]
     return squares
 
 
 def _compute_term_norms(part: StepMetadata, draw: PruningDraw) -> Floats:
-    """[Q, G], h."""
+    """Return h, [Q, G]."""
     norm: Floats = draw.magnitude * draw.coefficient * part.score_norms
     return norm
 
 
 def _is_weighted_by_inclusion(part: StepMetadata, draw: PruningDraw) -> bool:
-    """Whether every completion with an advantage may be kept, and then has the weight
-    1/(π_prompt·π)."""
+    """Return whether every completion with an advantage may be kept, with weight 1/(π_prompt·π)."""
     has_advantage = draw.advantage != 0.0
     back = (draw.weight * draw.inclusion * part.prompt_inclusion[:, None])[has_advantage]
     return bool(np.allclose(back, 1.0))
@@ -359,18 +358,14 @@ def _estimate_skipped_tokens(part: StepMetadata) -> float:
 
 
 def compute_pruning_stats(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> PruningStats:
-    """Count a step's completions: of all its minibatches, and of the groups that were
-    ``make_empty_draw``."""
-    rewards, tokens = (
-        np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens")
-    )
+    """Count the completions of a step: all minibatches, and the groups of ``make_empty_draw``."""
+    rewards = np.concatenate([part.rewards for part, _ in parts])
+    tokens = np.concatenate([part.tokens for part, _ in parts])
     lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
-    score = np.concatenate(
-        [
-            _compute_term_norms(part, pruned) / part.prompt_inclusion[:, None]
-            for part, pruned in parts
-        ]
-    )
+    scores = [
+        _compute_term_norms(part, pruned) / part.prompt_inclusion[:, None] for part, pruned in parts
+    ]
+    score = np.concatenate(scores)
     kept, zero_advantage, advantage, inclusion = _concat_fields(
         parts, "kept", "zero_advantage", "advantage", "inclusion"
     )
@@ -390,6 +385,7 @@ def compute_pruning_stats(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> 
     side = np.sign(advantage)
     samples = rewards.shape[1]
     better = np.broadcast_to((side > 0.0).sum(axis=1, keepdims=True) / samples, side.shape)
+    # Scores have no absolute scale: octaves are relative to the median.
     typical = float(np.median(score[has_advantage])) if has_advantage.any() else 1.0
     octaves = np.clip(_log2(score / (typical or 1.0)), -MAX_SCORE_OCTAVES, MAX_SCORE_OCTAVES)
     return PruningStats(
@@ -406,12 +402,13 @@ def compute_pruning_stats(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> 
 
 
 def _build_table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[Cell, ...]:
-    """One cell for each pair of coordinates that occurs, in ascending order. All [n]."""
+    """Return one cell per pair of coordinates that occurs, in ascending order. Arguments are
+    [n]."""
     places, cell = np.unique(np.stack([x, y], axis=1), axis=0, return_inverse=True)
-    counts, expected, drawn = (
-        np.bincount(cell.ravel(), weights, minlength=len(places))
-        for weights in (None, inclusion, kept)
-    )
+    cell = cell.ravel()
+    counts = np.bincount(cell, minlength=len(places))
+    expected = np.bincount(cell, inclusion, minlength=len(places))
+    drawn = np.bincount(cell, kept, minlength=len(places))
     return tuple(
         (float(x), float(y), int(count), round(float(pi), 6), int(keep))
         for (x, y), count, pi, keep in zip(places, counts, expected, drawn, strict=True)
@@ -419,12 +416,12 @@ def _build_table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[
 
 
 def _log2(values: Floats) -> Floats:
-    """log2. A score of 0, of a completion whose tokens were all certain, is put far below all
-    others."""
+    # A completion of certain tokens has score 0: put the score far below all other scores.
     return np.log2(np.maximum(values, 1e-12))
 
 
 def _round(values: Floats, parts: int) -> Floats:
-    """To multiples of 1/parts."""
-    rounded: Floats = np.round(values * parts) / max(parts, 1) + 0.0  # −0.0 becomes 0.0
+    """Round to multiples of 1/parts."""
+    # Adding 0.0 turns −0.0 into 0.0, which would be another cell.
+    rounded: Floats = np.round(values * parts) / max(parts, 1) + 0.0
     return rounded

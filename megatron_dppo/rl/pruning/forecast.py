@@ -1,9 +1,8 @@
-"""Predictions of a prompt's next group, by regressions on its features, also for prompts never
-seen.
+"""Predict a prompt's next group by regressions on features, also for prompts never seen.
 
-Any predictor that has not seen a step's rollouts may set its inclusion probabilities: the gradient
-stays unbiased, and the better the prediction, the less its variance. So every group is predicted
-before the regressions learn of it.
+Any predictor that has not seen a step's rollouts may set the inclusion probabilities: the gradient
+stays unbiased, and a better prediction lowers its variance. Therefore every group is predicted
+before the regressions are updated with the group.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from megatron_dppo.rl.types import Floats, Ints, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """A step's Q groups, as its predictions are compared with them.
+    """Q groups of a step, for comparison with their predictions.
 
         Outcomes(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3],
         tokens=[2.5])
 
-    is one group with a right and a wrong answer. The lists stand for arrays.
+    is one group with a right and a wrong answer; lists replace arrays here.
     """
 
     prompt_ids: Ints
@@ -39,28 +38,29 @@ class Outcomes:
     rewards: Floats
     """[Q, G]"""
     advantages: Floats
-    """[Q, G], of the full groups."""
+    """[Q, G], computed from the full groups."""
     squares: Floats
-    """[Q], Σ_i h_i², h a proxy of the norm of a completion's term in the sum, without any 1/π."""
+    """[Q], Σ_i h_i² without any 1/π; h: proxy of the norm of a completion's term in the sum."""
     tokens: Floats
-    """[Q], mean tokens generated for a completion."""
+    """[Q], mean number of generated tokens per completion."""
 
 
 class PromptForecast(PromptHistory):
-    """The records of prompts, and models that know a prompt by its features.
+    """Reward history of prompts, and models that predict a prompt from its features.
 
-    E[Σ h²] of a prompt's next group is E[Σ A²] · (Σ h²/Σ A²). Where rewards are 0 and 1, the first
-    factor is Σ_k P(k of G are right) · Σ A² of such a group, for which the estimator is tried out.
-    Where they are not, the chance that the group's rewards differ stands for it, which is predicted
-    itself; or the prompt's mean Σ A², if groups of equal reward have advantages, too. The second
-    factor, and the tokens, are regressions of their logarithms on the features: what two visits to
-    a prompt have in common beyond these was measured to be nothing.
+    E[Σ h²] of a prompt's next group is E[Σ A²] · (Σ h²/Σ A²).
+
+    - First factor, rewards 0 and 1: Σ_k P(k of G right) · Σ A² of a group with k right answers,
+      computed by the estimator.
+    - First factor, other rewards: the predicted probability of unequal rewards in the group. If
+      groups of equal reward also have advantages: the prompt's mean Σ A².
+    - Second factor, and tokens: regressions of logarithms on the features.
 
     Args:
-        features: of the pool.
-        estimator: of advantages, by its name.
-        has_teacher: whether a teacher gives every group a gradient, also those whose rewards are
-            equal. Then E[Σ h²] is the regression alone, over all groups.
+        features: features of the pool's prompts.
+        estimator: name of the advantage estimator.
+        has_teacher: whether a teacher gives every group a gradient, groups of equal reward
+            included. Then E[Σ h²] is the regression alone, over all groups.
     """
 
     def __init__(
@@ -71,12 +71,13 @@ class PromptForecast(PromptHistory):
         self._estimator = estimator
         self._taught = has_teacher
         self._success = SuccessModel(features.size)
+        # Sizes and tokens have no intercept per prompt: measured on two visits to a prompt, the
+        # residuals beyond the features had no common part.
         self._size = SizeModel(features.size)
         self._tokens = SizeModel(features.size)
 
     def expected_square(self, prompt_ids: Ints, *, group_size: int) -> Floats:
-        """Return E[Σ_i h_i²] of the next group of each prompt, [N], up to a factor common to
-        all."""
+        """Return E[Σ_i h_i²] of each prompt's next group, [N], up to a common factor."""
         features = self._features.get(prompt_ids)
         if self._taught:
             return self._size.predict(features)
@@ -91,12 +92,12 @@ class PromptForecast(PromptHistory):
         return square * self._size.predict(features)
 
     def expected_tokens(self, prompt_ids: Ints) -> Floats:
-        """Return the tokens that a completion of each prompt takes to generate, [N]; 1 for all
-        before anything is known."""
+        """Return expected generated tokens per completion, [N]; 1 for all before the first
+        update."""
         return self._tokens.predict(self._features.get(prompt_ids))
 
     def evaluate_and_update(self, visits: Outcomes) -> dict[str, float]:
-        """Compare the predictions with a step's groups, then learn from the groups.
+        """Compare the predictions with a step's groups, then update the models with the groups.
 
         Returns:
             Brier scores of the regression and of the pool's mean; empty without groups.
@@ -104,7 +105,9 @@ class PromptForecast(PromptHistory):
         if not len(visits.prompt_ids):
             return {}
         if self.binary and not is_binary(visits.rewards):
-            self.binary = False  # from now on what is predicted is whether a group's rewards differ
+            # Rewards other than 0 and 1 change the prediction's target to unequal rewards in a
+            # group: a model of right answers does not predict unequal rewards.
+            self.binary = False
             self._success = SuccessModel(self._features.size)
         scores = self._evaluate(visits)
         self._update_models(visits)
@@ -113,9 +116,8 @@ class PromptForecast(PromptHistory):
     def _evaluate(self, visits: Outcomes) -> dict[str, float]:
         right, trials = self._count_successes(visits)
         observed = right / trials
-        predicted = self._success.predict(
-            visits.prompt_ids, self._features.get(visits.prompt_ids)
-        ).mean()
+        features = self._features.get(visits.prompt_ids)
+        predicted = self._success.predict(visits.prompt_ids, features).mean()
         return {
             "prune/brier_model": float(((predicted - observed) ** 2).mean()),
             "prune/brier_pool": float(((self.pool_mean - observed) ** 2).mean()),
@@ -123,6 +125,8 @@ class PromptForecast(PromptHistory):
 
     def _update_models(self, visits: Outcomes) -> None:
         features = self._features.get(visits.prompt_ids)
+        # Sizes enter as logarithms and, without a teacher, are divided by the mean of A²: both must
+        # be positive.
         sized = ((visits.advantages != 0.0).any(axis=1) | self._taught) & (visits.squares > 0.0)
         self._success.update(visits.prompt_ids, features, *self._count_successes(visits))
         squares = visits.squares[sized]
@@ -133,8 +137,8 @@ class PromptForecast(PromptHistory):
         self.update(visits.prompt_ids, visits.rewards, visits.advantages)
 
     def _count_successes(self, visits: Outcomes) -> tuple[Floats, Floats]:
-        """[Q] and [Q]: successes and trials: right answers of all, or whether the rewards of the
-        group differ."""
+        """Return successes [Q] and trials [Q]: right answers of all answers; if not ``binary``, one
+        trial per group, a success if rewards are unequal."""
         if self.binary:
             right = (visits.rewards == 1.0).sum(axis=1)
             return right.astype(np.float64), np.full(len(right), float(visits.rewards.shape[1]))
@@ -142,14 +146,13 @@ class PromptForecast(PromptHistory):
         return differ.astype(np.float64), np.ones(len(differ))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, for JSON: Python writes floats so that they read back bit
-        for bit."""
+        """Return the state that a resumed run needs, for JSON: floats read back bit for bit."""
         return super().state_dict() | {
             "models": {name: model.state_dict() for name, model in self._get_models().items()}
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, before or after it was written as JSON."""
+        """Restore the result of ``state_dict``, before or after a round trip through JSON."""
         super().load_state_dict(state)
         for name, model in self._get_models().items():
             model.load_state_dict(state["models"][name])
@@ -160,68 +163,65 @@ class PromptForecast(PromptHistory):
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 LONGEST_NUMBER = 15
-"""Digits that are read of a number: more are beyond what its logarithm or a sum can show."""
+"""Digits read of a number: further digits do not change the logarithm or a sum visibly."""
 PLAIN = 9
-"""Lengths and numbers, which come with their squares as well."""
+"""Number of lengths and numbers; their squares are features as well."""
 SOURCES = 8
 TOKENS = 16
 PAIRS = 16
-"""Buckets for the data source, for tokens and for pairs of neighbouring tokens."""
+"""``SOURCES``, ``TOKENS``, ``PAIRS``: buckets for the data source, for tokens and for pairs of
+neighbouring tokens."""
 SAMPLE = 1024
-"""How many prompts of the pool, evenly spaced, set the scale of each feature."""
+"""Number of evenly spaced prompts of the pool that set the scale of each feature."""
 KEPT = 1 << 15
-"""Most prompts whose features are kept: what comes back in between is read again."""
+"""Maximum number of prompts whose features are cached; the full cache is emptied."""
 WIDEST = 4.0
-"""Deviations from the mean at which a feature is cut off, so that one odd prompt moves no model."""
+"""Limit of a scaled feature in deviations from the mean: one odd prompt must not move a model."""
 
 
 class PromptFeatures:
-    """The features of a pool's prompts, D = 59 for each: a 1, and others of mean 0 and deviation 1
+    """Features of a pool's prompts, D = 59 each: a 1, and 58 features of mean 0 and deviation 1
     over the pool.
 
-    They are lengths, the numbers in the text (how many, their sum, the largest; plain, as logarithm
-    and squared), the data source, and hashed tokens and pairs of tokens. A prompt is read when it
-    is first asked for. The scale comes from the pool alone, so that a resumed run has the same
-    features without any state.
+    - Lengths.
+    - Numbers in the text: count, sum and largest; plain, as logarithm and squared.
+    - Data source, hashed.
+    - Tokens and pairs of tokens, hashed.
 
-    The plain features of "2+3=" are, before they are scaled, [4, 1.61, 1.61, 2, 1.10, 5, 1.79, 3,
-    1.39]: 4 tokens, two numbers of sum 5, the largest 3.
+    Before scaling, the plain features of "2+3=" are [4, 1.61, 1.61, 2, 1.10, 5, 1.79, 3, 1.39]: 4
+    tokens, two numbers of sum 5, the largest 3. A prompt is read at its first use.
     """
 
     size = 1 + PLAIN + SOURCES + TOKENS + PAIRS + PLAIN
     """D"""
 
     def __init__(self, pool: Sequence[Prompt]) -> None:
-        """``pool[i].id == i``."""
+        """Create the features of ``pool``, with ``pool[i].id == i``."""
         self._pool = pool
         self._known: dict[int, Floats] = {}
 
     def get(self, prompt_ids: Ints) -> Floats:
-        """[N, D]"""
-        return np.array([self._get_row(prompt_id) for prompt_id in prompt_ids.tolist()]).reshape(
-            -1, self.size
-        )
+        """Return the prompts' features, [N, D]."""
+        rows = [self._get_row(prompt_id) for prompt_id in prompt_ids.tolist()]
+        return np.array(rows).reshape(-1, self.size)
 
     def _get_row(self, prompt_id: int) -> Floats:
         if prompt_id not in self._known:
             if len(self._known) == KEPT:
                 self._known.clear()
-            scaled = _scale_features(
-                _read_features(self._pool[prompt_id]), self._scale[0], self._scale[1]
-            )
+            raw = _read_features(self._pool[prompt_id])
+            scaled = _scale_features(raw, self._scale[0], self._scale[1])
             squares = scaled[:PLAIN] ** 2 - self._scale[2][:PLAIN]
             self._known[prompt_id] = np.concatenate([[1.0], scaled, squares])
         return self._known[prompt_id]
 
     @cached_property
     def _scale(self) -> Floats:
-        """[3, raw features]: means, deviations, and mean squares of what is scaled by these. Only
-        the leader asks."""
-        sample = (
-            np.linspace(0, len(self._pool) - 1, min(len(self._pool), SAMPLE))
-            .round()
-            .astype(np.int64)
-        )
+        """Means, deviations, and mean squares of the scaled features, [3, raw features]. Computed
+        on rank 0 only."""
+        # Only the pool sets the scale: a resumed run has the same features without any state.
+        positions = np.linspace(0, len(self._pool) - 1, min(len(self._pool), SAMPLE))
+        sample = positions.round().astype(np.int64)
         raw = np.array([_read_features(self._pool[i]) for i in sample.tolist()])
         mean = raw.mean(axis=0)
         spread = raw.std(axis=0)
@@ -229,10 +229,10 @@ class PromptFeatures:
 
 
 def _scale_features(raw: Floats, mean: Floats, spread: Floats) -> Floats:
+    # A feature that is constant over the pool becomes 0: a deviation of 0 cannot divide.
     varies = spread > 1e-9
-    return np.clip(
-        np.divide(raw - mean, spread, out=np.zeros_like(raw), where=varies), -WIDEST, WIDEST
-    )
+    scaled = np.divide(raw - mean, spread, out=np.zeros_like(raw), where=varies)
+    return np.clip(scaled, -WIDEST, WIDEST)
 
 
 def _read_features(prompt: Prompt) -> Floats:
@@ -263,9 +263,9 @@ def _read_features(prompt: Prompt) -> Floats:
 
 
 def _count_hashed(items: Iterable[object], buckets: int) -> Floats:
-    """[buckets], how many of the items fall into each. Python's own hash differs from process to
-    process."""
+    """Count the items that fall into each bucket, [buckets]."""
     counts = np.zeros(buckets)
     for item in items:
+        # Python's own hash differs between processes.
         counts[zlib.crc32(repr(item).encode()) % buckets] += 1.0
     return counts

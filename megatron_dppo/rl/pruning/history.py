@@ -1,6 +1,6 @@
-"""Reward history of each prompt, from earlier visits: all that the rules for prompts may use.
+"""Reward history of prompts from earlier visits: the only input of the rules for prompts.
 
-A pool has millions of prompts, so that records are rows of numbers in a table.
+A pool has millions of prompts: records are rows of numbers in a table.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ RECORD = {
     "easy": 0.0,
     "mixed": 0.0,
 }
-"""The decayed evidence of one prompt; here that of one never seen. A visit counts 1 when made, and
-``DECAY`` times as much at each later one. With three right and one wrong answer at its only visit,
-a prompt has right = 3, wrong = 1, visits = 1, square = 4 and magnitude = 0.87.
+"""Decayed evidence of a prompt never seen. A visit counts 1 when made, and is multiplied by
+``DECAY`` at each later visit. After three right answers and one wrong answer at the only visit, a
+prompt has right = 3, wrong = 1, visits = 1, square = 4 and magnitude = 0.87.
 
-- ``right``: completions of reward 1; ``wrong``: all others.
+- ``right``: completions of reward 1; ``wrong``: all other completions.
 - ``square``: Σ over visits of Σ_i A_i².
-- ``magnitude``: mean |A| of the last visit; NaN where there was none.
-- ``equal_visits``: latest visits, without a break, whose rewards were all equal.
-- ``easy``: 1 where the last visit's rewards were all 1.
-- ``mixed``: visits whose rewards were not all equal."""
+- ``magnitude``: mean |A| of the last visit; NaN without a visit.
+- ``equal_visits``: latest consecutive visits with all rewards equal.
+- ``easy``: 1 if all rewards of the last visit were 1.
+- ``mixed``: visits with unequal rewards."""
 
 
 @dataclass(slots=True)
 class Exploration:
-    """GRESO's p of easy and of hard prompts (arXiv:2506.02177): how often prompts of equal reward
-    are visited again.
+    """GRESO's p of easy and of hard prompts (arXiv:2506.02177): the probability of revisiting a
+    prompt of equal rewards.
 
-    At every step each moves a little, so that its share of the rolled-out groups approaches its
-    target.
+    At every step each p moves by ``STEP`` within ``LIMITS``: up if the prompts' fraction of the
+    rolled-out groups is below the target, else down.
     """
 
     easy: float = 0.5
@@ -57,8 +57,12 @@ class Exploration:
     LIMITS: ClassVar[tuple[float, float]] = (0.05, 0.95)
 
     def update(self, easy: float, hard: float) -> None:
-        """Move by a step's groups: the share whose rewards were all 1, and the share that were
-        equal but not 1."""
+        """Move p by a step's groups.
+
+        Args:
+            easy: fraction of groups with all rewards 1.
+            hard: fraction of groups with all rewards equal, but not 1.
+        """
         self.easy = self._adjust(self.easy, easy < self.EASY_TARGET)
         self.hard = self._adjust(self.hard, hard < self.HARD_TARGET)
 
@@ -68,25 +72,23 @@ class Exploration:
 
 
 def is_binary(rewards: Floats) -> bool:
-    """Whether all are 0 or 1, so that answers are right or wrong."""
+    """Return whether all rewards are 0 or 1, and answers therefore right or wrong."""
     return bool(np.isin(rewards, (0.0, 1.0)).all())
 
 
 class PromptHistory:
-    """A record for each prompt that has been rolled out.
+    """A record for each prompt that has been rolled out."""
 
-    A step selects its prompts first, and updates the history with their rewards afterwards. If the
-    history included the step's own rollouts, inclusion probabilities would depend on what was
-    drawn, and the weights would be wrong.
-    """
-
+    # A step selects its prompts first, and updates the history with their rewards afterwards. If
+    # the history included the step's own rollouts, inclusion probabilities would depend on the
+    # draw, and the weights would be wrong.
     def __init__(self) -> None:
         self.binary = True
         self._exploration = Exploration()
         self._records = PromptTable(RECORD)
 
     def __len__(self) -> int:
-        """Prompts seen so far."""
+        """Return the number of prompts seen."""
         return len(self._records)
 
     def update(self, prompt_ids: Ints, rewards: Floats, advantages: Floats) -> None:
@@ -95,7 +97,7 @@ class PromptHistory:
         Args:
             prompt_ids: [Q].
             rewards: [Q, G].
-            advantages: [Q, G], of the full groups.
+            advantages: [Q, G], computed from the full groups.
         """
         self.binary = self.binary and is_binary(rewards)
         right = (rewards == 1.0).sum(axis=1)
@@ -119,44 +121,44 @@ class PromptHistory:
         )
 
     def get_last_magnitude(self, prompt_ids: Ints) -> Floats:
-        """[N], mean |A| of each prompt's last visit; NaN where there was none."""
+        """Return mean |A| of each prompt's last visit, [N]; NaN for prompts never visited."""
         magnitude: Floats = self._records.get(prompt_ids)["magnitude"]
         return magnitude
 
     def count_equal_visits(self, prompt_ids: Ints) -> Ints:
-        """[N], how many of each prompt's latest visits, without a break, gave equal rewards."""
+        """Count each prompt's latest consecutive visits with equal rewards, [N]."""
         return self._records.get(prompt_ids)["equal_visits"].astype(np.int64)
 
     def get_exploration(self, prompt_ids: Ints) -> Floats:
-        """[N], GRESO's p: that of easy prompts where the last visit's rewards were all 1, else that
-        of hard ones."""
+        """Return GRESO's p, [N]: easy if all rewards of the prompt's last visit were 1, else
+        hard."""
         easy = self._records.get(prompt_ids)["easy"]
         return np.where(easy > 0.0, self._exploration.easy, self._exploration.hard)
 
     def compute_mean_square(self, prompt_ids: Ints) -> Floats:
-        """Return the decayed mean of Σ_i A_i² over each prompt's visits, [N]; for prompts never
-        seen the pool's."""
+        """Return the decayed mean of Σ_i A_i² over each prompt's visits, [N]; the pool's mean for
+        prompts never seen."""
         record = self._records.get(prompt_ids)
         pool = np.full(len(prompt_ids), self._sum("square") / self._sum("visits"))
         return np.divide(record["square"], record["visits"], out=pool, where=record["visits"] > 0.0)
 
     @property
     def pool_mean(self) -> float:
-        """The share of right answers, or of groups whose rewards differ, over the records of all
-        prompts."""
+        """Fraction of right answers over all records; of groups with unequal rewards, if not
+        ``binary``."""
         right = self._sum("right" if self.binary else "mixed")
         wrong = self._sum("wrong") if self.binary else self._sum("visits", less="mixed")
+        # Laplace's rule of succession: 0.5 before the first visit.
         return (right + 1.0) / (right + wrong + 2.0)
 
     def _sum(self, name: str, *, less: str | None = None) -> float:
-        # fsum is exact, so that the sum does not depend on the order in which prompts were first
-        # seen.
         seen = self._records.seen
-        return math.fsum((seen[name] - seen[less] if less else seen[name]).tolist())
+        values = seen[name] - seen[less] if less else seen[name]
+        # fsum is exact: the sum must not depend on the order of the prompts' first visits.
+        return math.fsum(values.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, for JSON: Python writes floats so that they read back bit
-        for bit."""
+        """Return the state that a resumed run needs, for JSON: floats read back bit for bit."""
         return {
             "binary": self.binary,
             "exploration": [self._exploration.easy, self._exploration.hard],
@@ -164,8 +166,9 @@ class PromptHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, before or after it was written as JSON."""
+        """Restore the result of ``state_dict``, before or after a round trip through JSON."""
         self.binary = bool(state["binary"])
+        # A state without "exploration" gets the initial probabilities.
         self._exploration = Exploration(*state.get("exploration", (0.5, 0.5)))
         self._records.load_state_dict(state["records"])
 
@@ -174,24 +177,24 @@ Rows = NDArray[np.void]
 
 
 class PromptTable:
-    """A row of named numbers for each prompt that was seen, in the order in which they were.
+    """Table with a row of named numbers for each prompt seen, in order of first appearance.
 
         table = PromptTable({"right": 0.0, "wrong": 0.0})
         table.put(np.array([7]), right=np.array([3.0]), wrong=np.array([1.0]))
 
-    Then ``table.of(np.array([7, 8]))["right"]`` is [3, 0], and ``len(table)`` is 1.
+    Then ``table.get(np.array([7, 8]))["right"]`` is [3, 0], and ``len(table)`` is 1.
     """
 
     def __init__(self, default: Mapping[str, float]) -> None:
-        """``default``: the row of a prompt that was never seen."""
+        """Create an empty table; ``default`` is the row of a prompt never seen."""
         self._dtype = np.dtype([(name, np.float64) for name in default])
         self._unseen = tuple(default.values())
         self._clear()
 
     def _clear(self) -> None:
         self._rows = np.array([self._unseen], self._dtype)
+        # Row by prompt id. Row 0 is the default row of prompts never seen.
         self._row_of = np.zeros(0, np.int32)
-        """By prompt id; 0, the row of those that were never seen."""
         self._seen = 0
 
     def __len__(self) -> int:
@@ -199,20 +202,21 @@ class PromptTable:
 
     @property
     def seen(self) -> Rows:
-        """[len(self)]"""
+        """Rows of the prompts seen, [len(self)], a view."""
         return self._rows[1 : 1 + self._seen]
 
     def get(self, prompt_ids: Ints) -> Rows:
-        """[N], a copy."""
+        """Return a copy of the prompts' rows, [N]."""
         known = prompt_ids < len(self._row_of)
         rows = np.zeros(len(prompt_ids), np.int64)
         rows[known] = self._row_of[prompt_ids[known]]
         return self._rows[rows]
 
     def put(self, prompt_ids: Ints, **values: Floats) -> None:
-        """Rows of distinct prompts, [N] for each of the table's names."""
+        """Write rows of distinct prompts: values [N] for each of the table's names."""
         if not len(prompt_ids):
             return
+        # Arrays are indexed by prompt id and grow to the largest id.
         self._row_of = _resize(self._row_of, int(prompt_ids.max()) + 1)
         new = prompt_ids[self._row_of[prompt_ids] == 0]
         self._row_of[new] = 1 + self._seen + np.arange(len(new))
@@ -223,8 +227,7 @@ class PromptTable:
             self._rows[name][rows] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows by the ids of their prompts, for JSON: Python writes floats so that they read
-        back bit for bit."""
+        """Return rows by prompt id, for JSON: floats read back bit for bit."""
         ids = np.flatnonzero(self._row_of)
         return {
             str(prompt_id): list(row)
@@ -232,7 +235,7 @@ class PromptTable:
         }
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Restore the result of ``state_dict``, before or after it was written as JSON."""
+        """Restore the result of ``state_dict``, before or after a round trip through JSON."""
         self._clear()
         table = np.array([tuple(row) for row in state.values()], self._dtype)
         self.put(
@@ -242,7 +245,7 @@ class PromptTable:
 
 
 def _resize(array: NDArray[Any], size: int) -> NDArray[Any]:
-    """With room for so many, and for as many again if there was none."""
+    """Return an array of at least ``size`` elements: doubled where too short, filled with zeros."""
     if size <= len(array):
         return array
     grown = np.zeros(2 * size, array.dtype)

@@ -1,8 +1,7 @@
-"""The rules by which prompts of a window are rolled out, and their draw. Nothing is generated for
-the others.
+"""Rules that choose the prompts of a window to roll out, and their draw.
 
-A new rule is a function from candidates and a share to keep to inclusion probabilities, and an
-entry of ``PROMPT_RULES``.
+Skipped prompts cost no generation. A new rule is a function from candidates and a fraction to keep
+to inclusion probabilities, and an entry of ``PROMPT_RULES``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ FUNCTION = "pruning.prompts.function"
 
 @dataclass(frozen=True, slots=True)
 class PromptCandidates:
-    """The N prompts of a window as a rule sees them: earlier visits, and nothing of this step.
+    """Input of a prompt rule: N prompts of a window with their earlier visits, without this step's
+    rollouts.
 
     For two prompts, the first seen once with one right answer of four and the second never,
     ``last_magnitude`` is [0.87, nan] and ``equal_visits`` [0, 0].
@@ -39,31 +39,31 @@ class PromptCandidates:
     last_magnitude: Floats
     """[N], mean |A| of the last visit; NaN for prompts never seen."""
     expected_square: Floats
-    """[N], E[Σ_i h_i²] of the next group, up to a common factor, h a proxy of the norm of a
+    """[N], E[Σ_i h_i²] of the next group, up to a common factor; h: proxy of the norm of a
     completion's term."""
     expected_tokens: Floats
-    """[N], positive: what a completion takes to generate, up to a common factor."""
+    """[N], positive: generated tokens per completion, up to a common factor."""
     equal_visits: Ints
-    """[N], how many of the latest visits, without a break, gave equal rewards."""
+    """[N], number of latest consecutive visits with equal rewards."""
     explore: Floats
-    """[N], GRESO's p: that of easy prompts if the last visit's rewards were all 1, else that of
-    hard ones."""
+    """[N], GRESO's p: easy if all rewards of the last visit were 1, else hard."""
     floor: float
     """Least inclusion probability."""
 
 
 def keep_all(candidates: PromptCandidates, keep: float) -> Floats:
-    """``none``: probability 1, whatever the share."""
+    """``none``: return probability 1 for any ``keep``."""
     return np.ones_like(candidates.expected_square)
 
 
 def apply_threshold(candidates: PromptCandidates, keep: float) -> Floats:
-    """The DPPO paper's rule (arXiv:2603.04135): ``keep``, its 1 − r, for scores below the window's
-    mean, else 1.
+    """Apply the DPPO paper's rule (arXiv:2603.04135): ``keep``, the paper's 1 − r, for scores below
+    the window's mean, else 1.
 
-    The paper gives no formula for the history score. Here it is the mean |A| of the last visit. A
-    prompt never seen has none: it is left out of the mean, and always kept.
+    A prompt never seen has no score: excluded from the mean, and always kept.
     """
+    # The paper gives no formula for the history score. Here the score is mean |A| of the last
+    # visit.
     seen = ~np.isnan(candidates.last_magnitude)
     if not seen.any():
         return np.ones_like(candidates.last_magnitude)
@@ -72,12 +72,11 @@ def apply_threshold(candidates: PromptCandidates, keep: float) -> Floats:
 
 
 def apply_neyman(candidates: PromptCandidates, keep: float) -> Floats:
-    """The least variance at a budget of generated tokens: proportional to √(E[Σ h²]/E[tokens]),
-    between floor and 1.
+    """Minimise variance at a budget of generated tokens: probabilities proportional to √(E[Σ
+    h²]/E[tokens]), between floor and 1.
 
-    In units of a prompt of mean length, the budget is the whole number nearest to keep·N, and at
-    least 1. Where all are expected to take as many tokens, a systematic draw keeps exactly that
-    number.
+    In units of a prompt of mean length, the budget is the integer nearest to keep·N, at least 1. If
+    all prompts have equal expected tokens, a systematic draw keeps exactly that number.
     """
     budget = max(1, round(keep * len(candidates.expected_square)))
     cost = candidates.expected_tokens / candidates.expected_tokens.mean()
@@ -87,12 +86,12 @@ def apply_neyman(candidates: PromptCandidates, keep: float) -> Floats:
 
 
 def apply_greso(candidates: PromptCandidates, keep: float) -> Floats:
-    """GRESO's rule (arXiv:2506.02177): max(p^z, 0.01), where the latest z visits, without a break,
-    gave equal rewards.
+    """Apply GRESO's rule (arXiv:2506.02177): max(p^z, 0.01), with z latest consecutive visits of
+    equal rewards.
 
-    The more often a prompt gave equal rewards, the more often it is skipped. Kept prompts have
-    weight 1, so that the objective drifts toward prompts of mixed reward. ``keep`` has one use: the
-    rule is off if it is 1.
+    - A prompt is skipped more often after more visits of equal rewards.
+    - Kept prompts have weight 1: the objective drifts toward prompts of non-zero variance.
+    - ``keep`` has one use: 1 disables the rule.
     """
     if keep == 1.0:
         return np.ones_like(candidates.explore)
@@ -100,11 +99,11 @@ def apply_greso(candidates: PromptCandidates, keep: float) -> Floats:
 
 
 def apply_dynamic_sampling(candidates: PromptCandidates, keep: float) -> Floats:
-    """DAPO's rule (arXiv:2503.14476, section 3.2): 1, since groups of equal reward are dropped
-    after their rollouts.
+    """Apply DAPO's rule (arXiv:2503.14476, section 3.2): 1, since groups of equal reward are
+    dropped after their rollouts.
 
-    ``compute_resample_size`` in ``schedule.py`` says how many more prompts are rolled out in their
-    place.
+    ``compute_resample_size`` in ``schedule.py`` computes the number of prompts that replace the
+    dropped groups.
     """
     return np.ones_like(candidates.expected_square)
 
@@ -128,8 +127,8 @@ _REGISTERED: dict[str, Rule[PromptCandidates]] = {}
 
 
 def register(name: str, function: Callable[[PromptCandidates, float], ArrayLike]) -> None:
-    """Have a user's function be the rule of this name, in this process. Below the floor its
-    probabilities are that."""
+    """Register a user's function as a rule by name, in this process; its probabilities are raised
+    to the floor."""
     own = wrap_user_rule(
         FUNCTION, name, function, lambda candidates: candidates.expected_square.shape
     )
@@ -139,7 +138,7 @@ def register(name: str, function: Callable[[PromptCandidates, float], ArrayLike]
 
 
 def find_prompt_rule(name: str) -> Rule[PromptCandidates]:
-    """A rule of the table, or one that was adopted."""
+    """Return a rule of the table, or a registered rule."""
     return PROMPT_RULES.get(name) or _REGISTERED[name]
 
 
@@ -157,19 +156,17 @@ def select(
 
     Args:
         window: [N], ids of the candidate prompts, in the epoch's order.
-        history: of earlier visits, without this step's.
-        config: names the rule and its floor.
+        history: earlier visits, without this step's.
+        config: name of the rule, and the floor.
         group_size: G, completions per prompt.
-        keep: the share to keep at this step, that is ``config.keep`` under its schedule.
+        keep: fraction to keep at this step, ``config.keep`` under its schedule.
         rng: the step's generator for ``Purpose.PROMPTS``.
-        longest_first: whether the prompts that are expected to take longest are asked first, so
-            that no long one begins when the others are done (longest processing time first; Graham,
-            1969).
+        longest_first: whether prompts are requested in descending order of expected tokens.
 
     Returns:
-        The prompts kept in the order in which they are asked, that of the window unless longest
-        first, each with its inclusion probability. The draw does not depend on the order. Under a
-        biased rule, which weighs nothing up, the probabilities are given as 1.
+        Kept prompts in the order of their requests (longest first, or the window's order), with
+        inclusion probabilities; all 1 under a biased rule, whose kept prompts have weight 1. The
+        draw does not depend on the order.
     """
     rule = find_prompt_rule(config.named)
     candidates = PromptCandidates(
@@ -181,12 +178,13 @@ def select(
         floor=config.floor,
     )
     inclusion = rule.inclusion(candidates, keep)
-    kept = (DRAWS[config.draw] if config.draw else rule.draw)(inclusion, rng)
+    draw = DRAWS[config.draw] if config.draw else rule.draw
+    kept = draw(inclusion, rng)
     weighted = np.ones_like(inclusion) if rule.biased else inclusion
-    order = (
-        np.argsort(-candidates.expected_tokens, kind="stable")
-        if longest_first
-        else np.arange(len(window))
-    )
+    # Longest processing time first (Graham, 1969): a long prompt must not begin when all other
+    # prompts are done.
+    order = np.arange(len(window))
+    if longest_first:
+        order = np.argsort(-candidates.expected_tokens, kind="stable")
     asked = order[kept[order]]
     return Selection(prompt_ids=window[asked], inclusion=weighted[asked], window=len(window))

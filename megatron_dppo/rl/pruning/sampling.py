@@ -1,5 +1,5 @@
-"""Sampling with unequal probabilities: from scores and a budget to inclusion probabilities, and
-from them to a draw."""
+"""Sample with unequal probabilities: from scores and a budget to inclusion probabilities, and from
+probabilities to a draw."""
 
 from __future__ import annotations
 
@@ -15,42 +15,40 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Bools, Floats
 
 Draw = Callable[[Floats, np.random.Generator], Bools]
-"""From inclusion probabilities [n] to what is kept [n]."""
+"""Function from inclusion probabilities [n] to kept units [n]."""
 
 GRID = 1 << 43
-"""Probabilities are rounded to multiples of 1/GRID (1e-13), whose sums are exact in 64 bits for a
+"""Probabilities are rounded to multiples of 1/GRID (1e-13); their sums are exact in 64 bits for a
 million units."""
 
 
 def select_systematic(inclusion: Floats, offset: float) -> Bools:
-    """Madow's systematic draw: lay the probabilities end to end, keep the units that contain
+    """Draw systematically (Madow): lay the probabilities end to end, keep the units that contain
     offset, offset + 1, …
 
-    Every unit is kept with its own probability. The number kept is the sum of the probabilities to
-    within one, and the sum itself if that is a whole number. Neighbours are seldom kept together,
-    so the order of the units stratifies the draw. The sums are sums of integers, which are exact.
-    In floating point the last interval would end a little early or late, and a unit of probability
-    1 could be missed.
+    - Every unit is kept with its own probability.
+    - The number kept is the sum of the probabilities to within one, and exactly the sum if integer.
+    - Neighbours are seldom kept together: the order of the units stratifies the draw.
 
     Args:
         inclusion: [n], in [0, 1].
         offset: uniform on [0, 1).
 
     Returns:
-        [n], True where the unit is kept: never for probability 0, always for probability 1.
+        [n], True for kept units: never for probability 0, always for probability 1.
     """
+    # Sums of integers are exact. In floating point the last interval would end a little early or
+    # late, and a unit of probability 1 could be missed.
     shares = np.rint(inclusion * GRID).astype(np.int64)
     _adjust_total(shares)
     start = int(offset * GRID)
-    below = -(
-        (start - np.cumsum(shares)) // GRID
-    )  # how many of start, start + GRID, … lie below each unit's end
+    # The count of start, start + GRID, … below each unit's end.
+    below = -((start - np.cumsum(shares)) // GRID)
     return np.diff(below, prepend=0) > 0
 
 
 def _adjust_total(shares: NDArray[np.int64]) -> None:
-    """If the shares miss a multiple of GRID by no more than rounding, make them add up to it, in
-    place."""
+    """Make the shares add up to a multiple of GRID, in place, if only rounding is missing."""
     fractional = np.flatnonzero((shares > 0) & (shares < GRID))
     total = int(shares.sum())
     missing = (total + GRID // 2) // GRID * GRID - total
@@ -59,12 +57,12 @@ def _adjust_total(shares: NDArray[np.int64]) -> None:
 
 
 def draw_systematic(inclusion: Floats, rng: np.random.Generator) -> Bools:
-    """``select_systematic`` with a random offset."""
+    """Draw by ``select_systematic`` with a random offset."""
     return select_systematic(inclusion, rng.random())
 
 
 def draw_bernoulli(inclusion: Floats, rng: np.random.Generator) -> Bools:
-    """Independent draws, one uniform number in [0, 1) for each unit."""
+    """Draw independently, with one uniform number in [0, 1) per unit."""
     return rng.random(inclusion.shape) < inclusion
 
 
@@ -77,22 +75,21 @@ Candidates = TypeVar("Candidates")
 class Rule(Generic[Candidates]):
     """Pruning rule: an entry of ``PROMPT_RULES`` or ``COMPLETION_RULES``.
 
-        Rule(threshold, draw_bernoulli)
+        Rule(apply_threshold, draw_bernoulli)
 
-    keeps each unit by itself with the probability that ``threshold`` gives it, and is
-    unbiased.
+    keeps each unit independently with the probability from ``apply_threshold``, and is unbiased.
     """
 
     inclusion: Callable[[Candidates, float], Floats]
-    """From candidates and ``keep`` to inclusion probabilities, in the candidates' shape. For
-    completions the caller applies the floors, and drops what has zero advantage."""
+    """Function from candidates and ``keep`` to inclusion probabilities, in the candidates' shape.
+    For completions the caller applies the floors, and drops completions of zero advantage."""
     draw: Draw = draw_systematic
-    """How units are drawn, unless ``pruning.….draw`` names another way."""
+    """Draw of units, unless ``pruning.….draw`` names another draw."""
     biased: str = ""
-    """Why the expected gradient is not the full batch's, for the log. Empty for an unbiased rule,
-    whose kept units are weighted with 1/π."""
+    """Reason of the bias in the expected gradient, written to the log. Empty for an unbiased rule,
+    whose kept units have weight 1/π."""
     weight: Callable[[Candidates, float], Floats] | None = None
-    """The weights of what a biased rule keeps; None: 1."""
+    """Weights of the units that a biased rule keeps; None: 1."""
 
 
 def wrap_user_rule(
@@ -101,13 +98,15 @@ def wrap_user_rule(
     function: Callable[[Candidates, float], ArrayLike],
     shape: Callable[[Candidates], Sequence[int]],
 ) -> Rule[Candidates]:
-    """A user's function as an unbiased rule, which raises UserError for what cannot be inclusion
-    probabilities.
+    """Wrap a user's function as an unbiased rule.
 
     Args:
-        setting: that names the function, and ``name``, its value.
-        function: from candidates and ``keep`` to inclusion probabilities.
-        shape: that these are to have.
+        setting: setting that names the function.
+        name: value of ``setting``.
+        function: function from candidates and ``keep`` to inclusion probabilities.
+        shape: function from candidates to the shape of the probabilities.
+
+    The rule raises UserError if ``function`` fails or does not return inclusion probabilities.
     """
 
     def inclusion(candidates: Candidates, keep: float) -> Floats:
@@ -131,21 +130,21 @@ def wrap_user_rule(
 def allocate_proportional(
     scores: Floats, costs: Floats, budget: float, floor: Floats | float
 ) -> Floats:
-    """Neyman allocation: π = clip(c·s/√cost, floor, 1), with c such that Σ π·cost is the budget.
+    """Allocate by Neyman: π = clip(c·s/√cost, floor, 1), with c such that Σ π·cost is the budget.
 
-    If s is the norm of a unit's term, these probabilities minimise the variance Σ s²(1/π − 1) of
-    independent draws that cost the budget in expectation. The floor bounds the weights 1/π.
+    If s is the norm of a unit's term, π minimises the variance Σ s²(1/π − 1) of independent draws
+    that cost the budget in expectation. The floor bounds the weights 1/π.
 
     Args:
         scores: [n], not negative.
         costs: [n], positive, in the budget's unit (tokens, or prompts).
-        budget: what Σ π·cost is to be. If all fit into it, π is 1. If the floors alone exceed it, π
-            is the floor.
-        floor: least probability, for all or for each.
+        budget: target of Σ π·cost. If all units fit, π is 1. If the floors alone exceed the budget,
+            π is the floor.
+        floor: least probability of all units, or per unit.
 
     Returns:
-        [n], in [floor, 1]. Units of score 0 get their floor. If units of positive score, each at 1,
-        leave some of the budget over, units of score 0 share that as if their scores were equal.
+        [n], in [floor, 1]. Units of score 0 get their floor. If all units of positive score, at π =
+        1, leave a rest of the budget, units of score 0 share the rest as units of equal score.
     """
     least: Floats = np.minimum(np.broadcast_to(floor, scores.shape), 1.0)
     if costs.sum() <= budget:
@@ -168,18 +167,17 @@ def allocate_proportional(
 
 
 def _allocate(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floats:
-    """clip(c·rate, floor, 1) for positive rates and a budget between what the floors and what all
-    of them cost.
-
-    The cost grows with c and is linear between the values of c at which a unit leaves its floor or
-    meets its cap. A bisection over these finds the stretch in which the budget is met, and there c
-    has a closed form.
-    """
-    rate = np.maximum(rate / rate.max(), 1e-300)  # keeps the breakpoints finite
+    """Return clip(c·rate, floor, 1) for positive rates and a budget between the cost of the floors
+    and the cost of all units."""
+    # Keep the breakpoints finite.
+    rate = np.maximum(rate / rate.max(), 1e-300)
 
     def compute_cost(c: float) -> float:
         return float(costs @ np.clip(c * rate, floor, 1.0))
 
+    # The cost grows with c and is linear between breakpoints: values of c at the end of a unit's
+    # floor and the start of its cap. A bisection finds the interval of the budget; inside, c has a
+    # closed form.
     leaves_floor = floor / rate
     meets_cap = 1.0 / rate
     breakpoints: NDArray[np.float64] = np.unique(np.concatenate([leaves_floor, meets_cap]))
@@ -195,9 +193,10 @@ def _allocate(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floa
 
 
 ROUNDING = 1e-9
-"""Two scores that differ by less than this share are the same number, computed in two ways."""
+"""Relative difference of two scores below which both are the same number, computed in two ways."""
 
 
 def is_below_mean(scores: Floats, mean: Floats | float) -> Bools:
-    """Whether scores (not negative) are below their mean by more than rounding; False for NaN."""
+    """Return whether scores (not negative) are below their mean by more than rounding; False for
+    NaN."""
     return scores < mean * (1.0 - ROUNDING)

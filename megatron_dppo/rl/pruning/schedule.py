@@ -1,4 +1,4 @@
-"""How much of a step is kept, and how many prompts it looks at for that."""
+"""Schedule of the fraction that a step keeps, and the number of prompts that a step considers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
 
 
 def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps: int) -> Keep:
-    """The share to keep at one step.
+    """Return the fraction to keep at one step.
 
-    ``constant``: ``keep`` from the first step. ``linear``, ``cosine``: from 1 to ``keep``
-    over the first ``schedule.ramp`` of the run. Over the last ``schedule.off_last`` of the run
-    nothing is pruned, as in InfoBatch (arXiv:2303.04947), so that training ends without the noise
-    of pruning.
+    - ``constant``: ``keep`` from the first step.
+    - ``linear``, ``cosine``: from 1 to ``keep`` over the first ``schedule.ramp`` of the run.
+    - Last ``schedule.off_last`` of the run: 1.
 
     Args:
-        keep: the share that the schedule goes to.
-        schedule: its shape.
+        keep: final fraction of the schedule.
+        schedule: shape, ramp and unpruned end.
         step: counted from 0.
-        total_steps: of the whole run.
+        total_steps: steps of the whole run.
     """
+    # InfoBatch (arXiv:2303.04947) prunes no samples at the end, so that training ends without the
+    # noise of pruning.
     if total_steps - step <= round(schedule.off_last * total_steps):
         return 1.0
     ramp = schedule.ramp * total_steps
@@ -46,24 +47,23 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
 
 
 def compute_window_size(config: Config, inflation: float = 1.0) -> int:
-    """N of a step, the number of prompts that it considers: ``rollout.prompts_per_step``, times
-    ``inflation`` over ``pruning.noise`` if that is set.
+    """Return N, the number of prompts that a step considers.
 
-    The variance of a step is proportional to inflation/N. N is fixed before any draw, so that
-    nothing is biased.
+    N is ``rollout.prompts_per_step``, times ``inflation`` / ``pruning.noise`` if that is set.
 
     Args:
-        config: of the run.
-        inflation: by how much pruning has multiplied the variance of earlier steps, at least 1.
+        inflation: factor of pruning on the variance of earlier steps, at least 1.
     """
     prompts = config.rollout.prompts_per_step
     noise = config.pruning.noise
+    # The variance of a step is proportional to inflation/N. N is fixed before any draw, and
+    # therefore biases no estimate.
     return max(1, round(prompts * inflation / noise)) if noise else prompts
 
 
 def uses_resampling(pruning: PruningConfig) -> bool:
-    """Whether a step rolls out in rounds until it has enough groups of mixed reward, and leaves the
-    others out."""
+    """Return whether a step rolls out in rounds until enough groups have non-zero variance, and
+    drops all other groups."""
     rule = pruning.prompts.rule
     return rule == "dynamic_sampling" or (rule == "greso" and pruning.refill == "prompts")
 
@@ -75,17 +75,18 @@ def find_nonzero_variance_groups(metadata: StepMetadata) -> Ints:
 
 
 def compute_resample_size(num_groups: int, num_found: int, num_sampled: int) -> int:
-    """How many prompts to look at next: the missing groups over the share of prompts that were
-    mixed so far.
+    """Return the number of prompts of the next round: missing groups / fraction of prompts with
+    non-zero variance.
 
-    That is GRESO's adaptive batch (arXiv:2506.02177, section 4.2). DAPO takes a whole batch again.
+    This is GRESO's adaptive batch (arXiv:2506.02177, section 4.2). DAPO samples a whole batch
+    again.
 
     Args:
-        num_groups: groups of mixed reward that the step is to have.
-        num_found: those that it has.
-        num_sampled: prompts that it took to find them.
+        num_groups: groups with non-zero variance needed by the step.
+        num_found: groups with non-zero variance found.
+        num_sampled: prompts rolled out to find ``num_found`` groups.
     """
     missing = num_groups - num_found
-    return (
-        0 if missing <= 0 else min(num_groups, math.ceil(missing * num_sampled / max(num_found, 1)))
-    )
+    if missing <= 0:
+        return 0
+    return min(num_groups, math.ceil(missing * num_sampled / max(num_found, 1)))
