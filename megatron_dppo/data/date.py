@@ -1,5 +1,7 @@
-"""Date that some chat templates print, such as Llama 3.2's. All ranks and all starts of a run have
-the same date."""
+"""Fix the date that some chat templates print, such as Llama 3.2's.
+
+All ranks and all starts of a run have the same date.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = Fals
     Args:
         data: settings; a date in them stays.
         policy: folder of the tokenizer.
-        folder: folder of the run or evaluation, whose date is taken; without one, today's.
-        keep: whether the date is kept there.
+        folder: folder of the run or evaluation, with a stored date; default: the date of today.
+        keep: True to store the date in ``folder``.
 
     Raises:
         UserError: the date cannot be read or kept.
@@ -76,5 +78,5 @@ def freeze_date(template: str, day: str) -> str:
 
 
 def uses_date(policy: Path) -> bool:
-    """Return whether a chat template in the policy's folder asks for the date."""
+    """Return whether a chat template in the policy's folder prints the date."""
     return any(CLOCK in template for template in chat_templates(policy))

@@ -117,6 +117,7 @@ class PromptPool(Pool[Prompt]):
         return len(found), f"{first.place} is {same.place}"
 
     def _get_item(self, index: int) -> Prompt:
+        # A source numbers prompts from 0, a pool over all sources.
         prompt = super()._get_item(index)
         return prompt if prompt.id == index else dataclasses.replace(prompt, id=index)
 
@@ -264,7 +265,7 @@ def _open_stored(
 ) -> StoredRows:
     data = source.apply_columns(data)
     load = cache(load_tokenizer)
-    # Settings that change the stored tokens or the choice of rows.
+    # Settings that the stored rows depend on.
     names = (
         "prompt_key",
         "label_key",

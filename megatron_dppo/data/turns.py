@@ -66,7 +66,7 @@ class ChatSession:
         tokenizer: the policy's Hugging Face tokenizer.
         prompt_messages: messages of the prompt.
         generate: generator of the policy's turns.
-        tools: tools of the prompt, by which transformers chooses among several chat templates.
+        tools: tools of the prompt, for transformers' choice among several chat templates.
     """
 
     def __init__(
