@@ -3,13 +3,13 @@
 The kernel or the parent ends each process at the parent's end:
 
 - Only Linux has ``prctl``. Elsewhere a process only checks whether the parent has ended already.
-- The kernel regards the *thread* that starts a process as the parent. Start processes on a thread
-  that lives as long as the processes may.
+- The kernel regards the *thread* that starts a process as the parent, so the thread must outlive
+  the process.
 - Children do not inherit the setting: each process calls :func:`set_parent_death_signal`.
 
 After SIGUSR1, to any rank or to the launcher, a run saves at the end of the step and ends. Slurm
-sends SIGUSR1 before a job's time limit. SIGTERM ends a process at once, because Slurm sends SIGTERM
-to a cancelled job or a job with a failed rank, and neither should wait for a step.
+sends SIGUSR1 before a job's time limit. SIGTERM ends a process at once: Slurm sends SIGTERM to a
+cancelled job or a job with a failed rank, and such jobs must not wait for a step.
 
 Run as a file, ``python -IS lifetime.py TRAINER COMMAND…``, this module supervises one server.
 """
