@@ -322,7 +322,7 @@ class Holder:
     kernel: str
     """Boot id of the machine. Processes of a machine see each other's locks."""
     ids: str
-    """Container with the process; ``pid`` is unique within."""
+    """PID namespace of ``pid``, such as a container's."""
     since: str = field(compare=False)
     """Time for messages."""
 
@@ -437,7 +437,7 @@ class FolderLock:
             return False if error.errno in (errno.EAGAIN, errno.EACCES) else None
 
     def _wait_for_expiry(self, holder: Holder) -> bool:
-        """Return False at the next heartbeat, or True after ``LEASE_S`` without heartbeat."""
+        """Wait; return False at the next heartbeat, True after ``LEASE_S`` without heartbeat."""
         seen = _read_beat_time(self._folder)
         said = False
         while seen is not None and (left := LEASE_S - (_get_disk_time(self._folder) - seen)) > 0:
