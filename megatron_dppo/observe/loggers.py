@@ -48,7 +48,7 @@ class Sink(Protocol):
     """Log of a library."""
 
     run: str
-    """Id by which the library finds the run again."""
+    """Id of the run in the library. A resumed run has the same id."""
 
     def write(self, step: int, row: Row) -> None: ...
 
@@ -68,7 +68,7 @@ class _WeightsAndBiases:
     """Run of Weights & Biases or Trackio, with the same methods.
 
     Args:
-        run: id by which the library finds the run again.
+        run: id of the run in the library.
         log: run object of the library.
         failed: arguments of ``finish`` for an incomplete run.
     """
@@ -250,7 +250,7 @@ class Loggers:
             self._owed[name] = [row for row in past if row["step"] > self._state[name]["step"]]
 
     def write(self, step: int, row: Row) -> None:
-        """Send a row to all loggers. A failure is logged, and the row is sent again with the next."""
+        """Send a row to all loggers. A failed row is logged, and sent again with the next row."""
         if self._events:
             for key, value in row.items():
                 self._events.add_scalar(key, value, step)

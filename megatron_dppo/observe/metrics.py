@@ -227,7 +227,8 @@ def _drop_rows_past(file: Path, step: int) -> None:
 
 
 def _plain(value: float) -> float:
-    """Return a Python number, because JSON has no or another form for NumPy's and torch's scalars."""
+    """Return a Python number."""
+    # NumPy's and torch's scalars have another JSON form, or cannot be written as JSON.
     return value if type(value) in (int, float) else float(value)
 
 
@@ -298,7 +299,7 @@ def compute_summary(metrics: Rows) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path | str) -> dict[str, Any]:
-    """Summarise the run in ``run_dir``, write ``summary.json`` atomically, and return the summary."""
+    """Summarise the run, write ``summary.json`` atomically, and return the summary."""
     folder = Path(run_dir)
     summary = compute_summary(read_metrics(folder))
     replace_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
@@ -310,6 +311,7 @@ def read_summary(run_dir: Path | str) -> dict[str, Any] | None:
     file = Path(run_dir, SUMMARY)
     metrics = Path(run_dir, FILE)
     try:
+        # A resumed run may have written metrics after the summary.
         if metrics.exists() and file.stat().st_mtime < metrics.stat().st_mtime:
             return None
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -368,6 +370,7 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
                 "zero_advantage_tokens",
             )
         )
+        # Rolled-out tokens are trained on, pruned, or without gradient in any run.
         rolled_out = trained + pruned + zero_advantage
         seconds = {level: summary[f"saved_seconds_{level}"] for level in ("prompts", "completions")}
         yield f"{100 * prompts:.0f}% of the prompts were rolled out; of the tokens of all prompts:"

@@ -109,7 +109,7 @@ class Watchdog:
 
     @classmethod
     def from_config(cls, config: Config, world: World, timers: PhaseTimers) -> Watchdog:
-        # Half of the collectives' timeout, so that the report comes before the timeout ends the run.
+        # Half of the collectives' timeout, so that the report precedes the end of the run.
         return cls(world, timers, config.run.late_s, stuck_s=config.layout.timeout_s / 2)
 
     def close(self) -> None:
