@@ -65,10 +65,10 @@ def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = Fals
 
 
 def freeze_date(template: str, day: str) -> str:
-    """Return a chat template for which it is always midnight on a day, such as ``2026-01-31``."""
+    """Return a chat template with a fixed time, midnight of a day such as ``2026-01-31``."""
     now = datetime.fromisoformat(day)
-    # Transformers converts functions among a template's variables to text, so a macro must format
-    # the date.
+    # A macro must format the date, because transformers converts functions among a template's
+    # variables to text.
     formats = "".join(f"|replace('%{part}', {now.strftime('%' + part)!r})" for part in DATE_PARTS)
     # The empty text keeps a newline at the start of the template.
     return (

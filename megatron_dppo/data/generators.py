@@ -9,11 +9,10 @@ in minutes::
     #74             label
 
 ``reasoning_gym`` (github.com/open-thought/reasoning-gym, extra ``reasoning-gym``) has a hundred
-families of tasks. Each family has a generator and a verifier; ``reward.function=reasoning_gym``
-calls the verifier.
+families of tasks, each with a generator and a verifier for ``reward.function=reasoning_gym``.
 
-``verifiers`` (extra ``verifiers``) has environments: problems with a rubric;
-``reward.function=verifiers`` calls the rubric. See ``data/verifiers.py``.
+``verifiers`` (extra ``verifiers``) has environments: problems with a rubric for
+``reward.function=verifiers``. See ``data/verifiers.py``.
 
 All pools are finite, so that prompts are drawn again and pruning by history has a history.
 """

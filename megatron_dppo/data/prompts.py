@@ -150,13 +150,13 @@ def load_prompts(
 ) -> PromptPool:
     """Load the prompts of a split.
 
-    Held-out prompts of a file come from ``data.eval``; without ``data.eval`` the pool is empty. If
-    ``data.eval`` names several files, call once per file with ``data.eval`` set to the file.
+    Without ``data.eval``, the held-out pool of a file is empty. If ``data.eval`` names several
+    files, call once per file.
 
     Raises:
         UserError: a file is absent, empty or malformed; a row lacks a prompt or label; ``check``
-            refuses a label; a chat template fails; a prompt exceeds ``data.max_prompt_tokens``; or
-            all prompts of a source exceed this limit.
+            refuses a label; a chat template fails; or a prompt, or every prompt of a source,
+            exceeds ``data.max_prompt_tokens``.
     """
     sources = resolve_sources(data, split)
     return PromptPool(

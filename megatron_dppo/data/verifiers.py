@@ -1,14 +1,13 @@
 """Problems and rewards of *verifiers* environments (github.com/PrimeIntellect-ai/verifiers).
 
-Releases with ``load_environment`` (before 0.4) are supported. An environment receives each answer
-as if a server had just generated the answer; the environment's rubric then scores the whole group.
-An environment with several turns receives the policy's turns in order, and an environment with
-tools also the calls: see ``data/turns.py``.
+Releases before 0.4 are supported, with ``load_environment``. An environment receives each answer as
+if a server had just generated the answer; then the rubric scores the whole group. With several
+turns, an environment receives the policy's turns in order, and with tools also the calls: see
+``data/turns.py``.
 
 An environment takes over signals, prints, and may have large imports. Therefore separate processes
-import this file: reward workers, and the process that reads the problems, ``python -m
-megatron_dppo.data.verifiers``. Ranks import this file only for conversations with the environment
-(``rollout/conversation_functions.py``).
+import this file: reward workers, and ``python -m megatron_dppo.data.verifiers``, which reads the
+problems. Ranks import this file only for conversations (``rollout/conversation_functions.py``).
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class LengthGate:
 
     A policy with a short and a long style of answers can settle on the short style within a few
     steps, because short answers are better for a while. Then the policy has no long answers to
-    learn from. The length shows this local optimum before the reward, which rises at first.
+    learn from. The length shows this local optimum before the reward: the reward rises at first.
 
     Must receive a row of metrics per step in order; after a resume, first the earlier rows.
     """

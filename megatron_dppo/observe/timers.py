@@ -71,7 +71,7 @@ class PhaseTimers:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        # Count a step and the step's phases. Ranks may differ in phases further inside.
+        # Count a step and the step's phases, but no phases further inside.
         self.entered += len(self._within) < 2
         self._within.append(phase)
         self.moved = time.monotonic()
@@ -105,9 +105,9 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return metrics of the seconds saved by pruning, from a step's own counts.
 
     - ``perf/saved_prompts_time``, ``perf/saved_completions_time``: see :func:`estimate_savings`;
-      absent if the step has no tokens for the estimate.
-    - ``perf/pruning_efficiency``: variance × seconds of the step without pruning, divided by
-      variance × seconds with pruning. A smaller batch has 1. Absent for a biased rule.
+      absent without tokens for the estimate.
+    - ``perf/pruning_efficiency``: ratio of variance × seconds without pruning to variance × seconds
+      of the step; 1 for a smaller batch; absent for a biased rule.
     """
     if not {"prune/saved_tokens_prompts", "prune/saved_tokens_completions"} <= metrics.keys():
         return {}
@@ -286,6 +286,6 @@ class Usage:
                 self.matrices * (lengths - shared).sum()
                 + self.head * minibatch.response_length.sum()
             )
-            # Backward takes twice as much as forward, or once for products with frozen weights.
+            # Backward takes twice the FLOPs of forward, or once for products with frozen weights.
             total += (2.0 if self.frozen else 3.0) * products + 3.0 * attention
         return float(total)

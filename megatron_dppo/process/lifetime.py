@@ -3,15 +3,14 @@
 The kernel or the parent ends each process at the parent's end:
 
 - Only Linux has ``prctl``. Elsewhere a process only checks whether the parent has ended already.
-- The kernel regards the *thread* that starts a process as the parent, so the thread must outlive
-  the process.
+- The kernel's parent is the *thread* that starts a process: the thread must outlive the process.
 - Children do not inherit the setting: each process calls :func:`set_parent_death_signal`.
 
-After SIGUSR1, to any rank or to the launcher, a run saves at the end of the step and ends. Slurm
-sends SIGUSR1 before a job's time limit. SIGTERM ends a process at once: Slurm sends SIGTERM to a
-cancelled job or a job with a failed rank, and such jobs must not wait for a step.
+SIGUSR1, to any rank or the launcher, makes a run save at the end of the step and exit. Slurm sends
+SIGUSR1 before a job's time limit. SIGTERM still ends a process at once, because Slurm sends SIGTERM
+to cancelled jobs and jobs with a failed rank. No such job may wait for a step.
 
-Run as a file, ``python -IS lifetime.py TRAINER COMMAND…``, this module supervises one server.
+``python -IS lifetime.py TRAINER COMMAND…`` supervises a server.
 """
 
 from __future__ import annotations
@@ -135,11 +134,11 @@ def _list_children() -> list[int]:
 def supervise(trainer: int, command: list[str]) -> int:
     """Run a server's command until the command or the trainer ends, or a signal arrives.
 
-    A server is several processes. No process may remain after the end, even by SIGKILL, of
+    A server is several processes. No process remains after the end, even by SIGKILL, of
 
     - the trainer;
-    - the server's main process: children need not notice the end, so this process adopts orphans of
-      any session, and exits only without children;
+    - the server's main process, an end that children need not notice: this process adopts orphans
+      of any session, and exits only without children;
     - this process: the kernel kills the server.
 
     Returns:

@@ -2,7 +2,7 @@
 
 - A run continues if a stream has no reader.
 - Characters outside a terminal's encoding are escaped.
-- Long work calls :func:`record_progress`, so that a watchdog can distinguish slow work from a hang.
+- Long work calls :func:`record_progress`, so that the watchdog can distinguish slow from hung work.
 """
 
 from __future__ import annotations
