@@ -150,8 +150,8 @@ def load_prompts(
 ) -> PromptPool:
     """Load the prompts of a split.
 
-    Without ``data.eval``, the held-out pool of a file is empty. If ``data.eval`` names several
-    files, call once per file.
+    Held-out prompts of a file come from ``data.eval``; the pool is empty without ``data.eval``. If
+    ``data.eval`` names several files, call once per file.
 
     Raises:
         UserError: a file is absent, empty or malformed; a row lacks a prompt or label; ``check``
