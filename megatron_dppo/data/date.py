@@ -1,5 +1,7 @@
-"""Date that some chat templates print, such as Llama 3.2's. All ranks and all starts of a run have
-the same date."""
+"""Fix the date that some chat templates print, such as Llama 3.2's.
+
+All ranks and all starts of a run have the same date.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = Fals
     Args:
         data: settings; a date in them stays.
         policy: folder of the tokenizer.
-        folder: folder of the run or evaluation, whose date is taken; without one, today's.
-        keep: whether the date is kept there.
+        folder: folder of the run or evaluation, with a stored date; default: the date of today.
+        keep: True to store the date in ``folder``.
 
     Raises:
         UserError: the date cannot be read or kept.
@@ -63,10 +65,10 @@ def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = Fals
 
 
 def freeze_date(template: str, day: str) -> str:
-    """Return a chat template for which it is always midnight on a day, such as ``2026-01-31``."""
+    """Return a chat template with a fixed time, midnight of a day such as ``2026-01-31``."""
     now = datetime.fromisoformat(day)
-    # Transformers converts functions among a template's variables to text, so a macro must format
-    # the date.
+    # A macro must format the date, because transformers converts functions among a template's
+    # variables to text.
     formats = "".join(f"|replace('%{part}', {now.strftime('%' + part)!r})" for part in DATE_PARTS)
     # The empty text keeps a newline at the start of the template.
     return (
@@ -76,5 +78,5 @@ def freeze_date(template: str, day: str) -> str:
 
 
 def uses_date(policy: Path) -> bool:
-    """Return whether a chat template in the policy's folder asks for the date."""
+    """Return whether a chat template in the policy's folder prints the date."""
     return any(CLOCK in template for template in chat_templates(policy))

@@ -1,8 +1,7 @@
-"""Problems as a source gives them, and as the policy reads them: rendered in its chat template, and
-tokenised.
+"""Parse problems of a source, and render and tokenise problems for the policy.
 
-Importing this file imports neither torch nor transformers. A row is looked at as far as one can
-without a tokenizer, so that a bad one is known before a rank starts.
+This file does not import torch or transformers. All checks that need no tokenizer are in the
+parser, so that a bad row is reported before a rank starts.
 """
 
 from __future__ import annotations
@@ -28,51 +27,53 @@ from megatron_dppo.rl.types import Label
 
 Messages = list[Mapping[str, Any]]
 ROLES = ("system", "user", "assistant", "tool")
-"""Roles that Qwen's chat templates render. They leave out messages of another role, silently."""
+"""Roles that Qwen's chat templates render; the templates silently omit any other role."""
 A_LIST = 'a list like [{"role": "user", "content": "..."}]'
 CHAT_PREFIX = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One problem of a source."""
+    """Problem of a source."""
 
     row: Row
     prompt: str | Messages
     label: Label
-    """Or the worked answer, a text, where that is asked for."""
+    """Label, or the text of the worked answer if the caller requested worked answers."""
     data_source: str
     extra: Mapping[str, Any]
     tools: Tools = ()
-    """That the chat template tells the policy of."""
+    """Tools in the prompt that the chat template renders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file, a folder of files, a data set of the hub or a generator, and the setting that names
-    it."""
+    """File, folder of files, data set of the hub or generator."""
 
     name: str
     setting: str
+    """Setting that names the source, for errors."""
     weight: float = 1.0
-    """Its share of every step, relative to the other sources'."""
+    """Fraction of every step, relative to other sources."""
     prompt_key: str | None = None
-    """None: that of the settings, as for ``label_key``."""
+    """Column of the prompt; None: ``data.prompt_key``."""
     label_key: str | None = None
+    """Column of the label; None: ``data.label_key``."""
 
     def apply_columns(self, data: DataConfig) -> DataConfig:
-        """The settings, with the source's own columns."""
+        """Return the settings with the source's own columns."""
         if self.name in GENERATORS:
             return replace(data, prompt_key="prompt", label_key="label", response_key="response")
         own = {"prompt_key": self.prompt_key, "label_key": self.label_key}
         return replace(data, **{name: key for name, key in own.items() if key is not None})
 
     def list_files(self) -> list[Path]:
-        """Its files, in their order, in a folder that of their names; of a data set of the hub
-        after they were fetched.
+        """Return the source's files in order; files of a folder are sorted by name.
+
+        Files of a hub's data set are downloaded first.
 
         Raises:
-            UserError: as ``hub.data_files``; and for a folder without files of data.
+            UserError: an error of ``hub.data_files``, or a folder without data files.
         """
         if is_id(self.name) and not self.name.endswith(DATA_SUFFIXES):
             return data_files(
@@ -98,7 +99,7 @@ class Source:
 
 
 def resolve_sources(data: DataConfig, split: Split) -> list[Source]:
-    """Where a split comes from; empty: from nowhere."""
+    """Return the sources of a split, empty if the settings name no source."""
     if split == "train" and data.rollouts is not None:
         return [Source(data.rollouts, "data.rollouts")]
     if split == "train" and not isinstance(data.train, str):
@@ -116,11 +117,10 @@ def resolve_sources(data: DataConfig, split: Split) -> list[Source]:
 def read_examples(
     source: Source, data: DataConfig, split: Split, *, responses: bool = False
 ) -> list[Example]:
-    """All problems of a source; with ``responses`` their worked answers in the place of labels.
+    """Read all problems of a source; with ``responses``, worked answers instead of labels.
 
     Raises:
-        UserError: for a file that is absent, empty or malformed, and whatever ``parse_example``
-            refuses.
+        UserError: a file is absent, empty or malformed, or ``parse_example`` refuses a row.
     """
     if source.name in GENERATORS:
         rows = GENERATORS[source.name].rows(data, split)
@@ -131,20 +131,22 @@ def read_examples(
 
 
 def parse_example(row: Row, data: DataConfig, *, responses: bool = False) -> Example:
-    """A row's example, by the columns that ``data`` names.
+    """Return a row's example, from the columns named by ``data``.
 
     Raises:
-        UserError: naming the row: for a prompt that ``read_prompt`` refuses, and a label or worked
-            answer that is absent, no number (NaN), of a type that can be written in several ways (a
-            date, bytes), or half a character.
+        UserError: ``read_prompt`` refuses the prompt; or the label or worked answer is absent, is
+            NaN, has a type with several spellings (a date, bytes), or contains half a character.
+            The error names the row.
     """
-    extra = row.values.get("extra_info", row.values.get("metadata"))  # as verl has it, and slime
+    # Column names of verl and slime.
+    extra = row.values.get("extra_info", row.values.get("metadata"))
     data_source = str(row.values.get("data_source") or "")
     row.check_strings(data_source, "data_source")
     prompt = read_prompt(row, data)
     setting = "data.response_key" if responses and data.response_key else "data.label_key"
     key = (responses and data.response_key) or data.label_key
-    unlabelled = row.setting == "data.rollouts" and not responses  # their rewards are there already
+    # Offline rollouts need no label, because the file holds the rewards.
+    unlabelled = row.setting == "data.rollouts" and not responses
     answer = row.values.get(key, "") if unlabelled else row.require(key, setting)
     if responses or not isinstance(answer, dict | list):
         answer = _as_text(row, key, answer)
@@ -171,13 +173,18 @@ def _as_text(row: Row, key: str, value: Any) -> str:
 
 
 def read_prompt(row: Row, data: DataConfig) -> str | Messages:
-    """The prompt of a row: text, or chat messages, also where a column holds them as JSON text.
-    Needs no tokenizer.
+    """Return the prompt of a row: text or chat messages. Needs no tokenizer.
+
+    A column may contain chat messages as JSON text.
 
     Raises:
-        UserError: if it is neither, blank, or a chat that the template would not render whole or
-            that answers itself; for messages under ``data.chat_template = false``, and a
-            ``data.system`` there.
+        UserError: The prompt
+
+            - has another type, or is blank;
+            - is a chat that the template would not render whole, or that ends with an answer;
+            - is a chat while ``data.chat_template`` is false.
+
+            Or ``data.system`` is set while ``data.chat_template`` is false.
     """
     if data.system is not None and not data.chat_template:
         remedy = "Remove it, or set data.chat_template=true"
@@ -218,8 +225,7 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
 
 
 def hash_prompt(prompt: str | Messages) -> int:
-    """A 64-bit hash of what a prompt asks: of its text, or of its user's messages, whatever the
-    white space."""
+    """Return a 64-bit hash of a prompt's text or user messages, independent of white space."""
     said = (
         [prompt]
         if isinstance(prompt, str)
@@ -230,8 +236,7 @@ def hash_prompt(prompt: str | Messages) -> int:
 
 
 def _read_tools(row: Row) -> Tools:
-    """The column ``tools``, as TRL has it: a list of functions by their JSON schemas, or JSON text
-    of one."""
+    """Return the column ``tools`` in TRL's form: JSON schemas of functions, or JSON text."""
     given = row.values.get(TOOLS)
     if given is None:
         return ()
@@ -255,7 +260,7 @@ def _read_tools(row: Row) -> Tools:
 
 
 def _read_text(row: Row, text: str, key: str) -> str | Messages:
-    """The messages that a text writes down, or the text where it is none of those."""
+    """Return the chat messages in a JSON text, or the text itself if the text is not a chat."""
     if text.lstrip().startswith(("[", "{")):
         try:
             value = drop_nulls(json.loads(text))
@@ -286,11 +291,11 @@ def _check_message(row: Row, message: Mapping[str, Any]) -> None:
     if role not in ROLES:
         remedy = f"Call it one of {', '.join(ROLES)}: chat templates leave out any other"
         raise row.make_error(f"has a prompt with a message of the role {role!r:.60}", remedy)
+    # A turn of the assistant may consist of calls alone.
     if role == "assistant" and message.get("tool_calls") and not content:
         return
-    if isinstance(content, list) and {"image", "image_url", "video"} & set(
-        chain.from_iterable(content)
-    ):
+    vision = {"image", "image_url", "video"}
+    if isinstance(content, list) and vision & set(chain.from_iterable(content)):
         raise row.make_error(
             "has a prompt with an image or a video",
             "Give text alone: vision towers are not trained here",
@@ -301,70 +306,61 @@ def _check_message(row: Row, message: Mapping[str, Any]) -> None:
             f"has a prompt with a message of the {role} that has {kind}",
             "Give its text as a string",
         )
-    if (
-        is_blank(content) and role != "system"
-    ):  # an empty one leaves out the default of Qwen2.5's template
+    # An empty system message is valid: Qwen2.5's template then omits the default system message.
+    if is_blank(content) and role != "system":
         raise row.make_error(
             f"has a prompt with an empty message of the {role}", "Fill it in, or remove it"
         )
 
 
 AT_ONCE = 256
-"""Texts in a call of the tokenizer."""
+"""Texts per call of the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedExample:
-    """An example, and what the policy reads of it."""
+    """Example with the policy's input."""
 
     example: Example
     text: str
     token_ids: list[int]
     response_ids: list[int]
-    """Its worked answer, closed by the end-of-turn token; empty if that was not asked for."""
+    """Worked answer with the end-of-turn token; empty if the caller requested no worked answers."""
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and of the worked answer."""
+        """Number of tokens of the prompt and the worked answer."""
         return len(self.token_ids) + len(self.response_ids)
 
 
 def render_examples(
     examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer, *, responses: bool = False
 ) -> list[RenderedExample]:
-    """Render and tokenise examples, whatever their length; with ``responses`` their worked answers,
-    too.
+    """Render and tokenise examples of any length; with ``responses``, worked answers, too.
 
     Raises:
-        UserError: for a chat template that is absent or fails; with ``responses`` for a tokenizer
-            without an end token.
+        UserError: the chat template is absent or fails; or, with ``responses``, the tokenizer has
+            no end token.
     """
     texts = render_prompts(examples, data, tokenizer)
     start = [] if data.chat_template else get_leading_tokens(tokenizer)
     mark = tokenizer.decode(start)
-    token_ids = [
-        start + ids
-        for ids in _tokenize_texts(tokenizer, [text.removeprefix(mark) for text in texts])
-    ]
+    bare_texts = [text.removeprefix(mark) for text in texts]
+    token_ids = [start + ids for ids in _tokenize_texts(tokenizer, bare_texts)]
     response_ids: list[list[int]] = [[] for _ in examples]
     if responses:
         end = end_token_id(tokenizer)
-        response_ids = [
-            [*ids, end]
-            for ids in _tokenize_texts(tokenizer, [str(example.label) for example in examples])
-        ]
-    return [
-        RenderedExample(*each)
-        for each in zip(examples, texts, token_ids, response_ids, strict=True)
-    ]
+        answers = [str(example.label) for example in examples]
+        response_ids = [[*ids, end] for ids in _tokenize_texts(tokenizer, answers)]
+    rendered = zip(examples, texts, token_ids, response_ids, strict=True)
+    return [RenderedExample(*each) for each in rendered]
 
 
 def is_within_limit(rendered: RenderedExample, data: DataConfig) -> bool:
-    """Whether a prompt is short enough.
+    """Return whether a prompt has at most ``data.max_prompt_tokens`` tokens.
 
     Raises:
-        UserError: if it is not, and ``data.overlong_prompts`` does not leave such prompts out; or
-            if it is empty.
+        UserError: the prompt is empty; or is too long while ``data.overlong_prompts`` is ``error``.
     """
     limit = data.max_prompt_tokens
     if not rendered.token_ids:
@@ -386,7 +382,7 @@ def render_prompts(
     begin a text.
 
     Raises:
-        UserError: there is no template, it fails for a row, or it has no such switch as
+        UserError: the chat template is absent, fails for a row, or lacks a switch named in
             ``data.chat_template_kwargs``.
     """
     if not data.chat_template:
@@ -399,11 +395,9 @@ def render_prompts(
     for tools, run in groupby(examples, lambda example: example.tools):
         alike = list(run)
         template = select_chat_template(tokenizer, tools)
+        reserved = ("messages", "tools", "add_generation_prompt", "tokenize")
         for switch in data.chat_template_kwargs:
-            if (
-                switch in ("messages", "tools", "add_generation_prompt", "tokenize")
-                or switch not in template
-            ):
+            if switch in reserved or switch not in template:
                 problem = "is no switch of the policy's chat template"
                 remedy = "Remove it, or write it as the template does"
                 raise UserError("data.chat_template_kwargs", switch, problem, remedy)
@@ -419,7 +413,8 @@ def render_prompts(
             options["chat_template"] = freeze_date(template, data.date)
         try:
             texts += tokenizer.apply_chat_template(chats, **options)
-        except Exception:  # a template may raise anything; one by one tells which row it was
+        # A template may raise any exception. Render row by row to find the row that fails.
+        except Exception:
             for example, chat in zip(alike, chats, strict=True):
                 try:
                     texts += tokenizer.apply_chat_template([chat], **options)
@@ -430,11 +425,12 @@ def render_prompts(
 
 
 def select_chat_template(tokenizer: Tokenizer, tools: Tools) -> str:
-    """Return the chat template that transformers takes for prompts with these tools: of several,
-    one by its name.
+    """Return the chat template that transformers selects for prompts with these tools.
+
+    Among several templates, transformers selects by name.
 
     Raises:
-        UserError: none of several templates is the default.
+        UserError: the tokenizer has several templates, without a default.
     """
     try:
         return tokenizer.get_chat_template(tools=tools or None)
@@ -455,11 +451,10 @@ def _build_chat(prompt: str | Messages, system: str | None) -> Messages:
 
 
 def _tokenize_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    # Many in a call, so that the tokenizers library spreads them over its threads; but what it
-    # makes of a text, besides its ids, takes far more memory than these.
+    # Tokenise many texts per call, so that the tokenizers library uses all threads; but not all
+    # texts at once, because the library's other results take far more memory than token ids.
     token_ids: list[list[int]] = []
     for first in range(0, len(texts), AT_ONCE):
-        token_ids += tokenizer(list(texts[first : first + AT_ONCE]), add_special_tokens=False)[
-            "input_ids"
-        ]
+        batch = list(texts[first : first + AT_ONCE])
+        token_ids += tokenizer(batch, add_special_tokens=False)["input_ids"]
     return token_ids

@@ -1,21 +1,20 @@
-"""Tasks that make their own problems, by the names that ``data.train`` may say in place of a file.
+"""Generate problems. ``data.train`` may name a generator instead of a file.
 
-``arithmetic`` makes sums with worked answers, a task that a policy of a million parameters learns
+``arithmetic`` makes sums with worked answers, a task that a policy with a million parameters learns
 in minutes::
 
-    12+7+55=        the question
-    12+7=19         one line for each addition: the length of an answer varies
+    12+7+55=        question
+    12+7=19         a line per addition, so that the length of an answer varies
     19+55=74
-    #74             the label
+    #74             label
 
-``reasoning_gym`` (github.com/open-thought/reasoning-gym) has a hundred families of tasks. Each has
-a generator, and a verifier of its own, which ``reward.function=reasoning_gym`` calls. It is the
-extra ``reasoning-gym``.
+``reasoning_gym`` (github.com/open-thought/reasoning-gym, extra ``reasoning-gym``) has a hundred
+families of tasks, each with a generator and a verifier for ``reward.function=reasoning_gym``.
 
-``verifiers`` has environments: problems with a rubric, which ``reward.function=verifiers`` asks;
-see ``data/verifiers.py``. It is an extra as well.
+``verifiers`` (extra ``verifiers``) has environments: problems with a rubric for
+``reward.function=verifiers``. See ``data/verifiers.py``.
 
-All pools are finite: prompts come back, and pruning by history has a history.
+All pools are finite, so that prompts are drawn again and pruning by history has a history.
 """
 
 from __future__ import annotations
@@ -40,28 +39,26 @@ from megatron_dppo.errors import UserError, install_command
 
 Split = Literal["train", "eval"]
 REASONING_GYM = "reasoning_gym"
-"""The name in ``data.train``, and what stands before a slash in the ``data_source`` of each
-prompt."""
+"""Name in ``data.train``, and prefix of each prompt's ``data_source``, before a slash."""
 VERIFIERS = "verifiers"
-"""Another one."""
+"""Name in ``data.train``, and prefix of each prompt's ``data_source``, before a slash."""
 SEVERAL_TURNS = "several_turns"
-"""In ``extra_info`` of problems whose environment may speak with the policy in several turns."""
+"""Key in ``extra_info`` of problems if the environment may hold a conversation of several turns."""
 TOOLS = "tools"
-"""The column of the tools that the policy is told of, also in ``extra_info`` of problems of an
-environment."""
+"""Column of the policy's tools, and key in ``extra_info`` of an environment's problems."""
 REPEATS = 20
-"""Known problems in a row after which a family is taken to have no more, or hardly any."""
+"""Known problems in a row before a family counts as exhausted, or almost exhausted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """One problem."""
+    """Problem of ``arithmetic``."""
 
     terms: tuple[int, ...]
     slips: tuple[bool, ...]
-    """[terms − 1], whether the worked answer forgets the carry of that addition, if it has one."""
+    """[terms − 1], True if the worked answer forgets the carry, if any, of an addition."""
     short: bool = False
-    """Whether the worked answer is the result alone."""
+    """True if the worked answer is the result alone."""
 
     @property
     def question(self) -> str:
@@ -73,8 +70,10 @@ class Sum:
 
     @property
     def worked_answer(self) -> str:
-        """One line per addition, then the result; wrong from the first forgotten carry on. Or the
-        label at once."""
+        """Lines of the additions, then the result, wrong from the first forgotten carry on.
+
+        A short answer is the label alone.
+        """
         if self.short:
             return f"#{self.label}"
         lines = []
@@ -88,13 +87,10 @@ class Sum:
 
 
 def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
-    """The training pool and the held-out problems. No question occurs twice in the two together.
-
-    Held-out problems are drawn first, so that they stay the same, and unseen, for every size of the
-    training pool: a supervised warm-up may take a larger pool than the training that follows it.
+    """Return the training pool and the held-out problems, all distinct.
 
     Raises:
-        UserError: if there are fewer distinct problems than asked for.
+        UserError: ``config`` requests more problems than distinct problems exist.
     """
     lengths = range(config.min_terms, config.max_terms + 1)
     wanted = config.problems + config.eval_problems
@@ -108,8 +104,8 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
     draw = random.Random(config.seed)
     drawn: dict[tuple[int, ...], None] = {}
     while len(drawn) < wanted:
-        # Every number of terms is as likely as another while its sums last: short ones are soon
-        # used up.
+        # Draw the number of terms uniformly among lengths with sums left, because short sums are
+        # soon used up.
         length = draw.choice([length for length in lengths if left[length]])
         terms = tuple(draw.randint(1, config.max_operand) for _ in range(length))
         if terms not in drawn:
@@ -117,51 +113,47 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
             left[length] -= 1
     teacher = random.Random(config.seed + 1)
     style = random.Random(config.seed + 2)
-    sums = [
-        Sum(
-            terms,
-            slips=tuple(teacher.random() < config.forgotten_carries for _ in terms[1:]),
-            short=style.random() < config.short_answers,
-        )
-        for terms in drawn
-    ]
+    sums = []
+    for terms in drawn:
+        slips = tuple(teacher.random() < config.forgotten_carries for _ in terms[1:])
+        short = style.random() < config.short_answers
+        sums.append(Sum(terms, slips, short))
+    # The first draws are held out, and so stay the same, and unseen, for every size of the training
+    # pool: a supervised warm-up may take a larger pool than the following training.
     return sums[config.eval_problems :], sums[: config.eval_problems]
 
 
 def check_tasks(config: ReasoningGymConfig) -> None:
-    """Make sure that every task of ``data.reasoning_gym.tasks`` can make problems.
+    """Check that every task of ``data.reasoning_gym.tasks`` can generate problems.
 
     Raises:
-        UserError: reasoning-gym is not installed, a family or one of its settings does not exist,
-            or has a value that its generator refuses.
+        UserError: reasoning-gym is not installed, a family or a setting of a family does not exist,
+            or a generator refuses a setting's value.
     """
     for task, settings in config.tasks.items():
         _build_dataset(task, settings, size=1, seed=0)
 
 
 def make_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
-    """Problems of all families in turn, each as a row of a file: ``prompt``, ``label``,
-    ``response``, ``data_source`` and ``extra_info``. The response is the bare answer, and None
-    where a task has no reference answer.
+    """Return problems of all families in turn, in the form of a file's rows.
 
-    Held-out problems are drawn first, and no question occurs twice in the two splits together. Some
-    families walk through sets, and the order of a set differs between processes. Therefore a
-    process with a fixed hash seed draws the problems: they are the same on every rank and after
-    every resume.
+    - Columns are ``prompt``, ``label``, ``response``, ``data_source`` and ``extra_info``.
+    - ``response`` is the bare answer, or None if a task has no reference answer.
+    - Held-out problems are drawn first. All questions of the two splits are distinct.
+    - Problems are the same on every rank and after every resume.
 
     Raises:
-        UserError: as ``check_tasks``; and where there are fewer distinct problems than asked for.
+        UserError: an error of ``check_tasks``, or too few distinct problems.
     """
     check_tasks(config)
     return _generate_in_process("megatron_dppo.data.generators", config, split)
 
 
 def check_environment(config: VerifiersConfig) -> None:
-    """Make sure that ``data.verifiers`` names an environment, and that there is a verifiers that
-    could load it.
+    """Check that ``data.verifiers`` names an environment, and the release of verifiers.
 
     Raises:
-        UserError: it does not, or there is none.
+        UserError: no environment is named, or verifiers is absent or has no ``load_environment``.
     """
     try:
         release = version(VERIFIERS)
@@ -183,12 +175,13 @@ def check_environment(config: VerifiersConfig) -> None:
 
 
 def make_environment_problems(config: VerifiersConfig, split: Split) -> list[Row]:
-    """Problems of an environment of verifiers, as rows of a file. ``extra_info`` has what its
-    rubric needs.
+    """Return problems of a verifiers environment, in the form of a file's rows.
+
+    ``extra_info`` contains the input of the environment's rubric.
 
     Raises:
-        UserError: as ``check_environment``; and where the environment cannot be loaded, is a group
-            with tools, or has fewer problems than are to be held out.
+        UserError: an error of ``check_environment``; or the environment cannot be loaded, is a
+            group with tools, or has fewer problems than ``eval_problems``.
     """
     check_environment(config)
     return _generate_in_process("megatron_dppo.data.verifiers", config, split)
@@ -197,10 +190,13 @@ def make_environment_problems(config: VerifiersConfig, split: Split) -> list[Row
 def _generate_in_process(
     module: str, config: ReasoningGymConfig | VerifiersConfig, split: Split
 ) -> list[Row]:
-    """
+    """Generate problems in a process with a fixed hash seed.
+
     Raises:
-        UserError: as the process found; or the process ended without a result.
+        UserError: an error of the process, or the process ended without a result.
     """
+    # Fix the hash seed, because some families iterate over sets, and the order of a set differs
+    # between processes.
     made = subprocess.run(
         [sys.executable, "-m", module],
         env=os.environ | {"PYTHONHASHSEED": "0"},
@@ -227,15 +223,10 @@ def _generate_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
     wanted = config.eval_problems + (config.problems if split == "train" else 0)
     each = math.ceil((config.eval_problems + config.problems) / len(config.tasks))
     seen: set[str] = set()
-    streams = [
-        _iter_distinct(
-            task,
-            settings,
-            _build_dataset(task, settings, size=2 * each + REPEATS, seed=config.seed),
-            seen,
-        )
-        for task, settings in config.tasks.items()
-    ]
+    streams = []
+    for task, settings in config.tasks.items():
+        dataset = _build_dataset(task, settings, size=2 * each + REPEATS, seed=config.seed)
+        streams.append(_iter_distinct(task, settings, dataset, seen))
     rows = [next(stream) for stream in islice(cycle(streams), wanted)]
     return rows if split == "eval" else rows[config.eval_problems :]
 
@@ -297,17 +288,18 @@ def _main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """A task. Both splits are functions of the settings alone, and have no problem in common."""
+    """Generator of problems. The splits are disjoint, and functions of the settings alone."""
 
     check: Callable[[DataConfig], object]
-    """Raises UserError for settings that make no problems."""
+    """Check of the settings; raises UserError for settings that make no problems."""
     rows: Callable[[DataConfig, Split], list[Row]]
-    """Rows as of a file: ``prompt``, ``label``, ``response`` and verl's ``data_source`` and
-    ``extra_info``."""
+    """Function that returns rows with the columns ``prompt``, ``label``, ``response`` and verl's
+    ``data_source`` and ``extra_info``."""
 
 
 def _make_sum_rows(data: DataConfig, split: Split) -> list[Row]:
     train, held_out = make_sums(data.arithmetic)
+    problems = train if split == "train" else held_out
     return [
         _make_row(
             problem.question,
@@ -318,7 +310,7 @@ def _make_sum_rows(data: DataConfig, split: Split) -> list[Row]:
             "data.arithmetic",
             number,
         )
-        for number, problem in enumerate(train if split == "train" else held_out, 1)
+        for number, problem in enumerate(problems, 1)
     ]
 
 

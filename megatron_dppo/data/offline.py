@@ -1,16 +1,17 @@
-"""Offline rollouts: another policy's completions, with its log-probabilities and their rewards
-(``data.rollouts``).
+"""Load offline rollouts: another policy's completions, log-probabilities and rewards.
 
-Each row of the file is a prompt and its group::
+Each row of ``data.rollouts`` is a prompt with a group of completions::
 
     {"prompt": "2+3=", "completions": [
         {"token_ids": [9, 2], "logprobs": [-0.1, -0.2], "reward": 1.0},
         {"text": "6<|im_end|>", "logprobs": [-1.5, -0.1], "reward": 0.0}]}
 
-``text`` is tokenised as it stands, and ``logprobs`` has a value for each of its tokens. Optional
-are ``loss_mask`` (false for tokens that the policy was given), ``correct`` (else: a reward of 1 or
-more) and ``finish_reason`` (``stop`` or ``length``; else: whether the last token is one that ends a
-response).
+- ``text`` is tokenised unchanged.
+- ``logprobs`` has a value per token.
+- ``loss_mask`` is optional: false for tokens that the policy did not sample.
+- ``correct`` is optional; default: true for a reward of 1 or more.
+- ``finish_reason`` is ``stop`` or ``length``, and optional; default: ``stop`` if the last token
+  ends a response.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from megatron_dppo.rl.score import Score
 from megatron_dppo.rl.types import Bools, Completion, Ints
 
 OFFLINE = -1
-"""The version of tokens that no weights of the run have made."""
+"""Weight version of tokens that were not generated in this run."""
 LARGEST_REWARD = 1e9
-"""On either side of 0, as of a reward function's."""
+"""Largest absolute reward, as for a reward function."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineGroup:
-    """The file's completions of one prompt."""
+    """The file's completions of a prompt."""
 
     completions: tuple[Completion, ...]
     """[G]"""
@@ -49,12 +50,17 @@ class OfflineGroup:
 
 
 class _InvalidCompletionError(ValueError):
-    """A completion's problem, to stand after its number, and the remedy."""
+    """Problem of a completion, a predicate to follow the completion's number, and remedy."""
 
 
 def is_on_rank(rank: int, ranks: int, prompt_ids: Ints) -> Bools:
-    """Whether one of so many ranks has the groups of these prompts. Each group is on one rank. [n]
-    in, [n] out."""
+    """Return [n], True if a prompt's group is on the rank. Each group is on a single rank.
+
+    Args:
+        rank: index of the rank.
+        ranks: number of ranks.
+        prompt_ids: [n], ids of prompts.
+    """
     held: Bools = prompt_ids % ranks == rank
     return held
 
@@ -68,21 +74,20 @@ def load_offline(
     rank: int,
     ranks: int,
 ) -> tuple[PromptPool, dict[int, OfflineGroup]]:
-    """The prompts of ``data.rollouts``, and one rank's share of the groups by the ids of their
-    prompts.
+    """Load the prompts of ``data.rollouts``, and the groups of a rank by prompt id.
 
     Args:
-        config: ``data`` names the file, ``rollout`` has the completions of every prompt and the
-            most tokens of one.
-        tokenizer: of the policy, for prompts, and for completions that are texts.
-        vocab_size: of the policy.
+        config: settings. ``data`` names the file; ``rollout`` has the number of completions per
+            prompt and the maximum tokens of a completion.
+        tokenizer: the policy's tokenizer, for prompts and completions with ``text``.
+        vocab_size: vocabulary size of the policy.
         stops: tokens that end a response.
-        rank: whose share.
-        ranks: that share the groups.
+        rank: index of the rank.
+        ranks: number of ranks.
 
     Raises:
-        UserError: for a prompt as ``load_prompts``, and for the first row of the share that cannot
-            be trained on; names its line.
+        UserError: an error of ``load_prompts``, or a row of this rank is invalid. The error names
+            the first invalid line.
     """
 
     samples = config.rollout.samples_per_prompt
@@ -105,10 +110,11 @@ def load_offline(
             _parse_completion(row, i, each, tokenizer, limit, vocab_size, stops)
             for i, each in enumerate(listed, 1)
         ]
-        return OfflineGroup(
-            tuple(completion for completion, _ in made), tuple(score for _, score in made)
-        )
+        completions = tuple(completion for completion, _ in made)
+        scores = tuple(score for _, score in made)
+        return OfflineGroup(completions, scores)
 
+    # Every rank has all prompts, but parses only the rank's own groups.
     pool, rows = load_offline_prompts(config.data, tokenizer)
     mine = np.flatnonzero(is_on_rank(rank, ranks, np.arange(len(pool)))).tolist()
     return pool, {prompt: parse_group(rows[prompt]) for prompt in mine}
@@ -212,7 +218,8 @@ def _parse_logprobs(values: list[Any], sampled: Bools) -> NDArray[np.float32]:
 def _parse_score(fields: Mapping[str, Any]) -> Score:
     reward = as_number(fields.get("reward"))
     correct = fields.get("correct")
-    if reward is None or not abs(reward) <= LARGEST_REWARD:  # NaN is none
+    # The negated comparison refuses NaN, too.
+    if reward is None or not abs(reward) <= LARGEST_REWARD:
         raise _InvalidCompletionError(
             f"has the reward {fields.get('reward')!r:.60}",
             f"Give a number within ±{LARGEST_REWARD:g}",

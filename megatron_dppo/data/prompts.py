@@ -1,8 +1,6 @@
-"""Prompts and worked answers as a run draws them: from files or a generator, checked, rendered and
-tokenised once.
+"""Load prompts and worked answers from files or a generator: check, render and tokenise once.
 
-Those of small files are in memory. Those of large ones lie on the disk, and are made of it when
-they are asked for.
+Items of small files are in memory. Items of large files are on the disk, and built on access.
 """
 
 from __future__ import annotations
@@ -48,19 +46,19 @@ class SourcePool(Generic[T]):
 
     items: Sequence[T]
     weight: float = 1.0
-    """Its share of every step, relative to the other sources'."""
+    """Fraction of every step, relative to other sources."""
     dropped: int = 0
-    """How many more there were, longer than ``data.max_prompt_tokens``."""
+    """Number of dropped items, longer than ``data.max_prompt_tokens``."""
     longest: int = 0
-    """The most tokens of an item."""
+    """Tokens of the longest item."""
     data_sources: frozenset[str] = frozenset()
-    """``data_source`` of its prompts."""
+    """``data_source`` of the prompts."""
     keys: NDArray[np.int64] = field(default_factory=lambda: NO_KEYS)
-    """[N], of prompts: ``hash_prompt``."""
+    """[N], ``hash_prompt`` of the prompts."""
 
 
 class Pool(Sequence[T]):
-    """Items that a run draws from: source after source."""
+    """Items of a run's sources, source after source."""
 
     def __init__(self, sources: Sequence[SourcePool[T]]) -> None:
         self.sources = tuple(sources)
@@ -68,12 +66,12 @@ class Pool(Sequence[T]):
 
     @property
     def dropped(self) -> int:
-        """As of a source."""
+        """Number of dropped items of all sources."""
         return sum(source.dropped for source in self.sources)
 
     @property
     def longest(self) -> int:
-        """As of a source."""
+        """Tokens of the longest item."""
         return max(source.longest for source in self.sources)
 
     def __len__(self) -> int:
@@ -92,39 +90,41 @@ class Pool(Sequence[T]):
 
     def _get_item(self, index: int) -> T:
         source = bisect_right(self._ends, index)
-        return self.sources[source].items[index - (self._ends[source - 1] if source else 0)]
+        start = self._ends[source - 1] if source else 0
+        return self.sources[source].items[index - start]
 
 
 class PromptPool(Pool[Prompt]):
-    """The prompts of a run. ``pool[i].id == i``."""
+    """Prompts of a run. ``pool[i].id == i``."""
 
     @property
     def data_sources(self) -> frozenset[str]:
-        """As of a source."""
+        """``data_source`` of the prompts of all sources."""
         return frozenset[str]().union(*(source.data_sources for source in self.sources))
 
     def find_overlap(self, held_out: Sequence[Prompt]) -> tuple[int, str]:
-        """How many held-out prompts are among these, but for white space; and the first, with its
-        place in both."""
+        """Count the held-out prompts in this pool, and describe the first with both places.
+
+        Prompts are compared without white space.
+        """
         keys = np.concatenate([NO_KEYS, *(source.keys for source in self.sources)])
-        found = np.flatnonzero(
-            np.isin(known := np.array([hash_prompt(p.asked) for p in held_out], np.int64), keys)
-        )
+        known = np.array([hash_prompt(p.asked) for p in held_out], np.int64)
+        found = np.flatnonzero(np.isin(known, keys))
         if not len(found):
             return 0, ""
         first = held_out[found[0]]
-        return len(
-            found
-        ), f"{first.place} is {self[int(np.flatnonzero(keys == known[found[0]])[0])].place}"
+        same = self[int(np.flatnonzero(keys == known[found[0]])[0])]
+        return len(found), f"{first.place} is {same.place}"
 
     def _get_item(self, index: int) -> Prompt:
+        # A source numbers prompts from 0, a pool over all sources.
         prompt = super()._get_item(index)
         return prompt if prompt.id == index else dataclasses.replace(prompt, id=index)
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedExample:
-    """A prompt with the answer that supervised training imitates."""
+    """Prompt with the target answer of supervised training."""
 
     prompt_ids: NDArray[np.int32]
     """[P]"""
@@ -133,13 +133,13 @@ class SupervisedExample:
 
 
 class LabelCheck(NamedTuple):
-    """Check of prompts' labels before anything is generated."""
+    """Check of prompts' labels before generation."""
 
     name: str
-    """Name of the check: prompts that were stored under another name are checked again."""
+    """Name of the check. Stored prompts are checked again under another name."""
     look: Callable[[Iterable[tuple[str, Label]]], None]
-    """Raises UserError for the first label, each with its place, that cannot be compared with
-    answers."""
+    """Function of pairs of place and label; raises UserError for the first label that cannot be
+    compared with answers."""
 
 
 NO_CHECK = LabelCheck("", lambda labels: None)
@@ -148,13 +148,15 @@ NO_CHECK = LabelCheck("", lambda labels: None)
 def load_prompts(
     data: DataConfig, tokenizer: Tokenizer, *, split: Split, check: LabelCheck = NO_CHECK
 ) -> PromptPool:
-    """The pool of a split. Held-out prompts of a file are those of ``data.eval``; without it their
-    pool is empty. Where ``data.eval`` names several files, the caller asks for one after the other.
+    """Load the prompts of a split.
+
+    Held-out prompts of a file come from ``data.eval``; the pool is empty without ``data.eval``. If
+    ``data.eval`` names several files, call once per file.
 
     Raises:
-        UserError: for a file that is absent, empty or malformed, a row without its prompt or label
-            or with one that ``check`` refuses, a chat template that fails, a prompt over
-            ``data.max_prompt_tokens``, or a source that loses all its prompts to that limit.
+        UserError: a file is absent, empty or malformed; a row lacks a prompt or label; ``check``
+            refuses a label; a chat template fails; or a prompt, or every prompt of a source,
+            exceeds ``data.max_prompt_tokens``.
     """
     sources = resolve_sources(data, split)
     return PromptPool(
@@ -163,34 +165,35 @@ def load_prompts(
 
 
 def load_offline_prompts(data: DataConfig, tokenizer: Tokenizer) -> tuple[PromptPool, list[Row]]:
-    """The prompts of ``data.rollouts``, and the row of each, for what else it holds. Raises as
-    ``load_prompts``."""
+    """Load the prompts of ``data.rollouts``, with the prompts' rows for further columns.
+
+    Raises:
+        UserError: an error of ``load_prompts``.
+    """
     [source] = resolve_sources(data, "train")
     kept, dropped = _read(source, data, tokenizer, "train")
-    return PromptPool([_make_prompt_pool(source, kept, dropped)]), [
-        each.example.row for each in kept
-    ]
+    pool = PromptPool([_make_prompt_pool(source, kept, dropped)])
+    return pool, [each.example.row for each in kept]
 
 
 def make_prompts(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of rows that were read elsewhere, whatever their length.
+    """Make prompts of any length from rows.
 
     Raises:
-        UserError: for a row without its prompt or label, and a chat template that fails.
+        UserError: a row lacks a prompt or label, or a chat template fails.
     """
     examples = [parse_example(row, data) for row in rows]
-    return [
-        _make_prompt(number, each)
-        for number, each in enumerate(render_examples(examples, data, tokenizer))
-    ]
+    rendered = render_examples(examples, data, tokenizer)
+    return [_make_prompt(number, each) for number, each in enumerate(rendered)]
 
 
 def load_supervised_examples(data: DataConfig, tokenizer: Tokenizer) -> Pool[SupervisedExample]:
-    """Prompts with the answers of ``data.response_key`` (or the label's column), closed by the
-    end-of-turn token.
+    """Load prompts with answers of the column ``data.response_key``, else of the label's column.
+
+    Answers end with the end-of-turn token.
 
     Raises:
-        UserError: as ``load_prompts``; and for a row without that column, or a tokenizer without an
+        UserError: an error of ``load_prompts``, or a row lacks the column, or the tokenizer has no
             end token.
     """
     sources = resolve_sources(data, "train")
@@ -208,29 +211,22 @@ def _load_source_pool(
     responses: bool = False,
     check: LabelCheck = NO_CHECK,
 ) -> SourcePool[Any]:
-    """Prompts of a source, or with ``responses`` its worked answers."""
+    """Load prompts of a source, or supervised examples with ``responses``."""
     if not are_stored(source):
         kept, dropped = _read(source, data, tokenizer, split, responses=responses, check=check)
         if not responses:
             return _make_prompt_pool(source, kept, dropped)
         answers = [_make_supervised_example(each.token_ids, each.response_ids) for each in kept]
         return SourcePool(answers, source.weight, dropped, max(each.length for each in kept))
-    rows = _open_stored(
-        source, data, Path(tokenizer.name_or_path), responses=responses, check=check
-    )
+    policy = Path(tokenizer.name_or_path)
+    rows = _open_stored(source, data, policy, responses=responses, check=check)
     columns = source.apply_columns(data)
 
+    # Only token ids are stored: parse the row and render the text on access.
     def get_prompt(index: int) -> Prompt:
         example = parse_example(rows.get_row(index), columns)
-        return _make_prompt(
-            index,
-            RenderedExample(
-                example,
-                render_prompts([example], columns, tokenizer)[0],
-                rows.get_tokens(index),
-                [],
-            ),
-        )
+        text = render_prompts([example], columns, tokenizer)[0]
+        return _make_prompt(index, RenderedExample(example, text, rows.get_tokens(index), []))
 
     def get_answer(index: int) -> SupervisedExample:
         return _make_supervised_example(rows.get_tokens(index, 0), rows.get_tokens(index, 1))
@@ -242,25 +238,24 @@ def _load_source_pool(
 
 
 def are_stored(source: Source) -> bool:
-    """Whether a source's rows are on the disk with their tokens. Offline rollouts are in memory,
-    all of them."""
+    """Return whether rows and tokens of a source are on the disk; offline rollouts never are."""
     return source.setting != "data.rollouts" and are_large(source.list_files())
 
 
 def prepare(
     source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck = NO_CHECK
 ) -> None:
-    """Store the rows of a source that are to be stored, for ranks to read.
+    """Store the rows of a source on the disk, for ranks to read.
 
     Args:
-        source: for which ``are_stored``.
-        data: of the run.
-        policy: the folder of the tokenizer, which is loaded if they are not stored yet.
-        responses: whether worked answers are wanted.
-        check: as for ``load_prompts``.
+        source: source with ``are_stored(source)``.
+        data: settings of the run.
+        policy: folder of the tokenizer. The tokenizer is loaded only if the rows are not stored.
+        responses: True to store worked answers, too.
+        check: check of labels, see ``load_prompts``.
 
     Raises:
-        UserError: as ``load_prompts`` and ``load_supervised_examples``.
+        UserError: an error of ``load_prompts`` or ``load_supervised_examples``.
     """
     _open_stored(source, data, policy, responses=responses, check=check)
 
@@ -270,6 +265,7 @@ def _open_stored(
 ) -> StoredRows:
     data = source.apply_columns(data)
     load = cache(load_tokenizer)
+    # Settings that the stored rows depend on.
     names = (
         "prompt_key",
         "label_key",
@@ -287,15 +283,16 @@ def _open_stored(
     def encode(rows: list[Row]) -> list[tuple[int, Columns] | None]:
         examples = [parse_example(row, data, responses=responses) for row in rows]
         check.look((example.row.place, example.label) for example in examples)
-        return [
-            (
-                hash_prompt(r.example.prompt),
-                (r.token_ids, r.response_ids) if responses else (r.token_ids,),
-            )
-            if is_within_limit(r, data)
-            else None
-            for r in render_examples(examples, data, load(policy), responses=responses)
-        ]
+        encoded: list[tuple[int, Columns] | None] = []
+        for each in render_examples(examples, data, load(policy), responses=responses):
+            if not is_within_limit(each, data):
+                encoded.append(None)
+                continue
+            columns: Columns = (each.token_ids,)
+            if responses:
+                columns = (each.token_ids, each.response_ids)
+            encoded.append((hash_prompt(each.example.prompt), columns))
+        return encoded
 
     return store(source.list_files(), source.setting, depends_on, policy, encode)
 
@@ -309,7 +306,7 @@ def _read(
     responses: bool = False,
     check: LabelCheck = NO_CHECK,
 ) -> tuple[list[RenderedExample], int]:
-    """The examples of a small source that are within the limit, and how many are not."""
+    """Return the examples of a small source within the limit, and the number of other examples."""
     examples = read_examples(source, data, split, responses=responses)
     data = source.apply_columns(data)
     check.look((example.row.place, example.label) for example in examples)
@@ -320,10 +317,8 @@ def _read(
             f"all {len(all_of_it)} prompts are longer than data.max_prompt_tokens = "
             f"{data.max_prompt_tokens}"
         )
-        remedy = (
-            "Raise the limit: the shortest has "
-            f"{min(len(each.token_ids) for each in all_of_it)} tokens"
-        )
+        shortest = min(len(each.token_ids) for each in all_of_it)
+        remedy = f"Raise the limit: the shortest has {shortest} tokens"
         raise UserError(source.setting, source.name, problem, remedy)
     return kept, len(all_of_it) - len(kept)
 
@@ -355,7 +350,7 @@ def _make_supervised_example(prompt: list[int], response: list[int]) -> Supervis
 
 
 class _LazySequence(Sequence[T]):
-    """Items that are made when they are asked for."""
+    """Items that are built on access."""
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
         self._count = count

@@ -1,4 +1,4 @@
-"""Rows of a data file, each with the place it stands at, so that a complaint can name it."""
+"""Read rows of data files, each with a place for error messages."""
 
 from __future__ import annotations
 
@@ -20,45 +20,42 @@ COLUMNS_IN_USE = {
     "data.label_key": ("label", "answer", "reward_model.ground_truth", "ground_truth", "solution"),
     "data.response_key": ("response", "answer", "solution"),
 }
-"""These columns' usual names in published data sets, likeliest first: proposed if a row lacks the
-one asked for."""
+"""Usual names of columns in published data sets, likeliest first: suggestions for a missing
+column."""
 DEEPEST = 64
-"""Values within values of a row. Far above what data sets have, and far below what Python's own
-recursion bears: rows travel to other processes, and templates walk through them."""
+"""Maximum nesting of a row's values: far above the nesting in data sets, and far below Python's
+recursion limit, because rows are sent to other processes and walked through by templates."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 BATCH = 1024
-"""Rows that are read at a time."""
+"""Rows per batch."""
 INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
-"""Unicode's categories of characters that nobody sees."""
+"""Unicode categories of invisible characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One record of a file. Fields of null within its values are left out, as of objects that never
-    had them: parquet gives every object of a column the fields of all others."""
+    """Record of a file. Null fields of nested objects are dropped."""
 
     values: Mapping[str, Any]
     setting: str
-    """The setting that named the file (``data.train``)."""
+    """Setting that named the file (``data.train``)."""
     place: str
     """File and line, or file and row."""
 
     def make_error(self, problem: str, remedy: str) -> UserError:
-        """An error that names this row."""
+        """Return an error that names this row."""
         return UserError(self.setting, self.place, problem, remedy)
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a column; dots in ``key`` reach into nested objects, unless a column is
-        called just so."""
+        """Return a column's value. A key with dots is a column's name, else a path of objects."""
         return self.values[key] if key in self.values else _get_nested(self.values, key.split("."))
 
     def require(self, key: str, setting: str) -> Any:
-        """The value of a column that the row must have, and that a tokenizer or a log can read.
+        """Return the value of a required column, readable by a tokenizer or a log.
 
         Raises:
-            UserError: if the row lacks the column (names the likeliest of those it has), holds null
-                there, or a lone surrogate, half of a character, which JSON can write and no
-                tokenizer or log can.
+            UserError: the row lacks the column (the error suggests the likeliest column), or the
+                value is null or contains a lone surrogate.
         """
         try:
             value = self[key]
@@ -71,9 +68,9 @@ class Row:
                 if c not in COLUMNS_IN_USE["data.prompt_key"] or setting == "data.prompt_key"
             ]
             likely = likely or next(iter(get_close_matches(key, others, 1, 0.0)), None)
-            remedy = f"Set {setting} to the right column" + (
-                f", perhaps {likely!r}" if likely else ""
-            )
+            remedy = f"Set {setting} to the right column"
+            if likely:
+                remedy += f", perhaps {likely!r}"
             raise self.make_error(
                 f"has no column {key!r} (it has {', '.join(columns) or 'none'})", remedy
             ) from None
@@ -89,8 +86,9 @@ class Row:
         """Refuse lone surrogates anywhere in a value of column ``key``.
 
         Raises:
-            UserError: naming the first.
+            UserError: the value contains a lone surrogate; the error names the first.
         """
+        # JSON can hold a lone surrogate, half of a character. No tokenizer or log can.
         for text in iter_strings(value, names=True):
             try:
                 text.encode()
@@ -101,7 +99,7 @@ class Row:
 
 
 def iter_strings(value: Any, *, names: bool = False) -> Iterator[str]:
-    """Every string in a value of JSON; with ``names`` those of columns, too."""
+    """Yield every string in a JSON value; with ``names``, also the names of fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -115,39 +113,37 @@ def iter_strings(value: Any, *, names: bool = False) -> Iterator[str]:
 
 
 def is_too_deep(value: dict[str, Any] | list[Any]) -> bool:
-    """Whether more than :data:`DEEPEST` values lie within each other. Does not itself recurse."""
+    """Return whether the nesting exceeds :data:`DEEPEST`."""
     level: list[Any] = [value]
+    # Walk level by level, because a recursion would fail on the value that this check must refuse.
     for _ in range(DEEPEST):
-        level = [
-            part
-            for each in level
-            for part in (each.values() if isinstance(each, dict) else each)
-            if isinstance(part, dict | list | tuple)
-        ]
-        if not level:
+        inner: list[Any] = []
+        for each in level:
+            parts = each.values() if isinstance(each, dict) else each
+            inner += [part for part in parts if isinstance(part, dict | list | tuple)]
+        if not inner:
             return False
+        level = inner
     return True
 
 
 def is_blank(text: str) -> bool:
-    """Whether a text has nothing to be seen in it: white space, control characters, marks of no
-    width."""
+    """Return whether a text has only white space, control characters and zero-width marks."""
     return all(unicodedata.category(character) in INVISIBLE for character in text)
 
 
 def as_text(value: Any) -> str:
-    """A string, a number or a truth value as its author wrote it.
-
-    Whole numbers that parquet stores as floats or decimals are the integers that they were.
+    """Return a string, a number or a truth value in the author's spelling.
 
     Raises:
-        ValueError: for numbers that are none, and for all that has no one spelling.
+        ValueError: the value is NaN or infinite, or has a type with several spellings.
     """
     if isinstance(value, str):
         return value
     if isinstance(value, float | Decimal):
         if not math.isfinite(value):
             raise ValueError(f"{value} (no number)")
+        # Parquet may store integers as floats or decimals.
         if value == int(value):
             return str(int(value))
     if isinstance(value, Decimal):
@@ -158,10 +154,10 @@ def as_text(value: Any) -> str:
 
 
 def read_rows(file: str, setting: str) -> list[Row]:
-    """All rows of a JSONL file (.jsonl), a JSON list (.json) or a parquet file (.parquet).
+    """Read all rows of a JSONL file (.jsonl), a JSON list (.json) or a parquet file (.parquet).
 
     Raises:
-        UserError: if the file is absent, malformed, of another kind, or without rows.
+        UserError: the file is absent, malformed, of another kind, or without rows.
     """
     path = Path(file)
     if not path.is_file():
@@ -187,7 +183,7 @@ def read_rows(file: str, setting: str) -> list[Row]:
 
 
 def _iter_lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, each with its number."""
+    """Yield the non-blank lines with line numbers."""
     # Split on newlines only: str.splitlines would also break lines at U+2028, which JSON strings
     # may hold.
     with path.open(encoding="utf-8", newline="\n") as lines:
@@ -200,17 +196,21 @@ def _iter_lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
 
 
 def parse_line(line: str | bytes, number: int, path: Path, setting: str) -> Row:
-    """Row of a line of JSONL.
+    """Parse a line of JSONL.
 
     Raises:
-        UserError: if it is no JSON object, or one too deep.
+        UserError: the line is no JSON object, or is nested too deeply.
     """
     place = f"{path}, line {number}"
     return _as_row(_parse(line, place, setting, "Mend or remove the line"), place, setting)
 
 
 def parse_record(values: Any, number: int, path: Path, setting: str) -> Row:
-    """Row of a parquet file or of a JSON list; raises as ``parse_line``."""
+    """Parse a record of a parquet file or a JSON list.
+
+    Raises:
+        UserError: the record is no object, or is nested too deeply.
+    """
     return _as_row(values, f"{path}, row {number}", setting)
 
 
@@ -245,11 +245,12 @@ def _as_row(values: Any, place: str, setting: str) -> Row:
         )
     if is_too_deep(values):
         raise _make_depth_error(setting, place)
+    # Drop nulls, because parquet gives every object of a column the fields of all objects.
     return Row({name: drop_nulls(value) for name, value in values.items()}, setting, place)
 
 
 def drop_nulls(value: Any) -> Any:
-    """A value without the fields of its objects, at any depth, that hold null."""
+    """Return a value without null fields of objects at any depth."""
     if isinstance(value, dict):
         return {name: drop_nulls(part) for name, part in value.items() if part is not None}
     return [drop_nulls(part) for part in value] if isinstance(value, list) else value
@@ -270,22 +271,21 @@ class RowBatch:
 
     rows: list[Row]
     numbers: list[int]
-    """Lines or rows of the file, from 1."""
+    """Numbers of lines or rows in the file, from 1."""
     values: Any
-    """Lines of JSON as they stand in the file, or an Arrow array of a parquet file's records."""
+    """Unchanged lines of JSON, or an Arrow array of a parquet file's records."""
     done: float
-    """Share of the file that has been read."""
+    """Fraction of the file up to the end of the batch."""
 
 
 def read_batches(file: Path, setting: str, size: int) -> Iterator[RowBatch]:
-    """The rows of a JSONL or parquet file, ``size`` at a time, without the others in memory.
+    """Yield batches of ``size`` rows of a JSONL or parquet file, with one batch in memory.
 
     Raises:
-        UserError: as ``read_rows``.
+        UserError: an error of ``read_rows``.
     """
-    return (_read_parquet_batches if file.suffix == ".parquet" else _read_line_batches)(
-        file, setting, size
-    )
+    read = _read_parquet_batches if file.suffix == ".parquet" else _read_line_batches
+    return read(file, setting, size)
 
 
 def _read_line_batches(path: Path, setting: str, size: int) -> Iterator[RowBatch]:
@@ -304,14 +304,14 @@ def _read_parquet_batches(path: Path, setting: str, size: int) -> Iterator[RowBa
     import pyarrow.parquet
 
     try:
-        # Without the last two, all of a row group would be in memory.
+        # Without the last two arguments, a whole row group would be in memory.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20) as file:
             first = 1
             total = file.metadata.num_rows
             for batch in file.iter_batches(size):
                 try:
                     records = batch.to_pylist()
-                # Text that is not UTF-8, dates without room in Python, columns of one name.
+                # Texts that are not UTF-8, dates beyond Python's range, columns with equal names.
                 except Exception as error:
                     raise _make_read_error(batch, path, setting, first) from error
                 numbers = list(range(first, first + len(records)))
@@ -331,14 +331,15 @@ def _read_parquet_batches(path: Path, setting: str, size: int) -> Iterator[RowBa
 
 
 def _decode_dictionary(column: Any) -> Any:
-    """Without a dictionary, of which a file of several batches has room for one alone."""
+    """Return a column without a dictionary."""
     import pyarrow
 
+    # An Arrow file with several batches has room for a single dictionary only.
     return column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
 
 
 def _make_read_error(table: Any, path: Path, setting: str, first: int) -> UserError:
-    """Error for a table with unreadable values, at the first place that has the problem."""
+    """Return the error for a table with unreadable values, at the first unreadable place."""
     for name, column in zip(table.column_names, table.columns, strict=True):
         if table.column_names.count(name) > 1:
             return UserError(

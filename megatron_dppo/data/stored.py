@@ -1,10 +1,10 @@
-"""Rows of large files with their token ids: made once, then read from the disk one by one as they
-are asked for.
+"""Store rows of large files with token ids, and read single rows from the disk.
 
-What is made lies in the user's cache folder, under a hash of all that it depends on: the file's
-content, the tokenizer, and the settings that its reader names. One process makes it, and others
-wait. It is one Arrow file, and its pages are shared by all ranks of a machine. Its checksum lies
-beside it; what is damaged is made again.
+- Each store is a folder in the user's cache folder. The name is a hash of the files' content, the
+  tokenizer and the caller's settings.
+- A single process tokenises; other processes wait.
+- Rows are in an Arrow file. All ranks of a machine share the pages.
+- A checksum is stored beside the rows; a damaged store is made again.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ from megatron_dppo.process.files import file_digest, replace_directory
 from megatron_dppo.process.streams import print_message, report_progress
 
 LARGE = 16 * 2**20
-"""Bytes of a file from which on its rows are stored. Smaller ones are read into memory, in
-seconds."""
+"""Minimum bytes of the files of a store. Smaller files are read into memory, in seconds."""
 STORED = (".jsonl", ".ndjson", ".parquet")
 CACHE = "MEGATRON_DPPO_CACHE"
 """Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or
 ~/.cache/megatron_dppo."""
 FORM = 6
-"""Version of the stored form. Prompts that another version stored in another form are made
-again."""
+"""Version of the stored form. Prompts of another version are stored again."""
 CHAT_TEMPLATES = ("chat_template*", f"{NAMED_TEMPLATES}/*")
 TOKENIZER_FILES = (
     "token*",
@@ -50,35 +48,33 @@ TOKENIZER_FILES = (
 ROWS = "rows.arrow"
 SUMMARY = "summary.json"
 Columns = tuple[list[int], ...]
-"""The token ids of a row: those of its prompt, and of its worked answer where that is wanted."""
+"""Token ids of a row: prompt, and worked answer if requested."""
 Encode = Callable[[list[Row]], list[tuple[int, Columns] | None]]
-"""A hash of the prompt and the token ids of each row; None for a row that is to be left out. Raises
+"""Function from rows to hashes of prompts with token ids; None for a row to leave out. Raises
 UserError for a wrong row."""
 
 
 def are_large(files: Sequence[Path]) -> bool:
-    """Whether the rows of these files are to be stored."""
+    """Return whether the rows of these files must be stored."""
     known = all(file.suffix in STORED and file.is_file() for file in files)
     return known and sum(file.stat().st_size for file in files) >= LARGE
 
 
 def cache_folder() -> Path:
-    """Where rows are stored."""
-    default = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "megatron_dppo"
-    )
-    return Path(os.environ.get(CACHE) or default) / "prompts"
+    """Return the folder of stored rows."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return Path(os.environ.get(CACHE) or user / "megatron_dppo") / "prompts"
 
 
 class StoredRows:
-    """N rows of some files, each with its token ids. Those that were left out have no number
-    here."""
+    """N rows of files, with token ids. Dropped rows are not counted."""
 
     def __init__(self, folder: Path, files: Sequence[Path], setting: str) -> None:
         """
         Args:
-            folder: that :func:`store` has made.
-            files: that the rows are of, and ``setting`` the setting that names them, for errors.
+            folder: folder made by :func:`store`.
+            files: files of the rows, for errors.
+            setting: setting that names the files, for errors.
         """
         import pyarrow
 
@@ -86,11 +82,13 @@ class StoredRows:
             self._table = pyarrow.ipc.open_file(mapped).read_all()
         self._files = files
         self._setting = setting
+        # Lines of JSONL are stored as bytes, rows of parquet as records.
         self._lines = pyarrow.types.is_large_binary(self._table.schema.field("values").type)
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         self.dropped = int(summary["dropped"])
+        """Number of dropped rows."""
         self.longest = int(summary["longest"])
-        """How many more rows the file has; the most tokens of a row, all its columns together."""
+        """Tokens of the longest row, all columns together."""
         self.data_sources = frozenset[str](summary["data_sources"])
 
     def __len__(self) -> int:
@@ -98,20 +96,19 @@ class StoredRows:
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """[N], of the prompts."""
+        """[N], hashes of the prompts."""
         return np.asarray(self._table["key"], np.int64)
 
     def get_row(self, index: int) -> Row:
-        """The file's row ``index``."""
+        """Return row ``index``, parsed again from the stored values."""
         file, number, values = (
             self._table[name][index].as_py() for name in ("file", "number", "values")
         )
-        return (parse_line if self._lines else parse_record)(
-            values, number, self._files[file], self._setting
-        )
+        parse = parse_line if self._lines else parse_record
+        return parse(values, number, self._files[file], self._setting)
 
     def get_tokens(self, index: int, column: int = 0) -> list[int]:
-        """[P]"""
+        """Return the token ids of a row: [P] of column 0, the prompt; [L] of column 1."""
         return list(self._table[f"tokens{column}"][index].values.to_pylist())
 
 
@@ -122,19 +119,18 @@ def store(
     tokenizer: Path,
     encode: Encode,
 ) -> StoredRows:
-    """The rows of some files with their token ids: those that are stored already, or that are made
-    now.
+    """Return the rows of files with token ids, and store the rows first if necessary.
 
     Args:
-        files: of one kind.
-        setting: that names them.
-        depends_on: what the result depends on besides the files and the tokenizer; JSON-able.
-        tokenizer: the folder that it is read from.
-        encode: called for some rows at a time, and not at all where all is there.
+        files: files of the same kind.
+        setting: setting that names the files.
+        depends_on: settings that change the result, as JSON.
+        tokenizer: folder of the tokenizer.
+        encode: encoder of a batch of rows; not called if all rows are stored.
 
     Raises:
-        UserError: as ``read_rows`` and ``encode``; for files of several kinds, or with different
-            columns; and where the cache folder cannot be written to.
+        UserError: an error of ``read_rows`` or ``encode``; files differ in kind or columns; or the
+            cache folder cannot be written.
     """
     try:
         contents = [(file.suffix, file_digest(file)) for file in files]
@@ -145,16 +141,15 @@ def store(
             _hash_tokenizer(tokenizer),
             dict(depends_on),
         ]
-        folder = (
-            cache_folder()
-            / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
-        )
+        digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        folder = cache_folder() / digest[:32]
         is_waiting = False
         while not _is_whole(folder):
             try:
                 with replace_directory(folder) as draft:
+                    # Discard the draft if another process was faster.
                     if _is_whole(folder):
-                        raise FileExistsError  # because another process was faster
+                        raise FileExistsError
                     if folder.exists():
                         print_message(f"note: {folder} is damaged, and is made again")
                     _write(draft, files, setting, encode)
@@ -175,7 +170,7 @@ def store(
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a folder has what was written there, by its checksum."""
+    """Return whether a folder's content matches the checksum."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         crc32 = summary.pop("crc32")
@@ -214,24 +209,21 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
                 rows = rows + len(encoded)
                 stored = stored + len(kept)
                 if kept:
-                    keys, columns = zip(*filter(None, encoded), strict=True)
+                    found_rows = [found for found in encoded if found is not None]
+                    keys = [key for key, _ in found_rows]
+                    columns = [tokens for _, tokens in found_rows]
                     longest = max(longest, *(sum(map(len, each)) for each in columns))
-                    lines = isinstance(batch.values, list)
-                    values = (
-                        pyarrow.array(batch.values, pyarrow.large_binary())
-                        if lines
-                        else batch.values
-                    )
+                    values = batch.values
+                    if isinstance(values, list):
+                        values = pyarrow.array(values, pyarrow.large_binary())
                     arrays = {
                         "file": pyarrow.array([number] * len(kept), pyarrow.int32()),
                         "number": pyarrow.array(batch.numbers, pyarrow.int64()).take(kept),
                         "values": values.take(kept),
                         "key": pyarrow.array(keys, pyarrow.int64()),
-                        **{
-                            f"tokens{i}": _build_list_array(each)
-                            for i, each in enumerate(zip(*columns, strict=True))
-                        },
                     }
+                    for i, tokens in enumerate(zip(*columns, strict=True)):
+                        arrays[f"tokens{i}"] = _build_list_array(tokens)
                     part = pyarrow.RecordBatch.from_pydict(arrays)
                     schema = schema or part.schema
                     if part.schema != schema:
@@ -258,9 +250,9 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
             raise UserError(setting, files[0], problem, remedy)
         writer.close()
         sink.flush()
-        os.fsync(
-            sink.fileno()
-        )  # or a machine that stops could leave a file of the right name that is empty
+        # Flush to the disk, because a machine that stops could leave an empty file under the final
+        # name.
+        os.fsync(sink.fileno())
     summary: dict[str, Any] = {
         "dropped": rows - stored,
         "longest": longest,
@@ -281,7 +273,7 @@ def _build_list_array(rows: Sequence[list[int]]) -> Any:
 
 
 def list_tokenizer_files(folder: Path) -> list[Path]:
-    """The files that a tokenizer and its chat template are read from."""
+    """Return the files of a tokenizer and the tokenizer's chat templates."""
     return sorted(
         {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
     )
@@ -289,6 +281,5 @@ def list_tokenizer_files(folder: Path) -> list[Path]:
 
 def _hash_tokenizer(folder: Path) -> str:
     files = list_tokenizer_files(folder)
-    return hashlib.sha256(
-        "".join(file.name + file_digest(file) for file in files).encode()
-    ).hexdigest()
+    names_and_digests = "".join(file.name + file_digest(file) for file in files)
+    return hashlib.sha256(names_and_digests.encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""The policy's tokenizer, the ids of it that a run depends on, and whether its chat template ends.
+"""Load the policy's tokenizer, find special token ids, and check that chat templates terminate.
 
-A chat template is a program, and comes with a model from anywhere.
+A chat template is a program from an untrusted source.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ CHAT_MARKS = re.compile(
 
 
 def strip_chat_marks(text: str) -> str:
-    """Text that a Qwen's chat template has rendered, without its marks."""
+    """Return text rendered by a Qwen chat template, without the template's marks."""
     return CHAT_MARKS.sub("", text).strip()
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that a run uses."""
+    """Part of a Hugging Face tokenizer's interface that a run uses."""
 
     chat_template: str | dict[str, str] | None
-    """One template, or several by name."""
+    """Template, or several templates by name."""
     eos_token_id: int | None
     pad_token_id: int | None
     name_or_path: str
-    """The folder that it was read from."""
+    """Folder of the tokenizer's files."""
 
     added_tokens_decoder: Mapping[int, Any]
-    """By id, each with ``content``, and ``special`` if decoding can leave it out."""
+    """Token id to a token with ``content`` and ``special``. Decoding can omit special tokens."""
 
     def __len__(self) -> int: ...
 
@@ -65,11 +65,11 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory, from its files alone: nothing is fetched.
+    """Load the tokenizer of a Hugging Face directory, without access to the network.
 
     Raises:
-        UserError: if the directory or its tokenizer files are missing or unreadable, or a token has
-            no row in the embedding.
+        UserError: the directory or a tokenizer file is missing or unreadable, or a token has no row
+            in the embedding.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -84,36 +84,35 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(
             "model.path", path, "holds no tokenizer (neither tokenizer.json nor vocab.json)", remedy
         )
-    from transformers import AutoTokenizer  # which takes seconds to import
+    # Import here, because the import takes seconds.
+    from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the tokenizers library raises bare Exception for malformed files
-        problem = (
-            "its tokenizer cannot be read "
-            f"({next(iter(str(error).splitlines()), type(error).__name__)})"
-        )
+    # The tokenizers library raises bare Exception for malformed files.
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        problem = f"its tokenizer cannot be read ({first_line})"
         raise UserError("model.path", path, problem, "Copy the tokenizer files again") from error
-    check_token_ids(
-        tokenizer.get_vocab().values(), folder, "its tokenizer"
-    )  # added tokens, of padding and so on, too
+    # The vocabulary includes added tokens, such as the padding token.
+    check_token_ids(tokenizer.get_vocab().values(), folder, "its tokenizer")
     return cast(Tokenizer, tokenizer)
 
 
 def check_token_ids(
     tokens: Iterable[int], folder: Path, owner: str, setting: str = "model.path"
 ) -> None:
-    """Check that token ids have a row in the embedding of the policy in ``folder``, as far as it
-    has a config.json.
+    """Check that token ids have rows in the policy's embedding, if ``folder`` has a config.json.
 
     Raises:
-        UserError: naming ``setting``, for the first id that has none.
+        UserError: a token id has no row. The error names ``setting``.
     """
     file = folder / "config.json"
     try:
         rows = int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # its reader says what is wrong with it
+        # The reader of config.json reports the problem.
+        return
     if beyond := [token for token in tokens if not 0 <= token < rows]:
         problem = (
             f"{owner} has the token id {min(beyond)}, and the embedding has {rows} rows ({file})"
@@ -127,8 +126,7 @@ def check_token_ids(
 
 
 def get_leading_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Return the special tokens that the tokenizer puts before text, such as Llama's beginning of
-    text."""
+    """Return the special tokens before a text, such as Llama's beginning-of-text token."""
     plain, whole = (
         tokenizer(["a"], add_special_tokens=special)["input_ids"][0] for special in (False, True)
     )
@@ -137,14 +135,13 @@ def get_leading_tokens(tokenizer: Tokenizer) -> list[int]:
 
 
 def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end a completion: those of the policy's files, and the tokenizer's end
-    of turn.
+    """Return the tokens that end a completion, from the policy's files and the tokenizer.
 
-    The padding token is not one of them, unless either source names it (Qwen3's
-    generation_config.json does).
+    The padding token ends a completion only if the policy's files or the tokenizer list the padding
+    token as an end, as Qwen3's generation_config.json does.
 
     Raises:
-        UserError: as ``read_eos_token_ids``; neither source names a token.
+        UserError: an error of ``read_eos_token_ids``, or no source names a token.
     """
     listed = read_eos_token_ids(path)[1]
     if listed and tokenizer.eos_token_id is None:
@@ -153,8 +150,7 @@ def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def stop_note(path: str | Path, tokenizer: Tokenizer) -> str:
-    """Return a note if the policy's files do not list the tokenizer's end of turn, else an empty
-    text."""
+    """Return a note if the policy's files omit the tokenizer's end of turn, else an empty text."""
     file, listed = read_eos_token_ids(path)
     if not listed or tokenizer.eos_token_id in (None, *listed):
         return ""
@@ -167,11 +163,10 @@ def stop_note(path: str | Path, tokenizer: Tokenizer) -> str:
 
 
 def read_eos_token_ids(path: str | Path) -> tuple[str, tuple[int, ...]]:
-    """Return ``eos_token_id`` of generation_config.json, else of config.json, after the name of the
-    file.
+    """Return the file's name and ``eos_token_id`` of generation_config.json, else of config.json.
 
-    The tokens are empty if neither file lists any. The name is then that of the file to list them
-    in.
+    Without any listed token, the tokens are empty, and the name is the file that should list
+    tokens.
 
     Raises:
         UserError: a file is malformed, or a token has no row in the embedding.
@@ -207,7 +202,11 @@ def read_eos_token_ids(path: str | Path) -> tuple[str, tuple[int, ...]]:
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
-    """The token that closes a turn."""
+    """Return the token that ends a turn.
+
+    Raises:
+        UserError: the tokenizer has no ``eos_token``.
+    """
     if tokenizer.eos_token_id is None:
         problem = "the tokenizer names no eos_token, so completions would never end"
         remedy = "Set eos_token there, or rollout.stop_token_ids"
@@ -216,8 +215,8 @@ def end_token_id(tokenizer: Tokenizer) -> int:
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
-    """Token that fills a batch up. Never scored, so that any token serves if the tokenizer names
-    none."""
+    """Return the token that pads a batch."""
+    # Padding is never scored, so any token serves if the tokenizer has no padding token.
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
@@ -225,29 +224,27 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
 
 
 CPU_S = 5
-"""Seconds of processor time for one short conversation; templates in use take a millisecond."""
+"""Limit of processor time for a short conversation; templates in use take a millisecond."""
 MEMORY_MIB = 1024
 LONGEST = 1_000_000
-"""Characters of a rendered conversation of two words."""
+"""Limit of characters of a short rendered conversation."""
 TOO_LONG = 3
 NO_MEMORY = 4
-"""Exit codes of a process that renders."""
+"""Exit codes of a rendering process."""
 CONVERSATION = [{"role": "user", "content": "Hello."}]
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of a policy's further chat templates."""
 CLOCK = "strftime_now"
-"""Function by which transformers has a chat template print the date."""
+"""Function of transformers that a chat template calls to print the date."""
 
 
 def check_template(folder: Path) -> None:
-    """Render a short conversation with each chat template of a Hugging Face directory, in a process
-    with limits.
+    """Render a short conversation with each chat template of a directory, in a limited process.
 
-    Only limits are looked at: whatever else is wrong with a template, the run's own tokenizer
-        tells.
+    Only limits are checked here. The run's tokenizer reports any other problem of a template.
 
     Raises:
-        UserError: the template loops, or takes too much memory, or makes a text without measure.
+        UserError: a template loops, takes too much memory, or makes too long a text.
     """
     for template in chat_templates(folder):
         if problem := _check_limits(partial(_render, template)):
@@ -256,8 +253,7 @@ def check_template(folder: Path) -> None:
 
 
 def chat_templates(folder: Path) -> list[str]:
-    """Return the chat templates of a Hugging Face directory, as far as they can be read without the
-    tokenizer."""
+    """Return the chat templates of a Hugging Face directory that are readable without tokenizer."""
     templates = []
     for file in (
         folder / "chat_template.jinja",
@@ -279,7 +275,7 @@ def chat_templates(folder: Path) -> list[str]:
 
 
 def _render(template: str) -> str:
-    """As transformers does, as far as limits are concerned."""
+    """Render the short conversation, with transformers' options that matter for limits."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(
@@ -292,7 +288,8 @@ def _render(template: str) -> str:
 
 
 def _check_limits(render: Callable[[], str]) -> str:
-    """Limit that a rendering process exceeds; empty: none."""
+    """Return the limit that a rendering process exceeds, or an empty text."""
+    # A template that loops can be stopped only from outside.
     child = os.fork()
     if child == 0:
         _render_and_leave(render)
@@ -318,7 +315,8 @@ def _render_and_leave(render: Callable[[], str]) -> NoReturn:
         code = TOO_LONG if len(render()) > LONGEST else 0
     except (MemoryError, OverflowError):
         code = NO_MEMORY
-    except BaseException:  # of a template that the tokenizer refuses, in words of its own
+    # Ignore other errors: the tokenizer refuses the template, with a message of the library's own.
+    except BaseException:
         code = 0
     finally:
         os._exit(code)

@@ -1,18 +1,17 @@
-"""Conversations of the policy with an environment that speaks in messages, as token ids.
+"""Conversations between the policy and an environment that sends chat messages, as token ids.
 
-What the policy said is kept as the token ids that it sampled. The environment's new messages are
-rendered by the chat template, and of the rendered text the policy reads what stands after its own
-turn, up to where it speaks again:
+Turns of the policy stay the sampled token ids. The chat template renders the environment's new
+messages; the policy reads the rendered text after the policy's own turn:
 
-    <|im_start|>user guess<|im_end|><|im_start|>assistant    the prompt
-    4<|im_end|>                                              said by the policy
-    <|im_start|>user more<|im_end|><|im_start|>assistant     told
+    <|im_start|>user guess<|im_end|><|im_start|>assistant    prompt
+    4<|im_end|>                                              sampled by the policy
+    <|im_start|>user more<|im_end|><|im_start|>assistant     read by the policy
 
-The same code has the conversation and has it once more when it is scored, with what the policy said
-then: an environment that now answers otherwise is found out.
+Scoring replays the conversation with the sampled turns, and detects an environment that answers
+differently.
 
-An environment may have tools, in the form of Qwen3 and Qwen2.5. The chat template says what tools
-there are, and the policy calls one in a block of its answer:
+Tools have the form of Qwen3 and Qwen2.5. The chat template lists the tools, and the policy calls a
+tool in a block of a turn:
 
     Let me add.
     <tool_call>
@@ -31,26 +30,24 @@ from itertools import groupby
 from typing import Any
 
 Generate = Callable[[list[int]], Awaitable[list[int]]]
-"""The policy's answer to these further token ids, with the token that ended it; raises
+"""Function from new token ids to the policy's next turn, the final token included. Raises
 :class:`ResponseFullError` if no token is left."""
 Message = Mapping[str, Any]
-"""A dict; of the policy's, all that it said is ``content``."""
+"""Chat message. ``content`` of a policy's message is the whole text of the turn."""
 MARK = "(what the policy said: 5b1f2c9e)"
-"""Stands for a turn of the policy where a template renders what comes after it."""
+"""Replacement of a turn of the policy when a template renders later messages."""
 
 
 class ResponseFullError(Exception):
-    """No token is left of the response: the conversation is cut off here."""
+    """No token of the response is left: the conversation is cut off here."""
 
 
 class ConversationFormatError(ValueError):
-    """An environment or a template whose messages cannot become token ids so. The text is to stand
-    after "it"."""
+    """Messages that cannot be converted to token ids. The text is a predicate, to follow "it"."""
 
 
 class ReplayMismatchError(RuntimeError):
-    """An environment went on otherwise than it did when the policy spoke to it, though the policy
-    said the same."""
+    """Different behaviour of an environment in a replay of the same turns of the policy."""
 
     def __init__(self, action: str) -> None:
         law = (
@@ -63,13 +60,13 @@ class ReplayMismatchError(RuntimeError):
 
 
 class ChatSession:
-    """One conversation. Called with all messages so far, it returns what the policy says to them.
+    """Conversation. A call takes all messages up to now and returns the policy's next turn.
 
     Args:
-        tokenizer: Hugging Face's, of the policy.
+        tokenizer: the policy's Hugging Face tokenizer.
         prompt_messages: messages of the prompt.
-        generate: has the policy go on.
-        tools: tools of the prompt, by which transformers chooses among several chat templates.
+        generate: generator of the policy's turns.
+        tools: tools of the prompt, for transformers' choice among several chat templates.
     """
 
     def __init__(
@@ -80,15 +77,16 @@ class ChatSession:
         self._say = generate
         self._render = partial(tokenizer.apply_chat_template, tools=tools or None, tokenize=False)
         self._messages: list[Message] = []
-        """All that were said so far, the last one by the policy."""
+        """Messages up to now; the last message is the policy's."""
         self._last = -1
-        """The policy's last token."""
+        """Last token of the policy."""
 
     async def __call__(self, messages: Sequence[Message]) -> str:
         """
         Raises:
-            TurnsError: the messages are not those so far and further ones, or cannot be rendered.
-            NothingLeftError: no token is left.
+            ConversationFormatError: the messages do not continue the earlier messages, or cannot be
+                rendered.
+            ResponseFullError: no token is left.
         """
         said = await self._say(self._encode_new_messages(messages))
         text: str = self._tokenizer.decode(said, skip_special_tokens=True)
@@ -97,11 +95,10 @@ class ChatSession:
         return text
 
     def _encode_new_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids between the policy's last turn and its next one."""
+        """Return the token ids between the policy's last turn and the next turn."""
         if not self._messages:
-            if not isinstance(self._asked, Sequence) or _get_contents(messages) != _get_contents(
-                self._asked
-            ):
+            prompt = self._asked
+            if not isinstance(prompt, Sequence) or _get_contents(messages) != _get_contents(prompt):
                 raise ConversationFormatError(
                     "asks the policy other messages at first than its problem has"
                 )
@@ -113,9 +110,8 @@ class ChatSession:
             )
         text = self._render_new_messages(self._messages[:-1], messages[known:])
         token_ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
-        told = (
-            token_ids[1:] if token_ids[:1] == [self._last] else token_ids
-        )  # the policy has ended its turn itself
+        # A turn that the policy closed with the end-of-turn token already has this token.
+        told = token_ids[1:] if token_ids[:1] == [self._last] else token_ids
         if not told:
             raise ConversationFormatError(
                 "has the policy go on with nothing between two of its turns"
@@ -123,18 +119,19 @@ class ChatSession:
         return told
 
     def _render_new_messages(self, before: Sequence[Message], new: Sequence[Message]) -> str:
-        """A template's text after the policy's turn, which has come after the messages
-        ``before``."""
+        """Return the template's text after a turn of the policy that follows ``before``."""
         if not all(isinstance(message.get("content"), str) for message in new):
             raise ConversationFormatError("answers with more than text")
         chat = [*before, {"role": "assistant", "content": MARK}, *new]
         try:
             until = self._render(before, add_generation_prompt=False)
             whole = self._render(chat, add_generation_prompt=True)
-        except Exception as error:  # a template may raise anything
+        # A template is a program and may raise any exception.
+        except Exception as error:
             raise ConversationFormatError(
                 f"answers with messages that fail in the chat template ({error})"
             ) from error
+        # Refuse a template that changes earlier text, because sampled tokens must stay as sampled.
         if whole.count(MARK) != 1 or not whole.startswith(until):
             roles = ", ".join(str(message["role"]) for message in new) or "nothing"
             problem = (
@@ -146,32 +143,32 @@ class ChatSession:
 
 
 class TurnReplay:
-    """Replay of a completion's turns of the policy: a :data:`Generate`.
+    """Replay of the policy's turns in a completion: a :data:`Generate`.
 
     Args:
-        token_ids: [L], of the response.
-        loss_mask: [L], which of them the policy said; empty: all.
-        cut_off: whether the response ended since no token was left.
+        token_ids: [L], tokens of the response.
+        loss_mask: [L], True for sampled tokens; empty if the policy sampled all tokens.
+        cut_off: True if the response ended because no token was left.
     """
 
     def __init__(
         self, token_ids: Sequence[int], loss_mask: Sequence[bool], *, cut_off: bool
     ) -> None:
         marked = zip(loss_mask or [True] * len(token_ids), token_ids, strict=True)
-        self._left = [
-            (said, [token for _, token in run])
-            for said, run in groupby(marked, lambda each: bool(each[0]))
-        ]
-        """Runs of tokens, and which of them the policy said."""
+        self._left: list[tuple[bool, list[int]]] = []
+        """Remaining runs of tokens, each with True if the policy sampled the run."""
+        for sampled, run in groupby(marked, lambda each: bool(each[0])):
+            self._left.append((sampled, [token for _, token in run]))
         self._cut_off = cut_off
 
     async def __call__(self, token_ids: list[int]) -> list[int]:
         """
         Raises:
-            OtherAnswerError: the policy was told something else.
-            NothingLeftError: as when the completion was made.
+            ReplayMismatchError: ``token_ids`` differ from the completion's tokens.
+            ResponseFullError: the completion was cut off at this turn.
         """
         given = self._take(from_policy=False)
+        # A response that was cut off may hold only the first of the environment's tokens.
         ends_here = self._cut_off and not self._left
         if (token_ids[: len(given)] if ends_here else token_ids) != given:
             raise ReplayMismatchError("answered")
@@ -184,7 +181,7 @@ class TurnReplay:
     def check_end(self) -> None:
         """
         Raises:
-            OtherAnswerError: something is left of the completion.
+            ReplayMismatchError: tokens of the completion remain.
         """
         if self._left:
             raise ReplayMismatchError("ended")
@@ -200,11 +197,11 @@ def _get_contents(messages: Sequence[Any]) -> list[tuple[object, object]]:
 
 
 Tools = Sequence[Mapping[str, Any]]
-"""As a chat template takes them: ``{"type": "function", "function": {"name": ..., "description":
-..., "parameters": ...}}``, ``parameters`` a JSON schema."""
+"""Tools in the form of chat templates: ``{"type": "function", "function": {"name": ...,
+"description": ..., "parameters": ...}}``, where ``parameters`` is a JSON schema."""
 CALL = "<tool_call>"
 OTHER_CALL = "<function="
-"""In templates of another form of calls, that of Qwen3-Coder."""
+"""Mark of templates with Qwen3-Coder's form of calls."""
 _BLOCK = re.compile(rf"{CALL}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _THINKS = "<think>"
 _HAS_THOUGHT = "</think>"
@@ -212,7 +209,7 @@ _HAS_THOUGHT = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool."""
+    """Call of a tool by the policy."""
 
     name: str
     arguments: str
@@ -220,12 +217,14 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The calls of a turn of the policy, and what it said before the first of them, its thoughts
-    among that.
+    """Return the text of a policy's turn before the first call, thoughts included, and the calls.
 
-    Thoughts call nothing. As in vLLM's parser of this form, the last block need not be closed, and
-    one that holds no object with a name and an object of arguments makes all of the turn words: an
-    environment then learns that no tool was called.
+    As in vLLM's parser of this form:
+
+    - Blocks within thoughts are not calls.
+    - The last block may be unclosed.
+    - A block without an object that has a name and an object of arguments makes the whole turn
+      text: the environment receives no call.
     """
     thoughts, end, words = text.rpartition(_HAS_THOUGHT)
     calls = [_parse_call(block) for block in _BLOCK.findall(words)]

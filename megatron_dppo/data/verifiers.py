@@ -1,15 +1,13 @@
-"""Environments of *verifiers* (github.com/PrimeIntellect-ai/verifiers): their problems, and what
-their rubrics say.
+"""Problems and rewards of *verifiers* environments (github.com/PrimeIntellect-ai/verifiers).
 
-Of releases that have ``load_environment`` (before 0.4). An environment is told each answer as if a
-server had just given it, and its rubric then scores the whole group. One of several turns is told
-the policy's turns one after the other, and where it has tools, the calls of them, too: see
+Releases before 0.4 are supported, with ``load_environment``. An environment receives each answer as
+if a server had just generated the answer; then the rubric scores the whole group. With several
+turns, an environment receives the policy's turns in order, and with tools also the calls: see
 ``data/turns.py``.
 
-An environment takes signals for itself, prints, and may import much. So processes of their own
-import this file: those that score, and one that reads the problems, ``python -m
-megatron_dppo.data.verifiers``. Besides, ranks do, where the policy speaks to the environment
-(``rollout/conversation_functions.py``).
+An environment takes over signals, prints, and may have large imports. Therefore separate processes
+import this file: reward workers, and ``python -m megatron_dppo.data.verifiers``, which reads the
+problems. Ranks import this file only for conversations (``rollout/conversation_functions.py``).
 """
 
 from __future__ import annotations
@@ -46,32 +44,33 @@ from megatron_dppo.data.turns import (
 from megatron_dppo.errors import UserError
 
 HELD_OUT_SEED = 0
-"""Seed of the draw of held-out problems, for all runs."""
+"""Random seed for the draw of held-out problems in all runs."""
 RUBRICS = ("verifiers.rubrics", "verifiers.legacy.rubrics")
-"""Loggers of rubrics, by release."""
+"""Loggers of rubrics in different releases."""
 DOWN = (TimeoutError, verifiers.InfraError)
-"""Errors of :func:`run_environment` after which another attempt may succeed."""
+"""Temporary errors of :func:`run_environment`: another attempt may succeed."""
 
 
 Answer = Callable[[Sequence[Message]], Awaitable[str]]
-"""The policy's answer to the messages so far."""
+"""Function from all messages up to now to the policy's answer."""
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> Any:
-    """An environment, loaded once in a process; at first in its main thread.
+    """Load an environment once per process. The first call must be on the main thread.
 
     Args:
-        name: of the environment.
-        arguments: for its ``load_environment``.
+        name: environment id.
+        arguments: arguments of the environment's ``load_environment``.
 
     Raises:
-        Exception: whatever loading it raises.
+        Exception: any error of the environment's ``load_environment``.
     """
     return _load_environment(name, json.dumps(arguments, sort_keys=True))
 
 
 @functools.cache
 def _load_environment(name: str, arguments: str) -> Any:
+    # Restore the handlers, because an environment replaces them.
     taken = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     environment = verifiers.load_environment(name, **json.loads(arguments))
     for number, handler in taken.items():
@@ -81,7 +80,10 @@ def _load_environment(name: str, arguments: str) -> Any:
 
 
 class _Failures(logging.Handler):
-    """Raises what a rubric would log: it makes a zero of a reward function that failed."""
+    """Handler that raises a rubric's logged errors.
+
+    A rubric only logs the error of a failed reward function and counts a reward of zero.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.startswith(RUBRICS):
@@ -89,23 +91,21 @@ class _Failures(logging.Handler):
 
 
 class _Policy(Client):
-    """In place of a server: an :data:`Answer`.
+    """Client that calls an :data:`Answer` instead of a server.
 
     Args:
-        answer: of the policy.
-        tools: that the problem's prompt tells it of.
+        answer: the policy.
+        tools: tools in the problem's prompt.
     """
 
     failure: Exception | None = None
-    """The answer's exception. An environment takes whatever a client raises for an answer of the
-    server's."""
+    """Exception of ``answer``. An environment treats a client's exception as a server's answer."""
 
     def __init__(self, answer: Answer, tools: Tools) -> None:
         super().__init__(answer)
         self._tools = list(tools)
         self._said: dict[int, tuple[Message, str]] = {}
-        """By their places among the messages: turns as the environment has them, and all that the
-        policy said."""
+        """Index of a message to the environment's form of the policy's turn and the whole text."""
 
     def setup_client(self, config: Any) -> None:
         return None
@@ -114,10 +114,11 @@ class _Policy(Client):
         return _get_schema(tool)
 
     async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
-        return [
-            each if isinstance(each, dict) else each.model_dump(exclude_none=True)
-            for each in messages
-        ], {}
+        prompt = []
+        for message in messages:
+            known = isinstance(message, dict)
+            prompt.append(message if known else message.model_dump(exclude_none=True))
+        return prompt, {}
 
     async def get_native_response(
         self, prompt: Any, model: Any, sampling_args: Any, tools: Any = None, **_: Any
@@ -126,9 +127,8 @@ class _Policy(Client):
             if (tools or []) != self._tools:
                 raise ConversationFormatError("offers the policy other tools than its problem has")
             turn = len(prompt)
-            text: str = await self.client(
-                [self._restore_message(place, message) for place, message in enumerate(prompt)]
-            )
+            restored = [self._restore_message(place, each) for place, each in enumerate(prompt)]
+            text: str = await self.client(restored)
         except ResponseFullError as error:
             raise verifiers.OverlongPromptError from error
         except Exception as error:
@@ -143,14 +143,12 @@ class _Policy(Client):
         message = ResponseMessage(
             content=said, tool_calls=of or None, finish_reason=reason, is_truncated=False
         )
-        self._said[turn] = (
-            message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True),
-            text,
-        )
+        given = message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
+        self._said[turn] = given, text
         return message
 
     def _restore_message(self, place: int, message: Message) -> Message:
-        """A message, with the calls among the words where the policy spoke it."""
+        """Return a message; a turn of the policy has the calls within the text, as sampled."""
         given, text = self._said.get(place, (None, ""))
         return message if message != given else {"role": "assistant", "content": text}
 
@@ -171,20 +169,20 @@ def _get_schema(tool: Tool) -> dict[str, Any]:
 async def run_environment(
     environment: Any, problem: Mapping[str, Any], answer: Answer, tools: Tools = ()
 ) -> dict[str, Any]:
-    """Have an environment pose a problem and speak with the policy to the end.
+    """Run the whole conversation of an environment and the policy about a problem.
 
     Args:
-        environment: loaded.
-        problem: as it gave it.
+        environment: loaded environment.
+        problem: problem from the environment's data set.
         answer: the policy.
-        tools: that the problem's prompt tells it of.
+        tools: tools in the problem's prompt.
 
     Returns:
-        The environment's state, not scored yet.
+        The environment's state before scoring.
 
     Raises:
-        TimeoutError: the environment's own time was up.
-        Exception: what ``answer`` raised, or what went wrong in the environment.
+        TimeoutError: the environment exceeded ``timeout_seconds``.
+        Exception: an error of ``answer`` or of the environment.
     """
     client = _Policy(answer, tools)
     state: dict[str, Any] = await environment.rollout(problem, client, "policy", {})
@@ -199,22 +197,23 @@ async def run_environment(
 
 
 def group_score(items: Sequence[Any]) -> list[float]:
-    """The rubric's rewards.
+    """Return the rubric's rewards.
 
     Args:
-        items: the completions of one prompt, as :class:`~megatron_dppo.rewards.adapters.ScoreItem`.
+        items: completions of one prompt, :class:`~megatron_dppo.rewards.adapters.ScoreItem` each.
 
     Raises:
-        KeyError: the prompt is none of an environment's.
-        OtherAnswerError: an environment of several turns went on otherwise than in the completion.
-        Exception: what a reward function raised, or what went wrong in the environment.
+        KeyError: the prompt does not come from an environment.
+        ReplayMismatchError: an environment with several turns differs from the completion.
+        Exception: an error of a reward function or of the environment.
     """
     return _get_runner().run(_compute_rewards(items))
 
 
 @functools.cache
 def _get_runner() -> asyncio.Runner:
-    return asyncio.Runner()  # one loop for all groups: a judge's connections belong to it
+    # All groups share a loop, because the connections of a judge belong to a loop.
+    return asyncio.Runner()
 
 
 async def _compute_rewards(items: Sequence[Any]) -> list[float]:
@@ -251,17 +250,13 @@ _tokenizer = functools.cache(load_tokenizer)
 
 
 def _list_environments(environment: Any) -> list[Any]:
-    return (
-        list(environment.env_map.values())
-        if isinstance(environment, verifiers.EnvGroup)
-        else [environment]
-    )
+    is_group = isinstance(environment, verifiers.EnvGroup)
+    return list(environment.env_map.values()) if is_group else [environment]
 
 
 def _is_multi_turn(environment: Any) -> bool:
-    return not all(
-        isinstance(each, verifiers.SingleTurnEnv) for each in _list_environments(environment)
-    )
+    parts = _list_environments(environment)
+    return not all(isinstance(each, verifiers.SingleTurnEnv) for each in parts)
 
 
 def _load_problems(config: VerifiersConfig, split: str) -> list[Row]:
@@ -288,6 +283,7 @@ def _load_problems(config: VerifiersConfig, split: str) -> list[Row]:
         )
     own = environment.build_eval_dataset()
     inputs = list(own if split == "eval" and own is not None else environment.get_dataset())
+    # Hold out problems of the training set if the environment has no evaluation set.
     if own is None:
         if (count := config.eval_problems) >= len(inputs):
             problem = (
@@ -348,6 +344,7 @@ def _read(config: VerifiersConfig, split: str) -> list[Row] | UserError:
         return _load_problems(config, split)
     except UserError as error:
         return error
+    # Loading runs code of the environment's author, with any error or a call of sys.exit.
     except (Exception, SystemExit) as error:
         problem = f"cannot be loaded ({type(error).__name__}: {error})"
         remedy = "Install it, or mend data.verifiers.arguments"
@@ -357,11 +354,13 @@ def _read(config: VerifiersConfig, split: str) -> list[Row] | UserError:
 def _main() -> None:
     config, split = pickle.load(sys.stdin.buffer)
     with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # what an environment prints is no row
+        # Send the environment's output to standard error, because the parent reads rows from here.
+        os.dup2(2, 1)
         out.write(pickle.dumps(_read(config, split)))
 
 
 if __name__ == "__main__":
     _main()
 else:
-    import transformers.models.auto.tokenization_auto  # noqa: F401 - before the memory of a process that scores is limited
+    # Import now, before a reward worker's memory is limited.
+    import transformers.models.auto.tokenization_auto  # noqa: F401

@@ -1,13 +1,12 @@
-"""Output for a person while a run goes on: a row for each step, notes, and warnings about the
-responses' length.
+"""Console output of a run: a row per step, notes, and warnings about the length of responses.
 
-The report's page and pictures have the console's colours.
+The report's page and pictures use the same colours.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import TextIO
@@ -24,12 +23,11 @@ HEADER_EVERY = 25
 BAR = 16
 """Characters of the bar of phases."""
 FIRST = 3
-"""Steps whose mean length later ones are compared with."""
+"""Number of first steps for the reference mean length."""
 RECENT = 3
-"""Steps in the running mean that is compared."""
+"""Number of steps in the running mean length."""
 TRUNCATED = 0.1
-"""A rise of the truncated share by this much counts as growth: a length that is cut off cannot show
-it."""
+"""Rise of the truncated fraction that counts as growth, because truncated lengths cannot grow."""
 _ON_FALL = (
     "The policy may be settling on a short style for good: read some answers, and watch "
     "held-out accuracy"
@@ -53,18 +51,17 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("lr", "train/lr", "{:.1e}"),
     ("seconds", "perf/step_time", "{:.2f}"),
 )
-"""Title, metric and form of each column. "prompts" and "tokens" are the shares that pruning kept;
-"noise" is the factor by which pruning multiplied the gradient's estimated variance."""
+"""Title, metric and form of each column. "prompts" and "tokens" are the fractions kept by pruning;
+"noise" is the ratio of the gradient's estimated variance with pruning to the variance without."""
 _WARM_UP = ("loss", "grad", "lr", "seconds")
 
 
 class Console:
-    """Output of rank 0. On a terminal it has colours and a bar of phases; elsewhere it writes plain
-    lines.
+    """Output of rank 0: colours and a bar of phases on a terminal, else plain lines.
 
     Args:
-        total_steps: of the whole run, resumes included.
-        file: where to write, stdout unless a test says otherwise.
+        total_steps: steps of the whole run, resumes included.
+        file: output file, for tests; None: standard output.
     """
 
     def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
@@ -76,15 +73,15 @@ class Console:
         self._said: set[str] = set()
 
     def print_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row. A metric that this step does not have (no evaluation, nothing trained on) is a
-        dash."""
+        """Print a row. An absent metric (no evaluation, no training) is a dash."""
         if not any(key in metrics for _, key, _ in _COLUMNS):
             return
         if not self._columns:
             warm_up = "train/loss" in metrics and "rollout/raw_reward" not in metrics
-            self._columns = [
-                c for c in _COLUMNS if (c[0] in _WARM_UP if warm_up else c[0] != "loss")
-            ]
+            if warm_up:
+                self._columns = [column for column in _COLUMNS if column[0] in _WARM_UP]
+            else:
+                self._columns = [column for column in _COLUMNS if column[0] != "loss"]
         if self._rows % HEADER_EVERY == 0:
             self._print(self._make_header(metrics))
         self._rows += 1
@@ -97,7 +94,7 @@ class Console:
         self._print(row.append("  ").append_text(self._render_phases(metrics)))
 
     def print_note(self, text: str, *, repeat: bool = False) -> None:
-        """Print a line of words. The same words are printed once in a run, unless ``repeat``."""
+        """Print a note. Equal notes are printed once in a run, unless ``repeat``."""
         if repeat or text not in self._said:
             self._said.add(text)
             self._print(
@@ -108,13 +105,11 @@ class Console:
 
     def print_banner(self, lines: Sequence[str]) -> None:
         """Print a few lines with an empty line before and after them."""
-        self._print(
-            Text(
-                sanitize_text(
-                    "\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n"
-                )
-            )
-        )
+        indented = []
+        for line in lines:
+            indented.append(f"  {line}" if line else "")
+        body = "\n".join(indented)
+        self._print(Text(sanitize_text(f"\n{body}\n")))
 
     def _print(self, text: Text) -> None:
         self._out.print(text)
@@ -130,7 +125,7 @@ class Console:
         return header
 
     def _format_remaining(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Time to the last step at the pace of the latest ten, evaluations aside."""
+        """Return the time to the last step at the pace of the last ten, without evaluations."""
         if "perf/step_time" in metrics:
             self._recent.append(metrics["perf/step_time"])
         if not self._recent:
@@ -151,6 +146,7 @@ class Console:
             shares = {name: part / total for name, part in parts.items() if part >= 0.01 * total}
             return Text("  ".join(f"{name} {share:.0%}" for name, share in shares.items()))
         bar = Text()
+        # Round the edges, not the widths, so that the widths add up to the whole bar.
         edge = 0.0
         drawn = 0
         for name, part in parts.items():
@@ -165,21 +161,20 @@ def _get_width(title: str) -> int:
 
 
 class LengthGate:
-    """Warns when the length of the responses leaves where it began. It never stops a run.
+    """Warning if the mean length of responses departs from the first steps. Never stops a run.
 
-    A policy that has two styles of answering can settle on the shorter one within a few steps,
-    because that one is better for a while. It then has no long answers left to learn from. The
-    length shows this before the reward does, which still rises on the way into such a local
-    optimum.
+    A policy with a short and a long style of answers can settle on the short style within a few
+    steps, because short answers are better for a while. Then the policy has no long answers to
+    learn from. The length shows this local optimum before the reward: the reward rises at first.
 
-    It takes one row of metrics per step, in order; after a resume the earlier rows come first.
+    Must receive a row of metrics per step in order; after a resume, first the earlier rows.
     """
 
     def __init__(self, bound: float | None) -> None:
         """
         Args:
-            bound: ``run.length_gate``, the factor by which the running mean may fall or rise; None:
-                it never warns.
+            bound: ``run.length_gate``, maximum factor between the running mean and the first mean;
+                None disables warnings.
         """
         self._bound = bound
         self._first: list[tuple[float, float]] = []
@@ -187,13 +182,14 @@ class LengthGate:
         self._outside = ""
 
     def check(self, step: int, row: Mapping[str, float]) -> str | None:
-        """A warning when the length crosses a bound, else None. It warns again only if the length
-        had come back.
+        """Return a warning if the length crosses a bound, else None.
+
+        A further warning for the same bound requires a return of the length within bounds.
 
         Args:
-            step: counted from 1, as in the log.
-            row: the step's metrics; one without ``rollout/response_len/mean`` (an evaluation's) is
-                passed over.
+            step: step, counted from 1 as in the log.
+            row: metrics of the step. Rows without ``rollout/response_len/mean``, such as rows of
+                evaluations, are skipped.
         """
         if self._bound is None or "rollout/response_len/mean" not in row:
             return None
@@ -204,14 +200,15 @@ class LengthGate:
         self._recent.append(measured)
         if len(self._recent) < RECENT:
             return None
-        (before, cut_before), (now, cut) = (
-            map(mean, zip(*of, strict=True)) for of in (self._first, self._recent)
-        )
+        before, cut_before = _compute_means(self._first)
+        now, cut = _compute_means(self._recent)
+        # Lengths at the limit cannot rise, so a rise of truncated responses counts, too.
         outside = ""
         if now * self._bound < before:
             outside = "fell"
         elif now > before * self._bound or cut > cut_before + TRUNCATED:
             outside = "rose"
+        # Warn at the crossing only, not at every step outside.
         crossed = outside not in ("", self._outside)
         self._outside = outside
         if not crossed:
@@ -225,14 +222,20 @@ class LengthGate:
         )
 
 
+def _compute_means(measured: Collection[tuple[float, float]]) -> tuple[float, float]:
+    lengths = [length for length, _ in measured]
+    truncated_ratios = [ratio for _, ratio in measured]
+    return mean(lengths), mean(truncated_ratios)
+
+
 _COLOURS = yaml.safe_load(Path(__file__).with_name("palette.yaml").read_bytes())
 PALETTE: Mapping[str, tuple[str, str]] = _COLOURS["palette"]
 """Colours by name: on light paper and on dark."""
 SAME: Mapping[str, str] = _COLOURS["same"]
-"""Names for a second use of a colour."""
+"""Second names of colours."""
 
 
 def get_colour(name: str) -> str:
-    """On light paper; ``name`` may have words behind it, as the classes of a page's element."""
+    """Return a colour for light paper. Further words in ``name``, such as classes, are ignored."""
     word = name.partition(" ")[0]
     return PALETTE[SAME.get(word, word)][0]

@@ -1,16 +1,15 @@
-"""Where the rows of ``metrics.jsonl`` go besides: TensorBoard, Weights & Biases, MLflow, Trackio
-(``run.loggers``).
+"""Send rows of ``metrics.jsonl`` to TensorBoard, Weights & Biases, MLflow and Trackio.
 
-Each library is imported where it is named alone. None needs a network: without a server or an
-account, which each finds in its own environment variables, a run's rows stay in ``run.dir``.
+Only libraries named in ``run.loggers`` are imported. No library needs a network: the library's own
+environment variables give the server or account; else rows stay in ``run.dir``.
 
-TensorBoard hides what it was told of steps that are taken again after a resume. The others forget
-nothing, so ``loggers.json`` has the run that they made and the last step that they were given::
+TensorBoard hides rows of steps that a resumed run repeats. The other loggers keep all rows, so
+``loggers.json`` has the logger's run and the last step::
 
     {"wandb": {"run": "6f1c0a4e", "step": 40}}
 
-A resumed run goes on in theirs, behind that step, and no step is there twice. What they lack,
-because they were named later or could not be reached, they are given from ``metrics.jsonl``.
+A resumed run continues the logger's run after the last step, and no step is logged twice. Rows that
+a logger lacks, because the logger was added later or was unreachable, come from ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -38,17 +37,18 @@ if TYPE_CHECKING:
 Row = Mapping[str, float]
 STATE = "loggers.json"
 PROJECT = "megatron_dppo"
-"""Project of the three, unless their own variable names another."""
+"""Project of Weights & Biases, MLflow and Trackio, unless an environment variable names another
+project."""
 _PARAMETERS_AT_ONCE = 100
 _LONGEST_PARAMETER = 6000
-"""Most that MLflow takes."""
+"""Limits of MLflow: parameters per call, characters of a parameter."""
 
 
 class Sink(Protocol):
-    """A library's log of a run's rows."""
+    """Log of a library."""
 
     run: str
-    """By which it finds the run again."""
+    """Id of the run in the library. A resumed run has the same id."""
 
     def write(self, step: int, row: Row) -> None: ...
 
@@ -56,22 +56,21 @@ class Sink(Protocol):
 
 
 def _open_tensorboard(folder: Path, resume_step: int) -> SummaryWriter:
-    """Event files in ``tensorboard/``."""
+    """Open event files in ``tensorboard/``."""
     from torch.utils.tensorboard import SummaryWriter
 
-    # TensorBoard hides values of earlier event files from ``purge_step`` on: these steps are taken
-    # again.
+    # TensorBoard hides values of earlier event files from ``purge_step`` on, the repeated steps.
     first = resume_step + 1 if resume_step > 0 else 0
     return SummaryWriter(str(folder / "tensorboard"), purge_step=first)
 
 
 class _WeightsAndBiases:
-    """A run of Weights & Biases, or of Trackio, whose runs have the same methods.
+    """Run of Weights & Biases or Trackio, with the same methods.
 
     Args:
-        run: by which the library finds it again.
-        log: the library's object.
-        failed: arguments of ``finish`` for a run that did not reach its end.
+        run: id of the run in the library.
+        log: run object of the library.
+        failed: arguments of ``finish`` for an incomplete run.
     """
 
     def __init__(self, run: str, log: Any, failed: Mapping[str, int]) -> None:
@@ -83,15 +82,13 @@ class _WeightsAndBiases:
         self._log.log(dict(row), step=step)
 
     def close(self, *, finished: bool) -> None:
-        with contextlib.redirect_stdout(
-            io.StringIO()
-        ):  # where a log is shown is printed at the end of a run
+        # Discard output, because the libraries print the address of the log at the end.
+        with contextlib.redirect_stdout(io.StringIO()):
             self._log.finish(**({} if finished else self._failed))
 
 
 def _open_wandb(folder: Path, settings: Mapping[str, Any], run: str | None) -> Sink:
-    """``wandb/``; rows are uploaded if there are credentials and WANDB_MODE does not say
-    otherwise."""
+    """Open ``wandb/``. Rows are uploaded if credentials exist and WANDB_MODE permits uploads."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -104,7 +101,7 @@ def _open_wandb(folder: Path, settings: Mapping[str, Any], run: str | None) -> S
         dir=folder,
         mode=None if known else "offline",
         config=dict(settings),
-        # The metadata are command lines and addresses, the console is what a rank prints.
+        # Do not send metadata (command lines, addresses) or the console (a rank's output).
         settings=wandb.Settings(
             console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True
         ),
@@ -113,12 +110,13 @@ def _open_wandb(folder: Path, settings: Mapping[str, Any], run: str | None) -> S
 
 
 def _open_trackio(folder: Path, settings: Mapping[str, Any], run: str | None) -> Sink:
-    """``trackio/``, or the folder, the Space or the server of Trackio's own variables."""
+    """Open ``trackio/``, or the folder, Space or server in Trackio's environment variables."""
     os.environ.setdefault("TRACKIO_DIR", str(folder.absolute() / "trackio"))
     import trackio
 
     project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-    name = run or f"{folder.name}-{secrets.token_hex(3)}"  # Trackio finds a run by its name
+    # Make the name unique, because Trackio finds a run by name.
+    name = run or f"{folder.name}-{secrets.token_hex(3)}"
     with contextlib.redirect_stdout(io.StringIO()):
         log = trackio.init(
             project, name, config=dict(settings), resume="allow", embed=False, auto_log_cpu=False
@@ -127,17 +125,16 @@ def _open_trackio(folder: Path, settings: Mapping[str, Any], run: str | None) ->
 
 
 class _MLflow:
-    """``mlflow.db``, or the server of MLFLOW_TRACKING_URI."""
+    """Run in ``mlflow.db``, or on the server of MLFLOW_TRACKING_URI."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], run: str | None) -> None:
+        # Limit retries and timeouts, because a step must not wait for a server for minutes.
         for name, value in (
             ("DISABLE_TELEMETRY", "true"),
             ("HTTP_REQUEST_MAX_RETRIES", "1"),
             ("HTTP_REQUEST_TIMEOUT", "20"),
         ):
-            os.environ.setdefault(
-                f"MLFLOW_{name}", value
-            )  # a step is not to wait for a server for minutes
+            os.environ.setdefault(f"MLFLOW_{name}", value)
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -160,9 +157,8 @@ class _MLflow:
 
     def write(self, step: int, row: Row) -> None:
         now = int(time.time() * 1000)
-        names = {
-            key: re.sub(r"[^\w\-. /]", "_", key.replace("@", "_at_")) for key in row
-        }  # which MLflow does not take
+        # Replace characters that MLflow refuses.
+        names = {key: re.sub(r"[^\w\-. /]", "_", key.replace("@", "_at_")) for key in row}
         self._client.log_batch(
             self.run, [self._metric(names[key], value, now, step) for key, value in row.items()]
         )
@@ -176,11 +172,13 @@ _OPEN: Mapping[str, Callable[[Path, Mapping[str, Any], str | None], Sink]] = {
     "mlflow": _MLflow,
     "trackio": _open_trackio,
 }
-"""Makers of sinks, from a run's folder, its settings, and the run that is resumed there, if any."""
+"""Functions that open a sink. Arguments: folder, settings, and the logger's run to resume, if
+any."""
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """
+    """Check that the packages of loggers are installed.
+
     Raises:
         UserError: a package is missing.
     """
@@ -193,15 +191,15 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 class Loggers:
-    """Gives every row to every logger once.
+    """Loggers of a run. Every logger receives every row once.
 
     Args:
         names: ``run.loggers``.
-        folder: of the run.
-        resume_step: as of ``StepLog``.
-        past: rows of steps up to there, of which a logger is given what it lacks.
-        settings: of the run, by their dotted keys.
-        log: takes words for the log.
+        folder: folder of the run.
+        resume_step: finished steps of the resumed checkpoint, see ``StepLog``.
+        past: rows up to ``resume_step``; a logger receives the rows that the logger lacks.
+        settings: settings of the run by dotted key.
+        log: log function.
 
     Raises:
         UserError: a logger cannot be opened.
@@ -226,7 +224,7 @@ class Loggers:
         self._state = _read_state(self._file)
         self._sinks: dict[str, Sink] = {}
         self._owed: dict[str, list[Mapping[str, Any]]] = {}
-        """Rows that a logger was not given yet, by its name."""
+        """Name of a logger to the rows not yet sent."""
         shown = {
             key: mask_secrets(key, value)
             for key, value in settings.items()
@@ -238,7 +236,8 @@ class Loggers:
                 self._sinks[name] = sink = _OPEN[name](
                     folder, shown, known["run"] if known else None
                 )
-            except Exception as error:  # each library has its own
+            # Each library raises exceptions of the library's own.
+            except Exception as error:
                 problem = (
                     f"cannot be opened ({type(error).__name__}: {remove_passwords(str(error))})"
                 )
@@ -251,8 +250,7 @@ class Loggers:
             self._owed[name] = [row for row in past if row["step"] > self._state[name]["step"]]
 
     def write(self, step: int, row: Row) -> None:
-        """Give a row to all. A logger that fails is given it again with the next one, and it is
-        said."""
+        """Send a row to all loggers. A failed row is logged, and sent again with the next row."""
         if self._events:
             for key, value in row.items():
                 self._events.add_scalar(key, value, step)
@@ -260,6 +258,7 @@ class Loggers:
         for name, sink in self._sinks.items():
             if step <= self._state[name]["step"]:
                 continue
+            # Keep the order of steps: send earlier rows first.
             owed = self._owed[name]
             owed.append({"step": step, **row})
             try:
@@ -274,7 +273,7 @@ class Loggers:
                 )
 
     def close(self, *, finished: bool) -> None:
-        """Have all write down what they hold. Safe to call twice."""
+        """Flush and close all loggers. Safe to call twice."""
         sinks = self._sinks
         events = self._events
         self._sinks = {}
@@ -292,7 +291,7 @@ class Loggers:
 
     def _send_row(self, name: str, sink: Sink, row: Mapping[str, Any]) -> None:
         before = self._state[name]
-        # Written down first: a kill in between loses a row there, and repeats none.
+        # Save the step first: a kill in between loses a row of the logger, and repeats no row.
         self._save_state(name, before | {"step": row["step"]})
         try:
             sink.write(row["step"], {key: value for key, value in row.items() if key != "step"})
@@ -306,8 +305,10 @@ class Loggers:
 
 
 def _read_state(file: Path) -> dict[str, dict[str, Any]]:
-    """Each logger's run and last step; empty if the file is absent or damaged: loggers then make
-    new runs."""
+    """Return each logger's run and last step; empty for an absent or damaged file.
+
+    Loggers without a run make a new run.
+    """
     try:
         stored = json.loads(file.read_text())
         return {

@@ -1,9 +1,8 @@
-"""The numbers of a run, step by step and at its end: ``metrics.jsonl``, ``run.loggers``,
-``summary.json``.
+"""Write metrics of a run: ``metrics.jsonl``, ``run.loggers`` and ``summary.json``.
 
-What depends on the machine or the clock stands under ``perf/``. All else in a row depends on the
-run's settings and its seed alone, so that the file of a resumed run equals that of a run that never
-stopped, bit for bit.
+Only metrics under ``perf/`` depend on the machine or the clock. All other metrics depend on the
+settings and the random seed alone, so that the file of a resumed run equals the file of an
+uninterrupted run, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ MOST_SHOWN = 5
 
 
 class StepLog:
-    """A file with one line of JSON per step, on the disk before the next step.
+    """File with a line of JSON per step, on the disk before the next step.
 
     Args:
-        file: its folder is made where there is none.
-        resume_step: finished steps of the checkpoint that the run goes on from. Rows past it are
-            dropped, because these steps are taken again; 0 or less drops every row.
+        file: path; a missing folder is made.
+        resume_step: finished steps of the resumed checkpoint. Later rows are dropped, because the
+            run repeats the steps; 0 or less drops every row.
     """
 
     def __init__(self, file: Path, resume_step: int) -> None:
@@ -48,7 +47,7 @@ class StepLog:
         self._file = file.open("a", encoding="utf-8")
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Add one row. Floats are written so that reading gives the same bits back."""
+        """Add a row. Floats keep all bits."""
         self._file.write(json.dumps({"step": int(step), **row}) + "\n")
         self._file.flush()
 
@@ -57,14 +56,14 @@ class StepLog:
 
 
 class MetricsLog:
-    """Appends to ``metrics.jsonl``, and gives every row to the loggers; only the leader has one.
+    """Writer of ``metrics.jsonl`` and of all loggers, on rank 0 only.
 
     Args:
-        run_dir: where ``metrics.jsonl`` and what loggers write lie.
-        resume_step: as of ``StepLog``.
+        run_dir: folder of ``metrics.jsonl`` and of loggers' files.
+        resume_step: finished steps of the resumed checkpoint, see ``StepLog``.
         loggers: ``run.loggers``.
-        settings: of the run, by their dotted keys, for loggers.
-        log: takes words for the log.
+        settings: settings of the run by dotted key, for loggers.
+        log: log function.
 
     Raises:
         UserError: a logger cannot be opened.
@@ -90,8 +89,8 @@ class MetricsLog:
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one row with sorted keys. Characters that are not UTF-8 are escaped, because loggers
-        require UTF-8."""
+        """Add a row with sorted keys."""
+        # Escape characters that are not UTF-8, because loggers require UTF-8.
         named = {
             key.encode(errors="backslashreplace").decode(): value for key, value in metrics.items()
         }
@@ -119,22 +118,21 @@ class MetricsLog:
             )
 
     def close(self, *, finished: bool = True) -> None:
-        """Safe to call twice.
+        """Close the file and the loggers. Safe to call twice.
 
         Args:
-            finished: whether the run has come to its last step.
+            finished: True if the run completed the last step.
         """
         self._rows.close()
         self._loggers.close(finished=finished)
 
 
 class RowFollower:
-    """Calls back with each new row of ``metrics.jsonl``; rows up to the last checkpoint are not
-    new.
+    """Follower of ``metrics.jsonl`` with a callback per row after the last checkpoint.
 
     Args:
-        run_dir: of the run.
-        callback: called with each row; None: nobody is told.
+        run_dir: folder of the run.
+        callback: function of a row; None disables the follower.
     """
 
     def __init__(
@@ -151,9 +149,9 @@ class RowFollower:
         if self._callback is None:
             return
         now = self._file.stat() if self._file.exists() else None
+        # At the start a run replaces the file, without the rows of repeated steps. Wait for the
+        # replacement.
         if now is None or now.st_ino == self._before:
-            # The run has not replaced the file yet, by one without the rows of steps that it takes
-            # again.
             return
         if now.st_size == self._size:
             return
@@ -165,23 +163,24 @@ class RowFollower:
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The rows of a run's metrics."""
+    """Return the rows of a run's ``metrics.jsonl``."""
     return read_rows(Path(run_dir) / FILE)
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a ``StepLog``, in order; none if there is no such file. A line cut short by a
-    kill is left out.
+    """Return the rows of a ``StepLog`` in order; empty if the file is absent.
+
+    A last line that a kill cut short is skipped.
 
     Raises:
-        UserError: naming the file and the line, if another one is no row: rows are never left out
-            in silence.
+        UserError: another line is no row, because rows are never skipped silently. The error names
+            file and line.
     """
     return [row for _, row in _read_lines(file)]
 
 
 def _read_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Each row with its line."""
+    """Return lines and parsed rows."""
     if not os.path.lexists(file):
         return []
     lines = file.read_bytes().split(b"\n")
@@ -189,9 +188,8 @@ def _read_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
     for number, line in enumerate(lines, 1):
         if (row := _parse(line)) is not None:
             rows.append((line, row))
-        elif number < len(
-            lines
-        ):  # after the last newline there is nothing, or what a kill has left of a row
+        # After the last newline the file is empty, or a killed process left part of a row.
+        elif number < len(lines):
             problem = f"line {number} is no row of a run: {line[:60].decode(errors='replace')!r}"
             remedy = (
                 "Fetch the file again, take that line out, or move the file away; the run "
@@ -210,8 +208,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _drop_rows_past(file: Path, step: int) -> None:
-    """Replace the file in one piece by one without rows past ``step``. Kept lines keep their
-    bytes."""
+    """Remove rows past ``step``, atomically. Other lines keep all bytes."""
     rows = _read_lines(file)
     if not file.exists():
         return
@@ -230,7 +227,8 @@ def _drop_rows_past(file: Path, step: int) -> None:
 
 
 def _plain(value: float) -> float:
-    """A Python number: NumPy's and torch's scalars have other JSON forms, or none."""
+    """Return a Python number."""
+    # NumPy's and torch's scalars have another JSON form, or cannot be written as JSON.
     return value if type(value) in (int, float) else float(value)
 
 
@@ -248,12 +246,14 @@ PLACES: Sequence[tuple[str, str]] = (
 
 
 def compute_summary(metrics: Rows) -> dict[str, Any]:
-    """The figures of a run, from its rows of ``metrics.jsonl``. A figure that no row knows is None.
+    """Compute the summary of a run from the rows of ``metrics.jsonl``.
 
-    Fractions are means over the steps that have them. The mean of pack fill is over the steps that
-    packed anything. ``seconds`` adds up the timed steps and evaluations. In a resumed run these are
-    the ones whose rows were kept, so that nothing is counted twice. Estimates of the gradient's
-    noise are None if any step lacks one, as under a biased rule.
+    - A figure without values is None.
+    - A fraction is the mean over steps with a value; pack fill over steps with packs.
+    - ``seconds`` is the sum over timed steps and evaluations. Dropped rows of a resumed run do not
+      count, so that no step counts twice.
+    - Estimates of the gradient's noise are None if any step has no estimate, as under a biased
+      rule.
     """
     held_out = _get_values(metrics, "eval/accuracy")
     steps = [row for row in metrics if "perf/step_time" in row]
@@ -299,8 +299,7 @@ def compute_summary(metrics: Rows) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path | str) -> dict[str, Any]:
-    """Summarise the run in ``run_dir``, write ``summary.json`` there in one piece, and return
-    it."""
+    """Summarise the run, write ``summary.json`` atomically, and return the summary."""
     folder = Path(run_dir)
     summary = compute_summary(read_metrics(folder))
     replace_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
@@ -308,10 +307,11 @@ def write_summary(run_dir: Path | str) -> dict[str, Any]:
 
 
 def read_summary(run_dir: Path | str) -> dict[str, Any] | None:
-    """Last summary; None if there is none, or if the metrics have been written to since."""
+    """Return the last summary; None if absent, or older than the metrics."""
     file = Path(run_dir, SUMMARY)
     metrics = Path(run_dir, FILE)
     try:
+        # A resumed run may have written metrics after the summary.
         if metrics.exists() and file.stat().st_mtime < metrics.stat().st_mtime:
             return None
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -321,7 +321,7 @@ def read_summary(run_dir: Path | str) -> dict[str, Any] | None:
 
 
 def print_summary(run_dir: Path | str, summary: Mapping[str, Any], console: Console) -> None:
-    """Say what was learned, what pruning saved, what failed, and where the run's files lie."""
+    """Print the results of training, the savings by pruning, failures, and the run's files."""
     folder = Path(run_dir)
     places = [f"{title:<20} {folder / name}" for title, name in PLACES if (folder / name).exists()]
     console.print_banner(
@@ -354,10 +354,10 @@ def _format_learning(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Savings by pruning, compared with a run whose rules are both ``none``. Such a run does not
-    train on completions with zero advantage either.
+    """Yield lines on the savings by pruning, compared with a run with both rules ``none``.
 
-    The tokens of prompts that were not rolled out are taken to be like those of the others.
+    - A run without pruning does not train on completions with zero advantage either.
+    - Tokens of pruned prompts are assumed to be like the tokens of other prompts.
     """
     prompts = summary["kept_prompt_fraction"]
     if prompts is not None and summary["kept_token_fraction"] is not None:
@@ -370,6 +370,7 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
                 "zero_advantage_tokens",
             )
         )
+        # Rolled-out tokens are trained on, pruned, or without gradient in any run.
         rolled_out = trained + pruned + zero_advantage
         seconds = {level: summary[f"saved_seconds_{level}"] for level in ("prompts", "completions")}
         yield f"{100 * prompts:.0f}% of the prompts were rolled out; of the tokens of all prompts:"
@@ -437,7 +438,7 @@ def _format_noise(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_faults(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Failures that did not stop the run, once more at the end."""
+    """Yield lines on failures that did not stop the run."""
     if summary["no_op_steps"]:
         yield (
             f"{_format_steps(summary['no_op_steps'])} kept nothing to train on and changed no "
@@ -469,10 +470,8 @@ def _round_sum(metrics: Rows, key: str) -> int:
 
 
 def _compute_mean(metrics: Rows, key: str, *, require_all: bool = False) -> float | None:
-    """None where no row has the number; with ``require_all`` also where one lacks it."""
+    """Return the mean; None without values, or with ``require_all`` if any row has no value."""
     values = _get_values(metrics, key)
-    return (
-        sum(values) / len(values)
-        if values and not (require_all and len(values) < len(metrics))
-        else None
-    )
+    if not values or (require_all and len(values) < len(metrics)):
+        return None
+    return sum(values) / len(values)

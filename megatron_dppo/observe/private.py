@@ -19,22 +19,21 @@ these settings."""
 SECRET = re.compile(
     r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(['\"]?[=:\s]+|$)", re.IGNORECASE
 )
-"""A name that looks like a secret's, with the characters up to the secret, or up to the end of the
-word if the secret is the next word. ``--tokenizer`` and ``--max-total-tokens`` are no such
-names."""
+"""Name of a secret, with the characters up to the secret, or up to the end of the word if the
+secret is the next word. ``--tokenizer`` and ``--max-total-tokens`` are not names of secrets."""
 
 
 def mask_secrets(key: str, value: Any) -> Any:
-    """Return the value of a setting without its secrets.
+    """Return the value of a setting without secrets.
 
     - Environment variables keep their names only.
-    - Commands and flags lose what follows the name of a secret.
+    - Commands and flags lose the text after the name of a secret.
     - Mappings that a user's code reads keep numbers and truth values only.
     - URLs lose user and password.
 
     Args:
         key: dotted name of the setting.
-        value: as JSON has it.
+        value: JSON value.
     """
     if key == ENV and isinstance(value, list):
         value = [f"{str(variable).partition('=')[0]}=…" for variable in value]
@@ -46,22 +45,21 @@ def mask_secrets(key: str, value: Any) -> Any:
 
 
 def format_masked(key: str, value: Any) -> str:
-    """Return the value of a setting as YAML writes it, without its secrets."""
+    """Return the value of a setting in YAML, without secrets."""
     return format_value(mask_secrets(key, value))
 
 
 def has_secrets(settings: Mapping[str, Any]) -> bool:
-    """Return whether settings, by their dotted keys, contain a secret that :func:`mask_secrets`
-    removes."""
+    """Return whether settings by dotted key contain a secret removed by :func:`mask_secrets`."""
     return any(mask_secrets(key, value) != value for key, value in settings.items())
 
 
 def _mask_words(words: Sequence[Any]) -> Iterator[Any]:
-    """Yield words with masked secrets. A secret follows its name in the same word, or is the next
-    word."""
+    """Yield words with masked secrets. A secret follows its name, or is the next word."""
     named = False
     for word in words:
         found = SECRET.search(str(word))
+        # After a flag with a secret's name, another flag is no secret.
         if named and not str(word).startswith("--"):
             found = None
             yield "…"
@@ -74,15 +72,16 @@ def _mask_words(words: Sequence[Any]) -> Iterator[Any]:
 
 def _mask_texts(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {
-            name: "…" if SECRET.search(str(name)) else _mask_texts(each)
-            for name, each in value.items()
-        }
+        masked = {}
+        for name, each in value.items():
+            is_secret = SECRET.search(str(name)) is not None
+            masked[name] = "…" if is_secret else _mask_texts(each)
+        return masked
     return value if value is None or isinstance(value, int | float) else "…"
 
 
 def map_texts(value: Any, convert: Callable[[str], str]) -> Any:
-    """Return a value of JSON with each text in it converted."""
+    """Return a JSON value with each text converted."""
     if isinstance(value, Mapping):
         return {name: map_texts(each, convert) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,12 +1,11 @@
-"""Where a step's time goes, phase by phase, and how well it used the machines: memory, matrix rate,
-the trainer's time.
+"""Measure a step's seconds by phase, and the use of machines: memory, matrix rate, trainer time.
 
-Needs no torch to be imported: a report reads the phases.
+This file does not import torch, because a report reads the phases.
 
-In chosen steps (``run.profile``) torch's profiler records what a rank does:
+In the steps of ``run.profile``, torch's profiler records each rank.
 ``RUN/profile/step_0000003-rank_0.json.gz`` is a trace for Perfetto or chrome://tracing, with the
-phases of the step above its operators and kernels. On CUDA ``step_0000003-rank_0.pickle`` is the
-allocator's history besides, for https://docs.pytorch.org/memory_viz.
+step's phases above operators and kernels. On CUDA, ``step_0000003-rank_0.pickle`` is the
+allocator's history for https://docs.pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -34,44 +33,45 @@ PHASES: Mapping[str, str] = {
     "actor_train": "train",
     "update_weights": "sync",
 }
-"""The phases of a step in their order, with the words that people read. Other phases are timed too:
-``step`` holds all of these, and ``eval`` lies outside of it. What a step spends in none of these is
-shown as ``other``."""
+"""Phases of a step in order, with display names. ``step`` contains all phases and the rest, shown
+as ``other``. ``eval`` is outside of ``step``."""
 
 TRAINING = ("deliver", "log_probs", "actor_train")
-"""Phases whose seconds grow with the tokens trained on."""
+"""Phases with seconds proportional to the tokens trained on."""
 ROLLED_OUT = ("train/tokens", "prune/saved_tokens_completions", "prune/zero_advantage_tokens")
-"""Row tokens rolled out: trained on; pruned with a gradient; without a gradient."""
+"""Rolled-out tokens of rows: trained on; pruned with a gradient; without a gradient."""
 COMPUTING = ("log_probs", "actor_train")
-"""Phases in which the trainer passes tokens through the policy."""
+"""Phases with forward or backward passes of the trainer."""
 
 
 class PhaseTimers:
-    """Wall-clock seconds per phase on this rank, summed until they are taken.
+    """Wall-clock seconds per phase on this rank, summed until :meth:`take`.
 
-    ``with timers("rollout"): ...`` is reported as ``perf/rollout_time``. Phases may nest: the outer
-    one holds the inner one's time too. A phase that an exception leaves is counted up to there.
+    - ``with timers("rollout"): ...`` is reported as ``perf/rollout_time``.
+    - An outer phase includes the time of inner phases.
+    - A phase ended by an exception counts up to the exception.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._within: list[str] = []
         self.named: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Entered with a phase's name around it; a profiler sets it."""
+        """Context manager around a phase, called with the phase's name; set by a profiler."""
         self.entered = 0
-        """Phases entered so far, without those within a phase of a step. Equal on ranks that are
-        equally far."""
+        """Phases entered, without phases inside a step's phase. Equal on ranks with equal
+        progress."""
         self.moved = time.monotonic()
-        """When a phase was last entered or left."""
+        """Time of the last start or end of a phase."""
 
     @property
     def phase(self) -> str:
-        """The innermost phase that this rank is in, empty between phases."""
+        """Innermost current phase of this rank, empty between phases."""
         return self._within[-1] if self._within else ""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
+        # Count a step and the step's phases, but no phases further inside.
         self.entered += len(self._within) < 2
         self._within.append(phase)
         self.moved = time.monotonic()
@@ -84,15 +84,14 @@ class PhaseTimers:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """``perf/<phase>_time`` in seconds, for the phases entered since this was called last."""
+        """Return and clear ``perf/<phase>_time``, seconds of phases since the last call."""
         metrics = {f"perf/{phase}_time": seconds for phase, seconds in self._seconds.items()}
         self._seconds.clear()
         return metrics
 
 
 def compute_breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of one step by phase, in the order of ``PHASES``, with ``other`` for the rest of
-    ``perf/step_time``."""
+    """Return seconds of a step by phase, in the order of ``PHASES``, then the rest as ``other``."""
     parts = {
         word: metrics[f"perf/{phase}_time"]
         for phase, word in PHASES.items()
@@ -103,10 +102,13 @@ def compute_breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """``perf/saved_prompts_time`` and ``perf/saved_completions_time``: the first two of
-    ``saving``, from a step's own counts. Each is left out where the step has no tokens to
-    go by. And ``perf/pruning_efficiency``: how many times less variance × seconds the step has than
-    without pruning; 1 for a smaller batch. Not of a biased rule."""
+    """Return metrics of the seconds saved by pruning, from a step's own counts.
+
+    - ``perf/saved_prompts_time``, ``perf/saved_completions_time``: see :func:`estimate_savings`;
+      absent without tokens for the estimate.
+    - ``perf/pruning_efficiency``: ratio of variance × seconds without pruning to variance × seconds
+      of the step; 1 for a smaller batch; absent for a biased rule.
+    """
     if not {"prune/saved_tokens_prompts", "prune/saved_tokens_completions"} <= metrics.keys():
         return {}
     by_prompts, by_completions, by_both = estimate_savings(metrics)
@@ -123,19 +125,22 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def estimate_savings(metrics: Mapping[str, float]) -> tuple[float, float, float]:
-    """Estimate from a step's own timers how many seconds longer it would have taken with all
-    prompts, with all completions, and with both. In the first two the other level stays pruned as
-    it was.
+    """Estimate the further seconds of a step with all prompts, with all completions, and with both.
 
-    The model: ``rollout`` costs the same seconds for every row token rolled out, ``TRAINING`` the
-    same for every row token trained on. Prompts that were not rolled out would have cost rollouts,
-    and training of the share of their tokens that was kept of the others. What a step costs
-    whatever its size (a sync, a server's latency) is not saved; with ``rollout.ahead`` only the
-    seconds that the trainer waited for rollouts count. Completions with zero advantage are dropped
-    with pruning off too, and are no saving.
+    The estimate with all prompts keeps the pruning of completions, and vice versa. The model, from
+    the step's own timers:
+
+    - ``rollout`` costs equal seconds per rolled-out token of a row, ``TRAINING`` equal seconds per
+      token trained on.
+    - A pruned prompt would have cost rollouts, and training of the fraction of tokens that other
+      prompts kept.
+    - Costs independent of the step's size (a sync, a server's latency) are not saved.
     """
+    # Completions with zero advantage are no saving, because a run without pruning drops such
+    # completions, too.
     trained, pruned, zero_advantage = (metrics.get(key, 0.0) for key in ROLLED_OUT)
     rolled_out = trained + pruned + zero_advantage
+    # With ``rollout.ahead``, only the trainer's wait for rollouts counts.
     rolling_out = metrics.get("perf/rollout_time", 0.0)
     training = sum(metrics.get(f"perf/{phase}_time", 0.0) for phase in TRAINING)
     more_prompts = (
@@ -151,8 +156,7 @@ def estimate_savings(metrics: Mapping[str, float]) -> tuple[float, float, float]
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in at most two units, as console and report say them: 0.35 s, 1.24 s, 42 s, 3 min 20
-    s, 5 h 12 min."""
+    """Format seconds in at most two units: 0.35 s, 1.24 s, 42 s, 3 min 20 s, 5 h 12 min."""
     if 0 < seconds < 0.001:
         return "<0.001 s"
     if seconds < 10:
@@ -166,18 +170,18 @@ def format_duration(seconds: float) -> str:
 
 
 ALLOCATIONS = 1_000_000
-"""Most that the allocator's history holds, the latest ones."""
+"""Maximum entries of the allocator's history; the latest entries are kept."""
 
 
 class Profiler:
-    """``with profile(3): ...`` around a step; around one that was not chosen it does nothing.
+    """Profiler of chosen steps: ``with profiler(3): ...`` around every step.
 
     Args:
-        folder: of the run.
-        steps: counted from 1, as in the log.
-        rank: of this process.
-        on_cuda: whether its tensors are on a GPU.
-        timers: whose phases are named in the trace.
+        folder: folder of the run.
+        steps: steps to profile, counted from 1 as in the log.
+        rank: rank of this process.
+        on_cuda: True if tensors are on a GPU.
+        timers: timers of the phases in the trace.
     """
 
     def __init__(
@@ -219,26 +223,25 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Measures a step on all ranks together."""
+    """Measurement of a step on all ranks."""
 
     world: World
     shape: PolicyShape
     matrices: int
-    """Weights that a token meets in the layers."""
+    """Weights of the layers per token."""
     head: int
-    """Weights of the output layer, which response tokens meet."""
+    """Weights of the output layer, for response tokens only."""
     peak: float
-    """FLOPs per second of one GPU, by its maker's data sheet."""
+    """FLOPs per second of a GPU, from the maker's data sheet."""
     frozen: bool = False
-    """Whether the weights need no gradient, because adapters are trained beside them."""
+    """True if the weights need no gradient, because adapters are trained."""
 
     def measure(self, plan: StepPlan, seconds: Mapping[str, float]) -> dict[str, float]:
-        """``perf/…`` of the step that has just ended. Collective.
+        """Return ``perf/…`` metrics of the step that has just ended. Collective.
 
         Args:
-            plan: of the step.
-            seconds: ``perf/…_time`` of this rank's timers; the leader's are those that its metrics
-                hold.
+            plan: plan of the step.
+            seconds: ``perf/…_time`` of this rank's timers, logged on rank 0.
         """
         import psutil
 
@@ -265,24 +268,24 @@ class Usage:
         return metrics
 
     def _training_flops(self, plan: StepPlan) -> float:
-        """FLOPs of a forward and a backward pass over the tokens trained on, shared ones once,
-        without padding and recomputation.
+        """Return FLOPs of the forward and backward passes over the tokens trained on.
 
-        Forward, a token takes two FLOPs for each weight that it meets, and the two products of
-        causal attention take 2·heads·head_dim·n² a layer for a sequence of n tokens, of which a
-        token sees half. Backward takes twice that; products with frozen weights once. Adapters' own
-        are not counted.
+        Shared tokens count once. Padding, recomputation and adapters' weights do not count.
         """
         shape = self.shape
         total = 0.0
         for minibatch in plan.minibatches:
             lengths = minibatch.lengths.astype(np.float64)
             shared = minibatch.shared_length.astype(np.float64)
+            # Two products take 2·heads·head_dim·n² per layer and sequence of n tokens, because in
+            # causal attention a token sees half of the sequence.
             pairs = np.square(lengths) - np.square(shared)
             attention = 2.0 * shape.num_layers * shape.heads * shape.head_dim * pairs.sum()
+            # A token takes two FLOPs per weight.
             products = 2.0 * (
                 self.matrices * (lengths - shared).sum()
                 + self.head * minibatch.response_length.sum()
             )
+            # Backward takes twice the FLOPs of forward, or once for products with frozen weights.
             total += (2.0 if self.frozen else 3.0) * products + 3.0 * attention
         return float(total)

@@ -1,15 +1,17 @@
-"""Names the rank that others wait for, with the place in the code where it stands, and ends code
-that hangs.
+"""Report ranks that keep other ranks waiting, with the stack, and end code that hangs.
 
-If one rank never enters a collective, the others wait until a timeout that names no rank. Here a
-thread of each rank sends heartbeats, even while its main thread is blocked, and the leader compares
-them.
+If a rank never enters a collective, other ranks wait until a timeout that names no rank. Therefore
+a thread of each rank sends heartbeats, even while the main thread is blocked, and rank 0 compares
+the heartbeats.
 
-Each rank also watches itself, also if it is the only one. Rollouts and evaluations run code of the
-user's, which may never return. A main thread that stands still there, and waits for no other rank,
-is named after ``run.late_s``. After ``rollout.timeout_s`` the thread sends it a signal, whose
-handler raises ``StandstillError`` where the code stands. Code that catches even that, or hears no
-signal, stands still for as long once more; then the thread ends the process.
+Each rank, even a single rank, also watches the main thread. Rollouts and evaluations run a user's
+code, which may never return:
+
+1. After ``run.late_s`` without progress and without a wait for another rank, the rank is reported.
+2. After ``rollout.timeout_s``, the main thread receives a signal. The signal's handler raises
+   ``StandstillError`` at the current line.
+3. After the same time again, because the code caught the error or never received the signal, the
+   process ends.
 """
 
 from __future__ import annotations
@@ -38,42 +40,41 @@ from megatron_dppo.process import lifetime, streams
 from megatron_dppo.process.streams import print_message
 
 FRAMES = 8
-"""Innermost frames of a stack that the log shows."""
+"""Innermost frames of a stack in the log."""
 UNLIMITED = ("", "rollout", "eval")
-"""Phases that may take long on all ranks: rollouts and evaluations, which report their own
-progress, and the time between phases, in which a run loads its weights and waits for servers."""
+"""Phases that may take long on all ranks: rollouts and evaluations, which report progress, and the
+time between phases, when a run loads weights and waits for servers."""
 WAKE = signal.SIGUSR2
-"""Interrupts a main thread that hangs, also within a call such as ``time.sleep``."""
+"""Signal that interrupts a main thread that hangs, also within a call such as ``time.sleep``."""
 OF_RANKS = "torch/distributed/"
-"""In the path of the code in which a rank waits for others. Such a wait has a time limit of its
-own."""
+"""Part of the path of code that waits for other ranks. Such a wait has a time limit already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A rank's message to rank 0."""
+    """Message of a rank to rank 0."""
 
     number: int
-    """How many heartbeats it has sent."""
+    """Heartbeats sent."""
     entered: int
-    """Phases it has entered; the same number on all ranks that are equally far."""
+    """Phases entered; equal on ranks with equal progress."""
     phase: str
     still_s: float
-    """Seconds since it entered or left a phase."""
+    """Seconds since the rank entered or left a phase."""
     host: str
 
 
 class Watchdog:
-    """Watches until it is closed. Made by all ranks together, each on its main thread. A single
-    rank sends no heartbeat.
+    """Watchdog of a rank until :meth:`close`. A single rank sends no heartbeat.
+
+    Must be made by all ranks together, on the main threads.
 
     Args:
-        world: the ranks, whose ``timeout_s`` limits how long one may stand still in rollouts and
-            evaluations.
-        timers: of this rank's phases.
-        late_s: seconds that ranks wait for another one before it is named, once for each phase; and
+        world: ranks; ``timeout_s`` limits seconds without progress in rollouts and evaluations.
+        timers: phase timers of this rank.
+        late_s: seconds of waiting for a rank before the rank is reported, once per phase; and
             seconds without progress in rollouts and evaluations.
-        stuck_s: seconds after which all ranks are named, if they are equally far and none moves.
+        stuck_s: seconds without progress before all ranks are reported, if all have equal progress.
     """
 
     def __init__(self, world: World, timers: PhaseTimers, late_s: float, stuck_s: float) -> None:
@@ -81,27 +82,26 @@ class Watchdog:
         self._timers = timers
         self._late_s = late_s
         self._stuck_s = max(late_s, stuck_s)
-        # Others that wait for this rank give up after the whole time, and know less.
+        # End before other ranks time out, because the other ranks' errors name no cause.
         self._end_s = world.timeout_s * (TIMEOUT_FRACTION if world.size > 1 else 1.0)
         self._interval_s = min(late_s / 4, self._end_s / 4, 10.0)
         self._main = threading.main_thread().ident or 0
         self._hung: UserError | None = None
         self._interrupted_at = 0.0
-        """Time of the last signal to the main thread. A main thread that has not moved since then
+        """Time of the last signal to the main thread. Without progress since then, the main thread
         caught the error."""
         self._spoken_of = 0.0
-        """The moment since which this rank had stood still when it last named itself."""
+        """Start of the standstill that this rank reported last."""
         self._sent = self._answered = self._asked = 0
         self._heard: dict[int, tuple[int, float]] = {}
-        """On the leader: the number of each rank's last heartbeat, and when it came."""
+        """On rank 0: number and arrival time of each rank's last heartbeat."""
         self._named: set[tuple[int, int]] = set()
         self._end = threading.Event()
         if world.size > 1:
             self._store = _open_shared_store(world)
             self._send()
-            world.barrier(
-                "first heartbeat"
-            )  # from here on every rank's heartbeat is there to be read
+            # Rank 0 reads all heartbeats, so every rank must have sent a heartbeat.
+            world.barrier("first heartbeat")
         streams.record_progress()
         self._before = signal.signal(WAKE, self._raise)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -109,12 +109,13 @@ class Watchdog:
 
     @classmethod
     def from_config(cls, config: Config, world: World, timers: PhaseTimers) -> Watchdog:
-        # Half of what collectives wait: the names of those that hang are to come before the end.
+        # Half of the collectives' timeout, so that the report precedes the end of the run.
         return cls(world, timers, config.run.late_s, stuck_s=config.layout.timeout_s / 2)
 
     def close(self) -> None:
         self._end.set()
-        self._thread.join(2.0)  # it may itself wait for a leader that is gone
+        # Limit the wait, because the thread may wait for a rank 0 that has ended.
+        self._thread.join(2.0)
         signal.signal(WAKE, self._before)
 
     def _run(self) -> None:
@@ -125,16 +126,17 @@ class Watchdog:
                     self._send()
                     if self._world.is_rank0:
                         self._check_heartbeats()
+        # The store ended with rank 0, and the run ends, too.
         except RuntimeError:
-            return  # the leader and its store are gone, which ends the run
+            return
 
     def _check_main_thread(self) -> None:
-        """Name this rank, or end what it does, if its main thread stands still and waits for no
-        other rank."""
+        """Report or end a main thread without progress that does not wait for another rank."""
         phase = self._timers.phase
         since = max(self._timers.moved, streams.get_progress_time())
+        # Rank 0 compares all ranks in other phases.
         if phase not in UNLIMITED and self._world.size > 1:
-            return  # the leader compares all ranks there
+            return
         still = time.monotonic() - since
         limit_s = self._late_s if phase in UNLIMITED else self._stuck_s
         if phase in ("rollout", "eval"):
@@ -157,7 +159,8 @@ class Watchdog:
             if since == self._interrupted_at:
                 lifetime.exit_now(2, format_error(hung))
             self._hung = hung
-            streams.record_progress()  # what ends has time for it
+            # Restart the clock, so that the interrupted code has time to end.
+            streams.record_progress()
             self._interrupted_at = streams.get_progress_time()
             signal.pthread_kill(self._main, WAKE)
 
@@ -199,7 +202,7 @@ class Watchdog:
             print_message(_describe(new, heartbeats, self._collect_stacks(new)))
 
     def _collect_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Where those ranks stand, as far as they answer within two of their heartbeats."""
+        """Return the stacks of ranks that answer within two heartbeats."""
         self._asked = self._store.add("asked", 1)
         deadline = time.monotonic() + 2 * self._interval_s + 1.0
         self._send()
@@ -218,15 +221,17 @@ class Watchdog:
 def find_late_ranks(
     heartbeats: Sequence[Heartbeat], silence_s: Sequence[float], late_s: float, stuck_s: float
 ) -> list[int]:
-    """The ranks to name: those without a sign of life; else those that are behind, once others have
-    waited for them; else all, once none of them has moved for long, unless their phase is one of
-    ``UNLIMITED``.
+    """Return the ranks to report, by the first rule that applies.
+
+    1. Ranks without a heartbeat for ``late_s``.
+    2. Ranks with less progress than other ranks that have waited for ``late_s``.
+    3. All ranks, if no rank made progress for ``stuck_s`` and the phase is not in ``UNLIMITED``.
 
     Args:
-        heartbeats: the last heartbeat of each rank.
-        silence_s: seconds since each came.
-        late_s: seconds of waiting for another rank that are too long.
-        stuck_s: seconds without a move that are too long for all of them.
+        heartbeats: last heartbeat of each rank.
+        silence_s: seconds since each heartbeat.
+        late_s: limit of waiting for another rank.
+        stuck_s: limit without progress of all ranks.
     """
     if gone := [rank for rank, seconds in enumerate(silence_s) if seconds > late_s]:
         return gone
@@ -242,7 +247,7 @@ def find_late_ranks(
 def _describe(
     late_ranks: Sequence[int], heartbeats: Sequence[Heartbeat], stacks: dict[int, str]
 ) -> str:
-    """One paragraph for each phase and stack in which late ranks are."""
+    """Return a paragraph per phase and stack of late ranks."""
     alike: dict[tuple[str, str], list[int]] = {}
     for rank in late_ranks:
         alike.setdefault((heartbeats[rank].phase, stacks.get(rank, "")), []).append(rank)
@@ -268,8 +273,9 @@ def _format_paragraph(
 
 
 def _open_shared_store(world: World) -> dist.TCPStore:
-    """A store for the heartbeats alone: a main thread that waits in the process group's store may
-    lock that one."""
+    """Open a store for heartbeats on all ranks."""
+    # Use a separate store, because a main thread that waits in the process group's store may lock
+    # the process group's store.
     limit = timedelta(seconds=world.timeout_s)
     mine: list[dist.TCPStore] = []
 

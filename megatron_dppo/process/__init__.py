@@ -1,1 +1,1 @@
-"""Processes: how they end, what they are told while they run, and where their words go."""
+"""Lifetime, signals, files and output streams of processes."""

@@ -1,4 +1,4 @@
-"""The event loop of conversations, which run a user's code."""
+"""Event loop of conversations, with a user's code."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Ts = TypeVarTuple("Ts")
 
 
 class EventLoop(asyncio.SelectorEventLoop):
-    """An event loop that runs in one process.
+    """Event loop of a single process.
 
-    A process that a callback or the step of a task forks ends after that callback or step. The fork
-    would continue the whole run, and each of its conversations might fork, too.
+    A process forked by a callback or a step of a task ends after the callback or step. Otherwise
+    the fork would continue the whole run, and each conversation of the fork might fork, too.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,15 @@
-"""Files and directories that are there whole or not at all, and folders that one process at a time
-writes to.
+"""Replace files and directories atomically, and lock a folder for a single process.
 
-A file is written under another name, and renamed at the end. Two things say that a folder is taken.
-A POSIX lock on ``.lock``, which the kernel takes back when its process ends, however that ends;
-children do not inherit it, as they do flock's: a writer of checkpoints that outlives its rank holds
-nothing. And ``lock.json``, which names the holder, and which the holder touches every few seconds:
-it counts where a file system has no locks, or other machines do not see them. A holder on another
-machine that has given no sign of life for ``LEASE_S`` is taken to be dead, by the clock of the file
-system, which all machines share. Whoever finds a younger sign waits for another one.
+A file is written under another name, and renamed at the end. Two marks lock a folder:
+
+- A POSIX lock on ``.lock``. The kernel releases the lock at any end of the process. Unlike flock's,
+  children do not inherit the lock: a checkpoint writer that outlives the rank holds no lock.
+- ``lock.json`` names the holder, and the holder touches the file every few seconds. This heartbeat
+  counts if a file system has no locks, or other machines do not see locks.
+
+A holder on another machine without a heartbeat for ``LEASE_S`` is regarded as dead, by the clock of
+the file system, common to all machines. A process that finds a younger heartbeat waits for a
+further heartbeat.
 """
 
 from __future__ import annotations
@@ -36,15 +38,15 @@ from megatron_dppo.errors import UserError
 
 
 def raise_file_limit() -> None:
-    """Let this process, and those that it starts, have as many files open as the system allows
-    it."""
+    """Raise the number of open files of this process and children to the system's maximum."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(OSError, ValueError):  # a limit of the system's own below it
+    # The system may have a lower limit.
+    with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def make_file_limit_error(error: BaseException) -> UserError:
-    """The error for a process that may not open another file."""
+    """Return the error for a process that may not open another file."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     problem = f"allows a process too few open files ({error})"
     return UserError(
@@ -54,10 +56,9 @@ def make_file_limit_error(error: BaseException) -> UserError:
 
 @contextmanager
 def replace_file(file: Path) -> Iterator[Path]:
-    """A path beside ``file`` to write to, which takes the place of ``file`` at the end of the
-    block.
+    """Yield a path beside ``file`` to write to. Replace ``file`` at the end of the block.
 
-    Until then ``file`` is as it was, and stays so if the block raises or the process is killed.
+    ``file`` stays unchanged if the block raises or the process is killed.
     """
     partial = file.with_name(file.name + ".partial")
     yield partial
@@ -65,21 +66,21 @@ def replace_file(file: Path) -> Iterator[Path]:
 
 
 def replace_text(file: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file, or leave the old one as it is. A private one can be read by its owner
-    alone."""
+    """Write a text file atomically; only the owner can read a private file."""
     with replace_file(file) as partial:
-        partial.unlink(missing_ok=True)  # a killed process's, of another mode
+        # Remove the file of a killed process, because the mode may differ.
+        partial.unlink(missing_ok=True)
         partial.touch(mode=0o600 if private else 0o666)
         partial.write_text(text, encoding="utf-8")
 
 
 def file_digest(file: Path) -> str:
-    """BLAKE2 of a file's bytes. A process reads a file once, unless it changes."""
+    """Return the BLAKE2 digest of a file, cached until the file changes."""
     return _compute_digest(file, *get_file_state(file))
 
 
 def get_file_state(file: Path) -> tuple[int, int, int]:
-    """State that changes when a file is replaced or written to."""
+    """Return a state that changes when a file is replaced or written to."""
     stat = file.stat()
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -92,27 +93,28 @@ def _compute_digest(file: Path, *state: int) -> str:
 
 @contextmanager
 def replace_directory(out: Path) -> Iterator[Path]:
-    """A new directory that takes the place of ``out`` at the end of the block.
+    """Yield a new directory. Replace ``out`` by the new directory at the end of the block.
 
-    Until then ``out`` is as it was, absent or the old one, and stays so if the block raises or the
-    process is killed. The next call removes what a killed process left behind. The disk's cache is
-    not flushed.
+    - ``out`` stays unchanged, or absent, if the block raises or the process is killed.
+    - The next call removes files of a killed process.
+    - The disk's cache is not flushed.
 
     Raises:
-        OSError: if the disk is full, or another process is writing there.
+        OSError: the disk is full, or another process is writing to ``out``.
     """
-    out = out.resolve()  # behind a link
+    # Replace the target of a link, not the link.
+    out = out.resolve()
     draft, former = (out.parent / f".{out.name}.{state}" for state in ("writing", "former"))
     with _prepare_draft(draft, out):
-        if former.exists() and not out.exists():  # killed between the two renames below
+        # An earlier process was killed between the two renames below.
+        if former.exists() and not out.exists():
             former.rename(out)
         for stale in (former, *draft.iterdir()):
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
         try:
             yield draft
-            if (
-                out.exists()
-            ):  # a directory with something in it cannot be renamed over: it steps aside first
+            # Move the old directory away, because a rename cannot replace a non-empty directory.
+            if out.exists():
                 out.rename(former)
             draft.rename(out)
         except BaseException:
@@ -125,19 +127,19 @@ def replace_directory(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _prepare_draft(draft: Path, out: Path) -> Iterator[None]:
-    """Make the draft, or take over the one that a killed process left, and keep other processes
-    from doing the same."""
+    """Make the draft, or take over the draft of a killed process. Lock out other processes."""
     draft.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(draft, os.O_RDONLY)
     try:
         locked = _acquire_flock(descriptor)
-        # Else it was put in place between our opening and locking it.
+        # Another process may have renamed the draft to ``out`` between open and lock.
         ours = locked and draft.exists() and os.path.samestat(os.fstat(descriptor), draft.stat())
         if not ours:
             raise FileExistsError(errno.EEXIST, "another process is writing there", str(out))
         yield
     finally:
-        os.close(descriptor)  # and so the lock, which a killed process loses too
+        # Closing releases the lock; the kernel does the same for a killed process.
+        os.close(descriptor)
 
 
 def _acquire_flock(descriptor: int) -> bool:
@@ -145,17 +147,18 @@ def _acquire_flock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks, as Lustre may be mounted
+    # Continue on a file system without locks, such as Lustre with some mount options.
+    except OSError:
         return True
     return True
 
 
 def check_folder(folder: Path, setting: str) -> None:
-    """Check that a folder is there or can be made, without writing.
+    """Check that a folder exists or can be made, without writing.
 
     Raises:
-        UserError: naming ``setting``, if a file or a link to nowhere is in the way, or no folder
-            can have that name.
+        UserError: a file or a dangling link is in the way, or the name is invalid. The error names
+            ``setting``.
     """
     try:
         folder.lstat()
@@ -176,10 +179,10 @@ def check_folder(folder: Path, setting: str) -> None:
 
 
 def make_folder(folder: Path, setting: str) -> None:
-    """Make a folder and those above it.
+    """Make a folder and the parents.
 
     Raises:
-        UserError: as :func:`check_folder`, and if the folder cannot be written.
+        UserError: an error of :func:`check_folder`, or the folder cannot be written.
     """
     check_folder(folder, setting)
     try:
@@ -192,14 +195,14 @@ def make_folder(folder: Path, setting: str) -> None:
 
 
 class DirectoryKind(NamedTuple):
-    """Directories that a command makes, and may replace."""
+    """Kind of directory that a command makes and may replace."""
 
     name: str
-    """For messages: ``model directory``."""
+    """Name for messages, such as ``model directory``."""
     mark: str
-    """A file that each has, by which an old one is known."""
+    """File in every directory of the kind, for recognition."""
     files: tuple[str, ...]
-    """Patterns of all that may stand in one."""
+    """Patterns of all allowed files."""
 
 
 def check_replaceable(
@@ -211,20 +214,23 @@ def check_replaceable(
     sources: Sequence[Path] = (),
     overwrite: bool = True,
 ) -> None:
-    """Check that a directory can be written at ``out``, and that what it replaces is a directory of
-    the same kind.
+    """Check that a directory can be written at ``out``, or replace a directory of the same kind.
 
     Args:
-        size: bytes to be written.
+        out: directory to write.
+        size: bytes to write.
+        setting: setting that names ``out``, for errors.
+        kind: kind of the directory.
         sources: directories that are read meanwhile.
-        overwrite: whether one may be replaced.
+        overwrite: True if a directory may be replaced.
 
     Raises:
-        UserError: naming ``setting``, if ``out`` is something else than such a directory, or its
-            disk has too little room.
+        UserError: ``out`` is not replaceable, or the disk has too little space. The error names
+            ``setting``.
     """
     check_folder(out, setting)
     place = out.resolve()
+    # The replacement would delete a source at or below ``out``.
     for source in sources:
         if place in (source.resolve(), *source.resolve().parents):
             raise UserError(setting, out, f"{source} is read from there", "Name another directory")
@@ -244,11 +250,7 @@ def check_replaceable(
                 f"is there already and is no {kind.name}",
                 "name another, or remove it",
             )
-        foreign = [
-            p.name
-            for p in out.iterdir()
-            if not any(fnmatch(p.name, allowed) for allowed in kind.files)
-        ]
+        foreign = [path.name for path in out.iterdir() if not _matches_any(path.name, kind.files)]
         if foreign:
             problem = (
                 f"has {min(foreign)} in it, which is no part of a {kind.name} and would be lost"
@@ -266,10 +268,17 @@ def check_replaceable(
         )
 
 
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
 @contextmanager
 def write_directory(out: Path, setting: str) -> Iterator[Path]:
-    """As :func:`replace_directory`; a failing file or disk becomes a UserError that names
-    ``setting``."""
+    """Replace a directory, see :func:`replace_directory`.
+
+    Raises:
+        UserError: a file or the disk fails. The error names ``setting``.
+    """
     try:
         with replace_directory(out) as draft:
             yield draft
@@ -286,34 +295,36 @@ def write_directory(out: Path, setting: str) -> Iterator[Path]:
 
 
 def write_json(file: Path, content: object) -> None:
-    """Write JSON as Hugging Face's files have it."""
+    """Write JSON in the form of Hugging Face's files."""
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 LOCK = ".lock"
 HOLDER = "lock.json"
 BEAT_S = 5.0
+"""Seconds between heartbeats."""
 LEASE_S = 60.0
-"""A holder may be held up for so long, by its file system perhaps, and is not taken to be dead."""
+"""Seconds without heartbeat before a holder is regarded as dead. A file system may delay a
+heartbeat."""
 REMEDY = "Wait for its end, or end it; or name another folder"
 _held: set[Path] = set()
-"""By this process, which its own locks do not keep out."""
+"""Folders held by this process. POSIX locks do not exclude the holder's own process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a folder, so that another process can tell whether it lives."""
+    """Process that holds a folder, with the data to check whether the process is alive."""
 
     host: str
     pid: int
     started: str
-    """When the process began: another one may get its id."""
+    """Start time of the process, because another process may get the same id later."""
     kernel: str
-    """The start of its machine, whose processes see each other's locks."""
+    """Boot id of the machine. Processes of a machine see each other's locks."""
     ids: str
-    """The container, within which ``pid`` says who it is."""
+    """PID namespace of ``pid``, such as a container's."""
     since: str = field(compare=False)
-    """For people."""
+    """Time for messages."""
 
     @classmethod
     def get_current(cls) -> Holder:
@@ -327,18 +338,17 @@ class Holder:
         )
 
     def is_alive(self) -> bool | None:
-        """None where that cannot be seen from here."""
+        """Return whether the holder is alive; None if unknown, for another machine or container."""
         if (self.kernel, self.ids) != _get_machine():
             return None
         return _get_start_time(self.pid) == self.started
 
 
 def check_not_held(folder: Path) -> None:
-    """For before anything is started: whether a process of this very machine holds ``run.dir``.
-    Writes nothing.
+    """Check, before a run starts and without writing, that ``run.dir`` is not held on this machine.
 
     Raises:
-        UserError: naming it.
+        UserError: another process of this machine holds the folder. The error names the process.
     """
     holder = _read_holder(folder)
     if holder is not None and holder != Holder.get_current() and holder.is_alive():
@@ -346,15 +356,15 @@ def check_not_held(folder: Path) -> None:
 
 
 class FolderLock:
-    """A folder that is this process's until :meth:`close`.
+    """Exclusive lock of a folder until :meth:`close`.
 
     Args:
-        folder: made where there is none.
-        setting: that names it, for errors.
-        log: told in words while it waits for a sign of life from another machine.
+        folder: folder to lock, made if absent.
+        setting: setting that names the folder, for errors.
+        log: log function for the wait for another machine's heartbeat.
 
     Raises:
-        UserError: another process holds it, or it cannot be made.
+        UserError: another process holds the folder, or the folder cannot be made.
     """
 
     def __init__(
@@ -381,7 +391,7 @@ class FolderLock:
     def check(self) -> None:
         """
         Raises:
-            UserError: another process has taken it, since this one gave no sign of life for too
+            UserError: another process took the folder after this process sent no heartbeat for too
                 long.
         """
         if self._lost is not None:
@@ -402,21 +412,24 @@ class FolderLock:
             if time.monotonic() > deadline:
                 problem = "is held by another process, which has not said who it is"
                 raise UserError(self._setting, self._folder, problem, REMEDY)
-            time.sleep(0.1)  # somebody has just taken it, and says so in a moment
+            # Another process has just locked the folder, and is about to write ``lock.json``.
+            time.sleep(0.1)
         self._write()
 
     def _is_free(self) -> bool:
         locked = self._try_lock()
         holder = _read_holder(self._folder)
         lives = False if holder is None or holder == self._me else holder.is_alive()
+        # A lock is reliable among processes of the same machine.
         if holder is None or lives is False or (locked and holder.kernel == self._me.kernel):
             return locked is not False
         if lives or not self._wait_for_expiry(holder):
             raise _make_held_error(self._folder, self._setting, holder)
-        return True  # a file server may keep a dead machine's lock for long
+        # Ignore the lock, because a file server may keep a dead machine's lock for long.
+        return True
 
     def _try_lock(self) -> bool | None:
-        """None where the file system has no locks."""
+        """Return whether the lock is acquired; None if the file system has no locks."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -424,7 +437,7 @@ class FolderLock:
             return False if error.errno in (errno.EAGAIN, errno.EACCES) else None
 
     def _wait_for_expiry(self, holder: Holder) -> bool:
-        """Wait until it gives a sign of life, or has not given one for the time of the lease."""
+        """Wait; return False at the next heartbeat, True after ``LEASE_S`` without heartbeat."""
         seen = _read_beat_time(self._folder)
         said = False
         while seen is not None and (left := LEASE_S - (_get_disk_time(self._folder) - seen)) > 0:
@@ -444,7 +457,8 @@ class FolderLock:
 
     def _run_heartbeat(self) -> None:
         while not self._end.wait(BEAT_S):
-            with suppress(OSError):  # the next beat may find the disk well again
+            # Ignore failures, because the disk may work again at the next beat.
+            with suppress(OSError):
                 holder = _read_holder(self._folder)
                 if holder is None:
                     self._write()
@@ -452,7 +466,8 @@ class FolderLock:
                     self._lost = holder
                     return
                 else:
-                    os.utime(self._folder / HOLDER)  # a full disk takes that, too
+                    # Touch the file instead of writing, because a touch succeeds on a full disk.
+                    os.utime(self._folder / HOLDER)
 
     def _write(self) -> None:
         partial = self._folder / f"{HOLDER}.{self._me.host}.{self._me.pid}"
@@ -471,7 +486,7 @@ def _format_holder(holder: Holder) -> str:
 
 
 def _read_holder(folder: Path) -> Holder | None:
-    """Also of a file that something else has written, or torn, there is none."""
+    """Return the holder; None for an absent, foreign or incomplete file."""
     try:
         return Holder(**json.loads((folder / HOLDER).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -480,14 +495,15 @@ def _read_holder(folder: Path) -> Holder | None:
 
 def _read_beat_time(folder: Path) -> float | None:
     try:
-        with (folder / HOLDER).open("rb") as file:  # where a file is opened, NFS asks its server
+        # Open the file, because NFS refreshes cached times only at an open.
+        with (folder / HOLDER).open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
         return None
 
 
 def _get_disk_time(folder: Path) -> float:
-    """By the clock that the folder's files get their times from."""
+    """Return the time of the file system's clock, the source of files' times."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         os.utime(probe.fileno())
         return os.fstat(probe.fileno()).st_mtime
@@ -502,8 +518,8 @@ def _get_machine() -> tuple[str, str]:
 
 
 def _get_start_time(pid: int) -> str:
-    """Empty of a process that has ended. Linux counts from its own start, which no change of the
-    clock moves."""
+    """Return the start time of a process, or an empty text if the process has ended."""
+    # Linux counts from boot, independent of changes of the clock.
     if sys.platform != "linux":
         import psutil
 

@@ -1,9 +1,8 @@
-"""Run a command in a child process, and report a child that ends with exit code 0 before its
-command has ended.
+"""Run a command in a child process, and report a child that exits with 0 before the command's end.
 
-A user's conversation, or a C library, may call ``_exit(0)`` or replace the process by ``execv``.
-Python does not notice either, and a shell or a chain of jobs would continue as after a complete
-run. This module imports the standard library only, because the fork must come before large imports.
+A user's conversation or a C library may call ``_exit(0)`` or ``execv``. Python does not notice, and
+a shell or a chain of jobs would continue as after a complete run. This module imports the standard
+library only, because the fork must come before large imports.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from megatron_dppo.process.streams import print_message
 def run_guarded(command: Callable[[], int]) -> NoReturn:
     """Run a command in a child process, and end with the child's exit code or signal.
 
-    The exit code is 1 if the child ended with 0 before its command had ended. Signals that end a
-    process, or request a checkpoint and a stop, are forwarded to the child. The child has its own
-    session, so that Ctrl-C reaches it once. All descendants of the child end with this process.
+    - The exit code is 1 if the child ended with 0 before the end of the command.
+    - Signals that end a process, or request a save and a stop, are forwarded to the child.
+    - All descendants of the child end with this process.
     """
     heard = {
         number for number in (*ENDING, SIGNAL) if signal.getsignal(number) is not signal.SIG_IGN
@@ -40,13 +39,15 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
     adopt_orphans()
     child = os.fork()
     if child == 0:
+        # In a separate session, the child receives Ctrl-C only once, from this process.
         os.setsid()
         set_parent_death_signal(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reader)
         try:
             code = command()
-        finally:  # argparse exits after --help
+        # A command may raise SystemExit, as argparse does after --help.
+        finally:
             os.write(writer, b"ended")
         exit_process(code)
     os.close(writer)

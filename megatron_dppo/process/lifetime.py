@@ -1,15 +1,16 @@
-"""How processes end: with their parent, or on request. Needs the standard library only.
+"""End processes with the parent or on request. Needs the standard library only.
 
-A process does not outlive its parent: the kernel or the parent ends it. Only Linux has this
-(``prctl``). Elsewhere a process only sees whether its parent has ended already. The kernel takes
-the *thread* that started a process for its parent, so start processes on a thread that lives as
-long as they may. Children do not inherit the setting: each process makes it for itself.
+The kernel or the parent ends each process at the parent's end:
 
-After SIGUSR1, to any rank or to the launcher, a run saves at the end of the step and ends. Slurm
-sends such a signal before a job's time is up. SIGTERM is left as it is, an end at once: what Slurm
-ends by it, a cancelled job or one of which a rank has failed, is not to wait for a step.
+- Only Linux has ``prctl``. Elsewhere a process only checks whether the parent has ended already.
+- The kernel's parent is the *thread* that starts a process: the thread must outlive the process.
+- Children do not inherit the setting: each process calls :func:`set_parent_death_signal`.
 
-Run as a file, ``python -IS lifetime.py TRAINER COMMAND…``, it is the supervisor of one server.
+SIGUSR1, to any rank or the launcher, makes a run save at the end of the step and exit. Slurm sends
+SIGUSR1 before a job's time limit. SIGTERM still ends a process at once, because Slurm sends SIGTERM
+to cancelled jobs and jobs with a failed rank. No such job may wait for a step.
+
+``python -IS lifetime.py TRAINER COMMAND…`` supervises a server.
 """
 
 from __future__ import annotations
@@ -30,43 +31,44 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-# Looked up here, since a process that was just forked from one with threads is not to load
-# anything.
+# Look up the function here, because a fresh fork of a process with threads must not load libraries.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 LOOK_S = 0.2
-"""Seconds between looks whether the trainer is still there."""
+"""Seconds between checks of the trainer."""
 GRACE_S = 3.0
-"""How long a server may take to end by itself."""
+"""Seconds for a server's own end after SIGTERM."""
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a process."""
 
 
 def set_parent_death_signal(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends; end at once if that has
-    happened already.
+    """Have the kernel signal this process at the parent's end. Exit at once if the parent ended.
 
     Args:
-        parent: process id, as the parent knew it before it started this process.
-        number: of the signal; another one than SIGKILL is for those that have to end others first.
+        parent: process id of the parent, read by the parent before the start of this process.
+        number: signal; not SIGKILL for a process that must end other processes first.
     """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the line above
+    # The parent may have ended before prctl.
+    if os.getppid() != parent:
         os._exit(1)
 
 
 def exit_now(code: int, text: str) -> NoReturn:
-    """Print a reason and end this process at once, from any thread. A rank replaces this function,
-    because only the first failing rank prints a reason."""
+    """Print a reason and end this process at once, from any thread.
+
+    A rank replaces this function, because only the first failing rank prints a reason.
+    """
     print(text, file=sys.stderr, flush=True)
     os._exit(code)
 
 
 def end_fork(process: int) -> None:
-    """End this process if a user's code forked it from ``process``, because it would continue the
-    work of that one."""
+    """End this process if a user's code forked this process from ``process``."""
+    # A fork would continue the work of the original process.
     if os.getpid() != process:
         os._exit(0)
 
@@ -76,7 +78,7 @@ EXIT_S = 30.0
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit, though a thread or a coroutine of a user's code may never end.
+    """Exit, even if a thread or a coroutine of a user's code never ends.
 
     - After a failure the process ends at once.
     - After a success the interpreter waits for threads and calls exit handlers, for at most
@@ -84,7 +86,8 @@ def exit_process(code: int) -> NoReturn:
     """
     if code:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # closed, perhaps by its reader
+            # A stream may be closed, perhaps by the reader.
+            with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
     text = (
@@ -98,15 +101,13 @@ def exit_process(code: int) -> NoReturn:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all orphans among this process's descendants, also of those in another
-    session."""
+    """Become the parent of all orphans among this process's descendants, in any session."""
     if _prctl is not None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_children() -> None:
-    """Kill and reap children until there are none. After ``adopt_orphans`` these are all
-    descendants."""
+    """Kill and reap all children; after ``adopt_orphans``, all descendants."""
     while True:
         for child in _list_children():
             with suppress(ProcessLookupError):
@@ -118,34 +119,34 @@ def end_children() -> None:
 
 
 def _list_children() -> list[int]:
-    """Ids of this process's children. All processes are looked at, because not every kernel lists
-    children."""
+    """Return the ids of this process's children."""
     found = []
+    # Check all processes, because not every kernel lists children.
     for place in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended meanwhile
-            # The name, in brackets, may hold brackets and spaces; behind it stand the state and the
-            # parent.
+        # A process may end meanwhile.
+        with suppress(OSError):
+            # The name, in brackets, may contain brackets and spaces. State and parent follow.
             if int(place.read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 found.append(int(place.parent.name))
     return found
 
 
 def supervise(trainer: int, command: list[str]) -> int:
-    """Run a server's command until it ends, the trainer does, or this process is told to end.
+    """Run a server's command until the command or the trainer ends, or a signal arrives.
 
-    A server is several processes, and whoever dies first must leave none of the others: not the
-    trainer, even by SIGKILL, nor the server's main process, whose children need not notice. So this
-    process stands between the two. It adopts what its descendants leave behind, whatever session
-    they have moved to, and ends only when it has no child left. If it is killed itself, the kernel
-    kills the server.
+    A server is several processes. No process remains after the end, even by SIGKILL, of
+
+    - the trainer;
+    - the server's main process, an end that children need not notice: this process adopts orphans
+      of any session, and exits only without children;
+    - this process: the kernel kills the server.
 
     Returns:
-        The command's exit code, negative for the signal that ended it.
+        The command's exit code, negative for the signal that ended the command.
     """
     adopt_orphans()
     awaited = {signal.SIGCHLD, *ENDING}
-    # Slurm's word that time is short comes to every process of a step, and is the trainer's to
-    # answer.
+    # Block SIGUSR1, because Slurm signals every process of a step, and only the trainer must react.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGUSR1})
 
     ours = os.getpid()
@@ -164,7 +165,8 @@ def supervise(trainer: int, command: list[str]) -> int:
             _stop_server(server, awaited)
     finally:
         server.kill()
-        code = server.wait()  # before ``end_children`` can reap it and lose its exit code
+        # Wait first, because ``end_children`` would reap the server and lose the exit code.
+        code = server.wait()
         end_children()
     return code
 
@@ -182,8 +184,7 @@ The first failing rank writes its reason there. Each rank whose job reached its 
 beside the marker."""
 
 SAVED = 75
-"""Exit code of a run that has saved its state and is to be started again (EX_TEMPFAIL of
-sysexits.h)."""
+"""Exit code of a run that saved and should be started again (EX_TEMPFAIL of sysexits.h)."""
 
 SIGNAL = signal.SIGUSR1
 
@@ -194,7 +195,7 @@ _handlers: dict[signal.Signals, object] = {signal.SIGTERM: signal.getsignal(sign
 
 
 class StoppedError(Exception):
-    """A run has saved and ends before its last step, because it was asked to."""
+    """End of a run before the last step on request, after a save."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
@@ -203,20 +204,20 @@ class StoppedError(Exception):
 
 
 def install_stop_handler() -> None:
-    """From now on, remember that a stop was asked for. Called on the main thread.
-
-    Slurm sends the signal to every process of a step. It is held back rather than handled, which
-    children inherit: what a rank has started, or is starting, does not die of it. The handler is
-    for threads that were there before.
-    """
+    """Record requests to stop from now on. Must be called on the main thread."""
+    # Threads that started earlier do not block the signal, and call the handler.
     _handle(_record_stop)
     _handlers[SIGNAL] = signal.getsignal(SIGNAL)
+    # Block the signal, because Slurm sends the signal to every process of a step: children inherit
+    # the block, and do not die of the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
 
 
 def list_replaced_handlers() -> list[str]:
-    """Return a note for each signal whose handler a user's code has replaced. On the main thread,
-    restore the handler of SIGUSR1."""
+    """Return a note per signal with a handler replaced by a user's code.
+
+    On the main thread, restore the handler of SIGUSR1.
+    """
     taken = [
         number for number, handler in _handlers.items() if signal.getsignal(number) is not handler
     ]
@@ -230,17 +231,19 @@ def list_replaced_handlers() -> list[str]:
 
 
 def is_stop_requested() -> bool:
-    """Whether this process was asked to stop."""
+    """Return whether this process received a request to stop."""
+    # A blocked signal stays pending.
     return _asked or SIGNAL in signal.sigpending()
 
 
 @contextmanager
 def forward_stop(children: Callable[[], list[int]]) -> Iterator[None]:
-    """Within it, a request to stop goes on to other processes; each may have ended by then. Outside
-    of the main thread, which alone gets signals, nothing goes on.
+    """Forward requests to stop to other processes within the block.
+
+    Only the main thread receives signals; on another thread, requests are not forwarded.
 
     Args:
-        children: gives their ids at that moment.
+        children: function that returns the current process ids. A process may have ended.
     """
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -265,7 +268,8 @@ def _record_stop(number: int, frame: FrameType | None) -> None:
 
 def _handle(handler: Callable[[int, FrameType | None], object]) -> signal._HANDLER:
     before = signal.signal(SIGNAL, handler)
-    signal.siginterrupt(SIGNAL, False)  # no system call of torch's is to fail because of it
+    # Restart system calls, because calls within torch must not fail after a signal.
+    signal.siginterrupt(SIGNAL, False)
     return before
 
 

@@ -1,8 +1,8 @@
-"""Standard output and error, and how far something is, as a bar there or a line now and then.
+"""Standard output and error, and progress as a bar or as lines.
 
-A run goes on when nobody reads them any more. Letters that a terminal lacks are escaped. Long work
-also says that it moves, :func:`record_progress`, so that a watchdog can tell slow work from work
-that hangs.
+- A run continues if a stream has no reader.
+- Characters outside a terminal's encoding are escaped.
+- Long work calls :func:`record_progress`, so that the watchdog can distinguish slow from hung work.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron_dppo.errors import sanitize_text
 
 
 def escape_unencodable() -> None:
-    """Escape letters that the encoding of standard output and error lacks, in place of an error."""
+    """Escape characters outside the encoding of standard output and error, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
             stream.reconfigure(errors="backslashreplace")
 
 
 class _Stream(io.FileIO):
-    """Standard output or error. What cannot be written is thrown away."""
+    """Standard output or error that discards output after a failed write."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -41,7 +41,8 @@ class _Stream(io.FileIO):
         except OSError as error:
             if not self._lost:
                 self._lost = True
-                if error.errno == errno.EPIPE:  # servers and libraries write there, too
+                # Replace the descriptor, because servers and libraries write there, too.
+                if error.errno == errno.EPIPE:
                     nowhere = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(nowhere, self.fileno())
                     os.close(nowhere)
@@ -55,23 +56,24 @@ class _Stream(io.FileIO):
 
 
 def print_message(text: str) -> None:
-    """Print text for the user on standard error, at once.
+    """Print text for the user on standard error, without buffering.
 
-    Results of commands go to standard output, and a run's lines to its console.
+    Results of commands go to standard output, and lines of a run to the run's console.
     """
     print(sanitize_text(text), file=sys.stderr, flush=True)
 
 
 def ignore_broken_streams() -> None:
-    """From now on, if the reader of a standard stream has gone, its descriptor is closed or its
-    disk is full, what is printed there is lost and the process goes on. Called before any thread or
-    child is started."""
+    """Discard output after a broken pipe, a closed descriptor or a full disk, and continue.
+
+    Must be called before any thread or child starts.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
-        except (
-            OSError
-        ):  # or the next file that is opened gets its number, and with it what is printed
+        # Occupy a closed descriptor, because the next opened file would get the number, and with
+        # the number the output.
+        except OSError:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = _wrap_stream(sys.stdout, 1), _wrap_stream(sys.stderr, 2)
 
@@ -82,15 +84,15 @@ IGNORED_LOG_MESSAGES = {
     "dist_checkpointing.strategies.torch": "async save is deprecated",
     "dist_checkpointing.strategies.common": "load_common is deprecated",
 }
-"""Logs of Megatron-Core's modules, from 0.19 on."""
+"""Megatron-Core's module to a log message (0.19 and later)."""
 
 
 def filter_upstream_warnings() -> None:
-    """Silence what upstream code says to its own developers on every rank, and nothing else.
+    """Silence only the warnings for upstream developers, which every rank would print.
 
-    Megatron-Core warns of every optional package that is absent (``doctor`` tells of
-    those) and of its own deprecated defaults and classes; torch of collectives' old names, which
-    Megatron-Core still calls, and of checkpoints that are read without a process group.
+    - Megatron-Core: absent optional packages (``doctor`` lists absent packages), deprecated
+      defaults and classes.
+    - torch: old names of collectives in Megatron-Core, checkpoints read without a process group.
     """
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
@@ -110,8 +112,10 @@ def filter_upstream_warnings() -> None:
 
 
 def _wrap_stream(stream: TextIO | None, descriptor: int) -> TextIO:
-    """Replacement of a stream of Python's. One that is not that descriptor's file, as in a test, is
-    left as it is."""
+    """Return a replacement of Python's stream.
+
+    A stream that does not write to ``descriptor``, as in a test, is returned unchanged.
+    """
     if stream is not None:
         try:
             ours = isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Stream)
@@ -127,7 +131,7 @@ def _wrap_stream(stream: TextIO | None, descriptor: int) -> TextIO:
 
 
 SAY_EVERY_S = 10.0
-"""Between two lines, where there is no terminal for a bar."""
+"""Seconds between lines of progress without a terminal."""
 GB = 10**9
 
 Unit = Literal["count", "bytes", "share"]
@@ -136,19 +140,18 @@ _last = time.monotonic()
 
 
 def record_progress() -> None:
-    """Note that this process has come further in whatever it does."""
+    """Record progress of this process in any work."""
     global _last
     _last = time.monotonic()
 
 
 def get_progress_time() -> float:
-    """When it last did, by ``time.monotonic``."""
+    """Return the ``time.monotonic`` of the last recorded progress."""
     return _last
 
 
 class ProgressCallback(Protocol):
-    """So much more is done; words on how it goes; so much more than ``total`` is to be done, as is
-    known now."""
+    """Advance by ``count`` and show ``message``; ``added`` increases the total."""
 
     def __call__(self, count: float, message: str = "", *, added: float = 0) -> None: ...
 
@@ -157,14 +160,14 @@ class ProgressCallback(Protocol):
 def report_progress(
     label: str, total: float, *, unit: Unit = "count", initial: int = 0, enabled: bool = True
 ) -> Iterator[ProgressCallback]:
-    """A bar, or where standard error is no terminal a line every ten seconds and one at the end.
+    """Show a bar; without a terminal, print a line every ten seconds and at the end.
 
     Args:
-        label: is done, or counted.
-        total: of it; of a share 1.
-        unit: of ``total``.
-        initial: of it at the start.
-        enabled: False for ranks that say nothing.
+        label: name of the work or of the counted things.
+        total: amount of the whole work; 1 for a share.
+        unit: unit of ``total``.
+        initial: amount at the start.
+        enabled: False for silent ranks.
     """
     from rich import progress as bars
     from rich.console import Console
@@ -180,7 +183,8 @@ def report_progress(
     drawn = sys.stderr.isatty()
     began = time.monotonic()
     spoke = began
-    to_file = not sys.stdout.isatty()  # what is printed goes there, and not above the bar
+    # Leave standard output alone if redirected to a file: a bar would move lines to the terminal.
+    to_file = not sys.stdout.isatty()
     console = Console(stderr=True)
     hidden = not (drawn and enabled)
     with bars.Progress(
@@ -198,9 +202,8 @@ def report_progress(
             if enabled and not drawn and now - spoke >= SAY_EVERY_S and so_far > initial:
                 spoke = now
                 left = f"{(now - began) * (total - so_far) / (so_far - initial):.0f} s left"
-                words = ", ".join(
-                    filter(None, (_format_amount(so_far, total, unit), message, left))
-                )
+                amount = _format_amount(so_far, total, unit)
+                words = ", ".join(filter(None, (amount, message, left)))
                 print_message(f"{label}: {words}")
 
         yield advance
@@ -217,8 +220,10 @@ def report_progress(
 def make_progress_bar(
     label: str, total: int, *, initial: int = 0, enabled: bool = True
 ) -> Iterator[ProgressCallback | None]:
-    """The bar of :func:`report_progress` alone, for those who say elsewhere what they do: None
-    where there is no terminal."""
+    """Show the bar of :func:`report_progress`, or yield None without a terminal.
+
+    For callers that print lines of progress elsewhere.
+    """
     if not (enabled and sys.stderr.isatty()):
         yield None
         return
