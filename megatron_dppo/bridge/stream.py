@@ -231,7 +231,8 @@ class _Gathers:
         self._device = (
             torch.device("cpu") if dist.get_backend(self._group) == "gloo" else world.device
         )
-        self._rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._rank = dist.get_rank(self._group)
+        ranks = dist.get_world_size(self._group)
         consumers = range(ranks if target is Consumers.EVERYONE else 1)
         self._consumes = self._rank in consumers
         self._receivers = [rank for rank in consumers if rank != self._rank]
