@@ -106,8 +106,7 @@ NEMO_235B = (
 )
 NEMO_235B_ASSUMED = (
     "512 samples in one update with a KL term: a pass for reference log-probabilities, and one for "
-    "old ones, which it "
-    "makes before a single update, too",
+    "old ones, which it makes before a single update, too",
 )
 RUNS = (
     Run(

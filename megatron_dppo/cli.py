@@ -389,8 +389,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what)
     parser.add_argument("--json", action="store_true", help="print JSON")
     what = (
-        "print the settings of the fastest and of the cheapest step that fit, GPUs for "
-        "training "
+        "print the settings of the fastest and of the cheapest step that fit, GPUs for training "
         "and rollouts included"
     )
     parser.add_argument("--search", action="store_true", help=what)

@@ -149,9 +149,8 @@ def _build_fetch_error(repo: str, kind: Kind, setting: str, reason: Exception | 
     reason = next(iter(str(reason).splitlines()), type(reason).__name__)
     what = "folder" if kind == "model" else "file"
     problem = (
-        f"is no {what} here, is not whole in the hub's cache ({constants.HF_HUB_CACHE}), "
-        "and "
-        "was not fetched"
+        f"is no {what} here, is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and was "
+        "not fetched"
     )
     of = " --repo-type dataset" if kind == "dataset" else ""
     fetch = f"hf download {repo}{of}"

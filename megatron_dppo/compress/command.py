@@ -66,8 +66,7 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--score", help=f"order of the parts, the default first. {scores}")
     part = (
         "part of a layer that depth removes (default: %(default)s); attention and feed-forward are "
-        "written as zeros, "
-        "which keep their size"
+        "written as zeros, which keep their size"
     )
     parser.add_argument("--part", choices=PARTS, default="block", help=part)
     parser.add_argument(

@@ -212,9 +212,8 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
             "would be shown it"
         )
         remedy = (
-            "Take that message out of the prompt; data.response_key names a column of "
-            "answers "
-            "for sft"
+            "Take that message out of the prompt; data.response_key names a column of answers for "
+            "sft"
         )
         raise row.make_error(problem, remedy)
     if not any(message["role"] == "user" for message in prompt):

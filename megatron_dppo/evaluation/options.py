@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 
 MODEL = (
-    "Hugging Face directory, id on the hub, run, or checkpoint of a run (default: the model "
-    "of "
+    "Hugging Face directory, id on the hub, run, or checkpoint of a run (default: the model of "
     "CONFIG)"
 )
 EVAL_FLAGS = {

@@ -217,9 +217,8 @@ def _convert_disk_error(config: Config, error: OSError) -> UserError | None:
     if error.errno in DISK_IS_FULL:
         problem = f"could not be written to ({error}); the last good checkpoint is untouched"
         remedy = (
-            "Free some room or point run.dir at another disk, and run the same command "
-            "again: "
-            "it resumes"
+            "Free some room or point run.dir at another disk, and run the same command again: it "
+            "resumes"
         )
         return UserError("run.dir", config.run.dir, problem, remedy)
     names = [name for name in (error.filename2, error.filename) if isinstance(name, str)]

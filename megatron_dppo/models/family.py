@@ -18,8 +18,7 @@ class Split(StrEnum):
 
     REPLICATED = "every rank has it whole"
     COLUMN = (
-        "output features (dimension 0) of each tensor in equal parts, a rank's parts "
-        "stacked: "
+        "output features (dimension 0) of each tensor in equal parts, a rank's parts stacked: "
         "gate, then up"
     )
     ROW = "input features (dimension 1) in equal parts"
@@ -31,9 +30,8 @@ class Split(StrEnum):
         "its value"
     )
     GATED_QKV = (
-        "as QKV, with the gates of a group's queries behind these; in the tensor each "
-        "gate "
-        "is behind its query"
+        "as QKV, with the gates of a group's queries behind these; in the tensor each gate is "
+        "behind its query"
     )
     SECTIONS = "each section of the tensors' output features in equal parts, a rank's parts stacked"
 

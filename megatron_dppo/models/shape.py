@@ -412,9 +412,8 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
             )
     if shape.hybrid and shape.delta_keys % (layout.tp * layout.cp):
         problem = (
-            f"times layout.tp = {layout.tp} does not divide the {shape.delta_keys} key "
-            "heads "
-            "of delta networks"
+            f"times layout.tp = {layout.tp} does not divide the {shape.delta_keys} key heads of "
+            "delta networks"
         )
         remedy = (
             "set layout.tp and layout.cp so that their product is one of "

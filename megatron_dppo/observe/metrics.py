@@ -113,8 +113,7 @@ class MetricsLog:
             shown = ", ".join(f"{name:.60}" for name in left_out[:MOST_SHOWN])
             self._say(
                 f"reward functions name more than {MOST_NAMED} metrics: others are left out, first "
-                f"{shown}. Log one "
-                "name for all completions: the metric is a mean over them"
+                f"{shown}. Log one name for all completions: the metric is a mean over them"
             )
 
     def close(self, *, finished: bool = True) -> None:

@@ -100,8 +100,7 @@ def resolve_layout(layout: LayoutConfig, ranks: int) -> LayoutConfig:
         lower = f", or layout.{name} to {' or '.join(map(str, possible))}" if possible else ""
         problem = (
             f"needs a multiple of {of_experts} ranks in a pipeline stage (layout.ep x layout.etp), "
-            f"which has {stage}: "
-            f"{format_layout(replace(layout, dp=dp))}"
+            f"which has {stage}: {format_layout(replace(layout, dp=dp))}"
         )
         remedy = f"Set layout.dp to a multiple of {layout.min_ranks // model}{lower}"
         raise UserError(f"layout.{name}", getattr(layout, name), problem, remedy)

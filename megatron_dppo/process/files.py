@@ -444,8 +444,7 @@ class FolderLock:
             if not said:
                 self._say(
                     f"{_format_holder(holder)} holds {self._folder}, or held it when it died: "
-                    "waiting for a "
-                    "sign of life"
+                    "waiting for a sign of life"
                 )
                 said = True
             time.sleep(min(left + 0.1, 1.0))

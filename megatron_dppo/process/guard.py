@@ -76,8 +76,7 @@ def format_early_exit(process: str, work: str) -> str:
     """Return the error about a process that ended with exit code 0 before its work had ended."""
     return (
         f"error: {process} ended with exit code 0 before {work} had ended. A conversation, a rule "
-        "or a C library "
-        "called _exit, or replaced the process by another program"
+        "or a C library called _exit, or replaced the process by another program"
     )
 
 

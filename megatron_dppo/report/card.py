@@ -154,8 +154,7 @@ def _render_accuracy(run: RunRecord, step: int) -> Iterator[str]:
         (last, after) = values[-1]
         yield (
             f"| {what} | {count or ''} | {format_number(before, 'share')} | "
-            f"{_format_share(after, count)} (step "
-            f"{last:,.0f}) |"
+            f"{_format_share(after, count)} (step {last:,.0f}) |"
         )
     yield ""
     yield "In brackets Wilson's 95% interval over the problems, where their number is known."

@@ -101,10 +101,8 @@ def make_learning_section(runs: Sequence[RunRecord]) -> Section:
     ]
     lead = (
         "Time counts training steps and leaves evaluations out. Bold lines are means over a tenth "
-        "of a run; the band "
-        "around an accuracy is its 95% interval (Wilson's, over the held-out problems), where "
-        "their number is known; "
-        "of more than three runs there are only lines."
+        "of a run; the band around an accuracy is its 95% interval (Wilson's, over the held-out "
+        "problems), where their number is known; of more than three runs there are only lines."
     )
     if len(runs) > 1 and any(
         run.get_setting("pruning.prompts.rule") not in (None, "none") for run in runs

@@ -246,8 +246,7 @@ def _format_certainty(run: RunRecord, accuracy: Floats) -> str:
         return points
     return (
         f"{points}; {format_wilson_interval(accuracy[-1], run.held_out)}% is the 95% interval of "
-        f"{run.held_out} "
-        "problems"
+        f"{run.held_out} problems"
     )
 
 

@@ -40,9 +40,8 @@ def make_pruning_section(runs: Sequence[RunRecord]) -> Section:
     """Which answers each run kept, and why, and the noise that it cost."""
     lead = (
         "An answer has a gradient where its group's rewards differ. An unbiased rule keeps each of "
-        "these answers with "
-        "a known probability, and weights those that it keeps so that the expected gradient stays "
-        "the same."
+        "these answers with a known probability, and weights those that it keeps so that the "
+        "expected gradient stays the same."
     )
     parts: list[Part] = []
     measured = [run for run in runs if run.compute_mean("prune/kept_token_fraction") is not None]

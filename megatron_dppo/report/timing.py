@@ -434,20 +434,15 @@ def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section
         rows += [money("money spent", "hours"), money("money saved, estimated", "both")]
     lead = (
         "Spent: seconds of all steps and evaluations, times the GPUs or processes held; not starts "
-        "and checkpoints. "
-        "Saved: estimated from each run's own timers, as if every token of a step cost the same; "
-        "either level with the "
-        "pruning of the other as it is, so that both together save more than their sum. Costs that "
-        "do not "
-        "depend on the tokens are not saved: where a run without pruning is on this page, trust "
-        "the times measured "
-        "above."
+        "and checkpoints. Saved: estimated from each run's own timers, as if every token of a step "
+        "cost the same; either level with the pruning of the other as it is, so that both together "
+        "save more than their sum. Costs that do not depend on the tokens are not saved: where a "
+        "run without pruning is on this page, trust the times measured above."
     )
     if any(_count_server_gpus(run) is None for run in runs):
         lead += (
             " Servers that a run was given are not counted, because the number of their GPUs is "
-            "not known: its hours "
-            "and money are those of the trainer alone."
+            "not known: its hours and money are those of the trainer alone."
         )
     parts: list[Part] = [Table(["", *(run.name for run in runs)], rows)]
     if not priced:

@@ -273,9 +273,8 @@ def build_notes(
     if config.rollout.roles:
         yield (
             "rollout.roles: each role has the gradient of its own reward by its own tokens, the "
-            "others being a part of "
-            "its environment that changes with the policy: their sum is the gradient of no one "
-            "objective"
+            "others being a part of its environment that changes with the policy: their sum is the "
+            "gradient of no one objective"
         )
     if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
         yield (
@@ -289,8 +288,7 @@ def build_notes(
     ):
         yield (
             f"{objective.name} with pruned prompts: the minibatch's moments, by which rewards "
-            "become advantages, are "
-            "estimated, the gradient a ratio (bias O(1/prompts))"
+            "become advantages, are estimated, the gradient a ratio (bias O(1/prompts))"
         )
     # The factor 1 + 1e-9 allows for rounding.
     heaviest = max(minibatch.weight.max(initial=0.0) for minibatch in minibatches)
@@ -309,8 +307,7 @@ def build_notes(
     if uses_resampling(pruning) and num_usable < compute_window_size(config):
         yield (
             "a step trains on fewer groups than its window has prompts: no more of mixed reward "
-            "were found in "
-            f"pruning.max_rounds = {pruning.max_rounds} rounds, or in the whole pool"
+            f"were found in pruning.max_rounds = {pruning.max_rounds} rounds, or in the whole pool"
         )
 
 

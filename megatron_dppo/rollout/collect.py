@@ -276,9 +276,8 @@ class Collector:
         if any(completion.segments is None for group in groups for completion in group.completions):
             levels = len(rollout.tree.branches)
             problem = (
-                f"has {levels} levels, and completions came from the engine "
-                f"{rollout.engine} "
-                "that did not fork"
+                f"has {levels} levels, and completions came from the engine {rollout.engine} that "
+                "did not fork"
             )
             remedy = (
                 "Have it grow what Sampling.branches asks for (rollout/tree.py), or set "

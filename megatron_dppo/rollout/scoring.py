@@ -150,8 +150,7 @@ def check_failures(reward: RewardConfig, failed: Sequence[Score], total: int) ->
     )
     problem = (
         f"{timeouts + errors} of {total} completions could not be scored ({timeouts} took more "
-        "than "
-        f"{limits}, {errors} failed), more than reward.max_failures = {reward.max_failures:g} "
+        f"than {limits}, {errors} failed), more than reward.max_failures = {reward.max_failures:g} "
         "allows" + (f"; the first failure:\n{first}" if first else "")
     )
     remedy = "Mend the function, or raise reward.timeout_s or reward.max_failures"

@@ -273,8 +273,7 @@ def check_resume(config: Config, function_texts: Mapping[str, str | None] | None
         )
         remedy = (
             "Name another run.dir; or give those settings and files as they were; or set "
-            "run.resume=anyway to resume "
-            "with the new ones, which the log then names"
+            "run.resume=anyway to resume with the new ones, which the log then names"
         )
         raise UserError("run.dir", folder, problem, remedy)
 

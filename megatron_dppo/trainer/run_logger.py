@@ -242,15 +242,13 @@ def _describe_bias(config: Config) -> Iterator[str]:
     if ahead := config.rollout.ahead:
         yield (
             f"rollout.ahead = {ahead}: tokens may be so many updates old. Each counts by {weight}. "
-            "That is biased: "
-            f"what has become likelier by more counts too little{before}"
+            f"That is biased: what has become likelier by more counts too little{before}"
         )
     if config.data.rollouts:
         yield (
             f"data.rollouts: tokens are another policy's. Each counts by {weight}. That is biased: "
-            "by the bound, by "
-            "beginnings that this policy would not have written, and by advantages within others' "
-            "groups"
+            "by the bound, by beginnings that this policy would not have written, and by "
+            "advantages within others' groups"
         )
 
 

@@ -64,8 +64,7 @@ def describe_picture() -> tuple[str, str]:
     minutes = max(fmean(seed[-1][0] / 60 for seed in arm) for arm in ours)
     ((_, (soon, early), *_, (late, last)),) = points["TRL, 16 prompts"]
     trl = (
-        f"TRL is at {100 * early:.0f}% after {soon / 60:.0f} minutes and {100 * last:.0f}% "
-        "after "
+        f"TRL is at {100 * early:.0f}% after {soon / 60:.0f} minutes and {100 * last:.0f}% after "
         f"{late / 60:.0f}"
     )
     return (

@@ -18,8 +18,7 @@ LAYOUT = (
 )
 SMALL = (
     f"{LAYOUT} run.steps=1 rollout.prompts_per_step=4 rollout.samples_per_prompt=2 "
-    "rollout.max_response_tokens=8 "
-    "eval.problems=2"
+    "rollout.max_response_tokens=8 eval.problems=2"
 )
 HERE = (
     "rollout.engine=local rollout.colocated=false rollout.launch.count=0 rollout.ahead=0 "
@@ -27,8 +26,7 @@ HERE = (
 )
 CHECKED = (
     f"{SMALL} {HERE} model.path=runs/quickstart/warm data.train=gsm8k_train.jsonl "
-    "data.prompt_key=question "
-    "data.label_key=answer eval.problems=0 --check"
+    "data.prompt_key=question data.label_key=answer eval.problems=0 --check"
 )
 """For configurations of policies that take GPUs: what can be known to be wrong, by the same
 command."""
@@ -239,8 +237,7 @@ WAYS = (
     Way(
         r"megatron-dppo probe-batch configs/quickstart\.yaml .*",
         append=f"{LAYOUT} rollout.prompts_per_step=8 rollout.max_response_tokens=32 "
-        "reward.overlong_buffer=31 "
-        "--steps 6",
+        "reward.overlong_buffer=31 --steps 6",
     ),
     Way(
         r"megatron-dppo eval configs/qwen3_4b_math\.yaml --model runs/qwen3_4b_math .*",

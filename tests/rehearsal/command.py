@@ -133,8 +133,7 @@ def as_text(setup: Setup, found: dict[str, Any]) -> Iterator[str]:
     yield f"  {'total':<38}{total['rehearsed'] / GIB:>12.2f}{total['planned'] / GIB:>12.2f}"
     fits = "it fits" if found["fits"] else "it does NOT fit"
     yield (
-        f"{fits} into {total['room'] / GIB:.1f} GiB; activations hold the head's, too; of "
-        "these, "
+        f"{fits} into {total['room'] / GIB:.1f} GiB; activations hold the head's, too; of these, "
         "made in"
     )
     for made_in, size in found["alive_at_peak"].items():

@@ -96,9 +96,8 @@ def test_policy_blocks_foreign_scripts(browser: Any, address: str) -> None:
 def test_axis_is_switched_by_keyboard(browser: Any, address: str) -> None:
     page, _ = opened(browser, address)
     shown = (
-        "[...document.querySelectorAll('.plots[data-axis]')].filter(e => "
-        "e.offsetHeight).map(e "
-        "=> e.dataset.axis)"
+        "[...document.querySelectorAll('.plots[data-axis]')].filter(e => e.offsetHeight).map(e => "
+        "e.dataset.axis)"
     )
     assert page.evaluate(shown) == ["1"]
     page.focus("input[name=axis]")

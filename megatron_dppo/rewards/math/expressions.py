@@ -51,10 +51,9 @@ ACCENTS = _split_names(
 ALPHABETS = {"mathbb", "mathcal", "mathfrak", "mathscr"}
 LETTERS = _split_names(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau "
-    "upsilon phi chi psi"
-    " omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega varepsilon vartheta varphi "
-    "varrho varsigma varpi"
-    " ell hbar infty emptyset nabla aleph top bot complement star ast dagger"
+    "upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega "
+    "varepsilon vartheta varphi varrho varsigma varpi ell hbar infty emptyset nabla aleph top bot "
+    "complement star ast dagger"
 )
 """Commands read as symbols."""
 

@@ -434,8 +434,7 @@ class ServerEngine:
             self._spoke = now
             self._log_on_rank0(
                 f"waiting for rollouts for {now - start_time:.0f} s; {len(self.servers)} servers "
-                "serve; "
-                f"prompts not yet answered: {_format_by_rank(left)}"
+                f"serve; prompts not yet answered: {_format_by_rank(left)}"
             )
 
     def _log_on_rank0(self, text: str) -> None:

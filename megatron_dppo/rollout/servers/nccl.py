@@ -47,7 +47,6 @@ def check_mismatch(message: str) -> None:
     problem = f"needs one NCCL for the trainer and its servers, and they have {older} and {newer}"
     remedy = (
         f"Run pip install --no-deps nvidia-nccl-cu13=={newer} (cu12 with a torch of CUDA 12) in "
-        "the environment of the "
-        "older one, or set rollout.sync.transport=disk"
+        "the environment of the older one, or set rollout.sync.transport=disk"
     )
     raise UserError("rollout.sync.transport", "collective", problem, remedy)

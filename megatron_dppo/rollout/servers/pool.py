@@ -176,8 +176,7 @@ class ServerPool:
         def silent(server: ServerClient, taken: float) -> str:
             limit = f"rollout.health_timeout_s = {timeout_s:g}"
             return (
-                f"server {server.name} is silent: no answer to a health check for {taken:.0f} "
-                "s "
+                f"server {server.name} is silent: no answer to a health check for {taken:.0f} s "
                 f"({limit})"
             )
 
@@ -379,8 +378,7 @@ class ServerPool:
         longest = self._config.longest_context
         if info.architecture not in (None, self._architecture):
             problem = (
-                f"serves another model: {info.architecture} from {info.model}, the policy "
-                "is "
+                f"serves another model: {info.architecture} from {info.model}, the policy is "
                 f"{self._architecture}"
             )
             remedy = "Start it with model.path, or name another server"

@@ -121,9 +121,8 @@ def _check_environment(config: Config, environ: Mapping[str, str]) -> None:
         ours = environ.get(name, value)
         if given.get(name, ours) != ours:
             problem = (
-                f"the trainer has {name}={ours}, and NCCL wants the same at both ends of "
-                "the "
-                "group for weights"
+                f"the trainer has {name}={ours}, and NCCL wants the same at both ends of the group "
+                "for weights"
             )
             remedy = f"Leave it out, or run the trainer with {name}={given[name]}, too"
             raise UserError("rollout.launch.env", f"{name}={given[name]}", problem, remedy)

@@ -262,9 +262,8 @@ class ServerProcess:
             if _is_free(self.host, port):
                 return port
         problem = (
-            f"no port for server {self.name} is free on {self.host} from "
-            f"{launch.first_port} "
-            f"to {last - 1}"
+            f"no port for server {self.name} is free on {self.host} from {launch.first_port} to "
+            f"{last - 1}"
         )
         remedy = "Raise it, or name another rollout.launch.first_port"
         raise UserError("rollout.launch.ports", launch.ports, problem, remedy)

@@ -187,8 +187,7 @@ def test_a_run_names_a_well_server_without_completions(
         said = last_words(ranks, policy, tmp_path, url)
     assert said.startswith(
         "rollout.timeout_s = 4: no prompt was answered for so long; unanswered: 12 of rank 0, 12 "
-        "of rank 1; "
-        f"requests under way: 24 at server {url}."
+        f"of rank 1; requests under way: 24 at server {url}."
     )
 
 
