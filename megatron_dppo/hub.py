@@ -173,7 +173,7 @@ def _is_whole(folder: Path, *, weights: bool) -> bool:
 
 
 def _are_all(files: Sequence[str]) -> bool:
-    """Return whether all files of the count in the names exist: ``train-00000-of-00002.parquet``."""
+    """Return whether all shards counted in the names exist: ``train-00000-of-00002.parquet``."""
     sets = Counter(re.sub(r"\d+(?=-of-\d+\.)", "", file) for file in files)
     wanted = {name: int(found[1]) for name in sets if (found := re.search(r"-of-(\d+)\.", name))}
     return bool(files) and all(sets[name] == count for name, count in wanted.items())
