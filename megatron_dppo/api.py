@@ -416,11 +416,6 @@ def _check_call(name: str, function: object, arguments: int | None) -> None:
 
 
 def _pickle_function(name: str, function: Callable[..., Any]) -> bytes:
-    """Pickle a function by value.
-
-    Raises:
-        UserError: if the function uses an object that cannot be pickled.
-    """
     try:
         return bytes(cloudpickle.dumps(function))
     # Objects used by the function may raise any error.

@@ -166,7 +166,6 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _check_command(word: str) -> None:
-    """Refuse an unknown command, naming the nearest command."""
     known = [command for commands in COMMANDS.values() for command in commands]
     if word.startswith("-") or word in known:
         return
@@ -195,7 +194,6 @@ def _add_rank_count(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _run_without_config(arguments: argparse.Namespace) -> int:
-    """Run a command without a run's settings."""
     if arguments.command in OF_MODULES:
         return resolve_name(f"megatron_dppo.{OF_MODULES[arguments.command][1]}")(arguments) or 0
     if arguments.command == "doctor":
@@ -209,7 +207,6 @@ def _run_without_config(arguments: argparse.Namespace) -> int:
 
 
 def _run_settings(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run a command with CONFIG and overrides."""
     if arguments.command == "plan":
         assumed = [word for word in words if word.startswith("assume.")]
         config = read_config([word for word in words if word not in assumed])
@@ -357,7 +354,6 @@ def build_parsers(
 
 
 def _add_settings_arguments(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Add the arguments of commands with a run's settings."""
     for command in ("train", "sft", "eval", "probe-batch", "serve", "launch"):
         what = "a YAML file, and settings that override it"
         parsers[command].add_argument(

@@ -40,8 +40,7 @@ class UserError(Exception):
 
 
 class StandstillError(BaseException):
-    """A user's code did not return in time. Derives from ``BaseException``, so that the user's
-    ``except Exception`` cannot catch this error.
+    """A user's code did not return in time. The user's ``except Exception`` cannot catch this.
 
     Args:
         error: error for the user.

@@ -362,7 +362,6 @@ def _value(setting: Setting, text: str) -> Any:
 
 
 def _convert_errors(error: ValidationError) -> Iterator[UserError]:
-    """Yield an error per wrong setting."""
     wrong: dict[str, ErrorDetails] = {}
     for each in error.errors():
         names = [str(part) for part in each["loc"]]

@@ -47,7 +47,7 @@ class Benchmark:
     says: str
     """Description."""
     problems: int
-    """Number of problems. A file with another number is refused: scores would not compare."""
+    """Number of problems. A file with another number is refused."""
     files: tuple[str, ...]
     """Names of published copies, without suffix. The first existing file is read."""
     source: str
@@ -190,6 +190,7 @@ def read_benchmark(name: str, file: str, benchmark: Benchmark) -> list[Question]
             problem or answer.
     """
     rows = read_rows(file, SETTING)
+    # Scores on another number of problems would not be comparable.
     if len(rows) != benchmark.problems:
         problem = f"holds {len(rows)} problems, and {name} has {benchmark.problems}"
         remedy = (

@@ -272,8 +272,8 @@ def compute_majority_vote(answers: Sequence[Answer]) -> float:
 
 
 def resolve_temperature(config: Config) -> float:
-    """Return the temperature for held-out problems, by default 0 for a single sample only: several
-    greedy answers would be equal."""
+    """Return the temperature for held-out problems; by default 0 for a single sample."""
+    # Several greedy answers would all be equal.
     if config.eval.temperature is None:
         return config.rollout.temperature if config.eval.samples > 1 else 0.0
     return config.eval.temperature
@@ -420,5 +420,4 @@ def _compute_metrics(
 
 
 def _get_correctness(answer: Answer) -> float:
-    """Return 1 or 0; NaN if scoring failed."""
     return float("nan") if answer.score is None else float(answer.score.correct)

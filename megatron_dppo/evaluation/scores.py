@@ -72,14 +72,15 @@ def compute_mean(values: Floats) -> float:
 def estimate_means(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
     """Return the mean of each column over problems, with a 95% percentile-bootstrap interval.
 
-    Whole problems are drawn with replacement, with all answers: answers to a problem are
-    correlated, and a similar benchmark would have other problems. All columns share the draws.
+    All columns share the draws.
 
     Args:
         columns: [P] each, NaN for a problem without value.
     """
     values = np.stack(list(columns.values()), axis=1)
     problems = len(values)
+    # Draw whole problems with replacement, with all answers: answers to a problem are correlated,
+    # and a similar benchmark would have other problems.
     draws = np.random.default_rng(SEED).integers(problems, size=(RESAMPLES, problems))
     draws += np.arange(RESAMPLES)[:, None] * problems
     times = (
@@ -95,19 +96,18 @@ def estimate_means(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
 
 
 def estimate_difference(candidate: Floats, baseline: Floats) -> Estimate:
-    """Return the mean of ``candidate - baseline`` with its interval.
-
-    Pairing by problem cancels differences in difficulty.
-    """
+    """Return the mean of ``candidate - baseline``, with an interval."""
+    # Pair by problem: differences in difficulty cancel out.
     return estimate_means({"difference": candidate - baseline})["difference"]
 
 
 def bound_fraction(interval: Estimate, problems: int) -> Estimate:
     """Return the interval of a fraction, also if all problems have 0 or all have 1.
 
-    Resampling then gives a point. Use the exact binomial bound: if more than a fraction s of all
-    problems differed, P drawn problems would agree with probability below (1 − s)^P.
+    Resampling then gives a point, replaced by the exact binomial bound.
     """
+    # If more than a fraction s of all problems differed, P drawn problems would agree with
+    # probability below (1 − s)^P.
     reach = 1.0 - ((1.0 - CONFIDENCE) / 2) ** (1.0 / max(problems, 1))
     if interval.low == interval.high == 0.0:
         return Estimate(0.0, 0.0, reach)

@@ -122,7 +122,6 @@ def _describe_pruning(run: RunRecord) -> str:
 
 
 def _select_rows(run: RunRecord, step: int) -> list[Record]:
-    """Return the rows up to the checkpoint."""
     return [row for row in run.rows if step >= row["step"]]
 
 

@@ -179,10 +179,11 @@ def make_stack_chart(
 
 
 def compute_stack_top(layers: Sequence[Layer]) -> float:
-    """Return a stack's top with some room, ignoring a few long steps, often the first step."""
+    """Return a stack's top, with some room."""
     ends = np.sum(
         [reduce_points(layer.values, layer.values, MOST_POINTS)[1] for layer in layers], axis=0
     )
+    # Ignore a few long steps, often the first step.
     return 1.06 * float(np.quantile(ends, 0.98) if len(ends) > 20 else ends.max(initial=0.0)) or 1.0
 
 
@@ -213,7 +214,6 @@ def try_or_explain(make: Callable[[], T], fallback: Callable[[str], T]) -> T:
 
 
 def _draw_line(axes: Axes, line: Line, label: str, *, bold_only: bool) -> None:
-    """Draw a line, with interval and single values."""
     colour = get_colour(line.colour)
     x, y, least, greatest = reduce_points(line.x, line.y, MOST_POINTS)
     band: dict[str, Any] = {"color": colour, "alpha": 0.14, "linewidth": 0}

@@ -89,7 +89,6 @@ def report(
 
 @contextmanager
 def _convert_write_errors(option: str, place: Path) -> Iterator[None]:
-    """Raise ``UserError`` if ``place`` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -186,14 +185,14 @@ def _describe_run(run: RunRecord) -> str:
 
 
 def _describe_state(run: RunRecord) -> str:
-    """Return the state; empty for a finished run. A running and a killed run differ only in the
-    time of the last row."""
+    """Return the state; empty for a finished run."""
     if not run.rows:
         return "no step is recorded yet"
     step = int(run.rows[-1]["step"])
     last = int(run.get_setting("run.steps"))
     if step >= last or not run.config:
         return ""
+    # A running and a killed run differ only in the time of the last row.
     return f"not at its end: step {step:,} of {last:,}, last written {run.written:%Y-%m-%d %H:%M}"
 
 

@@ -119,7 +119,6 @@ def _make_kept_chart(run: RunRecord) -> Chart:
 
 
 def _write_picture(charts: Sequence[Chart], out: Path, title: str) -> None:
-    """Write four charts, two by two."""
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         figure = Figure(figsize=(11, 7.6), dpi=160, facecolor="white")

@@ -257,7 +257,6 @@ def _parse(text: str) -> Record:
 
 
 def _validate_rows(row_type: type[T], rows: Any) -> list[T]:
-    """Return the valid rows of a list."""
     adapter = TypeAdapter(row_type)
     found = []
     for row in rows if isinstance(rows, list) else ():

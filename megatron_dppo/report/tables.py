@@ -141,10 +141,8 @@ def _format_interval(found: Any, template: str = "{:.1%}") -> str:
 
 def make_settings_section(runs: Sequence[RunRecord]) -> Section:
     """Show settings that differ between runs (of a single run, from the defaults), then all
-    settings.
-
-    Secrets are left out, because pages are shared.
-    """
+    settings."""
+    # Mask secrets, because pages are shared.
     told = [run for run in runs if run.config]
     parts: list[Part] = []
     if len(told) > 1:
