@@ -149,7 +149,7 @@ def _generate_answers(
 def _build_rows(problem: EvalProblem, answers: EvalAnswers, index: int) -> list[AnswerRow]:
     """Return a problem's lines of ``answers.jsonl``, one per answer."""
     vote = answers.votes[index]
-    rows = []
+    rows: list[AnswerRow] = []
     for sample, answer in enumerate(answers.answers[index]):
         row = {
             "benchmark": problem.name,

@@ -110,7 +110,7 @@ def get_configured_pair(config: Config) -> Pair | None:
     completions = config.pruning.completions
     if not {prompts.named, completions.named} <= {"neyman", "none"}:
         return None
-    kept_prompts: Keep = 1.0 if prompts.rule == "none" else prompts.keep
+    kept_prompts = 1.0 if prompts.rule == "none" else prompts.keep
     return kept_prompts, 1.0 if completions.rule == "none" else completions.share
 
 
