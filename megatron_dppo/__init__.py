@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """``prune``, at its first use: commands that only read settings do not wait for NumPy."""
+    """Import ``prune`` on first use: commands that only read settings need no NumPy."""
     if name != "prune":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from megatron_dppo.rl.pruning import prune

@@ -1,4 +1,4 @@
-"""``python -m megatron_dppo``, for where no console script is on the path."""
+"""``python -m megatron_dppo``: the command line without a console script on the path."""
 
 from megatron_dppo.cli import entry
 

@@ -1,16 +1,18 @@
-"""Python interface of the trainer: train, evaluate and plan a step, with user-defined functions.
+"""Python interface: train, evaluate and plan a step, with user-defined functions.
 
     from megatron_dppo.api import evaluate, load_config, train
 
-    run = train(load_config("configs/quickstart.yaml", run={"steps": 20}), reward=my_reward,
-    on_step=print) run.metrics[-1]["eval/accuracy"] evaluate(run).benchmarks
+    config = load_config("configs/quickstart.yaml", run={"steps": 20})
+    run = train(config, reward=my_reward, on_step=print)
+    run.metrics[-1]["eval/accuracy"]
+    evaluate(run).benchmarks
 
-The ranks are separate processes, as under ``megatron-dppo train``. The calling process holds no
-policy, and can call again. An interrupt ends the ranks. On several machines, start ranks with the
-command line, under ``torchrun`` or ``srun``.
+Ranks are separate processes, as under ``megatron-dppo train``. The calling process holds no policy
+and can call again. An interrupt ends the ranks. On several machines, start ranks with the command
+line, under ``torchrun`` or ``srun``.
 
 :func:`plan_step` is the algorithm alone, from lengths and rewards to a training plan.
-``megatron_dppo.prune`` offers the algorithm's pruning to other trainers.
+``megatron_dppo.prune`` offers the pruning to other trainers.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ SETTINGS: Mapping[str, str] = {
     "conversation": "rollout.conversation",
     "engine": "rollout.engine_function",
 }
-"""Arguments that take a function, each with the setting that names the function."""
+"""Arguments that take a function, with the corresponding settings."""
 _LOADS = '''"""What this run was given from Python as its {what}: {name}, of the module {module}."""
 
 import pickle
@@ -87,13 +89,12 @@ from pathlib import Path
 
 
 class RunFailedError(RuntimeError):
-    """A run ended before its last step.
+    """A run ended before the last step.
 
     Args:
-        code: exit code of ``megatron-dppo train``: 2 for a mistake that the user can correct, 1 for
-            a crash, 128 + n for signal n.
-        reason: printed reason of the failure. A notebook does not show the standard error of other
-            processes.
+        code: exit code of ``megatron-dppo train``: 2 for a user's mistake, 1 for a crash, 128 + n
+            for signal n.
+        reason: printed reason, because a notebook hides the standard error of other processes.
     """
 
     def __init__(self, code: int, reason: str = "") -> None:
@@ -112,12 +113,12 @@ class Run:
     folder: Path
     """``run.dir`` of the run."""
     finished: bool
-    """False if the run saved and stopped on request (SIGUSR1). The same call resumes the run."""
+    """False if the run saved and stopped on request (SIGUSR1); the same call resumes the run."""
 
     @cached_property
     def metrics(self) -> list[Row]:
-        """Rows of ``metrics.jsonl``, one per step, named as in docs/metrics.md.
-        ``pandas.DataFrame(run.metrics)`` is a table of the rows."""
+        """Rows of ``metrics.jsonl``, one per step, named as in docs/metrics.md;
+        ``pandas.DataFrame(run.metrics)`` is a table."""
         return read_metrics(self.folder)
 
 
@@ -130,8 +131,7 @@ class Evaluation:
 
     @cached_property
     def benchmarks(self) -> dict[str, dict[str, Any]]:
-        """Figures of docs/evaluation.md, by benchmark: ``["gsm8k"]["avg@k"]`` has value, low and
-        high."""
+        """Figures by benchmark (docs/evaluation.md): ``["gsm8k"]["avg@k"]`` is value, low, high."""
         return dict(json.loads((self.folder / SCORES).read_text(encoding="utf-8"))["benchmarks"])
 
     @cached_property
@@ -146,11 +146,11 @@ class Evaluation:
 def load_config(path: str | Path | None = None, **sections: Mapping[str, Any]) -> Config:
     """Return the settings of a YAML file (defaults if None), overridden section by section.
 
-        load_config("configs/quickstart.yaml", run={"steps": 20}, pruning={"completions": {"keep":
-        0.3}})
+        pruning = {"completions": {"keep": 0.3}}
+        load_config("configs/quickstart.yaml", run={"steps": 20}, pruning=pruning)
 
     Raises:
-        UserError: under the same conditions as on the command line.
+        UserError: if a setting is wrong, as on the command line.
     """
     return load_words(None if path is None else str(path), (), sections)
 
@@ -160,15 +160,14 @@ def step_metadata(
 ) -> StepMetadata:
     """Return the input of :func:`plan_step` for a step without teachers, trees and roles.
 
-    The defaults are for a step that rolled out all of its prompts.
+    By default, all prompts of the step were rolled out.
 
     Args:
         rewards: rewards of the completions, [Q, G].
         response_lengths: tokens of the responses, [Q, G].
         prompt_lengths: tokens of the prompts, [Q].
         more: further fields of :class:`~megatron_dppo.rl.types.StepMetadata`: ``prompt_inclusion``
-            and ``window`` (number of prompts) if some prompts were pruned; ``score_norms``,
-            ``owners``.
+            and ``window`` (number of prompts) if prompts were pruned; ``score_norms``, ``owners``.
 
     Raises:
         UserError: if ``prompt_inclusion`` is given without ``window``.
@@ -194,10 +193,10 @@ def step_metadata(
         "owners": np.zeros(prompts, np.int64),
         "window": float(prompts),
     }
-    return StepMetadata(
-        **plain
-        | {name: float(v) if name == "window" else np.asarray(v) for name, v in more.items()}
-    )
+    given_fields: dict[str, Any] = {}
+    for name, value in more.items():
+        given_fields[name] = float(value) if name == "window" else np.asarray(value)
+    return StepMetadata(**plain | given_fields)
 
 
 def plan_step(
@@ -209,10 +208,8 @@ def plan_step(
     completion_rule: Callable[..., Any] | None = None,
     **of_layout: Any,
 ) -> StepPlan:
-    """Plan one step by :func:`megatron_dppo.rl.plan.plan_step`, with user-defined advantages and
-    pruning rules.
-
-    The functions are arguments here, or are named in the settings.
+    """Plan a step by :func:`megatron_dppo.rl.plan.plan_step`, with user-defined advantages and
+    pruning rules, from arguments or settings.
 
     Raises:
         UserError: if a function cannot be found, or returns an invalid result.
@@ -243,16 +240,15 @@ def train(
     engine: Callable[..., Any] | None = None,
     on_step: Callable[[Row], object] | None = None,
 ) -> Run:
-    """Train to ``run.steps``, from the last checkpoint in ``run.dir`` if the folder has a
-    checkpoint.
+    """Train to ``run.steps``, from the last checkpoint in ``run.dir`` if present.
 
-    Functions in the arguments are stored in ``run.dir``, with the parts of the script that the
-    functions use, so that the command line can resume the run.
+    Function arguments are stored in ``run.dir``, with the used parts of the script, so that the
+    command line can resume the run.
 
     Args:
         config: configuration of the run.
-        reward: replacement for ``reward.function``, with any signature that the setting accepts;
-            runs in separate processes.
+        reward: replacement for ``reward.function``, with any signature of this setting; runs in
+            separate processes.
         objective: replacement for ``loss.objective``: function from
             :class:`~megatron_dppo.rl.losses.Tokens` to the maximised quantity.
         advantage: replacement for ``loss.advantage``: function from rewards [Q, G] and columns to
@@ -263,12 +259,11 @@ def train(
         completion_rule: replacement for ``pruning.completions.rule``: function from
             :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to
             inclusion probabilities.
-        conversation: replacement for ``rollout.conversation``: function that has a conversation
-            with the policy for each completion.
+        conversation: replacement for ``rollout.conversation``: function that converses with the
+            policy for each completion.
         engine: replacement for ``rollout.engine_function``: factory of a
             :class:`~megatron_dppo.rollout.engine.RolloutEngine`.
-        on_step: callback in this process, called with the row of every step when the row is
-            written.
+        on_step: callback in this process, called with each step's row when written.
 
     Raises:
         UserError: if a mistake is found before a rank starts.
@@ -305,11 +300,11 @@ def evaluate(
 ) -> Evaluation:
     """Generate and score a policy's answers to held-out problems, as ``megatron-dppo eval`` does.
 
-    Answers that the folder has already are not generated again.
+    Existing answers in the folder are kept.
 
     Args:
-        target: settings, with the choice of problems in ``eval`` and ``data``; or a run, with the
-            run's settings and policy.
+        target: settings, with problems in ``eval`` and ``data``; or a run, with the run's settings
+            and policy.
         model: Hugging Face directory, run, or checkpoint of a run; None: the policy of ``target``.
         reward: replacement for ``reward.function``, which judges the answers.
 
@@ -343,7 +338,7 @@ def _check_not_rank(function: str) -> None:
 
 
 def _run(command: Command, config: Config, on_poll: Callable[[], None] = lambda: None) -> int:
-    """Start the ranks of a command and wait for their end. Return 0 or ``SAVED``."""
+    """Start a command's ranks and wait for the end. Return 0 or ``SAVED``."""
     reasons: list[str] = []
     code = start_ranks(
         command, config, resolve_rank_count(command, config), on_poll, reasons.append
@@ -362,20 +357,18 @@ def _with_functions(
     check: Callable[[Config, Mapping[str, str | None]], None] = lambda config, given: None,
     **functions: Callable[..., Any] | None,
 ) -> Config:
-    """Store these functions in ``folder`` by value, and return the settings with the functions'
-    names for the ranks.
+    """Store functions in ``folder`` by value, and return settings with the functions' names.
 
     Args:
-        check: function that may refuse the settings, and the functions' source texts by setting.
-            ``check`` is called before the functions of an earlier run in ``folder`` are replaced.
+        check: called with the settings and the functions' source texts by setting, and may raise;
+            earlier functions in ``folder`` are replaced afterwards.
     """
     given = {what: function for what, function in functions.items() if function is not None}
     names: dict[str, str] = {}
     for what, function in given.items():
         _check_call(what, function, None)
-        own = (
-            hasattr(function, "__name__") and function.__name__.isidentifier()
-        )  # not a lambda's, <lambda>
+        # The name of a lambda, <lambda>, is no identifier.
+        own = hasattr(function, "__name__") and function.__name__.isidentifier()
         names[what] = function.__name__ if own else what
         config = _with_settings(
             config, SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}"
@@ -401,14 +394,10 @@ def _with_functions(
 
 
 def _check_call(name: str, function: object, arguments: int | None) -> None:
-    """Check that ``function`` can be called.
-
-    Args:
-        arguments: number of positional arguments; None: not checked.
+    """Check that ``function`` is callable, with `arguments` positional arguments unless None.
 
     Raises:
-        UserError: if ``function`` is not callable, or cannot be called with ``arguments``
-            arguments.
+        UserError: if ``function`` is not callable in this way.
     """
     if not callable(function):
         raise UserError(name, repr(function), "is no function", "Give a function, or leave it out")
@@ -421,19 +410,16 @@ def _check_call(name: str, function: object, arguments: int | None) -> None:
         raise UserError(
             name, _get_name(function), problem, "Give it one parameter, the row of a step"
         ) from error
-    except ValueError:  # functions built into Python may have no signature
+    # Functions built into Python may have no signature.
+    except ValueError:
         return
 
 
 def _pickle_function(name: str, function: Callable[..., Any]) -> bytes:
-    """Return the function, pickled by value.
-
-    Raises:
-        UserError: if the function uses an object that cannot be pickled.
-    """
     try:
         return bytes(cloudpickle.dumps(function))
-    except Exception as error:  # the objects that the function refers to may raise any error
+    # Objects used by the function may raise any error.
+    except Exception as error:
         problem = f"cannot be sent to the ranks ({type(error).__name__}: {error})"
         remedy = (
             "Open files, locks and connections within the function, or name it in a file: "
@@ -447,10 +433,11 @@ def _get_name(function: Callable[..., Any]) -> str:
 
 
 def _with_settings(section: AnySection, path: Sequence[str], value: str) -> AnySection:
-    """Return a copy with another value of the setting at ``path``. The function of a pruning rule
-    is also enabled."""
+    """Return a copy with another value of the setting at ``path``; enable the rule of a pruning
+    function."""
     name, *rest = path
     changes = {name: _with_settings(getattr(section, name), rest, value) if rest else value}
     if isinstance(section, PromptPruningConfig | CompletionPruningConfig):
-        changes["rule"] = "neyman"  # replaced by the function
+        # The function replaces the rule.
+        changes["rule"] = "neyman"
     return replace(section, **changes)

@@ -1,6 +1,6 @@
-"""The command line: ``megatron-dppo`` with each command of :data:`COMMANDS`.
+"""Command line: ``megatron-dppo`` with the commands of :data:`COMMANDS`.
 
-Nothing heavy is imported before a command needs it: a mistake in the settings is answered at once.
+Heavy imports wait until a command needs them, so that wrong settings fail at once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ COMMANDS = {
         "much.",
     },
 }
-"""All commands, each with a sentence for its use, as ``--help`` groups them."""
+"""All commands with a sentence on the use, grouped as in ``--help``."""
 EXAMPLE = """\
 Example:
   megatron-dppo train configs/quickstart.yaml run.dir=runs/second optimizer.lr=1e-4
@@ -96,16 +96,15 @@ OF_MODULES = {
     "compress": ("compress.command:add_compress_arguments", "compress.command:compress"),
     "export": ("export:add_export_arguments", "export:export"),
 }
-"""Commands of modules that are slow to import. The first function adds the command's options to the
-parser, the second one runs the command with the parsed options."""
+"""Commands in modules that are slow to import: a function that adds the options to a parser, and
+a function that runs the command with parsed options."""
 STEPS = 12
 LEAST_STEPS = 6
-"""Steps that ``probe-batch`` measures: the default, and the fewest."""
+"""Steps measured by ``probe-batch``: default and minimum."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit code: 2 for a mistake that the user can mend, 130 after
-    Ctrl-C."""
+    """Run a command. Return the exit code: 2 for a user's mistake, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     escape_unencodable()
     filter_upstream_warnings()
@@ -119,7 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output, `head` perhaps, has gone
+    # The reader of standard output, such as `head`, has closed the pipe.
+    except BrokenPipeError:
         sys.stderr.close()
         return 1
     except OSError as error:
@@ -135,14 +135,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """Run the command of this process's arguments, and end with its exit code."""
-    if MARKER in os.environ:  # whoever starts ranks looks for the marks of all of them
+    """Run the command of this process, and end with the exit code."""
+    # The process that starts ranks looks for the marks of all ranks.
+    if MARKER in os.environ:
         exit_process(main())
     run_guarded(main)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    if " ".join(arguments[:2]) in OF_MODULES:  # a command of two words
+    # Join a command of two words.
+    if " ".join(arguments[:2]) in OF_MODULES:
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
     parser, _ = build_parsers(commands_with_options=arguments[:1])
     if not arguments:
@@ -150,7 +152,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 2
     _check_command(arguments[0])
     chosen, rest = parser.parse_known_args([*_add_rank_count(arguments)])
-    # argparse takes no positional after an option: overrides that stand there come back as the rest
+    # argparse takes no positional after an option: `rest` has the overrides after options.
     options = [word for word in rest if word.startswith("-")]
     if options and "settings" in chosen:
         raise _build_option_error(options[0], chosen.command)
@@ -164,7 +166,6 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _check_command(word: str) -> None:
-    """Refuse a command that does not exist, naming the nearest one."""
     known = [command for commands in COMMANDS.values() for command in commands]
     if word.startswith("-") or word in known:
         return
@@ -174,7 +175,7 @@ def _check_command(word: str) -> None:
 
 
 def _build_option_error(word: str, command: str) -> UserError:
-    """A setting is no option, as in other programs it is."""
+    """Build the error for a setting written as an option."""
     meant = find_nearest_settings(word.partition("=")[0].lstrip("-").replace("-", "_"))
     example = f"{meant[0]}=… perhaps" if meant else "section.setting=value"
     remedy = (
@@ -185,14 +186,14 @@ def _build_option_error(word: str, command: str) -> UserError:
 
 
 def _add_rank_count(arguments: Sequence[str]) -> Iterator[str]:
-    """``--check`` with what it takes: a number, where one follows, and no other word."""
+    """Yield the arguments, with ``--check`` given 0 if no number follows: argparse would take the
+    next word."""
     for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         unnumbered = word == "--check" and not following.isdecimal() and arguments[0] != "serve"
         yield "--check=0" if unnumbered else word
 
 
 def _run_without_config(arguments: argparse.Namespace) -> int:
-    """A command that reads no run's settings."""
     if arguments.command in OF_MODULES:
         return resolve_name(f"megatron_dppo.{OF_MODULES[arguments.command][1]}")(arguments) or 0
     if arguments.command == "doctor":
@@ -206,7 +207,6 @@ def _run_without_config(arguments: argparse.Namespace) -> int:
 
 
 def _run_settings(arguments: argparse.Namespace, words: Sequence[str]) -> int:
-    """A command for CONFIG and overrides."""
     if arguments.command == "plan":
         assumed = [word for word in words if word.startswith("assume.")]
         config = read_config([word for word in words if word not in assumed])
@@ -253,7 +253,8 @@ def _run_settings(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_dppo.launch.start import check
 
         done = check(config, arguments.command, ranks=arguments.check)
-        print_message("no mistake was found")  # what is printed is for job scripts
+        # Keep standard output for job scripts.
+        print_message("no mistake was found")
         print(done)
         return 0
     from megatron_dppo.launch.start import run
@@ -282,8 +283,7 @@ def _probe_batch(config: Config, *, steps: int, as_json: bool) -> int:
 
 
 def read_config(words: Sequence[str]) -> Config:
-    """Read CONFIG and overrides; CONFIG may be left out, and is the one word that is no
-    ``a.b=c``."""
+    """Read CONFIG, the optional single word without ``a.b=c`` form, and overrides."""
     files = [word for word in words if "=" not in word or _is_file(word)]
     if len(files) > 1:
         remedy = "Give one, and write overrides as section.setting=value"
@@ -294,22 +294,23 @@ def read_config(words: Sequence[str]) -> Config:
 def _is_file(word: str) -> bool:
     try:
         return Path(word).is_file()
-    except OSError:  # an override may be longer than any file's name
+    # An override may be longer than a file name can be.
+    except OSError:
         return False
 
 
 def build_parsers(
     *, commands_with_options: Collection[str] = OF_MODULES.keys()
 ) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser of the program and those of its commands.
+    """Return the program's parser, and the commands' parsers.
 
     Args:
-        commands_with_options: commands of ``OF_MODULES`` whose options are added.
+        commands_with_options: commands of ``OF_MODULES`` to give options.
     """
-    groups = (
-        f"{group}:\n" + "\n".join(f"  {command:<18}{what}" for command, what in commands.items())
-        for group, commands in COMMANDS.items()
-    )
+    groups = []
+    for group, commands in COMMANDS.items():
+        lines = [f"  {command:<18}{what}" for command, what in commands.items()]
+        groups.append(f"{group}:\n" + "\n".join(lines))
     parser = argparse.ArgumentParser(
         prog="megatron-dppo",
         usage="megatron-dppo COMMAND ...",
@@ -353,7 +354,6 @@ def build_parsers(
 
 
 def _add_settings_arguments(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Add the arguments of commands that read a run's settings."""
     for command in ("train", "sft", "eval", "probe-batch", "serve", "launch"):
         what = "a YAML file, and settings that override it"
         parsers[command].add_argument(

@@ -1,5 +1,4 @@
-"""``megatron-dppo doctor``: what is installed, and what a run on this machine will therefore
-use."""
+"""``megatron-dppo doctor``: the installed packages, and a run's resulting choices."""
 
 from __future__ import annotations
 
@@ -26,14 +25,13 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "SGLang": ("sglang", "sglang"),
     "vLLM": ("vllm", "vllm"),
 }
-"""Shown name: the distribution, and the module that proves it (the registry's ``apex`` is another
-project)."""
+"""Distribution and proving module by shown name (the registry's ``apex`` is another project)."""
 
 REQUIRED = ("torch", "megatron-core", "transformers")
 
 
 def print_diagnostics(*, as_json: bool) -> int:
-    """Print the findings; returns 1 if something without which nothing runs is missing, else 0."""
+    """Print the findings; return 1 if a required package is missing, else 0."""
     findings = collect_diagnostics()
     if as_json:
         print(json.dumps(findings, indent=2))
@@ -43,8 +41,7 @@ def print_diagnostics(*, as_json: bool) -> int:
 
 
 def collect_diagnostics() -> dict[str, Any]:
-    """The findings, JSON-able: ``installed`` (versions, None where absent), ``machine``,
-    ``will_use``."""
+    """Return JSON-able findings: ``installed`` (versions or None), ``machine``, ``will_use``."""
     installed = {name: _find_version(*where) for name, where in PACKAGES.items()}
     cuda = _collect_cuda() if installed["torch"] else {"cuda": None, "nccl": None, "gpus": []}
     return {
@@ -62,7 +59,7 @@ def collect_diagnostics() -> dict[str, Any]:
 def _describe_choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str]:
     engine = on_gpu and installed["Transformer Engine"] is not None
     fused = "Transformer Engine" if engine else "Apex" if on_gpu and installed["Apex"] else None
-    # Servers that a run can start without being told how.
+    # List servers that a run can start without settings.
     found = [kind for kind in get_args(ServerKind) if load_engine_spec(kind).installed]
     return {
         "device": "CUDA over NCCL" if on_gpu else "CPU over gloo",
@@ -76,7 +73,7 @@ def _describe_choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict
 
 
 def _find_version(distribution: str, module: str) -> str | None:
-    """The installed version, without importing the package; None if it or its proof is missing."""
+    """Return the installed version without import; None if the version or module is missing."""
     try:
         version = metadata.version(distribution)
         return version if importlib.util.find_spec(module) else None
@@ -85,8 +82,7 @@ def _find_version(distribution: str, module: str) -> str | None:
 
 
 def _collect_cuda() -> dict[str, Any]:
-    """CUDA's version, NCCL's that runs, the one that torch was built with and what pip has, and the
-    GPUs."""
+    """Return the versions of CUDA and of NCCL (loaded, torch's, pip's), and the GPUs."""
     import torch
 
     from megatron_dppo.rollout.servers.nccl import get_loaded_version, list_packages
@@ -101,7 +97,7 @@ def _collect_cuda() -> dict[str, Any]:
 
 
 def _get_memory_gib() -> float:
-    """The machine's memory, or its container's share of it."""
+    """Return the memory of the machine, or the container's limit."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
@@ -115,7 +111,8 @@ def _print_table(findings: dict[str, Any]) -> None:
 
     machine = findings["machine"]
     nccl = findings["machine"]["nccl"]
-    if nccl is not None:  # servers must have the same version
+    # Show all NCCL versions, because servers must have the same version.
+    if nccl is not None:
         nccl = (
             f"{nccl['loaded']} "
             f"({', '.join([*nccl['packages'], 'torch was built with ' + nccl['built_with']])})"

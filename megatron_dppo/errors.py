@@ -1,4 +1,4 @@
-"""The one exception whose message is all that a user sees, and its text."""
+"""Errors for users, shown without a traceback, and error formatting."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 WIDTH = 100
-"""Characters of a line of an error's text."""
+"""Characters per line of an error."""
 _USER_OF_URL = re.compile(r"(:/{1,2})[^/?#\s]+@")
-"""The part of a URL before its host. A URL that was read as a path has one slash."""
+"""Part of a URL before the host. A URL read as a path has a single slash."""
 
 
 class UserError(Exception):
-    """A mistake that the user can mend. It is printed once, by one rank, without a traceback.
+    """Mistake that the user can mend; printed once, on a single rank, without a traceback.
 
     Args:
-        setting: the setting (``layout.tp``) or the file at fault.
-        value: what it holds.
-        problem: what is wrong with that.
-        remedy: what to do about it, as an instruction.
+        setting: setting (``layout.tp``) or file at fault.
+        value: value of the setting.
+        problem: fault of the value.
+        remedy: instruction to the user.
     """
 
     def __init__(self, setting: str, value: object, problem: str, remedy: str) -> None:
@@ -40,8 +40,7 @@ class UserError(Exception):
 
 
 class StandstillError(BaseException):
-    """A user's code has not returned in time. An ``except Exception`` in the user's code must not
-    catch this error.
+    """A user's code did not return in time. The user's ``except Exception`` cannot catch this.
 
     Args:
         error: error for the user.
@@ -53,8 +52,7 @@ class StandstillError(BaseException):
 
 
 class MistakesError(Exception):
-    """Several mistakes, or one, that were found at once. Each is named once, however many checks
-    came upon it.
+    """One or more mistakes found at once, without duplicates.
 
     Args:
         errors: at least one.
@@ -66,12 +64,11 @@ class MistakesError(Exception):
 
 
 def format_missing_extra(error: ModuleNotFoundError) -> str:
-    """Return the line for a command that needs a package of the extras ``cpu`` and ``gpu``, which
-    is not installed.
+    """Return the error line for a missing package of the extras ``cpu`` and ``gpu``.
 
     Raises:
         ModuleNotFoundError: ``error`` itself, unless a module of this project imports another
-            project's, or asks for its version.
+            project's, or requests the version.
     """
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
     importer = [name for name in modules if not name.startswith("importlib")][-1]
@@ -85,8 +82,7 @@ def format_missing_extra(error: ModuleNotFoundError) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this project from the project's checkout or
-    origin."""
+    """Return the command that installs an extra from the project's checkout or origin."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     checkout = Path(__file__).parents[1]
@@ -108,11 +104,8 @@ def install_command(extra: str) -> str:
 
 
 def format_error(error: UserError | MistakesError) -> str:
-    """An error's text for the user: the setting, the problem and the remedy, wrapped, without a
-    final newline.
-
-    Lines of the error's own, as of a traceback or a list, are kept.
-    """
+    """Format setting, problem and remedy, wrapped, without a final newline. Line breaks in the
+    error, as in a traceback or list, are kept."""
     if isinstance(error, MistakesError):
         return "\n".join(map(format_error, error.errors))
     value = f" = {error.value}" if str(error.value) else " is empty"
@@ -124,21 +117,21 @@ def format_error(error: UserError | MistakesError) -> str:
 
 
 def sanitize_text(text: str) -> str:
-    """Return a text that is safe for a terminal: control characters are escaped, passwords in URLs
-    are removed."""
-    text = remove_passwords(text)
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
+    """Return text safe for a terminal: escape control characters, remove passwords in URLs."""
+    characters = []
+    for c in remove_passwords(text):
+        is_safe = c.isprintable() or c in "\n\t"
+        characters.append(c if is_safe else c.encode("unicode_escape").decode())
+    return "".join(characters)
 
 
 def remove_passwords(text: str) -> str:
-    """Return a text without the user and password of its URLs."""
+    """Remove users and passwords from URLs in a text."""
     return _USER_OF_URL.sub(r"\1***@", text)
 
 
 def _format_remedy(text: str) -> str:
-    """With a capital, unless it begins with the name of a setting or a command."""
+    """Capitalise, unless the text begins with the name of a setting or command."""
     return text[0].upper() + text[1:] if text.partition(" ")[0].isalpha() else text
 
 

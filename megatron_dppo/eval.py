@@ -1,8 +1,7 @@
-"""``megatron-dppo eval``: the policy answers problems, and nothing is trained.
+"""``megatron-dppo eval``: the policy answers problems, without training.
 
-Every rank runs this program: it builds the policy as training does, but without gradients and
-optimizer, gives its weights to the engine and asks, batch by batch. The leader writes each batch
-down before the next one is asked for.
+Every rank builds the policy as in training, without gradients and optimizer, syncs the weights to
+the engine, and requests answers in batches. Rank 0 writes each batch before the next request.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ from megatron_dppo.trainer.assemble import assemble_frozen
 
 
 def evaluate_model(config: Config) -> None:
-    """Answer what is left to be answered in ``eval.out``, then write and print the scores.
+    """Answer the remaining problems of ``eval.out``, then write and print the scores.
 
     Raises:
-        UserError: on every rank, for what the user can mend.
+        UserError: on every rank, if the user can mend the cause.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     with closing(Watchdog.from_config(config, world, PhaseTimers())):
@@ -80,15 +79,16 @@ def _evaluate(config: Config, world: World) -> None:
     problems = [dataclasses.replace(problem, name=shown[problem.name]) for problem in found]
     size = config.eval.batch
     indices = group_indices(problem.name for problem in problems)
-    batches = [
-        [problems[i] for i in of[at : at + size]]
-        for of in indices.values()
-        for at in range(0, len(of), size)
-    ]
+    batches = []
+    for of in indices.values():
+        in_file = [problems[i] for i in of]
+        batches += [in_file[at : at + size] for at in range(0, len(of), size)]
     with ExitStack() as to_close:
 
         def open_log() -> AnswerLog | None:
-            keys = [[(problem.name, problem.number) for problem in batch] for batch in batches]
+            keys = []
+            for batch in batches:
+                keys.append([(problem.name, problem.number) for problem in batch])
             log = AnswerLog(folder, _collect_settings(config, problems), keys, config.eval.samples)
             return to_close.enter_context(closing(log))
 
@@ -133,9 +133,10 @@ def _generate_answers(
             failed += found.failed
             check_failures(config.reward, failed, of_all)
             if log:
-                log.append(
-                    [row for i in range(len(batch)) for row in _build_rows(batch[i], found, i)]
-                )
+                rows = []
+                for index, problem in enumerate(batch):
+                    rows += _build_rows(problem, found, index)
+                log.append(rows)
                 for note in collect_tracebacks(found.failed):
                     console.print_note(note)
                 scores += [
@@ -146,9 +147,11 @@ def _generate_answers(
 
 
 def _build_rows(problem: EvalProblem, answers: EvalAnswers, index: int) -> list[AnswerRow]:
-    """Lines of ``answers.jsonl`` for one problem, one for each answer."""
-    return [
-        {
+    """Return a problem's lines of ``answers.jsonl``, one per answer."""
+    vote = answers.votes[index]
+    rows: list[AnswerRow] = []
+    for sample, answer in enumerate(answers.answers[index]):
+        row = {
             "benchmark": problem.name,
             "problem": problem.number,
             "sample": sample,
@@ -162,10 +165,10 @@ def _build_rows(problem: EvalProblem, answers: EvalAnswers, index: int) -> list[
             "metrics": dict(answer.score.metrics) if answer.score else {},
             "tokens": answer.tokens,
             "finish": answer.finish_reason,
-            "majority": None if math.isnan(answers.votes[index]) else float(answers.votes[index]),
+            "majority": None if math.isnan(vote) else float(vote),
         }
-        for sample, answer in enumerate(answers.answers[index])
-    ]
+        rows.append(row)
+    return rows
 
 
 def _report(
@@ -173,10 +176,8 @@ def _report(
 ) -> None:
     checkpoint = config.model.checkpoint
     samples = config.eval.samples
-    finished = {
-        *benchmarks,
-        *list_finished_benchmarks(folder),
-    }  # of others a kill may have left a part
+    # Leave out further benchmarks: a kill may have left partial answers.
+    finished = {*benchmarks, *list_finished_benchmarks(folder)}
     rows = [row for row in rows if row["benchmark"] in finished]
     found = {name: score(problems) for name, problems in group_by_benchmark(rows).items()}
     scores = {
@@ -210,8 +211,11 @@ def _report(
 
 
 def _collect_settings(config: Config, problems: Sequence[EvalProblem]) -> dict[str, Any]:
-    """All that the answers depend on where the engine can be seeded, except the number of ranks."""
+    """Return the settings and files that seeded answers depend on, except the number of ranks."""
     indices = group_indices(problem.name for problem in problems)
+    fingerprints = {}
+    for name, of in indices.items():
+        fingerprints[name] = _compute_fingerprint([problems[i] for i in of])
     return {
         "model": str(Path(config.model.checkpoint or config.model.folder).resolve()),
         "weights": _compute_weight_fingerprint(config),
@@ -227,15 +231,12 @@ def _collect_settings(config: Config, problems: Sequence[EvalProblem]) -> dict[s
             for name in ("top_p", "top_k", "max_response_tokens")
         },
         "eval.batch": config.eval.batch,
-        "problems": {
-            name: _compute_fingerprint([problems[i] for i in of]) for name, of in indices.items()
-        },
+        "problems": fingerprints,
     }
 
 
 def _compute_weight_fingerprint(config: Config) -> str:
-    """A fingerprint of the files that the weights are read from. It changes once they have been
-    written again."""
+    """Return a fingerprint of the weight files; rewritten files have another fingerprint."""
     checkpoint = config.model.checkpoint
     folder = config.model.folder if checkpoint is None else find_checkpoint(Path(checkpoint))
     files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp"))

@@ -1,9 +1,8 @@
-"""``megatron-dppo export``: a run's policy as a Hugging Face directory, with a model card, and on
-the hub if asked.
+"""``megatron-dppo export``: a run's policy as a Hugging Face directory, optionally with a model
+card, and uploaded to the hub.
 
-Of a run that trained adapters it is these alone, for PEFT, or with ``--merge`` the policy with them
-merged in. As in the other conversions weights go from file to file. No process group and no GPU
-take part.
+For adapters, export PEFT files alone, or with ``--merge`` the merged policy. Weights go from file
+to file, without process group or GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ CARD = "README.md"
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``megatron-dppo export``."""
+    """Add the options of ``megatron-dppo export``."""
     parser.add_argument(
         "run", metavar="RUN", type=Path, help="folder of a run: its last checkpoint is taken"
     )
@@ -79,13 +78,12 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def export(arguments: argparse.Namespace) -> None:
-    """Convert the run's last checkpoint; write the card, and upload both, where that is asked for.
+    """Convert the run's last checkpoint; write the card and upload if requested.
 
     Raises:
-        UserError: for a folder that is no run, an OUT that cannot be made, and a hub that does not
-            answer or does not let us in; the last two before anything is converted. Adapters cannot
-            be merged where the policy that they were trained beside is not there any more, or is
-            another one now.
+        UserError: if the folder is no run; before conversion, if OUT cannot be made or the hub
+            does not answer or refuses access. Also if the base policy of adapters to merge is
+            missing or changed.
     """
     run = arguments.run
     out = arguments.out or arguments.run / "export"
@@ -112,9 +110,8 @@ def export(arguments: argparse.Namespace) -> None:
     if adapters and base is None:
         kind = ADAPTERS
         plan = plan_adapter_file(shape, adapters.settings, dtype)
-        name = (
-            find_base_model(found) if arguments.push else adapters.base
-        )  # a place on this machine is nobody else's
+        # On the hub, a path on this machine would be useless.
+        name = find_base_model(found) if arguments.push else adapters.base
         describe = partial(write_adapter_config, base=name, lora=adapters.settings)
         millions = count_parameters(shape, adapters.settings) / 1e6
         weights = f"adapters of rank {adapters.rank}, {millions:,.2f} million weights, of {name}"
@@ -124,7 +121,7 @@ def export(arguments: argparse.Namespace) -> None:
         describe = partial(describe_policy, hf, dtype=dtype)
         weights = describe_weights(shape, dtype) + ", with the adapters merged" * (base is not None)
     card = out / CARD
-    # Anybody else's is not replaced.
+    # Replace only a card written by this program.
     if card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace"):
         kind = kind._replace(files=(*kind.files, CARD))
     sources = [checkpoint, hf, *filter(None, [base])]
@@ -154,10 +151,10 @@ def export(arguments: argparse.Namespace) -> None:
 
 
 def _find_base(adapters: Adapters) -> Path:
-    """The policy that adapters were trained beside.
+    """Return the base policy of the adapters.
 
     Raises:
-        UserError: it is not there any more, or is another one now.
+        UserError: if the base policy is missing or changed.
     """
     is_checkpoint = adapters.setting == "checkpoint"
     setting = f"model.{adapters.setting}"
@@ -169,16 +166,17 @@ def _find_base(adapters: Adapters) -> Path:
 
 
 def make_repository(repo: str) -> None:
-    """Make a private repository of models on the hub, unless it is there.
+    """Create a private model repository on the hub, unless present.
 
     Raises:
-        UserError: naming ``--push``, where the hub cannot be reached or does not let us in.
+        UserError: naming ``--push``, if the hub is unreachable or refuses access.
     """
     from huggingface_hub import HfApi
 
     try:
         HfApi().create_repo(repo, private=True, exist_ok=True)
-    except Exception as error:  # of the hub's client, of HTTP, of the network
+    # Hub client, HTTP and network errors share no base class.
+    except Exception as error:
         raise _build_push_error(repo, error, "leave --push out") from error
 
 
@@ -198,7 +196,7 @@ def _upload(out: Path, repo: str) -> None:
 
 
 def _build_push_error(repo: str, error: Exception, alternative: str) -> UserError:
-    """In the words of what happened: no network, no token, no right, or no such name."""
+    """Build the error with the cause's first line: network, token, permission or name."""
     said = next(
         (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
     )
@@ -210,24 +208,23 @@ def _build_push_error(repo: str, error: Exception, alternative: str) -> UserErro
 
 
 Rows = Callable[[str, torch.dtype], Iterable[memoryview]]
-"""The bytes of a tensor in a policy of this type, by its Hugging Face name."""
+"""Function from a Hugging Face tensor name and a dtype to the tensor's bytes."""
 
 
 def _merge(
     policy: StoredPolicy, adapters: Adapters, base: Path, shape: PolicyShape, trained: torch.dtype
 ) -> Rows:
-    """Return W + alpha/rank · B A in the place of every matrix that has adapters, and all other
-    weights as they are.
+    """Return rows with W + alpha/rank · B A for matrices with adapters, other weights unchanged.
 
-    The sum is taken in fp32 and rounded once to ``trained``, the run's type, as the run's own
-    export and its servers have it. Each worker holds a matrix whole.
+    Sums are in fp32 and rounded once to ``trained``, the run's dtype, as in the run's own export
+    and servers. Each worker holds a whole matrix.
 
     Args:
-        policy: of adapters.
-        base: the policy that they were trained beside.
+        policy: adapters.
+        base: policy that the adapters were trained on.
 
     Raises:
-        UserError: that policy is not whole.
+        UserError: if the base policy is incomplete.
     """
     chunks: Callable[[str], Sequence[Chunk]]
     if adapters.setting == "checkpoint":

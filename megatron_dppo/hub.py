@@ -1,12 +1,10 @@
-"""Models and data sets of the Hugging Face hub, by id: found in the hub's own cache, or fetched
-into it.
+"""Models and data sets of the Hugging Face hub by id, from the hub's cache or downloaded there.
 
     policy_folder("Qwen/Qwen3-0.6B")
     data_files("openai/gsm8k:main:test", "data.eval", split="test")
 
-Cached files are used as they are, without a search for a newer version: a run that resumes finds
-the files that it began with. The hub's client locks each file that it fetches, so that one of a
-machine's ranks fetches it.
+Cached files are never updated, so that a resumed run finds its original files. The hub's client
+locks each download: only a single rank of a machine fetches a file.
 """
 
 from __future__ import annotations
@@ -25,17 +23,17 @@ from megatron_dppo.errors import UserError
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OF_A_POLICY = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "*.model")
-"""Files of a model that are read here. Others hold the same weights in another form."""
+"""Model files read here; other files repeat the weights in other formats."""
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 EXPORT = "hf"
-"""Where a run has the policy that it has trained."""
+"""Subfolder of a run with the trained policy."""
 Kind = Literal["model", "dataset"]
 
 
 def is_id(name: str) -> bool:
-    """Whether this may be an id of the hub. What is here, or would lie in a folder that is here, is
-    no id, nor is the name of a file of data."""
+    """Return whether `name` may be a hub id: no data file, no existing path, no path in an
+    existing folder."""
     return (
         not name.endswith(DATA_SUFFIXES)
         and bool(ID.fullmatch(name.partition(":")[0]))
@@ -45,17 +43,16 @@ def is_id(name: str) -> bool:
 
 
 def policy_folder(path: str, setting: str = "model.path", *, weights: bool = True) -> Path:
-    """The folder of a policy: the one that is named, or the one that a run's folder has its policy
-    in, or what the hub publishes under this id.
+    """Return the folder of a policy: the named folder, a run's export, or a hub id's files.
 
     Args:
-        path: that a setting or an option holds.
-        setting: its name.
-        weights: whether they are wanted, besides its shape and its tokenizer.
+        path: value of the setting or option.
+        setting: name of the setting, for errors.
+        weights: whether to require weights, beside shape and tokenizer.
 
     Raises:
-        UserError: if none is named, or none can have this name, and for an id of the hub that is
-            neither in its cache nor can be fetched.
+        UserError: if `path` is empty or cannot be a name, or if a hub id is not cached and cannot
+            be fetched.
     """
     remedy = "Name a directory that holds a model, or the id of one on the Hugging Face hub"
     if not path:
@@ -64,10 +61,12 @@ def policy_folder(path: str, setting: str = "model.path", *, weights: bool = Tru
     try:
         if (folder / EXPORT / "config.json").is_file() and not (folder / "config.json").is_file():
             return folder / EXPORT
-    except OSError as error:  # its name is too long
+    # For example, the name is too long.
+    except OSError as error:
         raise UserError(setting, path, f"is no directory ({error.strerror})", remedy) from error
+    # The reader of the folder reports missing files.
     if not is_id(path):
-        return folder  # its reader says what is missing there
+        return folder
     found = _find_cached(path, "model")
     if found is None or not _is_whole(found, weights=weights):
         found = _fetch(path, "model", setting, OF_A_POLICY if weights else OF_A_POLICY[1:])
@@ -79,17 +78,15 @@ def policy_folder(path: str, setting: str = "model.path", *, weights: bool = Tru
 
 
 def data_files(name: str, setting: str, *, split: str) -> list[Path]:
-    """The files of a data set of the hub, ``ID``, ``ID:CONFIGURATION`` or
-    ``ID:CONFIGURATION:SPLIT``, in their order.
+    """Return the ordered files of a hub data set ``ID[:CONFIGURATION[:SPLIT]]``.
 
     Args:
-        name: with an empty configuration the only one.
-        setting: that holds it.
-        split: where the name has none.
+        name: data set; an empty configuration means the only configuration.
+        setting: name of the setting, for errors.
+        split: split if `name` has no split.
 
     Raises:
-        UserError: as ``policy_folder``; and for a configuration or split that the data set does not
-            have.
+        UserError: see ``policy_folder``; also for an unknown configuration or split.
     """
     repo, _, rest = name.partition(":")
     configuration, _, named = rest.partition(":")
@@ -99,7 +96,8 @@ def data_files(name: str, setting: str, *, split: str) -> list[Path]:
         files = _select_files(_list_names(folder), _read_readme(folder), name, setting, *wanted)
         if _are_all(files):
             return [folder / file for file in files]
-    _fetch(repo, "dataset", setting, ("README.md",))  # which says what there is
+    # Fetch the README first: the README lists configurations and splits.
+    _fetch(repo, "dataset", setting, ("README.md",))
     listed = _list_files(repo, setting)
     readme = _read_readme(_find_cached(repo, "dataset"))
     files = _select_files(listed, readme, name, setting, *wanted)
@@ -124,13 +122,13 @@ def _find_cached(repo: str, kind: Kind) -> Path | None:
 def _fetch(repo: str, kind: Kind, setting: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import constants, snapshot_download
 
-    if constants.HF_HUB_OFFLINE:  # the client would return what there is, whole or not
+    # Offline, the client would return partial downloads.
+    if constants.HF_HUB_OFFLINE:
         raise _build_fetch_error(repo, kind, setting, "HF_HUB_OFFLINE is set")
     try:
         return Path(snapshot_download(repo, repo_type=kind, allow_patterns=list(patterns)))
-    except (
-        Exception
-    ) as error:  # of the connection, of the hub, of the disk: each library has its own
+    # Connection, hub and disk errors share no base class.
+    except Exception as error:
         raise _build_fetch_error(repo, kind, setting, error) from error
 
 
@@ -154,19 +152,16 @@ def _build_fetch_error(repo: str, kind: Kind, setting: str, reason: Exception | 
     )
     of = " --repo-type dataset" if kind == "dataset" else ""
     fetch = f"hf download {repo}{of}"
-    if (
-        kind == "model"
-        and (published := Path(repo).name).startswith("Qwen")
-        and not repo.startswith("Qwen/")
-    ):
-        # A folder, as the shipped configurations name it.
+    published = Path(repo).name
+    if kind == "model" and published.startswith("Qwen") and not repo.startswith("Qwen/"):
+        # A local folder, as in the shipped configurations.
         fetch = f"hf download Qwen/{published} --local-dir {repo}"
     remedy = f"Fetch it where there is a network, with `{fetch}`, or name a {what} that is here"
     return UserError(setting, repo, f"{problem}: {reason}", remedy)
 
 
 def _is_whole(folder: Path, *, weights: bool) -> bool:
-    """Whether a download came to its end, as far as its files say."""
+    """Return whether a model's download is complete, judged by the file names."""
     if not (folder / "config.json").is_file() or not weights:
         return (folder / "config.json").is_file()
     index = folder / "model.safetensors.index.json"
@@ -177,7 +172,7 @@ def _is_whole(folder: Path, *, weights: bool) -> bool:
 
 
 def _are_all(files: Sequence[str]) -> bool:
-    """Whether there are as many as their names say: ``train-00000-of-00002.parquet``."""
+    """Return whether all shards counted in the names exist: ``train-00000-of-00002.parquet``."""
     sets = Counter(re.sub(r"\d+(?=-of-\d+\.)", "", file) for file in files)
     wanted = {name: int(found[1]) for name in sets if (found := re.search(r"-of-(\d+)\.", name))}
     return bool(files) and all(sets[name] == count for name, count in wanted.items())
@@ -190,7 +185,7 @@ def _list_names(folder: Path) -> list[str]:
 
 
 def _read_readme(folder: Path | None) -> Mapping[str, Any]:
-    """Metadata at the head of a data set's README."""
+    """Return the metadata at the head of a data set's README."""
     file = folder and folder / "README.md"
     if not file or not file.is_file():
         return {}
@@ -207,8 +202,7 @@ def _select_files(
     configuration: str,
     split: str,
 ) -> list[str]:
-    """The files of one split: those that the data set's page declares, else those that are called
-    so."""
+    """List the files of a split: as declared by the README, else by file name."""
     files = [file for file in files if file.endswith(DATA_SUFFIXES)]
     declared = {
         str(each["config_name"]): each
@@ -216,13 +210,13 @@ def _select_files(
         if "data_files" in each
     }
     if declared:
-        patterns = _list_patterns(
-            declared[_select_configuration(list(declared), name, setting, configuration)][
-                "data_files"
-            ],
-            split,
-        )
-        return [file for file in files if any(fnmatch(file, pattern) for pattern in patterns)]
+        selected = _select_configuration(list(declared), name, setting, configuration)
+        patterns = _list_patterns(declared[selected]["data_files"], split)
+        matching = []
+        for file in files:
+            if any(fnmatch(file, pattern) for pattern in patterns):
+                matching.append(file)
+        return matching
     called = [file for file in files if re.search(rf"(^|[/_.-]){re.escape(split)}([/_.-]|$)", file)]
     if (
         not called
@@ -248,16 +242,15 @@ def _select_configuration(names: list[str], name: str, setting: str, requested: 
 
 
 def _list_patterns(data_files: Any, split: str) -> list[str]:
-    """The patterns of a split's files. What names no split is ``train``."""
+    """List the file patterns of a split; entries without a split are ``train``."""
     if isinstance(data_files, str):
         data_files = [data_files]
     patterns: list[str] = []
     for each in data_files:
-        of, path = (
-            (each.get("split", "train"), each["path"])
-            if isinstance(each, dict)
-            else ("train", each)
-        )
+        if isinstance(each, dict):
+            of, path = each.get("split", "train"), each["path"]
+        else:
+            of, path = "train", each
         if of == split:
             patterns += [path] if isinstance(path, str) else path
     return patterns

@@ -1,8 +1,7 @@
-"""``megatron-dppo init``: a fresh policy of any family and size, as a Hugging Face directory.
+"""``megatron-dppo init``: a new policy of any family and size, as a Hugging Face directory.
 
-Its tokenizer has the characters of sums, or is a byte-level BPE trained on a corpus. Both stand on
-the byte-level alphabet of Qwen's own tokenizer, so that every loader that knows Qwen3 reads them
-alike.
+The tokenizer has the characters of sums, or is a byte-level BPE trained on a corpus. Both use the
+byte-level alphabet of Qwen's tokenizer, so that all loaders of Qwen3 read both the same way.
 """
 
 from __future__ import annotations
@@ -62,30 +61,28 @@ def write_model(
 ) -> int:
     """Write a randomly initialised policy: configuration, weights, tokenizer, chat template.
 
-    The directory appears whole or not at all. One tensor is in memory at a time. Seed and sizes
-    decide the weights.
+    The directory is written atomically, with one tensor in memory at a time. Seed and sizes
+    determine the weights.
 
     Args:
-        out: the directory to make.
-        family: its ``model_type``; None: ``qwen3``, or with experts ``qwen3_moe``. hidden, layers,
-        heads, kv_heads, head_dim, ffn, tie: the model's size; ``shape`` takes their place.
-        experts, experts_per_token: of a family with experts, each expert of width ``ffn``; 0: a
-            dense model.
-        vocab_size: rows of the embedding; None: as many as the tokenizer needs (a published shape:
-            its own). With the ``bpe`` tokenizer, also the size that is trained.
-        tokenizer, corpus: characters for sums, or a byte-level BPE trained on a JSONL or parquet
-            file's strings.
-        dtype, std: type of the weights in the files, and standard deviation of the initial
-            matrices.
-        shape: a published model's name (``qwen3-4b``; ``4b`` will do).
-        overwrite: replace a model directory that stands there.
+        out: directory to make.
+        family: ``model_type``; None: ``qwen3``, with experts ``qwen3_moe``.
+        hidden, layers, heads, kv_heads, head_dim, ffn, tie: size of the model, unless ``shape``.
+        experts, experts_per_token: for a family with experts, each of width ``ffn``; 0: dense.
+        vocab_size: rows of the embedding, and size of a trained ``bpe``; None: the tokenizer's
+            size (for a published shape, the shape's).
+        tokenizer, corpus: characters for sums, or a byte-level BPE trained on the strings of a
+            JSONL or parquet file.
+        dtype, std: dtype of stored weights, standard deviation of initial matrices.
+        shape: published model (``qwen3-4b`` or ``4b``).
+        overwrite: replace an existing model directory.
 
     Returns:
-        The number of parameters.
+        Number of parameters.
 
     Raises:
-        UserError: for sizes that make no model, a missing corpus, a target that exists, a full
-            disk.
+        UserError: if the sizes make no model, the corpus is missing, the target exists, or the
+            disk is full.
     """
     family = family or ("qwen3_moe" if experts else "qwen3")
     if family not in ARCHITECTURES:
@@ -141,7 +138,7 @@ def write_model(
 
 
 def add_init_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``megatron-dppo init``."""
+    """Add the options of ``megatron-dppo init``."""
     parser.add_argument("out", type=Path, help="directory to make")
     parser.add_argument("--shape", help=f"a published model's sizes: {', '.join(PUBLISHED)}")
     parser.add_argument(
@@ -182,7 +179,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def init_from_arguments(arguments: argparse.Namespace) -> None:
-    """Make the model that the options describe, and say what was made."""
+    """Make the model described by the options, and print the size."""
     options = dict(vars(arguments))
     chosen = {
         name: options[name] for name in inspect.signature(write_model).parameters if name in options
@@ -201,7 +198,7 @@ def _get_published_shape(shape: str) -> PolicyShape:
 
 
 def _resolve_rows(requested: int, tokens: int) -> int:
-    """Rows of the embedding, for a tokenizer with so many tokens; 0: as many as it has."""
+    """Return the rows of the embedding for a tokenizer with `tokens` tokens; 0 means `tokens`."""
     if requested and requested < tokens:
         problem = f"is less than the tokenizer's {tokens} tokens"
         raise UserError("--vocab-size", requested, problem, f"Give {tokens} or more")
@@ -288,8 +285,8 @@ def _write_config(
 def _write_weights(
     folder: Path, plan: FilePlan[str], shape: PolicyShape, *, seed: int, std: float
 ) -> None:
-    """Norms start at one, biases at zero, matrices are normal: Hugging Face's own initialisation.
-    In a gated delta network decays are Hugging Face's too, and taps are torch's."""
+    """Write weights as Hugging Face initialises: norms one, biases zero, matrices normal. In gated
+    delta networks decays are Hugging Face's, taps torch's."""
     generator = torch.Generator().manual_seed(seed)
     zeros = (
         ("norm.weight", ".bias")
@@ -319,15 +316,14 @@ TURN_END = "<|im_end|>"
 UNKNOWN = "<|unknown|>"
 SPECIALS = (END_OF_TEXT, TURN_START, TURN_END)
 SUM_CHARACTERS = "0123456789+-*/=#\n abcdefghijklmnopqrstuvwxyz"
-"""Characters of sums, and the letters of a chat template's roles: 48 tokens with the specials,
-which 16 ranks divide."""
+"""Characters of sums and of a chat template's roles: with specials 48 tokens, divisible by 16
+ranks."""
 
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen's pre-tokenizer. Every digit is a token of its own, which is what makes arithmetic
-learnable."""
+"""Qwen's pre-tokenizer. Every digit is a token, which makes arithmetic learnable."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -335,12 +331,11 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""ChatML, as Qwen writes it."""
+"""ChatML in Qwen's form."""
 
 
 def build_character_tokenizer() -> Tokenizer:
-    """One token for each character that sums are written in; any other is one visible
-    ``<|unknown|>`` for each byte."""
+    """Return a tokenizer with a token per character of sums, and ``<|unknown|>`` per other byte."""
     to_byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters = [to_byte_level.pre_tokenize_str(character)[0][0] for character in SUM_CHARACTERS]
     vocabulary = {token: number for number, token in enumerate([*SPECIALS, UNKNOWN, *characters])}
@@ -350,12 +345,12 @@ def build_character_tokenizer() -> Tokenizer:
 
 
 def train_bpe(corpus: Path, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of up to ``vocab_size`` tokens, from every string in a JSONL or parquet
+    """Train a byte-level BPE of at most ``vocab_size`` tokens on all strings of a JSONL or parquet
     file.
 
     Raises:
-        UserError: if the corpus cannot be read, or the vocabulary cannot hold the 256 bytes and the
-            special tokens.
+        UserError: if the corpus cannot be read, or ``vocab_size`` is less than the 256 bytes and
+            the special tokens.
     """
     least = 256 + len(SPECIALS)
     if vocab_size < least:
@@ -383,9 +378,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> N
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
     Args:
-        tokenizer: one of the above.
-        folder: an existing directory.
-        max_tokens: longest sequence of the model, in tokens.
+        tokenizer: result of a function above.
+        folder: existing directory.
+        max_tokens: tokens of the model's longest sequence.
     """
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -403,7 +398,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> N
 
 
 def _configure_tokenizer(tokenizer: Tokenizer, *, specials: tuple[str, ...]) -> Tokenizer:
-    # No normaliser: with one, decoding would not give back the text that was encoded.
+    # No normaliser: with a normaliser, decoding would not restore the encoded text.
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])

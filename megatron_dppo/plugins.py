@@ -1,10 +1,9 @@
-"""A user's function by its name, ``module:function`` or ``file.py:function``, and its files.
-Imports nothing heavy.
+"""A user's function from ``module:function`` or ``file.py:function``, and
+functions' source files. Imports no heavy package.
 
-Reward functions written for slime import ``Sample`` from ``slime.utils.types``, and are given this
-file's. Their files may also import ``post`` and ``GenerateState``, which slime's generate functions
-use: they can be imported, not called. The modules of slime have no other names here, and an import
-of one says so (``MISSING``).
+Reward functions for slime import ``Sample`` from ``slime.utils.types`` and get this file's class.
+``post`` and ``GenerateState``, used by slime's generate functions, can be imported but not called.
+Imports of other slime names fail with ``MISSING``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MISSING = "Of slime's own names only Sample is here: bring the rest along in fil
 
 
 class Arguments(SimpleNamespace):
-    """slime's command line: those of its options that have a counterpart in a run here."""
+    """Options of slime's command line with a counterpart here."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -44,7 +43,7 @@ class Arguments(SimpleNamespace):
 
 
 class Status(Enum):
-    """How a sample stands."""
+    """State of a sample."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -55,27 +54,26 @@ class Status(Enum):
 
 @dataclass
 class Sample:
-    """A completion, as a reward function of slime's form gets it."""
+    """Completion in the form of slime's reward functions."""
 
     prompt: Any = None
-    """As the policy reads it: slime renders prompts, too, before any function sees them."""
+    """Text as the policy reads the prompt: slime also renders prompts before calling functions."""
     response: str = ""
     label: Any = None
-    """Text, or the object or list that the row has."""
+    """Text, or the row's object or list."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The row's extra columns."""
     reward: Any = None
     index: int | None = None
     group_index: int | None = None
     tokens: list[int] = field(default_factory=list)
-    """Prompt and response."""
+    """Token ids of prompt and response."""
     response_length: int = 0
-    """Tokens."""
+    """Tokens of the response."""
     loss_mask: list[int] | None = None
-    """Mask of the response: 1 for tokens that the policy sampled, 0 for those that it was given;
-    None: all ones."""
+    """Mask of the response: 1 for sampled tokens, 0 for given tokens; None: all ones."""
     rollout_log_probs: list[float] | None = None
-    """Log-probabilities of the response; not read if the mask is 0."""
+    """Log-probabilities of the response; ignored where the mask is 0."""
     weight_versions: list[str] = field(default_factory=list)
     status: Status = Status.PENDING
     session_id: str | None = None
@@ -83,7 +81,7 @@ class Sample:
 
 
 def generate_only(*_: Any, **__: Any) -> Any:
-    """Stand in for names that only slime's generate functions call."""
+    """Replace names called only by slime's generate functions."""
     raise NotImplementedError(
         "slime's generate functions do not run here: write the turns as rollout.conversation"
     )
@@ -101,12 +99,10 @@ NAMES: Mapping[str, Mapping[str, Any]] = {
 
 @contextmanager
 def install_slime_modules() -> Iterator[None]:
-    """Have imports of slime's modules find those of the table, as long as a user's function is
-    imported.
+    """Resolve imports of slime's modules to ``NAMES`` during the import of a user's function.
 
-    Where slime is installed, its other modules are found too, and ``sys.modules`` is afterwards as
-    it was before. Where it is not, the modules stay, for functions that import them when they are
-    called.
+    - With slime installed, other slime modules still resolve, and ``sys.modules`` is restored.
+    - Without slime, the modules stay, for functions that import them when called.
     """
     before = _find_slime_modules()
     for name in before:
@@ -142,18 +138,18 @@ def _find_slime_modules() -> dict[str, ModuleType]:
     }
 
 
+# sys.exit in a user's function counts as a failed call.
 FAILURES = Exception, SystemExit
-"""Errors of a user's code. ``sys.exit`` in it has failed like any other call."""
 
 
 def load_function(setting: str, spec: str) -> Callable[..., Any]:
-    """The function that a setting names.
+    """Return the function named by a setting.
 
-    Modules are looked for in the working directory too; a file can import its neighbours, and what
-    functions written for slime import from it, whether slime is installed or not.
+    Modules are also searched in the working directory. A file can import neighbouring files, and
+    slime's names for reward functions, with or without slime installed.
 
     Raises:
-        UserError: if it cannot be found or imported, or is no function.
+        UserError: if the function cannot be found or imported, or is not callable.
     """
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
@@ -165,7 +161,7 @@ def load_function(setting: str, spec: str) -> Callable[..., Any]:
         if where.endswith(".py")
         else _from_module(where, setting, spec)
     )
-    # Modules that import what is asked of them only then (TRL's) have it in no dictionary.
+    # Use getattr: modules with lazy imports (TRL) do not have the name in __dict__.
     function = _import_plugin(lambda: getattr(module, name, None), setting, spec)
     if function is None:
         raise UserError(
@@ -177,8 +173,7 @@ def load_function(setting: str, spec: str) -> Callable[..., Any]:
 
 
 def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a user's function with a limit: a process that the function forks ends where the
-    function returns."""
+    """Wrap a user's function: a process forked by the function ends when the function returns."""
     process = os.getpid()
 
     @functools.wraps(function)
@@ -192,24 +187,22 @@ def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_source_file(spec: str | None) -> Path | None:
-    """The file of the function that a setting names, found without importing anything; None if
-    there is none."""
+    """Return the file of the function named by a setting, without imports; None if missing."""
     where = (spec or "").rpartition(":")[0]
     if where.endswith(".py"):
         places = [Path(where)]
     else:
-        modules = [Path(folder, *where.split(".")) for folder in ("", *sys.path)] if where else []
-        places = [
-            place
-            for module in modules
-            for place in (module.with_suffix(".py"), module / "__init__.py")
-        ]
+        folders = ("", *sys.path) if where else ()
+        modules = [Path(folder, *where.split(".")) for folder in folders]
+        places = []
+        for module in modules:
+            places += [module.with_suffix(".py"), module / "__init__.py"]
     return next((place for place in places if place.is_file()), None)
 
 
 def get_source(function: Callable[..., Any]) -> str | None:
-    """The text of a function, or of the class of an object that is called; None if Python does not
-    have it, as of what is built in or was typed at a prompt."""
+    """Return the source of a function, or of a callable object's class; None without source, as
+    for builtins or functions typed at a prompt."""
     while isinstance(function, functools.partial):
         function = function.func
     written = (
@@ -230,7 +223,8 @@ def _from_file(file: str, setting: str, spec: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     found = importlib.util.spec_from_file_location(f"plugin_file_{path.stem}", path)
-    assert found is not None and found.loader is not None  # the suffix is .py
+    # True for a file with the suffix .py.
+    assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module
     _import_plugin(functools.partial(found.loader.exec_module, module), setting, spec)

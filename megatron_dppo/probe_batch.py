@@ -1,8 +1,8 @@
-"""``megatron-dppo probe-batch``: would fewer prompts a step do, and how much should be pruned?
+"""``megatron-dppo probe-batch``: does a smaller batch suffice, and which pruning is best?
 
-Unpruned steps at fixed weights give three things: the gradient's noise scale, from its norm on all
-prompts of a step and on each half of them; the seconds of a token; and groups on which pruning is
-drawn, at several shares. No weight changes, and nothing is written.
+Unpruned steps at fixed weights give the gradient's noise scale (from the norms on all prompts of a
+step and on each half), the seconds per token, and groups for pruning draws at several fractions.
+Weights do not change, and no file is written.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ from megatron_dppo.trainer.learner import Learner
 from megatron_dppo.trainer.prompt_sampler import PromptSampler
 
 LEARNING_STEPS = 4
-"""Steps from which the prompt predictor learns before pruning is drawn with it."""
+"""Steps for training the prompt predictor before the pruning draws."""
 DRAWS = 8
-"""Pruning draws of each pair of shares on each window."""
+"""Pruning draws per window and pair of fractions."""
 SHARES: tuple[tuple[float, ...], tuple[Keep, ...]] = (1.0, 0.85, 0.7, 0.5), (1.0, "auto", 0.5, 0.3)
-"""Shares of prompts and of completions' tokens."""
+"""Kept fractions of prompts, and of completions' tokens."""
 Pair = tuple[float, Keep]
 Samples = list[tuple[float, float]]
 UNPRUNED: Pair = (1.0, 1.0)
 
 
 def probe_batch(config: Config, *, steps: int, as_json: bool = False) -> None:
-    """Print the noise scale, seconds by token, and what pruning is worth by shares. Collective.
+    """Print the noise scale, seconds per token, and gains of pruning by fractions. Collective.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         steps: unpruned steps to measure, at least ``LEARNING_STEPS`` + 2.
-        as_json: print one JSON object.
+        as_json: print a JSON object.
 
     Raises:
-        UserError: on every rank, for what the user can mend, and if no gradient is finite and above
-            0.
+        UserError: on every rank, if the user can mend the cause, or no gradient is finite and
+            above 0.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     with ExitStack() as to_close:
@@ -89,17 +89,8 @@ def probe_batch(config: Config, *, steps: int, as_json: bool = False) -> None:
 
 
 def configure_pruning(config: Config, pair: Pair) -> Config:
-    """The configuration with the rule ``neyman`` at these shares; a share of 1 is the rule
-    ``none``."""
-    prompts, completions = (
-        {
-            "rule": "none" if keep == 1.0 else "neyman",
-            "function": None,
-            "keep": keep,
-            "schedule": ScheduleConfig(),
-        }
-        for keep in pair
-    )
+    """Return the configuration with rule ``neyman`` at these fractions; at 1, rule ``none``."""
+    prompts, completions = map(_make_pruning_settings, pair)
     of_prompts = replace(config.pruning.prompts, **prompts)
     of_completions = replace(config.pruning.completions, **completions, normaliser="full")
     pruning = replace(
@@ -108,106 +99,115 @@ def configure_pruning(config: Config, pair: Pair) -> Config:
     return replace(config, pruning=pruning)
 
 
+def _make_pruning_settings(keep: Keep) -> dict[str, Any]:
+    rule = "none" if keep == 1.0 else "neyman"
+    return {"rule": rule, "function": None, "keep": keep, "schedule": ScheduleConfig()}
+
+
 def get_configured_pair(config: Config) -> Pair | None:
-    """Shares of the configuration; None if a rule is neither ``neyman`` nor ``none``."""
+    """Return the configured fractions; None if a rule is not ``neyman`` or ``none``."""
     prompts = config.pruning.prompts
     completions = config.pruning.completions
     if not {prompts.named, completions.named} <= {"neyman", "none"}:
         return None
-    return (1.0 if prompts.rule == "none" else prompts.keep), (
-        1.0 if completions.rule == "none" else completions.share
-    )
+    kept_prompts = 1.0 if prompts.rule == "none" else prompts.keep
+    return kept_prompts, 1.0 if completions.rule == "none" else completions.share
 
 
 def compute_jackknife(statistic: Callable[[list[int]], float], count: int) -> tuple[float, float]:
-    """A figure of ``count`` items by their indices, and half of its 95% interval by Student's t."""
+    """Return a statistic of ``count`` items, and half of the 95% Student's t interval.
+
+    Args:
+        statistic: function of the items' indices.
+        count: number of items.
+    """
     everything = list(range(count))
     value = statistic(everything)
-    without = [statistic([i for i in everything if i != left]) for left in everything]
-    pseudo = count * value - (count - 1) * np.array(without)  # Tukey's
+    without = []
+    for left in everything:
+        without.append(statistic([i for i in everything if i != left]))
+    # Tukey's pseudo-values.
+    pseudo = count * value - (count - 1) * np.array(without)
     return value, compute_student_t(count - 1) * float(pseudo.std(ddof=1)) / math.sqrt(count)
 
 
 def estimate_noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Estimate:
-    """The simple noise scale B = S/|G|² in prompts: McCandlish et al., arXiv:1812.06162, appendix
-    A.1.
+    """Return the simple noise scale B = S/|G|² in prompts (McCandlish et al., arXiv:1812.06162,
+    appendix A.1).
 
-    G is the true gradient and S the trace of one prompt's covariance: E|g|² = |G|² + S/b for the
-    mean g of b prompts. The interval is that of |G|²/S, inverted. A bound is infinite if |G|² is
-    not above 0 there.
+    G is the true gradient, S the trace of a prompt's covariance: E|g|² = |G|² + S/b for the mean g
+    over b prompts. The interval inverts the interval of |G|²/S; a bound is infinite if |G|² ≤ 0.
 
     Args:
-        whole: [n], squared norms of the gradients of ``batch`` prompts.
-        halves: [n], mean squared norms of the gradients of each half of these prompts.
+        whole: [n], squared gradient norms over ``batch`` prompts.
+        halves: [n], mean squared gradient norms over the two halves of the prompts.
         batch: prompts.
     """
     big = np.asarray(whole, np.float64)
     small = np.asarray(halves, np.float64)
-    noise, signal, least = (
-        (small - big) * batch,
-        2.0 * big - small,
-        1e-9 * float(big.sum()),
-    )  # b = batch/2
+    # Solve the equation above for S and |G|², from b = batch and b = batch/2.
+    noise = (small - big) * batch
+    signal = 2.0 * big - small
+    least = 1e-9 * float(big.sum())
     ratio, reach = compute_jackknife(
         lambda rows: float(signal[rows].sum() / max(noise[rows].sum(), least)), len(big)
     )
-    return Estimate(
-        *(1.0 / each if each > 0.0 else math.inf for each in (ratio, ratio + reach, ratio - reach))
-    )
+    bounds = []
+    for each in (ratio, ratio + reach, ratio - reach):
+        bounds.append(1.0 / each if each > 0.0 else math.inf)
+    return Estimate(*bounds)
 
 
 def estimate_cost_line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Fixed seconds and seconds per token: the line through the medians of the smaller and of the
-    larger sizes.
+    """Return fixed seconds and seconds per token: the line through the medians of small and large
+    sizes.
 
-    Seconds are proportional to tokens if all sizes are within a factor of 1.3, or if the line would
-    be negative at 0.
+    If all sizes are within a factor of 1.3, or the line is negative at 0, seconds are proportional
+    to tokens.
     """
     sizes = np.asarray(tokens, np.float64)
     taken = np.asarray(seconds, np.float64)
     large = sizes > (sizes.min() + sizes.max()) / 2.0
     if not large.any():
         return float(np.median(taken)), 0.0
-    few, many, short, long = (
-        float(np.median(each[of])) for each in (sizes, taken) for of in (~large, large)
-    )
+    few = float(np.median(sizes[~large]))
+    many = float(np.median(sizes[large]))
+    short = float(np.median(taken[~large]))
+    long = float(np.median(taken[large]))
     proportional = long / many
-    per_token = (
-        proportional
-        if many < 1.3 * few
-        else min(max((long - short) / (many - few), 0.0), proportional)
-    )
+    per_token = proportional
+    if many >= 1.3 * few:
+        per_token = min(max((long - short) / (many - few), 0.0), proportional)
     return long - per_token * many, per_token
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a step. ``Costs(0.1, 0.1, 1e-4, 2e-4)`` are 3.2 s for 10,000 tokens generated and
+    """Seconds of a step. ``Costs(0.1, 0.1, 1e-4, 2e-4)``: 3.2 s for 10,000 tokens generated and
     trained on."""
 
     rollout: float
     """Fixed seconds of rollouts."""
     rest: float
-    """Other fixed seconds: planning, weight sync and the fixed part of training."""
+    """Other fixed seconds: planning, weight sync, fixed part of training."""
     generated: float
-    """Per token generated."""
+    """Seconds per generated token."""
     trained: float
-    """Per token trained on."""
+    """Seconds per trained token."""
 
     def estimate_seconds(self, generated: float, trained: float) -> float:
         return self.rollout + self.rest + self.generated * generated + self.trained * trained
 
 
 def estimate_gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Estimate:
-    """Unpruned over pruned variance × seconds on the same windows, with its interval over windows.
-    A smaller batch has 1 if no seconds are fixed.
+    """Return unpruned over pruned variance × seconds on the same windows, with an interval over
+    windows. A smaller batch gains 1 if no seconds are fixed.
 
     Args:
-        pruning: [n, 4], of each window the means over draws at one pair of shares: variance of
-            sampling and with pruning, both by ``estimate_gradient_noise``; tokens generated and
-            trained on.
-        unpruned: [n, 4], likewise without pruning.
-        costs: seconds of a step and its tokens, taken as exact.
+        pruning: [n, 4], means over a window's draws: variance of sampling, variance with pruning
+            (both by ``estimate_gradient_noise``), tokens generated, tokens trained on.
+        unpruned: [n, 4], the same without pruning.
+        costs: seconds of a step and tokens, assumed exact.
     """
 
     def product(windows: Floats) -> float:
@@ -226,17 +226,17 @@ def estimate_gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Esti
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that the command prints. Tokens and seconds are those of an unpruned step."""
+    """The command's output. Tokens and seconds are per unpruned step."""
 
     batch: int
     """Prompts of an optimizer step."""
     noise: Estimate
-    """The noise scale, in prompts."""
+    """Noise scale in prompts."""
     costs: Costs
     generated: float
     trained: float
     mixed: float
-    """Share of groups whose rewards differ."""
+    """Fraction of groups with non-zero variance."""
     gains: dict[Pair, Estimate]
     configured: Pair | None
 
@@ -253,9 +253,10 @@ class Report:
         return max(self.gains, key=lambda pair: self.gains[pair].value)
 
     def estimate_half_batch(self) -> tuple[float, float]:
-        """Steps and time that half of the prompts need, relative to all of them. Steps are
-        proportional to 1 + B/batch (section 2.2 of the paper); they are twice as many if B is not
-        known."""
+        """Return steps and time for half of the prompts, relative to all prompts.
+
+        Steps are proportional to 1 + B/batch (section 2.2 of the paper), or doubled for unknown B.
+        """
         known = math.isfinite(self.noise.value)
         steps = 1.0 + self.noise.value / (self.batch + self.noise.value) if known else 2.0
         return steps, steps * self.costs.estimate_seconds(
@@ -263,11 +264,10 @@ class Report:
         ) / self.seconds
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain numbers; null for an infinite bound."""
-        noise = {
-            name: value if math.isfinite(value) else None
-            for name, value in asdict(self.noise).items()
-        }
+        """Return the report as plain numbers; null for an infinite bound."""
+        noise = {}
+        for name, value in asdict(self.noise).items():
+            noise[name] = value if math.isfinite(value) else None
         gains = [
             {"prompts": p, "completions": c, **asdict(each)} for (p, c), each in self.gains.items()
         ]
@@ -280,17 +280,15 @@ class Report:
     def __str__(self) -> str:
         costs = self.costs
         noise = self.noise
-        prompts, completions = (
-            list(dict.fromkeys(shares)) for shares in zip(*self.gains, strict=True)
-        )
+        prompts = list(dict.fromkeys(p for p, _ in self.gains))
+        completions = list(dict.fromkeys(c for _, c in self.gains))
         marks = {
             pair: "*" * (pair == self.best) + "+" * (pair == self.configured) for pair in self.gains
         }
-        rows = [
-            f"{p:7g}"
-            + "".join(f"{self.gains[p, c].value:8.2f}{marks[p, c]:2}" for c in completions)
-            for p in prompts
-        ]
+        rows = []
+        for p in prompts:
+            cells = [f"{self.gains[p, c].value:8.2f}{marks[p, c]:2}" for c in completions]
+            rows.append(f"{p:7g}" + "".join(cells))
         interval = (
             f"{noise.low:.3g} to {noise.high:.3g}"
             if math.isfinite(noise.high)
@@ -323,7 +321,7 @@ class Report:
 
     @property
     def conclusion(self) -> str:
-        """The sentence that closes the table; a second one if the noise scale is not bounded."""
+        """The closing sentence; a second sentence if the noise scale is unbounded."""
         noise = self.noise.value
         (steps, time) = self.estimate_half_batch()
         of_best = (
@@ -361,8 +359,7 @@ class Report:
 
 
 class _BatchProbe:
-    """A policy whose weights stay, and everything measured of its steps so far. All times are this
-    rank's."""
+    """Measurements of steps at fixed weights. Times are of this rank."""
 
     def __init__(
         self,
@@ -377,10 +374,8 @@ class _BatchProbe:
         self._timers = timers
         self._pool = load_training_pool(parts)
         self._collector = parts.build_collector(engine, workers)
-        self._learner, self._sampler = (
-            Learner(parts, timers),
-            PromptSampler(parts.config, self._pool),
-        )
+        self._learner = Learner(parts, timers)
+        self._sampler = PromptSampler(parts.config, self._pool)
         parts.sync(engine, 0)
         check_agreement(parts, engine, self._pool, version=0)
         self._configured = get_configured_pair(config)
@@ -400,7 +395,7 @@ class _BatchProbe:
         self._mixed = list[float]()
 
     def step(self, step: int) -> None:
-        """Roll out, measure gradients, and let the predictor learn. Collective."""
+        """Roll out, measure gradients, update the predictor. Collective."""
         parts = self._parts
         timers = self._timers
         rollouts, generated = self._roll_out(step)
@@ -409,10 +404,9 @@ class _BatchProbe:
         if parts.config.rollout.colocated:
             self._engine.pause()
         config = choose_sharing(parts.config, parts.shape)
-        one, two = (
-            replace(config, loss=replace(config.loss, updates_per_rollout=count))
-            for count in (1, 2)
-        )
+        loss = config.loss
+        one = replace(config, loss=replace(loss, updates_per_rollout=1))
+        two = replace(config, loss=replace(loss, updates_per_rollout=2))
         with timers("plan"):
             whole = parts.world.broadcast(lambda: plan_with(one))
         halves = parts.world.broadcast(lambda: plan_with(two))
@@ -432,15 +426,18 @@ class _BatchProbe:
         with timers("update_weights"):
             parts.sync(self._engine, 0)
         self._squares.append((squares[0], float(np.mean(squares[1:]))))
-        if step:  # the first one warms up
+        # Skip the first step, which warms up.
+        if step:
             self._generated += generated
             self._trained += trained
             self._fixed.append(fixed + sum(timers.take().values()))
         parts.world.broadcast(lambda: self._record_window(metadata, step))
 
     def _roll_out(self, step: int) -> tuple[CompleteRollouts, Samples]:
-        """A window's rollouts; and tokens and seconds of each round. Learning steps have two rounds
-        of half of the prompts, so that seconds of two sizes are known."""
+        """Return a window's rollouts, and the tokens and seconds of each round.
+
+        Learning steps use two rounds of half the prompts, to time two sizes.
+        """
         selection = self._parts.world.broadcast(lambda: self._sampler.select(step))
         ids = selection.prompt_ids
         rounds = []
@@ -457,8 +454,8 @@ class _BatchProbe:
         return self._collector.merge(rounds), taken
 
     def _record_window(self, metadata: StepMetadata, step: int) -> None:
-        """On the leader: prune the window as its prompts were predicted before it, then learn from
-        it."""
+        """On rank 0, prune the window by predictions made before the window, then update the
+        predictor."""
         self._mixed.append(
             len(find_nonzero_variance_groups(metadata)) / max(len(metadata.prompt_ids), 1)
         )
@@ -470,7 +467,7 @@ class _BatchProbe:
         self._sampler.update_history(metadata)
 
     def _draw(self, metadata: StepMetadata, config: Config) -> tuple[float, float, int, int]:
-        """One draw's row for ``gain``."""
+        """Return a draw's row for ``estimate_gain``."""
         objective = resolve_objective(config.loss)
         prompts = config.pruning.prompts
         ids = metadata.prompt_ids

@@ -1,5 +1,4 @@
-"""``megatron-dppo configs`` and ``megatron-dppo quickstart``: the example configurations, and a
-first run of one."""
+"""``megatron-dppo configs`` and ``megatron-dppo quickstart``: examples, and a first run."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from megatron_dppo.settings import load_config
 WARM_UP = ("layout.tp=1", "layout.dp=2", "data.arithmetic.problems=8192")
 """Settings of the quickstart's supervised warm-up."""
 ONE_GPU = ("layout.tp=1", "layout.dp=1")
-"""Layout on a machine with a single GPU, where two ranks form no NCCL group."""
+"""Layout for a single GPU, where two ranks cannot form an NCCL group."""
 
 
 def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``megatron-dppo configs``."""
+    """Add the options of ``megatron-dppo configs``."""
     what = (
         "copy them to DIR/configs and DIR/scripts/slurm; commands in their first lines are "
         "typed in DIR"
@@ -26,12 +25,10 @@ def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def configs(arguments: argparse.Namespace) -> None:
-    """List the configurations and Slurm scripts of this version, each with its first sentence, or
-    copy them.
+    """List this version's configurations and Slurm scripts, with first sentences, or copy all.
 
     Raises:
-        UserError: another file is in the way, before anything is copied; or the folder cannot be
-            written.
+        UserError: if another file is in the way (before copying), or the folder is not writable.
     """
     files = [
         file
@@ -70,7 +67,7 @@ def configs(arguments: argparse.Namespace) -> None:
 
 
 def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``megatron-dppo quickstart``."""
+    """Add the options of ``megatron-dppo quickstart``."""
     what = (
         "settings of the training, or sft.* of the warm-up; give a second run a folder, "
         "run.dir=FOLDER"
@@ -79,11 +76,10 @@ def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def quickstart(arguments: argparse.Namespace) -> int:
-    """Make a policy of a million parameters, warm it up on sums, and train it. What is there
-    already is not made again.
+    """Make a policy of a million parameters, warm it up on sums, and train. Skip existing parts.
 
     Raises:
-        UserError: for mistakes in the settings, before anything is made.
+        UserError: if a setting is wrong, before anything is made.
     """
     from megatron_dppo.init import write_model
     from megatron_dppo.launch.start import count_gpus, prepare_environment, run

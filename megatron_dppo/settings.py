@@ -1,7 +1,6 @@
-"""Reading a run's settings: a YAML file, then ``a.b=c`` overrides, then the types and limits of
-``config/``.
+"""Read a run's settings: a YAML file, ``a.b=c`` overrides, types and limits of ``config/``.
 
-Needs neither torch nor Megatron, so that a file can be checked on any machine, at once.
+Needs no torch or Megatron: any machine can check a file quickly.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from megatron_dppo.errors import MistakesError, UserError
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One leaf of the configuration."""
+    """Leaf of the configuration."""
 
     key: str
-    """Dotted, ``pruning.prompts.keep``."""
+    """Dotted key: ``pruning.prompts.keep``."""
     type: Any
-    """Its annotation, limits included."""
+    """Annotation with limits."""
     default: Any
     meaning: str
-    """The text under it in ``config/``."""
+    """Docstring of the field in ``config/``."""
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words it may hold, empty if it is not a choice of words."""
-        return (
-            tuple(str(c) for c in get_args(self.type)) if get_origin(self.type) is Literal else ()
-        )
+        """Allowed words; empty if the setting is not a choice of words."""
+        if get_origin(self.type) is not Literal:
+            return ()
+        return tuple(str(c) for c in get_args(self.type))
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The types that it may have."""
+        """Allowed types."""
         return get_args(self.type) if get_origin(self.type) in (Union, UnionType) else (self.type,)
 
     @property
@@ -59,17 +58,16 @@ class Setting:
 def load_config(
     path: str | None, overrides: Sequence[str], values: Mapping[str, Any] | None = None
 ) -> Config:
-    """The configuration in the file at ``path`` (defaults if None), with the overrides ``a.b=c``
-    laid over it.
+    """Return the configuration of a YAML file (defaults if None) with overrides applied.
 
     Args:
-        path: of a YAML file.
-        overrides: as they are typed.
-        values: nested sections with values from Python, which are taken as they are.
+        path: YAML file.
+        overrides: words ``a.b=c``.
+        values: nested sections of Python values, not parsed.
 
     Raises:
-        UserError: for a file that cannot be read, an unknown key (naming the nearest one), a value
-            of the wrong type or beyond its limits.
+        UserError: if the file cannot be read, a key is unknown (naming the nearest key), or a value
+            has the wrong type or exceeds limits.
     """
     try:
         return load_whole(path, overrides, values)
@@ -80,10 +78,10 @@ def load_config(
 def load_whole(
     path: str | None, overrides: Sequence[str], values: Mapping[str, Any] | None = None
 ) -> Config:
-    """As :func:`load_config`, but for the error.
+    """Load as :func:`load_config`, with all errors at once.
 
     Raises:
-        MistakesError: for all that is wrong with the file and the overrides.
+        MistakesError: all mistakes in the file and the overrides.
     """
     sources = [
         partial(_from_file, path),
@@ -116,14 +114,13 @@ def load_whole(
 
 @cache
 def get_settings() -> Mapping[str, Setting]:
-    """Every setting by its dotted key, in the order of ``config/``."""
+    """Return all settings by dotted key, in the order of ``config/``."""
     return {setting.key: setting for setting in _iterate_settings(Config, "")}
 
 
 @cache
 def get_sections() -> frozenset[str]:
-    """The dotted names that hold settings or further sections: ``pruning``,
-    ``pruning.prompts``, …"""
+    """Return the dotted names of all sections: ``pruning``, ``pruning.prompts``, …"""
     return frozenset(
         key[:i] for key in get_settings() for i, letter in enumerate(key) if letter == "."
     )
@@ -145,14 +142,15 @@ def _iterate_settings(section: type[Section], prefix: str) -> Iterator[Setting]:
 
 
 MOST_MISTAKES = 20
-"""After so many, the remaining settings are not checked."""
+"""Most mistakes reported; further settings are not checked."""
 
 
 def flatten_tree(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys in nested sections, and their values. A null section, whose lines are
-    all comments, has none."""
+    """Yield dotted keys and values of nested sections. A null section (all lines commented out)
+    yields no key."""
     for name, value in tree.items():
-        key = f"{prefix}{name}"  # YAML reads some names as numbers and the like
+        # YAML reads some names as numbers.
+        key = f"{prefix}{name}"
         if key in get_sections() and isinstance(value, Mapping | None):
             yield from flatten_tree(value or {}, f"{key}.")
         else:
@@ -165,11 +163,9 @@ def _from_file(path: str | None) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = (
-            error.strerror or type(error).__name__
-            if isinstance(error, OSError)
-            else "it is not UTF-8 text"
-        )
+        reason = "it is not UTF-8 text"
+        if isinstance(error, OSError):
+            reason = error.strerror or type(error).__name__
         remedy = (
             "give the path of a YAML file; `megatron-dppo configs --copy .` writes configs/ "
             "with examples"
@@ -226,9 +222,9 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set a setting in nested sections.
 
     Raises:
-        UserError: the key is no setting; or the value is one that pydantic would take, or could not
-            name: a boolean for anything else, anything else for a boolean (pydantic reads ``true``
-            as 1, and ``yes`` as true), text that no file can hold.
+        UserError: if the key is no setting, or the value is wrong in a way that pydantic accepts or
+            cannot name: a boolean for another type, another type for a boolean (pydantic reads
+            ``true`` as 1 and ``yes`` as true), text that no file can hold.
     """
     if key in get_sections():
         first = next(each for each in get_settings() if each.startswith(f"{key}."))
@@ -254,11 +250,10 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _split_list(setting: Setting, value: Any) -> Any:
-    """A list where a list is meant and words stand without brackets:
+    """Return a list if the setting takes lists and the words have no brackets:
     ``eval.benchmarks=gsm8k,math500``."""
-    if not any(get_origin(kind) is tuple for kind in setting.kinds) or not isinstance(
-        value, str | int | float
-    ):
+    takes_list = any(get_origin(kind) is tuple for kind in setting.kinds)
+    if not takes_list or not isinstance(value, str | int | float):
         return value
     if type(value) in map(_strip_constraints, setting.kinds) or str(value) in _list_words(setting):
         return value
@@ -268,7 +263,6 @@ def _split_list(setting: Setting, value: Any) -> Any:
 
 
 def _strip_constraints(kind: Any) -> Any:
-    """A type without its limits."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
@@ -296,12 +290,11 @@ def _build_unknown_error(key: str, value: object) -> UserError:
 
 
 def find_nearest_settings(key: str) -> list[str]:
-    """The settings or the section that an unknown dotted key may have meant, empty if none is like
-    it.
+    """Return the settings or section that an unknown dotted key may mean; empty without a match.
 
-    A right name under a wrong section counts as near, however the sections differ; where several
-    sections have the name, those closest to the one given are all named. A name of several words
-    may stand for its initials: ``optimizer.learning_rate`` for ``optimizer.lr``.
+    - A known name under a wrong section always matches: in the nearest sections, if several have
+      the name.
+    - A long name may match initials: ``optimizer.learning_rate`` matches ``optimizer.lr``.
     """
     section, _, leaf = key.lower().rpartition(".")
     initials = f"{section}.{''.join(word[:1] for word in leaf.split('_'))}"
@@ -326,7 +319,7 @@ def find_nearest_settings(key: str) -> list[str]:
 
 
 def _plain_value(value: Any) -> Any:
-    """A value from Python in the types of YAML, as far as it has one of NumPy's or a path."""
+    """Convert NumPy values and paths from Python to the types of YAML."""
     if isinstance(value, Mapping):
         return {name: _plain_value(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -347,8 +340,8 @@ def _is_writable(value: Any) -> bool:
 
 
 def _value(setting: Setting, text: str) -> Any:
-    """Read an override's value as YAML, in which words stay words: ``run.dir=2024`` and
-    ``data.label_key=yes``, and in lists and mappings of words too:
+    """Parse an override as YAML, where words stay words: ``run.dir=2024``,
+    ``data.label_key=yes``, also in lists and mappings of words:
     ``rollout.launch.flags=[--context-length, 2048]``."""
     kinds = setting.kinds
     if setting.takes_none and text.strip() in ("", "~", "null"):
@@ -369,22 +362,20 @@ def _value(setting: Setting, text: str) -> Any:
 
 
 def _convert_errors(error: ValidationError) -> Iterator[UserError]:
-    """Yield one error for each setting that is wrong."""
     wrong: dict[str, ErrorDetails] = {}
     for each in error.errors():
         names = [str(part) for part in each["loc"]]
         key = next(key for key in accumulate(names, "{}.{}".format) if key in get_settings())
-        # Of a setting that may be of several types, the error that got farthest is of the type that
-        # was meant.
+        # For a union, keep the error of the type that matched furthest: the type meant.
         if key not in wrong or len(names) > len(wrong[key]["loc"]):
             wrong[key] = each
     for key, details in wrong.items():
         problem = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        if details["type"] == "literal_error":  # the remedy lists them
+        # The remedy lists the values.
+        if details["type"] == "literal_error":
             problem = "is none of its values"
-        if len(details["loc"]) > key.count(".") + 2 and isinstance(
-            inside := details["loc"][-1], str
-        ):
+        inside = details["loc"][-1]
+        if len(details["loc"]) > key.count(".") + 2 and isinstance(inside, str):
             problem = f"{inside}: {problem}"
         yield _build_value_error(get_settings()[key], details["input"], problem)
 
@@ -398,7 +389,7 @@ def _build_value_error(setting: Setting, value: object, problem: str) -> UserErr
 
 
 def describe_type(kind: Any) -> str:
-    """Values that a type allows, in words."""
+    """Describe a type's values in words."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     if origin is Annotated:
@@ -430,16 +421,15 @@ def _describe_limit(limit: Any) -> str:
 
 
 def format_value(value: object) -> str:
-    """A setting's value as YAML would write it, cut to 80 characters."""
-    text = (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    """Format a value as in YAML, cut to 80 characters."""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        text = "null"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def as_yaml(config: Config) -> str:
-    """Every value, under its meaning as a comment; reading the text back gives the same
-    configuration."""
+    """Return every value with the meaning as a comment; reading the text gives the same config."""
     lines = [f"# Every setting of megatron-dppo {__version__}.", *_render_section(config, "")]
     return "\n".join(lines) + "\n"
 
@@ -459,11 +449,9 @@ def _render_section(section: Section, prefix: str) -> Iterator[str]:
             meaning, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
         )
         many = isinstance(value, tuple | dict)
-        plain = {
-            name: section.model_dump(mode="json", include={name}, exclude_none=True)[name]
-            if many
-            else value
-        }
+        plain = {name: value}
+        if many:
+            plain = section.model_dump(mode="json", include={name}, exclude_none=True)
         flow = None if many else False
         written = yaml.dump(
             plain, Dumper=Dumper, default_flow_style=flow, allow_unicode=True, width=10**6

@@ -1,5 +1,4 @@
-"""Supervised warm-up on worked answers: the same policy, packs and parallelism as the training it
-prepares."""
+"""Supervised warm-up on worked answers, with the policy, packs and parallelism of training."""
 
 from __future__ import annotations
 
@@ -27,15 +26,14 @@ from megatron_dppo.trainer.prompt_sampler import check_shares, make_order
 from megatron_dppo.trainer.resume import record_warm_up
 
 CONSOLE_ROWS = 20
-"""Steps that a console without a progress bar shows. ``sft-log`` has every step."""
+"""Steps shown on a console without progress bar. ``sft-log`` has every step."""
 
 
 def sft(config: Config) -> None:
-    """Minimise the mean negative log-likelihood of the answers' tokens; write the policy to
-    ``sft.out``.
+    """Minimise the mean negative log-likelihood of answer tokens; write the policy to ``sft.out``.
 
     Raises:
-        UserError: on every rank, for what the user can mend, and where a loss or a gradient is not
+        UserError: on every rank, if the user can mend the cause, or a loss or gradient is not
             finite.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
@@ -117,7 +115,8 @@ def _build_sample(answer: SupervisedExample, tokens: int) -> TrainingSample:
     return TrainingSample(
         prompt_ids=answer.prompt_ids,
         response_ids=answer.response_ids,
-        engine_logprobs=np.zeros(length, np.float32),  # no engine made these tokens
+        # No engine generated these tokens.
+        engine_logprobs=np.zeros(length, np.float32),
         loss_mask=np.ones(length, bool),
         advantage=1.0,
         scale=1.0 / tokens,

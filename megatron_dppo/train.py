@@ -1,12 +1,9 @@
-"""A run of DPPO: select, roll out, score, plan, train, sync, until the last step. Start reading
-here.
+"""Run DPPO: select, roll out, score, plan, train, sync, until the last step. Start reading here.
 
-Every rank runs this same program. Rank 0, the leader, also selects prompts, plans, logs and prints.
+Every rank runs this program. Rank 0 also selects prompts, plans, logs and prints.
 
-With ``rollout.ahead: n`` the prompts of the n-th step from now are selected as soon as a step is
-planned, and servers roll them out while it and those between are trained: with weights that are n
-updates old at most. Steps are trained on in the order in which they were asked for, whichever is
-answered first.
+With ``rollout.ahead: n``, servers roll out the next n steps while this step is trained, with
+weights at most n updates old. Steps are trained in request order, whatever the order of completion.
 """
 
 from __future__ import annotations
@@ -57,23 +54,23 @@ from megatron_dppo.trainer.run_logger import RunLogger
 
 
 def train(config: Config) -> None:
-    """Train from the last checkpoint in ``run.dir``, or from the initial policy if there is none,
-    to ``run.steps``.
+    """Train to ``run.steps`` from the last checkpoint in ``run.dir``, else the initial policy.
 
     Raises:
-        UserError: on every rank, for what the user can mend, and where a loss or a gradient is not
+        UserError: on every rank, if the user can mend the cause, or a loss or gradient is not
             finite.
-        StoppedError: on every rank, once the run is saved, because one of them was asked to stop.
+        StoppedError: on every rank, after the run is saved, if any rank was requested to stop.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
-    with ExitStack() as to_close:  # also when the run fails
+    # Close the parts also if the run fails.
+    with ExitStack() as to_close:
         workers = to_close.enter_context(closing(RewardWorkers.from_config(config.reward)))
         Trainer(config, world, workers, to_close).run()
     shutdown()
 
 
 class Trainer:
-    """The parts of a run, and the order in which a step uses them."""
+    """Parts of a run, and the order of a step."""
 
     def __init__(
         self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack
@@ -90,7 +87,7 @@ class Trainer:
         to_close.enter_context(closing(Watchdog.from_config(config, world, self.timers)))
         world.run_on_all_ranks(workers.wait_ready)
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
-        # A bad row is named before any server is started.
+        # Read the data before any server starts, so that a bad row fails early.
         self.pool, self.held_out, offline = load_pools(self.policy)
         world.run_on_all_ranks(
             lambda: register_functions(config), description="import of functions"
@@ -124,20 +121,21 @@ class Trainer:
         self.step = 0
         self.version = 0
         self.queue: deque[StepRollouts] = deque()
-        """The next steps, in their order."""
+        """The next steps, in order."""
         self._resume()
         self.logger = RunLogger(config, world, step=self.step, dropped_prompts=self.pool.dropped)
         to_close.callback(self.logger.close)
 
     def run(self) -> None:
-        """All the steps that are left."""
+        """Run the remaining steps."""
         last = self.config.run.steps
         if self.step >= last:
             self._print_result()
             return
         self.sync(self.version)
         agreement = self.check_agreement()
-        if self.step == 0:  # a resumed run's rows are those of one that never stopped
+        # A resumed run has these rows already.
+        if self.step == 0:
             self.logger.add(agreement)
             self.evaluate()
         while self.step < last:
@@ -161,10 +159,11 @@ class Trainer:
             self.world.broadcast(self.check_lock)
             self.logger.write(self.step)
             state = lifetime.is_stop_requested(), self.checkpoints.is_written()
-            asked, written = zip(*self.world.gather(state), strict=True)
-            if all(written):
+            states = self.world.gather(state)
+            if all(written for _, written in states):
                 self.checkpoints.finish()
-            stopping = self.step < last and (any(asked) or self.guard.is_collapsed)
+            is_requested = any(requested for requested, _ in states)
+            stopping = self.step < last and (is_requested or self.guard.is_collapsed)
             if (
                 stopping
                 or self.step == last
@@ -184,8 +183,7 @@ class Trainer:
         self.logger.finish(self.guard.best)
 
     def _print_result(self) -> None:
-        """Show the final result of a finished run, and write only files that a kill has left
-        out."""
+        """Print the result of a finished run; write only files that a kill has left missing."""
         exported = self.folder / "hf" / "config.json"
         tracker = self.folder / "checkpoints" / TRACKER
         due = partial(_is_older, exported, tracker)
@@ -194,12 +192,11 @@ class Trainer:
         self.logger.finish()
 
     def select(self, step: int) -> StepRollouts:
-        """Draw a step's prompts from the next window of candidates; the draw's probabilities come
-        with them."""
+        """Draw a step's prompts, with their probabilities, from the next window of candidates."""
         return StepRollouts(self.world.broadcast(lambda: self.sampler.select(step)), step)
 
     def request_ahead(self) -> None:
-        """Ask for the rollouts of the next ``rollout.ahead`` steps, and wait for nothing."""
+        """Request the rollouts of the next ``rollout.ahead`` steps without waiting."""
         for place in range(min(self.config.rollout.ahead, self.config.run.steps - self.step - 1)):
             if place == len(self.queue):
                 self.queue.append(self.select(self.step + 1 + place))
@@ -207,19 +204,18 @@ class Trainer:
                 self.request(self.queue[place])
 
     def request(self, rollouts: StepRollouts) -> None:
-        """Ask for a step's rollouts, or for the rest of them, if that is not done."""
+        """Request a step's rollouts, or the unfinished part."""
         if not rollouts.is_pending and rollouts.complete is None:
             self.collector.request(self.pool, rollouts)
 
     def roll_out(self, rollouts: StepRollouts) -> CompleteRollouts:
-        """Generate and score; every rank its own share."""
+        """Generate and score, each rank its own share."""
         with self.timers("rollout"):
             self.request(rollouts)
             return self.collect_rollouts(rollouts)
 
     def collect_rollouts(self, rollouts: StepRollouts) -> CompleteRollouts:
-        """Wait for a step's rollouts; where its rule replaces prompts that are of no use, roll out
-        more of them."""
+        """Wait for a step's rollouts; replace useless prompts if the sampling rule does so."""
         if rollouts.complete is not None:
             return rollouts.complete
         rounds = [self.collector.finish(rollouts)]
@@ -238,8 +234,8 @@ class Trainer:
         return collected
 
     def plan(self, rollouts: CompleteRollouts) -> StepPlan:
-        """Decide on one rank what is trained on, with which weight, and where: from lengths and
-        rewards, and from the prompts for what packs share."""
+        """Decide on rank 0, from lengths and rewards, which sequences are trained, their weights
+        and ranks. Prompts are needed for prefix sharing."""
         config = choose_sharing(self.config, self.policy.shape)
         metadata = rollouts.metadata
         plan_with = make_planner(self.policy, self.pool, metadata, self.step)
@@ -255,8 +251,7 @@ class Trainer:
             return self.world.broadcast(decide)
 
     def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
-        """Update the actor as planned, and the engine with it. A plan that keeps nothing leaves
-        their version alone."""
+        """Update the actor as planned, then the engine. An empty plan keeps the version."""
         colocated = self.config.rollout.colocated
         every = self.config.rollout.sync.check_every
         metrics = compute_staleness(
@@ -265,27 +260,26 @@ class Trainer:
         learned = self.learner.train(plan, rollouts.held, self.step, version=self.version)
         has_gradient = learned.get("train/grad_norm", 0.0) > 0.0
         self.guard.record_step(updated=has_gradient, reward=rollouts.metrics["rollout/raw_reward"])
-        if plan.updates or colocated:  # an engine that gave its memory back has no weights left
+        # A colocated engine has freed its weights, so sync even without an update.
+        if plan.updates or colocated:
             with self.timers("update_weights"):
-                self.sync(
-                    self.version + plan.updates
-                )  # one step's update is one version: the bound counts them
+                # Count one version per update: the staleness bound is in updates.
+                self.sync(self.version + plan.updates)
         if plan.updates and _is_due(self.version, every):
             metrics |= self.check_agreement()
         return metrics | learned
 
     def sync(self, version: int) -> None:
-        """Stream the actor's weights to the engine; what it generates then carries their
-        version."""
+        """Stream the actor's weights to the engine; new tokens carry the new version."""
         self.policy.sync(self.engine, version)
         self.version = version
 
     def check_agreement(self) -> dict[str, float]:
-        """Hold what the engine says of its tokens against the actor, of the same weights."""
+        """Compare rollout log-probabilities with the actor's, at the same weights."""
         return check_agreement(self.policy, self.engine, self.pool, version=self.version)
 
     def evaluate(self) -> None:
-        """Answer the held-out problems."""
+        """Evaluate on the held-out problems."""
         if self.held_out:
             with self.timers("eval"):
                 result = evaluate(self.evaluator, self.held_out, self.config)
@@ -295,9 +289,10 @@ class Trainer:
                 self.logger.write(0)
 
     def save(self) -> None:
-        """Write a checkpoint. Partial rollouts are part of it, and resume at once. Restarting them
-        would favour short completions: a batch is rarely unfinished without a long completion."""
+        """Write a checkpoint, with partial rollouts, which resume at once."""
         under_way = [rollouts for rollouts in self.queue if rollouts.is_pending]
+        # Keep partial rollouts: restarting would favour short completions, because an unfinished
+        # batch nearly always has a long completion.
         broken_off = self.collector.interrupt(under_way)
         for rollouts in under_way:
             self.request(rollouts) if broken_off else self.collect_rollouts(rollouts)
@@ -323,26 +318,20 @@ class Trainer:
                     for keys in (PROMPTS, SEGMENTS)
                 ]
             )
+            # With run.resume=anyway and other prompts, the old order and reward history do not
+            # apply.
             if not same_prompts:
-                # run.resume=anyway: of other prompts neither the order nor what was learned of each
-                # goes on.
                 return
             self.sampler.load_state_dict(state)
             steps = read_in_flight(place, self.pool, self.world, self.step)
-        except (
-            KeyError,
-            IndexError,
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as error:  # without checksums none knew
+        # Without checksums a damaged state is noticed only here.
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise build_corruption_error(
                 place, "run.dir", f"does not hold a run's state ({error!r})"
             ) from error
         self.queue.extend(steps)
-        for later, rollouts in enumerate(
-            steps
-        ):  # each step that is trained before may update the weights
+        for later, rollouts in enumerate(steps):
+            # Each earlier step may update the weights, so `later` updates may come first.
             oldest = self.version + later - self.config.rollout.ahead
             routed = self.policy.routing is not None
             fits = same_segments and rollouts.can_resume(
@@ -355,8 +344,7 @@ class Trainer:
 def make_planner(
     parts: PolicyParts[Actor], pool: PromptPool, metadata: StepMetadata, step: int
 ) -> Callable[[Config], StepPlan]:
-    """Return ``plan_step`` of a configuration for a step's groups on these ranks. Only the leader
-    may call it."""
+    """Return ``plan_step`` of this step's groups as a function of a configuration; rank 0 only."""
     config = choose_sharing(parts.config, parts.shape)
     world = parts.world
     shares = world.is_rank0 and config.pack.share_prefixes != "off"
@@ -374,7 +362,7 @@ def make_planner(
 
 
 def _is_older(file: Path, reference: Path) -> bool:
-    """Also where there is none."""
+    """Return whether `file` is absent or older than `reference`."""
     return not file.exists() or file.stat().st_mtime < reference.stat().st_mtime
 
 

@@ -1,2 +1,1 @@
-"""Measures how good a policy is: benchmarks by name, several answers to each problem, scores with
-intervals."""
+"""Evaluation of policies: named benchmarks, several answers per problem, scores with intervals."""

@@ -1,12 +1,10 @@
-"""The folder of one evaluation. Answers are written batch by batch, so that a kill costs one batch
-at most.
+"""Folder of an evaluation. Answers are written in batches: a kill costs at most a batch.
 
-- ``answers.jsonl`` has a line for each completion.
-- ``evaluation.json`` has the settings that the answers depend on. An evaluation with other settings
-  is refused. Other benchmarks of the same policy and settings are added to the same folder.
-- ``scores.json`` is written in one piece at the end.
-
-For people to read there is besides a file for each question, with all answers to it.
+- ``answers.jsonl`` has a line per completion.
+- ``evaluation.json`` has the settings of the answers. Other settings are refused; other benchmarks
+  of the same policy and settings are added.
+- ``scores.json`` is written atomically at the end.
+- ``questions/`` has a file per question, with all answers, for people to read.
 """
 
 from __future__ import annotations
@@ -35,16 +33,15 @@ ANSWERS = "answers.jsonl"
 SETTINGS = "evaluation.json"
 SCORES = "scores.json"
 PROBLEMS = "problems"
-"""The setting that has an entry for each benchmark."""
+"""Setting with an entry per benchmark."""
 AnswerRow = Mapping[str, Any]
 """A line of ``answers.jsonl``."""
 Key = tuple[str, int]
-"""A problem: its benchmark, and its number there."""
+"""Problem: benchmark and index."""
 
 
 def resolve_out_folder(config: Config) -> Path:
-    """Where the answers go: into ``eval.out``, else into the folder of the run that the checkpoint
-    is of."""
+    """Return ``eval.out``, else a folder in the run of the checkpoint."""
     if config.eval.out:
         return Path(config.eval.out)
     if config.model.checkpoint is None:
@@ -59,11 +56,10 @@ def resolve_out_folder(config: Config) -> Path:
 
 
 def find_policy(folder: Path) -> dict[str, str | None]:
-    """The settings of ``model`` that name the policy of a Hugging Face directory, an id on the hub,
-    a run, or a checkpoint of a run.
+    """Return the ``model`` settings of a Hugging Face directory, hub id, run, or run's checkpoint.
 
     Raises:
-        UserError: it is none of them.
+        UserError: if `folder` has no policy.
     """
     if (folder / "config.json").is_file() or is_id(str(folder)):
         return {"path": str(folder), "checkpoint": None}
@@ -75,20 +71,17 @@ def find_policy(folder: Path) -> dict[str, str | None]:
 
 
 class AnswerLog:
-    """Appends to an evaluation's answers; only the leader has one.
+    """Appends to an evaluation's answers; rank 0 only.
 
     Args:
-        folder: made where there is none.
-        settings: all that the answers depend on, by names that a user knows, for JSON.
-            ``problems`` has an entry for each benchmark; those that the folder has already
-            are kept.
-        batches: of problems, each by its benchmark and its number, in the order in which they are
-            answered.
-        samples: answers to each problem.
+        folder: created if missing.
+        settings: all settings of the answers, under user-visible names, for JSON. ``problems`` has
+            an entry per benchmark; existing entries are kept.
+        batches: batches of problems, in answering order.
+        samples: answers per problem.
 
     Raises:
-        UserError: if the folder has answers of other settings, cannot be written to, or is being
-            written to.
+        UserError: if the folder has answers of other settings, is not writable, or is in use.
     """
 
     def __init__(
@@ -104,7 +97,7 @@ class AnswerLog:
                 self._lock = on_failure.enter_context(closing(FolderLock(folder, "eval.out")))
                 _check_settings(folder, settings)
                 self.whole = self._drop_partial_batches(batches, samples)
-                """Whether each batch is there."""
+                """Whether each batch is complete."""
                 self._file = self._path.open("ab")
             except OSError as error:
                 problem = f"cannot be written to ({error})"
@@ -112,7 +105,7 @@ class AnswerLog:
             on_failure.pop_all()
 
     def append(self, rows: Sequence[AnswerRow]) -> None:
-        """Add a batch; it is on the disk when this returns."""
+        """Append a batch, flushed to disk on return."""
         self._file.write(
             "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         )
@@ -120,7 +113,7 @@ class AnswerLog:
         os.fsync(self._file.fileno())
 
     def read_rows(self) -> list[AnswerRow]:
-        """All that has been written, without prompts and texts."""
+        """Return all written rows, without prompts and texts."""
         with self._path.open("rb") as lines:
             return _parse_rows(lines, "eval.out")
 
@@ -129,17 +122,18 @@ class AnswerLog:
         self._lock.close()
 
     def _drop_partial_batches(self, batches: Sequence[Sequence[Key]], samples: int) -> list[bool]:
-        """Drop half a line that a kill has left, and the rest of its batch, which is answered
-        again. Answers of other benchmarks are kept, because their batches are not known here."""
+        """Drop the half line left by a kill, and the rest of the batch, to be answered again.
+
+        Keep answers of other benchmarks: their batches are unknown here.
+        """
         found: Counter[Key] = Counter(key for _, key in self._read_lines() if key is not None)
-        whole = [all(found[key] == samples for key in batch) for batch in batches]
-        torn = {
-            key
-            for batch, there in zip(batches, whole, strict=True)
-            if not there
-            for key in batch
-            if found[key]
-        }
+        whole = []
+        torn: set[Key] = set()
+        for batch in batches:
+            is_whole = all(found[key] == samples for key in batch)
+            whole.append(is_whole)
+            if not is_whole:
+                torn |= {key for key in batch if found[key]}
         if torn or any(key is None for _, key in self._read_lines()):
             with replace_file(self._path) as partial, partial.open("wb") as kept:
                 kept.writelines(
@@ -150,7 +144,7 @@ class AnswerLog:
         return whole
 
     def _read_lines(self) -> Iterator[tuple[bytes, Key | None]]:
-        """Each line with the problem that it answers; None for a line that is incomplete."""
+        """Yield each line with the answered problem; None for an incomplete line."""
         if not self._path.exists():
             return
         with self._path.open("rb") as lines:
@@ -164,7 +158,7 @@ class AnswerLog:
 
 
 def list_finished_benchmarks(folder: Path) -> set[str]:
-    """The benchmarks that the folder has scores of."""
+    """Return the benchmarks with scores in the folder."""
     try:
         return set(json.loads((folder / SCORES).read_text(encoding="utf-8"))["benchmarks"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -172,15 +166,15 @@ def list_finished_benchmarks(folder: Path) -> set[str]:
 
 
 def write_scores(folder: Path, scores: Mapping[str, Any]) -> None:
-    """Write ``scores.json`` in one piece."""
+    """Write ``scores.json`` atomically."""
     replace_text(folder / SCORES, json.dumps(scores, indent=2) + "\n")
 
 
 def read_finished(folder: Path, setting: str) -> list[AnswerRow]:
-    """The rows of a finished evaluation, without prompts and texts.
+    """Return the rows of a finished evaluation, without prompts and texts.
 
     Raises:
-        UserError: naming ``setting``, if the folder holds none.
+        UserError: naming ``setting``, if the folder has no finished evaluation.
     """
     if not (folder / SCORES).is_file():
         there = (
@@ -199,13 +193,12 @@ def read_finished(folder: Path, setting: str) -> list[AnswerRow]:
 
 
 def _parse_rows(lines: BinaryIO, setting: str) -> list[AnswerRow]:
-    """The rows without prompts and texts, which would fill the memory in a large evaluation."""
     rows: list[AnswerRow] = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(
-                {key: of for key, of in json.loads(line).items() if key not in ("prompt", "answer")}
-            )
+            row = json.loads(line)
+            # Drop prompts and texts, which would fill the memory in a large evaluation.
+            rows.append({key: of for key, of in row.items() if key not in ("prompt", "answer")})
         except (ValueError, AttributeError, RecursionError) as error:
             problem = f"line {number} of it is no answer ({error})"
             remedy = (
@@ -217,8 +210,8 @@ def _parse_rows(lines: BinaryIO, setting: str) -> list[AnswerRow]:
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Compare the settings with those that the folder was begun with, and write down both
-    benchmarks' problems."""
+    """Compare the settings with the folder's original settings; add the new benchmarks' problems
+    to the file."""
     file = folder / SETTINGS
     now = json.loads(json.dumps(settings))
     begun = _read_settings(folder, file) if file.exists() else {}
@@ -236,10 +229,8 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         ]:
             remedy = "Name another folder with --out, or give the settings that it was begun with"
             raise UserError("eval.out", folder, f"was begun with {'; '.join(changed)}", remedy)
-        begun, now = (
-            {**of, PROBLEMS: problems}
-            for of, problems in ((begun, before), (now, {**before, **ours}))
-        )
+        begun = {**begun, PROBLEMS: before}
+        now = {**now, PROBLEMS: {**before, **ours}}
     if now != begun:
         replace_text(file, json.dumps(now, indent=2) + "\n")
 
@@ -265,11 +256,11 @@ QUESTIONS = "questions"
 
 
 def write_questions(folder: Path) -> Path:
-    """Write ``questions/BENCHMARK/NUMBER-RIGHTofSAMPLES.txt`` from ``answers.jsonl``, in place of
-    what is there.
+    """Write ``questions/BENCHMARK/NUMBER-RIGHTofSAMPLES.txt`` from ``answers.jsonl``, replacing
+    earlier files.
 
-    The number is the problem's place in its file, from 0: ``gsm8k/0017-2of8.txt`` has two right
-    answers among eight.
+    NUMBER is the problem's index in the file, from 0: ``gsm8k/0017-2of8.txt`` has two right answers
+    among eight.
     """
     out = folder / QUESTIONS
     with replace_directory(out) as draft, (folder / ANSWERS).open("rb") as lines:
@@ -281,7 +272,7 @@ def write_questions(folder: Path) -> Path:
             right = sum(row["correct"] is True for row in answers)
             (place := draft / benchmark.replace("/", "-")).mkdir(exist_ok=True)
             file = place / f"{number:04}-{right}of{len(answers)}.txt"
-            # An answer may hold half of a surrogate pair, which UTF-8 has no bytes for.
+            # Replace half a surrogate pair in an answer: UTF-8 has no bytes for a half.
             file.write_text(
                 "\n".join(_format_answers(answers)) + "\n", encoding="utf-8", errors="replace"
             )

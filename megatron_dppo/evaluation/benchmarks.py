@@ -1,7 +1,7 @@
-"""Sources of held-out problems: named benchmarks, files of the user, generators. Each has its
-problems' place and columns, the form in which they are asked, and their verifier.
+"""Sources of held-out problems: named benchmarks, user files, generators. A source has a place and
+columns of problems, a prompt template and a verifier.
 
-Imports no torch, so that an absent file is known before a rank starts.
+Imports no torch, so that a missing file is reported before a rank starts.
 """
 
 from __future__ import annotations
@@ -28,42 +28,40 @@ SETTING = "eval.benchmarks"
 PROBLEM = "problem"
 ANSWER = "answer"
 FOLDER = "MEGATRON_DPPO_BENCHMARKS"
-"""Environment variable with the folder of the benchmarks' files, where ``eval.folder`` names
-none."""
+"""Environment variable: folder of benchmark files if ``eval.folder`` is unset."""
 DEFAULT_FOLDER = "data/eval"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 STEP_BY_STEP = (
     "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 )
 TAKEN = frozenset({"accuracy", "reward", "unscored", ""})
-"""Names of other metrics, as in ``eval/accuracy``."""
+"""Names of other metrics, such as ``eval/accuracy``."""
 BY_SOURCE = "source/"
-"""Beginning of the names of a data source's metrics, as in ``eval/source/gsm8k``."""
+"""Prefix of a data source's metrics, such as ``eval/source/gsm8k``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A published set of problems."""
+    """Published set of problems."""
 
     says: str
     """Description."""
     problems: int
-    """How many it has. A file with another number of problems is refused: its scores are not
-    comparable."""
+    """Number of problems. A file with another number is refused."""
     files: tuple[str, ...]
-    """Names, without suffix, of published copies. The first one that is there is read."""
+    """Names of published copies, without suffix. The first existing file is read."""
     source: str
-    """Who publishes it."""
+    """Publisher."""
     label: str = "answer"
-    """Column of the reference answer. A list there is one answer of several parts."""
+    """Column of the reference answer. A list is an answer of several parts."""
     worked: bool = False
-    """Whether that column holds a worked solution, which marks the answer (a box, number signs)."""
+    """Whether the column holds a worked solution with a marked answer (a box, number signs)."""
     prompt: tuple[str, ...] = ("problem", "question")
-    """Columns that may hold the problem: the first one that a row has."""
+    """Candidate columns of the problem; the first one present is used."""
     template: str = STEP_BY_STEP
-    """Prompt of the policy, around ``{problem}``."""
+    """Prompt template with ``{problem}``."""
     verifier: str = "math"
-    """The reward function that judges its answers, whichever one trains the policy."""
+    """Reward function that judges the answers, independent of the training reward."""
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
@@ -74,31 +72,29 @@ KNOWN = (*BENCHMARKS, *GENERATORS)
 
 @dataclass(frozen=True, slots=True)
 class EvalSource:
-    """Held-out problems of a run, before they are read."""
+    """Unread held-out problems of a run."""
 
     name: str
-    """The name in reports; "" where a run has one file without a name."""
+    """Name in reports; "" for a single unnamed file."""
     file: str
-    """A file, or the name of a generator."""
+    """File, or name of a generator."""
     setting: str
-    """The setting that names it, ``data.eval`` or ``eval.benchmarks``."""
+    """Naming setting: ``data.eval`` or ``eval.benchmarks``."""
     benchmark: Benchmark | None = None
-    """None for a file of the user: its prompts are asked as they stand, and ``reward.function``
-    judges the answers."""
+    """None for a user's file: prompts are used unchanged, and ``reward.function`` judges."""
 
     @property
     def display_name(self) -> str:
-        """The name, or the file's where there is none."""
+        """The name, else the file's stem."""
         return self.name or Path(self.file).stem
 
 
 def list_sources(config: Config) -> list[EvalSource]:
-    """Held-out sources of a run: ``data.eval``, or by default the generator's problems; then
-    ``eval.benchmarks``.
+    """List a run's held-out sources: ``data.eval`` (by default the training generator's problems),
+    then ``eval.benchmarks``.
 
     Raises:
-        UserError: for a name that is none, is another metric's or stands twice, and for all
-            benchmarks without a file.
+        UserError: if a name is unknown, another metric's or repeated, or benchmarks have no file.
     """
     folder = resolve_folder(config)
     absent = [
@@ -167,19 +163,19 @@ def _make_missing_files_error(names: Sequence[str], folder: Path) -> UserError:
 
 
 def resolve_folder(config: Config) -> Path:
-    """Where the files of benchmarks lie."""
+    """Return the folder of benchmark files."""
     return Path(config.eval.folder or os.environ.get(FOLDER) or DEFAULT_FOLDER)
 
 
 def find_file(name: str, folder: Path) -> Path | None:
-    """Return the file of a benchmark; None: there is none."""
+    """Return the file of a benchmark; None if missing."""
     files = (folder / (stem + suffix) for stem in BENCHMARKS[name].files for suffix in SUFFIXES)
     return next((file for file in files if file.is_file()), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A problem as the policy shall be asked it, before any chat template."""
+    """Problem as a prompt, before any chat template."""
 
     row: Row
     prompt: str
@@ -187,13 +183,14 @@ class Question:
 
 
 def read_benchmark(name: str, file: str, benchmark: Benchmark) -> list[Question]:
-    """The problems of a benchmark's file, each put as the declaration says.
+    """Return a benchmark file's problems in the benchmark's template.
 
     Raises:
-        UserError: for a file that is malformed or has another number of problems, and a row without
-            a problem or an answer.
+        UserError: if the file is malformed or has another number of problems, or a row has no
+            problem or answer.
     """
     rows = read_rows(file, SETTING)
+    # Scores on another number of problems would not be comparable.
     if len(rows) != benchmark.problems:
         problem = f"holds {len(rows)} problems, and {name} has {benchmark.problems}"
         remedy = (
@@ -207,8 +204,7 @@ def read_benchmark(name: str, file: str, benchmark: Benchmark) -> list[Question]
 
 
 def _find_column(row: Row, preferred: str, setting: str) -> str:
-    """The column of a user's own file: the one that the run's data have, else the first with a
-    usual name."""
+    """Return the run's own column if the row has this column, else the first usual column."""
     for column in (preferred, *COLUMNS_IN_USE[setting]):
         with suppress(KeyError):
             row[column]
@@ -217,14 +213,14 @@ def _find_column(row: Row, preferred: str, setting: str) -> str:
 
 
 def read_source_rows(source: EvalSource, data: DataConfig) -> tuple[list[Row], DataConfig]:
-    """Rows that ``eval.benchmarks`` names, and the settings to read them with.
+    """Return the rows of an ``eval.benchmarks`` source, and settings for reading the rows.
 
     Args:
-        source: whose setting is ``eval.benchmarks``.
-        data: of the run.
+        source: source from ``eval.benchmarks``.
+        data: data settings of the run.
 
     Raises:
-        UserError: as ``read_benchmark`` and ``read_rows``.
+        UserError: see ``read_benchmark`` and ``read_rows``.
     """
     if source.benchmark is not None:
         asked = read_benchmark(source.name, source.file, source.benchmark)
@@ -268,7 +264,7 @@ def _read_label(row: Row, benchmark: Benchmark) -> str:
 
 
 def _get_value(row: Row, columns: tuple[str, ...]) -> Any:
-    """The value of the first of these columns that the row has."""
+    """Return the value of the first of `columns` that the row has."""
     column = next((name for name in columns if row.values.get(name) is not None), None)
     if column is None:
         problem = (

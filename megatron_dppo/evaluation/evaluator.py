@@ -1,8 +1,7 @@
-"""Held-out problems: load the prompts, generate answers with an engine, score the answers, and take
-majority votes.
+"""Held-out problems: load prompts, generate answers, score answers, take majority votes.
 
-Evaluations during training, ``evaluate`` and ``megatron-dppo eval`` all use this file. Every rank
-requests and scores the answers to its own problems.
+Used by evaluations during training, ``evaluate`` and ``megatron-dppo eval``. Every rank requests
+and scores the answers to its own problems.
 """
 
 from __future__ import annotations
@@ -55,18 +54,17 @@ from megatron_dppo.rollout.scoring import check_failures, find_failed_scores
 MOST = 1 << 20
 """Largest number of problems per name with distinct ids."""
 MOST_SOURCES = 50
-"""Largest number of data sources with a separate accuracy metric each. With more sources, no source
-has a metric."""
+"""Most data sources with accuracy metrics; with more sources, no source has a metric."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalProblem:
-    """One held-out problem."""
+    """Held-out problem."""
 
     name: str
-    """Name of the problem's benchmark or file; "" if the run has a single file without a name."""
+    """Name of the benchmark or file; "" for a single unnamed file."""
     number: int
-    """Index of the problem in the file, from 0."""
+    """Index in the file, from 0."""
     prompt: Prompt
     verifier: str
     """Reward function that judges the answers: a ``RewardConfig.spec``."""
@@ -74,12 +72,12 @@ class EvalProblem:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Completion of a problem, with the score."""
+    """Scored completion of a problem."""
 
     text: str | None
-    """Text without special tokens; None if the caller did not request texts."""
+    """Text without special tokens; None if not requested."""
     extracted: str
-    """Answer that the text states; empty if the text states no answer."""
+    """Stated answer; empty if the text states no answer."""
     score: Score | None
     """None if scoring failed."""
     tokens: int
@@ -93,23 +91,22 @@ class EvalAnswers:
     answers: Sequence[Sequence[Answer]]
     """[P][k]"""
     votes: Floats
-    """[P], result of ``compute_majority_vote``; NaN if no answer could be scored."""
+    """[P], from ``compute_majority_vote``; NaN without scores."""
     failed: Sequence[Score]
-    """Scores of the answers whose scoring failed."""
+    """Scores of answers whose scoring failed."""
 
 
 def load_problems(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[EvalProblem]:
-    """Return all held-out problems of a run, source by source, at most ``eval.problems`` per
-    source.
+    """Return a run's held-out problems by source, at most ``eval.problems`` per source.
 
     Args:
         config: configuration of the run.
         tokenizer: tokenizer of the policy.
-        max_positions: tokens that the policy was made for, prompt and answer together.
+        max_positions: the policy's positions, for prompt and answer together.
 
     Raises:
-        UserError: see ``sources`` and ``load_prompts``; also if a benchmark's prompt leaves no
-            room for the longest answer.
+        UserError: see ``list_sources`` and ``load_prompts``; also if a benchmark's prompt leaves
+            no room for the longest answer.
     """
     if config.eval.problems == 0:
         return []
@@ -121,7 +118,7 @@ def load_problems(config: Config, tokenizer: Tokenizer, *, max_positions: int) -
 
 
 def group_indices(names: Iterable[str]) -> dict[str, list[int]]:
-    """Return the indices of each name, in the order of the names' first appearance."""
+    """Return the indices of each name, in order of first appearance."""
     found: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         found.setdefault(name, []).append(index)
@@ -143,8 +140,7 @@ def _load(
         prompts = load_prompts(replace(config.data, eval=source.file), tokenizer, split="eval")
     prompts = prompts[: config.eval.problems]
     check_labels(verifier, [(prompt.place, prompt.label) for prompt in prompts])
-    # Problems of the same number in two benchmarks get different ids, because the engine's seed
-    # depends on the id.
+    # Use distinct ids across benchmarks, because the engine's seed depends on the id.
     first = zlib.crc32(source.name.encode()) * MOST if named else 0
     return [
         EvalProblem(source.name, i, dataclasses.replace(p, id=first + i), verifier)
@@ -155,11 +151,11 @@ def _load(
 def _load_named(
     source: EvalSource, config: Config, tokenizer: Tokenizer, max_positions: int
 ) -> Sequence[Prompt]:
-    """Return the prompts of a file that ``eval.benchmarks`` names. An overlong prompt is an error
-    and is never dropped, because a score covers all problems."""
+    """Return the prompts of an ``eval.benchmarks`` file."""
     rows, data = read_source_rows(source, config.data)
     prompts = make_prompts(rows, data, tokenizer)
     most = config.max_answer_tokens
+    # Refuse an overlong prompt instead of dropping: a score covers all problems.
     for row, prompt in zip(rows, prompts, strict=True):
         if len(prompt.token_ids) > (room := max_positions - most):
             problem = (
@@ -176,11 +172,10 @@ def _load_named(
 
 
 class Evaluator:
-    """Generates answers with an engine, and scores each answer with the workers of the problem's
-    verifier.
+    """Generates answers with an engine and scores each with the problem's verifier.
 
     Args:
-        collectors: collectors by verifier, with the same verifiers on every rank.
+        collectors: collectors by verifier; the same verifiers on every rank.
     """
 
     def __init__(self, config: Config, world: World, collectors: Mapping[str, Collector]) -> None:
@@ -192,25 +187,25 @@ class Evaluator:
     def generate_answers(
         self, problems: Sequence[EvalProblem], *, keep: int, total: int
     ) -> EvalAnswers:
-        """Answer every problem ``eval.samples`` times. Collective; every rank returns the same
-        answers.
+        """Answer every problem ``eval.samples`` times. Collective; all ranks return all answers.
 
-        If the engine can be seeded, an answer depends only on the policy, ``run.seed``, the problem
-        and the sample's number. Every evaluation of a policy then gives the same answers.
+        With a seedable engine, an answer depends only on the policy, ``run.seed``, the problem and
+        the sample's number: repeated evaluations of a policy agree.
 
         Args:
             problems: held-out problems, the same on every rank.
-            keep: number of problems, from the first on, whose answers keep their texts.
-            total: number of answers in the whole evaluation. Once more scores failed than
-                ``reward.max_failures`` allows, the rest of the answers are not scored, and
-                ``check_failures`` will stop the evaluation.
+            keep: number of first problems whose answers keep the texts.
+            total: answers of the whole evaluation. After more failures than
+                ``reward.max_failures`` allows, further answers are not scored, and
+                ``check_failures`` stops the evaluation.
         """
         settings = self._config.eval
         mine = range(self._world.rank, len(problems), self._world.size)
-        indices = {v: [i for i in mine if problems[i].verifier == v] for v in self._collectors}
-        prompts = {
-            verifier: [problems[i].prompt for i in each] for verifier, each in indices.items()
-        }
+        indices: dict[str, list[int]] = {}
+        prompts: dict[str, list[Prompt]] = {}
+        for verifier in self._collectors:
+            indices[verifier] = [i for i in mine if problems[i].verifier == verifier]
+            prompts[verifier] = [problems[i].prompt for i in indices[verifier]]
         asked = {
             verifier: collector.submit(
                 prompts[verifier],
@@ -241,39 +236,30 @@ class Evaluator:
     def _build_answers(
         self, indices: Sequence[int], groups: Sequence[Group], keep: int
     ) -> dict[int, tuple[list[Answer], float]]:
-        """Return this rank's answers and votes by the index of the problem, as a message to all
-        ranks."""
+        """Return this rank's answers and votes by problem index, to gather on all ranks."""
         tags = self._config.reward.thinking_tags
-        answers = [
-            [
-                _build_answer(
-                    completion, text, None if score.failure else score, group.prompt.text, tags
-                )
-                for completion, text, score in zip(
-                    group.completions, group.texts, group.scores, strict=True
-                )
-            ]
-            for group in groups
-        ]
-        majority = [compute_majority_vote(of_problem) for of_problem in answers]
-        for number, index in enumerate(indices):
+        found: dict[int, tuple[list[Answer], float]] = {}
+        for index, group in zip(indices, groups, strict=True):
+            scored = zip(group.completions, group.texts, group.scores, strict=True)
+            answers = []
+            for completion, text, score in scored:
+                usable = None if score.failure else score
+                answers.append(_build_answer(completion, text, usable, group.prompt.text, tags))
+            majority = compute_majority_vote(answers)
             if index >= keep:
-                answers[number] = [
-                    dataclasses.replace(answer, text=None) for answer in answers[number]
-                ]
-        return dict(zip(indices, zip(answers, majority, strict=True), strict=True))
+                answers = [dataclasses.replace(answer, text=None) for answer in answers]
+            found[index] = answers, majority
+        return found
 
 
 def compute_majority_vote(answers: Sequence[Answer]) -> float:
-    """Return the chance that the most frequent answer is right. All right answers count as one
-    answer, the label.
+    """Return the probability that the most frequent answer is right.
 
-    Wrong answers are equal if the texts are equal. Equally frequent answers share the chance. Empty
-    wrong answers have no vote.
+    All right answers count as a single answer, the label. Wrong answers are equal if the texts are
+    equal. Tied answers share the probability. Empty wrong answers have no vote.
 
     Returns:
-        1, 0, or 1/m if the right answer is one of m equally frequent answers; NaN if no answer
-        could be scored.
+        1, 0, or 1/m for a right answer among m tied answers; NaN without scores.
     """
     scored = [(answer.extracted, answer.score.correct) for answer in answers if answer.score]
     if not scored:
@@ -286,8 +272,8 @@ def compute_majority_vote(answers: Sequence[Answer]) -> float:
 
 
 def resolve_temperature(config: Config) -> float:
-    """Return the temperature for held-out problems. The default is 0 only for a single sample,
-    because several greedy answers would all be equal."""
+    """Return the temperature for held-out problems; by default 0 for a single sample."""
+    # Several greedy answers would all be equal.
     if config.eval.temperature is None:
         return config.rollout.temperature if config.eval.samples > 1 else 0.0
     return config.eval.temperature
@@ -300,13 +286,13 @@ def start_verifiers(
     to_close: ExitStack,
     known: Mapping[str, RewardWorkers],
 ) -> dict[str, RewardWorkers]:
-    """Return workers for every verifier of the problems, and start the workers that ``known``
-    lacks. Collective."""
-    workers = {
-        verifier: known.get(verifier)
-        or to_close.enter_context(closing(RewardWorkers.from_config(config.reward, verifier)))
-        for verifier in dict.fromkeys(problem.verifier for problem in problems)
-    }
+    """Return workers for all verifiers of the problems; start workers missing in ``known``.
+    Collective."""
+    workers = {}
+    for verifier in dict.fromkeys(problem.verifier for problem in problems):
+        workers[verifier] = known.get(verifier) or to_close.enter_context(
+            closing(RewardWorkers.from_config(config.reward, verifier))
+        )
     for each in workers.values():
         world.run_on_all_ranks(each.wait_ready)
     return workers
@@ -339,28 +325,26 @@ class EvalScores:
     """Scores of the answers to the held-out problems."""
 
     metrics: dict[str, float]
-    """``eval/…``. With several files, each file's accuracy has the file's name, and
+    """``eval/…``. With several files, each accuracy is named after the file, and
     ``eval/accuracy`` is the mean."""
     shown: tuple[ExampleAnswer, ...]
     notes: tuple[str, ...]
-    """Notes for the log on failures of scoring."""
+    """Log notes on scoring failures."""
     problems: Mapping[str, int] = field(default_factory=dict)
-    """Number of answered problems by name. The interval of an accuracy depends on this number."""
+    """Answered problems by name; intervals of accuracies depend on these numbers."""
 
 
 def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Config) -> EvalScores:
-    """Answer and score every problem. Collective. Accuracies and rewards are means over the scored
-    answers.
+    """Answer and score every problem. Collective. Accuracies and rewards are means over scores.
 
     Args:
         evaluator: evaluator of the run.
         problems: held-out problems, file by file.
-        config: configuration of the run, with the number of answers per problem and the number of
-            answers to return for people to read.
+        config: configuration of the run, with answers per problem and answers to show.
 
     Raises:
-        UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be
-            scored.
+        UserError: on every rank, if scoring failed for more than ``reward.max_failures`` of the
+            answers.
     """
     of_all = config.eval.samples * len(problems)
     found = evaluator.generate_answers(problems, keep=config.eval.show, total=of_all)
@@ -394,7 +378,8 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
             if answer.score
         ]
         metrics |= {f"eval/{BY_SOURCE}{name}": sum(correct) / len(correct)} if correct else {}
-    if accuracies:  # without scored answers the accuracy is undefined, not 0
+    # Without scored answers the accuracy is undefined, not 0.
+    if accuracies:
         metrics["eval/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["eval/reward"] = sum(rewards) / len(rewards)
     shown = [
@@ -413,10 +398,11 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
 def _compute_metrics(
     name: str, groups: Sequence[Sequence[Answer]], votes: Floats
 ) -> dict[str, float]:
-    """Return the metrics of one file under slime's names. Metrics without a value are left out."""
-    correct = np.array(
-        [[_get_correctness(answer) for answer in group] for group in groups], np.float64
-    )
+    """Return a file's metrics under slime's names, without undefined metrics."""
+    rows = []
+    for group in groups:
+        rows.append([_get_correctness(answer) for answer in group])
+    correct = np.array(rows, np.float64)
     samples = correct.shape[1]
     truncated = [answer.finish_reason == "length" for group in groups for answer in group]
     figures = {
@@ -434,5 +420,4 @@ def _compute_metrics(
 
 
 def _get_correctness(answer: Answer) -> float:
-    """Return 1 or 0; NaN if scoring failed."""
     return float("nan") if answer.score is None else float(answer.score.correct)

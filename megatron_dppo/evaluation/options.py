@@ -1,4 +1,4 @@
-"""Options of the command ``eval``, and the settings that they stand for."""
+"""Options of the command ``eval``, and the corresponding settings."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ EVAL_FLAGS = {
         "folder of an earlier evaluation, for a paired comparison",
     ),
 }
-"""Options of ``eval``: the setting that each option sets, the name of its value, and its
-meaning."""
+"""Options of ``eval``: setting, name of the value, meaning."""
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options beside CONFIG and overrides."""
+    """Add the options beside CONFIG and overrides."""
     parser.add_argument("--model", metavar="FOLDER", help=MODEL)
     what = (
         "comma-separated names; NAME=FILE for your own (default: data.eval and eval.benchmarks "
@@ -43,10 +42,10 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build_eval_overrides(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The overrides that go before the user's own, and those that go after them.
+    """Return the overrides before and after the user's overrides.
 
     Raises:
-        UserError: if ``--model`` is neither a Hugging Face directory nor a checkpoint.
+        UserError: if ``--model`` is no Hugging Face directory, hub id, run or checkpoint.
     """
     after = [
         f"{setting}={getattr(arguments, flag)}"
@@ -58,17 +57,17 @@ def build_eval_overrides(arguments: argparse.Namespace) -> tuple[list[str], list
             f"eval.benchmarks={json.dumps(arguments.benchmarks.split(','))}",
             "data.eval=null",
         ]
-    # A training run's evaluations are a part of each benchmark, to be quick; this one is for its
-    # score.
-    return ["eval.problems=null"], [
-        *after,
-        *(build_model_overrides(arguments.model) if arguments.model else []),
-    ]
+    if arguments.model:
+        after += build_model_overrides(arguments.model)
+    # Evaluate whole benchmarks: only evaluations during training are partial, for speed.
+    return ["eval.problems=null"], after
 
 
 def build_model_overrides(model: str) -> list[str]:
-    """The overrides that make a run, a checkpoint or a Hugging Face directory the policy."""
+    """Return overrides that select a run, checkpoint or Hugging Face directory as policy."""
     from megatron_dppo.evaluation.answers import find_policy
 
-    found = find_policy(Path(model))
-    return [f"model.{name}={'null' if value is None else value}" for name, value in found.items()]
+    overrides = []
+    for name, value in find_policy(Path(model)).items():
+        overrides.append(f"model.{name}={'null' if value is None else value}")
+    return overrides

@@ -1,8 +1,7 @@
-"""From an evaluation's answers to its scores, to a table of them, and to what differs between two
-evaluations.
+"""Scores of an evaluation, as numbers and a table, and differences between two evaluations.
 
-Every figure has the 95% interval that resampling its problems gives. Notation: P problems, k
-answers to each.
+Every figure has a 95% interval from resampling problems. Notation: P problems, k answers per
+problem.
 """
 
 from __future__ import annotations
@@ -21,65 +20,67 @@ from megatron_dppo.evaluation.answers import AnswerRow, read_finished
 from megatron_dppo.rl.intervals import CONFIDENCE, Estimate, estimate
 from megatron_dppo.rl.types import Floats
 
+# With fewer problems resampling is meaningless: with a single problem the interval is a point.
 FEWEST = 10
-"""With fewer problems resampling says nothing about a difference: with one problem the interval is
-a point."""
 RESAMPLES = 4000
+# A fixed random seed: the same answers give the same intervals.
 SEED = 20210707
-"""The seed of the resampling: the same answers have the same intervals."""
 Cell = Mapping[str, float | None]
-"""An estimate as JSON has it: null for what is not a number."""
+"""Estimate in JSON; null for NaN."""
 
 
 def compute_pass_at_k(correct: Floats, k: int) -> Floats:
-    """The chance that one of k answers is right, for each problem: 1 − C(n − c, k) / C(n, k) with c
-    right ones among n (Chen et al. 2021, arXiv:2107.03374), which is unbiased for every k up to n.
+    """Return the probability per problem that some of k answers is right.
+
+    1 − C(n − c, k) / C(n, k) with c right answers among n, unbiased for every k ≤ n (Chen et al.
+    2021, arXiv:2107.03374).
 
     Args:
-        correct: [P, answers], 1 or 0; not a number where scoring failed, and then none of the n.
+        correct: [P, answers], 1 or 0; NaN if scoring failed, then not counted in n.
         k: at least 1.
 
     Returns:
-        [P], not a number where fewer than k answers were scored.
+        [P], NaN for fewer than k scored answers.
     """
     scored = (~np.isnan(correct)).sum(axis=1)
     right = np.nansum(correct, axis=1).astype(int)
-    # Whole numbers in Python: of a thousand answers no coefficient fits in a float.
-    ways = [
-        (comb(n, k), comb(n - c, k)) for n, c in zip(scored.tolist(), right.tolist(), strict=True)
-    ]
-    return np.array([(all_ - wrong) / all_ if all_ else np.nan for all_, wrong in ways], np.float64)
+    # Use Python integers: at a thousand answers the coefficients overflow a float.
+    result = np.full(len(correct), np.nan)
+    for i, (n, c) in enumerate(zip(scored.tolist(), right.tolist(), strict=True)):
+        ways = comb(n, k)
+        if ways:
+            result[i] = (ways - comb(n - c, k)) / ways
+    return result
 
 
 def list_powers(samples: int) -> list[int]:
-    """1, 2, 4, … and ``samples`` itself."""
+    """Return 1, 2, 4, … and ``samples``."""
     return sorted({1 << i for i in range(samples.bit_length())} | {samples})
 
 
 def compute_problem_means(values: Floats) -> Floats:
-    """Mean over the answers of each problem that could be scored. [P, k] → [P]; not a number where
-    none could."""
+    """Return the mean over each problem's scored answers. [P, k] → [P]; NaN without scores."""
     return _compute_ratio(np.nansum(values, axis=1), (~np.isnan(values)).sum(axis=1))
 
 
 def compute_mean(values: Floats) -> float:
-    """Mean over the problems that have a value."""
+    """Return the mean over problems with a value."""
     known = values[~np.isnan(values)]
     return float(known.sum() / len(known)) if len(known) else float("nan")
 
 
 def estimate_means(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
-    """The mean of each column over its problems, with its 95% interval by the percentile bootstrap.
+    """Return the mean of each column over problems, with a 95% percentile-bootstrap interval.
 
-    Whole problems are drawn with replacement, as many as there are, and their answers come along:
-    answers to one problem are alike, and another benchmark of the kind would have other problems.
-    All columns see the same draws.
+    All columns share the draws.
 
     Args:
-        columns: [P] each, not a number where a problem has no value.
+        columns: [P] each, NaN for a problem without value.
     """
     values = np.stack(list(columns.values()), axis=1)
     problems = len(values)
+    # Draw whole problems with replacement, with all answers: answers to a problem are correlated,
+    # and a similar benchmark would have other problems.
     draws = np.random.default_rng(SEED).integers(problems, size=(RESAMPLES, problems))
     draws += np.arange(RESAMPLES)[:, None] * problems
     times = (
@@ -95,18 +96,18 @@ def estimate_means(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
 
 
 def estimate_difference(candidate: Floats, baseline: Floats) -> Estimate:
-    """Mean of ``mine − theirs``, paired problem by problem, with its interval: how hard a problem
-    is cancels out."""
+    """Return the mean of ``candidate - baseline``, with an interval."""
+    # Pair by problem: differences in difficulty cancel out.
     return estimate_means({"difference": candidate - baseline})["difference"]
 
 
 def bound_fraction(interval: Estimate, problems: int) -> Estimate:
-    """The interval of a share, also where every problem has 0 or every problem has 1, and
-    resampling gives a point.
+    """Return the interval of a fraction, also if all problems have 0 or all have 1.
 
-    The bound is then the exact binomial one: if more than a share s of all problems were otherwise,
-    P drawn problems would all agree with a probability below (1 − s)^P.
+    Resampling then gives a point, replaced by the exact binomial bound.
     """
+    # If more than a fraction s of all problems differed, P drawn problems would agree with
+    # probability below (1 − s)^P.
     reach = 1.0 - ((1.0 - CONFIDENCE) / 2) ** (1.0 / max(problems, 1))
     if interval.low == interval.high == 0.0:
         return Estimate(0.0, 0.0, reach)
@@ -116,37 +117,39 @@ def bound_fraction(interval: Estimate, problems: int) -> Estimate:
 
 
 def group_by_benchmark(rows: Sequence[AnswerRow]) -> dict[str, list[list[AnswerRow]]]:
-    """The rows of each benchmark, problem by problem."""
+    """Group the rows by benchmark, then by problem."""
     found: dict[str, dict[int, list[AnswerRow]]] = {}
     for row in rows:
         found.setdefault(row["benchmark"], {}).setdefault(row["problem"], []).append(row)
-    return {
-        name: [problems[number] for number in sorted(problems)] for name, problems in found.items()
-    }
+    groups = {}
+    for name, problems in found.items():
+        groups[name] = [problems[number] for number in sorted(problems)]
+    return groups
 
 
 def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
-    """The scores of one benchmark, as ``scores.json`` has them.
+    """Return a benchmark's scores in the form of ``scores.json``.
 
     Args:
-        problems: [P][k], the rows of ``answers.jsonl``.
+        problems: [P][k] rows of ``answers.jsonl``.
     """
     powers = list_powers(len(problems[0]))
     correct = _get_column(problems, "correct")
+    is_truncated = []
+    for of in problems:
+        is_truncated.append([row["finish"] == "length" for row in of])
     columns = {
         "avg@k": compute_problem_means(correct),
         **{f"pass@{k}": compute_pass_at_k(correct, k) for k in powers},
         "majority": _get_column(problems, "majority")[:, 0],
         "mean_reward": compute_problem_means(_get_column(problems, "reward")),
         "mean_length": _get_column(problems, "tokens").mean(axis=1),
-        "truncated": np.array(
-            [[row["finish"] == "length" for row in of] for of in problems], np.float64
-        ).mean(axis=1),
+        "truncated": np.array(is_truncated, np.float64).mean(axis=1),
     }
-    found = {
-        name: _make_cell(each if name.startswith("mean_") else bound_fraction(each, len(problems)))
-        for name, each in estimate_means(columns).items()
-    }
+    found = {}
+    for name, each in estimate_means(columns).items():
+        is_fraction = not name.startswith("mean_")
+        found[name] = _make_cell(bound_fraction(each, len(problems)) if is_fraction else each)
     return {
         "problems": len(problems),
         "avg@k": found.pop("avg@k"),
@@ -157,7 +160,7 @@ def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
 
 
 def format_table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> list[str]:
-    """The scores as lines of text, percentages with their 95% intervals."""
+    """Format the scores as lines of text: percentages with 95% intervals."""
     width = max(len(name) for name in [*benchmarks, "benchmark"])
     most = str(max(list_powers(samples)))
     titles = [f"avg@{samples}", *([f"pass@{most}", f"maj@{samples}"] if samples > 1 else [])]
@@ -178,15 +181,15 @@ def format_table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> l
 def compare(
     rows: Sequence[AnswerRow], baseline_rows: Sequence[AnswerRow], *, baseline_name: str
 ) -> list[str]:
-    """Differences between two evaluations on shared problems, paired problem by problem, as lines
-    of text.
+    """List differences between two evaluations on shared problems, paired by problem.
 
     Args:
-        rows, others: of ``answers.jsonl``.
-        baseline_name: the folder of the others.
+        rows: rows of ``answers.jsonl``.
+        baseline_rows: rows of the baseline.
+        baseline_name: folder of the baseline.
 
     Raises:
-        UserError: if they share no problem, or a problem's label differs.
+        UserError: if the evaluations share no problem, or a problem's labels differ.
     """
     mine = group_by_benchmark(rows)
     theirs = group_by_benchmark(baseline_rows)
@@ -195,11 +198,10 @@ def compare(
     for name in mine:
         pairs = _match_problems(name, mine[name], theirs.get(name, []), baseline_name)
         if pairs:
+            candidate, baseline = zip(*pairs, strict=True)
             found = estimate_difference(
-                *(
-                    compute_problem_means(_get_column(side, "correct"))
-                    for side in zip(*pairs, strict=True)
-                )
+                compute_problem_means(_get_column(candidate, "correct")),
+                compute_problem_means(_get_column(baseline, "correct")),
             )
             verdict = "differs" if found.low > 0.0 or found.high < 0.0 else "no difference shown"
             verdict = verdict if len(pairs) >= FEWEST else "too few problems to say"
@@ -218,10 +220,10 @@ def compare(
 
 
 def compare_folders(folder: Path, baseline_folder: Path) -> list[str]:
-    """``compare`` for two finished evaluations.
+    """Call ``compare`` on two finished evaluations.
 
     Raises:
-        UserError: as ``compare``, and if one of them is not finished.
+        UserError: see ``compare``; also if an evaluation is not finished.
     """
     return compare(
         read_finished(folder, "--out"),
@@ -252,20 +254,24 @@ def _match_problems(
 
 
 def _get_column(problems: Sequence[Sequence[AnswerRow]], key: str) -> Floats:
-    """[P, k], not a number where a row has null. Where two evaluations have different k, each has
-    its own."""
-    return np.array(
-        [[np.nan if row[key] is None else row[key] for row in of] for of in problems], np.float64
-    )
+    """Return [P, k] values, NaN for null. Evaluations may differ in k."""
+    values = []
+    for of in problems:
+        # With dtype float64, NumPy turns null into NaN.
+        values.append([row[key] for row in of])
+    return np.array(values, np.float64)
 
 
 def _compute_ratio(sums: Floats, counts: Floats) -> Floats:
-    """Not a number where nothing was counted."""
+    """Divide elementwise; NaN for a count of 0."""
     return np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
 
 
 def _make_cell(found: Estimate) -> Cell:
-    return {name: None if math.isnan(bound) else bound for name, bound in asdict(found).items()}
+    cell: dict[str, float | None] = {}
+    for name, bound in asdict(found).items():
+        cell[name] = None if math.isnan(bound) else bound
+    return cell
 
 
 def _format_interval(cell: Cell) -> str:

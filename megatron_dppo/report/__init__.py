@@ -1,2 +1,1 @@
-"""Charts of runs: one page that needs nothing but a browser, and two pictures. Nothing here imports
-torch."""
+"""Charts of runs: a page for any browser, and two pictures. Does not import torch."""

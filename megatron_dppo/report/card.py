@@ -1,9 +1,7 @@
-"""A model card, made from what a run has written: what it began from, what it was trained on, and
-what it came to.
+"""Model card from a run's files: base model, training data and results.
 
-A card is for the public. It has the names of files and never their places, and of the settings only
-those that say what the policy is a result of: no host, no account, no environment and no command
-line of a server.
+Cards are public: a card has file names without folders, and only settings that affect the result.
+Hosts, accounts, environments and servers' command lines are left out.
 """
 
 from __future__ import annotations
@@ -29,28 +27,40 @@ from megatron_dppo.report.run import Record, RunRecord, get_data_names, get_defa
 from megatron_dppo.settings import format_value, get_settings
 from megatron_dppo.trainer.resume import PLACES
 
-SHOWN = ("run.seed", "run.steps", "model.", "layout.", "data.", "reward.function", "loss.",
-"pruning.", "pack.",
-         "optimizer.", "rollout.prompts_per_step", "rollout.samples_per_prompt",
-         "rollout.temperature",
-         "rollout.max_response_tokens", "rollout.ahead")  # fmt: skip
-"""Settings that a card may tell."""
+SHOWN = (
+    "run.seed",
+    "run.steps",
+    "model.",
+    "layout.",
+    "data.",
+    "reward.function",
+    "loss.",
+    "pruning.",
+    "pack.",
+    "optimizer.",
+    "rollout.prompts_per_step",
+    "rollout.samples_per_prompt",
+    "rollout.temperature",
+    "rollout.max_response_tokens",
+    "rollout.ahead",
+)
+"""Prefixes of the settings in a card."""
 TAG = "megatron-dppo"
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""Pattern of a model's name on the hub."""
+"""Pattern of a model name on the hub."""
 FUNCTION = re.compile(r"\.py(:[\w.]+)?$")
-"""End of a setting that names a function in a file."""
+"""Suffix of a setting that names a function in a file."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
 def render_model_card(run: RunRecord, *, step: int, name: str, adapters: bool = False) -> str:
-    """The text of ``README.md``, for a checkpoint of a run.
+    """Return the text of ``README.md`` for a run's checkpoint.
 
     Args:
-        run: whose checkpoint it is.
-        step: that the checkpoint was saved after. What was measured later is left out.
-        name: of the model.
-        adapters: whether it is the adapters alone, for PEFT.
+        run: run of the checkpoint.
+        step: step of the checkpoint; later measurements are left out.
+        name: name of the model.
+        adapters: whether the model is adapters alone, for PEFT.
     """
     base = find_base_model(run)
     data = get_data_names(run)
@@ -83,18 +93,16 @@ def render_model_card(run: RunRecord, *, step: int, name: str, adapters: bool = 
 
 
 def _plain(text: str) -> str:
-    """Words in one line, none of whose letters Markdown or HTML take for their own."""
+    """Return the text in a single line, with the characters of Markdown and HTML escaped."""
     return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(str(text).split()))
 
 
 def _format_code(text: object) -> str:
-    """Words as code, in one line."""
     return "`" + " ".join(str(text).split()).replace("`", "'").replace("|", "\\|") + "`"
 
 
 def find_base_model(run: RunRecord) -> str:
-    """Base model of a run: an id of the hub, also that of a published Qwen3, or else the name of
-    its folder."""
+    """Return the base model: a hub id (also for a published Qwen3), else the folder's name."""
     place = str(run.get_setting("model.path") or "")
     name = _get_name(place)
     return place if is_id(place) else f"Qwen/{name}" if match_published_model(name) else name
@@ -114,22 +122,24 @@ def _describe_pruning(run: RunRecord) -> str:
 
 
 def _select_rows(run: RunRecord, step: int) -> list[Record]:
-    """The rows that were written before the checkpoint was."""
     return [row for row in run.rows if step >= row["step"]]
 
 
 def _collect_accuracies(run: RunRecord, step: int) -> dict[str, list[tuple[float, float]]]:
-    """Accuracies up to the checkpoint's step: steps and accuracies, by the metric's name."""
+    """Return (step, accuracy) pairs up to the checkpoint, by metric."""
     rows = _select_rows(run, step)
     names = sorted({key for row in rows for key in row if key.startswith("eval/")})
     names = [
         key for key in names if key == "eval/accuracy" or key.removeprefix("eval/") in run.problems
     ]
-    return {key: [(row["step"], row[key]) for row in rows if key in row] for key in names}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for key in names:
+        found[key] = [(row["step"], row[key]) for row in rows if key in row]
+    return found
 
 
 def _list_results(run: RunRecord, step: int) -> Iterator[dict[str, Any]]:
-    """The last accuracies, as the hub reads them from ``model-index``."""
+    """Yield the last accuracies in the hub's ``model-index`` form."""
     for key, values in _collect_accuracies(run, step).items():
         of = " ".join(_describe_held_out(run, key).split())
         metric = {"type": "accuracy", "name": "held-out accuracy", "value": round(values[-1][1], 6)}
@@ -141,7 +151,7 @@ def _list_results(run: RunRecord, step: int) -> Iterator[dict[str, Any]]:
 
 
 def _render_accuracy(run: RunRecord, step: int) -> Iterator[str]:
-    """Before training, and at the last evaluation up to the checkpoint's step."""
+    """Yield a table of accuracies before training and at the checkpoint's last evaluation."""
     found = _collect_accuracies(run, step)
     if not found:
         return
@@ -216,15 +226,12 @@ def _render_settings(run: RunRecord) -> Iterator[str]:
 
 
 def _strip_path(key: str, value: str) -> str:
-    """A name in the place of a path."""
+    """Return a path's name, without the folder; other values unchanged."""
     if is_server(value):
         return "a server"
     named = key.startswith(PLACES) or FUNCTION.search(value) or value.startswith(("/", "~", "."))
-    return (
-        _get_name(value)
-        if named or ("/" in value and (" " not in value or Path(value).exists()))
-        else value
-    )
+    has_path = named or ("/" in value and (" " not in value or Path(value).exists()))
+    return _get_name(value) if has_path else value
 
 
 def _render_versions() -> Iterator[str]:

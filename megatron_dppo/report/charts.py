@@ -1,7 +1,6 @@
-"""Charts of lines and of stacked layers, as functions that draw on matplotlib's axes. ``render.py``
-calls them.
+"""Charts of lines and stacked layers: functions that draw on matplotlib's axes, for ``render.py``.
 
-This module does not import matplotlib, because ranks import it.
+Does not import matplotlib, because ranks import this module.
 """
 
 from __future__ import annotations
@@ -21,47 +20,47 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Form = Literal["share", "number", "count", "times"]
-"""The kind of a number: a share of 1, written in percent; any number; a whole number; a factor."""
+"""Kind of number: a fraction in percent; any number; a whole number; a factor."""
 MOST_POINTS = 240
-"""Most points of a line or of a stack; a chart is about 500 pixels wide."""
+"""Most points of a line or stack; a chart is about 500 pixels wide."""
 MOST_LINES = 3
-"""A chart with more lines has no bands and no single values, which would hide each other."""
+"""With more lines, no bands and single values are drawn, to avoid overlap."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A drawing, which :func:`with_title` gives its title."""
+    """Drawing; :func:`with_title` adds the title."""
 
     about: str
     """Drawn quantity and unit."""
     draw: Callable[[Axes], None] | None = None
     empty: str = ""
-    """Text in place of the drawing, if there is nothing to draw."""
+    """Replacement text for an empty drawing."""
     description: str = ""
-    """The drawing in words, for a reader who does not see it."""
+    """Description for readers who cannot see the drawing."""
     title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One of several in a chart. All arrays [n]."""
+    """Line of a chart. Arrays are [n]."""
 
     name: str
     colour: str
-    """A name in ``observe/console.py``; so in all charts."""
+    """Name in ``observe/console.py``."""
     x: Floats
     y: Floats
     low: Floats | None = None
-    """Lower end of each point's interval, to ``high``."""
+    """Lower end of each point's interval, up to ``high``."""
     high: Floats | None = None
     noisy: bool = False
     """Whether to draw a centred mean over the values."""
 
     @property
     def bold_values(self) -> Floats:
-        """[n], the values of the bold line: the own ones, or of a noisy line their centred mean."""
+        """[n], values of the bold line: of a noisy line the centred mean."""
         return compute_running_mean(self.y) if self.noisy else self.y
 
     @property
@@ -77,7 +76,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One of several that are stacked."""
+    """Layer of a stack."""
 
     name: str
     colour: str
@@ -98,11 +97,12 @@ def make_line_chart(
     high: float | None = None,
     empty: str = "not measured",
 ) -> Chart:
-    """Draw lines over one axis. The legend, or a single line's end, shows the last values.
+    """Chart lines over a shared axis. The legend, or a single line's end, shows the last values.
 
     Args:
-        lines: those without points are left out.
-        low, high: ends of the axis of values; None: as the values require.
+        lines: lines; empty lines are left out.
+        low: lower end of the value axis; None: automatic.
+        high: upper end of the value axis; None: automatic.
     """
     lines = [line for line in lines if len(line.x)]
     if not lines:
@@ -142,12 +142,12 @@ def make_stack_chart(
     top: float | None = None,
     empty: str = "not measured",
 ) -> Chart:
-    """Draw layers on top of each other, the first at the bottom.
+    """Chart layers on top of each other, the first at the bottom.
 
     Args:
         x: steps, [n].
-        layers: of n values each.
-        top: end of the axis of values; None: :func:`compute_stack_top` of these layers.
+        layers: layers of n values.
+        top: end of the value axis; None: :func:`compute_stack_top`.
     """
     if not len(x):
         return Chart(about, empty=empty)
@@ -179,17 +179,16 @@ def make_stack_chart(
 
 
 def compute_stack_top(layers: Sequence[Layer]) -> float:
-    """Top of a stack, with a little room, and without the few steps that are long: the first step
-    often is."""
+    """Return a stack's top, with some room."""
     ends = np.sum(
         [reduce_points(layer.values, layer.values, MOST_POINTS)[1] for layer in layers], axis=0
     )
+    # Ignore a few long steps, often the first step.
     return 1.06 * float(np.quantile(ends, 0.98) if len(ends) > 20 else ends.max(initial=0.0)) or 1.0
 
 
 def with_title(title: str) -> Callable[[Callable[P, Chart]], Callable[P, Chart]]:
-    """Decorate a function that makes a chart: the chart has this title, and if it fails, shows the
-    reason."""
+    """Decorate a chart's maker: add the title, and on failure show the reason."""
 
     def decorate(make: Callable[P, Chart]) -> Callable[P, Chart]:
         @wraps(make)
@@ -203,9 +202,9 @@ def with_title(title: str) -> Callable[[Callable[P, Chart]], Callable[P, Chart]]
 
 
 def try_or_explain(make: Callable[[], T], fallback: Callable[[str], T]) -> T:
-    """Return a result; if making it fails, because a file is damaged, return ``otherwise(reason)``.
+    """Return ``make()``; on an error, as from a damaged file, return ``fallback(reason)``.
 
-    The reason is one line of at most 100 characters.
+    The reason is a line of at most 100 characters.
     """
     try:
         return make()
@@ -215,7 +214,6 @@ def try_or_explain(make: Callable[[], T], fallback: Callable[[str], T]) -> T:
 
 
 def _draw_line(axes: Axes, line: Line, label: str, *, bold_only: bool) -> None:
-    """Draw a line over its interval and its single values."""
     colour = get_colour(line.colour)
     x, y, least, greatest = reduce_points(line.x, line.y, MOST_POINTS)
     band: dict[str, Any] = {"color": colour, "alpha": 0.14, "linewidth": 0}
@@ -236,14 +234,13 @@ def _draw_line(axes: Axes, line: Line, label: str, *, bold_only: bool) -> None:
 
 
 def _write_ticks(axis: Any, form: Form) -> None:
-    """Write an axis's numbers in a form."""
     if form == "count":
         axis.get_major_locator().set_params(integer=True)
     axis.set_major_formatter(lambda value, _: format_tick(value, form))
 
 
 def format_tick(value: float, form: Form) -> str:
-    """A number beside an axis: short, with letters for thousands and more."""
+    """Format a number for an axis: short, with letters from thousands on."""
     scaled, unit = {"share": (100.0 * value, "%"), "times": (value, "×")}.get(form, (value, ""))
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(scaled) >= max(size, 10_000):
@@ -252,7 +249,7 @@ def format_tick(value: float, form: Form) -> str:
 
 
 def format_number(value: float | None, form: Form) -> str:
-    """A number in running text; a dash where there is none."""
+    """Format a number for text; a dash for None."""
     if value is None:
         return "–"
     if form == "share":
@@ -267,8 +264,8 @@ def format_number(value: float | None, form: Form) -> str:
 
 
 def reduce_points(x: Floats, y: Floats, max_points: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Mean x, and mean, least and greatest y of neighbours, so many that at most ``max_points``
-    points are left. [n] each."""
+    """Return mean x, and mean, least and greatest y, over neighbours, with at most ``max_points``
+    points. [n] each."""
     if len(x) <= max_points:
         return x, y, y, y
     starts = np.arange(0, len(x), ceil(len(x) / max_points))
@@ -278,7 +275,7 @@ def reduce_points(x: Floats, y: Floats, max_points: int) -> tuple[Floats, Floats
 
 
 def compute_running_mean(values: Floats) -> Floats:
-    """A centred mean over a tenth of the line, narrower at its ends."""
+    """Return a centred mean over a tenth of the line, narrower at the ends."""
     ends = count_end_values(len(values))
     sums = np.concatenate([[0.0], np.cumsum(values)])
     first, last = (np.clip(np.arange(len(values)) + by, 0, len(values)) for by in (1 - ends, ends))
@@ -287,5 +284,5 @@ def compute_running_mean(values: Floats) -> Floats:
 
 
 def count_end_values(count: int) -> int:
-    """How many of ``count`` values the first and the last smoothed one are each a mean of."""
+    """Return the number of values in the mean at each end of a smoothed line."""
     return min(count, max(1, count // 20) + 1)

@@ -21,10 +21,10 @@ from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.types import Floats
 from megatron_dppo.trainer.agreement import MAX_LOGPROB_DIFF
 
+# 95% of a normal distribution lie within this many standard deviations.
 Z = 1.959964
-"""95% of a normal distribution lie within so many standard deviations."""
 Reduce = Callable[[Floats], float]
-"""One number of a metric's values, [n]."""
+"""Reduction of a metric's values [n] to a number."""
 FIRST_MEAN_LAST: Sequence[Reduce] = (lambda values: values[0], np.mean, lambda values: values[-1])
 SIGNS: Sequence[tuple[str, str, Form]] = (
     ("Response length: mean tokens of a completion", "rollout/response_len/mean", "number"),
@@ -40,7 +40,7 @@ SIGNS: Sequence[tuple[str, str, Form]] = (
         "share",
     ),
 )
-"""The words of a table's row, its metric and form."""
+"""Label of a table's row, metric, form."""
 DIFFERENCES: Sequence[tuple[str, str, Form, Reduce]] = (
     ("pack fill, mean", "pack/fill", "share", np.mean),
     ("mean |Δ log p| of a step, mean of all", "train/rollout_logprob_abs_diff", "number", np.mean),
@@ -55,26 +55,26 @@ DIFFERENCES: Sequence[tuple[str, str, Form, Reduce]] = (
     ("age of completions in updates, mean", "staleness/mean", "number", np.mean),
     ("age of completions in updates, largest", "staleness/max", "number", np.max),
 )
-"""How far trainer and engine are apart."""
+"""Differences between trainer and engine."""
 Positions = Callable[[RunRecord], Floats]
-"""Where the steps of a run lie on an axis, [steps]."""
+"""Function that returns a run's step positions on an axis, [steps]."""
 
 
 def compute_wilson_interval(share: float, trials: int) -> tuple[float, float]:
-    """The 95% interval of a share of ``trials`` independent trials (Wilson 1927)."""
+    """Return the 95% interval of a fraction of ``trials`` independent trials (Wilson 1927)."""
     centre = (share + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     reach = Z / (1 + Z**2 / trials) * sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
     return max(centre - reach, 0.0), min(centre + reach, 1.0)
 
 
 def format_wilson_interval(share: float, trials: int) -> str:
-    """:func:`compute_wilson_interval` in percent, such as ``61.5–84.9``."""
+    """Format :func:`compute_wilson_interval` in percent, such as ``61.5–84.9``."""
     low, high = compute_wilson_interval(share, trials)
     return f"{100 * low:.1f}–{100 * high:.1f}"
 
 
 def make_learning_section(runs: Sequence[RunRecord]) -> Section:
-    """Reward and accuracy, drawn over each of four axes; the page shows one of them at a time."""
+    """Show reward and accuracy over four axes; the page displays a single axis at a time."""
     time = "perf/step_time"
     size, unit = _select_time_unit(
         max((float(_sum_metric(run, time)[-1]) for run in runs if run.steps), default=0.0)
@@ -89,16 +89,10 @@ def make_learning_section(runs: Sequence[RunRecord]) -> Section:
         ("tokens trained on", "tokens trained on", lambda run: _sum_metric(run, "train/tokens")),
         ("time", f"{unit} in training steps", lambda run: _sum_metric(run, time) / size),
     )
-    parts = [
-        Charts(
-            [
-                make_reward_chart(runs, label, positions),
-                make_accuracy_chart(runs, label, positions),
-            ],
-            axis=name,
-        )
-        for name, label, positions in axes
-    ]
+    parts = []
+    for name, label, positions in axes:
+        reward = make_reward_chart(runs, label, positions)
+        parts.append(Charts([reward, make_accuracy_chart(runs, label, positions)], axis=name))
     lead = (
         "Time counts training steps and leaves evaluations out. Bold lines are means over a tenth "
         "of a run; the band around an accuracy is its 95% interval (Wilson's, over the held-out "
@@ -116,12 +110,11 @@ def make_learning_section(runs: Sequence[RunRecord]) -> Section:
 
 
 def make_signs_section(runs: Sequence[RunRecord]) -> Section:
-    """First, mean and last value of metrics that show early that a run goes wrong; loggers draw
-    them."""
-    rows = [
-        [what, *(_format_figures(run, key, form, *FIRST_MEAN_LAST) for run in runs)]
-        for what, key, form in SIGNS
-    ]
+    """Show first, mean and last values of early signs of failure; loggers draw the full curves."""
+    rows = []
+    for what, key, form in SIGNS:
+        cells = [_format_figures(run, key, form, *FIRST_MEAN_LAST) for run in runs]
+        rows.append([what, *cells])
     measured = [row for row in rows if set(row[1:]) != {"–"}]
     table = Table(["first → mean → last", *(run.name for run in runs)], measured)
     lead = (
@@ -132,16 +125,16 @@ def make_signs_section(runs: Sequence[RunRecord]) -> Section:
 
 
 def make_packs_section(runs: Sequence[RunRecord]) -> Section:
-    """How full packs were, and how far trainer and engine were apart."""
+    """Show the pack fill, and the differences between trainer and engine."""
     lead = (
         "Empty slots of a pack cost time and train nothing. Trainer and engine score the same "
         "tokens with the same "
         "weights: they may differ by rounding only, and a run that passes the limit stops."
     )
-    rows = [
-        [what, *(_format_figures(run, key, form, number) for run in runs)]
-        for what, key, form, number in DIFFERENCES
-    ]
+    rows = []
+    for what, key, form, number in DIFFERENCES:
+        cells = [_format_figures(run, key, form, number) for run in runs]
+        rows.append([what, *cells])
     rows.append(
         ["limit of mean |Δ log p|", *(format_number(_get_limit(run), "number") for run in runs)]
     )
@@ -184,8 +177,7 @@ def make_accuracy_chart(
 
 
 def _get_points(run: RunRecord, key: str, positions: Positions) -> tuple[Floats, Floats]:
-    """The values of ``key``, and their positions on an axis; what was measured before the first
-    step is at 0."""
+    """Return positions and values of ``key``; the position before the first step is 0."""
     steps, values = run.get_series(key)
     ends = np.concatenate([[0.0], positions(run)])
     return ends[np.searchsorted(get_step_numbers(run), steps, side="right")], values
@@ -201,8 +193,7 @@ def _select_time_unit(longest: float) -> tuple[float, str]:
 
 
 def _make_file_tables(runs: Sequence[RunRecord]) -> list[Table]:
-    """Where the run is held against several files or data sources: each one's accuracy, first and
-    last."""
+    """List first and last accuracies by file or data source, if a run has several."""
     keys = {
         key.removeprefix("eval/")
         for run in runs
@@ -215,7 +206,9 @@ def _make_file_tables(runs: Sequence[RunRecord]) -> list[Table]:
         for name in keys
         if ("/" not in name and name not in TAKEN) or name.startswith(BY_SOURCE)
     )
-    rows = [[name, *(_first_last(run, name) for run in runs)] for name in names]
+    rows = []
+    for name in names:
+        rows.append([name, *[_first_last(run, name) for run in runs]])
     return [Table(["held out, first → last", *(run.name for run in runs)], rows)] if rows else []
 
 
@@ -223,22 +216,18 @@ def _first_last(run: RunRecord, name: str) -> str:
     values = run.get_series(f"eval/{name}")[1]
     if not len(values):
         return "–"
-    said = f"{100 * values[0]:.1f} → {100 * values[-1]:.1f}%"
-    return (
-        f"{said} ({format_wilson_interval(values[-1], run.problems[name])})"
-        if name in run.problems
-        else said
-    )
+    change = f"{100 * values[0]:.1f} → {100 * values[-1]:.1f}%"
+    if name not in run.problems:
+        return change
+    return f"{change} ({format_wilson_interval(values[-1], run.problems[name])})"
 
 
 def _format_figures(run: RunRecord, key: str, form: Form, *reduce: Reduce) -> str:
-    """Numbers of a metric's values; a dash if the run has none."""
+    """Format reductions of a metric's values; a dash without values."""
     values = run.get_series(key)[1]
-    return (
-        " → ".join(format_number(float(number(values)), form) for number in reduce)
-        if len(values)
-        else "–"
-    )
+    if not len(values):
+        return "–"
+    return " → ".join(format_number(float(number(values)), form) for number in reduce)
 
 
 def _get_limit(run: RunRecord) -> float | None:

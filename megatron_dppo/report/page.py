@@ -1,5 +1,4 @@
-"""The report: one HTML file with everything in it, which asks no network and runs no script but its
-own."""
+"""The report: a self-contained HTML file, without network requests or foreign scripts."""
 
 from __future__ import annotations
 
@@ -47,28 +46,26 @@ from megatron_dppo.report.timing import (
 from megatron_dppo.rl.types import Floats
 
 MOST_ARMS = 3
-"""Most that are compared in large figures; more are compared in words alone."""
+"""Most arms in large figures; more arms are compared in words only."""
 
 
 Figure = tuple[str, str, str]
-"""Title of a number in a headline, the number, and a remark."""
+"""Title, number and remark of a headline."""
 
 
 def report(
     folders: Sequence[Path], out: Path, *, png: Path | None = None, price: float | None = None
 ) -> None:
-    """``megatron-dppo report``: write the page, in one piece, and the pictures if a folder for them
-    is given.
+    """Write the page atomically, and pictures if a folder is given (``megatron-dppo report``).
 
     Args:
-        folders: of the runs.
-        out: the HTML file.
+        folders: folders of the runs.
+        out: HTML file.
         png: folder for ``<run>-progress.png`` and ``<run>-pruning.png``.
-        price: of one GPU for one hour; None: each run's ``cluster.price_per_gpu_hour``.
+        price: price of a GPU-hour; None: each run's ``cluster.price_per_gpu_hour``.
 
     Raises:
-        UserError: for a folder that is none of a run, and for a page that is a folder or cannot be
-            written.
+        UserError: if a folder holds no run, or the page is a folder or cannot be written.
     """
     if out.is_dir():
         raise UserError("--out", out, "is a folder", "Name a file in it, report.html perhaps")
@@ -77,7 +74,7 @@ def report(
     with _convert_write_errors("--out", out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(out) as partial:
-            # An answer may hold half of a surrogate pair, which UTF-8 has no bytes for.
+            # Replace half a surrogate pair in an answer: UTF-8 has no bytes for a half.
             partial.write_text(text, encoding="utf-8", errors="replace")
     print(f"report               {out}")
     if png is not None:
@@ -92,7 +89,6 @@ def report(
 
 @contextmanager
 def _convert_write_errors(option: str, place: Path) -> Iterator[None]:
-    """Raise ``UserError`` if ``place`` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -102,7 +98,6 @@ def _convert_write_errors(option: str, place: Path) -> Iterator[None]:
 
 
 def render_page(runs: Sequence[RunRecord], price: float | None = None) -> str:
-    """The page's text."""
     chapters: list[tuple[str, str, Callable[[Sequence[RunRecord]], Section]]] = [
         ("learning", "Reward and accuracy", make_learning_section),
         ("time", "Where a step's time goes", make_timing_section),
@@ -148,7 +143,7 @@ def render_page(runs: Sequence[RunRecord], price: float | None = None) -> str:
 
 
 def _render_chart(chart: Chart) -> Markup:
-    """Return a chart as SVG, or the reason for its absence."""
+    """Return a chart as SVG, or the reason for a missing chart."""
     reason_of = Markup('<p class="empty">{}</p>').format
     if chart.draw is None:
         return reason_of(chart.empty)
@@ -164,8 +159,7 @@ def _make_headline(run: RunRecord) -> tuple[str, str, list[Figure]]:
 
 
 def _render_css() -> str:
-    """Variables with all colours, and for each a class that makes it the element's own
-    (``--c``)."""
+    """Return CSS variables of all colours, and a class per colour that sets ``--c``."""
     variables = "".join(
         f"--{name}: light-dark({light}, {dark}); " for name, (light, dark) in PALETTE.items()
     )
@@ -176,7 +170,6 @@ def _render_css() -> str:
 
 
 def _describe_run(run: RunRecord) -> str:
-    """The run in one line."""
     if not run.config:
         return "no settings are recorded"
     model = PurePath(str(run.get_setting("model.path"))).name
@@ -192,19 +185,19 @@ def _describe_run(run: RunRecord) -> str:
 
 
 def _describe_state(run: RunRecord) -> str:
-    """Empty for a finished run. A run that goes on and one that was killed differ only in when they
-    last wrote."""
+    """Return the state; empty for a finished run."""
     if not run.rows:
         return "no step is recorded yet"
     step = int(run.rows[-1]["step"])
     last = int(run.get_setting("run.steps"))
     if step >= last or not run.config:
         return ""
+    # A running and a killed run differ only in the time of the last row.
     return f"not at its end: step {step:,} of {last:,}, last written {run.written:%Y-%m-%d %H:%M}"
 
 
 def _list_measured(outcome: SpeedComparison) -> Iterator[Figure]:
-    """Figures measured in runs, written larger than any estimate: each arm over the first one."""
+    """Yield measured ratios of arms to the first arm, shown larger than any estimate."""
     of = {"a step": outcome.pace}
     if outcome.target is not None:
         of[f"to {format_number(outcome.target, 'share')}"] = outcome.reached

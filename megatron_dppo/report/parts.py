@@ -1,5 +1,4 @@
-"""The parts that sections of the page are made of, as data: ``page.html`` draws each by its
-class."""
+"""Parts of the page's sections, as data; ``page.html`` renders each class."""
 
 from __future__ import annotations
 
@@ -11,26 +10,25 @@ from megatron_dppo.report.charts import Chart
 
 @dataclass(frozen=True, slots=True)
 class Charts:
-    """Charts beside each other."""
+    """Charts side by side."""
 
     charts: Sequence[Chart]
     heading: str = ""
     about: str = ""
-    """Said under the heading."""
+    """Text under the heading."""
     axis: str = ""
-    """The axis that these are drawn over, where the reader chooses among several."""
+    """Axis of these charts, if the reader can choose among several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells. The first cell of a row is its heading; the others are aligned on the
-    right."""
+    """Rows of cells. A row's first cell is the heading; further cells are right-aligned."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
     words: bool = False
-    """Whether cells are words, which are aligned on the left."""
+    """Whether cells are words, then left-aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +36,23 @@ class Segment:
     colour: str
     name: str
     percent: float
-    """Relative to the longest bar."""
+    """Length relative to the longest bar."""
     said: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One bar for each run, all on one scale, in coloured parts."""
+    """A bar per run, on a common scale, in coloured segments."""
 
     rows: Sequence[tuple[str, str, Sequence[Segment]]]
-    """A run's name, its total, its parts."""
+    """Name, total and segments of each run."""
     key: Sequence[tuple[str, str]]
-    """Colours, each with the name of its part."""
+    """Colours, each with the segment's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A paragraph."""
+    """Paragraph."""
 
     text: str
 
@@ -71,19 +69,19 @@ class SampleProblem:
     prompt: str
     label: str
     runs: Sequence[tuple[str, str, Sequence[SampleAnswer]]]
-    """Name, colour and answers of each run that was shown it."""
+    """Name, colour and answers of each run with the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleAnswers:
     problems: Sequence[SampleProblem]
     steps: Sequence[int]
-    """All steps at which any run answered."""
+    """All steps with answers of any run."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollapsibleText:
-    """Text that a reader unfolds."""
+    """Collapsible text."""
 
     title: str
     text: str
@@ -95,7 +93,7 @@ Part = Charts | Table | Bars | Note | SampleAnswers | CollapsibleText
 @dataclass(frozen=True, slots=True)
 class Section:
     lead: str
-    """How to read it."""
+    """Reading instructions."""
     parts: Sequence[Part]
     nothing: str = "Nothing is recorded."
-    """Said where it has no parts."""
+    """Text without parts."""

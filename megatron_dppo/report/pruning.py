@@ -37,7 +37,7 @@ FATES = ("trained on", "pruned", "zero advantage", "not rolled out")
 
 
 def make_pruning_section(runs: Sequence[RunRecord]) -> Section:
-    """Which answers each run kept, and why, and the noise that it cost."""
+    """Show the answers kept in each run, the reasons, and the added noise."""
     lead = (
         "An answer has a gradient where its group's rewards differ. An unbiased rule keeps each of "
         "these answers with a known probability, and weights those that it keeps so that the "
@@ -59,13 +59,13 @@ def make_pruning_section(runs: Sequence[RunRecord]) -> Section:
 
 
 def has_pruning(run: RunRecord) -> bool:
-    """Whether any rule was on."""
+    """Return whether any pruning rule was on."""
     return any(run.get_setting(f"pruning.{level}.rule") != "none" for level in RULES)
 
 
 @with_title("Which answers are trained on")
 def make_answers_chart(run: RunRecord) -> Chart:
-    """Who is trained on, by the answer's group."""
+    """Chart the probability of training, by the answer's group."""
     binary = all(row["binary"] for row in run.census)
     about = "probability, over all steps"
     cells = _collect_cells(run, "by_group" if binary else "by_reward")
@@ -89,8 +89,8 @@ def make_answers_chart(run: RunRecord) -> Chart:
 
 @with_title("Length and score")
 def make_causes_chart(run: RunRecord) -> Chart:
-    """Who is trained on, by the answer's length and score: the colour tells the probability, the
-    strength how many answers are there."""
+    """Chart the probability of training by length and score: colours are probabilities, strengths
+    numbers of answers."""
     about = "score over the step's median, by length; stronger: more answers"
     cells = _collect_cells(run, "by_cause")
     if nothing := _describe_empty(cells):
@@ -101,8 +101,9 @@ def make_causes_chart(run: RunRecord) -> Chart:
     strengths = 0.25 + 0.75 * np.sqrt(count / count.max())
 
     def draw(axes: Axes) -> None:
+        # Add empty plots as legend entries.
         for i, word in enumerate(CHANCES):
-            axes.plot([], [], "s", color=get_colour(f"chance{i}"), label=word)  # for the legend
+            axes.plot([], [], "s", color=get_colour(f"chance{i}"), label=word)
         fills = [
             (get_colour(f"chance{colour}"), strength)
             for colour, strength in zip(colours, strengths, strict=True)
@@ -119,12 +120,15 @@ def make_causes_chart(run: RunRecord) -> Chart:
 
 @with_title("Noise of the gradient")
 def make_noise_chart(run: RunRecord) -> Chart:
-    """Variance over the full batch's, by where it comes from."""
+    """Chart the variance relative to the full batch's, by source."""
     about = "variance over the full batch's, as estimated for independent draws"
     if not has_pruning(run) or run.compute_mean("prune/kept_token_fraction") is None:
         return Chart(about, empty="no pruning")
     keys = ("step", "prune/noise_share_prompts", "prune/noise_share_completions")
-    rows = [[row[key] for key in keys] for row in run.rows if row.keys() >= set(keys)]
+    rows = []
+    for row in run.rows:
+        if row.keys() >= set(keys):
+            rows.append([row[key] for key in keys])
     steps, by_prompts, by_completions = np.array(rows, dtype=np.float64).reshape(-1, 3).T
     sampling = np.maximum(1.0 - by_prompts - by_completions, 1e-9)
     sources = (
@@ -132,12 +136,10 @@ def make_noise_chart(run: RunRecord) -> Chart:
         ("prompts pruned", by_prompts),
         ("completions pruned", by_completions),
     )
-    layers = [
-        Layer(
-            name, f"noise{i}", share / sampling, f"{100 * share.mean():.0f}%" if len(share) else ""
-        )
-        for i, (name, share) in enumerate(sources)
-    ]
+    layers = []
+    for i, (name, share) in enumerate(sources):
+        label = f"{100 * share.mean():.0f}%" if len(share) else ""
+        layers.append(Layer(name, f"noise{i}", share / sampling, label))
     return make_stack_chart(
         about, steps, layers, form="times", empty="not estimated: the rule is biased"
     )
@@ -145,13 +147,14 @@ def make_noise_chart(run: RunRecord) -> Chart:
 
 @with_title("Tokens of a step")
 def make_tokens_chart(run: RunRecord) -> Chart:
-    """Prompt and response tokens: trained on, pruned, without a gradient, or not rolled out."""
+    """Chart tokens of prompts and responses: trained, pruned, without gradient, not rolled out."""
     unseen = {row["step"]: row.get("prune/saved_tokens_prompts", 0.0) for row in run.rows}
     steps = np.array([row["step"] for row in run.census], dtype=np.float64)
+    # pruning.jsonl calls zero advantage ``idle``.
     counts = [
         [row["kept"][1], row["pruned"][1], row["idle"][1], unseen.get(row["step"], 0.0)]
         for row in run.census
-    ]  # pruning.jsonl calls zero advantage ``idle``
+    ]
     counted = np.array(counts, dtype=np.float64).reshape(-1, 4)
     shares = counted.sum(axis=0) / max(counted.sum(), 1.0)
     layers = [
@@ -164,7 +167,7 @@ def make_tokens_chart(run: RunRecord) -> Chart:
 
 
 def _describe_rules(run: RunRecord) -> str:
-    """The rules that were on; for a biased rule with the reason."""
+    """Describe the active rules, with the reason for a biased rule."""
     words = []
     for level, known in RULES.items():
         rule = run.get_setting(f"pruning.{level}.rule")
@@ -180,8 +183,7 @@ def _describe_rules(run: RunRecord) -> str:
 
 
 def _collect_cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_cause"]) -> Floats:
-    """[cells, 4]: two coordinates, answers of all steps, their mean probability of being kept;
-    ascending."""
+    """Return [cells, 4], ascending: two coordinates, answers of all steps, mean inclusion."""
     cells = np.array(
         [cell[:4] for row in run.census for cell in row[table]], dtype=np.float64
     ).reshape(-1, 4)
@@ -191,7 +193,7 @@ def _collect_cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_c
 
 
 def _describe_empty(cells: Floats) -> str:
-    """Why there is no choice to show; empty where there is one."""
+    """Return the reason for an empty chart; "" if any answer was pruned."""
     if (cells[:, 3] < 1.0).any():
         return ""
     return (

@@ -1,5 +1,4 @@
-"""Charts as SVG in the page, and as PNG files of four charts each. This module alone imports
-matplotlib."""
+"""Charts as SVG for the page, and as PNG files of four charts. The only module with matplotlib."""
 
 from __future__ import annotations
 
@@ -53,20 +52,19 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
 }
 ABOVE = 34
-"""Points between a chart and its title, for a legend of two rows."""
+"""Points between a chart and the title: room for a legend of two rows."""
 
 
 def render_svg(chart: Chart) -> str:
-    """Return a chart as an SVG element, whose colours are the page's CSS variables.
+    """Return a chart as an SVG element with the page's CSS variables as colours.
 
     Raises:
-        Exception: whatever drawing a damaged file's values raises.
+        Exception: any error from drawing the values of a damaged file.
     """
     assert chart.draw is not None
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": chart.title}), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # because a font lacks some letters; the page's font draws them
+        # A font may lack letters; the page's font draws these letters.
+        warnings.simplefilter("ignore")
         figure = Figure(figsize=(5.6, 2.8))
         axes = figure.subplots(
             gridspec_kw={"left": 0.11, "right": 0.9, "bottom": 0.18, "top": 0.84}
@@ -84,14 +82,13 @@ def render_svg(chart: Chart) -> str:
 
 
 def draw_pictures(run: RunRecord, folder: Path, *, prefix: str = "", title: str = "") -> None:
-    """Write ``progress.png``, on what was learned and where the time went, and ``pruning.png``, on
-    what was kept, why, and what it cost.
+    """Write ``progress.png`` (learning and time) and ``pruning.png`` (kept, reasons, costs).
 
     Args:
-        run: as far as it has come.
-        folder: of the pictures, each 1,760 pixels wide and replaced in one piece.
-        prefix: of the files' names.
-        title: a line above the charts.
+        run: finished or running.
+        folder: folder of the pictures, each 1,760 pixels wide and replaced atomically.
+        prefix: prefix of the file names.
+        title: line above the charts.
     """
     seconds = make_phase_chart(run, "by phase, on the leading rank")
     progress = [
@@ -122,7 +119,6 @@ def _make_kept_chart(run: RunRecord) -> Chart:
 
 
 def _write_picture(charts: Sequence[Chart], out: Path, title: str) -> None:
-    """Draw four charts, two by two."""
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         figure = Figure(figsize=(11, 7.6), dpi=160, facecolor="white")
@@ -152,16 +148,17 @@ def _draw(axes: Axes, chart: Chart) -> None:
     chart.draw(axes)
     axes.xaxis.label.set_horizontalalignment("right")
     axes.xaxis.label.set_x(1.0)
+    # Do not clip, because points lie at the ends of the axes.
     for artist in axes.get_children():
-        artist.set_clip_on(False)  # because points lie at the ends of the axes
+        artist.set_clip_on(False)
     names = [label for label in axes.get_legend_handles_labels()[1] if label]
     if names:
+        # A row has about 80 characters, with 6 beside each name.
+        columns = max(80 // (max(map(len, names)) + 6), 2)
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1),
-            ncols=max(
-                80 // (max(map(len, names)) + 6), 2
-            ),  # a row has about 80 characters, 6 of them beside a name
+            ncols=columns,
             frameon=False,
             fontsize=9,
             handlelength=0.9,

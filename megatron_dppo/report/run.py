@@ -1,7 +1,4 @@
-"""Reads the folder of a run that goes on, has ended or was killed.
-
-Lines that cannot be read are left out and counted.
-"""
+"""Read the folder of a running, finished or killed run; skip and count unreadable lines."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ Cell = tuple[FiniteFloat, FiniteFloat, Count, FiniteFloat, FiniteFloat]
 
 
 class CensusRow(TypedDict):
-    """A row of ``pruning.jsonl``, as :meth:`PruningStats.to_dict` writes it."""
+    """Row of ``pruning.jsonl``, written by :meth:`PruningStats.to_dict`."""
 
     step: FiniteFloat
     binary: bool
@@ -51,7 +48,7 @@ class CensusRow(TypedDict):
 
 
 class SampleAnswer(TypedDict):
-    """An answer in a row of ``answers.jsonl``."""
+    """Answer in a row of ``answers.jsonl``."""
 
     prompt: str
     label: str
@@ -61,17 +58,17 @@ class SampleAnswer(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The contents of one folder. A field is empty where its file is absent."""
+    """Contents of a run's folder. The field of a missing file is empty."""
 
     name: str
-    """A short name that no other run of the page has."""
+    """Short name, unique on the page."""
     folder: Path
     number: int
-    """Its place on the page, from 0. It decides the colour."""
+    """Index on the page, from 0; selects the colour."""
     config: Mapping[str, Any]
     """Values of ``config.yaml`` by dotted key."""
     changes: Sequence[tuple[int, Sequence[SettingChange]]]
-    """After how many steps settings changed, and which."""
+    """Changed settings, each with the number of steps before the change."""
     rows: Sequence[Record]
     """Rows of ``metrics.jsonl``: finite numbers only."""
     census: Sequence[CensusRow]
@@ -79,31 +76,30 @@ class RunRecord:
     answers: Sequence[Record]
     """Rows of ``answers.jsonl``."""
     scores: Sequence[tuple[str, Record]]
-    """Every ``scores.json`` under the folder, with the folder that it is in."""
+    """Every ``scores.json`` below the folder, with the relative path of the file's folder."""
     written: datetime | None
-    """When its last row of metrics was."""
+    """Time of the last row of metrics."""
     left_out: Sequence[str]
-    """Files with lines that cannot be read, and how many; the last line of a killed run is not
-    one."""
+    """Files with numbers of unreadable lines, without the last line of a killed run."""
     group: str = ""
-    """Name that the user gave it, alone or with other runs; empty: none."""
+    """Name given by the user to one or more runs; empty: no name."""
 
     @property
     def colour(self) -> str:
-        """Its colour on the page, and from the seventh run on that its lines are broken."""
+        """Colour on the page; from the seventh run, with broken lines."""
         return f"run{self.number % 6}" + " again" * (self.number >= 6)
 
     @property
     def steps(self) -> list[Record]:
-        """The rows of steps. Row 0, of the evaluation before the first step, is not among them."""
+        """Rows of steps, without row 0, the evaluation before the first step."""
         return [row for row in self.rows if "perf/step_time" in row]
 
     def get_setting(self, key: str) -> Any:
-        """Its value in this run, or the default where the run says nothing of it."""
+        """Return the run's value, else the default."""
         return self.config[key] if key in self.config else get_default(key)
 
     def get_series(self, key: str) -> tuple[Floats, Floats]:
-        """Steps and values of the rows that have ``key``."""
+        """Return steps and values of the rows with ``key``."""
         found = [(row["step"], row[key]) for row in self.rows if key in row]
         steps, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
         return steps, values
@@ -114,7 +110,7 @@ class RunRecord:
 
     @property
     def changed_settings(self) -> Sequence[str]:
-        """Settings of results (``history.RESULTS``) that were changed on the way, and when."""
+        """Settings changed during the run that affect results, with the steps."""
         return [
             f"{change.key} {format_masked(change.key, change.before)} until step {step:,}, "
             f"then {format_masked(change.key, change.now)}"
@@ -125,13 +121,12 @@ class RunRecord:
 
     @property
     def held_out(self) -> int | None:
-        """The number of problems behind ``eval/accuracy``; None where it is a mean over several
-        files or not known."""
+        """Number of problems of ``eval/accuracy``; None if unknown or a mean over files."""
         return next(iter(self.problems.values())) if len(self.problems) == 1 else None
 
     @property
     def problems(self) -> Mapping[str, int]:
-        """How many are held out, by the name of their file; "" for the only one."""
+        """Number of held-out problems by file name; "" for a single file."""
         found = self.answers[-1].get("problems") if self.answers else None
         counts = found if isinstance(found, dict) else {}
         return {
@@ -140,32 +135,31 @@ class RunRecord:
 
 
 def get_default(key: str) -> Any:
-    """As YAML has it: a list where ``config/`` has a tuple; None for what is no setting of this
-    version."""
+    """Return the default in YAML form (a list for a tuple); None for an unknown setting."""
     default = get_settings()[key].default if key in get_settings() else None
     return list(default) if isinstance(default, tuple) else default
 
 
 def get_data_names(run: RunRecord) -> str:
-    """The names of the files, or of the generators, that a run was trained on."""
+    """Return the names of the training files or generators."""
     given = run.get_setting("data.rollouts") or run.get_setting("data.train")
     places = [each["path"] for each in given] if isinstance(given, list) else [given]
     return ", ".join(PurePath(str(place or "")).name for place in places) or "(not recorded)"
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number that a float can hold."""
+    """Return whether `value` is a finite number within a float's range."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """The runs in these folders, in this order.
+    """Return the runs in these folders, in order.
 
     Args:
-        folders: each with ``NAME=`` before it, or without. Runs of one name are a group.
+        folders: paths, optionally prefixed with ``NAME=``. Runs of the same name form a group.
 
     Raises:
-        UserError: naming the first folder that holds neither a run nor results of an evaluation.
+        UserError: naming the first folder without a run or evaluation results.
     """
     groups, places = zip(*map(_split_group, folders), strict=True) if folders else ((), ())
     found = []
@@ -182,7 +176,7 @@ def _split_group(folder: Path) -> tuple[str, Path]:
 
 
 def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
-    """One of them; the arguments are the fields of ``RunRecord``."""
+    """Read a run; the arguments are fields of ``RunRecord``."""
     metrics = folder / FILE
     scores = list(_read_scores(folder))
     if not metrics.is_file() and not scores:
@@ -194,41 +188,45 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
     rows, census, answers = (_read_rows(folder / file) for file in (FILE, CENSUS, ANSWERS))
     counted = _validate_rows(CensusRow, census)
     read: Mapping[str, Sequence[object]] = {FILE: rows, CENSUS: counted, ANSWERS: answers}
+    finite = []
+    for row in rows:
+        finite.append({key: value for key, value in row.items() if is_number(value)})
+    samples = []
+    for row in answers:
+        samples.append({**row, "answers": _validate_rows(SampleAnswer, row.get("answers"))})
+    left_out = []
+    for file, kept in read.items():
+        lines = _read_text(folder / file).count("\n") - len(kept)
+        if lines > 0:
+            verb = "is" if lines == 1 else "are"
+            left_out.append(f"{lines} of the lines of {file} cannot be read, and {verb} left out")
+    settings = history[-1].settings if history else {}
     return RunRecord(
         name=name,
         folder=folder,
         number=number,
-        config={key: value for key, value in history[-1].settings.items() if _is_given(key, value)}
-        if history
-        else {},
+        config={key: value for key, value in settings.items() if _is_given(key, value)},
         changes=[
             (entry.step, found)
             for before, entry in pairwise(history)
             if (found := find_changes(before.settings, entry.settings))
         ],
-        rows=[{key: value for key, value in row.items() if is_number(value)} for row in rows],
+        rows=finite,
         census=counted,
-        answers=[
-            {**row, "answers": _validate_rows(SampleAnswer, row.get("answers"))} for row in answers
-        ],
+        answers=samples,
         scores=scores,
         written=datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.is_file() else None,
-        left_out=[
-            f"{lines} of the lines of {file} cannot be read, and {'is' if lines == 1 else 'are'} "
-            "left out"
-            for file, kept in read.items()
-            if (lines := _read_text(folder / file).count("\n") - len(kept)) > 0
-        ],
+        left_out=left_out,
     )
 
 
 def _is_given(key: str, value: Any) -> bool:
-    """Whether it is no null that stands for the rest of a line that was not written yet."""
+    # A null in a half-written line is no value, if the setting does not take null.
     return value is not None or key not in get_settings() or get_settings()[key].takes_none
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths: as many as tell them apart."""
+    """Return the shortest distinct ends of the paths."""
     paths = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, paths), default=0) + 1):
         names = ["/".join(path[-length:]) for path in paths]
@@ -238,19 +236,19 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _read_rows(file: Path) -> list[Record]:
-    """Lines of JSON that name their step."""
+    """Return the JSON lines with a step."""
     return [
         row for line in _read_text(file).split("\n") if is_number((row := _parse(line)).get("step"))
     ]
 
 
 def _read_text(file: Path) -> str:
-    """Bytes that are no UTF-8 are replaced one by one."""
+    """Return the text, with invalid UTF-8 bytes replaced; empty if missing."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def _parse(text: str) -> Record:
-    """A JSON object; empty for anything else, as for a line that a kill cut short."""
+    """Return a JSON object; empty for other text, such as a line cut short by a kill."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -259,7 +257,6 @@ def _parse(text: str) -> Record:
 
 
 def _validate_rows(row_type: type[T], rows: Any) -> list[T]:
-    """Return the rows of a list that have a form."""
     adapter = TypeAdapter(row_type)
     found = []
     for row in rows if isinstance(rows, list) else ():

@@ -1,4 +1,4 @@
-"""Sections of tables: sample answers, scores of benchmarks, settings."""
+"""Sections of tables: sample answers, benchmark scores, settings."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megatron_dppo.report.run import Record, RunRecord, get_default, is_number
 from megatron_dppo.settings import get_settings
 
 MOST_EVALUATIONS = 12
-"""Most evaluations shown of a run; the first and the last are among them."""
+"""Most evaluations shown per run, including the first and the last."""
 MOST_PROBLEMS = 8
 HEAD = 400
 TAIL = 800
-"""Characters of an answer that are shown; the end is where the result stands."""
+"""Shown characters of an answer: the start, and the end, where the result is."""
 
 
 def make_answers_section(runs: Sequence[RunRecord]) -> Section:
-    """Problems in the order of the first run that was shown them."""
+    """Show sample problems, in the order of the first run with each problem."""
     found: dict[tuple[str, str], dict[int, list[SampleAnswer]]] = {}
     for run in runs:
         for row in _select_evenly([row for row in run.answers if row.get("answers")]):
@@ -41,12 +41,10 @@ def make_answers_section(runs: Sequence[RunRecord]) -> Section:
                 of_run.append(
                     SampleAnswer(int(row["step"]), _clip_text(shown["answer"]), shown["correct"])
                 )
-    problems = [
-        SampleProblem(
-            prompt, label, [(runs[i].name, runs[i].colour, of_run) for i, of_run in by_run.items()]
-        )
-        for (prompt, label), by_run in list(found.items())[:MOST_PROBLEMS]
-    ]
+    problems = []
+    for (prompt, label), by_run in list(found.items())[:MOST_PROBLEMS]:
+        answers = [(runs[i].name, runs[i].colour, of_run) for i, of_run in by_run.items()]
+        problems.append(SampleProblem(prompt, label, answers))
     steps = sorted(
         {answer.step for problem in problems for _, _, of_run in problem.runs for answer in of_run}
     )
@@ -56,7 +54,7 @@ def make_answers_section(runs: Sequence[RunRecord]) -> Section:
 
 
 def make_benchmarks_section(runs: Sequence[RunRecord]) -> Section:
-    """One table for each evaluation; a figure that a file does not hold is a dash."""
+    """Show a table per evaluation; a dash replaces a missing figure."""
     parts: list[Part] = []
     for run in runs:
         for folder, found in run.scores:
@@ -76,20 +74,15 @@ def make_benchmarks_section(runs: Sequence[RunRecord]) -> Section:
                 for name, of in found["benchmarks"].items()
                 if isinstance(of, dict)
             ]
-            parts.append(
-                Table(
-                    head,
-                    rows,
-                    f"{run.name}{f' · {folder}' * (folder != '.')}: {_describe_method(found)}",
-                )
-            )
+            place = f" · {folder}" * (folder != ".")
+            parts.append(Table(head, rows, f"{run.name}{place}: {_describe_method(found)}"))
     lead = "In brackets 95% intervals, over the problems of a benchmark."
     nothing = "No scores.json lies in these folders: megatron-dppo eval writes one."
     return Section(lead, parts, nothing)
 
 
 def _select_evenly(rows: Sequence[Record]) -> list[Record]:
-    """The first, the last, and some between."""
+    """Return the first, the last, and evenly spaced rows between."""
     chosen = np.linspace(0, len(rows) - 1, min(len(rows), MOST_EVALUATIONS)).round().astype(int)
     return [rows[i] for i in np.unique(chosen)]
 
@@ -132,7 +125,7 @@ def _format_scores(name: str, scores: Record) -> list[str]:
 
 
 def _format_interval(found: Any, template: str = "{:.1%}") -> str:
-    """A number, with its interval where the file holds one; a dash where it holds no number."""
+    """Format a number, with an interval if recorded; a dash without a number."""
     value, low, high = (
         map(found.get, ("value", "low", "high")) if isinstance(found, dict) else (found, None, None)
     )
@@ -147,25 +140,18 @@ def _format_interval(found: Any, template: str = "{:.1%}") -> str:
 
 
 def make_settings_section(runs: Sequence[RunRecord]) -> Section:
-    """The settings that differ between several runs, or from the defaults in one run; then all
-    settings of each run.
-
-    Pages are passed on: secrets are left out.
-    """
+    """Show settings that differ between runs (of a single run, from the defaults), then all
+    settings."""
+    # Mask secrets, because pages are shared.
     told = [run for run in runs if run.config]
     parts: list[Part] = []
     if len(told) > 1:
-        keys = [
-            key
-            for key in dict.fromkeys(key for run in told for key in run.config)
-            if key != "run.dir"
-        ]
-        values = [(key, [run.get_setting(key) for run in told]) for key in keys]
-        rows = [
-            [key, *(format_masked(key, value) for value in of)]
-            for key, of in values
-            if any(v != of[0] for v in of)
-        ]
+        keys = dict.fromkeys(key for run in told for key in run.config)
+        rows = []
+        for key in keys:
+            values = [run.get_setting(key) for run in told]
+            if key != "run.dir" and any(value != values[0] for value in values):
+                rows.append([key, *[format_masked(key, value) for value in values]])
         head = ["setting", *(run.name for run in told)]
         parts.append(
             Table(head, rows, words=True) if rows else Note("No setting but the folder differs.")

@@ -1,7 +1,7 @@
-"""Where the seconds of a step go, which of several runs is faster, and what runs cost.
+"""Seconds of a step by phase, the fastest of several runs, and costs.
 
-Runs that differ by their seed alone are one arm: how many times as long as another arm it takes,
-and how sure."""
+Runs that differ only by seed form an arm. Arms are compared by time ratios, with intervals.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +32,31 @@ from megatron_dppo.report.learning import get_step_numbers
 from megatron_dppo.report.parts import Bars, Charts, Note, Part, Section, Segment, Table
 from megatron_dppo.report.run import Record, RunRecord
 from megatron_dppo.rl.intervals import compute_student_t
+from megatron_dppo.rl.types import Floats
 from megatron_dppo.settings import get_settings
 from megatron_dppo.trainer.resume import find_changes
 
 NAMES = (*PHASES.values(), "other")
 NARROWEST = 0.07
-"""Share of the scale below which a part of a bar has no label within."""
-TEST = ("data.eval", "data.prompt_key", "data.label_key", "eval.benchmarks", "eval.folder",
-"eval.samples",
-        "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_response_tokens",
-        "reward.function")  # fmt: skip
-"""Settings that decide what an accuracy is measured on."""
+"""Fraction of the scale below which a segment has no label inside."""
+TEST = (
+    "data.eval",
+    "data.prompt_key",
+    "data.label_key",
+    "eval.benchmarks",
+    "eval.folder",
+    "eval.samples",
+    "eval.temperature",
+    "eval.top_p",
+    "eval.top_k",
+    "eval.max_response_tokens",
+    "reward.function",
+)
+"""Settings that define the task of an accuracy."""
 GENERATED = ("data.arithmetic.", "data.reasoning_gym.", "data.verifiers.")
-"""Settings of generators decide it too, except ``TRAINING_ONLY``."""
+"""Generators' settings that also define the task, except ``TRAINING_ONLY``."""
+# eval_problems is the number of held-out problems; each run records its actual number.
 TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problems")
-"""``eval_problems`` says how many problems are held out, and the runs' own records say how many
-were asked."""
 CERTAINTY = (
     "In brackets 95% intervals: geometric means, seed by seed (Student's t). Ratios without "
     "brackets have no interval "
@@ -57,7 +66,7 @@ COUNTS = ("eval.problems", *(f"{generator}eval_problems" for generator in GENERA
 
 
 def make_timing_section(runs: Sequence[RunRecord]) -> Section:
-    """Mean seconds by phase, in bars on one scale and in figures; then step by step."""
+    """Show mean seconds by phase, as bars on a common scale and as a table; then step by step."""
     layers = {run.name: _make_layers(run) for run in runs if run.steps}
     lead = (
         "Wall-clock seconds of a step, by phase, on the leading rank. Evaluations and "
@@ -65,13 +74,11 @@ def make_timing_section(runs: Sequence[RunRecord]) -> Section:
     )
     if not layers:
         return Section(lead, [], "No step has been timed yet.")
-    means = {
-        name: {layer.name: float(layer.values.mean()) for layer in of}
-        for name, of in layers.items()
-    }
-    phases = [
-        phase for phase in NAMES if any(mean.get(phase, 0.0) > 0.0 for mean in means.values())
-    ]
+    means: dict[str, dict[str, float]] = {}
+    for name, of in layers.items():
+        means[name] = {layer.name: float(layer.values.mean()) for layer in of}
+    present = {phase for mean in means.values() for phase, value in mean.items() if value > 0.0}
+    phases = [phase for phase in NAMES if phase in present]
     longest = max(sum(mean.values()) for mean in means.values()) or 1.0
     bars = [
         (name, format_duration(sum(mean.values())), _make_segments(mean, phases, longest))
@@ -87,17 +94,20 @@ def make_timing_section(runs: Sequence[RunRecord]) -> Section:
 
 @with_title("Seconds per step")
 def make_phase_chart(run: RunRecord, about: str, top: float | None = None) -> Chart:
-    """Seconds of each step, by phase; ``top`` is where the axis of seconds ends."""
+    """Chart the seconds of each step by phase; ``top`` is the end of the axis."""
     return make_stack_chart(
         about, get_step_numbers(run), _make_layers(run), form="number", top=top, empty="no timings"
     )
 
 
 def _make_layers(run: RunRecord) -> list[Layer]:
-    """Seconds of each phase, and in words its share of the mean step."""
+    """Return the seconds of each phase, labelled with its share of the mean step."""
     found = [compute_breakdown(row) for row in run.steps]
-    names = [name for name in NAMES if any(name in row for row in found)]
-    seconds = {name: np.array([row.get(name, 0.0) for row in found]) for name in names}
+    present = {name for row in found for name in row}
+    seconds: dict[str, Floats] = {}
+    for name in NAMES:
+        if name in present:
+            seconds[name] = np.array([row.get(name, 0.0) for row in found])
     total = sum(float(values.mean()) for values in seconds.values()) or 1.0
     return [
         Layer(name, f"phase-{name}", of, _format_percent(float(of.mean()) / total))
@@ -108,16 +118,13 @@ def _make_layers(run: RunRecord) -> list[Layer]:
 def _make_segments(
     mean: Mapping[str, float], phases: Sequence[str], longest: float
 ) -> list[Segment]:
-    return [
-        Segment(
-            f"phase-{phase}",
-            phase,
-            100 * share,
-            format_duration(mean[phase]) if share > NARROWEST else "",
-        )
-        for phase in phases
-        if (share := mean.get(phase, 0.0) / longest) > 0.0
-    ]
+    segments = []
+    for phase in phases:
+        share = mean.get(phase, 0.0) / longest
+        if share > 0.0:
+            label = format_duration(mean[phase]) if share > NARROWEST else ""
+            segments.append(Segment(f"phase-{phase}", phase, 100 * share, label))
+    return segments
 
 
 def _make_table(means: Mapping[str, Mapping[str, float]], phases: Sequence[str]) -> Table:
@@ -126,10 +133,10 @@ def _make_table(means: Mapping[str, Mapping[str, float]], phases: Sequence[str])
     def cell(name: str, seconds: float) -> str:
         return f"{format_duration(seconds)} · {_format_percent(seconds / totals[name])}"
 
-    rows = [
-        [phase, *(cell(name, mean.get(phase, 0.0)) for name, mean in means.items())]
-        for phase in phases
-    ]
+    rows = []
+    for phase in phases:
+        cells = [cell(name, mean.get(phase, 0.0)) for name, mean in means.items()]
+        rows.append([phase, *cells])
     rows.append(["a step", *map(format_duration, totals.values())])
     return Table(["phase", *means], rows, "Mean seconds of a step, and their share of it")
 
@@ -140,24 +147,23 @@ def _format_percent(share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SpeedComparison:
-    """The times of several runs, compared. Mappings are by the runs' names, the first run first."""
+    """Times of several runs. Mappings are keyed by run name, the first run first."""
 
     pace: Mapping[str, float]
     """Mean seconds of a step."""
     target: float | None
-    """The best accuracy that each run had at some evaluation; None where accuracies are not
-    compared."""
+    """The best accuracy reached by every run; None if accuracies are not compared."""
     reached: Mapping[str, float]
-    """Seconds of training steps until the first evaluation at the target or above."""
+    """Training seconds until the first evaluation at the target or above."""
     arms: Sequence[Arm]
-    """The same runs, those together that differ by their seed alone."""
+    """The same runs, grouped if only the seed differs."""
     differs: Sequence[str] = ()
-    """Settings by which the runs were tested differently. Then there is no target."""
+    """Settings tested differently; then the target is None."""
     changed: Sequence[str] = ()
-    """Settings that a result depends on and that changed during a run, in words."""
+    """Changes of result-relevant settings during a run, in words."""
 
     def describe(self) -> str:
-        """The outcome in words, with its limits."""
+        """Return the outcome and its limits in words."""
         words = [f"Measured, a step: {self._format_ratios(self.pace)}."]
         if self.target is not None:
             until = (
@@ -189,25 +195,25 @@ class SpeedComparison:
 
 
 def make_comparison(runs: Sequence[RunRecord]) -> SpeedComparison | None:
-    """None where fewer than two runs have taken a step."""
+    """Compare the runs that have taken a step; None for fewer than two."""
     timed = [run for run in runs if run.steps]
     if len(timed) < 2:
         return None
-    pace = {
-        run.name: sum(row["perf/step_time"] for row in run.steps) / len(run.steps) for run in timed
-    }
+    pace = {}
+    for run in timed:
+        pace[run.name] = sum(row["perf/step_time"] for row in run.steps) / len(run.steps)
     changed = [f"{run.name}, {words}" for run in timed for words in run.changed_settings]
     target = min(max(run.get_series("eval/accuracy")[1], default=0.0) for run in timed)
     differs = _find_test_differences(timed) if target else []
     reached = {run.name: _sum_seconds_until(run, target) for run in timed}
-    # Times are not compared if a run had reached the target before its first step.
+    # A time of 0 has no ratio: skip if a run reached the target before its first step.
     if not target or differs or min(reached.values()) == 0.0:
         return SpeedComparison(pace, None, {}, group_by_arm(timed), differs, changed)
     return SpeedComparison(pace, target, reached, group_by_arm(timed), (), changed)
 
 
 def _find_test_differences(runs: Sequence[RunRecord]) -> list[str]:
-    """The settings by which the runs were tested on different problems, or in different ways."""
+    """List settings for which the runs were tested on other problems or in other ways."""
     if not all(run.config for run in runs):
         return ["not every run's settings are recorded"]
     own = [
@@ -217,16 +223,17 @@ def _find_test_differences(runs: Sequence[RunRecord]) -> list[str]:
     ]
     keys = [*TEST, *own]
     if not any(run.get_setting("data.eval") or run.get_setting("eval.benchmarks") for run in runs):
-        keys.append("data.train")  # a generator's own
+        keys.append("data.train")  # a generator's own problems
     changed = [change.key for run in runs for _, changes in run.changes for change in changes]
     differs = [key for key in changed if key in keys and key != "data.train"]
     if not all(run.problems for run in runs):
         keys += COUNTS
     elif any(run.problems != runs[0].problems for run in runs):
         differs.append("how many they are")
-    return differs + [
-        key for key in keys if any(run.get_setting(key) != runs[0].get_setting(key) for run in runs)
-    ]
+    for key in keys:
+        if any(run.get_setting(key) != runs[0].get_setting(key) for run in runs):
+            differs.append(key)
+    return differs
 
 
 def _sum_seconds_until(run: RunRecord, accuracy: float) -> float:
@@ -243,12 +250,12 @@ SEED = "run.seed"
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """``Arm("pruned-1", {1: "pruned-1", 2: "pruned-2"})`` has two seeds."""
+    """Runs that differ by seed: ``Arm("pruned-1", {1: "pruned-1", 2: "pruned-2"})``."""
 
     first: str
-    """Name of its group, or else of its first run."""
+    """Name of the arm's group, else of its first run."""
     runs: Mapping[int, str]
-    """Names by seed."""
+    """Run names by seed."""
 
     @property
     def name(self) -> str:
@@ -257,36 +264,35 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """An arm's seconds over the first arm's: the geometric mean over the seeds that both have.
+    """An arm's seconds relative to the first arm: geometric mean over shared seeds.
 
-    Where these are fewer than two, it is the mean of the one over the mean of the other.
+    With fewer than two shared seeds, the ratio of the two means.
     """
 
     value: float
     interval: tuple[float, float] | None
-    """95%, by Student's t over the logarithms of the ratios seed by seed; None of fewer than two
-    seeds."""
+    """95%, Student's t over logarithms of per-seed ratios; None for fewer than two seeds."""
     seeds: int
-    """That both have."""
+    """Number of shared seeds."""
 
     @property
     def brackets(self) -> str:
-        """The interval in brackets; empty: none."""
+        """The interval in brackets; empty if None."""
         return "" if self.interval is None else " [{:.2f}, {:.2f}]".format(*self.interval)
 
 
 def group_by_arm(runs: Sequence[RunRecord]) -> list[Arm]:
-    """The runs by arm, in their order: those of one group, else those that differ by their seed
-    alone; never two of the same seed. If all runs would make one arm, each is an arm of its own, so
-    that there is something to compare."""
+    """Group runs of the same group, else runs that differ only by seed; never two runs of a seed.
+
+    If all runs would form a single arm, make each run an arm, to have a comparison.
+    """
     found: list[tuple[RunRecord, dict[int, str]]] = []
     for run in runs:
         seed = int(run.get_setting(SEED))
         for other, of in found:
-            alike = run.config and {
-                change.key for change in find_changes(run.config, other.config)
-            } <= {SEED}
-            if seed not in of and (run.group == other.group if run.group or other.group else alike):
+            has_same_settings = _differs_by_seed_only(run, other)
+            is_grouped = run.group or other.group
+            if seed not in of and (run.group == other.group if is_grouped else has_same_settings):
                 of[seed] = run.name
                 break
         else:
@@ -296,11 +302,16 @@ def group_by_arm(runs: Sequence[RunRecord]) -> list[Arm]:
     return [Arm(run.group or run.name, of) for run, of in found]
 
 
+def _differs_by_seed_only(run: RunRecord, other: RunRecord) -> bool:
+    if not run.config:
+        return False
+    return {change.key for change in find_changes(run.config, other.config)} <= {SEED}
+
+
 def compute_ratios(
     arms: Sequence[Arm], seconds: Mapping[str, float]
 ) -> Iterator[tuple[Arm, float, Ratio | None]]:
-    """Each arm, the mean of its runs' seconds, and how they compare with the first arm's; None of
-    that one itself."""
+    """Yield each arm, its mean seconds, and its ratio to the first arm (None for the first)."""
     for arm in arms:
         yield (
             arm,
@@ -314,8 +325,9 @@ def _compute_ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio 
         return None
     pairs = [(first.runs[seed], name) for seed, name in arm.runs.items() if seed in first.runs]
     if len(pairs) < 2:
-        own, others = (fmean(seconds[name] for name in of.runs.values()) for of in (arm, first))
-        return Ratio(own / others, None, len(pairs))
+        own = fmean(seconds[name] for name in arm.runs.values())
+        baseline = fmean(seconds[name] for name in first.runs.values())
+        return Ratio(own / baseline, None, len(pairs))
     logs = [log(seconds[other] / seconds[one]) for one, other in pairs]
     mean = fmean(logs)
     reach = compute_student_t(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
@@ -324,18 +336,17 @@ def _compute_ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio 
 
 @dataclass(frozen=True, slots=True)
 class DeviceHours:
-    """GPU-hours of one run, or hours of its processes if it has no GPUs."""
+    """GPU-hours of a run; without GPUs, hours of its processes."""
 
     hours: float
-    """Hours of steps and evaluations, without the start and checkpoints."""
+    """Hours of steps and evaluations, without startup and checkpoints."""
     by_prompts: float
-    """Estimated hours saved by pruning prompts, with the pruning of completions left as it is."""
+    """Estimated hours saved by pruning prompts, with completion pruning unchanged."""
     by_completions: float
     both: float
-    """Hours saved by both levels, which is more than the sum: what is not rolled out is not trained
-    on either."""
+    """Hours saved by both levels: more than the sum, because pruned rollouts also skip training."""
     devices: str
-    """``8 GPUs``, ``2 processes``; and whether servers are among them."""
+    """``8 GPUs``, ``2 processes``; and the number of servers among them."""
 
     @property
     def unit(self) -> str:
@@ -343,12 +354,12 @@ class DeviceHours:
 
     @property
     def share(self) -> float:
-        """The share that both levels saved of the hours of a run without pruning."""
+        """Fraction saved by both levels, of the hours of a run without pruning."""
         return self.both / (self.hours + self.both) if self.hours else 0.0
 
 
 def count_device_hours(run: RunRecord) -> DeviceHours:
-    """The seconds of every row, times the GPUs or processes that the run held then."""
+    """Multiply each row's seconds by the GPUs or processes held at the time."""
     servers = _count_server_gpus(run)
     hours = 0.0
     saved = np.zeros(3)
@@ -361,14 +372,14 @@ def count_device_hours(run: RunRecord) -> DeviceHours:
 
 
 def _count_ranks(run: RunRecord, row: Record) -> int:
-    """The trainer's ranks: those of the row, else those of the layout."""
+    """Return the row's number of trainer ranks, else the layout's."""
     sizes = (int(run.get_setting(f"layout.{size}") or 1) for size in ("tp", "pp", "cp", "dp"))
     return int(row.get("perf/ranks", 0)) or prod(sizes)
 
 
 def _count_server_gpus(run: RunRecord) -> int | None:
-    """GPUs of servers besides the trainer's. None if the run did not start the servers itself: then
-    neither their size nor their number is known."""
+    """Return the servers' GPUs beside the trainer's; None for externally managed servers, of
+    unknown size and number."""
     if run.get_setting("rollout.engine") not in get_args(ServerKind) or run.get_setting(
         "rollout.colocated"
     ):
@@ -382,7 +393,7 @@ def _count_server_gpus(run: RunRecord) -> int | None:
 
 def _describe_devices(run: RunRecord, servers: int | None) -> str:
     held = max((_count_ranks(run, row) for row in run.rows), default=0) + (servers or 0)
-    # A run that does not say whether it had GPUs is taken for one that had.
+    # If the record does not mention GPUs, assume GPUs.
     on_gpus = any(row.get("perf/gpus", 1) for row in run.rows)
     word = ("GPU" if on_gpus else "process") + ("" if held == 1 else "s" if on_gpus else "es")
     of_servers = "servers not counted" if servers is None else f"{servers} of them for servers"
@@ -390,31 +401,29 @@ def _describe_devices(run: RunRecord, servers: int | None) -> str:
 
 
 def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section:
-    """Hours and money: what was spent, what each run estimates that pruning saved, and how long the
-    runs took.
+    """Show hours and money: spent, and saved by pruning as each run estimates, and durations.
 
-    ``price`` is of one GPU for one hour; None: each run's own.
+    Args:
+        price: cost of a GPU-hour; None: the cost in each run's settings.
     """
-    prices = [
-        run.get_setting("cluster.price_per_gpu_hour") if price is None else price for run in runs
-    ]
+    prices = [price] * len(runs)
+    if price is None:
+        prices = [run.get_setting("cluster.price_per_gpu_hour") for run in runs]
     priced = any(rate is not None for rate in prices)
     found = [(count_device_hours(run), rate) for run, rate in zip(runs, prices, strict=True)]
 
     def hours(label: str, field: str) -> list[str]:
-        return [
-            label,
-            *(f"{format_number(getattr(of, field), 'number')} {of.unit}" for of, _ in found),
-        ]
+        cells = [f"{format_number(getattr(of, field), 'number')} {of.unit}" for of, _ in found]
+        return [label, *cells]
 
     def money(label: str, field: str) -> list[str]:
-        return [
-            label,
-            *(
-                "–" if rate is None else _format_money(getattr(of, field) * rate)
-                for of, rate in found
-            ),
-        ]
+        cells = []
+        for of, rate in found:
+            cells.append("–" if rate is None else _format_money(getattr(of, field) * rate))
+        return [label, *cells]
+
+    def format_rate(rate: float | None) -> str:
+        return "–" if rate is None else f"{rate:g}"
 
     rows = [
         ["held", *(of.devices for of, _ in found)],
@@ -428,9 +437,7 @@ def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section
         ],
     ]
     if priced:
-        rows.append(
-            ["price of an hour", *("–" if rate is None else f"{rate:g}" for rate in prices)]
-        )
+        rows.append(["price of an hour", *map(format_rate, prices)])
         rows += [money("money spent", "hours"), money("money saved, estimated", "both")]
     lead = (
         "Spent: seconds of all steps and evaluations, times the GPUs or processes held; not starts "
@@ -451,10 +458,6 @@ def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section
 
 
 def _format_money(amount: float) -> str:
-    return (
-        f"{amount:,.0f}"
-        if amount >= 100
-        else f"{amount:.2f}"
-        if amount >= 0.1 or not amount
-        else f"{amount:.1g}"
-    )
+    if amount >= 100:
+        return f"{amount:,.0f}"
+    return f"{amount:.2f}" if amount >= 0.1 or not amount else f"{amount:.1g}"
