@@ -1,9 +1,8 @@
 """The trained policy on this rank: shard, optimizer, and passes over packs.
 
-Gradients are sums. The plan divides the loss of a token by the minibatch's normaliser, and no other
-division follows: ``calculate_per_token_loss`` turns off Megatron's division by microbatches or
-replicas, and the finalize step gets no token count. Hence a plan gives the same gradient in every
-layout.
+Gradients are sums, so that a plan gives the same gradient in every layout. The plan divides the
+loss of a token by the minibatch's normaliser. ``calculate_per_token_loss`` turns off Megatron's
+division by microbatches or replicas, and the finalize step gets no token count.
 """
 
 from __future__ import annotations
@@ -64,11 +63,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def with_gradients(function: Function) -> Function:
-    """Run a function with gradients enabled.
-
-    A user's file may have disabled gradients for this thread: many judge scripts begin with
-    ``torch.set_grad_enabled(False)``.
-    """
+    """Run a function with gradients enabled."""
+    # A user's file may have disabled gradients for this thread: many judge scripts begin with
+    # ``torch.set_grad_enabled(False)``.
     return torch.inference_mode(False)(torch.enable_grad()(function))
 
 
@@ -118,7 +115,7 @@ class Policy:
         """Replay of experts, if enabled; see :meth:`enable_routing_replay`."""
 
     def enable_routing_replay(self) -> None:
-        """Send tokens to a pack's recorded experts from the next pass on."""
+        """Replay packs' recorded experts from the next pass on."""
         self.routing = RoutingReplay(self.chunks, self.world, self.shape.routing)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -153,7 +150,7 @@ class Policy:
             torch.cuda.empty_cache()
 
     def _compute_share(self, pack: Pack) -> PackShare | None:
-        """Return this rank's share of a pack, from arrays on the host; None: the whole pack."""
+        """Return this rank's share of a pack, on the host; None: the whole pack."""
         cp = self.world.layout.cp
         if cp == 1:
             return None
@@ -163,8 +160,6 @@ class Policy:
     def _build_packed_sequence(
         self, pack: Pack, device_cu_seqlens: torch.Tensor
     ) -> PackedSeqParams:
-        """Build Megatron's description of a pack; ``device_cu_seqlens``: its ``cu_seqlens`` on
-        the device."""
         if pack.parents is None:
             return build_packed_sequence(
                 pack.cu_seqlens,
@@ -293,7 +288,7 @@ class Actor(Policy):
             no_sync = [module.no_sync for module in self.modules]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.optimizer = get_megatron_optimizer(_megatron_optimizer(optimizer, model), self.modules)
-        # Set weight decay here, because no run has Megatron's scheduler for weight decay.
+        # Megatron's scheduler would set the weight decay, but no run has that scheduler.
         for group in self.optimizer.param_groups:
             group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
         prepare_adam_state(self.optimizer)

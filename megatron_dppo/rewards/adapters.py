@@ -1,18 +1,17 @@
-"""Adapters for reward functions written for other trainers. The signature of a function selects the
+"""Adapters for reward functions written for other trainers. A function's signature selects the
 form of the call:
 
-- verl, ``compute_score(data_source, solution_str, ground_truth, extra_info)``: any signature that
-  is not listed below.
 - slime, ``async custom_rm(args, sample)``: ``args`` is the first parameter, or ``sample`` the
   second.
 - slime, ``async group_rm(args, samples)``: the same, with a name of a group as the second
   parameter.
 - TRL, ``reward(completions, **columns)``: a parameter is ``completions`` or ``prompts``.
+- verl, ``compute_score(data_source, solution_str, ground_truth, extra_info)``: any further
+  signature.
 
-verl and this module call by keyword: parameters have any order, with or without defaults, are
-keyword-only, or are in ``**kwargs``. slime calls by position, TRL by keyword. Scoring processes
-call a :class:`Scorer`. slime's ``group_rm``, which is called with all completions of a prompt at
-once, becomes a :class:`GroupScorer`.
+Parameters are passed by keyword, in slime's forms by position. With keywords, any order, defaults,
+keyword-only parameters and ``**kwargs`` are supported. Scoring processes call a :class:`Scorer`,
+or, for slime's ``group_rm``, a :class:`GroupScorer` with all completions of a prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT = "prompt"
-"""Name in TRL's rows of the column that TRL passes as ``prompts``."""
+"""TRL's name of the column passed as ``prompts``."""
 LABELS = ("label", "ground_truth", "answer", "solution")
 """TRL users' names for the reference answer. Each name gives the label, unless the row has a column
 of this name."""
@@ -263,7 +262,7 @@ async def _unwrap_async(awaitable: Awaitable[Any], logged: Mapping[str, Sequence
 
 
 def find_required_columns(function: RewardFunction) -> list[str]:
-    """Return the columns that a function of TRL's form requires, except those of every row."""
+    """Return the columns that a function of TRL's form requires in addition to every row's."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -68,7 +68,7 @@ class EngineSpec:
     adapter_environment: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables of a server that loads adapters."""
     environment: Callable[[str], dict[str, str]] = lambda secret: {}
-    """Environment variables of a server, for a secret."""
+    """Environment variables of a server with a given secret."""
     rank_environment: Mapping[str, str] = field(default_factory=dict)
     """NCCL variables that trainer and servers must share in a group for weights. Servers started by
     the run inherit these variables."""
@@ -284,7 +284,7 @@ def find_listen_address(environ: Mapping[str, str]) -> str:
 
 def local_ranks(environ: Mapping[str, str]) -> int:
     """Return the number of trainer ranks on rank 0's machine."""
-    # Set by torchrun, or else by srun.
+    # torchrun and srun set different variables.
     per_node = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     # Slurm's format is 8(x4),2.
     return int(per_node.partition(",")[0].partition("(")[0])

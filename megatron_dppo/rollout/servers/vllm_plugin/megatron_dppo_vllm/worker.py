@@ -3,9 +3,9 @@
 Extension of vLLM's workers, loaded by vLLM's flag ``--worker-extension-cls``, not one of vLLM's
 weight transfer engines:
 
-- A weight transfer engine reports a failure by raising. vLLM's executor then reads the answers of
-  all ranks but the first one call too late, forever: a refusal passes for a success, and a success
-  for a refusal.
+- A weight transfer engine reports a failure by raising. From then on vLLM's executor reads the
+  answers of all ranks except rank 0 with a delay of one call: a refusal passes for a success, and a
+  success for a refusal.
 - This extension's methods always answer.
 
 vLLM's layerwise reload loads the weights, because a plain ``load_weights`` would skip the
@@ -137,8 +137,7 @@ class Receiver:
         """End the update.
 
         Raises:
-            ValueError: a layer received no weights, and would keep the old weights (vLLM would only
-                warn).
+            ValueError: a layer received no weights (vLLM would only warn).
         """
         missing, tied = self._find_unloaded_layers()
         if missing:
