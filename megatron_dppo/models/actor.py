@@ -343,8 +343,8 @@ class Actor(Policy):
         self.offload()
 
     def accumulate(self, packs: Sequence[Pack], loss: Loss) -> list[Sums]:
-        """Run forward and backward over the packs, leaving gradients, summed over all ranks, in
-        DDP's buffers."""
+        """Run forward and backward over the packs; gradients, summed over all ranks, stay in DDP's
+        buffers."""
         for module in self.modules:
             module.train()
             # No effect unless release_memory has released the buffers.
@@ -354,18 +354,16 @@ class Actor(Policy):
         return self._run(packs, loss, forward_only=False)
 
     def compute_gradient_norm(self, packs: Sequence[Pack], loss: Loss) -> float:
-        """Return the gradient norm over all parameters of all ranks; no weight changes.
-        Collective."""
+        """Return the gradient norm of all ranks; no weight changes. Collective."""
         self.accumulate(packs, loss)
         _, norm, _ = self._read([])
         self.offload()
         return norm
 
     def release_memory(self) -> None:
-        """Keep only weights and, unless offloaded, the optimizer's state on the device between
-        updates.
+        """Keep only weights and, unless offloaded, the optimizer's state on the device.
 
-        Gradients are freed; the next update allocates the buffers again, behind the same views.
+        The next update allocates the gradients again, behind the same views.
         """
         self.optimizer.zero_grad()
         for module in self.modules:
@@ -375,7 +373,7 @@ class Actor(Policy):
         super().release_memory()
 
     def _read(self, outputs: list[Sums]) -> tuple[dict[str, float], float, torch.Tensor]:
-        """Read an update's results in one copy, because the host waits for each copy.
+        """Read an update's results.
 
         Returns:
             This rank's sums over packs, the norm of all ranks' gradients, and the counts of
@@ -390,6 +388,7 @@ class Actor(Policy):
         squares = compute_gradient_squares(self.optimizer, self.world.device)
         counts = self._expert_load.take() if self._expert_load else squares.new_empty(0)
         parts = [squares, counts, *(part for _, part in named)]
+        # One copy, because the host waits for each copy.
         values = torch.cat([part.reshape(-1).double() for part in parts]).cpu()
         norms, load, each = values.split([squares.numel(), counts.numel(), len(named)])
         mine: dict[str, float] = {}
@@ -398,8 +397,8 @@ class Actor(Policy):
         return mine, float(norms.sum()) ** 0.5, load.view(counts.shape)
 
     def _sum_over_replicas(self, local: dict[str, float]) -> dict[str, float]:
-        """Add up sums over replicas, in the same order on every rank, so that metrics repeat bit
-        by bit."""
+        """Add up sums over replicas."""
+        # In the same order on every rank, so that metrics repeat bit by bit.
         total: dict[str, float] = {}
         for part in self.world.gather(local):
             for name, value in part.items():
@@ -410,8 +409,8 @@ class Actor(Policy):
 def _sum_gradients(
     model: list[torch.nn.Module], num_tokens: object = None, **arguments: Any
 ) -> None:
-    """Reduce gradients over replicas, norms and tied embeddings, without dividing by tokens."""
-    # No token count: Megatron would divide by it.
+    """Reduce gradients over replicas, norms and tied embeddings."""
+    # Without a token count, because Megatron would divide by tokens.
     finalize_model_grads(model, None, **arguments)
     add_expert_gradients(model)
 
@@ -433,8 +432,7 @@ def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> Megatr
 
 
 def compute_learning_rate(settings: OptimizerConfig, update: int, updates: int) -> float:
-    """Return the learning rate of an optimizer step, from the step's number (from 0) and the run's
-    length only."""
+    """Return the learning rate of a step, counted from 0, of a run of ``updates`` steps."""
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
     if settings.schedule == "constant":

@@ -252,7 +252,7 @@ def _split_norms(layer: Any, config: TransformerConfig) -> ModuleSpec:
 def add_to_main_gradients(model: torch.nn.Module) -> None:
     """Let Transformer Engine's layers compute gradients directly into DDP's fp32 gradients.
 
-    Called once DDP has wrapped the model. Frozen weights are skipped, because DDP keeps no gradient.
+    Called once DDP has wrapped the model. Frozen weights are skipped: DDP keeps no gradient.
     """
     # Megatron's own setting, ``gradient_accumulation_fusion``, would also require Apex, because of
     # an output layer that computes no product here.
@@ -290,7 +290,8 @@ class RMSNorm(torch.nn.Module):
 
 
 class SegmentAttention(torch.nn.Module):
-    """Causal attention within each segment of a pack; context-parallel ranks gather keys and values.
+    """Causal attention within each segment of a pack; context-parallel ranks gather keys and
+    values.
 
     Time of forward and backward on one core, for 37 segments of 25 to 300 tokens:
 

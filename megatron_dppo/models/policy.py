@@ -113,7 +113,7 @@ def _release_dispatched(chunk: PolicyModel) -> None:
 def transformer_config(
     shape: PolicyShape, model: ModelConfig, layout: LayoutConfig
 ) -> TransformerConfig:
-    """Build Megatron's configuration, with the kernels for CUDA or Transformer Engine if present."""
+    """Build Megatron's configuration, with the CUDA or Transformer Engine kernels present."""
     spec = choose_spec(model)
     cuda = torch.cuda.is_available()
     dtype = model.torch_dtype
@@ -346,11 +346,10 @@ class PolicyModel(GPTModel):
             states: return the predictors' hidden states and score no token.
 
         Returns:
-            Last stage: the present fields of :class:`HeadOutput`, each [R], in a plain tuple,
-            because Megatron's mixed-precision wrapper keeps no other type. With ``states``: only
-            the final hidden states of the predictors scored by this rank, [r, h].
-            Other stages: hidden states, [T, 1, h]; T / (cp · tp) tokens under context and sequence
-            parallelism.
+            Last stage: the present fields of :class:`HeadOutput`, each [R], in a plain tuple; with
+            ``states``, the final hidden states of the predictors scored by this rank, [r, h].
+            Other stages: hidden states, [T / cp, 1, h], with sequence parallelism
+            [T / (cp · tp), 1, h].
         """
         if self.pg_collection.cp.size() > 1:
             share = (share or self._compute_share(packed_seq_params, predictors)).to(
@@ -453,9 +452,8 @@ class PolicyModel(GPTModel):
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return Megatron's sharded state without adapters and without extra state."""
-        # Extra state, scales of 8-bit training, is empty, but exists in different layers for
-        # Transformer Engine and torch: a checkpoint of either spec would not load into the other
-        # spec's model.
+        # Extra state (scales of 8-bit training) is empty, but exists in different layers for
+        # Transformer Engine and torch, and would tie a checkpoint to one spec.
         state = super().sharded_state_dict(*args, **kwargs)
         return {name: value for name, value in state.items() if not _is_excluded(name)}
 

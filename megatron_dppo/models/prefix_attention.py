@@ -54,7 +54,8 @@ class AttentionRound:
     lengths: tuple[tuple[int, int], ...]
     """Numbers of queries and keys of each block."""
     causal: bool
-    """Whether the n-th query of a block sees only the first n keys, as many as queries."""
+    """Whether the n-th query of a block sees only the first n keys; queries and keys are then equal
+    in number."""
 
     def to(self, device: torch.device) -> AttentionRound:
         tensors: dict[str, Any] = {
@@ -72,7 +73,7 @@ class AttentionRound:
 
 
 Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries [q, heads, head_dim], keys and values [k, key-value heads, head_dim]; or the gradients."""
+"""Queries [q, heads, head_dim], keys and values [k, key-value heads, head_dim]; or gradients."""
 
 
 def select_kernel(query: torch.Tensor) -> FlashOnGpu | FlashOnCpu:

@@ -1,4 +1,4 @@
-"""Pending prompts at servers, with the completions received so far."""
+"""Pending prompts at servers, with the parts of completions already received."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLL_INTERVAL_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class PartialCompletion:
-    """Completion with the tokens received so far."""
+    """Completion with the tokens already received."""
 
     prefix: TreePath
     """Start of the completion, shared with further completions."""
@@ -33,12 +33,12 @@ class PartialCompletion:
     entropies: list[Entropies] = field(default_factory=list)
     """Entropies of the parts, if requested."""
     server: ServerClient | None = None
-    """Server of the last part, or else the server whose cache holds the prefix; None: no server."""
+    """Server of the last part, or without parts, the server whose cache holds the prefix."""
     ended: bool = False
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens of the prompt and of the response so far."""
+        """Tokens of prompt and response."""
         parts = (token for part in self.parts for token in part.token_ids.tolist())
         return [*self.prefix.token_ids.tolist(), *parts]
 

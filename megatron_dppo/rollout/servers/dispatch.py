@@ -5,7 +5,7 @@ The code runs in the HTTP thread. The main thread waits for a :class:`RequestBat
 
 - A prompt is a single request for all samples.
 - A failed request is sent again, whole, to another server.
-- A request aborted by a server is continued after the tokens received so far.
+- A request aborted by a server is continued after the received tokens.
 - Slow groups are kept: they are the long groups, and the gradient would be biased without them.
 - With ``Sampling.branches``, each fork of a path is a further request, sent when the path has
   ended.
@@ -190,7 +190,7 @@ class Dispatcher:
         attempt: int = 0,
         failed: frozenset[ServerClient] = frozenset(),
     ) -> None:
-        """Complete samples with equal tokens so far, and their forks.
+        """Complete samples with equal received tokens, and their forks.
 
         Samples aborted at different tokens continue independently, and so do forks.
 

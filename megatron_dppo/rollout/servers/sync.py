@@ -66,8 +66,8 @@ class Sync:
 
         async def release(client: ServerClient) -> None:
             if client not in self._without_cache:
-                # Not rollout.sync.in_flight: SGLang, paused in place, may still hold the last batch,
-                # and would die on releasing the memory.
+                # Not rollout.sync.in_flight, because SGLang, paused in place, may still hold the
+                # last batch, and would die on releasing the memory.
                 await client.pause("retract")
                 await client.release_memory()
                 self._without_weights.add(client)

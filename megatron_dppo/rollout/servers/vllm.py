@@ -14,7 +14,7 @@ Properties of vLLM:
   Instead the adapter is unloaded, which only removes the name, and the next adapter, loaded under
   the same name, replaces the oldest adapter.
 - Cached prompts are distinguished by an adapter's name and path, not by content.
-- In the list of likeliest tokens, the drawn token comes first, if need be in place of the last.
+- The drawn token is the first of the likeliest tokens, and may thus displace the last.
 - On CPU, prepacked parameters have checksums of empty tensors.
 - On CPU, a request with a seed kills the server if a step computes only a part of the prompt.
 """
@@ -229,8 +229,8 @@ class VllmClient(ServerClient):
         return named
 
     async def release_memory(self) -> None:
-        """Move the weights to host memory, for a server resumed without an update. On CPU, without
-        an effect."""
+        """Move the weights to host memory, so that a server resumed without an update has weights.
+        Without an effect on CPU."""
         config = await self._get_config()
         sleeps = config["model_config"]["enable_sleep_mode"]
         if not sleeps and config["device_config"]["device"] != "cpu":
