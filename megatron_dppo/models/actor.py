@@ -388,7 +388,7 @@ class Actor(Policy):
         squares = compute_gradient_squares(self.optimizer, self.world.device)
         counts = self._expert_load.take() if self._expert_load else squares.new_empty(0)
         parts = [squares, counts, *(part for _, part in named)]
-        # One copy, because the host waits for each copy.
+        # Copy once, because the host waits for each copy.
         values = torch.cat([part.reshape(-1).double() for part in parts]).cpu()
         norms, load, each = values.split([squares.numel(), counts.numel(), len(named)])
         mine: dict[str, float] = {}

@@ -1,5 +1,4 @@
-"""Sizes of a policy, read from a Hugging Face directory, and the layouts valid for them. Needs
-no torch."""
+"""Sizes of a policy, from a Hugging Face directory, and valid layouts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +18,11 @@ from megatron_dppo.parallel.layout import list_stage_layers
 from megatron_dppo.rl.types import RoutingShape
 
 LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
-"""Largest layer and expert counts, because tensor names are built for each; other counts may be
-10⁹."""
+"""Largest layer and expert counts, with tensor names for each; further counts may be 10⁹."""
 FP32 = 2.0**-126, 2.0**127
-"""Least and largest allowed number; outside this range, fp32 rounds to 0 or infinity."""
+"""Least and largest number; beyond, fp32 rounds to 0 or infinity."""
 LEAST = {"rope_theta": 1.0, "factor": 1.0}
-"""Higher lower bounds of single settings; below them, rotary frequencies grow to infinity."""
+"""Higher lower bounds; below, rotary frequencies grow to infinity."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 """transformers' defaults, for settings absent from config.json."""
 
@@ -43,8 +41,8 @@ class PolicyShape:
     head_dim: Annotated[int, "head_dim"]
     """Width of one head; heads · head_dim may differ from ``hidden``."""
     ffn: Annotated[int, "intermediate_size"]
-    """Width of the feed-forward layer, or of each expert: outputs of the gate projection, and as
-    well of the up projection."""
+    """Width of the feed-forward layer, or of each expert: outputs of the gate projection, equal to
+    the up projection's."""
     vocab_size: Annotated[int, "vocab_size"]
     """Tokens, without padding."""
     tied: Annotated[bool, "tie_word_embeddings"]
@@ -60,22 +58,21 @@ class PolicyShape:
     """Experts in every layer; 0: a dense policy."""
     experts_per_token: int = 0
     shared_ffn: int = 0
-    """Width of the shared expert of a layer, which gets every token in addition to the token's
-    chosen experts; 0: no shared expert."""
+    """Width of a layer's shared expert, which gets every token; 0: no shared expert."""
     renormalises_experts: bool = True
-    """Whether the weights of a token's experts are scaled to sum to one."""
+    """Whether the weights of a token's experts sum to one."""
     rope_scaling: RopeScaling | None = None
     rotary_fraction: float = 1.0
     """Fraction of each head with rotary positions."""
     attention_interval: int = 1
-    """Period of layers with attention; the layers between are gated delta networks."""
+    """Period of attention layers; between are gated delta networks."""
     delta_keys: int = 0
     """Key heads of a gated delta network; each serves ``delta_values / delta_keys`` value heads."""
     delta_values: int = 0
     delta_key_dim: int = 0
     delta_value_dim: int = 0
     delta_taps: int = 0
-    """Tokens in the window of a gated delta network's convolution, including the current token."""
+    """Tokens in a gated delta network's convolution window, with the current token."""
 
     @property
     def hybrid(self) -> bool:
@@ -148,8 +145,8 @@ def read_shape(path: str | Path) -> PolicyShape:
     """Return the shape described by ``config.json`` in a Hugging Face directory.
 
     Raises:
-        UserError: on ``model.path``, if the directory or the file is missing, or if the model is of
-            an unsupported kind.
+        UserError: on ``model.path``: the directory or the file is missing, or the model is of an
+            unsupported kind.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -233,7 +230,7 @@ def _list_layer_types(layers: int, interval: int) -> list[str]:
 
 
 def _attention_interval(config: dict[str, Any]) -> int:
-    """Return the interval between layers with attention; absent: transformers' default."""
+    """Return the period of attention layers; absent: transformers' default."""
     config, kinds = {"full_attention_interval": 4, **config}, config.get("layer_types")
     if isinstance(kinds, list) and "full_attention" in kinds:
         config["full_attention_interval"] = kinds.index("full_attention") + 1

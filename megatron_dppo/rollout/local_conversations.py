@@ -77,7 +77,7 @@ class LocalConversations:
         self.attempts = attempts
         self.late_s = late_s
         self.end_s = end_s
-        # One loop for all steps, because objects kept by a function may belong to the loop.
+        # Keep one loop for all steps, because a function's objects may belong to the loop.
         self._runner = asyncio.Runner(loop_factory=EventLoop)
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class LocalConversations:
 
 
 class _Conversations:
-    """Conversations of one call, so that leftover tasks of a function cannot affect a later call."""
+    """Conversations of one call: leftover tasks of a function cannot affect a later call."""
 
     def __init__(self, parent: LocalConversations, sampling: Sampling, extend: Continue) -> None:
         self._of = parent
