@@ -306,15 +306,13 @@ def _parse_number(key: str, value: Any) -> float:
 
 
 def _parse_rope(path: str | Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings of rotary positions, with transformers' defaults for missing ``ROPE``
-    settings.
+    """Return the settings of rotary positions, with transformers' defaults for absent settings.
 
     Transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and
     ``rope_scaling``.
 
     Raises:
-        UserError: config.json has both objects, and the two differ; transformers reads
-            ``rope_scaling`` only.
+        UserError: config.json has two different objects; transformers reads ``rope_scaling`` only.
         ValueError: a setting has a wrong type.
     """
     defaults = {
@@ -390,11 +388,10 @@ def check_megatron(shape: PolicyShape) -> None:
 
 
 def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
-    """Check that the layout can cut a policy of this shape; ``sequence_parallel`` at tp 1 has no
-    effect.
+    """Check that the layout can cut a policy of this shape.
 
     Raises:
-        UserError: names the setting and the values that would be valid.
+        UserError: names the setting and the valid values.
     """
     parts = {f"the {shape.kv_heads} key-value heads": shape.kv_heads}
     if not shape.experts:
@@ -466,8 +463,7 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
 def _is_valid_split(layers: int, layout: LayoutConfig) -> bool:
     if layout.pp * layout.vpp > layers:
         return False
-    # Megatron divides the layers of the middle stages by the number of middle stages, which is 0
-    # here.
+    # Megatron would divide by the number of middle stages, which is 0 here.
     if layout.pp == 2 and layout.vpp > 1 and layout.first_stage_layers and layout.last_stage_layers:
         return False
     try:
@@ -524,11 +520,9 @@ def _list_divisors(number: int) -> str:
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Return the rows of embedding and output layer over all ranks: a multiple of 128 (required by
-    kernels) and of ``tp``.
-
-    Every tp that divides 128 gives the same number, so that a checkpoint fits all these layouts.
-    """
+    """Return the rows of embedding and output layer over all ranks: a multiple of ``tp``, and of
+    128 as required by kernels."""
+    # The same for every tp that divides 128, so that a checkpoint fits all these layouts.
     unit = math.lcm(128, tp)
     return (vocab_size + unit - 1) // unit * unit
 
@@ -543,7 +537,7 @@ VARIANTS = ("-fp8", "-base", "-instruct-2507", "-thinking-2507", "-instruct", "-
 
 
 def match_published_model(path: str) -> str | None:
-    """Return the key in ``PUBLISHED`` of the model named by a path or hub id, or None."""
+    """Return the key in ``PUBLISHED`` for a path or hub id, or None."""
     name = Path(path).name.lower()
     for variant in VARIANTS:
         name = name.removesuffix(variant)

@@ -117,7 +117,7 @@ class Collector:
         return rollouts
 
     def interrupt(self, running: Sequence[StepRollouts]) -> bool:
-        """Interrupt rollouts and store the progress. Collective.
+        """Interrupt rollouts, and store the partial rollouts. Collective.
 
         Returns:
             False if unsupported: the caller must finish the rollouts.
@@ -206,8 +206,9 @@ class Collector:
         """Wait for completions, scored and read by teachers in the order of arrival. Collective.
 
         Args:
-            total: completions of all ranks. Past ``reward.max_failures`` of them, the remaining
-                completions are left unscored, because :func:`check_failures` will stop the run.
+            total: completions of all ranks. After more failures than ``reward.max_failures``
+                permits, no further completion is scored, because :func:`check_failures` will stop
+                the run.
         """
         return self._world.run_on_all_ranks(
             self._wait_for_rollouts(prompts, pending, total=total), description="scores"

@@ -47,7 +47,7 @@ answered."""
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Progress of a rank, for all ranks."""
+    """Progress of a rank, sent to all ranks."""
 
     unfinished: int
     lost: Mapping[str, str]
