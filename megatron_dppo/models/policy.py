@@ -156,7 +156,7 @@ def transformer_config(
         # Gloo has no batched sends. With two interleaved stages, each has the same neighbour on
         # both sides, and a batch confuses their messages.
         batch_p2p_comm=cuda and not (layout.vpp > 1 and layout.pp == 2),
-        # Megatron waits for the whole device because of a bug of an older torch.
+        # True would wait for the whole device, to avoid a bug of an older torch.
         batch_p2p_sync=False,
         # Every pack of a minibatch has the same length, so that stages need not exchange shapes.
         variable_seq_lengths=False,

@@ -18,7 +18,8 @@ from megatron_dppo.parallel.layout import list_stage_layers
 from megatron_dppo.rl.types import RoutingShape
 
 LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
-"""Largest layer and expert counts, with tensor names for each; further counts may be 10⁹."""
+"""Largest counts of layers and experts, because each has tensor names; further counts may be
+10⁹."""
 FP32 = 2.0**-126, 2.0**127
 """Least and largest number; beyond, fp32 rounds to 0 or infinity."""
 LEAST = {"rope_theta": 1.0, "factor": 1.0}
@@ -388,7 +389,8 @@ def check_megatron(shape: PolicyShape) -> None:
 
 
 def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
-    """Check that the layout can cut a policy of this shape.
+    """Check that the layout can cut a policy of this shape; ``sequence_parallel`` without effect
+    (at tp 1) is no error.
 
     Raises:
         UserError: names the setting and the valid values.

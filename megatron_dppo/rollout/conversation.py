@@ -332,7 +332,7 @@ def _is_sequence(turn: Any) -> bool:
 def _build_sequence(
     client: Client, turns: Sequence[Turn], prefix: Sequence[int], limit: int
 ) -> Completion:
-    """Build one sequence, with enough tokens past ``limit`` to detect a truncation by the caller.
+    """Build one sequence, with enough tokens past ``limit`` for the caller to detect a truncation.
 
     Args:
         prefix: tokens before the turns.

@@ -66,7 +66,7 @@ EQUAL_DIGITS = 30
 
 
 class NarrowerDomainError(Exception):
-    """The label has a value at a point, and the answer has none of its own."""
+    """The label has a value at a point, but the answer has no value."""
 
 
 def match_algebra(label: str, answer: str) -> bool:
@@ -297,8 +297,8 @@ def _evaluate_points(
 
 
 def _is_sign_dependent(label: Node, answer: Node) -> bool:
-    """Return whether the label has the logarithm of an absolute value, or only logarithms of one
-    unknown, which may be negative."""
+    """Return whether an unknown's sign may matter to the label's logarithms: a logarithm of an
+    absolute value, or logarithms of a single unknown."""
     in_label = _find_logarithms(label)
     in_answer = _find_logarithms(answer)
     if any(n[:2] == ("call", "abs") for log in in_label for n in iter_subexpressions(log)):

@@ -6,8 +6,8 @@ A node is a tuple that begins with the kind: ``("number", Fraction)``, ``("symbo
 *arguments)``.
 
 - Implicit products bind closer than a slash: ``1/2x`` is 1/(2x).
-- An integer before a proper fraction is a mixed number; before an improper fraction, unreadable:
-  product or sum.
+- An integer followed by a proper fraction is a mixed number. Followed by an improper fraction, the
+  text is unreadable, because a product or a sum may be meant.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?
 
 @dataclass(frozen=True, slots=True)
 class BracketGroup:
-    """Elements between two brackets; an interval if there are two and a bracket is square."""
+    """Elements between two brackets; two elements and a square bracket make an interval."""
 
     opening: str
     elements: tuple[str, ...]
@@ -258,7 +258,7 @@ def split_assignment(text: str) -> tuple[str | None, str]:
 
 
 def parse_members(text: str) -> tuple[list[tuple[str | None, str]], bool]:
-    """Parse a list or set; return names and values of the members, and whether there are braces.
+    """Parse a list or set; return names and values of the members, and whether the text has braces.
 
     - A member with a plus-minus sign counts as two members.
     - A name applies to all members listed after the name: in ``n = 2, 3``, n is 2 and 3.

@@ -136,7 +136,7 @@ class ServerEngine:
 
     def interrupt(self, pending: Sequence[RequestBatch]) -> list[list[PartialRollout]] | None:
         """Interrupt rollouts; None for conversations and trees."""
-        # Servers know no turns of a function, and no forks.
+        # No server has a function's turns, or forks.
         if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
         self._dispatcher.stop_submitting(pending)

@@ -36,7 +36,7 @@ SAY_EVERY_S = 60.0
 """Seconds until the first log line about waiting for a server, and between later lines."""
 NOTHING = "it has given no answer"
 MISSES = 2
-"""Consecutive failed health checks of a lost server."""
+"""Consecutive failed health checks before a server counts as lost."""
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class ServerPool:
         return tuple(self._serving)
 
     def remove_unhealthy(self, problems: Mapping[str, str]) -> tuple[ServerClient, ...]:
-        """Remove the servers at these URLs, and start recoveries if possible; return the rest."""
+        """Remove servers (reasons by URL), and start recoveries if possible; return the rest."""
         for server in [server for server in self._serving if server.url in problems]:
             self._say(f"server {server.name} is taken out: it {problems[server.url]}")
             self._lost[server.url] = problems[server.url]

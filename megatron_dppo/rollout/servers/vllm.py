@@ -14,7 +14,7 @@ Properties of vLLM:
   Instead the adapter is unloaded, which only removes the name, and the next adapter, loaded under
   the same name, replaces the oldest adapter.
 - Cached prompts are distinguished by an adapter's name and path, not by content.
-- The drawn token is the first of the likeliest tokens, and may thus displace the last.
+- In the list of likeliest tokens, the drawn token comes first, and may displace the last.
 - On CPU, prepacked parameters have checksums of empty tensors.
 - On CPU, a request with a seed kills the server if a step computes only a part of the prompt.
 """
