@@ -1,9 +1,8 @@
 """The trained policy on this rank: shard, optimizer, and passes over packs.
 
-Gradients are sums. The plan divides the loss of a token by the minibatch's normaliser, and no other
-division follows: ``calculate_per_token_loss`` turns off Megatron's division by microbatches or
-replicas, and the finalize step gets no token count. Hence a plan gives the same gradient in every
-layout.
+Gradients are sums, so that a plan gives the same gradient in every layout. The plan divides the
+loss of a token by the minibatch's normaliser. ``calculate_per_token_loss`` turns off Megatron's
+division by microbatches or replicas, and the finalize step gets no token count.
 """
 
 from __future__ import annotations
@@ -64,11 +63,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def with_gradients(function: Function) -> Function:
-    """Run a function with gradients enabled.
-
-    A user's file may have disabled gradients for this thread: many judge scripts begin with
-    ``torch.set_grad_enabled(False)``.
-    """
+    """Run a function with gradients enabled."""
+    # A user's file may have disabled gradients for this thread: many judge scripts begin with
+    # ``torch.set_grad_enabled(False)``.
     return torch.inference_mode(False)(torch.enable_grad()(function))
 
 
@@ -118,7 +115,7 @@ class Policy:
         """Replay of experts, if enabled; see :meth:`enable_routing_replay`."""
 
     def enable_routing_replay(self) -> None:
-        """Send tokens to a pack's recorded experts from the next pass on."""
+        """Replay packs' recorded experts from the next pass on."""
         self.routing = RoutingReplay(self.chunks, self.world, self.shape.routing)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -153,7 +150,7 @@ class Policy:
             torch.cuda.empty_cache()
 
     def _compute_share(self, pack: Pack) -> PackShare | None:
-        """Return this rank's share of a pack, from arrays on the host; None: the whole pack."""
+        """Return this rank's share of a pack, on the host; None: the whole pack."""
         cp = self.world.layout.cp
         if cp == 1:
             return None
@@ -163,8 +160,6 @@ class Policy:
     def _build_packed_sequence(
         self, pack: Pack, device_cu_seqlens: torch.Tensor
     ) -> PackedSeqParams:
-        """Build Megatron's description of a pack; ``device_cu_seqlens``: its ``cu_seqlens`` on
-        the device."""
         if pack.parents is None:
             return build_packed_sequence(
                 pack.cu_seqlens,
@@ -293,7 +288,7 @@ class Actor(Policy):
             no_sync = [module.no_sync for module in self.modules]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.optimizer = get_megatron_optimizer(_megatron_optimizer(optimizer, model), self.modules)
-        # Set weight decay here, because no run has Megatron's scheduler for weight decay.
+        # Megatron's scheduler would set the weight decay, but no run has that scheduler.
         for group in self.optimizer.param_groups:
             group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
         prepare_adam_state(self.optimizer)
@@ -348,8 +343,8 @@ class Actor(Policy):
         self.offload()
 
     def accumulate(self, packs: Sequence[Pack], loss: Loss) -> list[Sums]:
-        """Run forward and backward over the packs, leaving gradients, summed over all ranks, in
-        DDP's buffers."""
+        """Run forward and backward over the packs; gradients, summed over all ranks, stay in DDP's
+        buffers."""
         for module in self.modules:
             module.train()
             # No effect unless release_memory has released the buffers.
@@ -359,18 +354,16 @@ class Actor(Policy):
         return self._run(packs, loss, forward_only=False)
 
     def compute_gradient_norm(self, packs: Sequence[Pack], loss: Loss) -> float:
-        """Return the gradient norm over all parameters of all ranks; no weight changes.
-        Collective."""
+        """Return the gradient norm of all ranks; no weight changes. Collective."""
         self.accumulate(packs, loss)
         _, norm, _ = self._read([])
         self.offload()
         return norm
 
     def release_memory(self) -> None:
-        """Keep only weights and, unless offloaded, the optimizer's state on the device between
-        updates.
+        """Keep only weights and, unless offloaded, the optimizer's state on the device.
 
-        Gradients are freed; the next update allocates the buffers again, behind the same views.
+        The next update allocates the gradients again, behind the same views.
         """
         self.optimizer.zero_grad()
         for module in self.modules:
@@ -380,7 +373,7 @@ class Actor(Policy):
         super().release_memory()
 
     def _read(self, outputs: list[Sums]) -> tuple[dict[str, float], float, torch.Tensor]:
-        """Read an update's results in one copy, because the host waits for each copy.
+        """Read an update's results.
 
         Returns:
             This rank's sums over packs, the norm of all ranks' gradients, and the counts of
@@ -395,6 +388,7 @@ class Actor(Policy):
         squares = compute_gradient_squares(self.optimizer, self.world.device)
         counts = self._expert_load.take() if self._expert_load else squares.new_empty(0)
         parts = [squares, counts, *(part for _, part in named)]
+        # Copy once, because the host waits for each copy.
         values = torch.cat([part.reshape(-1).double() for part in parts]).cpu()
         norms, load, each = values.split([squares.numel(), counts.numel(), len(named)])
         mine: dict[str, float] = {}
@@ -403,8 +397,8 @@ class Actor(Policy):
         return mine, float(norms.sum()) ** 0.5, load.view(counts.shape)
 
     def _sum_over_replicas(self, local: dict[str, float]) -> dict[str, float]:
-        """Add up sums over replicas, in the same order on every rank, so that metrics repeat bit
-        by bit."""
+        """Add up sums over replicas."""
+        # In the same order on every rank, so that metrics repeat bit by bit.
         total: dict[str, float] = {}
         for part in self.world.gather(local):
             for name, value in part.items():
@@ -415,8 +409,8 @@ class Actor(Policy):
 def _sum_gradients(
     model: list[torch.nn.Module], num_tokens: object = None, **arguments: Any
 ) -> None:
-    """Reduce gradients over replicas, norms and tied embeddings, without dividing by tokens."""
-    # No token count: Megatron would divide by it.
+    """Reduce gradients over replicas, norms and tied embeddings."""
+    # Without a token count, because Megatron would divide by tokens.
     finalize_model_grads(model, None, **arguments)
     add_expert_gradients(model)
 
@@ -438,8 +432,7 @@ def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> Megatr
 
 
 def compute_learning_rate(settings: OptimizerConfig, update: int, updates: int) -> float:
-    """Return the learning rate of an optimizer step, from the step's number (from 0) and the run's
-    length only."""
+    """Return the learning rate of a step, counted from 0, of a run of ``updates`` steps."""
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
     if settings.schedule == "constant":

@@ -1,11 +1,9 @@
 """Split of a pack over context-parallel ranks: every segment is cut into 2 · cp chunks, and rank r
 holds chunks r and 2 · cp − 1 − r of each segment.
 
-- Late tokens attend to more tokens than early tokens do; an early and a late chunk give every rank
-  the same amount of attention.
-- Megatron's rotary positions and Transformer Engine's attention assume this order of packs.
-- A segment's length is a multiple of 2 · cp. Padding comes after the segment's tokens, which never
-  attend to padding.
+- Late tokens attend to more tokens: an early and a late chunk give every rank equal work.
+- Megatron's rotary positions and Transformer Engine's attention assume this order.
+- A segment's length is a multiple of 2 · cp. Padding is last, and no token attends to padding.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ def compute_local_positions(lengths: Sequence[int], rank: int, size: int) -> tor
 
     Args:
         lengths: [S], tokens of each segment, T in all; multiples of 2 · size, unless ``size`` is 1.
-        rank: this rank among the context-parallel ranks.
+        rank: context-parallel rank.
         size: number of context-parallel ranks.
     """
     positions = torch.arange(sum(lengths))
@@ -42,19 +40,17 @@ def compute_local_positions(lengths: Sequence[int], rank: int, size: int) -> tor
 
 @dataclass(frozen=True, slots=True)
 class PackShare:
-    """A rank's share of a pack with R response tokens, built on the host from the pack's arrays
-    there.
+    """A rank's share, on the host, of a pack with R response tokens.
 
         PackShare(held=[0, 1, 6, 7], mine=[0, 2], predictors=[1, 2])
 
-    is rank 0 of 2 with a segment of 8 tokens and the predictors [1, 5, 6]. (Lists here, tensors in
-    the code.)
+    is rank 0 of 2 with a segment of 8 tokens and the predictors [1, 5, 6]. (Lists replace tensors.)
     """
 
     held: torch.Tensor
     """[T / size] int64, positions in the pack."""
     mine: torch.Tensor
-    """[r] int64, indices of the response tokens, out of R, whose predictors this rank holds."""
+    """[r] int64, indices below R of the response tokens whose predictors this rank holds."""
     predictors: torch.Tensor
     """[r] int64, places of these predictors in ``held``."""
 
@@ -67,13 +63,10 @@ class PackShare:
 def compute_share(
     lengths: Sequence[int], predictors: torch.Tensor, rank: int, size: int
 ) -> PackShare:
-    """Compute a rank's share of a pack.
+    """Compute a rank's share of a pack; see :func:`compute_local_positions`.
 
     Args:
-        lengths: [S], tokens of each segment.
         predictors: [R] int64, on the host: positions whose next token is a response token.
-        rank: see :func:`compute_local_positions`.
-        size: see :func:`compute_local_positions`.
     """
     held = compute_local_positions(lengths, rank, size)
     place = torch.full((sum(lengths),), -1)
@@ -108,17 +101,18 @@ def gather_responses(
 ) -> HeadOutput:
     """Gather outputs of all R = ``responses`` tokens on every rank. Collective.
 
-    Every rank then computes the same loss of all R tokens. In the backward pass each rank takes
-    only the gradient of the r tokens of its share, so that the loss counts once.
+    Every rank then computes the same loss of all R tokens.
 
     Args:
         part: outputs of the r tokens whose predictors this rank holds.
-        indices: [r] int64, indices of these r tokens, out of R.
+        indices: [r] int64, indices of these tokens, below R.
     """
     there = [name for name, field in part._asdict().items() if field is not None]
     whole = part.logprobs.new_zeros(len(there), responses).index_copy(
         1, indices, torch.stack(part.present)
     )
+    # The backward pass gives each rank the gradient of its r tokens only, so that the loss counts
+    # once.
     rows = reduce_from_tensor_model_parallel_region(whole, group=group)
     outputs = {}
     for name, row in zip(there, rows, strict=True):

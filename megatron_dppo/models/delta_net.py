@@ -1,8 +1,7 @@
-"""Megatron's gated delta network in a policy: over packs, without host waits, with fp32 parameters
-where every policy has fp32.
+"""Megatron's gated delta network: over packs, without host waits, with fp32 parameters where every
+policy has fp32.
 
-Megatron-Core has gated delta networks from 0.19 on. The networks use functions of
-flash-linear-attention; ``parallel/without_cuda.py`` replaces the functions on a CPU.
+Requires Megatron-Core 0.19. ``parallel/without_cuda.py`` replaces flash-linear-attention on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.nn import functional
 
 
 def with_delta_net(layer: Any) -> ModuleSpec:
-    """Return a copy of a layer with a gated delta network instead of attention."""
+    """Copy a layer, with a gated delta network instead of attention."""
     made = deepcopy(layer)
     parts = made.submodules
     linear = layer.submodules.self_attention.submodules
@@ -46,7 +45,7 @@ class OutputNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        # Without CUDA this is the CPU: see parallel/without_cuda.py.
+        # Returns the CPU without CUDA, see parallel/without_cuda.py.
         here = torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=torch.float32, device=here))
 

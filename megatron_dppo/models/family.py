@@ -1,7 +1,7 @@
 """Description of a family of models, given by a file in ``models/families``. Needs no torch.
 
-A family lists the parameters of a layer. Each parameter is a row: its names in Megatron, its
-Hugging Face tensors, and its split over ranks. Rows shared by several families are defined here.
+A family lists the parameters of a layer as rows: Megatron's names, Hugging Face tensors, and split
+over ranks. Rows shared by several families are defined here.
 """
 
 from __future__ import annotations
@@ -49,35 +49,28 @@ class ParameterMapping:
 
     split: Split
     megatron: tuple[str, ...]
-    """Names of the parameter: a single name, or two if layer specifications differ: first the
-    name in the specification with separate norms, then the name in Transformer Engine's
-    specification, which fuses a norm into the following linear layer."""
+    """A single name, or two: with separate norms, and in Transformer Engine's layer specification,
+    which fuses a norm into the following linear layer."""
     tensors: tuple[str, ...]
     """Hugging Face names, in the order of stacking."""
     is_copy: bool = False
-    """Whether another mapping has the same tensors; a copy is loaded, but never streamed."""
+    """Whether another mapping has the same tensors; copies are loaded, but never streamed."""
     lora_rank: int = 0
-    """Rank of the adapter with this parameter as matrix A or B; 0: a parameter of the policy."""
+    """Rank of the adapter whose matrix A or B this is; 0: a parameter of the policy."""
     layers: str = ""
-    """Kind of the layers with this parameter, from ``layer_types`` in config.json; empty: all
-    layers."""
+    """Layers with this parameter: an entry of config.json's ``layer_types``; empty: all layers."""
     sections: tuple[tuple[int, str, str], ...] = ()
     """For ``SECTIONS``: index of the tensor, name in Megatron's distributed format, kind of
     dimension."""
     exact: bool = False
     """Whether the parameter is fp32 in every policy and file."""
     fused: str = ""
-    """Tensor of files with the tensors of all experts one after another; empty: one tensor per
-    expert."""
+    """Name of the tensor in files that stack all experts; empty: one tensor per expert."""
 
     @property
     def key(self) -> str:
-        """Name of the parameter in Megatron's distributed format, the same for both layer
-        specifications.
-
-        The name is Transformer Engine's. Experts are a leading dimension there and no part of the
-        name.
-        """
+        """Name in Megatron's distributed format, the same for both layer specifications."""
+        # Experts are a leading dimension there, and no part of the name.
         return self.megatron[-1].replace(".local_experts.{expert}", ".experts")
 
     @property
@@ -92,7 +85,7 @@ class ParameterMapping:
 
 
 def layer_row(split: Split, megatron: str, *tensors: str, **more: Any) -> ParameterMapping:
-    """Return the row of a parameter in every layer; ``|`` separates two Megatron names."""
+    """Return the mapping of a parameter of every layer; ``|`` separates two Megatron names."""
     names = tuple("decoder.layers.{layer}." + name for name in megatron.split(" | "))
     return ParameterMapping(
         split, names, tuple("model.{body}layers.{layer}." + name for name in tensors), **more
@@ -148,17 +141,14 @@ DIMENSIONS = {
     "down_proj": ("hidden", "feed_forward"),
     "gate": ("experts", "hidden"),
 }
-"""Dimensions of the weight of a Hugging Face module, outputs first; a bias has the outputs.
-
-A norm that is absent from the table has ``hidden``. A key may have the name of the enclosing module
-in front of the module's name.
-"""
+"""Dimensions of a Hugging Face module's weight, outputs first. A bias has the outputs, and an
+absent norm has ``hidden``. The enclosing module's name may precede a key."""
 
 
 def tensor_dimensions(
     name: str, known: Mapping[str, tuple[str, ...]] = DIMENSIONS
 ) -> tuple[str, ...]:
-    """Return the kind of each dimension of a policy's Hugging Face tensor.
+    """Return the kind of each dimension of a Hugging Face tensor.
 
         tensor_dimensions("model.layers.5.self_attn.o_proj.weight") == ("hidden", "queries")
 
@@ -172,63 +162,60 @@ def tensor_dimensions(
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaled rotary positions; subclasses have numbers as fields, under config.json's names."""
+    """Scaled rotary positions. Subclasses have config.json's numbers as fields."""
 
     rope_type: ClassVar[str]
 
     def scale(self, frequencies: Any) -> Any:
-        """Scale ``frequencies``, an array of radians per token."""
+        """Scale ``frequencies``, in radians per token."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Family:
-    """Decoders with grouped-query attention, SwiGLU or SwiGLU experts, RMSNorm, and rotary
+    """Decoders with grouped-query attention, SwiGLU (dense or experts), RMSNorm, and rotary
     positions."""
 
     architecture: str
-    """Class in transformers, as named in config.json: ``Qwen3ForCausalLM``."""
+    """Class in transformers: ``Qwen3ForCausalLM``."""
     model_type: str
-    """Short name in config.json, also used by ``init --family`` and the documentation:
-    ``qwen3``."""
+    """Short name in config.json and in ``init --family``: ``qwen3``."""
     rows: tuple[ParameterMapping, ...]
     """Parameters of a layer."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of Megatron's ``TransformerConfig``."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """config.json's names of ``PolicyShape`` fields that differ from :data:`shape.KEYS`; ``|``
+    """config.json's names of ``PolicyShape`` fields, if not as in :data:`shape.KEYS`; ``|``
     separates an earlier and a later name."""
     optional: tuple[str, ...] = ()
-    """Sizes that config.json may omit and transformers then derives: ``head_dim``,
+    """Sizes that config.json may omit and transformers derives: ``head_dim``,
     ``num_key_value_heads``."""
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Settings of config.json with their supported values; the first value is the default and is
-    written by ``init``."""
+    """Supported values of config.json's settings; the first value is the default, and written by
+    ``init``."""
     absent: Mapping[str, Any] = field(default_factory=dict)
-    """Values that transformers uses for settings absent from config.json, if different from the
-    first supported value."""
+    """Values of settings absent from config.json, if transformers does not use the first supported
+    value."""
     rope_scalings: tuple[type[RopeScaling], ...] = ()
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Published models by lower-case name: the fields of their ``PolicyShape``."""
     dimensions: Mapping[str, tuple[str, ...]] = field(default_factory=DIMENSIONS.copy)
     """:data:`DIMENSIONS` of the family's modules."""
     text_config: str = ""
-    """Key of the text model's settings in config.json, if the text model is a part of the model."""
+    """config.json's key of the text model's settings, if the model has further parts."""
     body: str = ""
-    """Part of tensor names between ``model.`` and the names of a text model: ``language_model.``"""
+    """Part of tensor names after ``model.``, if the model has further parts:
+    ``language_model.``"""
     carried: tuple[str, ...] = ()
-    """Prefixes of tensors outside the policy; an export copies these tensors from its base
-    model."""
+    """Prefixes of tensors outside the policy; an export copies the base model's."""
     reads_head_dim: bool = True
-    """Whether every reader takes ``head_dim`` from config.json; ``head_dim`` may then differ
-    from ``hidden / heads``."""
+    """Whether every reader takes ``head_dim`` from config.json. If not, ``head_dim`` must be
+    ``hidden / heads``."""
 
     @property
     def linear_layers(self) -> dict[str, ParameterMapping]:
-        """Rows of the weights of Megatron's linear layers that may have adapters.
-
-        Keys are layer names without numbers: ``decoder.layers.mlp.linear_fc1``.
-        """
+        """Rows of weights that may have adapters, by layer name without numbers:
+        ``decoder.layers.mlp.linear_fc1``."""
         weights = [
             (name.rpartition(".")[0], row)
             for row in self.rows

@@ -18,7 +18,7 @@ from megatron_dppo.rl.types import Bools, Pack
 
 
 class Frozen(Policy):
-    """A policy that is never trained, with weights on the host between passes if offloaded."""
+    """Policy without training; if offloaded, the weights are on the host between passes."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -27,13 +27,7 @@ class Frozen(Policy):
     def offload_weights(self, setting: str, value: object, remedy: str) -> None:
         """Move the loaded weights to the host; every later pass copies the weights to the device.
 
-        Args:
-            setting: setting named in the error.
-            value: value of ``setting`` in the error.
-            remedy: alternative to more memory in the error.
-
-        Raises:
-            UserError: the host cannot pin the memory.
+        Arguments and errors are as in :func:`pinned.allocate_pinned_buffer`.
         """
         parameters = list(self.parameters())
         offsets, size = compute_offsets(parameters)
@@ -64,10 +58,10 @@ class Reference(Frozen):
 
 
 class Teacher(Frozen):
-    """Frozen model of any shape with the policy's vocabulary, as target of a distillation.
+    """Frozen model with the policy's vocabulary, as target of a distillation.
 
-    The teacher runs in the policy's layout, so that every rank has the teacher's and the policy's
-    states of the same tokens.
+    The teacher has the policy's layout, so that every rank has both models' states of the same
+    tokens.
     """
 
     @torch.no_grad()
@@ -79,14 +73,11 @@ class Teacher(Frozen):
     ) -> list[TeacherHead | None]:
         """Return the teacher head of each pack on ranks of the last stage, else None.
 
-        Collective over the replica. States stay on the device until training: each response token
-        takes the teacher's width in the teacher's dtype. The output layer stays on the device as
-        well.
+        Collective over the replica. The output layer and the states stay on the device until
+        training: per response token, the teacher's width in the teacher's dtype.
 
         Args:
-            packs: packs to read.
             teacher_masks: [R] for each pack, targets distilled from this teacher.
-            direction: direction of the divergence.
         """
         places = {
             id(pack): self._select_rows(pack, mine)
@@ -112,8 +103,7 @@ class Teacher(Frozen):
         ]
 
     def _select_rows(self, pack: Pack, teacher_mask: Bools) -> torch.Tensor | None:
-        """Return the places of the distilled targets among this rank's targets; None: all
-        targets."""
+        """Return the places of distilled targets among this rank's targets; None: all targets."""
         if teacher_mask.all():
             return None
         share = self._compute_share(pack)
@@ -122,14 +112,12 @@ class Teacher(Frozen):
 
 
 class BasePolicy:
-    """Policy with adapters off, as reference of the loss's KL term, because the frozen weights
-    exist anyway."""
+    """Policy with adapters off, as reference of the loss's KL term."""
 
     def __init__(self, policy: Policy) -> None:
         self._adapted = policy
 
     def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
-        """Compute :meth:`Policy.log_probabilities` without routing replay: routers choose all
-        experts."""
+        """Compute :meth:`Policy.log_probabilities` without routing replay."""
         with disable_adapters(self._adapted.chunks):
             return self._adapted.log_probabilities([replace(pack, routing=None) for pack in packs])

@@ -1,10 +1,10 @@
-"""Modules of a transformer layer: torch's own operations, which run anywhere, or Transformer
-Engine's kernels.
+"""Modules of a transformer layer: torch's own operations for any device, or Transformer Engine's
+kernels.
 
-Both specifications write the same checkpoint keys. Transformer Engine fuses a norm into the
-following linear layer; Megatron's key map gives the separate norms of torch's specification the
-fused names (``linear_qkv.layer_norm_weight``). The norm before experts is separate in both
-specifications, because the router also reads the norm's output.
+Both specifications write the same checkpoint keys: Megatron's key map gives torch's separate norms
+the names of Transformer Engine's norms, fused into the following linear layer
+(``linear_qkv.layer_norm_weight``). The norm before experts is always separate, because the router
+also reads the norm's output.
 """
 
 from __future__ import annotations
@@ -72,11 +72,9 @@ def check_attention(
 ) -> None:
     """Check for fused attention over packs if the policy has Transformer Engine's layers.
 
-    The GPUs and head sizes supported by cuDNN differ by version.
-
     Raises:
-        UserError: Transformer Engine has only unfused attention, which pads each segment of a pack
-            to the longest segment, or no attention.
+        UserError: Transformer Engine has no attention, or only unfused attention, which pads each
+            segment of a pack to the longest segment.
     """
     if choose_spec(model) != "te":
         return
@@ -99,6 +97,7 @@ def check_attention(
         is_training=training,
         fp8_meta={},
     )
+    # Ask the library, because the GPUs and head sizes supported by cuDNN differ by version.
     flash, _, fused, *_ = utils.get_attention_backend(parameters)
     if not flash and not fused:
         heads = f"heads of {shape.head_dim}" + (", with layout.cp above 1" if layout.cp > 1 else "")
@@ -114,22 +113,20 @@ def check_attention(
 
 
 def choose_sharing(config: Config, shape: PolicyShape) -> Config:
-    """Return the configuration with ``pack.share_prefixes`` resolved for the policy and this
-    machine.
-
-    A gated delta network would have to start each completion from the prompt's last state. On a
-    GPU, FlashAttention requires half precision.
+    """Return the configuration with ``pack.share_prefixes`` resolved.
 
     Raises:
         UserError: ``pack.share_prefixes`` is ``on``, but attention over shared prefixes on a GPU
             does not support fp32.
     """
+    # On a GPU, FlashAttention requires half precision.
     unsupported = config.model.dtype == "fp32" and torch.cuda.is_available()
     if config.pack.share_prefixes == "on" and unsupported:
         problem = "requires half precision on a GPU, and model.dtype is fp32"
         raise UserError(
             "pack.share_prefixes", "on", problem, "set model.dtype=bf16, or pack.share_prefixes=off"
         )
+    # A gated delta network would have to start each completion from the prompt's last state.
     shares = choose_spec(config.model) != "te" and not shape.hybrid and not unsupported
     if config.pack.share_prefixes != "auto" or shares:
         return config
@@ -139,12 +136,11 @@ def choose_sharing(config: Config, shape: PolicyShape) -> Config:
 def build_layer_spec(
     spec: Spec, config: TransformerConfig, vp_stage: int | None, *, with_adapters: bool = False
 ) -> TransformerBlockSubmodules | ModuleSpec:
-    """Build the layers of a virtual stage of this rank, for
-    :class:`megatron.core.models.gpt.GPTModel`.
+    """Build the layers of this rank's virtual stage, for :class:`GPTModel`.
 
     Args:
-        with_adapters: whether linear layers get adapters. Adapters need the normed inputs of the
-            layers: no norm is fused.
+        with_adapters: whether linear layers get adapters, which need normed inputs: no norm is
+            fused.
     """
     kind = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     hybrid = config.linear_attention_freq is not None
@@ -159,7 +155,7 @@ def build_layer_spec(
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts:
-        # The norm before experts is separate in both specifications: keep the separate key.
+        # The norm before experts keeps its own key.
         del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SegmentAttention
@@ -185,8 +181,7 @@ def _hybrid_layers(
 
 
 def build_family_settings(shape: PolicyShape) -> dict[str, Any]:
-    """Return Megatron's settings for a family, and for gated delta networks between attention
-    layers."""
+    """Return Megatron's settings for a family and its gated delta networks."""
     if not shape.hybrid:
         return dict(shape.family.megatron)
     return {
@@ -201,11 +196,10 @@ def build_family_settings(shape: PolicyShape) -> dict[str, Any]:
 
 
 def _make_te_attention() -> type[torch.nn.Module]:
-    """Return Transformer Engine's attention, with our attention for packs with shared prefixes."""
+    """Return Transformer Engine's attention, with our attention over shared prefixes."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    # Transformer Engine's attention returns no log-sum-exp, which attention over shared prefixes
-    # needs.
+    # Transformer Engine's attention returns no log-sum-exp.
     class Attention(TEDotProductAttention):
         def __init__(
             self, *arguments: Any, pg_collection: ProcessGroupCollection, **settings: Any
@@ -256,15 +250,12 @@ def _split_norms(layer: Any, config: TransformerConfig) -> ModuleSpec:
 
 
 def add_to_main_gradients(model: torch.nn.Module) -> None:
-    """Let Transformer Engine's layers add to DDP's fp32 gradients inside the product that computes
-    them.
+    """Let Transformer Engine's layers compute gradients directly into DDP's fp32 gradients.
 
-    Called once DDP has wrapped the model; torch's layers are unaffected. Frozen weights are
-    skipped, because DDP keeps no gradient.
+    Called once DDP has wrapped the model. Frozen weights are skipped: DDP keeps no gradient.
     """
     # Megatron's own setting, ``gradient_accumulation_fusion``, would also require Apex, because of
-    # an
-    # output layer that computes no product here.
+    # an output layer that computes no product here.
     for layer in model.modules():
         trained = any(parameter.requires_grad for parameter in layer.parameters(recurse=False))
         if trained and hasattr(layer, "fuse_wgrad_accumulation"):
@@ -275,15 +266,14 @@ class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension.
 
     Megatron's wrapper of torch's norm refuses sequence parallelism, because the wrapper does not
-    mark the weight: each rank of the group sees only its own tokens, and Megatron sums the
-    gradients of marked weights only.
+    mark the weight, and Megatron sums the gradients of marked weights only.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self._zero_centred = config.layernorm_zero_centered_gamma
-        # Without CUDA this is the CPU: see parallel/without_cuda.py.
+        # Returns the CPU without CUDA, see parallel/without_cuda.py.
         here = torch.cuda.current_device()
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=here)
@@ -300,17 +290,14 @@ class RMSNorm(torch.nn.Module):
 
 
 class SegmentAttention(torch.nn.Module):
-    """Causal attention within each segment of a pack, with one call of torch's fused kernel per
-    segment.
-
-    Context-parallel ranks gather the keys and values of their packs, layer by layer.
+    """Causal attention within each segment of a pack; context-parallel ranks gather keys and
+    values.
 
     Time of forward and backward on one core, for 37 segments of 25 to 300 tokens:
 
     - one call per segment, split from the pack: 12 ms;
     - segments padded into batches of similar lengths: 17 ms;
-    - segments sliced instead of split: 18 ms, because the backward pass writes the whole pack once
-      per segment;
+    - segments sliced instead of split: 18 ms (the backward pass writes the whole pack each time);
     - one call under a block-diagonal mask: 205 ms.
     """
 

@@ -1,21 +1,20 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) on Megatron's linear layers: y = W x + alpha/rank · B
 A x, with W frozen.
 
-Megatron fuses queries, keys and values into one layer, and gate and up projection into another
-layer. Each Hugging Face matrix in a fused layer has a separate adapter. Hence training matches
-PEFT, and adapters are written in PEFT's format.
+Megatron fuses queries, keys and values into one layer, and gate and up projection into another.
+Each Hugging Face matrix in a fused layer has a separate adapter, so that training and files match
+PEFT.
 
 - Column-parallel layer: B is cut like the weight's rows, and every rank has the whole A.
 - Row-parallel layer: A is cut like the weight's columns, and every rank has the whole B.
-- Between A and B, ranks exchange the ``rank`` numbers of a token, not its hidden state.
+- Between A and B, ranks exchange ``rank`` numbers per token, not the hidden state.
 
-A matrix that every rank has whole gets its gradient in parts if ranks see different tokens
-(sequence parallelism) or hold different features of an expert. Marks on parameters and
-:func:`add_expert_gradients` handle both cases:
+A rank computes only a part of a whole matrix's gradient if ranks see different tokens (sequence
+parallelism) or hold different features of an expert:
 
 - Sequence parallelism: Megatron sums the gradients of marked parameters over tensor-parallel ranks.
 - Experts: Megatron does not sum over the ranks of one expert, and ignores these ranks in the
-  gradient norm.
+  gradient norm. Hence :func:`add_expert_gradients`, and further marks.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Adapter(torch.nn.Module):
 
     def __init__(self, rank: int, inputs: int, outputs: int, config: TransformerConfig) -> None:
         super().__init__()
-        # Without CUDA this is the CPU: see parallel/without_cuda.py.
+        # Returns the CPU without CUDA, see parallel/without_cuda.py.
         here = torch.cuda.current_device()
         kind: Any = {"dtype": config.params_dtype, "device": here}
         self.a = torch.nn.Parameter(torch.zeros(rank, inputs, **kind))
@@ -90,11 +89,10 @@ class LayerAdapters(torch.nn.ModuleDict):
         self._scale = lora.scale
         ranks = self._group.size()
         self._blocks = shape.kv_heads // ranks if row.split in (Split.QKV, Split.GATED_QKV) else 1
-        """Number of blocks of the layer's outputs; every matrix has an equal part of each block."""
+        """Blocks of the layer's outputs, with an equal part of every matrix."""
         self._gated = shape.head_dim if row.split is Split.GATED_QKV else 0
         self._outputs: list[tuple[str, int]] = []
-        """Name and number of outputs on this rank of each matrix of the layer, with or without
-        adapter."""
+        """Name and local outputs of each matrix of the layer, with or without adapter."""
         for name, tensor in zip(row.modules, row.tensors, strict=True):
             dimensions = tensor_dimensions(tensor, shape.family.dimensions)
             outputs, inputs = (shape.extents[dimension] for dimension in dimensions)
@@ -107,7 +105,7 @@ class LayerAdapters(torch.nn.ModuleDict):
                 self._mark(self[name])
 
     def _mark(self, adapter: Any) -> None:
-        """Mark for Megatron the cut of each matrix, and the ranks to sum its gradient over."""
+        """Mark each matrix for Megatron: its cut, and the ranks to sum its gradient over."""
         whole, cut = (adapter.b, adapter.a) if self._row_parallel else (adapter.a, adapter.b)
         for parameter in (whole, cut):
             parameter.partition_dim = 1 if parameter is adapter.a else 0
@@ -122,15 +120,9 @@ class LayerAdapters(torch.nn.ModuleDict):
             whole.sequence_parallel = self._sequence_parallel
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the adapters' part of the layer's outputs on this rank.
-
-        Args:
-            inputs: [..., inputs], the inputs of the layer.
-
-        Returns:
-            [..., outputs], cut over tokens and features like the outputs of the layer.
-        """
-        # Flatten, because torch would multiply slices of [T, 1, h] as T matrices of one row.
+        """Return the adapters' part of the layer's outputs, [..., outputs], cut like the outputs,
+        for the layer's inputs, [..., inputs]."""
+        # Flattened, because torch would multiply slices of [T, 1, h] as T matrices of one row.
         rows = inputs.flatten(0, -2)
         low = functional.linear(rows, torch.cat([adapter.a for adapter in self._adapters]))
         low = self._exchange(low) * self._scale
@@ -156,7 +148,6 @@ class LayerAdapters(torch.nn.ModuleDict):
         return list(self.values())
 
     def _exchange(self, low: torch.Tensor) -> torch.Tensor:
-        """Exchange the products with A over ranks, before the product with B."""
         # Megatron's dispatcher gathers the inputs of experts and sums their outputs.
         if self._expert:
             return low
@@ -173,16 +164,16 @@ class LayerAdapters(torch.nn.ModuleDict):
 
 
 class GroupedAdapters(torch.nn.ModuleList):
-    """Adapters of a layer with the weights of several experts, in the order of the experts."""
+    """Adapters of a layer that holds several experts, in order."""
 
     enabled = True
 
     def forward(self, inputs: torch.Tensor, tokens_per_expert: Sequence[int]) -> torch.Tensor:
-        """Return the adapters' part of the outputs of all experts, [tokens, outputs].
+        """Return the adapters' part of all outputs, [tokens, outputs].
 
         Args:
             inputs: [tokens, inputs], tokens of the first expert first.
-            tokens_per_expert: tokens of each expert, on the host.
+            tokens_per_expert: on the host.
         """
         parts = inputs.split([int(tokens) for tokens in tokens_per_expert])
         return torch.cat([adapters(part) for adapters, part in zip(self, parts, strict=True)])
@@ -191,8 +182,7 @@ class GroupedAdapters(torch.nn.ModuleList):
 def add_adapters(
     chunk: torch.nn.Module, shape: PolicyShape, settings: LoraConfig, config: TransformerConfig
 ) -> None:
-    """Freeze a chunk's weights and add adapters to its linear layers; all adapters start at
-    zero."""
+    """Freeze a chunk's weights and add adapters, which start at zero."""
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     rows = shape.family.linear_layers
@@ -215,8 +205,8 @@ def add_adapters(
         embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
     if chunk.post_process:
         # The policy head returns a transposed gradient of [1, T, h]. Torch multiplies such strides
-        # with a frozen matrix token by token, several times slower; the view gives the gradient the
-        # strides of a contiguous tensor.
+        # with a frozen matrix token by token, several times slower; this view restores the strides
+        # of a contiguous tensor.
         decoder.register_forward_hook(
             lambda module, inputs, output: output.flatten().view(output.shape)
         )
@@ -231,7 +221,7 @@ def _add(
 
 @contextmanager
 def disable_adapters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Disable all adapters within the context, leaving the policy of the frozen weights."""
+    """Disable all adapters: the policy is then the frozen weights' policy."""
     modules: Iterator[Any] = chain.from_iterable(chunk.modules() for chunk in chunks)
     found = [module for module in modules if isinstance(module, LayerAdapters | GroupedAdapters)]
     for adapters in found:
@@ -244,11 +234,10 @@ def disable_adapters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def add_expert_gradients(chunks: Iterable[torch.nn.Module]) -> None:
-    """Sum partial gradients of adapters over the tensor-parallel ranks of each expert.
-
-    Called after gradients are summed over replicas. If the distributed optimizer shards these
-    gradients, all ranks of an expert have the same shard.
-    """
+    """Sum partial gradients of adapters over the tensor-parallel ranks of each expert, after the
+    sum over replicas."""
+    # Also right for shards of the distributed optimizer, because all ranks of an expert have the
+    # same shard.
     parameters: Iterator[Any] = chain.from_iterable(chunk.parameters() for chunk in chunks)
     gradients = [p.main_grad for p in parameters if getattr(p, "added_over_expert", False)]
     if gradients:

@@ -1,11 +1,11 @@
 """Gradient norm without a host wait, and Adam state kept on the device or offloaded to the host.
 
 Adam creates its state lazily, but the distributed optimizer can describe and load only existing
-state for a checkpoint. The state is therefore created before the first step and restored in place.
+state for a checkpoint: the state is created before the first step and restored in place.
 
-Megatron's own offload copies tensor by tensor through memory staged by CUDA: each copy waits for
-the previous copy. Here one pinned buffer holds the whole state of a rank during the whole run, and
-all copies share one wait.
+Megatron's own offload copies tensor by tensor through memory staged by CUDA, with a wait for each
+tensor. Here one pinned buffer holds a rank's whole state during the run, with one wait for all
+copies.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from megatron_dppo.models.pinned import allocate_pinned_buffer, compute_offsets,
 def compute_gradient_squares(optimizer: Any, device: torch.device) -> torch.Tensor:
     """Return squared gradient norms, fp32 on the device; the caller adds the entries. Collective.
 
-    Equals ``get_grad_norm`` of Megatron-Core without its host wait. Parameters shared by several
+    Equals Megatron-Core's ``get_grad_norm`` without the host wait. Parameters shared by several
     ranks count once.
 
     Args:
         optimizer: result of ``get_megatron_optimizer``, after ``prepare_grads``.
-        device: device of the gradients.
 
     Returns:
         [1], or [n] if the n chained optimizers sum over different groups of ranks.
@@ -55,7 +54,7 @@ def compute_gradient_squares(optimizer: Any, device: torch.device) -> torch.Tens
 
 def _get_norm_gradients(part: Any) -> list[torch.Tensor]:
     """Return the gradients of one optimizer, without copies counted by another rank."""
-    # The method has a new name from megatron-core 0.19 on.
+    # megatron-core 0.19 renames the method.
     newer = getattr(part, "get_grads_for_grad_norm", None)
     return newer() if newer else part.get_main_grads_for_grad_norm()
 
@@ -63,12 +62,9 @@ def _get_norm_gradients(part: Any) -> list[torch.Tensor]:
 def prepare_adam_state(optimizer: Any) -> None:
     """Create the Adam state of a Megatron optimizer before its first step; keep existing state.
 
-    Call this before ``sharded_state_dict`` on an optimizer that may not have stepped. Otherwise
-    Megatron creates the state during loading, from ``torch.empty``, which is right only if a
-    checkpoint is then read into the state.
-
-    Args:
-        optimizer: result of ``get_megatron_optimizer``.
+    Required before ``sharded_state_dict`` of an optimizer without a step. Otherwise Megatron
+    creates the state from ``torch.empty``, which is right only if a checkpoint is then read into
+    the state.
     """
     for part in list_optimizers(optimizer):
         inner = part.optimizer
@@ -83,10 +79,9 @@ def prepare_adam_state(optimizer: Any) -> None:
 
 
 def _find_mixed_types(part: Any) -> None:
-    # Megatron puts the fp32 parameters of a group before the bf16 parameters, but looks up
-    # all parameters in the order of the buffers. Without corrected places, a checkpoint of a policy
-    # of both
-    # types would hold the state of other parameters.
+    # Megatron puts a group's fp32 parameters before the bf16 parameters, but looks up all
+    # parameters in the order of the buffers. Without corrected places, a checkpoint of a policy of
+    # both types would hold the state of other parameters.
     for group, of_types in enumerate(
         zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
     ):
@@ -95,19 +90,15 @@ def _find_mixed_types(part: Any) -> None:
 
 
 def list_optimizers(optimizer: Any) -> list[Any]:
-    """List the optimizers chained by Megatron: one for dense parameters, one for experts, each
-    if present on this rank."""
+    """List the chained optimizers of this rank: one for dense parameters, one for experts."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if part.optimizer is not None]
 
 
 def _restore_in_place(inner: torch.optim.Optimizer) -> None:
-    """Make a fused Adam copy loaded state into its existing state.
-
-    ``load_state_dict`` of Transformer Engine allocates new tensors for the whole state while the
-    old tensors still exist: another 30 GiB for the moments of a 4B policy, whenever Megatron
-    describes or loads a checkpoint.
-    """
+    """Make a fused Adam copy loaded state into its existing state."""
+    # ``load_state_dict`` of Transformer Engine allocates the whole state again beside the old
+    # tensors, whenever Megatron describes or loads a checkpoint: 30 GiB for a 4B policy.
     kept: dict[torch.Tensor, Any] = {}
 
     def before(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
@@ -121,7 +112,7 @@ def _restore_in_place(inner: torch.optim.Optimizer) -> None:
                 for name, tensor in tensors.items():
                     if tensor is not optimizer.state[parameter][name]:
                         optimizer.state[parameter][name].copy_(tensor)
-        # Empty the caller's own dictionary: ``load_state_dict`` then has no tensors to allocate.
+        # Empty the caller's own dictionary, because ``load_state_dict`` allocates its tensors.
         loaded["state"].clear()
         kept.update(optimizer.state)
 
@@ -143,15 +134,15 @@ def _iterate_states(
 
 
 class OffloadedState:
-    """State of a Megatron optimizer, chained or not: fp32 master weights and Adam's moments.
+    """State of a Megatron optimizer: fp32 master weights and Adam's moments.
 
-    Only the data of a tensor moves. The tensor objects stay, because Megatron refers to them from
+    Only a tensor's data moves. The tensor objects stay, because Megatron refers to them from
     several places.
 
     Args:
         optimizer: result of ``get_megatron_optimizer``, with Adam's state.
-        weights: weights of the policy. A master weight that is a view of a weight (in fp32) stays
-            on the device with that weight.
+        weights: weights of the policy. An fp32 master weight that is a view of a policy weight
+            stays on the device.
         device: device of the optimizer step.
     """
 
@@ -164,16 +155,15 @@ class OffloadedState:
         self._weights = list(weights)
         self._device = device
         self._offsets, size = compute_offsets(self._tensors())
-        # Forked processes must not have the buffer: the device would keep writing into memory that
-        # the writer of a checkpoint reads. Before the fork Megatron copies the slots that a
-        # checkpoint needs, since a slot is a part of a larger tensor.
+        # Not visible to forked processes, because the device would keep writing into memory that
+        # a checkpoint's writer reads. Before the fork Megatron copies the slots of a checkpoint,
+        # since a slot is a part of a larger tensor.
         self._host = allocate_pinned_buffer(
             size, device, "optimizer.offload", "true", remedy="set optimizer.offload=false"
         )
 
     def offload(self) -> None:
-        """Move the whole state to the host and free its memory on the device; data on the host
-        stays."""
+        """Move the whole state to the host and free its memory on the device. Idempotent."""
         # Queue all copies on the current stream, and wait once at the end.
         for tensor, offset in zip(self._tensors(), self._offsets, strict=True):
             slot = view_slot(self._host, offset, tensor)
@@ -186,14 +176,13 @@ class OffloadedState:
             torch.cuda.current_stream(self._device).synchronize()
 
     def onload(self) -> None:
-        """Move the whole state to the device, ready for work queued next on the current stream."""
+        """Move the whole state to the device, for later work on the current stream."""
         for tensor in self._tensors():
             tensor.data = tensor.data.to(self._device, non_blocking=True, copy=True)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors to move, always in the same order."""
-        # Read the state at each call: torch's Adam may replace the tensors of the moments when
-        # loading.
+        # Read the state at each call, because loading may replace the moments of torch's Adam.
         weights = {weight.untyped_storage().data_ptr() for weight in self._weights}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -201,8 +190,7 @@ class OffloadedState:
                     if master.untyped_storage().data_ptr() not in weights:
                         yield master
                     state = optimizer.state[master]
-                    # Torch's Adam keeps the number of steps as a tensor without dimensions, on the
-                    # host.
+                    # Torch's Adam keeps the step count as a 0-d tensor on the host.
                     yield from (
                         value
                         for _, value in sorted(state.items())

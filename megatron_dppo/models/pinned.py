@@ -1,7 +1,6 @@
-"""Pinned host memory of exact size, so that copies between host and device need no staging.
+"""Pinned host memory of exact size, for copies between host and device without staging.
 
-Torch's allocator of pinned memory rounds each block up to the next power of two, and keeps the
-block until the process ends.
+Torch's own allocator rounds each block up to a power of two, and never frees a block.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ import torch
 from megatron_dppo.errors import UserError
 
 ALIGNMENT = 512
-"""Alignment of slots in bytes, equal to the block alignment of CUDA's allocator."""
+"""Alignment of slots in bytes, as of blocks in CUDA's allocator."""
 PORTABLE = 1
 """``cudaHostRegisterPortable``."""
 
 
 def compute_offsets(tensors: Iterable[torch.Tensor]) -> tuple[list[int], int]:
-    """Return each tensor's offset in a shared buffer, and the size of the buffer, in bytes."""
+    """Return each tensor's offset in a shared buffer, and the buffer's size, in bytes."""
     rooms = (-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
     *offsets, size = itertools.accumulate(rooms, initial=0)
     return offsets, size
 
 
 def view_slot(buffer: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a buffer from ``offset`` bytes on, with the shape and type of ``tensor``."""
+    """Return a view of a buffer at ``offset`` bytes, with the shape and type of ``tensor``."""
     return buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
@@ -38,19 +37,18 @@ def allocate_pinned_buffer(
 ) -> torch.Tensor:
     """Allocate [size] bytes, registered with CUDA if ``device`` is a CUDA device.
 
-    The registration ends with the tensor. Slots do not keep the registration: the caller must keep
-    the buffer while a slot is in use.
+    The caller must keep the buffer while a slot is in use: a slot does not keep the registration.
 
     Args:
         setting: setting named in the error.
-        value: value of ``setting`` in the error.
-        remedy: alternative to more memory in the error.
+        value: value of ``setting``.
+        remedy: alternative to more memory.
 
     Raises:
         UserError: the host cannot pin ``size`` bytes.
     """
     memory = mmap.mmap(-1, max(size, ALIGNMENT), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Exclude the memory from forked processes, because a fork would copy all bytes.
+    # Forked processes do not get the memory, because a fork would copy all bytes.
     memory.madvise(mmap.MADV_DONTFORK)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     if device.type == "cuda":

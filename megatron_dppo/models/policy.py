@@ -1,5 +1,4 @@
-"""Policy on Megatron-Core's GPTModel, with a head that scores response tokens and returns no
-logits."""
+"""Policy on Megatron-Core's GPTModel, with a head that scores response tokens without logits."""
 
 from __future__ import annotations
 
@@ -44,12 +43,8 @@ NOTHING_BETWEEN: dict[str, Any] = (
     if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__
     else {}
 )
-"""Arguments that exclude padding between segments, understood by Transformer Engine from
-megatron-core 0.19 on.
-
-Without them, if both the starts of segments and the starts of padded segments are given, each layer
-compares the two on the host.
-"""
+"""Arguments from megatron-core 0.19 on that exclude padding between segments. Otherwise each layer
+compares the starts of segments and of padded segments on the host."""
 
 
 def build_policy(
@@ -58,9 +53,8 @@ def build_policy(
     """Build this rank's part of the policy, a chunk for each virtual stage, in the groups of
     :func:`parallel.world.initialize`.
 
-    All weights except the norms' are zero until weights are loaded. Nothing is drawn: every run
-    starts from a directory, and drawing would depend on the layout. With ``model.lora`` the
-    adapters are zero, too, and are the only parameters with gradients.
+    All weights except the norms' are zero until loaded: random weights would depend on the layout.
+    With ``model.lora`` the adapters are zero, too, and the only parameters with gradients.
 
     Raises:
         UserError: the layout cannot cut the shape, or ``model.spec`` is not available on this
@@ -83,12 +77,10 @@ def build_policy(
 
 
 def _mark_experts(chunk: PolicyModel) -> None:
-    """Mark the expert parameters: their gradients are summed over ranks with the same experts only.
-
-    Before 0.17 Megatron marks expert parameters only if ep > 1, and otherwise silently sums over
-    the wrong ranks if etp differs from tp. Marks in every layout also give an optimizer's state the
-    same names in every layout.
-    """
+    """Mark the expert parameters: gradients are summed only over ranks with the same experts."""
+    # Before 0.17 Megatron marks expert parameters only if ep > 1, and otherwise silently sums over
+    # the wrong ranks if etp differs from tp. Marks in every layout also give an optimizer's state
+    # the same names in every layout.
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
@@ -97,9 +89,8 @@ def _mark_experts(chunk: PolicyModel) -> None:
 def _release_dispatched(chunk: PolicyModel) -> None:
     """Free a pack's data in each layer's token dispatcher once the experts' outputs are combined.
 
-    Megatron keeps the routing probabilities until the layer's next pass. With them stays the
-    autograd graph of a recomputed layer: the layer's input and the gradient of that input,
-    gigabytes in 48 layers.
+    Megatron keeps the routing probabilities until the layer's next pass, and with them the autograd
+    graph of a recomputed layer: input and gradient, gigabytes in 48 layers.
     """
 
     def combine(
@@ -122,10 +113,7 @@ def _release_dispatched(chunk: PolicyModel) -> None:
 def transformer_config(
     shape: PolicyShape, model: ModelConfig, layout: LayoutConfig
 ) -> TransformerConfig:
-    """Build Megatron's configuration of a policy.
-
-    Kernels that need CUDA or Transformer Engine are enabled if the machine has them.
-    """
+    """Build Megatron's configuration, with the CUDA or Transformer Engine kernels present."""
     spec = choose_spec(model)
     cuda = torch.cuda.is_available()
     dtype = model.torch_dtype
@@ -159,18 +147,18 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights are zero until weights are loaded. Initialisation itself must stay on, because it
-        # also marks parameters as sharded over the tensor-parallel ranks; without that mark the
-        # gradient norm counts the shard of one rank only.
+        # Zero until weights are loaded. Initialisation must stay on, because it also marks
+        # parameters as sharded over the tensor-parallel ranks; without that mark the gradient norm
+        # counts the shard of one rank only.
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
-        # Every pack of a minibatch has the same length, so stages need not exchange shapes. Gloo
-        # has no batched sends. With two interleaved stages, each has the same neighbour on both
-        # sides, and a batch confuses their messages.
+        # Gloo has no batched sends. With two interleaved stages, each has the same neighbour on
+        # both sides, and a batch confuses their messages.
         batch_p2p_comm=cuda and not (layout.vpp > 1 and layout.pp == 2),
-        # Only a bug of an older torch makes Megatron wait for the whole device here.
+        # True would wait for the whole device, to avoid a bug of an older torch.
         batch_p2p_sync=False,
+        # Every pack of a minibatch has the same length, so that stages need not exchange shapes.
         variable_seq_lengths=False,
         deallocate_pipeline_outputs=True,
         apply_rope_fusion=spec == "te",
@@ -212,10 +200,9 @@ def _build_expert_settings(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.ffn,
         "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
-        # Softmax over the chosen experts of a token equals softmax over all experts, divided by the
-        # sum of the chosen.
+        # A softmax over the chosen experts equals the renormalised softmax over all experts.
         "moe_router_pre_softmax": not shape.renormalises_experts,
-        # In bf16 the logits of two experts may tie, and the choice would be chance.
+        # In bf16 the logits of two experts may tie.
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
@@ -237,12 +224,11 @@ def build_packed_sequence(
     Args:
         cu_seqlens: [S + 1], starts of the segments, then the pack's number of tokens T.
         max_seqlen: tokens of the longest segment.
-        device: device of the model.
         device_cu_seqlens: ``cu_seqlens`` on ``device``, int32, if already there.
 
     Raises:
-        ValueError: ``max_seqlen`` is not the longest segment. If ``max_seqlen`` equals T, Megatron
-            silently keeps rotary positions running across segments, and the logits hardly change.
+        ValueError: ``max_seqlen`` is wrong. For ``max_seqlen`` = T, Megatron would silently run
+            rotary positions across segments, and the logits would hardly change.
     """
     longest = int(np.diff(cu_seqlens).max())
     if max_seqlen != longest:
@@ -267,8 +253,7 @@ def build_packed_sequence(
 class OutputWeight(ColumnParallelLinear):
     """Output layer that holds its weight and returns hidden states; the policy head multiplies.
 
-    The forward pass still calls this layer, so that its hooks run: DDP waits in a hook for a
-    gathered weight.
+    Still called in the forward pass, because DDP waits in a hook for a gathered weight.
     """
 
     def forward(
@@ -321,8 +306,7 @@ class PolicyModel(GPTModel):
         self.register_load_state_dict_post_hook(_filter_missing_keys)
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Install the holder of the weight as output layer; Megatron calls this once all layers
-        exist."""
+        """Replace the output layer; called by Megatron once all layers exist."""
         if self.post_process:
             self.output_layer = OutputWeight(
                 self.config.hidden_size,
@@ -354,22 +338,18 @@ class PolicyModel(GPTModel):
             position_ids: [1, T] int64, from 0 in every segment, or along the paths of a tree.
             packed_seq_params: result of :func:`build_packed_sequence` or
                 :func:`prefix_attention.build_shared_prefixes`.
-            predictors: [R] int64, positions whose next token is a response token; read by the last
-                stage only.
-            targets: [R] int64, the tokens after ``predictors``; read by the last stage only.
-            share: result of :func:`context.compute_share`. Without context parallelism a rank has
-                the whole pack, and ``share`` is ignored. With context parallelism a missing share
-                is computed here, with a wait on the host.
-            teachers: teachers of the divergence, at the predictors scored by this rank; (): no
-                divergence.
+            predictors: [R] int64, positions whose next token is a response token; last stage only.
+            targets: [R] int64, the tokens after ``predictors``; last stage only.
+            share: result of :func:`context.compute_share`; ignored without context parallelism. A
+                missing share is computed here, with a wait on the host.
+            teachers: teachers of the divergence, at the predictors scored by this rank.
             states: return the predictors' hidden states and score no token.
 
         Returns:
-            Last stage: the present fields of :class:`HeadOutput`, each [R], in a plain tuple,
-            because Megatron's mixed-precision wrapper keeps no other type. With ``states``: only
-            the final hidden states of the predictors scored by this rank, [r, h].
-            Other stages: hidden states, [T, 1, h]; T / (cp · tp) tokens under context and sequence
-            parallelism.
+            Last stage: the present fields of :class:`HeadOutput`, each [R], in a plain tuple; with
+            ``states``, the final hidden states of the predictors scored by this rank, [r, h].
+            Other stages: hidden states, [T / cp, 1, h], with sequence parallelism
+            [T / (cp · tp), 1, h].
         """
         if self.pg_collection.cp.size() > 1:
             share = (share or self._compute_share(packed_seq_params, predictors)).to(
@@ -389,6 +369,7 @@ class PolicyModel(GPTModel):
         mine = self._gather_hidden(hidden[0], predictors if share is None else share.predictors)
         if states:
             return (mine,)
+        # Plain tuples, because Megatron's mixed-precision wrapper keeps no other type.
         if share is None:
             return self._score(mine, targets, teachers).present
         part = self._score(mine, targets[share.mine], teachers)
@@ -431,8 +412,7 @@ class PolicyModel(GPTModel):
         return scores._replace(divergence=compute_divergence(teachers, hidden, weight, **head))
 
     def _gather_hidden(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
-        """Return the predictors' hidden states, [R, h], on every rank; backward sums gradients
-        over ranks."""
+        """Return the predictors' hidden states, [R, h]; the backward pass sums over ranks."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=group).index_select(
@@ -454,8 +434,8 @@ class PolicyModel(GPTModel):
     ) -> torch.Tensor:
         """Return logits at temperature 1, [T, vocab_size] fp32, on every rank of the last stage.
 
-        For tests and for comparing a converted model with another model's logits; the policy head
-        never computes logits. Needs a single pipeline stage, or the input of the last stage set.
+        For tests and for comparisons of converted models. Needs a single pipeline stage, or the
+        input of the last stage set.
         """
         held = self._compute_share(packed, None).held.to(input_ids.device)
         hidden = self._compute_hidden(input_ids[:, held], position_ids[:, held], packed)[0]
@@ -471,19 +451,14 @@ class PolicyModel(GPTModel):
         return whole[held.argsort()]
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return Megatron's sharded state without adapters and without the linear layers' extra
-        state.
-
-        The extra state holds the scales of 8-bit training and is empty here. Transformer Engine and
-        torch have extra state in different layers, so that a checkpoint of either spec would not
-        load into a model of another.
-        """
+        """Return Megatron's sharded state without adapters and without extra state."""
+        # Extra state (scales of 8-bit training) is empty, but exists in different layers for
+        # Transformer Engine and torch, and would tie a checkpoint to one spec.
         state = super().sharded_state_dict(*args, **kwargs)
         return {name: value for name, value in state.items() if not _is_excluded(name)}
 
 
 def _is_excluded(key: str) -> bool:
-    """Return whether a checkpoint omits a chunk's key."""
     return "_extra_state" in key or f".{NAME}." in key
 
 

@@ -2,14 +2,13 @@
 recomputed for gradients.
 
 An fp32 ``[tokens, vocabulary]`` tensor takes 5 GB for 8,192 tokens of Qwen3's vocabulary, and a
-training step would hold several. Instead, a buffer of fixed size holds the logits of one chunk of
-positions at a time, in the forward pass and again in the backward pass. If one chunk takes all
-positions, Triton's kernels keep the chunk's logits for the backward pass.
+training step would hold several. Instead, a buffer of fixed size holds one chunk's logits, in the
+forward pass and again in the backward pass. If one chunk has all positions, Triton's kernels keep
+the logits for the backward pass.
 
-With logits z over the whole vocabulary, temperature τ, p = softmax(z/τ) and target t:
+With logits~
 
-* log-probability ``log p_t``, like the rollout log-probabilities of engines: under the sampled
-  distribution;
+* log-probability ``log p_t``, under the sampled distribution, like rollout log-probabilities;
 * entropy ``−Σ_v p_v log p_v``.
 """
 
@@ -37,8 +36,7 @@ class HeadOutput(NamedTuple):
 
         HeadOutput(logprobs=[-0.69], entropy=[0.69])
 
-    is one token, at a position with two tokens of the vocabulary at probability 0.5 each. (Lists
-    here, tensors in the code.)
+    is one token: two tokens of the vocabulary have probability 0.5 each. (Lists replace tensors.)
     """
 
     logprobs: torch.Tensor
@@ -66,14 +64,13 @@ def score_responses(
 ) -> HeadOutput:
     """Score target tokens under the policy's head.
 
-    - Collective over ``tp_group``, whose ranks pass the same positions: one maximum and one sum,
-      covering all chunks, over the ranks in the forward pass; no exchange in the backward pass.
+    - Collective over ``tp_group``, whose ranks pass the same positions: one maximum and one sum in
+      the forward pass, no exchange in the backward pass.
     - The gradient of ``hidden`` is this rank's part of a sum. The caller adds up the parts
       (``copy_to_tensor_model_parallel_region``, or the gather of a sequence-parallel region).
     - No value is read on the host: on CUDA the host would have to wait.
-    - If Megatron's DDP keeps a weight's gradient in fp32 (``weight.main_grad``), the gradient is
-      added there, unrounded; any other weight gets a gradient through autograd, in the weight's
-      type.
+    - The gradient of ``weight`` is added to ``weight.main_grad``, in fp32, if Megatron's DDP keeps
+      that tensor; otherwise autograd gets a gradient of the weight's type.
 
     Args:
         hidden: [R, h], final hidden states at the positions that predict the targets. R may be 0.
@@ -82,10 +79,9 @@ def score_responses(
         targets: [R] int64, token ids below ``vocab_size``.
         vocab_size: tokens without padding; later rows of the weight are ignored and get no
             gradient.
-        temperature: τ.
-        tp_group: group of tensor-parallel ranks; None for a single rank.
-        chunk_mib: size of the buffers for a chunk's logits and their gradient, in MiB. Large chunks
-            read the weight less often; a chunk of all positions saves a product.
+        tp_group: tensor-parallel ranks; None for a single rank.
+        chunk_mib: size of a chunk's buffers in MiB. Large chunks read the weight less often; a
+            chunk of all positions saves a product.
     """
     group, first, rows = get_local_rows(weight, vocab_size, tp_group)
     return HeadOutput(
@@ -97,17 +93,14 @@ def get_local_rows(
     weight: torch.Tensor, vocab_size: int, tp_group: dist.ProcessGroup | None
 ) -> tuple[dist.ProcessGroup | None, int, int]:
     """Return the group to exchange with (None for a single rank), the token of this rank's first
-    row, and this rank's number of rows with a token."""
+    row, and the number of this rank's rows without padding."""
     group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
     first = 0 if group is None else dist.get_rank(group) * len(weight)
     return group, first, min(max(vocab_size - first, 0), len(weight))
 
 
 class _Score(torch.autograd.Function):
-    """Score with the first ``rows`` of the weight.
-
-    ``targets`` count from this rank's first row; targets of another rank are out of range.
-    """
+    """Score with the first ``rows`` of the weight; ``targets`` count from this rank's first row."""
 
     @staticmethod
     def forward(
@@ -140,8 +133,7 @@ class _Score(torch.autograd.Function):
         ctx.rows = rows
         ctx.temperature = temperature
         ctx.chunk_mib = chunk_mib
-        # The logits survive the forward pass only without a second buffer: with two buffers
-        # ``reduce_logits`` overwrites the logits.
+        # With two buffers ``reduce_logits`` overwrites the logits.
         keeps = passes.BUFFERS == 1 and ctx.needs_input_grad[0]
         fits = len(targets) <= _compute_chunk_size(rows, gradient_types(weight), chunk_mib)
         ctx.logits = logits if keeps and fits else None
@@ -184,16 +176,14 @@ def _add_gradients(
 
 
 def gradient_types(weight: torch.Tensor) -> list[torch.dtype]:
-    """Return the types of a chunk's buffers in the backward pass: of the logits and, if
-    different, of their gradient."""
+    """Return the types of the backward pass's buffers: of the logits and, if different, of their
+    gradient."""
     return [torch.float32, weight.dtype] if _supports_fp32_output(weight) else [torch.float32]
 
 
 def get_main_grad(ctx: Any, weight: Any) -> torch.Tensor | None:
-    """Return the fp32 tensor that accumulates the gradient of the weight, the second input.
-
-    None if no gradient of the weight is needed.
-    """
+    """Return the fp32 tensor that accumulates the gradient of ``weight``, the function's second
+    input; None if no gradient is needed."""
     if not ctx.needs_input_grad[1]:
         return None
     return (
@@ -204,22 +194,21 @@ def get_main_grad(ctx: Any, weight: Any) -> torch.Tensor | None:
 
 
 def get_autograd_gradient(weight: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a backward pass's gradient for a weight with the whole fp32 gradient ``gradient``."""
+    """Return the gradient that autograd gets for ``weight``, given the fp32 ``gradient``."""
     if gradient is not None and not hasattr(weight, "main_grad"):
         return gradient.to(weight.dtype)
     # Megatron marks a weight that is also this stage's embedding with ``zero_out_wgrad``. Autograd
     # delivers the embedding's gradient for DDP to add: set no mark.
     if gradient is None or getattr(weight, "zero_out_wgrad", False):
         return None
-    # DDP waits for a gradient from autograd, adds the gradient to ``main_grad`` unless this mark is
-    # set, and drops the gradient. Hence the returned tensor is never read.
+    # DDP waits for a gradient from autograd, and ignores the values if this mark is set.
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)
 
 
 @functools.cache
 def _select_kernels(on_cuda: bool) -> ModuleType:
-    """Return Triton's kernels on CUDA if installed, else torch's operators."""
+    # Triton is optional, and needs a GPU.
     if not on_cuda or importlib.util.find_spec("triton") is None:
         return policy_head_torch
     from megatron_dppo.models import policy_head_triton
@@ -230,8 +219,8 @@ def _select_kernels(on_cuda: bool) -> ModuleType:
 def split_positions(
     positions: int, rows: int, types: Sequence[torch.dtype], chunk_mib: int, device: torch.device
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
-    """Yield slices of the positions, each with reused buffers [c, rows] of ``types`` that
-    together take at most ``chunk_mib``."""
+    """Yield slices of c positions, each with reused buffers [c, rows] of ``types`` that together
+    take at most ``chunk_mib``."""
     if rows == 0:
         return
     size = max(1, min(positions, _compute_chunk_size(rows, types, chunk_mib)))
@@ -242,29 +231,25 @@ def split_positions(
 
 
 def _compute_chunk_size(rows: int, types: Sequence[torch.dtype], chunk_mib: int) -> int:
-    """Return the number of positions whose buffers of ``types``, [positions, rows], fit
-    ``chunk_mib``."""
     return (chunk_mib << 20) // max(rows * sum(kind.itemsize for kind in types), 1)
 
 
 def _combine(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Reduce one rank's sums, relative to the rank's peak, to the sums of all ranks relative to the
-    common peak, in place."""
+    """Reduce the ranks' sums in place, from each rank's own peak to the common peak."""
     shift = -peak
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
     shift = -(shift + peak)
     factor = shift.exp()
-    # Shift sums from the rank's own peak to the common peak.
+    # Σ e·(z − common peak) has a term from the shift of z, in addition to the factor of e.
     total, cross = sums[:2]
     cross.add_(shift * total).mul_(factor)
     total.mul_(factor)
     dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
 
 
-# Three products with fp32 results, for weights of any type, and without an fp32 copy of the
-# weights. A product of bf16 matrices would come out as bf16: a logit of 20, and hence its
-# log-probability, would be off by up to 0.06. CUDA's kernels can return the fp32 sums that they
-# compute anyway. On other devices a few rows of the weights at a time are converted.
+# Three products with fp32 results, for weights of any type, without an fp32 copy of the weights. As
+# bf16 a logit of 20, and hence the log-probability, would be off by up to 0.06. CUDA's kernels can
+# return their fp32 sums. On other devices a few rows of the weights at a time are converted.
 
 CONVERTED = 1 << 22
 """Weights converted at a time: 16 MiB of fp32."""
@@ -284,8 +269,7 @@ def compute_logits(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Te
 def compute_hidden_gradient(
     logit_gradient: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Compute ``out = logit_gradient · vocabulary``: [c, v] and [v, h] to [c, h] of the
-    vocabulary's type."""
+    """Compute ``out = logit_gradient · vocabulary``: [c, v] and [v, h] of one type, to [c, h]."""
     if _supports_fp32_output(vocabulary):
         torch.mm(logit_gradient, vocabulary, out=out)
         return
@@ -307,12 +291,10 @@ def add_weight_gradient(
 
 
 def _supports_fp32_output(operand: torch.Tensor) -> bool:
-    """Return whether the product kernel for this operand can return fp32 results."""
     return operand.is_cuda and operand.dtype != torch.float32
 
 
 def _count_converted_rows(vocabulary: torch.Tensor) -> int:
-    """Return the rows of [v, h] converted to fp32 at a time; all rows if already fp32."""
     return (
         len(vocabulary)
         if vocabulary.dtype == torch.float32

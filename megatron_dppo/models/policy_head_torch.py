@@ -1,7 +1,7 @@
-"""Policy head's operations on a chunk of logits in torch's operators, which run anywhere.
+"""Policy head's operations on a chunk of logits, in torch's operators for any device.
 
-Reference of :mod:`policy_head_triton`. On CUDA, each function there reads the logits once, here up
-to ten times.
+Reference of :mod:`policy_head_triton`, whose functions read the logits once instead of up to ten
+times.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 BUFFERS = 2
-"""Number of fp32 buffers, each of a chunk's size, used by :func:`reduce_logits`."""
+"""Number of fp32 buffers of :func:`reduce_logits`, each of a chunk's size."""
 
 
 def reduce_logits(
@@ -25,9 +25,7 @@ def reduce_logits(
 
     Args:
         buffers: ``BUFFERS`` tensors [c, v], the logits first; all are overwritten.
-        targets: [c], columns; targets of another rank are out of range and add 0 to the third row
-            of ``sums``.
-        temperature: τ.
+        targets: [c], columns; a target of another rank is out of range and has z_t = 0.
         peak: [c]
         sums: [3, c]
     """
@@ -51,12 +49,11 @@ def compute_logit_gradient(
 ) -> None:
     """Compute a loss's gradient with respect to the logits, ``out = gradient · (e_t − p) / τ``.
 
-    Here p = exp(logits / τ − normaliser).
+    Here p = exp(logits / τ − normaliser), and e_t is 1 in column t and 0 elsewhere.
 
     Args:
         logits: [c, v] fp32; overwritten.
-        targets: [c], columns, or out of range.
-        temperature: τ.
+        targets: [c], columns, or out of range: e_t = 0.
         normaliser: [c], log Σ exp(logits / τ) over the whole vocabulary.
         gradient: [c], gradient of the loss with respect to the log-probabilities.
         out: [c, v], any type; may be ``logits``.
@@ -70,12 +67,12 @@ def compute_logit_gradient(
 
 
 def _find_local_targets(targets: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's target, or any column if out of range, [c, 1], and whether it is in
-    range, [c]."""
+    """Return each row's column, [c, 1], and whether the target is in range, [c]; if not, the column
+    is arbitrary."""
     # Use masks instead of indices of local rows, because the host would have to wait for indices.
     return targets.clamp(0, columns - 1)[:, None], (targets >= 0) & (targets < columns)
 
 
 def _row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return Σ_v left·right of each row, without allocating a third tensor of the same size."""
+    # A product of matrices, because ``(left * right).sum(1)`` would allocate a third [c, v].
     return torch.bmm(left[:, None, :], right[:, :, None])[:, 0, 0]

@@ -1,7 +1,7 @@
-"""Triton kernels for the two functions of :mod:`policy_head_torch`; each reads the logits once.
+"""Triton kernels for the functions of :mod:`policy_head_torch`; each reads the logits once.
 
-Importing this module needs Triton. Without CUDA, Triton's interpreter runs the kernels (set
-``TRITON_INTERPRET=1`` before the import) for tests without a GPU.
+Without CUDA, Triton's interpreter runs the kernels for tests (set ``TRITON_INTERPRET=1`` before the
+import).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import triton
 import triton.language as tl
 
 BUFFERS = 1
-"""Number of fp32 buffers, each of a chunk's size, used by :func:`reduce_logits`."""
+"""Number of fp32 buffers of :func:`reduce_logits`, each of a chunk's size."""
 SUMMARY_BLOCK = 4096
 """Columns per program and iteration: 16 for each thread; sums stay in registers."""
 GRADIENT_BLOCK = 2048
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Lower bound of every logit. Finite, so that 0 · LOWEST is 0."""
 # Values that vary with packs and chunks are excluded from kernel specialization, because another
-# compilation takes a second. Kernels see all arguments except constants as tl.tensor. Triton passes
-# arguments annotated as int in 32 bits, so that no argument is.
+# compilation takes a second. Arguments are annotated as tl.tensor, because Triton would pass int in
+# 32 bits.
 
 
 def reduce_logits(
@@ -54,7 +54,7 @@ def compute_logit_gradient(
     gradient: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Compute :func:`policy_head_torch.compute_logit_gradient`; logits are overwritten only if
+    """Compute :func:`policy_head_torch.compute_logit_gradient`; the logits stay unchanged unless
     ``out``."""
     rows, columns = logits.shape
     _compute_logit_gradient[(rows, triton.cdiv(columns, GRADIENT_BLOCK))](
@@ -86,8 +86,7 @@ def _reduce_logits(
     inverse_temperature: tl.tensor,
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Reduce one row per program; each lane has separate sums, relative to the lane's largest
-    logit, combined after the last block."""
+    """Reduce one row per program. Each lane has its own sums and peak, combined at the end."""
     # A chunk may have more than 2³¹ logits.
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride

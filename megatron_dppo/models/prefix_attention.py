@@ -1,19 +1,17 @@
 """Attention over a pack whose segments share prefixes: each segment sees its ancestors and itself.
 
-A softmax over several blocks of keys is combined from a softmax for each block. The log-sum-exps
-of the blocks give the weight of each block in the whole, as between the blocks of FlashAttention
-(arXiv:2205.14135). Hence no keys are gathered or repeated for a segment:
+A softmax over several blocks of keys is combined from each block's softmax, weighted by the blocks'
+log-sum-exps (as within FlashAttention, arXiv:2205.14135). Hence no keys are gathered or repeated:
 
 - A segment's own keys are one block, under a causal mask.
-- The keys of an ancestor are another block, seen whole by all descendants of the ancestor.
+- An ancestor's keys are another block, seen whole by all its descendants.
 - In the backward pass, a kernel over one block computes that block's part of the gradient from the
   output and log-sum-exp of the whole softmax.
 
 Blocks with disjoint queries form a *round*: first the segments themselves, then all ancestors of
 the first generation, then of the second, and so on.
 
-The kernels over blocks are torch's FlashAttention. The public function returns no log-sum-exp:
-the operations below that function are called.
+The kernels are the operations below torch's public FlashAttention, which returns no log-sum-exp.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ class AttentionRound:
         AttentionRound(queries=[3, 4, 5, 6], keys=[0, 1, 2], query_starts=[0, 4], key_starts=[0, 3],
         causal=False, ...)
 
-    has four tokens that see a prompt of three tokens. (Lists here, tensors on the policy's device
-    in the code.)
+    has four tokens that see a prompt of three tokens. (Lists replace tensors.)
     """
 
     queries: torch.Tensor | None
@@ -57,8 +54,8 @@ class AttentionRound:
     lengths: tuple[tuple[int, int], ...]
     """Numbers of queries and keys of each block."""
     causal: bool
-    """Whether the n-th query of a block sees only the first n keys; a causal block has equal
-    numbers of queries and keys."""
+    """Whether the n-th query of a block sees only the first n keys; queries and keys are then equal
+    in number."""
 
     def to(self, device: torch.device) -> AttentionRound:
         tensors: dict[str, Any] = {
@@ -76,8 +73,7 @@ class AttentionRound:
 
 
 Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries [q, heads, head_dim], keys and values [k, key-value heads, head_dim]; or
-the gradients of queries, keys and values."""
+"""Queries [q, heads, head_dim], keys and values [k, key-value heads, head_dim]; or gradients."""
 
 
 def select_kernel(query: torch.Tensor) -> FlashOnGpu | FlashOnCpu:
@@ -111,12 +107,9 @@ class FlashOnGpu:
         attention_round: AttentionRound,
         scale: float,
     ) -> Read:
-        """Return the gradients of ``read``.
-
-        If ``out`` and ``total`` belong to a softmax over more keys, the result is this round's part
-        of the gradient of that softmax.
-        """
-        # The operation needs a random seed for dropout, although dropout is 0.
+        """Return the gradients of ``read``; if ``out`` and ``total`` belong to a softmax over more
+        keys, this round's part of that softmax's gradient."""
+        # Required, although dropout is 0.
         undrawn = torch.empty(2, dtype=torch.uint64, device=out.device)
         gradients: Read = aten._flash_attention_backward(
             gradient.contiguous(),
@@ -192,7 +185,7 @@ class FlashOnCpu:
 def _build_round(
     blocks: Sequence[tuple[Ints, Ints]], queries: int, keys: int, *, causal: bool
 ) -> AttentionRound:
-    """Build a round from the query rows and key rows of each block.
+    """Build a round from each block's query rows and key rows.
 
     Args:
         queries: number of query rows of the rank.
@@ -224,8 +217,7 @@ def build_rounds(pack: Pack, rank: int = 0, size: int = 1) -> list[AttentionRoun
 
     Args:
         pack: pack with shared prefixes (``parents`` is set).
-        rank: this rank among the context-parallel ranks; see
-            :func:`context.compute_local_positions`.
+        rank: see :func:`context.compute_local_positions`.
         size: number of context-parallel ranks.
     """
     assert pack.parents is not None and pack.tokens is not None
@@ -263,7 +255,7 @@ def build_rounds(pack: Pack, rank: int = 0, size: int = 1) -> list[AttentionRoun
 
 
 def _last_descendants(parents: Ints) -> list[int]:
-    """Return the last descendant of each segment, or the segment itself, [S]."""
+    """Return each segment's last descendant, or the segment itself, [S]."""
     last = list(range(len(parents)))
     for segment in range(len(parents) - 1, -1, -1):
         if (parent := int(parents[segment])) >= 0:
@@ -275,8 +267,8 @@ def _last_descendants(parents: Ints) -> list[int]:
 class SharedPrefixes(PackedSeqParams):
     """Megatron's description of a pack, with the tree of its segments for attention.
 
-    Megatron applies no rotary positions to this pack, because positions run along paths of the
-    tree; :func:`compute_tree_attention` applies them.
+    Positions run along paths of the tree, so that :func:`compute_tree_attention` applies rotary
+    positions instead of Megatron.
     """
 
     rounds: Sequence[AttentionRound] = ()
@@ -287,7 +279,7 @@ class SharedPrefixes(PackedSeqParams):
 
 
 def build_shared_prefixes(pack: Pack, device: torch.device, rank: int, size: int) -> SharedPrefixes:
-    """Describe a pack with a tree for one context-parallel rank; the model adds rotary angles."""
+    """Describe a pack for a context-parallel rank; the model adds rotary angles."""
     starts = torch.as_tensor(pack.cu_seqlens, dtype=torch.int32)
     return SharedPrefixes(
         qkv_format="thd",
@@ -316,9 +308,8 @@ def compute_tree_attention(
         query: [t, heads, head_dim], without rotary positions.
         key: [t, key-value heads, head_dim], without rotary positions.
         value: like ``key``.
-        packed: description of the pack.
         scale: factor of the products of queries and keys; None: 1/√head_dim.
-        ranks: group of context-parallel ranks; None: a single rank.
+        ranks: context-parallel ranks; None: a single rank.
 
     Returns:
         [t, heads, head_dim].
@@ -358,7 +349,7 @@ class _TreeAttention(torch.autograd.Function):
             part, more = kernel.forward(read, each, scale)
             before = each.query_rows(total)
             rows = slice(None) if each.queries is None else each.queries
-            # Reweight earlier and new outputs by the parts in the combined softmax.
+            # Reweight both outputs by the fractions of the combined softmax.
             after = torch.logaddexp(before, more)
             out[rows] = (
                 each.query_rows(out) * (before - after).exp()[..., None]
@@ -380,7 +371,7 @@ class _TreeAttention(torch.autograd.Function):
             read = each.query_rows(query), each.key_rows(key), each.key_rows(value)
             softmax = each.query_rows(out), each.query_rows(total)
             parts = kernel.backward(each.query_rows(gradient), read, *softmax, each, ctx.scale)
-            # A token may be a query or key of several blocks: add up gradients.
+            # A token may be a query or key of several blocks.
             for of_all, rows, part in zip(
                 sums, (each.queries, each.keys, each.keys), parts, strict=True
             ):

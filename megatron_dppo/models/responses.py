@@ -22,12 +22,12 @@ class Responses:
 
         Responses(pack, columns, logprobs=[-0.7, -0.3], entropy=[0.9, 0.5])
 
-    has two tokens, with advantages ``columns["advantage"]``. (Lists here, tensors in the code.)
+    has two tokens, with advantages ``columns["advantage"]``. (Lists replace tensors.)
     """
 
     pack: Pack
     columns: Mapping[str, torch.Tensor]
-    """The pack's present columns, each [R], on the device; see :func:`to_device`."""
+    """Present columns, each [R], on the device; see :func:`to_device`."""
     logprobs: torch.Tensor
     """[R], fp32, with gradient during training."""
     entropy: torch.Tensor
@@ -41,16 +41,14 @@ def to_device(
 ) -> tuple[dict[str, torch.Tensor], PackShare | None]:
     """Copy a pack's arrays, and this rank's share of the pack, to the device.
 
-    - All arrays go in one copy, because each copy would wait for the device.
-    - On CUDA the copy is from pinned memory and asynchronous.
-    - On a CPU the arrays are views of the staging buffer.
+    On CUDA the copy is asynchronous, from pinned memory; on a CPU the arrays are views of the
+    staging buffer.
 
     Returns:
         The pack's present arrays by field name, with numbers in fp32; and the share, if given.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    # Put all 8-byte types before all 4-byte types, so that each array begins at a multiple of its
-    # item size.
+    # 8-byte types before 4-byte types, so that each array begins at a multiple of its item size.
     for name in ("token_ids", "position_ids", "predictors", "targets", "sample", "versions"):
         arrays[name] = np.asarray(getattr(pack, name), np.int64)
     for name in SHARE if share else ():
@@ -62,6 +60,7 @@ def to_device(
     ends = np.cumsum([array.nbytes for array in arrays.values()]).tolist()
     staged = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     np.concatenate([array.view(np.uint8) for array in arrays.values()], out=staged.numpy())
+    # Copy once, because each copy would wait for the device.
     there = staged.to(device, non_blocking=True)
     placed: dict[str, torch.Tensor] = {}
     for (name, array), end in zip(arrays.items(), ends, strict=True):

@@ -1,13 +1,9 @@
-"""Routing replay: every pass that a ratio compares sends a token to the same experts, chosen once.
+"""Routing replay: all passes compared by a ratio send a token to the same experts.
 
-A ratio of two log-probabilities of a token compares two policies only if both send the token
-through the same experts. Weights after a small update, or an engine with different rounding, choose
-different experts for some tokens; the ratios of these tokens are far from 1 for reasons unrelated
-to the update. The replayed choices are the engine's own and come with the rollouts
-(arXiv:2510.11370).
-
-Only the choice of a token's experts is replayed. The weight of each expert is the router's own
-softmax over those experts, with its gradient.
+After a small update, or in an engine with different rounding, a router chooses different experts
+for some tokens. The ratios of these tokens are then far from 1 for reasons unrelated to the update.
+The replayed choices are the engine's own and come with the rollouts (arXiv:2510.11370). Each
+expert's weight is the router's own softmax over the replayed experts, with its gradient.
 
 :class:`ExpertLoad` measures the balance of tokens over experts.
 """
@@ -35,12 +31,10 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class RouterReplay:
-    """Replacement for Megatron's ``RouterReplay`` in one router; routers use only
-    ``get_replay_topk``.
+    """Replacement for Megatron's ``RouterReplay``; a router calls only ``get_replay_topk``.
 
-    Megatron's class keeps one list of all routers of all models, replays every token or no token,
-    and needs to be informed which pass is a layer's second pass. Here tokens without known routing
-    are left to the router.
+    Megatron's class keeps one list of all models' routers, replays all tokens or no token, and must
+    be informed of a layer's second run. Here the router chooses for tokens without known routing.
     """
 
     def __init__(self, unknown: int) -> None:
@@ -48,8 +42,7 @@ class RouterReplay:
         self._in_pass = False
         self._target: torch.Tensor | None = None
         self._again: deque[torch.Tensor | None] = deque()
-        """Targets of passes whose layers run again in the backward pass, in order of
-        microbatches."""
+        """Targets of layers to run again in the backward pass, in order of microbatches."""
 
     def enter(self, target: torch.Tensor | None, *, recompute: bool) -> None:
         """Begin a forward pass.
@@ -64,7 +57,7 @@ class RouterReplay:
             self._again.append(target)
 
     def exit(self) -> None:
-        """End a forward pass: any later call comes from a layer's second run."""
+        """End a forward pass."""
         self._in_pass = False
         self._target = None
 
@@ -79,8 +72,7 @@ class RouterReplay:
         group_topk: int | None,
         default_compute_topk: TopK,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and numbers of each token's experts, both [t, k], from scores [t,
-        experts]."""
+        """Return each token's scores and experts, both [t, k], from scores [t, experts]."""
         values, own = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
@@ -94,13 +86,10 @@ class RouterReplay:
 
 
 class RoutingReplay:
-    """Routers of one rank's part of the policy, and the replay of a pack's experts in these
-    routers.
+    """Replay of a pack's experts in one rank's routers.
 
     Args:
         chunks: chunks of the policy, unwrapped.
-        world: this rank's place in the layout.
-        shape: shape of the routing.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], world: World, shape: RoutingShape) -> None:
@@ -116,27 +105,26 @@ class RoutingReplay:
             self._routers.append([RouterReplay(get_unknown_expert(shape.dtype)) for _ in routers])
             for router, replay in zip(routers, self._routers[-1], strict=True):
                 router.router_replay = replay
-                # Because the fused kernel would silently make its own choice of experts.
+                # The fused kernel would silently make its own choice of experts.
                 router.config.moe_router_fusion = False
         layers = sorted(layer for chunk_layers in numbers for layer in chunk_layers)
         self.layers: Ints = np.array(layers, np.int64)
-        """Layers of this rank with routers, counted from 0 over the whole policy."""
+        """This rank's layers with routers, counted from 0 over the whole policy."""
         self._columns = [np.searchsorted(self.layers, some) for some in numbers]
 
     def clear(self) -> None:
-        """Forget all earlier passes."""
         for routers in self._routers:
             for router in routers:
                 router.clear()
 
     @contextmanager
     def apply(self, chunk: int, pack: Pack, share: PackShare | None) -> Iterator[None]:
-        """Replay a pack's experts during a forward pass of one chunk.
+        """Replay a pack's experts in a chunk's forward pass.
 
         Args:
             share: this rank's share of the pack, on the host; None: the whole pack.
         """
-        # Read here, because a layer that is recomputed later runs without gradients first.
+        # Read here, because the first run of a recomputed layer has no gradients.
         training = torch.is_grad_enabled()
         table = None
         if pack.routing is not None:
@@ -156,7 +144,7 @@ class RoutingReplay:
     def _select_local(
         self, values: np.ndarray[Any, Any], share: PackShare | None
     ) -> np.ndarray[Any, Any]:
-        """Select the tokens seen by this rank's routers: [T, …] of a pack to [t, …]."""
+        """Select the tokens of this rank's routers: [T, …] to [t, …]."""
         if share is not None:
             values = values[share.held.numpy()]
         # Sequence parallelism gives each tensor-parallel rank an equal part of the tokens.
@@ -173,17 +161,15 @@ class RoutingReplay:
 
 
 LAYER_GROUPS = 4
-"""Number of groups of consecutive layers in reports; with fewer layers, each layer is a group."""
+"""Groups of consecutive layers in reports, each of at least one layer."""
 
 
 class ExpertLoad:
-    """Token counts of every expert in the passes of an update, including padding, because ranks
-    wait for padding as well.
+    """Token counts of every expert, including padding, because ranks wait for padding too.
 
     Args:
         chunks: unwrapped model, a chunk for each virtual pipeline stage.
         shape: shape of a policy with experts.
-        world: this rank's place in the layout.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], shape: PolicyShape, world: World) -> None:
@@ -207,14 +193,12 @@ class ExpertLoad:
         inputs: Any,
         outputs: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        # Gradients are enabled once for each token, also if a layer is recomputed in the backward
-        # pass.
+        # Exactly one run of a layer has gradients enabled, with or without recomputation.
         if torch.is_grad_enabled():
             self._counts[layer] += outputs[1].sum(dim=0)
 
     def take(self) -> torch.Tensor:
-        """Return this rank's counts since the last call, [layers, experts] int64 on the device,
-        and reset."""
+        """Return and reset this rank's counts, [layers, experts] int64 on the device."""
         counts = self._counts
         self._counts = torch.zeros_like(self._counts)
         return counts
@@ -222,8 +206,8 @@ class ExpertLoad:
     def compute_metrics(self, counts: torch.Tensor) -> dict[str, float]:
         """Return ``train/busiest_expert_…`` and ``train/busiest_rank_…`` on every rank. Collective.
 
-        Each metric is the fraction of a layer's tokens, counted once for each expert of a token, on
-        average over the layers of a group.
+        Each metric is a fraction of a layer's tokens (a token counts once per expert), on average
+        over a group of layers.
 
         Args:
             counts: result of :meth:`take`, on the host as fp64; overwritten by the sum over ranks.

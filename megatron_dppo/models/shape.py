@@ -1,5 +1,4 @@
-"""Sizes of a policy, read from a Hugging Face directory, and the layouts valid for them. Needs
-no torch."""
+"""Sizes of a policy, from a Hugging Face directory, and valid layouts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from megatron_dppo.parallel.layout import list_stage_layers
 from megatron_dppo.rl.types import RoutingShape
 
 LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
-"""Largest layer and expert counts, because tensor names are built for each; other counts may be
+"""Largest counts of layers and experts, because each has tensor names; further counts may be
 10⁹."""
 FP32 = 2.0**-126, 2.0**127
-"""Least and largest allowed number; outside this range, fp32 rounds to 0 or infinity."""
+"""Least and largest number; beyond, fp32 rounds to 0 or infinity."""
 LEAST = {"rope_theta": 1.0, "factor": 1.0}
-"""Higher lower bounds of single settings; below them, rotary frequencies grow to infinity."""
+"""Higher lower bounds; below, rotary frequencies grow to infinity."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 """transformers' defaults, for settings absent from config.json."""
 
@@ -43,8 +42,8 @@ class PolicyShape:
     head_dim: Annotated[int, "head_dim"]
     """Width of one head; heads · head_dim may differ from ``hidden``."""
     ffn: Annotated[int, "intermediate_size"]
-    """Width of the feed-forward layer, or of each expert: outputs of the gate projection, and as
-    well of the up projection."""
+    """Width of the feed-forward layer, or of each expert: outputs of the gate projection, equal to
+    the up projection's."""
     vocab_size: Annotated[int, "vocab_size"]
     """Tokens, without padding."""
     tied: Annotated[bool, "tie_word_embeddings"]
@@ -60,22 +59,21 @@ class PolicyShape:
     """Experts in every layer; 0: a dense policy."""
     experts_per_token: int = 0
     shared_ffn: int = 0
-    """Width of the shared expert of a layer, which gets every token in addition to the token's
-    chosen experts; 0: no shared expert."""
+    """Width of a layer's shared expert, which gets every token; 0: no shared expert."""
     renormalises_experts: bool = True
-    """Whether the weights of a token's experts are scaled to sum to one."""
+    """Whether the weights of a token's experts sum to one."""
     rope_scaling: RopeScaling | None = None
     rotary_fraction: float = 1.0
     """Fraction of each head with rotary positions."""
     attention_interval: int = 1
-    """Period of layers with attention; the layers between are gated delta networks."""
+    """Period of attention layers; between are gated delta networks."""
     delta_keys: int = 0
     """Key heads of a gated delta network; each serves ``delta_values / delta_keys`` value heads."""
     delta_values: int = 0
     delta_key_dim: int = 0
     delta_value_dim: int = 0
     delta_taps: int = 0
-    """Tokens in the window of a gated delta network's convolution, including the current token."""
+    """Tokens in a gated delta network's convolution window, with the current token."""
 
     @property
     def hybrid(self) -> bool:
@@ -148,8 +146,8 @@ def read_shape(path: str | Path) -> PolicyShape:
     """Return the shape described by ``config.json`` in a Hugging Face directory.
 
     Raises:
-        UserError: on ``model.path``, if the directory or the file is missing, or if the model is of
-            an unsupported kind.
+        UserError: on ``model.path``: the directory or the file is missing, or the model is of an
+            unsupported kind.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -233,7 +231,7 @@ def _list_layer_types(layers: int, interval: int) -> list[str]:
 
 
 def _attention_interval(config: dict[str, Any]) -> int:
-    """Return the interval between layers with attention; absent: transformers' default."""
+    """Return the period of attention layers; absent: transformers' default."""
     config, kinds = {"full_attention_interval": 4, **config}, config.get("layer_types")
     if isinstance(kinds, list) and "full_attention" in kinds:
         config["full_attention_interval"] = kinds.index("full_attention") + 1
@@ -309,15 +307,13 @@ def _parse_number(key: str, value: Any) -> float:
 
 
 def _parse_rope(path: str | Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings of rotary positions, with transformers' defaults for missing ``ROPE``
-    settings.
+    """Return the settings of rotary positions, with transformers' defaults for absent settings.
 
     Transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and
     ``rope_scaling``.
 
     Raises:
-        UserError: config.json has both objects, and the two differ; transformers reads
-            ``rope_scaling`` only.
+        UserError: config.json has two different objects; transformers reads ``rope_scaling`` only.
         ValueError: a setting has a wrong type.
     """
     defaults = {
@@ -393,11 +389,11 @@ def check_megatron(shape: PolicyShape) -> None:
 
 
 def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
-    """Check that the layout can cut a policy of this shape; ``sequence_parallel`` at tp 1 has no
-    effect.
+    """Check that the layout can cut a policy of this shape; ``sequence_parallel`` without effect
+    (at tp 1) is no error.
 
     Raises:
-        UserError: names the setting and the values that would be valid.
+        UserError: names the setting and the valid values.
     """
     parts = {f"the {shape.kv_heads} key-value heads": shape.kv_heads}
     if not shape.experts:
@@ -468,8 +464,7 @@ def _check_stages(layers: int, layout: LayoutConfig) -> None:
 def _is_valid_split(layers: int, layout: LayoutConfig) -> bool:
     if layout.pp * layout.vpp > layers:
         return False
-    # Megatron divides the layers of the middle stages by the number of middle stages, which is 0
-    # here.
+    # Megatron would divide by the number of middle stages, which is 0 here.
     if layout.pp == 2 and layout.vpp > 1 and layout.first_stage_layers and layout.last_stage_layers:
         return False
     try:
@@ -526,11 +521,9 @@ def _list_divisors(number: int) -> str:
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Return the rows of embedding and output layer over all ranks: a multiple of 128 (required by
-    kernels) and of ``tp``.
-
-    Every tp that divides 128 gives the same number, so that a checkpoint fits all these layouts.
-    """
+    """Return the rows of embedding and output layer over all ranks: a multiple of ``tp``, and of
+    128 as required by kernels."""
+    # The same for every tp that divides 128, so that a checkpoint fits all these layouts.
     unit = math.lcm(128, tp)
     return (vocab_size + unit - 1) // unit * unit
 
@@ -545,7 +538,7 @@ VARIANTS = ("-fp8", "-base", "-instruct-2507", "-thinking-2507", "-instruct", "-
 
 
 def match_published_model(path: str) -> str | None:
-    """Return the key in ``PUBLISHED`` of the model named by a path or hub id, or None."""
+    """Return the key in ``PUBLISHED`` for a path or hub id, or None."""
     name = Path(path).name.lower()
     for variant in VARIANTS:
         name = name.removesuffix(variant)

@@ -1,19 +1,15 @@
-"""Divergence of the policy from a teacher, over the whole vocabulary, without full logits of either
-model.
+"""Divergence of the policy from a teacher, over the whole vocabulary, without full logits.
 
-On-policy distillation (GKD, arXiv:2306.13649, with λ = 1) trains a student on its own rollouts. At
-each token the student's distribution is drawn toward the distribution of a teacher that has read
-the same tokens. With the student's logits z and the teacher's y, temperature τ, p = softmax(z/τ)
-and q = softmax(y/τ):
+On-policy distillation (GKD, arXiv:2306.13649, with λ = 1) trains a student on its own rollouts: at
+each token the student's distribution is drawn toward a teacher's after the same tokens. With the
+student's logits z and the teacher's y, temperature τ, p = softmax(z/τ) and q = softmax(y/τ):
 
 * ``reverse``: KL(p ‖ q) = Σ_v p_v log(p_v/q_v), with gradient p_v·(log(p_v/q_v) − KL) by z/τ;
 * ``forward``: KL(q ‖ p) = Σ_v q_v log(q_v/p_v), with gradient p_v − q_v by z/τ.
 
-The head needs the teacher's final hidden states, [tokens, teacher width], and output layer. As in
-:mod:`policy_head`, the logits (here of both models) are computed for one chunk of positions at a
-time, in the forward and in the backward pass. The sampled tokens do not matter: the sum over the
-vocabulary is exact, but log-probabilities of sampled tokens would give only a noisy term of the
-sum.
+As in :mod:`policy_head`, the logits of both models are computed for one chunk of positions at a
+time, in the forward and in the backward pass. The sum over the vocabulary is exact:
+log-probabilities of sampled tokens would give only a noisy estimate.
 """
 
 from __future__ import annotations
@@ -42,26 +38,24 @@ class TeacherHead(NamedTuple):
 
         TeacherHead(hidden=[[0.3, -1.2]], weight=[[1.0, 0.0], [0.0, 1.0]], direction="reverse")
 
-    is a teacher of width 2 with a vocabulary of two tokens, at one position. (Lists here, tensors
-    in the code.)
+    is a teacher of width 2 with a vocabulary of two tokens, at one position. (Lists replace
+    tensors.)
     """
 
     hidden: torch.Tensor
     """[r, h_teacher], the teacher's final hidden states at the predictors."""
     weight: torch.Tensor
-    """[V_local, h_teacher], this rank's rows of the teacher's output layer; the tokens are the
-    tokens of the student's rows."""
+    """[V_local, h_teacher], the teacher's output layer for the tokens of this rank's rows."""
     direction: Literal["reverse", "forward"]
     rows: torch.Tensor | None = None
-    """[r] int64, places of the r tokens among the positions scored by this rank; None: all
-    positions."""
+    """[r] int64, places among the positions scored by this rank; None: all positions."""
 
 
 def compute_divergence(
     teachers: Sequence[TeacherHead], hidden: torch.Tensor, weight: torch.Tensor, **settings: Any
 ) -> torch.Tensor:
-    """Return :func:`compute_teacher_divergence`, [R], with one of several teachers per position;
-    positions without a teacher have divergence 0."""
+    """Return the divergence from several teachers, [R], at most one per position; 0 without a
+    teacher. See :func:`compute_teacher_divergence`."""
     whole = torch.zeros(len(hidden), device=hidden.device)
     for teacher in teachers:
         if teacher.rows is None:
@@ -84,16 +78,14 @@ def compute_teacher_divergence(
     tp_group: dist.ProcessGroup | None,
     chunk_mib: int,
 ) -> torch.Tensor:
-    """Return the divergence at each position, [R] fp32, in nats, with gradients for the student's
-    hidden states and weight.
+    """Return the divergence at each position, [R] fp32, in nats, with gradients for ``hidden`` and
+    ``weight``.
 
-    Collective over ``tp_group`` in the forward pass, like ``policy_head.score_responses``, which
-    defines all remaining arguments.
+    Arguments are as in ``policy_head.score_responses``. Collective over ``tp_group`` in the forward
+    pass.
 
     Args:
         teacher: frozen teacher at the same R positions.
-        hidden: [R, h], the student's final hidden states.
-        weight: [V_local, h], this rank's rows of the student's output layer.
         chunk_mib: size of a chunk's buffers, including the logits of both models, in MiB.
     """
     group, _, rows = get_local_rows(weight, vocab_size, tp_group)
@@ -104,8 +96,7 @@ def compute_teacher_divergence(
 
 
 class _Divergence(torch.autograd.Function):
-    """Divergence over the first ``rows`` of the two weights; in a pair the student's half comes
-    first."""
+    """Divergence over the first ``rows`` of both weights."""
 
     @staticmethod
     def forward(
@@ -135,8 +126,7 @@ class _Divergence(torch.autograd.Function):
                 torch.amax(logits, dim=1, out=peak)
                 total.copy_(torch.exp(logits.sub_(peak[:, None]), out=spare).sum(dim=1))
             expected, ratio = (own, other) if reverse else (other, own)
-            # The log ratio of the two models, up to the normalisers, which ``divergence`` adds
-            # below.
+            # Log ratio without the normalisers, which ``divergence`` adds below.
             ratio.sub_(expected).neg_()
             cross[chunk] = torch.bmm(expected.exp_()[:, None, :], ratio[:, :, None])[:, 0, 0]
         if group is not None and len(hidden):
@@ -182,11 +172,8 @@ def _iterate_logits(
     teacher_weight: torch.Tensor,
     extra_types: Sequence[torch.dtype],
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
-    """Yield slices of the positions, each with buffers [c, rows].
-
-    The buffers are both models' logits over the temperature, fp32, then one buffer for each of
-    ``extra_types``.
-    """
+    """Yield slices of c positions, each with buffers [c, rows]: both models' logits over the
+    temperature, fp32, then one buffer for each of ``extra_types``."""
     types = [torch.float32, torch.float32, *extra_types]
     for chunk, buffers in split_positions(
         len(hidden), ctx.rows, types, ctx.chunk_mib, hidden.device
@@ -206,8 +193,7 @@ def _combine(
     *,
     reverse: bool,
 ) -> None:
-    """Reduce one rank's sums, relative to its own peaks, to the sums of all ranks relative to
-    the common peaks, in place."""
+    """Reduce the ranks' sums in place, from each rank's own peaks to the common peaks."""
     shift = peaks.clone()
     dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
     shift.sub_(peaks)

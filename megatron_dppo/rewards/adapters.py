@@ -1,18 +1,17 @@
-"""Adapters for reward functions written for other trainers. The signature of a function selects the
+"""Adapters for reward functions written for other trainers. A function's signature selects the
 form of the call:
 
-- verl, ``compute_score(data_source, solution_str, ground_truth, extra_info)``: any signature that
-  is not listed below.
 - slime, ``async custom_rm(args, sample)``: ``args`` is the first parameter, or ``sample`` the
   second.
 - slime, ``async group_rm(args, samples)``: the same, with a name of a group as the second
   parameter.
 - TRL, ``reward(completions, **columns)``: a parameter is ``completions`` or ``prompts``.
+- verl, ``compute_score(data_source, solution_str, ground_truth, extra_info)``: any further
+  signature.
 
-verl and this module call by keyword: parameters have any order, with or without defaults, are
-keyword-only, or are in ``**kwargs``. slime calls by position, TRL by keyword. Scoring processes
-call a :class:`Scorer`. slime's ``group_rm``, which is called with all completions of a prompt at
-once, becomes a :class:`GroupScorer`.
+Parameters are passed by keyword, in slime's forms by position. With keywords, any order, defaults,
+keyword-only parameters and ``**kwargs`` are supported. Scoring processes call a :class:`Scorer`,
+or, for slime's ``group_rm``, a :class:`GroupScorer` with all completions of a prompt.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ if TYPE_CHECKING:
 
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT = "prompt"
-"""Column that TRL passes as ``prompts``, independent of the column's name in a row."""
+"""TRL's name of the column passed as ``prompts``."""
 LABELS = ("label", "ground_truth", "answer", "solution")
-"""TRL users' names for the column of the reference answer. Each name gives the label, unless the
-row has a column of this name."""
+"""TRL users' names for the reference answer. Each name gives the label, unless the row has a column
+of this name."""
 GROUP_NAMES = ("samples", "group", "batch")
 """slime's names for the samples of a group."""
 TRAINER_ARGUMENTS = ("trainer_state", "environments")
-"""Further arguments of TRL, which a process that scores completions cannot provide."""
+"""TRL's arguments that a scoring process cannot provide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,6 @@ class ScoreItem:
     """Completion to score."""
 
     data_source: str
-    """Column ``data_source`` of the row."""
     solution: str
     """Decoded response."""
     label: Label
@@ -79,7 +77,6 @@ class ScoreItem:
         finish_reason: str = "stop",
         policy: str = "",
     ) -> ScoreItem:
-        """Return the item for a completion of a prompt."""
         asked = prompt.asked, prompt.text, prompt.place
         row = prompt.data_source, solution, prompt.label, prompt.extra
         return cls(*row, *asked, token_ids, loss_mask, finish_reason, policy)
@@ -88,9 +85,8 @@ class ScoreItem:
 RewardFunction = Callable[..., Any]
 """Reward function in any of the supported forms."""
 Scorer = Callable[[ScoreItem], Any]
-"""Function that calls a reward function of any form with one completion, and returns the reward
-function's result. The scorer of an ``async def`` function is also ``async def``, so that a process
-can await several completions at once."""
+"""Function that returns a reward function's result for one completion. Is ``async def`` if the
+reward function is, so that a process can await several completions at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +94,10 @@ class GroupScorer:
     """Reward function that receives all completions of a prompt at once."""
 
     function: Callable[[Sequence[ScoreItem]], Any]
-    """Function that returns the scores in the order of the completions."""
+    """Returns the scores in the order of the completions."""
 
     def __call__(self, items: Sequence[ScoreItem]) -> list[Any]:
-        """Return the function's results for ``items``, the completions of one prompt.
+        """Score the completions of one prompt.
 
         Raises:
             GroupScoresError: the function did not return one score for each completion.
@@ -124,19 +120,18 @@ class GroupScoresError(ValueError):
 
 
 class Logged(NamedTuple):
-    """Result of a function that has logged metrics of a completion."""
+    """Result of a function, with the metrics logged for the completion."""
 
     returned: Any
     metrics: Mapping[str, float]
 
 
 class NotScoredError(ValueError):
-    """A function of TRL's form returned None: the function does not score the completion."""
+    """A function of TRL's form returned None: no score for this completion."""
 
 
 class RewardSignatureError(TypeError):
-    """The signature of a function fits the calls of no supported trainer. The message has the
-    reason."""
+    """A function's signature fits no supported call. The message has the reason."""
 
 
 def adapt_reward_function(function: RewardFunction) -> Scorer | GroupScorer:
@@ -149,7 +144,7 @@ def adapt_reward_function(function: RewardFunction) -> Scorer | GroupScorer:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        # Call in verl's form if a callable has no signature, such as a callable written in C.
+        # A callable written in C may have no signature.
         return _from_verl(function)
     named = [
         p.name
@@ -180,12 +175,11 @@ def _check(signature: inspect.Signature, call: str, *by_position: Any, **by_keyw
 
 
 def _make_scorer(function: RewardFunction, call: Callable[[ScoreItem], Any]) -> Scorer:
-    """Return a scorer from ``call``, which calls ``function`` with an item."""
 
     async def scorer(item: ScoreItem) -> Any:
         return await call(item)
 
-    # Check ``__call__`` as well, because a reward function may be an object with this method.
+    # An object may have an ``async def __call__``.
     if any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))):  # noqa: B004
         return scorer
     return lambda item: run_awaitable(call(item))
@@ -222,7 +216,7 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
             dict.fromkeys(LABELS, item.label) | {"data_source": item.data_source} | dict(item.extra)
         )
         row.pop(PROMPT, None)
-        # As in TRL, completions are chat messages if the prompt is chat messages, else text.
+        # As in TRL, completions are chat messages if the prompt is.
         chat = isinstance(item.asked, list)
         given: dict[str, Any] = {name: [value] for name, value in row.items()}
         given["prompts"] = [item.asked]
@@ -237,7 +231,7 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
                 math.nan if (number := as_number(value)) is None else number
             )
 
-        # Pass only the parameters of the function, unless the function takes all columns.
+        # Without ``**kwargs``, further columns would be an error.
         given |= {"log_extra": _ignore_extra, "log_metric": log_metric}
         returned = function(
             **{name: value for name, value in given.items() if takes_all or name in parameters}
@@ -252,7 +246,7 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
 
 
 def _unwrap_result(returned: Any, logged: Mapping[str, Sequence[float]]) -> Any:
-    # TRL's form returns a list, which has one element because each call is for one completion.
+    # TRL's form returns a list, here for one completion.
     (reward,) = returned
     if reward is None:
         raise NotScoredError("the reward function returned None: it does not score this completion")
@@ -268,8 +262,7 @@ async def _unwrap_async(awaitable: Awaitable[Any], logged: Mapping[str, Sequence
 
 
 def find_required_columns(function: RewardFunction) -> list[str]:
-    """Return the columns that a function of TRL's form requires, in addition to the columns of
-    every completion."""
+    """Return the columns that a function of TRL's form requires in addition to every row's."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -298,7 +291,7 @@ def _ignore_extra(*_: Any, **__: Any) -> None:
 
 
 def run_awaitable(returned: Any) -> Any:
-    """Return a value, or the result of an awaitable, which runs in a separate event loop."""
+    """Return a value, or an awaitable's result from a separate event loop."""
     return asyncio.run(_wait_result(returned)) if inspect.isawaitable(returned) else returned
 
 

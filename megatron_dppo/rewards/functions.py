@@ -1,7 +1,6 @@
-"""Reward functions: lookup by name, checks of the data, scores from results, and two small built-in
-verifiers.
+"""Reward functions: lookup by name, checks of the data, scores from results, built-in verifiers.
 
-Scoring processes import this file, therefore without torch and NumPy.
+Scoring processes import this file, which therefore imports no torch or NumPy.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ BUILTIN = {
     "verifiers": "megatron_dppo.data.verifiers:group_score",
 }
 TEXT_VERIFIERS = ("math", "exact")
-"""Verifiers that compare an answer with the label, letter by letter or as mathematics."""
+"""Verifiers that compare an answer with the label, as text or as mathematics."""
 RESULT_KEYS = ("score", "acc", "pred", "by", "roles")
-"""Keys of a returned mapping that have a meaning. The mapping's other numbers are metrics."""
+"""Keys of a returned mapping that are no metrics."""
 LARGEST = 1e9
-"""Largest absolute value of a reward. Squares of far larger rewards overflow in advantages and
-gradients, and a user would blame the learning rate."""
+"""Largest absolute value of a reward. Squares of far larger rewards would overflow in advantages
+and gradients."""
 
 
 class InvalidScoreError(ValueError):
@@ -61,8 +60,7 @@ class InvalidScoreError(ValueError):
     def __init__(self, kind: str, value: object) -> None:
         """
         Args:
-            kind: description of the problem without the value, so that errors can be grouped by
-                kind.
+            kind: description of the problem without the value, to group errors.
             value: result of the reward function.
         """
         self.kind = kind
@@ -70,8 +68,8 @@ class InvalidScoreError(ValueError):
 
 
 def parse_spec(spec: str) -> list[tuple[str, str, float]]:
-    """Return metric, name and weight of each function in ``RewardConfig.spec``; a single function's
-    metric is empty."""
+    """Return metric, name and weight of each function in ``RewardConfig.spec``; a single function
+    has no metric."""
     return [(*each,) for each in json.loads(spec)] if spec.startswith('[["') else [("", spec, 1.0)]
 
 
@@ -81,15 +79,13 @@ def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer |
 
     - Several functions give one scorer of the weighted sum.
     - Modules are also searched in the working directory. A file can import its neighbours.
-    - A scorer takes a :class:`~megatron_dppo.rewards.adapters.ScoreItem`, for functions written for
-      any of the supported trainers. A group scorer takes the items of all completions of a prompt.
 
     Args:
-        spec: ``RewardConfig.spec`` of the run.
+        spec: ``RewardConfig.spec``.
         thinking_tags: ``reward.thinking_tags``, for ``math`` and ``exact``.
 
     Raises:
-        UserError: if a function cannot be found, imported or called in a supported form.
+        UserError: a function cannot be found, imported or called in a supported form.
     """
     parts = parse_spec(spec)
     # A metric's name marks a list of functions.
@@ -122,16 +118,14 @@ def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer |
 
 
 def check_labels(spec: str, labels: Iterable[tuple[str, object]]) -> None:
-    """Check, before generation starts, that the built-in verifiers can compare answers with these
-    labels.
+    """Check, before generation, that built-in verifiers can read these labels.
 
     Args:
-        spec: ``RewardConfig.spec`` of the run.
+        spec: ``RewardConfig.spec``.
         labels: pairs of place (file and row) and label.
 
     Raises:
-        UserError: if a label cannot be compared. The message names the first row with an unfit
-            label.
+        UserError: names the first row with an unfit label.
     """
     of_text = [function for _, function, _ in parse_spec(spec) if function in TEXT_VERIFIERS]
     for (place, label), spec in product(labels, of_text):
@@ -151,15 +145,14 @@ def check_labels(spec: str, labels: Iterable[tuple[str, object]]) -> None:
 
 
 def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -> None:
-    """Check, before generation starts, that rows have the columns that functions of TRL's form
-    require.
+    """Check, before generation, that rows have the columns required by functions of TRL's form.
 
     Args:
-        spec: ``RewardConfig.spec`` of the run.
+        spec: ``RewardConfig.spec``.
         rows: pairs of place (file and number) and columns as passed to the function.
 
     Raises:
-        UserError: if a row lacks a column. The message names the first row that lacks a column.
+        UserError: names the first row that lacks a column.
     """
     for _, name, _ in parse_spec(spec):
         wanted = [] if name in BUILTIN else find_required_columns(load_function(SETTING, name))
@@ -172,11 +165,10 @@ def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -
 
 
 def get_label_text(label: object) -> str:
-    """Return a label as the text for the built-in verifiers. A list of one element is replaced by
-    the element.
+    """Return a label, or the only element of a list, as text.
 
     Raises:
-        ValueError: if the label has no single text. The message describes the label.
+        ValueError: the label has no single text. The message describes the label.
     """
     if isinstance(label, list) and len(label) == 1:
         label = label[0]
@@ -196,19 +188,17 @@ def _make_text_scorer(function: RewardFunction, tags: Sequence[str]) -> Scorer:
 
 
 def read_score(returned: object) -> Score:
-    """Read a function's result. Metrics are the logged metrics and the further numbers of a
+    """Read a function's result. Metrics are the finite logged metrics and further numbers of a
     returned mapping.
 
-    Metrics that are not finite are left out.
-
     Raises:
-        InvalidScoreError: under the conditions of ``parse_reward`` and ``parse_role_rewards``.
+        InvalidScoreError: see ``parse_reward`` and ``parse_role_rewards``.
     """
     if isinstance(returned, Score):
         return returned
     returned, logged = returned if isinstance(returned, Logged) else (returned, {})
     found = {**logged, **(returned if isinstance(returned, Mapping) else {})}
-    # A logged metric counts as a metric even if the name is one of the keys with a meaning.
+    # A logged metric may have the name of a result key.
     numbers = {
         str(name): as_number(value)
         for name, value in found.items()
@@ -227,8 +217,8 @@ def read_score(returned: object) -> Score:
 def _combine_scorers(
     parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer | GroupScorer]
 ) -> Scorer | GroupScorer:
-    """Return a scorer of the weighted sum of the scorers' rewards. As in TRL, the sum leaves out
-    functions that return None."""
+    """Return a scorer of the weighted sum of rewards. As in TRL, the sum leaves out functions that
+    return None."""
     of_one = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
     if len(of_one) < len(scorers):
 
@@ -267,8 +257,7 @@ def _score_or_error(scorer: Scorer, item: ScoreItem) -> object:
 
 
 def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> Score:
-    """Combine the results of all functions into one score. Results that are a NotScoredError are
-    left out."""
+    """Sum the results, without results that are a NotScoredError."""
     scored: list[tuple[str, float, Score]] = []
     for (metric, function, weight), result in zip(parts, results, strict=True):
         if not isinstance(result, NotScoredError):
@@ -299,8 +288,8 @@ def parse_reward(returned: object) -> tuple[float, bool]:
     the reward is 1 or more.
 
     Raises:
-        InvalidScoreError: if the result is not a number within ±``LARGEST``, or a mapping with a
-            number within this range under ``score``; or if ``acc`` is not true, false, 1 or 0.
+        InvalidScoreError: the reward (the result, or ``score`` of a mapping) is not a number within
+            ±``LARGEST``, or ``acc`` is not true, false, 1 or 0.
     """
     score = returned
     accuracy = None
@@ -318,12 +307,10 @@ def parse_reward(returned: object) -> tuple[float, bool]:
 
 
 def parse_role_rewards(returned: object) -> dict[str, float]:
-    """Return the rewards of a conversation's roles: ``roles`` of a returned mapping, else no
-    rewards.
+    """Return the rewards of roles: ``roles`` of a returned mapping, else {}.
 
     Raises:
-        InvalidScoreError: if ``roles`` is not a mapping, or a reward is not a number within
-            ±``LARGEST``.
+        InvalidScoreError: ``roles`` is no mapping, or a reward no number within ±``LARGEST``.
     """
     roles = returned.get("roles", {}) if isinstance(returned, Mapping) else {}
     if not isinstance(roles, Mapping):
@@ -342,12 +329,8 @@ def _validate_reward(score: object, returned: object) -> float:
 
 
 def parse_details(returned: object) -> tuple[str | None, tuple[str, ...]]:
-    """Return the answer that a function took from the completion, and the equivalences that the
-    function needed.
-
-    The answer is ``pred`` (verl's name) of a returned mapping, else None. The equivalences are
-    ``by`` of the mapping, else empty.
-    """
+    """Return the function's reading of the answer (``pred`` of a mapping, verl's name, else None),
+    and the equivalences needed (``by``, else empty)."""
     if not isinstance(returned, Mapping):
         return None, ()
     answer = returned.get("pred")
@@ -366,11 +349,8 @@ def exact_score(
     prompt: str = "",
     thinking_tags: Sequence[str] = THINKING_TAGS,
 ) -> float:
-    """Return 1 if the text after the last number sign is the label, else 0.
-
-    Without a number sign, the whole text is compared. Thoughts are removed from the text first, see
-    :func:`~megatron_dppo.rewards.math.completion.strip_thinking`.
-    """
+    """Return 1 if the text after the thoughts and the last number sign, if any, is the label, else
+    0."""
     solution_str = strip_thinking(solution_str, prompt, thinking_tags)
     return float(solution_str.rpartition("#")[2].strip() == ground_truth.rpartition("#")[2].strip())
 
@@ -388,12 +368,11 @@ def reasoning_gym_score(
     """Return the task verifier's score of the last ``<answer>…</answer>``; without this tag, of the
     whole text.
 
-    Verifiers give a fraction of 1 for an answer that is close or has the wrong form. Only a score
-    of 1 is correct. An answer is wrong if the verifier raises an error because the verifier cannot
-    read the answer.
+    Only a score of 1 is correct: verifiers give a fraction for an answer that is close or has the
+    wrong form.
 
     Raises:
-        KeyError: if the prompt is not from reasoning-gym.
+        KeyError: the prompt is not from reasoning-gym.
     """
     from reasoning_gym.utils import extract_answer
 
@@ -402,6 +381,7 @@ def reasoning_gym_score(
     verify = _load_verifier(data_source.partition("/")[2], settings)
     answer = extract_answer(solution_str)
     answer = solution_str.strip() if answer is None else answer
+    # A verifier raises for an answer that it cannot read: such an answer is wrong.
     try:
         score = float(verify(answer, entry))
     except (

@@ -1,16 +1,14 @@
 """Scoring process of ``RewardWorkers``. The command line has the arguments of ``main``, in order.
 
-- The scorer is a process that imports only the reward function and the function's imports, without
-  torch and the trainer's main module.
-- The keeper is a process that forks the scorer and runs no code of the user. The keeper inherits
-  all processes that the function leaves behind, in any session, and ends these processes with the
-  scoring: when the scorer ends, on SIGTERM from the trainer, and when the trainer has died. The
-  keeper ends with the exit status of the scorer.
+- The scorer is a process that imports only the reward function, without torch and the trainer's
+  main module.
+- The keeper forks the scorer and runs no code of the user. The keeper inherits all processes left
+  behind by the function, in any session, and ends them when the scorer ends, on SIGTERM from the
+  trainer, and when the trainer has died. The keeper's exit status is the scorer's.
 - Messages to the trainer are ("ready", True if the function takes groups, True if completions are
-  awaited concurrently), ("refused", UserError) and (unit, [Score, …], kind). ``kind`` distinguishes
-  errors.
-- A message to the scorer is a list of (unit, pickled items). A unit is the range of the numbers of
-  a group, or of a single completion. An item is a :class:`ScoreItem`.
+  awaited concurrently), ("refused", UserError) and (unit, [Score, …], kind of error).
+- A message to the scorer is a list of (unit, pickled :class:`ScoreItem` objects). A unit is the
+  range of the numbers of a group, or of a single completion.
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ class Limits:
     timeout_s: float
     """Processor time for a completion, in seconds."""
     clock_s: float
-    """Time on the clock, in seconds, if completions are awaited concurrently. Otherwise the trainer
-    measures this time."""
+    """Time on the clock, in seconds, for concurrent completions; otherwise measured by the
+    trainer."""
     concurrency: int
 
 
@@ -61,7 +59,7 @@ class _TerminatedError(BaseException):
 
 def main(descriptor: int, parent: int, limits: Limits, spec: str, tags: Sequence[str]) -> None:
     """Run a keeper, with a scorer that scores completions until the pipe closes."""
-    # The trainer handles Ctrl-C and Slurm's signal before the time limit, and closes the pipe.
+    # The trainer handles Ctrl-C and Slurm's signal, and then closes the pipe.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
@@ -90,8 +88,7 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def _wait_for(scorer: int) -> int:
-    """Return the wait status of the scorer. Processes that the scorer left behind are reaped on
-    exit."""
+    """Return the wait status of the scorer. Other inherited processes are reaped on exit."""
     while True:
         pid, status = os.wait()
         if pid == scorer:
@@ -162,8 +159,7 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
             # The trainer has ended, perhaps before it read all answers.
             return
         for unit, items in chunk:
-            # Unpickle each item separately, because a function may change the objects of a row, and
-            # the next completion must not see the changes.
+            # Unpickle each item separately, because a function may change a row's objects.
             loaded = [pickle.loads(item) for item in items]
             scores, kind = _score(function, loaded, limits.timeout_s)
             # If the function has forked, the child process may return here as well.
@@ -173,8 +169,7 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
 
 
 def make_failed_scores(items: Sequence[ScoreItem], error: BaseException) -> tuple[list[Score], str]:
-    """Return the scores of completions in case of an ``error`` in scoring, and the kind of the
-    error."""
+    """Return the scores of completions after an error in scoring, and the kind of the error."""
     if isinstance(error, InvalidScoreError):
         kind = error.kind
         text = f"{error}\nfor the completion {items[0].solution!r:.300}"
@@ -185,8 +180,8 @@ def make_failed_scores(items: Sequence[ScoreItem], error: BaseException) -> tupl
 
 
 def _get_error_kind(error: BaseException) -> str:
-    """Return the type and location of an error: equal for errors that differ only in a quoted
-    completion."""
+    """Return the type and location of an error."""
+    # Without the message, because the message may quote a completion.
     frames = traceback.extract_tb(error.__traceback__)
     return " ".join(
         [type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames)]
@@ -220,11 +215,10 @@ def _score_concurrently(
 ) -> None:
     """Score completions, each from the moment of arrival, until the pipe closes.
 
-    - The trainer decides the number of open completions (``reward.concurrency``). Each completion
-      is a task of one event loop.
+    - Each completion is a task of one event loop; the trainer limits their number.
     - If the steps of a task exceed the processor time, the process ends, as with functions that are
       not async. A task that exceeds the time on the clock is cancelled.
-    - The processor time of tasks that the function itself starts counts on the clock alone.
+    - Tasks started by the function itself have only the limit on the clock.
 
     Args:
         timeout_s: processor time for a completion, in seconds.
@@ -257,8 +251,8 @@ async def _serve(
                 loop.call_soon_threadsafe(begin, pipe.recv())
         loop.call_soon_threadsafe(ended.set)
 
-    # Receive on a separate thread, because the trainer sends while completions are open, and must
-    # not wait for the loop while a function computes.
+    # On a separate thread, because the trainer must not wait for the loop while a function
+    # computes.
     threading.Thread(target=receive, daemon=True).start()
     await ended.wait()
 
@@ -278,7 +272,7 @@ async def _score_async(
         scores = [read_score(returned)]
         kind = ""
     except BaseException as error:
-        # A function that calls sys.exit, or cancels its own task, has failed like any other.
+        # Includes sys.exit and a cancellation of the task by the function.
         scores, kind = make_failed_scores([item], error)
     # If the function has forked, the child process may return here as well.
     if os.getpid() != scorer:
@@ -289,8 +283,8 @@ async def _score_async(
 
 
 class _CpuLimitedAwaitable:
-    """Awaitable of a coroutine, with a limit of ``limit_s`` seconds of processor time for all steps
-    of the coroutine. Past this limit the kernel ends the process."""
+    """Awaitable of a coroutine whose steps may use ``limit_s`` seconds of processor time in all;
+    past this limit the kernel ends the process."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], limit_s: float) -> None:
         self._coroutine = coroutine
@@ -315,15 +309,14 @@ class _CpuLimitedAwaitable:
 
 
 def _set_memory_limit(max_mib: int) -> None:
-    """Limit the memory for scoring to ``max_mib`` MiB beyond the memory after the imports. Past
-    this limit an allocation fails, and the scoring of a completion with the allocation."""
+    """Limit the memory for scoring to ``max_mib`` MiB beyond the imports; larger allocations
+    fail."""
     if sys.platform == "linux":
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         most = taken + max_mib * MEBIBYTE
         soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        # Limit the address space, because the kernel counts address space at once. Resident memory
-        # could exceed the machine's memory before a check.
+        # Address space, because resident memory could exceed the machine's memory before a check.
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 

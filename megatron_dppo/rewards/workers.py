@@ -1,14 +1,11 @@
-"""Scoring in processes that can be killed, so that a verifier that hangs costs a completion, and
-never the run.
+"""Scoring in processes that can be killed: a verifier that hangs costs a completion, never the run.
 
-- Each worker is a fresh interpreter with one pipe. multiprocessing, and pools based on
-  multiprocessing, would fork a process that holds threads, gloo or CUDA, or would import the
-  trainer's main module again.
-- Completions are sent in chunks and answered one by one, so that the time limits apply to each
-  completion, and the exchange costs microseconds.
-- A function has a limit of processor time, which the kernel measures (``worker.py``), and ten times
-  this limit on the clock, which is measured here. A machine that is busy with other work makes no
-  answer wrong.
+- Each worker is a fresh interpreter with one pipe. multiprocessing would fork a process that holds
+  threads, gloo or CUDA, or would import the trainer's main module again.
+- Completions are sent in chunks, to save exchanges, and answered one by one, because the time
+  limits apply to each completion.
+- A function has a limit of processor time, measured by the kernel (``worker.py``), and ten times
+  this limit on the clock, measured here: other work on a busy machine makes no answer wrong.
 - Completions of an ``async def`` function are awaited concurrently. A worker has up to
   ``reward.concurrency`` completions, and gets the next completion after each answer.
 """
@@ -36,17 +33,14 @@ from megatron_dppo.rewards.math.completion import THINKING_TAGS
 from megatron_dppo.rl.score import Score
 
 START_LIMIT_S = 300.0
-"""Longest time for the import of a reward function, in seconds. Not counted in the limits of a
-completion."""
+"""Seconds for the import of a reward function, not counted in a completion's limits."""
 ON_THE_CLOCK = 10
-"""Limit on the clock of a function that waits or has other processes compute, in units of
-``reward.timeout_s``. 1.3 s of processor time took 11.5 s on a machine that was busy with other
-work."""
+"""Limit on the clock, in units of ``reward.timeout_s``. On a busy machine, 1.3 s of processor time
+took 11.5 s."""
 END_LIMIT_S = 5.0
-"""Longest time for a worker to end the function's processes, in seconds, before the worker is
-killed."""
+"""Seconds for a worker to end the function's processes, before the worker is killed."""
 CHUNK = 32
-"""Largest number of completions sent to a worker at once."""
+"""Most completions sent to a worker at once."""
 
 
 class _Worker:
@@ -71,7 +65,7 @@ class _Worker:
         self.deadline = time.monotonic() + START_LIMIT_S
 
     def end(self) -> None:
-        """End the worker and all processes that the function has started."""
+        """End the worker and all processes started by the function."""
         self.process.terminate()
         try:
             self.process.wait(END_LIMIT_S)
@@ -84,8 +78,7 @@ class _Worker:
 class RewardWorkers:
     """Processes that score completions with one reward function.
 
-    Create workers on a thread that outlives the workers, because on Linux workers end with the
-    thread that started them.
+    Create workers on a long-lived thread, because on Linux workers end with that thread.
     """
 
     def __init__(
@@ -104,11 +97,10 @@ class RewardWorkers:
             spec: ``RewardConfig.spec`` of the run.
             workers: number of processes.
             timeout_s: processor time for one completion, in seconds; a tenth of the limit on the
-                clock. For a group the limit is multiplied by the number of completions.
+                clock. A group's limit is multiplied by the number of completions.
             memory_mib: memory for scoring beyond the function's imports, in MiB; past this limit a
                 completion fails.
-            concurrency: completions that a worker awaits at once, if the function is written
-                ``async def``.
+            concurrency: completions awaited at once, if the function is ``async def``.
             thinking_tags: ``reward.thinking_tags``.
         """
         self._spec = spec
@@ -133,14 +125,13 @@ class RewardWorkers:
                 self._check_ready(worker)
 
     def score(self, items: Sequence[ScoreItem], *, max_failures: int | None = None) -> list[Score]:
-        """Score all items. If a worker hangs or dies, a new worker replaces the process, and units
-        that the process had not begun are sent to other workers.
+        """Score all items. A worker that hangs or dies is replaced, and units not yet begun are
+        sent to other workers.
 
         Args:
             items: completions to score; one group if the function takes groups.
-            max_failures: largest number of failures. Past this number the remaining items stay
-                unscored, because the run is about to stop, and a function that always hangs would
-                cost a time limit for each completion. None: all items are scored.
+            max_failures: largest number of failures; past this number the remaining items stay
+                unscored, because the run is about to stop. None: all items are scored.
 
         Raises:
             UserError: under the conditions of ``wait_ready``.
@@ -150,17 +141,12 @@ class RewardWorkers:
         return scoring.finish()
 
     def begin(self, max_failures: int) -> Scoring:
-        """Begin to score the completions of prompts on arrival. Only one scoring may be open at a
-        time.
-
-        Args:
-            max_failures: largest number of failures, see ``score``.
-        """
+        """Begin to score completions on arrival. Only one scoring may be open at a time."""
         return Scoring(self, max_failures)
 
     @classmethod
     def from_config(cls, reward: RewardConfig, function: str | None = None) -> RewardWorkers:
-        """Return workers with the settings of a run. ``function`` replaces the run's function."""
+        """Return workers with a run's settings, or a different ``function``."""
         return cls(
             function or reward.spec,
             workers=reward.workers,
@@ -171,7 +157,7 @@ class RewardWorkers:
         )
 
     def close(self) -> None:
-        """Kill the workers and all processes that the workers have started. Safe to call twice."""
+        """Kill the workers and all processes started by workers. Idempotent."""
         # Signal all workers first, so that all workers end at the same time.
         for worker in self._workers:
             worker.process.terminate()
@@ -190,7 +176,7 @@ class RewardWorkers:
             kind, *rest = worker.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
             code = _get_exit_code(worker)
-            # Try again once, because a single death may have another cause, as in scoring.
+            # Try again once, because a first death may have another cause.
             if code is not None and code < 0 and not worker.again:
                 self._replace(worker, is_retry=True)
                 return
@@ -211,8 +197,7 @@ class RewardWorkers:
 
 
 class Scoring:
-    """Pending items of a set of workers, in units: a single item, or a group if the function takes
-    groups."""
+    """Pending items in units: a single item, or a group if the function takes groups."""
 
     def __init__(self, owner: RewardWorkers, max_failures: int) -> None:
         self._owner = owner
@@ -237,12 +222,12 @@ class Scoring:
             wait_s: longest wait for an answer, in seconds.
 
         Returns:
-            True if scores are pending; False also past ``max_failures``.
+            Whether scores are pending; False past ``max_failures``.
 
         Raises:
             UserError: under the conditions of ``RewardWorkers.wait_ready``.
         """
-        # Dead workers are replaced in this list.
+        # Refers to the owner's list, because dead workers are replaced there.
         workers = self._owner._workers
         if self._has_too_many_failures:
             return False
@@ -260,18 +245,14 @@ class Scoring:
         return True
 
     def finish(self) -> list[Score]:
-        """Wait for all items, and return the scores in the order of the items.
-
-        Raises:
-            UserError: under the conditions of ``step``.
-        """
+        """Wait for all items, and return the scores in order; errors as in ``step``."""
         while self.step(math.inf):
             record_progress()
         self.cancel()
         return self._scores
 
     def cancel(self) -> None:
-        """End pending units, because the scores are no longer needed."""
+        """End pending units."""
         for worker in [w for w in self._owner._workers if w.pending]:
             self._owner._replace(worker)
 
@@ -280,8 +261,8 @@ class Scoring:
         return self._failures > self._most_failures
 
     def _next_chunk(self, worker: _Worker) -> list[range]:
-        """Return the next units for an idle worker, which scores the units in sequence."""
-        # Keep chunks small, so that the last chunks leave no worker idle for long.
+        """Return the next units for an idle worker, scored in sequence."""
+        # Small chunks, so that the last chunks leave no worker idle for long.
         size = max(1, min(CHUNK, len(self._items) // (4 * len(self._owner._workers))))
         chunk: list[range] = []
         while self._queue and not worker.pending and sum(map(len, chunk)) < size:
@@ -289,15 +270,14 @@ class Scoring:
         return chunk
 
     def _next_concurrent_chunk(self, worker: _Worker) -> list[range]:
-        """Return units that fill a worker up to an equal share of all open and queued
-        completions."""
+        """Return units that fill a worker up to an equal share of all open completions."""
         ready = [w for w in self._owner._workers if w.ready]
         unanswered = sum(map(len, self._queue)) + sum(len(w.pending) for w in ready)
         share = min(self._owner._concurrency, math.ceil(unanswered / len(ready)))
         chunk: list[range] = []
         while self._queue and (taken := len(worker.pending) + len(chunk)) < share:
-            # Send a completion alone if a process was lost during the completion, because a second
-            # loss then identifies the completion.
+            # Send a completion alone after a lost process, because a second loss then identifies
+            # the completion.
             together = [self._queue[0], *worker.pending, *chunk]
             if taken and any(unit.start in self._lost_once for unit in together):
                 break
@@ -316,11 +296,10 @@ class Scoring:
         worker.pending.extend(chunk)
         self._set_deadline(worker)
         try:
-            # A full pipe cannot block here, because the worker is idle and reads, or reads on a
-            # separate thread.
+            # A full pipe cannot block: the worker is idle and reads, or reads on its own thread.
             worker.pipe.send([(unit, self._pickle_items(unit)) for unit in chunk])
         except (BrokenPipeError, ConnectionResetError):
-            # The worker died while idle: no completion is the cause.
+            # The worker died while idle, so that no completion is the cause.
             if len(worker.pending) == len(chunk):
                 self._put_back(worker)
 
@@ -328,9 +307,8 @@ class Scoring:
         return [pickle.dumps(self._items[number]) for number in unit]
 
     def _set_deadline(self, worker: _Worker) -> None:
-        """Set the time of the worker's next answer at the latest."""
         items = len(worker.pending[0]) if worker.pending else 1
-        # A worker that awaits completions cancels each completion itself, unless the worker hangs.
+        # A worker that awaits completions cancels each completion itself.
         slack_s = END_LIMIT_S if worker.awaits else 0.0
         worker.deadline = time.monotonic() + items * self._owner._clock_s + slack_s
 
@@ -339,8 +317,7 @@ class Scoring:
             self._owner._check_ready(worker)
             return
         while worker.pending:
-            # Receive all answers that have arrived before the deadline is checked, because this
-            # process may poll late.
+            # Arrived answers count even after the deadline, because this process may poll late.
             if not worker.pipe.poll(0):
                 if time.monotonic() > worker.deadline:
                     self._time_out(worker)
@@ -389,13 +366,12 @@ class Scoring:
             solution = self._items[worker.pending.popleft().start].solution
             told = f"the scoring process {end}, scoring the completion {solution!r:.300}"
             self._store_scores(unit, [Score.from_failure("error", told)] * len(unit), end)
-        # The first death may have another cause, such as the kernel's need for memory. The second
-        # death is caused by the completion.
+        # The first death may have another cause, such as the kernel's need for memory.
         self._lost_once.add(unit.start)
         self._put_back(worker)
 
     def _put_back(self, worker: _Worker) -> None:
-        """Queue the worker's pending units for other workers, and replace the worker."""
+        """Queue the pending units for other workers, and replace the worker."""
         self._queue.extendleft(reversed(worker.pending))
         worker.pending.clear()
         self._owner._replace(worker)
@@ -420,8 +396,8 @@ def _describe_exit(code: int | None) -> str:
 
 
 def _build_environment() -> dict[str, str]:
-    """Return this process's environment, with one thread for each worker and the same import
-    paths."""
+    """Return this process's environment, with the same import paths."""
+    # Give each worker one thread, because the workers share the processors.
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     return {
         **os.environ,

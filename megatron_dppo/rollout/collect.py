@@ -1,5 +1,5 @@
 """Rollouts from selected prompts to scored groups. Each rank generates and scores a part of the
-prompts, and keeps the tokens of this part.
+prompts, and keeps the part's tokens.
 
 - Metadata for the planner (lengths and rewards, no tokens) is gathered on every rank.
 - Requesting and waiting are two calls, so that servers can generate during training.
@@ -68,8 +68,7 @@ class Collector:
         offline: Mapping[int, OfflineGroup] | None = None,
         teachers: TeacherServers | None = None,
     ) -> None:
-        """Create the collector of one rank.
-
+        """
         Args:
             routing: shape of the routing to request, see :class:`Sampling`.
             offline: this rank's groups by prompt id, to replace the engine's rollouts.
@@ -86,8 +85,12 @@ class Collector:
         self._teachers = teachers
 
     def request(self, pool: PromptPool, rollouts: StepRollouts, attempt: int = 0) -> StepRollouts:
-        """Request this rank's part of a step's rollouts from the engine, or the missing part of
-        partial rollouts. ``attempt``: number of earlier selections of the step."""
+        """Request this rank's part of a step's rollouts, or only the missing part of partial
+        rollouts.
+
+        Args:
+            attempt: number of earlier selections of the step.
+        """
         selection = rollouts.selection
         rollout = self._config.rollout
         rows = self._find_local_rows(selection)
@@ -114,8 +117,11 @@ class Collector:
         return rollouts
 
     def interrupt(self, running: Sequence[StepRollouts]) -> bool:
-        """Interrupt rollouts, and store the partial rollouts. Return False if unsupported: the
-        caller must finish the rollouts. Collective."""
+        """Interrupt rollouts, and store the partial rollouts. Collective.
+
+        Returns:
+            False if unsupported: the caller must finish the rollouts.
+        """
         of_engine = running if self._offline is None else ()
         pending = [each.pending for each in of_engine]
         progress = self._engine.interrupt(pending) if pending else None
@@ -128,8 +134,7 @@ class Collector:
         """Wait for requested rollouts, and score the completions. Collective.
 
         Raises:
-            UserError: on every rank, if the fraction of completions with failed scoring exceeds
-                ``reward.max_failures``.
+            UserError: on every rank: more scores failed than ``reward.max_failures`` permits.
         """
         selection = rollouts.selection
         prompts = rollouts.prompts
@@ -137,8 +142,7 @@ class Collector:
         assert prompts is not None and inclusion is not None, "they are requested first"
         total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
         score = self._wait_for_rollouts(prompts, rollouts.pending, total=total)
-        # Exchange errors as results, because a rank that raised here would leave the other ranks
-        # waiting.
+        # A rank that raised here would leave the other ranks waiting.
         result: Any
         try:
             part, groups, failures = self._build_local_batch(score(), inclusion)
@@ -188,7 +192,6 @@ class Collector:
             self._teachers.close()
 
     def _find_local_rows(self, selection: Selection) -> Ints:
-        """Return the indices of this rank's prompts in a selection."""
         rank = self._world.rank
         ranks = self._world.size
         if self._offline is not None:
@@ -196,16 +199,16 @@ class Collector:
         return np.arange(rank, len(selection.prompt_ids), ranks)
 
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling) -> Any:
-        """Request completions of this rank's prompts, possibly zero, for :meth:`collect_groups`."""
+        """Request completions of this rank's prompts, for :meth:`collect_groups`."""
         return self._engine.begin(prompts, sampling)
 
     def collect_groups(self, prompts: Sequence[Prompt], pending: Any, *, total: int) -> list[Group]:
-        """Wait for the completions of this rank's prompts. Workers score and teachers read the
-        completions in the order of arrival. Collective.
+        """Wait for completions, scored and read by teachers in the order of arrival. Collective.
 
-        ``total``: completions of all ranks. If more scores fail than ``reward.max_failures``
-        permits, the remaining completions are left unscored, because :func:`check_failures` will
-        stop the run.
+        Args:
+            total: completions of all ranks. After more failures than ``reward.max_failures``
+                permits, no further completion is scored, because :func:`check_failures` will stop
+                the run.
         """
         return self._world.run_on_all_ranks(
             self._wait_for_rollouts(prompts, pending, total=total), description="scores"
@@ -217,7 +220,7 @@ class Collector:
         """Wait for completions and teachers, while completions are scored. Collective.
 
         Returns:
-            A function, not collective, that finishes the scoring and returns the groups.
+            Function, not collective, that finishes the scoring and returns the groups.
         """
         query = TeacherQuery(self._teachers, prompts)
         if (offline := self._offline) is not None:
@@ -311,7 +314,7 @@ class Collector:
         scores of dropped groups.
 
         Raises:
-            UserError: if a completion does not match the settings.
+            UserError: a completion does not match the settings.
         """
         self._check(scored)
         rollout = self._config.rollout
@@ -320,7 +323,7 @@ class Collector:
         numbers: list[list[Mapping[str, float]]] = []
         of_roles: list[Floats] = []
         for group, pi in zip(scored, inclusions, strict=True):
-            # Drop the whole group, because a group needs the rewards of all completions.
+            # A group needs the rewards of all completions.
             if any(score.failure for score in group.scores):
                 continue
             penalty = self._compute_penalty(group.prompt, group.completions)
@@ -356,7 +359,7 @@ class Collector:
         groups = len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
-        # Ignore NaN, because a completion without the part holds NaN.
+        # NaN: a completion without the part.
         sums = {name: float(np.nansum(values)) for name, values in metadata.parts.items()}
         means = {
             name: total / max(int((~np.isnan(metadata.parts[name])).sum()), 1)
@@ -381,11 +384,8 @@ class Collector:
 def _compute_completion_metrics(
     completion: Completion, score: Score, unique: int
 ) -> dict[str, float]:
-    """Compute the ``parts`` of a completion's metadata.
-
-    ``rollout/entropy`` is −Σ log p over the sampled tokens, an unbiased estimate of the sum of the
-    tokens' entropies.
-    """
+    """Compute the ``parts`` of a completion's metadata."""
+    # Σ −log p of the sampled tokens is an unbiased estimate of the sum of the entropies.
     return {
         **{f"reward/{name}": value for name, value in score.metrics.items()},
         "rollout/raw_reward": score.reward,

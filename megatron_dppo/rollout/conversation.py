@@ -1,7 +1,7 @@
 """Conversations: completions in several turns, with tools or an environment between the turns.
 
 ``rollout.conversation`` names a coroutine function (or is ``verifiers``: see
-``conversation_functions.py``). The function is called once for each completion:
+``conversation_functions.py``), called once for each completion:
 
     async def rollout(client: Client, prompt: Prompt) -> list[Turn]:
         tokens = prompt.token_ids.tolist()
@@ -10,16 +10,15 @@
         answer = await client.generate([*tokens, *question.token_ids, *result])
         return [question, result, answer]
 
-The completion concatenates the three turns. The loss mask is True on the tokens sampled from the
-policy (question and answer), and False on the context tokens (result).
+The completion concatenates the three turns. The loss mask is True on tokens sampled from the policy
+(question and answer), and False on context tokens (result).
 
-A function may return a list of sequences, for example for an agent with context compaction:
-``[[question, result, answer], [summary, next_answer]]``. All turns of the first sequence follow the
-prompt. Each further sequence begins with the token ids of a new context. See ``rl/sequences.py``.
+A function may return a list of sequences, for example with context compaction: ``[[question,
+result, answer], [summary, next_answer]]``. The first sequence follows the prompt; a further
+sequence begins with the token ids of a new context. See ``rl/sequences.py``.
 
-With ``rollout.roles`` the policy generates in several roles, each with a separate reward, and every
-turn of the policy names a role: ``[("solver", attempt), result, ("critic", review)]``. See
-``rl/objectives.py``.
+With ``rollout.roles`` every turn of the policy names a role, and each role has a separate reward:
+``[("solver", attempt), result, ("critic", review)]``. See ``rl/objectives.py``.
 """
 
 from __future__ import annotations
@@ -57,20 +56,19 @@ Turn = Part | tuple[str, Completion]
 
 
 Returned = Completion | Sequence[Turn] | Sequence[Sequence[Turn]]
-"""Return value of a user's function: a completion built by the function, the turns in order, or a
-list of turns for each of several sequences."""
+"""Return value of a user's function: a completion, the turns in order, or the turns of each of
+several sequences."""
 
 
 TurnFunction: TypeAlias = "Callable[[Client, list[int], Sampling], Awaitable[Completion]]"
-"""Engine's function to continue a client's context."""
+"""Engine's function to generate a turn."""
 RETRY_DELAY_S = 0.3
-"""Seconds until an abandoned conversation, or a turn aborted by a paused server, is requested
-again."""
+"""Seconds until an abandoned conversation, or a turn aborted by a paused server, is repeated."""
 
 
 class TryAgainError(Exception):
-    """Error of a conversation without a result, for example because a tool is down. The prompt is
-    requested again."""
+    """Abandonment of a conversation, for example because a tool is down. The prompt is requested
+    again."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -78,17 +76,15 @@ class Client:
     """Client of one conversation, with the run's sampling settings."""
 
     turn: TurnFunction
-    """Engine's function to generate a turn."""
     failure: type[Exception] = TryAgainError
     """Engine's error, raised unchanged by :meth:`ConversationFunction.run`."""
     function: ConversationFunction
-    """Function of the conversation."""
     prompt: Prompt
     sampling: Sampling
     number: int
     """Index of the completion for its prompt."""
     generated: list[tuple[list[int], Completion]] = field(default_factory=list)
-    """Context and result of every turn generated in this conversation."""
+    """Context and result of every generated turn."""
 
     @property
     def tokenizer(self) -> Any:
@@ -97,8 +93,7 @@ class Client:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of the response, all turns included. A longer response is cut off, and counts
-        as truncated."""
+        """Most tokens of the response, all turns included. A longer response is truncated."""
         return self.sampling.max_tokens
 
     async def generate(
@@ -113,10 +108,10 @@ class Client:
         Args:
             token_ids: prompt and all earlier turns.
             max_tokens: most tokens of this turn; None: the rest of the response.
-            stop_token_ids: stop tokens of this turn, in addition to the stop tokens of a response.
+            stop_token_ids: further stop tokens of this turn.
 
         Returns:
-            The turn, with the stop token. The turn is empty if the response is full.
+            The turn, with the stop token; empty if the response is full.
         """
         context: list[int] = check_ids(
             token_ids, self.function.vocabulary, "went on from a context"
@@ -137,25 +132,24 @@ class ConversationFunction:
     """User's function, with the setting for error messages."""
 
     setting: str
-    """Name of the setting."""
     spec: str
     """Value of the setting."""
     function: Callable[[Any, Prompt], Awaitable[Returned]]
     remedy: str
-    """Remedy for a return value unusable for training."""
+    """Remedy for an unusable return value."""
     roles: Sequence[str] = ()
     """``rollout.roles``."""
     vocabulary: int = 1 << 31
     """Exclusive upper bound of the policy's token ids."""
     tokenizer: Any = None
-    """Tokenizer of the policy."""
+    """The policy's."""
 
     async def run(self, client: Client) -> Completion:
         """Hold one conversation.
 
         Raises:
-            TryAgainError: if the function abandons the conversation.
-            UserError: if the function raises, or returns a value unusable for training.
+            TryAgainError: the function abandons the conversation.
+            UserError: the function raises, or returns a value unusable for training.
             Exception: ``client.failure``.
         """
         prompt = client.prompt
@@ -174,7 +168,7 @@ class ConversationFunction:
             ) from None
         except (*FAILURES, asyncio.CancelledError) as error:
             task = asyncio.current_task()
-            # ``task.cancelling()`` is true if the run cancelled the conversation. Otherwise the
+            # ``task.cancelling()`` is true only for a cancellation by the run. Otherwise the
             # function raised the error, or cancelled a task.
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
@@ -182,8 +176,8 @@ class ConversationFunction:
             raise UserError(self.setting, self.spec, problem, "Mend it") from error
 
     def make_interference_error(self) -> UserError:
-        """Return the error for a function after a stop of the event loop, or a cancellation of
-        tasks made by the run."""
+        """Return the error for a function that stopped the event loop, or cancelled the run's
+        tasks."""
         problem = (
             "cancelled tasks of the run, or stopped the event loop that all conversations share"
         )
@@ -196,15 +190,15 @@ class ConversationFunction:
 
 
 NO_VERSION = np.iinfo(np.int32).min
-"""Version of context tokens, before :func:`merge_parts` assigns a version."""
+"""Version of context tokens before :func:`merge_parts`."""
 
 
 def merge_parts(turns: Iterable[Part]) -> Completion:
     """Merge several turns into one completion.
 
     - The finish reason comes from the last turn of the policy.
-    - Context tokens get the version of the turn after the context, or of the last turn.
-    - A token's routing comes from the first turn with the token in the context.
+    - Context tokens get the version of the following turn, or of the last turn.
+    - A token's routing comes from the first turn with the token in its context.
     """
     parts: list[Completion] = []
     finish_reason: Literal["stop", "length"] = "length"
@@ -234,7 +228,7 @@ def merge_parts(turns: Iterable[Part]) -> Completion:
 
 
 def _fill_versions(versions: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Replace each ``NO_VERSION`` by the next known version; after the last, by the last."""
+    """Replace ``NO_VERSION`` by the next known version; at the end, by the last."""
     known = np.flatnonzero(versions != NO_VERSION)
     if not len(known):
         return versions
@@ -253,7 +247,6 @@ def _merge_segments(parts: Sequence[Completion]) -> NDArray[np.int8]:
 
 
 def _merge_routing(tables: Sequence[Routing]) -> Routing | None:
-    """Merge the routing of turns."""
     if not tables:
         return None
     # Each table begins at the first token of the prompt: skip the tokens of earlier tables.
@@ -265,8 +258,6 @@ def truncate_completion(completion: Completion, length: int, read: int) -> Compl
     """Return the first ``length`` tokens of a completion, with finish reason ``length``.
 
     Args:
-        completion: longer completion.
-        length: tokens of the result.
         read: tokens with kept routing, prompt included.
     """
     return Completion(
@@ -281,12 +272,12 @@ def truncate_completion(completion: Completion, length: int, read: int) -> Compl
 
 
 def build_completion(result: Returned, client: Client) -> Completion:
-    """Build the completion of a conversation from the function's return value.
+    """Build a conversation's completion from the function's return value.
 
-    Each sequence is cut off at the length of the prompt plus ``client.max_tokens`` tokens.
+    Each sequence is cut off at the prompt's length plus ``client.max_tokens``.
 
     Raises:
-        InvalidCompletionError: if the completion is unusable for training.
+        InvalidCompletionError: the completion is unusable for training.
     """
     start = client.prompt.token_ids.tolist()
     limit = client.max_tokens
@@ -301,12 +292,12 @@ def build_completion(result: Returned, client: Client) -> Completion:
     cut: list[Completion] = []
     truncated = False
     for number, turns in enumerate(_split_sequences(result)):
-        # A further sequence does not contain the prompt, but may have the same total length.
+        # A further sequence lacks the prompt, but may have the same total length.
         before, longest = ([], len(start) + limit) if number else (start, limit)
         sequence = _build_sequence(client, turns, before, len(before) + longest)
         truncated |= len(sequence.token_ids) > longest
         if number and len(sequence.token_ids) >= longest and not sequence.loss_mask[:longest].any():
-            # Drop a sequence filled by context: no token of the policy is left.
+            # Drop a sequence that context fills up to the limit.
             truncated = True
         else:
             cut.append(_truncate_sequence(sequence, len(before), longest, roles))
@@ -324,7 +315,6 @@ def _validate_completion(completion: Completion, client: Client) -> Completion:
 
 
 def _split_sequences(turns: Sequence[Any]) -> list[Sequence[Turn]]:
-    """Return the turns of each sequence."""
     several = [_is_sequence(each) for each in turns]
     if any(several) and not all(several):
         raise InvalidCompletionError("returned turns beside lists of turns")
@@ -342,7 +332,7 @@ def _is_sequence(turn: Any) -> bool:
 def _build_sequence(
     client: Client, turns: Sequence[Turn], prefix: Sequence[int], limit: int
 ) -> Completion:
-    """Build one sequence, without most context past ``limit`` tokens: the caller cuts the rest off.
+    """Build one sequence, with enough tokens past ``limit`` for the caller to detect a truncation.
 
     Args:
         prefix: tokens before the turns.
@@ -369,8 +359,7 @@ def _build_sequence(
                     f"returned as turn {number} a completion that this conversation has not "
                     "generated"
                 )
-            # Reject a changed context, because a turn's log-probabilities are valid only after
-            # the context used to generate the turn.
+            # A turn's log-probabilities are valid only after the context of its generation.
             if not past and contexts[id(turn)] != context:
                 problem = (
                     f"returned a turn {number} that was generated after other tokens than "
@@ -384,7 +373,7 @@ def _build_sequence(
         elif past:
             continue
         else:
-            # Read one token past the limit, so that the caller detects the truncation.
+            # Keep one token past the limit, so that the caller detects the truncation.
             begin: Any = turn[: limit + 1] if isinstance(turn, Sequence | np.ndarray) else turn
             turn = check_ids(begin, client.function.vocabulary, f"returned a turn {number}")
         tokens = turn.token_ids if isinstance(turn, Completion) else turn
@@ -398,9 +387,8 @@ def _build_sequence(
 def _truncate_sequence(
     completion: Completion, offset: int, limit: int, roles: Sequence[str]
 ) -> Completion:
-    """Check a sequence, and cut the sequence off at ``limit`` tokens.
-
-    A completion with several sequences, as built by a user's function, is not cut off.
+    """Check a sequence, and cut the sequence off at ``limit`` tokens; not if the user's function
+    built a completion with several sequences.
 
     Args:
         offset: tokens before the sequence.
@@ -424,7 +412,6 @@ def _truncate_sequence(
 
 
 def _make_context_part(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:
-    """Return context tokens as a part of a completion."""
     length = len(token_ids)
     tokens = np.array(token_ids, np.int32)
     versions = np.full(length, NO_VERSION, np.int32)

@@ -14,8 +14,7 @@ from megatron_dppo.rl.types import Completion
 
 
 class InvalidCompletionError(ValueError):
-    """Error of a return value unusable for training. The message continues a sentence that begins
-    with "it"."""
+    """Return value unusable for training. The message follows "it"."""
 
 
 def check_ids(
@@ -26,10 +25,10 @@ def check_ids(
     Args:
         token_ids: token ids from a user's function.
         vocabulary: exclusive upper bound of the ids.
-        action: action of the function for error messages: ``returned a turn 1``.
+        action: the function's action in error messages: ``returned a turn 1``.
 
     Raises:
-        InvalidCompletionError: if ``token_ids`` is not a list of ids of the policy's vocabulary.
+        InvalidCompletionError: ``token_ids`` is no list of ids below ``vocabulary``.
     """
     try:
         whole = [operator.index(token) for token in token_ids]
@@ -49,7 +48,7 @@ def check_completion(completion: Completion, limit: int) -> None:
             raise InvalidCompletionError(
                 f"returned {len(values)} of {name} for a response of {length} tokens"
             )
-    # Tokens past the limit are cut off: require a sampled token before the limit.
+    # Tokens past the limit are cut off.
     if not completion.loss_mask[:limit].any():
         raise InvalidCompletionError("returned a response none of whose tokens the policy sampled")
     try:

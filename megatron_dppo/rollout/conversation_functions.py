@@ -37,12 +37,12 @@ REMEDY = (
 
 
 def load_conversation_function(config: Config) -> ConversationFunction | None:
-    """Load the function of a run's conversations; None if a completion is one request. Must be
-    called in the main thread.
+    """Load the function of a run's conversations; None if a completion is one request. Main thread
+    only.
 
     Raises:
-        UserError: if the function cannot be found or imported, or is not callable with (client,
-            prompt); or if the environment cannot be loaded.
+        UserError: the function cannot be found, imported or called with (client, prompt), or the
+            environment cannot be loaded.
     """
     spec = config.rollout.conversation
     roles = config.rollout.roles
@@ -91,14 +91,12 @@ def check_turns(
     """Check the support of environments with several turns.
 
     Args:
-        config: configuration of the run.
         data: settings of the problems.
-        problems: function that returns the extra columns of each problem; called only if
-            ``data.train`` has environments.
+        problems: returns each problem's extra columns; called only if ``data.train`` has
+            environments.
 
     Raises:
-        UserError: if a problem comes from an environment with several turns, and the run has no
-            conversation function.
+        UserError: an environment has several turns, and the run has no conversation function.
     """
     if config.rollout.conversation or VERIFIERS not in {
         source.name for source in resolve_sources(data, "train")
@@ -117,10 +115,10 @@ class _Environment:
 
     def __init__(self, config: VerifiersConfig) -> None:
         check_environment(config)
-        # Import here, because the import of verifiers takes seconds.
+        # Late, because the import of verifiers takes seconds.
         from megatron_dppo.data.verifiers import DOWN, load_environment, run_environment
 
-        # Load the environment once, to report errors before the first conversation.
+        # Report errors before the first conversation.
         try:
             load_environment(config.environment, config.arguments)
         except FAILURES as error:
@@ -137,8 +135,8 @@ class _Environment:
         """Hold the conversation of one prompt.
 
         Raises:
-            TryAgainError: if the environment times out, or a service of the environment is down.
-            InvalidCompletionError: if the environment's messages cannot be converted to token ids.
+            TryAgainError: the environment times out, or one of its services is down.
+            InvalidCompletionError: the environment's messages cannot be converted to token ids.
         """
         turns: list[Part] = []
         tokens = prompt.token_ids.tolist()
@@ -156,7 +154,7 @@ class _Environment:
             return sampled
 
         extra: Mapping[str, Any] = prompt.extra
-        # A prompt from another source has no environment: one turn is the whole conversation.
+        # A prompt from another source, such as a benchmark, has one turn.
         if "environment" not in extra:
             await generate_turn([])
             return turns

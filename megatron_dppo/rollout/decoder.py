@@ -1,13 +1,11 @@
-"""Compute the forward pass of Hugging Face's modules in few operations, for rows of a key-value
-cache.
+"""Forward pass of Hugging Face's modules in few operations, for rows of a key-value cache.
 
-The local engine uses this forward pass because a policy of a million parameters spends half of a
-decoding step between matrix products. The projections to queries, keys and values are one product.
-The projections to gate and up are another product. Hugging Face's modules hold the weights and run
-the experts. The routers of the experts are recorded if a batch requests its routing.
+A policy of a million parameters spends half of a decoding step between matrix products. Here one
+product computes queries, keys and values, and another product gate and up. Hugging Face's modules
+hold the weights and run the experts. Routers are recorded if a batch requests its routing.
 
-The cache is allocated once. Rows are added and removed, and the keys of a prompt are copied for
-each sample.
+The cache is allocated once. Rows are added and removed, and a prompt's keys are copied for each
+sample.
 """
 
 from __future__ import annotations
@@ -40,16 +38,16 @@ def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrai
     """Return a model with undefined weights.
 
     Raises:
-        UserError: if :func:`read_shape` raises, or if transformers rejects config.json.
+        UserError: config.json is rejected by :func:`read_shape` or by transformers.
     """
     shape = read_shape(path)
     try:
         config = AutoConfig.from_pretrained(path).get_text_config()
-        # Create the model on the meta device first: no time is spent on random weights, and torch's
-        # random state, part of the trainer, does not change.
+        # On the meta device, because random weights would cost time, and would change torch's
+        # random state, which belongs to the trainer.
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    # Catch all errors, because the validators of transformers have no common type of error.
+    # Any exception, because the validators of transformers have no common type of error.
     except Exception as error:
         problem = f"transformers rejects its config.json: {' '.join(str(error).split())}"
         raise UserError("model.path", path, problem, "fetch the model again") from error
@@ -64,10 +62,10 @@ def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrai
 
 
 class Decoder:
-    """Decoder that reads tokens into a cache and computes logits of the next tokens.
+    """Decoder with a cache of keys and values.
 
     Args:
-        model: model of a supported family. Parameters of fused projections become views.
+        model: model of a supported family. Its fused projections become views of one tensor.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -92,8 +90,7 @@ class Decoder:
         return self._embedding.weight.device
 
     def refresh(self) -> None:
-        """Update all tensors derived from weights. Required after every change of the weights of
-        the model."""
+        """Update all tensors derived from weights. Required after every change of weights."""
         self._norm.refresh()
         for layer in self._layers:
             layer.refresh()
@@ -123,20 +120,18 @@ class Decoder:
         width: int,
         real: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Read tokens into rows of a cache. Each token attends to itself and to all earlier tokens
-        of the row.
+        """Read tokens into rows of a cache. A token attends to itself and to earlier tokens.
 
-        Padding follows the last real token of a row, and is written past the end of the row. The
-        next real tokens overwrite the padding.
+        Padding is written past the end of a row, and overwritten by the next real tokens.
 
         Args:
             cache: cache from :meth:`new_cache`.
-            tokens: [rows, n], token ids.
-            positions: [rows, n], positions of the tokens in the rows.
+            tokens: [rows, n], token ids; padding last.
+            positions: [rows, n], positions in the rows.
             first: index of the first row in the cache.
             width: exclusive upper bound of all positions.
-            real: [rows], number of tokens without padding, for rows that begin; None for rows that
-                continue, without padding.
+            real: [rows], tokens without padding, for new rows; None for continued rows, which have
+                no padding.
 
         Returns:
             [rows, n, hidden], hidden states for :meth:`compute_logits`.
@@ -151,7 +146,7 @@ class Decoder:
         )
         mask = mask.unsqueeze(1)
         row = torch.arange(rows, device=tokens.device).unsqueeze(-1)
-        # Count both kinds of layers separately, because the cache stores each kind separately.
+        # Two counters, because the cache stores both kinds of layers separately.
         attentions = itertools.count()
         deltas = itertools.count()
         for layer in self._layers:
@@ -174,15 +169,13 @@ class Decoder:
         return hidden.view(rows, count, -1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next tokens, [rows, vocabulary], for hidden states, [rows,
-        hidden]."""
+        """Return the next tokens' logits, [rows, vocabulary], for hidden states, [rows, hidden]."""
         logits: torch.Tensor = self._head(apply_rms_norm(hidden, self._norm.weight, self._eps))
         return logits
 
 
 def copy_async(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device. On CUDA the host does not wait."""
-    # A copy without waiting needs pinned memory.
+    # CUDA copies asynchronously only from pinned memory.
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -191,23 +184,18 @@ def copy_async(array: np.ndarray, device: torch.device) -> torch.Tensor:
 class RowCompaction:
     """Removal of rows from a batch: remaining rows of the tail fill the vacant places.
 
-    At most one row is copied per removed row. Therefore compaction pays off even for a single row.
+    Pays off even for a single removed row, because at most one row is copied per removed row.
     """
 
     vacant: torch.Tensor
-    """[moves], places below ``remaining`` with removed rows."""
+    """[moves], removed rows, below ``remaining``."""
     movers: torch.Tensor
-    """[moves], places from ``remaining`` on with remaining rows."""
+    """[moves], remaining rows, at ``remaining`` or later."""
     remaining: int
 
     @classmethod
     def from_mask(cls, mask: NDArray[np.bool_], device: torch.device) -> RowCompaction:
-        """Return the compaction that removes the rows with true ``mask`` ([rows], on the host).
-
-        Args:
-            mask: [rows], true for rows to remove.
-            device: device of the rows.
-        """
+        """Return the compaction that removes the rows with true ``mask``, [rows] on the host."""
         remaining = len(mask) - int(mask.sum())
         moves = np.stack(
             [np.flatnonzero(mask[:remaining]), np.flatnonzero(~mask[remaining:]) + remaining]
@@ -216,8 +204,7 @@ class RowCompaction:
         return cls(vacant, movers, remaining)
 
     def apply(self, rows: torch.Tensor) -> None:
-        """Compact ``rows`` ([rows, …]) in place. The remaining rows are the first
-        ``remaining``."""
+        """Compact [rows, …] in place; the first ``remaining`` rows are valid afterwards."""
         if len(self.vacant):
             rows[self.vacant] = rows[self.movers]
 
@@ -228,8 +215,8 @@ class RolloutCache:
     Args:
         layers: number of attention layers.
         rows: maximum number of rows at a time.
-        heads: number of heads of keys and values.
-        capacity: number of positions of a row.
+        heads: number of key-value heads.
+        capacity: positions of a row.
         size: dimension of a head.
         like: tensor with the device and dtype of keys and values.
         states: [layers, rows, …] per tensor, states of layers without keys.
@@ -247,18 +234,16 @@ class RolloutCache:
         states: Sequence[torch.Tensor] = (),
     ) -> None:
         self._states = states
-        # Start with zeros, because unread positions are masked, and a mask does not hide NaN.
+        # Zeros, because the mask of unread positions does not hide NaN.
         self._stored = like.new_zeros(layers, 2, rows, heads, capacity, size)
 
     def get_layer(self, index: int, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the keys and values of a layer, [rows, heads, capacity, size], for rows
-        from ``first`` on."""
+        """Return views of a layer's keys and values, [rows, heads, capacity, size]."""
         keys, values = self._stored[index, :, first : first + rows]
         return keys, values
 
     def get_states(self, index: int, first: int, rows: int, *, begin: bool) -> list[torch.Tensor]:
-        """Return views of the states of a layer for rows from ``first`` on, set to zero if the rows
-        ``begin``."""
+        """Return views of a layer's states, set to zero if the rows ``begin``."""
         views = [each[index, first : first + rows] for each in self._states]
         if begin:
             for view in views:
@@ -266,15 +251,15 @@ class RolloutCache:
         return views
 
     def copy(self, sources: torch.Tensor, first: int, width: int) -> None:
-        """Copy the rows ``sources`` ([rows]) to rows from ``first`` on: states and the first
-        ``width`` positions."""
+        """Copy ``sources`` ([rows]) to rows from ``first`` on: states and the first ``width``
+        positions."""
         span = slice(first, first + len(sources))
         self._stored[:, :, span, :, :width] = self._stored[:, :, sources, :, :width]
         for each in self._states:
             each[:, span] = each[:, sources]
 
     def remove_rows(self, compaction: RowCompaction, width: int) -> None:
-        """Remove rows from the cache, given that all rows have read at most ``width`` positions."""
+        """Remove rows. No row has read more than ``width`` positions."""
         if len(compaction.vacant):
             self._stored[:, :, compaction.vacant, :, :width] = self._stored[
                 :, :, compaction.movers, :, :width
@@ -284,8 +269,7 @@ class RolloutCache:
 
 
 class Routers:
-    """Recorder for the routers of a model, in the order of layers, active only if routing is
-    requested."""
+    """Recorder for a model's routers, in the order of layers; idle unless routing is requested."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._heard: list[torch.Tensor] | None = None
@@ -302,19 +286,18 @@ class Routers:
     def start_recording(
         self, shape: RoutingShape | None, count: int, width: int
     ) -> RoutingRecord | None:
-        """Start a record of the next decoding; return None, and record no routing, if ``shape`` is
-        None.
+        """Start a record of the next decoding.
 
         Args:
-            shape: shape of the requested routing; None if routing is not requested.
-            count: number of continuations to decode.
+            shape: shape of the requested routing; None: record and return None.
+            count: number of continuations.
             width: maximum number of tokens of a continuation.
         """
         self._heard = None if shape is None else []
         return None if shape is None else RoutingRecord(self, shape, count, width)
 
     def take(self) -> torch.Tensor:
-        """Return the routing of the forward pass since the last call, [tokens, layers, k] int16."""
+        """Return the routing since the last call, [tokens, layers, k] int16."""
         assert self._heard is not None
         table = torch.stack(self._heard, dim=1).to(torch.int16)
         self._heard.clear()
@@ -322,8 +305,7 @@ class Routers:
 
 
 class RoutingRecord:
-    """Routing of decoded continuations, [continuations, tokens], and of the prefixes of the
-    continuations."""
+    """Routing of continuations, [continuations, tokens], and of their prefixes."""
 
     def __init__(self, routers: Routers, shape: RoutingShape, count: int, width: int) -> None:
         self._routers = routers
@@ -337,8 +319,7 @@ class RoutingRecord:
     def record_prefixes(
         self, lengths: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> None:
-        """Record the routing of prefixes, after the model has read the prefixes padded to the
-        longest.
+        """Record the routing of prefixes that the model has just read, padded to the longest.
 
         Args:
             lengths: tokens of each prefix.
@@ -370,7 +351,7 @@ class RoutingRecord:
         """
         assert self._read is not None
         read = self._read.cpu().numpy()
-        # The last token of a continuation has no routing, because the model never reads this token.
+        # The model never reads the last token, which therefore has no routing.
         return [
             np.concatenate([prefix, read[row, : length - 1]]).astype(self._shape.dtype)
             for row, (prefix, length) in enumerate(zip(self._prefixes, lengths, strict=True))

@@ -23,7 +23,6 @@ class Norm:
         self.weight = norm.weight
 
     def refresh(self) -> None:
-        """Update the tensor derived from weights."""
         self.weight = 1.0 + self._norm.weight.float() if self._zero_centred else self._norm.weight
 
 
@@ -46,7 +45,6 @@ class Layer:
             self._down = layer.mlp.down_proj
 
     def refresh(self) -> None:
-        """Update all tensors derived from weights."""
         for norm in self._norms:
             norm.refresh()
 
@@ -54,7 +52,7 @@ class Layer:
         """Return the layer's output, [tokens, hidden].
 
         Args:
-            hidden: [tokens, hidden], input of the layer.
+            hidden: [tokens, hidden], input.
             attention_output: [tokens, heads · size], outputs of the heads.
         """
         hidden = self._out(attention_output).add_(hidden)
@@ -72,7 +70,7 @@ class AttentionLayer(Layer):
         self.size = attention.head_dim
         self.kv_heads = config.num_key_value_heads
         self._heads = config.num_attention_heads
-        # A gated attention has a gate for each query in the query projection.
+        # Gates, if any, are in the query projection.
         self._gated = attention.q_proj.out_features > self._heads * self.size
         self._qkv = fuse_projections(attention.q_proj, attention.k_proj, attention.v_proj)
         of_heads = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
@@ -96,8 +94,8 @@ class AttentionLayer(Layer):
         """Project ``hidden`` [tokens, hidden].
 
         Returns:
-            Queries [tokens, heads, size], keys and values [tokens, kv_heads, size], and the factors
-            of the outputs [tokens, heads · size]; None: no gate.
+            Queries [tokens, heads, size], keys and values [tokens, kv_heads, size], and gates of
+            the outputs [tokens, heads · size]; None: no gate.
         """
         projected = F.linear(apply_rms_norm(hidden, self._before.weight, self._eps), *self._qkv)
         gate = None
@@ -125,8 +123,7 @@ class DeltaLayer(Layer):
         self._out = net.out_proj
 
     def make_states(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the initial states of ``rows`` rows: the matrix of each head, and the inputs that
-        the convolution still reads."""
+        """Return initial states: the matrix of each head, and the convolution's last inputs."""
         net = self._net
         weight = self._net.conv1d.weight
         exact = torch.promote_types(weight.dtype, torch.float32)
@@ -157,7 +154,7 @@ class DeltaLayer(Layer):
         seen = torch.cat([tail, mixed], dim=1)
         kept = tail.shape[1]
         mixed = F.silu((seen.unfold(1, kept + 1, 1) * net.conv1d.weight[:, 0]).sum(-1))
-        # Keep the last inputs of each row for the next call, before the padding.
+        # The last inputs before the padding are read by the next call.
         ends = real if real is not None else torch.full((rows,), count, device=hidden.device)
         places = ends[:, None] + torch.arange(kept, device=hidden.device)
         tail.copy_(seen.gather(1, places.unsqueeze(-1).expand_as(tail)))
@@ -191,8 +188,8 @@ class DeltaLayer(Layer):
 
 
 def fuse_projections(*projections: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the concatenated weight and bias of several projections of the same input. The
-    parameters of the projections become views of the results."""
+    """Concatenate weights and biases of projections of the same input. The projections' parameters
+    become views of the results."""
     parts = {}
     for name in ("weight", "bias"):
         own = [getattr(projection, name) for projection in projections]

@@ -1,9 +1,8 @@
 """Continuous decoding: prefixes wait for room in a batch, and ended continuations leave the batch.
 
 - Tokens are drawn and written on the device.
-- The host checks for ended rows after every token on a CPU, because a check is free, and after
-  every few tokens on a GPU, because the GPU waits for a check.
-- Tokens generated past the end of a row before the check are cut off.
+- The host checks for ended rows after every token on a CPU, and after every few tokens on a GPU,
+  which waits for each check. Tokens past the end of a row are cut off.
 - One uniform number per completion and position selects the token.
 """
 
@@ -28,15 +27,14 @@ from megatron_dppo.rollout.tree import TreePath
 PREFILL_TOKENS = 16384
 """Most tokens of prefixes read at once, padding included."""
 BLOCK = 128
-"""Tokens of the vocabulary in a block of the blockwise sum; divides the size of many
-vocabularies."""
+"""Tokens in a block of :func:`invert_cdf`; divides the size of many vocabularies."""
 ROUND = {"cpu": 1, "cuda": 16}
 """Tokens between two checks for ended rows, by device type."""
 COMPLETION, TOKEN, POSITION, MADE, LIMIT, ENDED, FIELDS = range(7)
 """Columns of the row state.
 
 - ``COMPLETION``: number of the generated completion.
-- ``TOKEN``, ``POSITION``: last token, not read by the decoder yet, and the position of the token.
+- ``TOKEN``, ``POSITION``: last token, not read by the decoder yet, and its position.
 - ``MADE``, ``LIMIT``: generated tokens and most tokens of the completion.
 - ``ENDED``: nonzero if the completion has ended.
 """
@@ -46,10 +44,8 @@ class Decoding:
     """Generation of continuations of prefixes.
 
     Args:
-        decoder: decoder of the policy.
-        routers: routers of the same model, to record the selected experts.
+        routers: routers of the decoder's model.
         prefixes: paths to continue, once per slot, in this order.
-        sampling: sampling settings.
         max_rows: most continuations in the batch; at least the slots of any prefix.
     """
 
@@ -71,7 +67,7 @@ class Decoding:
         self._limits_of = np.repeat(limits, slots)
         device = decoder.device
         count = int(self._ends[-1])
-        # Reserve a round of tokens past the end of each row, because rows continue until the check.
+        # Rows continue past their end until the check.
         self._round = ROUND[device.type]
         width = max(limits) + self._round
         rows = min(count, max_rows)
@@ -88,7 +84,7 @@ class Decoding:
         self._rows = torch.zeros(rows, FIELDS, dtype=torch.int64, device=device)
         self._waiting = deque(range(len(prefixes)))
         self._active = 0
-        """Number of active rows."""
+        """Active rows."""
         self._reach = 0
         """Exclusive upper bound of the positions of the rows' last tokens."""
 
@@ -146,7 +142,7 @@ class Decoding:
         new[:, LIMIT] = self._limits_of[np.concatenate(continuations)]
         self._active, self._reach = first + len(source), max(self._reach, ids.shape[1] + 1)
         self._rows[first : self._active] = self._to_device(new)
-        # Copy the cache of a prefix to each continuation, because all share the same tokens.
+        # Each continuation needs its own copy of the prefix's cache.
         of_prefix = self._to_device(source)
         self._cache.copy(of_prefix + first, first, ids.shape[1])
         last = hidden[torch.arange(len(prefixes), device=tokens.device), real - 1]
@@ -164,7 +160,7 @@ class Decoding:
         self._sample_tokens(0, self._decoder.compute_logits(hidden[:, 0]))
 
     def _sample_tokens(self, first: int, logits: torch.Tensor) -> None:
-        """Draw the next token of each row from ``first`` on. ``logits``: [rows, vocabulary]."""
+        """Draw the next token of rows from ``first`` on, for logits [rows, vocabulary]."""
         rows = self._rows[first : first + len(logits)]
         sampling = self._sampling
         place = (rows[:, COMPLETION], rows[:, MADE])
@@ -180,8 +176,9 @@ class Decoding:
         rows[:, ENDED] |= torch.isin(drawn, self._stops) | (rows[:, MADE] >= rows[:, LIMIT])
 
     def _remove_ended(self) -> None:
-        """Remove ended rows from the batch. The host waits for the device once."""
+        """Remove ended rows from the batch."""
         rows = self._rows[: self._active]
+        # The only wait of the host.
         seen = rows.cpu().numpy()
         ended = seen[:, ENDED] != 0
         last = seen[~ended, POSITION].max(initial=-1)
@@ -199,10 +196,10 @@ class Decoding:
             version: version of the weights.
 
         Raises:
-            FloatingPointError: if a log-probability is not finite.
+            FloatingPointError: a log-probability is not finite.
         """
         limits = self._limits_of
-        # Find the first stop token of each row. The extra column marks rows without a stop token.
+        # The extra column stops rows without a stop token.
         stopping = torch.isin(self._tokens, self._stops)
         never = torch.full((len(limits), 1), True, device=stopping.device)
         first_stop = torch.cat([stopping, never], dim=1).int().argmax(dim=1).cpu().numpy()
@@ -244,11 +241,10 @@ class Decoding:
 def build_uniforms(
     prefixes: Sequence[TreePath], sampling: Sampling, width: int
 ) -> NDArray[np.float64]:
-    """Return uniforms [rows, width] of the continuations of each prefix in turn; 0 past the end of
-    a continuation, or if greedy.
+    """Return uniforms [rows, width] of each prefix's continuations in turn; 0 past the end of a
+    continuation, or if greedy.
 
-    The uniform of a token depends on the slot and on the position in the response, not on the fork
-    before the token.
+    A token's uniform depends on the slot and on the position in the response, not on forks.
     """
     uniforms = np.zeros((sum(len(prefix.slots) for prefix in prefixes), width))
     if sampling.temperature == 0:
@@ -264,15 +260,12 @@ def build_uniforms(
 
 
 def generate_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> NDArray[np.float64]:
-    """Generate uniforms in [0, 1) for the first ``count`` positions of one completion.
+    """Generate uniforms in [0, 1) for a completion's first ``count`` positions, [count].
 
-    - The key of the Philox generator is a hash of ``seed``, ``prompt_id`` and ``sample``. Therefore
-      the uniforms do not depend on the batch, or on earlier generated completions.
-    - A longer result begins with the shorter result.
-
-    Returns:
-        [count]
+    A longer result begins with the shorter result.
     """
+    # A counter-based generator with a hash as key, so that the uniforms do not depend on the batch,
+    # or on earlier completions.
     digest = hashlib.blake2b(f"{seed}/{prompt_id}/{sample}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(count)
 
@@ -293,8 +286,8 @@ def sample_tokens(
         top_p, top_k: truncation as in :class:`Sampling`; ``top_k`` is applied first.
 
     Returns:
-        [rows] int64 tokens, and [rows] fp32 log-probabilities of the tokens under the
-        temperature-scaled distribution of the whole vocabulary.
+        [rows] int64 tokens, and their [rows] fp32 log-probabilities under the temperature-scaled
+        distribution of the whole vocabulary.
     """
     scaled = logits.float() / temperature if temperature not in (0, 1) else logits.float()
     largest = scaled.amax(dim=-1, keepdim=True)
@@ -311,41 +304,39 @@ def sample_tokens(
         if top_p is not None:
             kept = TopPLogitsWarper(top_p)(ids, kept)
         tokens = invert_cdf((kept - largest).exp_(), uniforms)
-    # Do not use log_softmax, because the result and the exponential would need two more passes over
-    # the vocabulary.
+    # Without log_softmax, which would need two more passes over the vocabulary.
     logprobs = scaled.gather(-1, tokens) - largest - weights.sum(dim=-1, keepdim=True).log_()
     return tokens[:, 0], logprobs[:, 0]
 
 
 def invert_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return [rows, 1], the first token of each row with a cumulative weight above the fraction
-    ``uniforms`` of the row's total weight.
+    """Return each row's first token, [rows, 1], with a cumulative weight above ``uniforms`` times
+    the row's total weight.
 
     Args:
         weights: [rows, vocabulary], fp32.
         uniforms: [rows], fractions, fp64.
     """
-    # Find the block of the token by the sums of blocks. Accumulate in fp64, because rounding in
-    # fp32 would lose the last tokens of a vocabulary of 150,000.
+    # Find the token's block first. In fp64, because fp32 would lose the last tokens of a vocabulary
+    # of 150,000.
     lacking = -weights.shape[-1] % BLOCK
     blocks = (F.pad(weights, (0, lacking)) if lacking else weights).unflatten(-1, (-1, BLOCK))
     ends = blocks.sum(dim=-1).double().cumsum(dim=-1)
     wanted = uniforms[:, None] * ends[:, -1:]
-    # The block is out of range only if logits are not finite: the caller reports an error at the
-    # end of the batch.
+    # Out of range only if logits are not finite, reported by the caller at the end of the batch.
     block = torch.searchsorted(ends, wanted, right=True).clamp_(max=blocks.shape[1] - 1)
     row_ids = torch.arange(len(blocks), device=blocks.device)
     own = blocks[row_ids, block[:, 0]].double().cumsum(dim=-1)
     before = F.pad(ends, (1, 0)).gather(-1, block)
-    # Stay below the fp64 sum of the block, because the fp32 sum may be slightly larger.
+    # The fp32 sum of the block may be slightly above the fp64 sum.
     below = own[:, -1:].nextafter(own.new_zeros(()))
     place = torch.searchsorted(own, torch.minimum(wanted - before, below), right=True)
     return (block * BLOCK + place).clamp_(max=weights.shape[-1] - 1)
 
 
 def compute_entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the entropies, [rows] fp32 in nats, of the distributions sampled by
-    :func:`sample_tokens`. ``logits``: [rows, vocabulary]."""
+    """Return the entropies, [rows] fp32 in nats, of :func:`sample_tokens`' distributions for logits
+    [rows, vocabulary]."""
     logits = logits.float()
     return torch.special.entr(
         torch.softmax(logits / temperature if temperature > 0 else logits, dim=-1)

@@ -14,7 +14,7 @@ from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.types import Completion, Prompt, RoutingShape
 
 Bucket = Mapping[str, torch.Tensor]
-"""Part of the policy's tensors: Hugging Face name to whole (unsharded) tensor."""
+"""Hugging Face name to whole (unsharded) tensor."""
 
 Completions = list[tuple[Completion, ...]]
 """Tuple of completions of each prompt, in the order of the prompts."""
@@ -25,7 +25,7 @@ class PartialRollout:
     """Completion of an interrupted prompt, partial or complete; never without a token."""
 
     prompt: int
-    """Id of the prompt."""
+    """Prompt id."""
     slot: int
     """Index of the completion for the prompt."""
     completion: Completion
@@ -34,24 +34,19 @@ class PartialRollout:
 
 
 GroupCallback = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]
-"""Group-complete callback, called while further groups are pending.
-
-- Argument: complete groups, each with the index of the prompt.
-- Return value: whether work on the groups remains.
-"""
+"""Group-complete callback: receives complete groups, each with the index of the prompt, while
+further groups are pending; returns whether work on the groups remains."""
 
 Pending = TypeVar("Pending")
-"""Engine's own type of pending rollouts."""
+"""Engine's own type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling settings of a request to the local engine or a server.
 
-    ``Sampling(samples=8, max_tokens=64, temperature=1.0, stop_token_ids=(0,), seed=7)`` requests
-    eight completions of each prompt, with at most 64 tokens per completion. Log-probabilities
-    belong to the temperature-scaled distribution, unless ``top_p`` or ``top_k`` is set: no caller
-    then reads log-probabilities.
+    Log-probabilities belong to the temperature-scaled distribution. With ``top_p`` or ``top_k``,
+    no caller reads log-probabilities.
     """
 
     samples: int
@@ -61,17 +56,18 @@ class Sampling:
     """0: greedy, with log-probabilities at temperature 1."""
     stop_token_ids: tuple[int, ...]
     seed: int
-    """Random seed. If the engine supports seeds, (seed, prompt id, sample) determines a
-    completion's sampling."""
+    """(seed, prompt id, sample) determines a completion's sampling, if the engine supports
+    seeds."""
     top_p: float | None = None
-    """Least total probability of the likeliest sampled tokens; None: all tokens, as in training."""
+    """Least total probability of the likeliest tokens, for nucleus sampling; None: all tokens, as
+    in training."""
     top_k: int | None = None
-    """Number of sampled tokens, likeliest first; None: all tokens, as in training."""
+    """Number of the likeliest tokens; None: all tokens, as in training."""
     routing: RoutingShape | None = None
     """Shape of the reported routing; None: no routing."""
     branches: tuple[BranchConfig, ...] = ()
-    """Forks of completions, level by level: the ``samples`` are then the leaves of a tree (see
-    ``rollout/tree.py``). Empty: independent completions."""
+    """Forks, level by level: the ``samples`` are the leaves of a tree (see ``rollout/tree.py``).
+    Empty: independent completions."""
 
     @property
     def needs_entropies(self) -> bool:
@@ -80,22 +76,22 @@ class Sampling:
 
     @property
     def truncation(self) -> dict[str, float]:
-        """Truncation of the distribution, in the terms of SGLang and vLLM."""
+        """Truncation of the distribution, under SGLang's and vLLM's names."""
         # Always send all three settings, because a server's own defaults apply otherwise.
         return {"top_p": self.top_p or 1.0, "top_k": self.top_k or -1, "min_p": 0.0}
 
     def derive_seed(self, *place: int) -> int:
-        """Derive a 31-bit random seed from the indices of a sample: prompt id, completion number,
-        and further indices."""
+        """Derive a 31-bit seed for a sample's indices: prompt id, completion number, and so on."""
+        # Not ``hash``, because each process would salt the hash of a text differently.
         text = "/".join(map(str, (self.seed, *place)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") >> 1
 
 
 class WeightSource(Protocol):
     """Repeatable source of the actor's weights: ``weight_stream`` with a bound actor, or
-    ``adapter_stream`` if servers receive the adapter alone.
+    ``adapter_stream`` if servers receive only the adapter.
 
-    A call with iteration to the last bucket is collective over the ranks of a replica.
+    Iteration up to the last bucket is collective over the ranks of a replica.
     """
 
     def __call__(self, *, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]: ...
@@ -112,28 +108,27 @@ class RolloutEngine(Protocol[Pending]):
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:
         """Request ``sampling.samples`` completions of each of this rank's prompts.
 
-        ``prompts`` may be empty. An engine with servers returns at once: the servers generate
-        while the trainer does other work.
+        ``prompts`` may be empty. An engine with servers returns at once, and generation overlaps
+        with other work of the trainer.
         """
         ...
 
     def finish(self, pending: Pending, callback: GroupCallback | None = None) -> Completions:
         """Wait for pending rollouts. Collective: a failure on one rank fails all ranks.
 
-        An engine with groups completed one by one calls ``callback`` in between, on this thread.
+        An engine that completes groups one by one calls ``callback`` in between, on this thread.
 
         - No group is passed twice, and some groups may never be passed.
         - ``callback`` must not raise, and is not collective.
-
-        Args:
-            pending: return value of ``begin``.
-            callback: group-complete callback.
         """
         ...
 
     def interrupt(self, pending: Sequence[Pending]) -> list[list[PartialRollout]] | None:
-        """Interrupt all pending rollouts, and return partial rollouts for a checkpoint. Return
-        None if unsupported: the caller must finish the rollouts. Collective."""
+        """Interrupt all pending rollouts for a checkpoint. Collective.
+
+        Returns:
+            None if unsupported: the caller must finish the rollouts.
+        """
         return None
 
     def resume_partial(
@@ -142,15 +137,17 @@ class RolloutEngine(Protocol[Pending]):
         sampling: Sampling,
         partial_rollouts: Sequence[PartialRollout],
     ) -> Pending:
-        """Resume partial rollouts of this or another engine, as ``begin``.
+        """Resume partial rollouts of this or another engine, like ``begin``.
 
-        Restarting all rollouts is correct, too. Never restart only the unfinished rollouts.
+        An engine may restart all rollouts, but never only the unfinished rollouts.
         """
+        # Restarting only unfinished rollouts would prefer short completions, because the long
+        # completions are drawn twice.
         return self.begin(prompts, sampling)
 
     def pause(self) -> None:
-        """Stop generating. Release resources needed by a weight update, or by training on the
-        same GPUs. A second call has no effect. Collective."""
+        """Stop generating, and release resources needed by a weight update, or by training on the
+        same GPUs. Idempotent. Collective."""
         ...
 
     def resume(self) -> None:
@@ -170,18 +167,17 @@ class RolloutEngine(Protocol[Pending]):
         ...
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
-        """Return completions of rank 0's prompts from every server: server name to completions,
-        the same on every rank.
+        """Return completions of rank 0's prompts by server, the same on every rank.
 
         Used to compare each server with the actor. Collective.
         """
         ...
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Return and clear events since the last call: ``rollout/…`` and ``perf/…`` metrics, the
-        same on every rank, and messages for the log. Collective."""
+        """Return and clear recent ``rollout/…`` and ``perf/…`` metrics, the same on every rank, and
+        messages for the log. Collective."""
         ...
 
     def close(self) -> None:
-        """Stop all processes and requests of the engine. Not collective; may be called twice."""
+        """Stop all processes and requests. Idempotent; not collective."""
         ...

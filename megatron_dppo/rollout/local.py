@@ -1,8 +1,5 @@
-"""Rollout engine in the trainer's process, with weights streamed by the bridge.
-
-The local engine is slower than a server, but needs no server, supports random seeds, and runs on
-every platform of torch.
-"""
+"""Rollout engine in the trainer's process, with weights streamed by the bridge: slower than a
+server, but with random seeds, and on every platform of torch."""
 
 from __future__ import annotations
 
@@ -37,12 +34,11 @@ class LocalEngine(RolloutEngine[Completions]):
 
     Args:
         path: Hugging Face directory; only config.json is read.
-        device: device of the weights, the cache and the forward pass.
         dtype: type of weights and cache; log-probabilities are fp32.
-        max_batch: most completions decoded at once; at least the completions of one prompt, because
-            all completions of a prompt begin together.
+        max_batch: most completions decoded at once; at least the completions of one prompt, which
+            begin together.
         world: ranks with one engine each; None: single process.
-        conversations: conversations, to replace single continuations.
+        conversations: replacement of single continuations.
 
     Raises:
         UserError: see :func:`empty_model`.
@@ -97,15 +93,15 @@ class LocalEngine(RolloutEngine[Completions]):
         """Copy the weights into the model, in place.
 
         Raises:
-            ValueError: if a tensor is missing, unknown, repeated or of the wrong shape. Generation
-                is then impossible until an update succeeds.
+            ValueError: a tensor is missing, unknown, repeated or of the wrong shape. Generation is
+                then impossible until an update succeeds.
         """
-        # Reset the version first: after a failed update, no version describes the weights.
+        # After a failed update, no version describes the weights.
         self._version = None
         shapes = _get_shapes(self._weights)
         repeated = []
         found: dict[str, tuple[int, ...]] = {}
-        # Read the stream to the end before an error, because reading the stream is collective.
+        # No error before the end of the stream, because reading is collective.
         for bucket in source(to=Consumers.EVERYONE):
             repeated += [f"{name} came twice" for name in bucket if name in found]
             found |= _get_shapes(bucket)
@@ -124,19 +120,18 @@ class LocalEngine(RolloutEngine[Completions]):
         """Generate all completions. The same call returns the same bits. Collective.
 
         Raises, on every rank:
-            UserError: if ``max_batch`` is less than the samples of one prompt; if a log-probability
-                is not finite; or as :meth:`LocalConversations.generate`.
-            ValueError: if a prompt has no tokens.
-            RuntimeError: if the engine is paused or has no weights.
+            UserError: ``max_batch`` is less than the samples of one prompt; a log-probability is
+                not finite; or as :meth:`LocalConversations.generate`.
+            ValueError: a prompt has no tokens.
+            RuntimeError: the engine is paused or has no weights.
         """
         return self._run_on_all_ranks(prompts, sampling, self._conversations)
 
     def finish(self, pending: Completions, callback: GroupCallback | None = None) -> Completions:
-        """Return the completions of ``begin``."""
         return pending
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
-        # The engine of each rank has separate weights, and therefore counts as a server.
+        # Each rank has separate weights, and counts as a server.
         groups = self._run_on_all_ranks(prompts, sampling, None)
         if self._world is None:
             return {"local": groups}
@@ -182,8 +177,7 @@ class LocalEngine(RolloutEngine[Completions]):
     def _generate_trees(
         self, prompts: Sequence[Prompt], sampling: Sampling, version: int
     ) -> Completions:
-        """Generate trees: first the paths from the prompts, then, level by level, the continuations
-        of all forks."""
+        """Generate trees, level by level: the paths from the prompts, then all forks, and so on."""
         branches = sampling.branches
         trees: list[list[TreePath]] = [[] for _ in prompts]
         roots = [make_root(prompt, sampling.samples, branches) for prompt in prompts]
@@ -224,12 +218,12 @@ def _get_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...
 def _map_weights_by_name(model: PreTrainedModel, body: str) -> dict[str, torch.Tensor]:
     """Map names of the weight stream to parameters of the model.
 
-    - Tied embeddings are one parameter, under the name of the embedding.
-    - The experts of a layer are two parameters. Tensors of one expert are views of the parameters.
+    - Tied embeddings are one parameter, under the embedding's name.
+    - A layer's experts are two parameters; an expert's tensors are views.
     """
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        # Insert ``body``, because a text model's names lack this part of the whole model's names.
+        # A text model's own names lack this part.
         name = name.replace("model.", f"model.{body}", 1)
         experts, _, kind = name.rpartition(".")
         if kind == "gate_up_proj":

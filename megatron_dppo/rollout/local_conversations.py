@@ -1,9 +1,8 @@
-"""Hold conversations with the local engine: all conversations of a rank advance together, turn by
-turn.
+"""Conversations with the local engine: all conversations of a rank advance together, turn by turn.
 
-The engine generates a batch of turns as soon as every conversation has requested its next turn or
-has ended. Therefore a batch depends on the content of the conversations, not on the duration of
-tool calls, and the same call gives the same bits.
+The engine generates a batch once every conversation has requested its next turn or has ended. A
+batch thus depends on the content of the conversations, not on the duration of tool calls, and the
+same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -35,16 +34,13 @@ from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.tree import TreePath
 
 Continue = Callable[[Sequence[TreePath], Sampling], list[list[TreePath]]]
-"""The engine's function that continues each prefix once for each of its slots."""
+"""Engine's function that continues each prefix once per slot."""
 Place = tuple[int, int]
 """Indices of a conversation: prompt in the call, then completion for the prompt."""
 TURN = 1 << 60
 """Exclusive upper bound of prompt ids. Request n of a conversation is sampled as a prompt with the
-id + n · TURN.
-
-- Request 0 is sampled like a completion without a conversation.
-- Every request has a separate random seed, even if two requests have the same context.
-"""
+id + n · TURN: request 0 like a completion without a conversation, and every request with a separate
+seed, even with equal contexts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,6 @@ class LocalConversations:
     """Completion of prompts with an engine, through a user's function.
 
     Args:
-        function: user's function for one conversation.
         timeout_s: seconds without a requested turn or an ended conversation until the run stops.
         late_s: seconds without an ended conversation until running conversations are reported.
         end_s: seconds without an ended conversation until the run stops.
@@ -82,7 +77,7 @@ class LocalConversations:
         self.attempts = attempts
         self.late_s = late_s
         self.end_s = end_s
-        # Use one loop for all steps, because objects that a function keeps may belong to the loop.
+        # Keep one loop for all steps, because a function's objects may belong to the loop.
         self._runner = asyncio.Runner(loop_factory=EventLoop)
 
     def close(self) -> None:
@@ -95,8 +90,8 @@ class LocalConversations:
         """Return ``sampling.samples`` completions of each prompt.
 
         Raises:
-            UserError: if the function raises, gives up a conversation too often, takes too long,
-                cancels tasks of the run, or returns a completion that is unusable for training.
+            UserError: the function raises, gives up a conversation too often, takes too long,
+                cancels tasks of the run, or returns a completion unusable for training.
         """
         try:
             return self._runner.run(_Conversations(self, sampling, extend).run(prompts))
@@ -114,15 +109,14 @@ class LocalConversations:
 
 
 class _Conversations:
-    """Conversations of one call of the engine. Leftover tasks of a function cannot affect a later
-    call."""
+    """Conversations of one call: leftover tasks of a function cannot affect a later call."""
 
     def __init__(self, parent: LocalConversations, sampling: Sampling, extend: Continue) -> None:
         self._of = parent
         self._sampling = sampling
         self._continue = extend
         self._requests: dict[Place, list[_Request]] = {}
-        """Pending requests of each waiting conversation."""
+        """Requests by waiting conversation."""
         self._moved = asyncio.Event()
         """Set when a conversation requests a turn or ends."""
         self._last_move = self._last_end = time.monotonic()
@@ -140,8 +134,7 @@ class _Conversations:
         try:
             while under_way := [place for place, task in tasks.items() if not _is_over(task)]:
                 busy = [place for place in under_way if place not in self._requests]
-                # Report a busy conversation first, because waiting conversations may wait for the
-                # busy conversation.
+                # Report a busy conversation first, because the rest may wait for it.
                 first = (busy or under_way)[0]
                 self._check(len(busy), len(under_way), prompts[first[0]].id)
                 if busy:
@@ -162,16 +155,15 @@ class _Conversations:
         self._named = False
 
     def _check(self, busy: int, running: int, first: int) -> None:
-        """Check the time since a conversation last requested a turn or ended. Report late
-        conversations.
+        """Check the time since the last requested turn and the last ended conversation.
 
         Args:
             busy: number of conversations without a requested turn.
-            running: number of conversations that have not ended.
+            running: number of unended conversations.
             first: prompt id of the first such conversation.
 
         Raises:
-            UserError: if a time exceeds ``timeout_s`` or ``end_s``.
+            UserError: a time exceeds ``timeout_s`` or ``end_s``.
         """
         of = self._of
         now = time.monotonic()
@@ -195,7 +187,7 @@ class _Conversations:
 
     async def _wait(self) -> None:
         """Wait until a conversation requests a turn or ends, or the next check is due."""
-        # Report progress, because ``_check`` limits the duration of conversations.
+        # Counts as progress, because ``_check`` limits the duration of conversations.
         record_progress()
         of = self._of
         left_s = max(self._last_move + of.timeout_s - time.monotonic(), 0.0)
@@ -256,8 +248,7 @@ class _Conversations:
     def _generate_turns(self) -> None:
         """Generate all requested turns.
 
-        Turns with the same stop tokens are decoded together. A context shared by several samples of
-        a prompt is read once.
+        Turns with the same stop tokens are decoded together, and a shared context is read once.
         """
         waiting = self._requests
         self._requests = {}
@@ -280,7 +271,7 @@ class _Conversations:
 
 
 def _is_over(task: asyncio.Task[Completion]) -> bool:
-    """Return whether a task has ended. Raise the exception of a failed task."""
+    """Return whether a task has ended; raise the error of a failed task."""
     if task.done():
         task.result()
     return task.done()

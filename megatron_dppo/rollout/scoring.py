@@ -23,7 +23,6 @@ class GroupScoring:
 
     Args:
         workers: reward workers, used exclusively until ``finish`` returns.
-        tokenizer: policy's tokenizer.
         prompts: P prompts.
         max_failures: failures before the remaining completions are left unscored.
     """
@@ -40,14 +39,13 @@ class GroupScoring:
         self._prompts = prompts
         self._tags = frozenset(workers.thinking_tags)
         self._texts: dict[int, list[str]] = {}
-        """Index of the prompt to texts, in the order of scoring."""
+        """Texts by index of the prompt, in the order of scoring."""
         self._failure: Exception | None = None
 
     def process_groups(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
-        """Add complete groups, and continue the scoring without waiting. Return whether work
-        remains. ``finish`` raises failures."""
-        # Delay failures until ``finish``, because all ranks must reach the same collective calls
-        # during rollout.
+        """Add complete groups, and continue the scoring without waiting; return whether work
+        remains."""
+        # ``finish`` raises failures, because all ranks must reach the same collective calls.
         if self._failure is not None:
             return False
         try:
@@ -59,13 +57,10 @@ class GroupScoring:
             return False
 
     def finish(self, completions: Completions) -> list[Group]:
-        """Score the remaining groups.
+        """Score the remaining groups; return P groups with rewards.
 
         Args:
             completions: completions of P prompts, including the groups of ``process_groups``.
-
-        Returns:
-            P groups, with the verifier's rewards.
 
         Raises:
             UserError: see :meth:`RewardWorkers.score`.
@@ -75,7 +70,7 @@ class GroupScoring:
         for place, group in enumerate(completions):
             if place not in self._texts:
                 self._add(place, group)
-        # Scores arrive in the order of scoring: distribute the scores in the order of ``_texts``.
+        # Scores arrive in the order of ``_texts``.
         given = iter(self._scoring.finish())
         scores: dict[int, tuple[Score, ...]] = {}
         for place, texts in self._texts.items():
@@ -86,7 +81,7 @@ class GroupScoring:
         ]
 
     def cancel(self) -> None:
-        """Cancel the scoring, because the groups will not be complete."""
+        """Cancel the scoring."""
         self._scoring.cancel()
 
     def _decode(self, token_ids: Sequence[NDArray[np.int32]]) -> list[str]:
@@ -98,12 +93,12 @@ class GroupScoring:
         }
         if not special.keys() & self._tags:
             return self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        # ``skip_special_tokens`` would also remove the tags: remove all other special tokens by id.
+        # ``skip_special_tokens`` would also remove the tags.
         left_out = [special[content] for content in special.keys() - self._tags]
         return self._tokenizer.batch_decode([ids[~np.isin(ids, left_out)] for ids in token_ids])
 
     def _add(self, index: int, group: Sequence[Completion]) -> None:
-        # Score without contexts, because only the turns of the response are part of the text.
+        # Only the turns of the response are part of the text.
         shown = [strip_contexts(completion) for completion in group]
         texts = self._decode([token_ids for token_ids, _ in shown])
         self._texts[index] = texts

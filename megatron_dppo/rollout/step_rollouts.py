@@ -3,8 +3,8 @@
 A checkpoint of a run that rolls out ahead holds all rollouts not trained on yet:
 
 - ``rollouts/`` holds the rollouts of the next step, ``rollouts_2/`` of the step after, and so on.
-- ``step.npz`` in each folder holds the data common to all ranks, and ``rank_….npz`` the tokens of
-  the groups of one rank.
+- ``step.npz`` holds the data common to all ranks, and ``rank_….npz`` the tokens of one rank's
+  groups.
 - Interrupted groups are stored as partial rollouts.
 - A step with drawn prompts but no rollouts has ``step.npz`` alone.
 - A run can resume with any number of ranks.
@@ -68,11 +68,10 @@ class StepRollouts:
     selection: Selection
     """Selection of all ranks."""
     step: int
-    """Number of the training step."""
     partial: list[PartialRollout] | None = None
-    """Partial rollouts of this rank's prompts at the interruption."""
+    """This rank's partial rollouts."""
     prompts: Sequence[Prompt] | None = None
-    """This rank's requested and incomplete prompts; None: not requested."""
+    """This rank's requested, incomplete prompts; None: not requested."""
     inclusion: Floats | None = None
     """[P], inclusion probabilities of ``prompts``."""
     pending: Any = None
@@ -81,7 +80,7 @@ class StepRollouts:
 
     @property
     def is_pending(self) -> bool:
-        """True for requested and incomplete rollouts."""
+        """Whether rollouts are requested and incomplete."""
         return self.prompts is not None
 
     def reset(self) -> None:
@@ -97,13 +96,12 @@ class StepRollouts:
         """Return whether a run with these settings can resume this rank's rollouts.
 
         Args:
-            config: configuration of the run; groups, roles, trees or teachers may differ from the
-                run that wrote the rollouts.
+            config: configuration; groups, roles, trees or teachers may differ from the writing run.
             min_version: oldest permitted version of a token.
-            needs_routing: require the routing of tokens.
+            needs_routing: whether routing is required.
 
         Raises:
-            UserError: if a setting supports only one sequence, and a completion has several.
+            UserError: a setting supports only one sequence, and a completion has several.
         """
         if self.complete is not None:
             return self._can_resume_complete(self.complete, config, min_version, needs_routing)
@@ -114,8 +112,8 @@ class StepRollouts:
                 return False
             if completion.oldest_version < min_version:
                 return False
-            # Require routing only of an ended completion, because the routing of a continuation
-            # includes all tokens before the continuation.
+            # A continuation's routing includes all earlier tokens: only ended completions need
+            # routing.
             if needs_routing and rollout.ended and completion.routing is None:
                 return False
         return True
@@ -146,8 +144,8 @@ class StepRollouts:
 
 
 def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) -> None:
-    """Write the rollouts of the next steps, in order, into a checkpoint's folder: this rank's
-    groups, and on rank 0 the data common to all ranks. Not collective."""
+    """Write the rollouts of the next steps into a checkpoint's folder: this rank's groups, and on
+    rank 0 the common data. Not collective."""
     for number, batch in enumerate(steps):
         folder = _get_folder(place, number)
         folder.mkdir(exist_ok=True)
@@ -174,8 +172,7 @@ def read_in_flight(
 ) -> list[StepRollouts]:
     """Read a checkpoint's rollouts of the next steps, in order. Collective.
 
-    If the number of ranks is unchanged, each rank keeps the same groups. Otherwise each of n ranks
-    takes every n-th group.
+    Each rank keeps its groups, or takes every n-th group of a run with a different number of ranks.
 
     Args:
         place: folder of the checkpoint.
@@ -183,7 +180,7 @@ def read_in_flight(
         step: number of the next step.
 
     Raises:
-        UserError: on every rank, if the pool has different prompts, or a file is damaged.
+        UserError: on every rank: the pool has different prompts, or a file is damaged.
     """
     # The first missing step ends the list.
     folders = (_get_folder(place, number) for number in count())
@@ -211,7 +208,7 @@ def _read(
     selection = Selection(**chosen | {"window": int(chosen["window"])})
     rollouts = StepRollouts(selection, step)
     if _RANKS in stored:
-        # Assign prompts to ranks as ``Collector.request`` does.
+        # Must match ``Collector.request``.
         share = set(selection.prompt_ids[world.rank :: world.size].tolist())
         files = [_get_file(folder, writer) for writer in range(int(stored[_RANKS]))]
         found = world.run_on_all_ranks(
@@ -241,7 +238,7 @@ def _read(
         if name.startswith(_PART)
     }
     metadata = StepMetadata(**known | {"window": float(known["window"]), "parts": parts})
-    # Keep the writers of the files, because a different number of ranks changes the owners.
+    # A different number of ranks changes the owners, but not the names of files.
     written_by = metadata.owners
     if words["ranks"] != world.size:
         metadata = replace(metadata, owners=np.arange(len(written_by)) % world.size)
@@ -281,7 +278,7 @@ def _save_arrays(file: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def _pack_groups(held: dict[int, Group]) -> dict[str, np.ndarray]:
-    """Pack groups by row of the metadata; the metadata holds prompts, lengths and rewards."""
+    """Pack groups by row; the metadata holds prompts, lengths and rewards."""
     completions = [completion for group in held.values() for completion in group.completions]
     return {"rows": np.array(list(held), np.int64), **_pack_completions(completions)}
 
@@ -296,7 +293,7 @@ def _pack_partial(partial_rollouts: Sequence[PartialRollout]) -> dict[str, np.nd
 
 
 def _unpack_partial(stored: dict[str, Any], prompt_ids: set[int]) -> list[PartialRollout]:
-    """Unpack the partial rollouts of the given prompts from a file of :func:`_pack_partial`."""
+    """Unpack the given prompts' partial rollouts."""
     completions = _unpack_completions(stored)
     return [
         PartialRollout(prompt, slot, completion, bool(ended))
@@ -344,7 +341,7 @@ def _unpack_completions(stored: dict[str, Any]) -> Iterator[Completion]:
     for name in _COLUMNS:
         lengths = stored[name + _LENGTHS]
         parts = np.split(stored[name], np.cumsum(np.maximum(lengths, 0))[:-1])
-        # ``np.split`` returns one part too many for no completions: end with the lengths.
+        # For no completions, ``np.split`` returns one part too many.
         column: list[Any] = []
         for length, part in zip(lengths, parts, strict=False):
             column.append(None if length < 0 else part)

@@ -1,9 +1,8 @@
-"""Query teacher servers for the log-probabilities of completions, as soon as a group is complete.
+"""Queries to teacher servers for log-probabilities, as soon as a group is complete.
 
-A stock SGLang or vLLM server returns the log-probability of each token of a prompt, at temperature
-1. The server receives token ids, not text, and returns the id with every log-probability. The
-vocabularies are compared once, before the first step: both tokenizers must decode the whole
-vocabulary to the same text.
+A stock SGLang or vLLM server returns the id and the log-probability of each token of a prompt, at
+temperature 1. Before the first step, both tokenizers must decode the whole vocabulary to the same
+text.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from megatron_dppo.rollout.servers.launch import SECRET
 T = TypeVar("T")
 
 ASK_AGAIN_S = 3.0
-"""Seconds until a query is repeated if the server did not respond."""
+"""Seconds until a query without a response is repeated."""
 SHOWN = 20
-"""Characters of two vocabularies that an error shows, from the first difference."""
+"""Characters of a vocabulary shown in an error, from the first difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class TeacherServer:
     def build_request(
         self, prompt: NDArray[np.int32], response: NDArray[np.int32]
     ) -> tuple[str, dict[str, Any]]:
-        """Return the path and the body of a query for the tokens of a response."""
+        """Return path and body of a query for a response's tokens."""
         tokens = [*prompt.tolist(), *response.tolist()]
         if self.sglang:
             sampling = {"max_new_tokens": 0, "temperature": 1.0}
@@ -73,12 +72,11 @@ class TeacherServer:
     def parse_logprobs(
         self, answer: Mapping[str, Any], response: NDArray[np.int32]
     ) -> NDArray[np.float32]:
-        """Return the log-probabilities of the tokens of a response, [L], from the answer of the
-        server.
+        """Return the log-probabilities of a response's tokens, [L], from the server's answer.
 
         Raises:
-            ServerError: if the answer is about different tokens.
-            ValueError: if the answer lacks valid log-probabilities.
+            ServerError: the answer is about different tokens.
+            ValueError: the answer lacks valid log-probabilities.
         """
         asked = response.tolist()
         if self.sglang:
@@ -86,8 +84,7 @@ class TeacherServer:
                 (token, logprob)
                 for logprob, token, *_ in answer["meta_info"]["input_token_logprobs"][1:]
             ]
-            # SGLang returns the id 0 for the last token of a vocabulary, with the log-probability
-            # of the last token.
+            # SGLang returns the id 0 for the vocabulary's last token.
             expected = []
             for (named, _), token in zip(told, asked, strict=False):
                 expected.append(0 if named == 0 and token >= self.tokens - 1 else token)
@@ -112,12 +109,11 @@ class TeacherServers:
     """Servers named in ``loss.distillation``, on every rank that rolls out. Collective.
 
     Args:
-        config: configuration of the run.
         world: ranks that roll out.
         tokenizer: tokenizer of the policy.
 
     Raises:
-        UserError: on every rank, if a server does not respond, accepts too few tokens, or has a
+        UserError: on every rank: a server does not respond, accepts too few tokens, or has a
             different vocabulary.
     """
 
@@ -147,8 +143,7 @@ class TeacherServers:
             raise
 
     def submit(self, prompt: Prompt, completion: Completion) -> Future[NDArray[np.float32]]:
-        """Start a query for a completion in the background. The teacher of the prompt must be a
-        server."""
+        """Start a query for a completion. The prompt's teacher must be a server."""
         server = self._servers[str(self.distillation.get_teacher(prompt.data_source))]
         return self._http.start(wrap_errors(server.url, self._read_all(server, prompt, completion)))
 
@@ -156,7 +151,7 @@ class TeacherServers:
         """Wait for the answer of a server.
 
         Raises:
-            UserError: if the server failed.
+            UserError: the server failed.
         """
         try:
             return future.result()
@@ -181,7 +176,7 @@ class TeacherServers:
         server = TeacherServer(
             url, models[0]["id"], sglang="/generate" in routes, tokens=len(tokenizer)
         )
-        # Require room for one more token, because vLLM always generates a token.
+        # vLLM always generates a token: require room for one more.
         if models[0]["max_model_len"] <= longest:
             problem = (
                 f"takes {models[0]['max_model_len']} tokens, and the longest sequence has "
@@ -212,8 +207,7 @@ class TeacherServers:
         self, server: TeacherServer, prompt: Prompt, completion: Completion
     ) -> NDArray[np.float32]:
         """Return the log-probabilities of all sequences of a completion, [L]."""
-        # The first token of each sequence after the first was not sampled: the log-probability is
-        # unknown and unused, and stays 0.
+        # A further sequence's first token was not sampled: its log-probability is unused, and 0.
         said = np.zeros(len(completion.token_ids), np.float32)
         asked = [
             split_prompt_and_response(prompt.token_ids, completion, k)
@@ -242,17 +236,17 @@ class TeacherServers:
                 try:
                     return server.parse_logprobs(await answer, response)
                 except ServerError as error:
-                    # Repeat the query to a dead server, because the server may restart.
+                    # A dead server may restart.
                     if error.alive or time.monotonic() + ASK_AGAIN_S > until:
                         raise
                     await asyncio.sleep(ASK_AGAIN_S)
 
 
 class TeacherQuery:
-    """Queries for the completions of the prompts of one rank, in order of completion.
+    """Queries for the completions of one rank's prompts, in order of completion.
 
     Args:
-        servers: teacher servers; None if no teacher is a server.
+        servers: None if no teacher is a server.
         prompts: [P], prompts of this rank.
     """
 
@@ -260,8 +254,7 @@ class TeacherQuery:
         self._servers = servers
         self._prompts = prompts
         self._asked: dict[int, list[Future[NDArray[np.float32]]]] = {}
-        """Started queries by index of the prompt. Prompts without a teacher server have no
-        entry."""
+        """Started queries by index of the prompt, if its teacher is a server."""
 
     def submit_groups(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> None:
         """Start the queries for complete groups, without waiting for answers."""
@@ -274,11 +267,8 @@ class TeacherQuery:
                 ]
 
     def wait(self, completions: Completions, world: World) -> None:
-        """Wait until the queries of all ranks have ended. Collective.
-
-        While queries are pending, ranks meet in a short collective every ``EXCHANGE_S``, as for
-        rollouts.
-        """
+        """Wait until the queries of all ranks have ended. Collective, with a short exchange every
+        ``EXCHANGE_S``."""
         if self._servers is None:
             return
         self.submit_groups(
@@ -289,11 +279,10 @@ class TeacherQuery:
             pass
 
     def add_logprobs(self, completions: Completions) -> Completions:
-        """Return the completions with the log-probabilities of the teacher servers added. Not
-        collective.
+        """Return the completions with the teachers' log-probabilities. Not collective.
 
         Raises:
-            UserError: if a server failed to return log-probabilities.
+            UserError: a server failed to return log-probabilities.
         """
         return [self._add_group_logprobs(place, group) for place, group in enumerate(completions)]
 

@@ -1,14 +1,13 @@
 """Trees of completions while an engine generates them: prefixes to continue, forks of paths, leaves
 of a group.
 
-A path is generated to its end, and its forks are found afterwards. The path continues as the first
-child of each fork. The other children are continuations of the prefix before the fork. Whether a
-path forks depends on the tokens before the fork alone, so that each leaf has the distribution of a
-completion without a tree.
+A path is generated to its end, and its forks are found afterwards. The path is the first child of
+each fork; further children continue the prefix before the fork. Whether a path forks depends only
+on the tokens before the fork, so that each leaf has the distribution of a completion without a
+tree.
 
-Leaves are numbered in order: the leaves below a branch are consecutive. The *slot* of a path is the
-number of its first leaf. All engines generate trees with these functions. A flat group is a tree
-without branches.
+The leaves below a branch have consecutive numbers. The *slot* of a path is the number of its first
+leaf. All engines generate trees with these functions. A flat group is a tree without branches.
 """
 
 from __future__ import annotations
@@ -26,19 +25,18 @@ from megatron_dppo.rollout.conversation import merge_parts, truncate_completion
 
 Branches = Sequence[BranchConfig]
 Entropies = NDArray[np.floating]
-"""[L], nats: entropy of the distribution at each token."""
+"""[L], nats, at each token."""
 NO_TOKENS = merge_parts([])
 
 
 @dataclass(frozen=True, slots=True)
 class TreePath:
-    """A path from the root of a prompt's tree: a prefix to continue, or a path that has ended.
+    """A path from the root of a tree: a prefix to continue, or an ended path.
 
         TreePath(prompt, slots=(2, 4), completion=…, forks=(20,))
 
-    is a prefix of 20 tokens. If forks have 3 and then 2 children, the path of the leaves 0 and 1
-    has ended, and the continuations of the prefix are the paths of the leaves 2 and 3, and of the
-    leaves 4 and 5.
+    is a prefix of 20 tokens, if forks have 3 and then 2 children. The path of the leaves 0 and 1
+    has ended. The continuations of the prefix are the paths of the leaves 2 and 3, and 4 and 5.
     """
 
     prompt: Prompt
@@ -47,16 +45,15 @@ class TreePath:
     completion: Completion = NO_TOKENS
     """All tokens after the prompt."""
     entropies: Entropies | None = None
-    """Entropies of the completion; None if no fork needs entropies."""
+    """None if no fork needs entropies."""
     forks: tuple[int, ...] = ()
-    """Position of each fork before the last continuation: tokens of the response before the
-    fork."""
+    """Tokens of the response before each fork of the prefix."""
     limit: int | None = None
-    """Most tokens of a continuation; None: the rest of a response."""
+    """Most tokens of a continuation; None: up to the limit of a response."""
 
     @property
     def length(self) -> int:
-        """Tokens of the completion."""
+        """Number of tokens of the completion."""
         return len(self.completion.token_ids)
 
     @property
@@ -72,13 +69,7 @@ class TreePath:
     def extend(
         self, slot: int, parts: Iterable[Completion], entropies: Entropies | None
     ) -> TreePath:
-        """Return the path of a continuation that has ended.
-
-        Args:
-            slot: slot of the continuation.
-            parts: tokens of the continuation, in order.
-            entropies: entropies of these tokens, if requested.
-        """
+        """Return the path of an ended continuation, with its tokens and entropies in order."""
         if entropies is not None and self.entropies is not None:
             entropies = np.concatenate([self.entropies, entropies])
         return replace(
@@ -89,8 +80,7 @@ class TreePath:
         )
 
     def find_forks(self, branches: Branches) -> tuple[int, ...]:
-        """Return the position of the fork at each level; ``length`` at levels that the path does
-        not reach."""
+        """Return the position of the fork at each level; ``length`` for levels not reached."""
         forks = list(self.forks)
         for branch in branches[len(forks) :]:
             # A branch has at least one token.
@@ -107,8 +97,7 @@ class TreePath:
         return tuple(forks)
 
     def fork(self, branches: Branches) -> list[TreePath]:
-        """Return the prefix at each new fork of an ended path, with the slots of the fork's other
-        children."""
+        """Return the prefix at each new fork of an ended path, to continue as further children."""
         prefixes = []
         forks = self.find_forks(branches)
         for level in range(len(self.forks), len(branches)):
@@ -121,8 +110,7 @@ class TreePath:
                 slots=tuple(
                     self.slots[0] + child * width for child in range(1, branches[level].children)
                 ),
-                # All tokens of the prefix have been read, because the path has tokens after the
-                # fork.
+                # The engine has read the whole prefix, because the path has tokens after the fork.
                 completion=truncate_completion(
                     self.completion, position, len(self.prompt.token_ids) + position
                 ),
@@ -139,15 +127,15 @@ def make_root(prompt: Prompt, samples: int, branches: Branches) -> TreePath:
 
 
 def count_leaves(branches: Branches, level: int) -> int:
-    """Return the number of leaves below a branch after ``level`` forks."""
+    """Return the leaves below a branch after ``level`` forks."""
     return math.prod(branch.children for branch in branches[level:])
 
 
 def list_leaves(paths: Iterable[TreePath], branches: Branches) -> tuple[Completion, ...]:
-    """Return the leaves of a tree in order, from the ended paths. A path that ends before a fork
-    represents several leaves."""
+    """Return the leaves of a tree in order. A path that ends before a fork gives several equal
+    leaves."""
     leaves: dict[int, Completion] = {}
-    # A path replaces leaves of the path with fewer forks.
+    # Paths with more forks come later, and replace leaves of the path that they continue.
     for path in sorted(paths, key=lambda path: len(path.forks)):
         completion = path.completion
         slot = path.slots[0]
@@ -162,14 +150,13 @@ def list_leaves(paths: Iterable[TreePath], branches: Branches) -> tuple[Completi
 
 
 def count_unique_tokens(group: Sequence[Completion], branches: Branches) -> list[int]:
-    """Count the sampled tokens of each completion of a group, without tokens shared with earlier
-    completions."""
+    """Count each completion's sampled tokens, without tokens shared with earlier completions."""
     counts = []
     for slot, leaf in enumerate(group):
         level = next(
             level for level in range(len(branches) + 1) if slot % count_leaves(branches, level) == 0
         )
-        # The leaf before has the segments before this level, too.
+        # The previous leaf shares the segments before this level.
         own = np.asarray(leaf.segments) >= level if level else leaf.loss_mask
         counts.append(int(np.count_nonzero(own)))
     return counts

@@ -2,8 +2,8 @@
 output gate. The model is dense, or has experts in every layer, including an expert shared by all
 tokens.
 
-Published checkpoints also have a vision tower and heads for further tokens. These parts stay
-untrained: an export copies the tensors. A norm's weight is stored as distance from 1, except for
+Published checkpoints also have a vision tower and heads that predict several tokens ahead. These
+parts stay untrained: an export copies the tensors. Files store a norm's weight minus 1, except for
 the norm after the delta rule. Files hold the experts of a layer in two tensors.
 """
 

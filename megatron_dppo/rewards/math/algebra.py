@@ -1,5 +1,5 @@
-"""Equality of expressions, equations and inequalities by values at sample points, never by truth or
-by solutions."""
+"""Equality of expressions, equations and inequalities by values at sample points, never by truth
+or solutions."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ POINTS: tuple[tuple[int, Fraction | int], ...] = (
     *((1, 1), (-1, 1), (0, 1), (0, 1), (0, 9)),
     *((0, Fraction(1, 9)), (0, 1000), (0, 100), (1, Fraction(1, 9))),
 )
-"""Sign and size of the unknowns at the points of a comparison; sign 0: a separate sign for each
-unknown."""
+"""Sign and size of the unknowns at each point; sign 0: a separate sign for each unknown."""
 STEPPED = (("call", "floor"), ("call", "ceil"))
 STEPS = tuple((sign, size) for size in (10, 100, 1000) for sign in (1, -1, 0) for _ in range(6))
 """Further points for expressions with values rounded to integers."""
@@ -67,12 +66,12 @@ EQUAL_DIGITS = 30
 
 
 class NarrowerDomainError(Exception):
-    """Error of an answer without a value at a point, if the label has a value."""
+    """The label has a value at a point, but the answer has no value."""
 
 
 def match_algebra(label: str, answer: str) -> bool:
-    """Return whether two whole texts in the notation of ``normalize_notation`` are the same
-    expression, equation, inequality or ratio."""
+    """Return whether two whole normalized texts are the same expression, equation, inequality or
+    ratio."""
     if any(CLOCK.fullmatch(text) for text in (label, answer)):
         return False
     try:
@@ -136,7 +135,7 @@ def _match_expression(label: str, answer: str) -> bool:
     one, other = parse_expressions(label, answer)
     if one == other:
         return True
-    # A number and a single unknown differ. In any other expression, an unknown might cancel out.
+    # A number and a single unknown differ; in longer expressions an unknown might cancel out.
     atoms = {one[0], other[0]} <= {"number", "symbol"}
     if atoms and bool(find_symbols(one)) != bool(find_symbols(other)):
         return False
@@ -171,7 +170,7 @@ def _match_chain(
         or found_signs[0] not in (signs[0], TURNED[signs[0]])
     ):
         return False
-    # Compare the differences of the sides: equivalent relations have proportional differences.
+    # Equivalent relations have proportional differences of the sides.
     one, other = (("sum", left, make_product(MINUS_ONE, right)) for left, right in (sides, found))
     equation = signs[0] in ("=", r"\ne")
     candidates = [(one, other)]
@@ -197,7 +196,7 @@ def _sort_operands(node: Node) -> Node:
         for part in parts:
             inner += part[1:] if part[0] == node[0] else [part]
         numeric = node[0] == "product" and all(_is_number(part) for part in inner)
-        # Evaluate quotients only: leave a product of two or more numbers as written.
+        # A product of two or more numbers stays as written.
         if numeric and sum(part[0] == "number" and part != MINUS_ONE for part in inner) <= 1:
             value = Fraction(1)
             for part in inner:
@@ -229,7 +228,7 @@ def _find_denominators(node: Node) -> Iterator[Node]:
 
 
 def _find_factor(left: Node, right: Node, seed: str) -> Value | None:
-    """Return the nonzero constant factor between ``left`` and ``right``; None if no constant."""
+    """Return the nonzero constant factor between ``left`` and ``right``, or None."""
     factors: list[Value] = []
 
     def match_factor(first: Value, second: Value, point: SamplePoint) -> bool:
@@ -248,8 +247,7 @@ def _match_at_points(
 ) -> bool:
     """Return whether a comparison holds at all points.
 
-    Points with real roots and logarithms are preferred; complex values are used only if too few
-    real points exist.
+    Complex roots and logarithms are used only if too few points have real values.
     """
     nodes = [*iter_subexpressions(left), *iter_subexpressions(right)]
     imaginary = ("symbol", "i") in nodes
@@ -273,8 +271,7 @@ def _match_at_points(
 def _evaluate_points(
     left: Node, right: Node, seed: str, *, imaginary: bool = False
 ) -> Iterator[Pair]:
-    """Yield the values of two expressions at all points with values of both, with sufficient
-    precision."""
+    """Yield the values of two expressions at all points with values of both."""
     closed = not find_symbols(left) and not find_symbols(right)
     stepped = any(
         node[:2] in STEPPED for node in (*iter_subexpressions(left), *iter_subexpressions(right))
@@ -290,18 +287,18 @@ def _evaluate_points(
         except UndefinedError:
             continue
         except NarrowerDomainError:
-            # Skip the point unless the sign of an unknown matters to the label's logarithm.
+            # The point counts only if an unknown's sign matters to the label's logarithm.
             if _is_sign_dependent(left, right):
                 raise
         except TooLargeError:
-            # Skip points of other sizes, because the size of the unknowns may be the reason.
+            # At further sizes, the size of the unknowns may be the reason.
             if size == 1:
                 raise
 
 
 def _is_sign_dependent(label: Node, answer: Node) -> bool:
-    """Return whether the label may have the logarithm of a negative unknown: a logarithm of an
-    absolute value, or logarithms of only one unknown."""
+    """Return whether an unknown's sign may matter to the label's logarithms: a logarithm of an
+    absolute value, or logarithms of a single unknown."""
     in_label = _find_logarithms(label)
     in_answer = _find_logarithms(answer)
     if any(n[:2] == ("call", "abs") for log in in_label for n in iter_subexpressions(log)):
@@ -316,7 +313,7 @@ def _find_logarithms(expression: Node) -> list[Node]:
 
 
 def _evaluate_point(left: Node, right: Node, point: SamplePoint) -> Pair:
-    """Return the values at a point. Use more digits if terms of different sizes lose too many."""
+    """Return the values at a point, with more digits if terms of different sizes lose too many."""
     try:
         values = _evaluate_pair(left, right, point)
         if point.unlike <= SPARE_BITS or all(isinstance(value, Fraction) for value in values):
@@ -371,8 +368,7 @@ class Interval(NamedTuple):
 
 
 def match_real_sets(label: str, answer: str) -> bool | None:
-    """Return whether two texts are the same set of numbers; None if a text is not a supported
-    set."""
+    """Return whether two texts are the same set of numbers; None if unsupported."""
     expected = _parse_intervals(label)
     found = _parse_intervals(answer)
     if expected is None or found is None:
@@ -448,8 +444,8 @@ def _parse_endpoint(text: str) -> End | None:
         return value
     exact = _to_fraction(value)
     near = exact.limit_denominator(MAX_DENOMINATOR)
-    # Return a fraction for a value equal to the fraction except for rounding, so that equal ends of
-    # different notation compare as equal.
+    # A value within rounding of a fraction is the fraction, so that ends in different notations
+    # compare as equal.
     close = abs(exact) / 10**EQUAL_DIGITS
     return near if abs(near - exact) <= close else Fraction(value.context.nstr(value, EQUAL_DIGITS))
 

@@ -1,4 +1,4 @@
-"""Extraction of the answer in a completion, after the thoughts: the last box, the last number
+"""Extraction of a completion's answer, after the thoughts: the last box, else the text after number
 signs, else the declared fallbacks."""
 
 from __future__ import annotations
@@ -43,19 +43,18 @@ SUBJECT = re.compile(
     rf"\t]+){{0,19}}(?:is|are|equals)\s+(?:exactly\s+)?",
     re.IGNORECASE,
 )
-"""Words with the subject of an answer: ``The volume is`` 120."""
+"""Start of a sentence up to the answer: ``The volume is`` 120."""
 MOST_BOXES = 64
-"""Most boxes examined, from the end of a text."""
+"""Boxes examined, from the end of a text."""
 NEGATED = re.compile(r"\b(?:not|never|neither|nor|no|if|unless|or|and)\b", re.IGNORECASE)
 TAIL = 2000
 """Characters at the end of a text searched by the fallbacks."""
 
 
 def strip_thinking(text: str, prompt: str = "", tags: Sequence[str] = THINKING_TAGS) -> str:
-    """Return the text of a completion after the last thoughts; empty if the thoughts have no end.
+    """Return a completion's text after the last thoughts; empty if the thoughts have no end.
 
     Args:
-        text: text of the completion.
         prompt: rendered prompt. A chat template may end the prompt with the opening tag.
         tags: ``reward.thinking_tags``.
     """
@@ -71,14 +70,13 @@ def extract_marked_answer(text: str) -> str | None:
     r"""Return the contents of the last ``\boxed{}``, else the text after the last number signs,
     else None.
 
-    - A line with number signs is a Markdown heading unless the line is the last line, or ends in a
-      plain number.
-    - A box without a closing brace gives the empty string; earlier boxes do not count.
+    A box without a closing brace gives the empty string; earlier boxes do not count.
     """
     boxes = extract_boxes(text)
     if boxes:
         return ", ".join(boxes)
     text = text.rstrip()
+    # An earlier line with number signs is a Markdown heading, unless it ends in a plain number.
     for match in reversed(list(MARKED.finditer(text))):
         if match.end() == len(text) or parse_plain_number(match[1]) is not None:
             return match[1].strip()
@@ -86,11 +84,8 @@ def extract_marked_answer(text: str) -> str | None:
 
 
 def extract_boxes(text: str) -> list[str]:
-    r"""Return the contents of the last box, or of several boxes at the end if separated only by
-    commas, "and", "or" and names.
-
-    Equal boxes count once.
-    """
+    r"""Return the contents of the last box, or of several different boxes at the end if separated
+    only by commas, "and", "or" and names."""
     found: list[tuple[int, int, str]] = []
     for match in list(BOXED.finditer(text))[-MOST_BOXES:]:
         # Skip a box nested in the previous box.
@@ -112,8 +107,7 @@ def extract_boxes(text: str) -> list[str]:
 
 
 def extract_unmarked_answer(text: str) -> str:
-    """Return the answer of a text without marks: the text after the last "answer is", else the last
-    formula, else the last number."""
+    """Return the text after the last "answer is", else the last formula, else the last number."""
     text = text[-TAIL:]
     said = list(ANSWER_PHRASE.finditer(text))
     if said:
@@ -124,7 +118,7 @@ def extract_unmarked_answer(text: str) -> str:
         return SENTENCE_END.split(text[start:], maxsplit=1)[0].strip(" *")
     formulas = list(FORMULA.finditer(text))
     last = formulas[-1] if formulas else None
-    # An amount of money after all formulas has no group: the answer is a number in the prose.
+    # An amount of money has no group: the answer is then a number in the prose.
     if last and last.lastindex:
         told = STATED_NUMBER.fullmatch(text, last.end())
         return told[1].rstrip(",") if told else last[last.lastindex].strip()
@@ -133,8 +127,8 @@ def extract_unmarked_answer(text: str) -> str:
 
 
 def parse_plain_number(text: str) -> Fraction | None:
-    """Return the value of a single decimal number; None for any other text. Currency sign,
-    thousands separators and full stop are permitted."""
+    """Return the value of a decimal number, perhaps with currency sign, thousands separators and
+    full stop; None for any other text."""
     text = text.strip().rstrip(".").strip()
     if len(text) > 1000 or not any(c in "0123456789" for c in text) or not NUMBER.fullmatch(text):
         return None

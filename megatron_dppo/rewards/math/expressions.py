@@ -6,9 +6,8 @@ A node is a tuple that begins with the kind: ``("number", Fraction)``, ``("symbo
 *arguments)``.
 
 - Implicit products bind closer than a slash: ``1/2x`` is 1/(2x).
-- An integer followed by a proper fraction is a mixed number.
-- An integer followed by an improper fraction is unreadable, because a product or a sum may be
-  meant.
+- An integer followed by a proper fraction is a mixed number. Followed by an improper fraction, the
+  text is unreadable, because a product or a sum may be meant.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ LETTERS = _split_names(
 
 
 class ExpressionParseError(Exception):
-    """Error of a text without an expression, or with an unsupported expression."""
+    """The text has no expression, or an unsupported one."""
 
 
 def tokenize(text: str) -> list[tuple[str, str]]:
-    """Split a text into tokens: kind and text of each token.
+    """Split a text into tokens, each with kind and text.
 
     Raises:
-        ExpressionParseError: if no token begins at a character.
+        ExpressionParseError: no token begins at a character.
     """
     pieces: list[tuple[str, str]] = []
     place = 0
@@ -76,7 +75,7 @@ def tokenize(text: str) -> list[tuple[str, str]]:
         if found is None:
             raise ExpressionParseError(text[place:])
         kind = found.lastgroup or ""
-        # A short word without a function of this name is a product of letters.
+        # A short word that names no function is a product of letters.
         product_of_letters = (
             kind == "word" and len(found[kind]) < 4 and found[kind] not in FUNCTIONS
         )
@@ -113,16 +112,14 @@ MINUS_ONE: Node = ("number", Fraction(-1))
 
 
 def parse_expressions(*texts: str) -> list[Node]:
-    """Parse whole texts as expressions, in the notation of ``normalize_notation`` and without
-    relations such as ``=``.
+    """Parse whole normalized texts as expressions, without relations such as ``=``.
 
-    A name is a function in all texts if a text has the name before brackets, and no text has the
-    name without brackets.
+    A name is a function if a text has the name before brackets, and no text has the bare name.
 
     Raises:
-        ExpressionParseError: if a text is not a supported expression.
+        ExpressionParseError: a text is not a supported expression.
     """
-    # The first pass collects the uses of names; the second pass parses with the known functions.
+    # Functions are known only after a first pass over all texts.
     readings = [_parse_expression(text, frozenset()) for text in texts]
     called = {name for _, names, _ in readings for name in names}
     bare = {name for _, _, names in readings for name in names}
@@ -208,7 +205,7 @@ class _Parser:
         while self.is_factor_start() and (calls or self.peek().removeprefix("\\") not in FUNCTIONS):
             start = self.place
             before = self.tokens[self.place - 1][0]
-            # Accept a number after another factor only with a power, as in 2x 3^x, but not 2 3^x.
+            # A number after a factor must have a power: 2x 3^x, but not 2 3^x.
             power = before != "number" and self.tokens[self.place + 1][1] == "^"
             if self.get_kind() == "number" and self.tokens[self.place - 1][1] != ")" and not power:
                 raise ExpressionParseError("a number behind another factor")

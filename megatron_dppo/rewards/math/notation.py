@@ -59,7 +59,7 @@ REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\f?boxed\s*\{([^{}]*)\}", r"\1"),
     (r"\\text\{([^{}]*[^{}\s~])[\s~]+\}", r"\\text{\1}"),
     (r"\\text\{[\s~\\,]*(?:and|or)\s*\}|(?<=[\s\d})\]⦄$])\b(?:and|or)\b(?=[\s\\$(])", ","),
-    # Treat a letter after a spacing command as a unit, because a factor has no space before.
+    # A letter after a spacing command is a unit, because a factor has no space before.
     (r"^((?:[^a-zA-Z\\]|\\(?:frac|sqrt|pi)(?![a-zA-Z]))+?)\s*(?:\\[,;: ]|~)+\s*([msJNWK])"
      r"(?=(?:\^\{?-?[0-9]\}?)?[\s.]*$)", r"\1\\text{ \2}"),
     (r"(?<!\\)\\[!,;: ](?=\d{3}(?!\d))|\{,\}\s*", ","),
@@ -105,7 +105,7 @@ def normalize_notation(text: str) -> str:
 
 def _convert_to_ascii(text: str) -> str:
     """Convert Unicode's signs, Greek letters, fractions, superscripts and subscripts to LaTeX."""
-    # Convert U+00B5 first, because this character is a prefix of units, but Greek mu is a letter.
+    # U+00B5 is a prefix of units, but Greek mu is a letter.
     text = re.sub("µ([a-zA-Z]+)", r"\\mu\\text{\1}", text)
     for sign, latex in SIGNS.items():
         text = text.replace(sign, latex)
@@ -119,7 +119,7 @@ def _convert_to_ascii(text: str) -> str:
         else:
             latex_parts += map(_convert_to_latex, run)
     text = unicodedata.normalize("NFKC", "".join(latex_parts).replace("°", r"^\circ "))
-    # Drop invisible characters, such as marks of zero width.
+    # Invisible characters, such as marks of zero width, have category Cf.
     visible = "".join(c for c in text if unicodedata.category(c) != "Cf")
     return visible.replace("−", "-")
 
@@ -137,7 +137,7 @@ def _convert_to_latex(character: str) -> str:
 
 
 def strip_spaces(text: str) -> str:
-    """Remove spaces, except between two digits, because LaTeX ignores spaces."""
+    """Remove spaces, ignored by LaTeX, except between two digits."""
     return re.sub(r"(?<![0-9]) | (?![0-9])", "", text)
 
 
@@ -185,8 +185,7 @@ MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?
 
 @dataclass(frozen=True, slots=True)
 class BracketGroup:
-    """Elements between two brackets; an interval if the group has two elements and a square
-    bracket."""
+    """Elements between two brackets; two elements and a square bracket make an interval."""
 
     opening: str
     elements: tuple[str, ...]
@@ -195,8 +194,8 @@ class BracketGroup:
     """Unknown of an inequality read as an interval."""
 
     def match_brackets(self, other: BracketGroup) -> bool:
-        """Return whether both brackets are equivalent; always True unless the group has two
-        elements, because the brackets of a longer vector have no meaning."""
+        """Return whether both brackets are equivalent."""
+        # The brackets of a longer vector have no meaning.
         if len(self.elements) != 2:
             return True
         return [b in "[]" for b in (self.opening, self.closing)] == [
@@ -205,8 +204,8 @@ class BracketGroup:
 
 
 def split_with_separators(text: str, separator: str) -> list[tuple[str, str]]:
-    """Split ``text`` at separators (a regular expression) outside brackets. Return each part with
-    the separator before the part."""
+    """Split ``text`` at a regular expression outside brackets; return each part with the separator
+    before the part."""
     found = []
     before = ""
     start = 0
@@ -222,7 +221,7 @@ def split_with_separators(text: str, separator: str) -> list[tuple[str, str]]:
 
 
 def split(text: str, separator: str) -> list[str]:
-    """Split ``text`` as :func:`split_with_separators`, and return the parts alone."""
+    """Split ``text`` as :func:`split_with_separators`; return the parts alone."""
     return [part for _, part in split_with_separators(text, separator)]
 
 
@@ -250,8 +249,8 @@ def split_union(text: str, separator: str) -> list[str]:
 
 
 def split_assignment(text: str) -> tuple[str | None, str]:
-    """Split an assignment into name and value. Without exactly one assigned name, return None and
-    the text."""
+    """Split an assignment into name and value; return None and the text unless exactly one name is
+    assigned."""
     found = SIDE.fullmatch(text)
     if found is None or RELATION.search(text) or len(split(found[2], ASSIGNMENT)) > 1:
         return None, text
@@ -259,7 +258,7 @@ def split_assignment(text: str) -> tuple[str | None, str]:
 
 
 def parse_members(text: str) -> tuple[list[tuple[str | None, str]], bool]:
-    """Parse a list or set. Return names and values of the members, and whether the text has braces.
+    """Parse a list or set; return names and values of the members, and whether the text has braces.
 
     - A member with a plus-minus sign counts as two members.
     - A name applies to all members listed after the name: in ``n = 2, 3``, n is 2 and 3.
@@ -313,8 +312,8 @@ def with_tuples(text: str, other: str) -> str:
 
 
 def split_equation_chain(text: str) -> list[str]:
-    """Return the sides of a chain of equations; the whole text if the text has no equals sign, or
-    has another relation."""
+    """Return the sides of a chain of equations; the whole text without an equals sign, or with a
+    different relation."""
     return [text] if RELATION.search(text) else split(text, "=")
 
 
@@ -365,7 +364,7 @@ def _parse_inequality(text: str) -> BracketGroup | None:
     relations = RELATION.findall(text)
     if not relations or len(relations) > 2 or not all(sides) or "=" in text:
         return None
-    # Reverse a chain of greater-than relations, so that the lower end comes first.
+    # The lower end comes first.
     if all(r in (">", r"\ge") for r in relations):
         sides = sides[::-1]
         relations = [{">": "<"}.get(r, r"\le") for r in reversed(relations)]
@@ -417,7 +416,7 @@ def parse_choice_letters(text: str, *, bare: bool = False) -> frozenset[str] | N
 
     Args:
         text: text in the notation of ``normalize_notation``.
-        bare: require letters alone; otherwise the text of a choice may follow the letter.
+        bare: require letters alone, without the text of a choice.
     """
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).strip(" .")
     whole = re.fullmatch(r"\(([^()]*)\)", text)
@@ -428,7 +427,7 @@ def parse_choice_letters(text: str, *, bare: bool = False) -> frozenset[str] | N
     if bare:
         return None
     found = CHOSEN.fullmatch(text)
-    # Reject a text with a second choice.
+    # A text with a second choice has no single answer.
     if found and OTHER_CHOICE.search(text, found.end(1) if found[1] else found.end(2)):
         return None
     letter = found and (found[1] or found[2])
@@ -457,7 +456,7 @@ def normalize_words(text: str) -> str | None:
     words = re.sub(r"[^a-zA-Z0-9 ]", " ", plain.replace("'", "")).split()
     lowered = []
     for word in words:
-        # Keep the case of a single letter, because the letter is a name; "A" is the article.
+        # A single letter is a name with a case; "A" is the article.
         lowered.append(word.lower() if len(word) > 1 or word == "A" else word)
     said = " ".join(word.removesuffix("s") for word in lowered if word not in ("the", "a", "an"))
     return "no solution" if said in EMPTY else said

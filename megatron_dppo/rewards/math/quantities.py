@@ -43,10 +43,7 @@ class Number:
 
     def matches(self, other: Number) -> bool:
         """Return whether two numbers are equal, or a decimal is the rounded or cut-off value of an
-        exact number.
-
-        The decimal must have six or more decimal places, and six digits after the leading zeros.
-        """
+        exact number, with six or more decimal places and six digits after the leading zeros."""
         if self.value == other.value:
             return True
         if (self.decimals is None) == (other.decimals is None):
@@ -108,7 +105,7 @@ def _parse_fraction(sign: str, whole: str | None, top: str, bottom: str) -> Numb
     below = read[1]
     value = above.value / below.value
     if whole is not None:
-        # 2\frac{5}{3} is a product: leave the text to algebra.
+        # 2\frac{5}{3} is a product, a case for algebra.
         if not 0 < value < 1:
             return None
         value += int(whole)
@@ -159,7 +156,7 @@ TABLE: dict[str, dict[str, str]] = {
     "capacitance": {"1": "farad"},
     "inductance": {"1": "henry"},
 }  # fmt: skip
-"""Units by dimension: size relative to the unit of size 1, and names."""
+"""Units by dimension: relative size, and names."""
 UPRIGHT = {"A": "ampere", "C": "coulomb", "F": "farad", "H": "henry"}
 """Letters read as units only in upright type: ``\\frac{1}{2} C V^2`` is a product."""
 PREFIXES = {"p": -12, "n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9}
@@ -222,7 +219,7 @@ class Unit:
 def parse_unit(text: str) -> Unit | None:
     r"""Parse a unit (``cm^2``, ``\text{km}/\text{h}``, ``miles per hour``); None for any other
     text."""
-    # Rewrite all notations to words with powers, separated by spaces and at most one slash.
+    # All notations become words with powers, separated by spaces and at most one slash.
     text = re.sub(r"°\s*(?:\\text\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))", r" deg\1\2 ", text)
     text = re.sub(
         r"\\text\{([^{}]*)\}",
@@ -261,7 +258,7 @@ def parse_unit(text: str) -> Unit | None:
             dimension, of = _parse_unit_word(named[1])
             powers[dimension] += power
             size *= of**power
-    # Reject powers of percent.
+    # A power of percent is no unit.
     if powers["share"] not in (0, 1):
         return None
     return Unit(frozenset((name, power) for name, power in powers.items() if power), size)
@@ -339,7 +336,7 @@ def match_number(label: str, answer: str) -> bool | None:
     other = parse_number(answer)
     if one is None or other is None:
         return None
-    # Leave unequal texts with commas undecided, because 108,135,189 may be a number or a list.
+    # With commas undecided, because 108,135,189 may be a number or a list.
     return one.matches(other) or (None if "," in label or "," in answer else False)
 
 
@@ -357,7 +354,7 @@ def match_percent(label: str, answer: str, matches: Matcher) -> bool | None:
         return matches(percent.text, bare.text) or matches(
             rf"\frac{{{percent.text}}}{{100}}", bare.text
         )
-    # Accept a bare number above 1 as percent, without the sign.
+    # A bare number above 1 may be percent without the sign.
     if abs(bare.number.value) > 1 and percent.number.matches(bare.number):
         return True
     return _scale_quantity(percent, Fraction(1, 100)).matches(bare.number)

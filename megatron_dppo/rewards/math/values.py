@@ -32,12 +32,11 @@ LARGEST_FACTORIAL = 3000
 
 
 class UndefinedError(Exception):
-    """Error of an expression without a value at a point: a quotient by zero, a root of a negative
-    number."""
+    """The expression has no value at a point: a quotient by zero, a root of a negative number."""
 
 
 class TooLargeError(Exception):
-    """Error of a value outside the supported bounds."""
+    """The value is outside the supported bounds."""
 
 
 def iter_subexpressions(node: Node) -> Iterator[Node]:
@@ -49,7 +48,7 @@ def iter_subexpressions(node: Node) -> Iterator[Node]:
 
 
 def find_symbols(expression: Node) -> set[str]:
-    """Return the unknowns of an expression, and the functions without evaluation."""
+    """Return an expression's unknowns, and functions without evaluation."""
     known = {"symbol": NUMBERS, "call": WORKED_OUT}
     return {
         node[1]
@@ -59,11 +58,10 @@ def find_symbols(expression: Node) -> set[str]:
 
 
 class SamplePoint:
-    """Values for all unknowns. A random seed and the name of an unknown determine the value.
+    """Values for all unknowns, each determined by seed and name.
 
     Args:
-        seed: random seed of the draw.
-        sign: sign of the unknowns, 1 or -1; 0: separate random sign of each unknown.
+        sign: sign of the unknowns, 1 or -1; 0: a separate random sign for each unknown.
         scale: scale of the unknowns.
         imaginary: permit complex roots and logarithms of negative numbers; otherwise undefined.
         digits: significant digits of irrational values.
@@ -81,8 +79,7 @@ class SamplePoint:
         self.rounding = self.mp.mpf(10) ** (ROUNDED - digits)
         """Relative size of rounding errors; smaller results count as zero."""
         self.unlike = 0.0
-        """Differences in size between terms of sums, in bits, added up: lost bits of irrational
-        values."""
+        """Sum of differences in size between terms, in bits: lost bits of irrational values."""
 
     def with_digits(self, digits: int) -> SamplePoint:
         """Return the same point with ``digits`` significant digits."""
@@ -94,8 +91,8 @@ class SamplePoint:
         """Return the value of an expression.
 
         Raises:
-            UndefinedError: if the expression has no value at this point.
-            TooLargeError: if the value is outside the supported bounds.
+            UndefinedError: the expression has no value at this point.
+            TooLargeError: the value is outside the supported bounds.
         """
         found = self._clean(self._evaluate(node))
         if found != 0 and abs(self.size(found)) > MOST_BITS:
@@ -166,7 +163,7 @@ class SamplePoint:
             return Fraction(0)
         if abs(self.size(exponent)) > 64 and self.size(exponent) > 0:
             raise TooLargeError
-        # Check the size of the power before the computation.
+        # Before the computation, which could take very long.
         bits = abs(self.size(base)) + 1
         if bits * abs(float(self.mp.re(self.to_mpmath(exponent)))) > MOST_BITS:
             raise TooLargeError
@@ -208,8 +205,8 @@ class SamplePoint:
         if name in ("log", "ln"):
             return self._compute_logarithm(first, arguments[1] if name == "log" else None)
         argument = self.to_mpmath(first)
-        # A large argument loses digits, because only the fractional digits matter. A small argument
-        # loses digits, because the function depends on the square next to 1.
+        # A large argument loses digits, because only the fractional digits matter, and a small one,
+        # because the function depends on its square next to 1.
         if argument != 0:
             self.unlike += max(0.0, self.size(argument), -2 * self.size(argument) - SMALL_BITS)
         if self.size(argument) > 200 and argument != 0:
@@ -224,7 +221,7 @@ class SamplePoint:
             raise UndefinedError
         if not self.imaginary and not self.is_real(found):
             raise UndefinedError
-        # Reject huge values, because the tangent of a right angle is a rounding error.
+        # The tangent of a right angle is a rounding error.
         if abs(found) * self.rounding > 1:
             raise UndefinedError
         return Fraction(0) if abs(found) <= abs(argument) * self.rounding else found

@@ -46,7 +46,7 @@ from megatron_dppo.rewards.math.quantities import (
 )
 
 LONGEST = 1000
-"""Most characters of a parsed answer; a longer answer is right only if identical to the label."""
+"""Most characters of a parsed answer; a longer answer must be identical to the label."""
 DEEPEST = 24
 """Most nested brackets of a parsed answer."""
 MOST_MEMBERS = 64
@@ -60,8 +60,7 @@ NAMED = re.compile(
 OPERATORS = r"\\(?:cup|cap|setminus)(?![a-zA-Z])"
 SETS = rf"{OPERATORS}|\\ne(?![a-zA-Z])"
 BUILT = re.compile(r":|\\mid(?![a-zA-Z])|^[^|]*(?:\|[^|]*\|[^|]*)*\|[^|]*$")
-"""Set defined by a property of the members: with a colon, or with a bar outside an absolute
-value."""
+"""Set defined by a property: with a colon, or a bar outside an absolute value."""
 Member = tuple[str | None, str]
 """Name and value."""
 
@@ -79,7 +78,7 @@ def grade_answer(label: str, answer: str) -> Verdict:
     """Compare an answer with a label.
 
     Raises:
-        ValueError: if the label is empty.
+        ValueError: the label is empty.
     """
     if not label.strip():
         raise ValueError(f"the label {label!r:.200} cannot be read as mathematics")
@@ -88,13 +87,13 @@ def grade_answer(label: str, answer: str) -> Verdict:
     if len(answer) > LONGEST or not answer.strip() or _compute_depth(answer) > DEEPEST:
         return Verdict(False)
     expected, found = (strip_approximation(normalize_notation(text)) for text in (label, answer))
-    # Compare an incomplete answer by notation only.
+    # An incomplete answer has no value, only a notation.
     if answer.count("{") != answer.count("}"):
         right = strip_spaces(expected) == strip_spaces(found)
         return Verdict(right, ("spelling",) if right else ())
     comparison = _Comparison()
     right = comparison.matches(expected, found)
-    # Retry without a subject such as "the largest n is".
+    # An answer may have a subject such as "the largest n is".
     subject = SUBJECT.match(found)
     if not right and subject and NAMED.match(subject[0]) and not NEGATED.search(subject[0]):
         right = comparison.matches(expected, found[subject.end() :])
@@ -102,10 +101,9 @@ def grade_answer(label: str, answer: str) -> Verdict:
 
 
 class _Comparison:
-    """Comparison of one label with one answer, and of the parts of both.
+    """Comparison of a label with an answer, and of their parts.
 
-    Each method in ``RULES`` is a declared equivalence: the return value is the equality of two
-    texts, or None if the equivalence does not apply.
+    Each method in ``RULES`` is a declared equivalence, and returns None if not applicable.
     """
 
     def __init__(self) -> None:
@@ -113,8 +111,7 @@ class _Comparison:
         """Names of the equivalences between equal texts, outermost first."""
 
     def matches(self, label: str, answer: str) -> bool:
-        """Return whether two texts in the notation of ``normalize_notation`` are equal by an
-        equivalence."""
+        """Return whether two texts in the notation of ``normalize_notation`` are equal."""
         if not answer or not label:
             return False
         if strip_spaces(label) == strip_spaces(answer):
@@ -123,7 +120,7 @@ class _Comparison:
         for name, rule in RULES.items():
             before = len(self.used)
             verdict = rule(self, label, answer)
-            # Put the rule before the rules of nested comparisons; drop the rules of unequal texts.
+            # Before the rules of nested comparisons; unequal texts used no rule.
             if verdict is not None:
                 self.used[before:] = [name, *self.used[before:]] if verdict else []
                 return verdict
@@ -138,7 +135,7 @@ class _Comparison:
         )
 
     def match_choice_text(self, label: str, answer: str) -> bool | None:
-        """Match a label with letter and text of a choice; the letter or the text is sufficient."""
+        """Match a label with letter and text of a choice; either is sufficient."""
         expected = parse_choice(label)
         found = parse_choice(answer)
         if expected is None:
@@ -162,7 +159,7 @@ class _Comparison:
         found = parse_numeral(answer)
         if expected is None and found is None:
             return None
-        # A label without a base is decimal: accept the answer only with base ten.
+        # A label without a base is decimal.
         if expected is None:
             return found == (label.lstrip("0"), "10")
         return expected == (found or (answer.lstrip("0"), expected[1]))
@@ -190,8 +187,7 @@ class _Comparison:
         return len(unknowns) == 1 and self.match_brackets(one, two)
 
     def match_sets(self, expected: str, found: str) -> bool:
-        """Match unions and intersections of the same sets in any order, and differences of the same
-        sets in the same order."""
+        """Match unions and intersections in any order, and differences in the same order."""
         for operator in ("setminus", "cup", "cap"):
             parted = split_union if operator == "cup" else split
             ones, others = (
@@ -234,7 +230,7 @@ class _Comparison:
             return False
         if not (braces or others):
             return self.match_members(expected, found)
-        # Compare sets in both directions, because repeated members count once.
+        # In both directions, because repeated members count once.
         for one in expected:
             if not any(self.match_member(one, two) for two in found):
                 return False
@@ -392,15 +388,15 @@ def math_verdict(
     - the text after the last ``####`` or ``#``,
     - the result of :func:`~megatron_dppo.rewards.math.completion.extract_unmarked_answer`.
 
-    The label may be marked in the same way, or be the bare answer. This function has no time limit:
-    the process is killed at the time limit.
+    The label may be marked in the same way, or be the bare answer. There is no time limit: the
+    caller must kill the process.
 
     Returns:
         ``score``: 1 if the answer equals the label as mathematics, else 0; ``pred``: the answer;
         ``by``: applied equivalences.
 
     Raises:
-        ValueError: if the label is empty: an error of the data, not of the answer.
+        ValueError: the label is empty, which is an error of the data.
     """
     label = extract_marked_answer(ground_truth) or ground_truth
     solution_str = strip_thinking(solution_str, prompt, thinking_tags)
@@ -409,17 +405,17 @@ def math_verdict(
         answer = extract_unmarked_answer(solution_str)
     numbers = parse_plain_number(label), parse_plain_number(answer)
     if numbers[0] is not None and numbers[1] is not None and numbers[0] == numbers[1]:
-        # Return early, because most answers are plain numbers.
+        # Most answers are plain numbers.
         by = () if label.strip() == answer.strip() else ("number",)
         return {"score": 1.0, "pred": answer, "by": by}
     verdict = grade_answer(label, answer)
     boxes = extract_boxes(solution_str)
-    # Several boxes may hold one answer in several forms: all forms must be right.
+    # Several boxes may hold several forms of one answer.
     if not verdict.right and len(boxes) > 1:
         forms = [grade_answer(label, box) for box in boxes]
         verdict = forms[-1] if all(form.right for form in forms) else verdict
     return {"score": float(verdict.right), "pred": answer, "by": verdict.by}
 
 
-# Make the slow first call at import, so that no completion waits for the call.
+# The first call is slow, and must not count against a completion.
 grade_answer(r"\sqrt{4}", r"2^{1}")

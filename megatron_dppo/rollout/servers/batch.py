@@ -1,4 +1,4 @@
-"""Pending prompts at servers, with the completions received up to now."""
+"""Pending prompts at servers, with the parts of completions already received."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ POLL_INTERVAL_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class PartialCompletion:
-    """Completion with the tokens received up to now."""
+    """Completion with the tokens already received."""
 
     prefix: TreePath
-    """Start of the completion, which other completions share."""
+    """Start of the completion, shared with further completions."""
     slot: int
-    """Slot of the completion, among the prefix's slots."""
+    """Slot, among the prefix's slots."""
     parts: list[Completion] = field(default_factory=list)
     """Continuations from servers, in order."""
     entropies: list[Entropies] = field(default_factory=list)
     """Entropies of the parts, if requested."""
     server: ServerClient | None = None
-    """Server of the last part, or before any part the server whose cache holds the prefix; None: no
-    server."""
+    """Server of the last part, or without parts, the server whose cache holds the prefix."""
     ended: bool = False
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens of the prompt and of the response received up to now."""
+        """Tokens of prompt and response."""
         parts = (token for part in self.parts for token in part.token_ids.tolist())
         return [*self.prefix.token_ids.tolist(), *parts]
 
@@ -76,19 +75,19 @@ class RequestBatch:
         """Oldest version allowed to generate further tokens."""
         known = {(partial.prompt, partial.slot): partial for partial in partial_rollouts}
         self.samples = [self._make_samples(prompt, known) for prompt in prompts]
-        """Completions of each prompt, from the prompt's start."""
+        """Completions of each prompt."""
         self.broken_off = False
         """Whether no further requests are allowed."""
         self.paths: list[list[TreePath]] = [[] for _ in prompts]
         """Ended paths of each prompt."""
         self.finished = 0
         self.progressed = time.monotonic()
-        """Time of the last finished prompt or path, on the monotonic clock, in seconds."""
+        """Monotonic time of the last finished prompt or path."""
         self.error: Exception | None = None
-        """Error that makes completion of the batch impossible."""
+        """Error that ends the batch."""
         self._over = threading.Event()
         self._complete: deque[int] = deque()
-        """Indices of finished prompts not yet returned by ``take_complete``."""
+        """Indices of finished prompts for ``take_complete``."""
 
     @property
     def is_done(self) -> bool:
@@ -100,7 +99,7 @@ class RequestBatch:
         return len(self.prompts) - self.finished
 
     def wait(self, seconds: float) -> None:
-        """Wait until the batch is finished or has failed, at most ``seconds`` seconds."""
+        """Wait until the batch is done, at most ``seconds`` seconds."""
         self._over.wait(seconds)
 
     def collect_partial(self) -> list[PartialRollout]:
@@ -117,8 +116,7 @@ class RequestBatch:
     def _make_samples(
         self, prompt: Prompt, known: Mapping[tuple[int, int], PartialRollout]
     ) -> list[PartialCompletion]:
-        """Make the completions of a prompt. ``known`` contains partial rollouts by prompt id and
-        slot."""
+        """Make a prompt's completions; ``known``: partial rollouts by prompt id and slot."""
         root = make_root(prompt, self.sampling.samples, self.sampling.branches)
         samples = []
         for slot in root.slots:
@@ -133,7 +131,7 @@ class RequestBatch:
         return [list_leaves(paths, self.sampling.branches) for paths in self.paths]
 
     def take_complete(self) -> Iterator[tuple[int, tuple[Completion, ...]]]:
-        """Yield the groups completed since the last call, each with the index of the prompt."""
+        """Yield newly completed groups, each with the index of the prompt."""
         # The HTTP thread may append during the loop.
         while self._complete:
             index = self._complete.popleft()
@@ -149,8 +147,7 @@ class RequestBatch:
         """Record ended samples of a prompt; ``samples`` may be empty.
 
         Returns:
-            Samples that continue after forks of the ended samples: for each fork, samples with the
-                same tokens up to now.
+            For each fork of the ended samples, the samples that continue, with the same tokens.
         """
         continued = []
         for sample in samples:
@@ -169,8 +166,7 @@ class RequestBatch:
 
 
 def group_by_prefix(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialCompletion]]:
-    """Group samples by request: a shared request for samples without tokens after the prefix, and a
-    separate request for each other sample."""
+    """Group samples by request: samples without tokens after the prefix share a request."""
     fresh = [sample for sample in samples if sample.is_unstarted]
     return [
         *([fresh] if fresh else []),
@@ -179,14 +175,13 @@ def group_by_prefix(samples: Sequence[PartialCompletion]) -> list[Sequence[Parti
 
 
 def wait(batch: RequestBatch, seconds: float, callback: GroupCallback | None) -> None:
-    """Wait until a batch is done and no callback is working on groups, at most ``seconds``
-    seconds."""
+    """Wait until batch and callback are done, at most ``seconds`` seconds."""
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0.0:
         batch.wait(left_s if callback is None else min(left_s, POLL_INTERVAL_S))
         busy = callback is not None and callback(batch.take_complete())
         if batch.is_done and not busy:
             return
-        # A done batch no longer blocks, so sleep while the callback is busy.
+        # A done batch no longer blocks in ``batch.wait``.
         if batch.is_done:
             time.sleep(min(left_s, POLL_INTERVAL_S))

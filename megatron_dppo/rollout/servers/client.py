@@ -1,5 +1,4 @@
-"""Requests of the trainer to a server of any kind; ``sglang.py`` and ``vllm.py`` translate the
-requests."""
+"""Requests of the trainer to a server; ``sglang.py`` and ``vllm.py`` translate the requests."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ INCOMPLETE = "incomplete"
 ROUTING_FLAG = "--enable-return-routed-experts"
 """Flag of SGLang and of vLLM for reporting the chosen experts."""
 TOP_LOGPROBS = 20
-"""Number of likeliest tokens whose log-probabilities a server reports when entropies are requested:
-vLLM's default limit."""
+"""Number of log-probabilities per position, likeliest first, in requests for entropies: vLLM's
+default limit."""
 ADAPTER = "policy"
 """Name of a run's adapter at the servers."""
 CONTROL_S = 30.0
-"""Timeout in seconds of a request that causes no work for the server."""
+"""Timeout in seconds of a request without work for the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +44,16 @@ class ServerInfo:
     """Properties of a server, as reported at the first contact."""
 
     model: str
-    """Path of the model at the start of the server."""
+    """Path of the model loaded at the start."""
     architecture: str | None
     """``Qwen3ForCausalLM``; None if not reported."""
     dtype: str | None
     """Type of the weights, ``float32``; None if not reported."""
     max_tokens: int | None
-    """Maximum length of prompt and response together; None if not reported."""
+    """Limit for prompt and response together; None if not reported."""
     stages: int = 1
-    """Pipeline stages, if the ranks of every stage would join a group as the ranks of the first
-    stage."""
+    """Pipeline stages. Above 1 only for a kind of server whose stages would all join a group as
+    the ranks of the first stage."""
     routing: bool = False
     """Whether the server reports the chosen experts on request."""
     lora_rank: int = 0
@@ -74,21 +73,19 @@ class GenerateResult:
     token_ids: NDArray[np.int32]
     """[L]"""
     logprobs: NDArray[np.float32]
-    """[L], under the temperature-scaled distribution (temperature 1 for greedy sampling at
-    temperature 0)."""
+    """[L], under the temperature-scaled distribution; at temperature 0, under temperature 1."""
     versions: tuple[tuple[str, int], ...]
     """Version and number of consecutive tokens, in order; the counts sum to L."""
     reason: Literal["stop", "length", "abort"]
     routing: Routing | None = None
-    """[P + L − 1, layers, k]: experts of the tokens of request and continuation, without the last
-    token."""
+    """[P + L − 1, layers, k]: experts of all tokens of prompt and continuation but the last."""
     entropies: NDArray[np.float64] | None = None
     """[L], see :func:`compute_entropy_bounds`; None if not requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGroup:
-    """Group for weights, as joined by a server's ranks. The sender is rank 0."""
+    """Process group for weights: rank 0 is the sender, the other ranks belong to servers."""
 
     name: str
     host: str
@@ -97,12 +94,12 @@ class WeightGroup:
     offset: int
     """Group rank of the server's first rank."""
     size: int
-    """Number of ranks of the group, including the sender."""
+    """Ranks of the group, including the sender."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of a bucket: tensors concatenated in a flat buffer of bytes, without gaps."""
+    """Tensors of a bucket, concatenated in a flat buffer of bytes without gaps."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
@@ -119,12 +116,10 @@ class Manifest:
 
 
 def compute_entropy_bounds(top: Sequence[Sequence[float]]) -> NDArray[np.float64]:
-    """Return lower bounds of entropies from the likeliest tokens, with all remaining tokens merged
-    into one.
+    """Return lower bounds of entropies, with all tokens but the likeliest merged into one.
 
-    - The bound is below the true entropy by the contribution of the entropy among the remaining
-      tokens.
-    - The bound depends only on the preceding tokens, as required for a fork, and not on the drawn
+    - The bound lacks the entropy among the merged tokens.
+    - The bound depends only on the preceding tokens, as required for a fork, not on the drawn
       token.
 
     Args:
@@ -135,11 +130,11 @@ def compute_entropy_bounds(top: Sequence[Sequence[float]]) -> NDArray[np.float64
     """
     if not top:
         return np.zeros(0)
-    # Rounding may raise the sum of the likeliest probabilities above 1.
+    # Rounding may raise the sum above 1.
     likeliest = np.exp(np.array(top, np.float64))
     others = np.maximum(1.0 - likeliest.sum(axis=1, keepdims=True), 0.0)
     shares = np.concatenate([likeliest, others], axis=1)
-    # Replace 0 by 1 in the logarithm, because 0 · log 0 counts as 0.
+    # 0 · log 0 counts as 0.
     return -np.sum(shares * np.log(np.where(shares > 0.0, shares, 1.0)), axis=1)
 
 
@@ -149,7 +144,8 @@ def call_servers(
     clients: Sequence[ServerClient],
     call: Callable[[ServerClient], Awaitable[None]],
 ) -> dict[str, str]:
-    """Call all servers at once from rank 0; return problems by URL on every rank. Collective."""
+    """Call all servers concurrently from rank 0; return problems by URL on every rank.
+    Collective."""
 
     async def gather_problems() -> dict[str, str]:
         calls = (wrap_errors(client.url, call(client)) for client in clients)
@@ -170,9 +166,8 @@ def call_servers(
 class ServerClient(ABC):
     """Client of a server. Every method raises :class:`ServerError` if the server fails.
 
-    ``SglangClient("http://127.0.0.1:30000", http, process=0, life=1)`` is the first server started
-    by the run, after a single restart. Clients are sent between ranks, and each rank sets ``http``.
-    Two clients are equal if URL and life are equal.
+    Clients are sent between ranks, and each rank sets ``http``. Two clients are equal if URL and
+    life are equal.
 
     Order of an update:
 
@@ -188,21 +183,21 @@ class ServerClient(ABC):
     """
 
     url: str
-    """``http://host:port``, without a slash at the end."""
+    """``http://host:port``, without a final slash."""
     http: Http
     _: KW_ONLY
     secret: str | None = None
-    """Secret sent with every request; None if the server requires no secret."""
+    """Secret of every request; None if the server requires no secret."""
     timeout_s: float = 300.0
     """Timeout in seconds of each step of an update."""
     adapted: bool = False
-    """Whether the server generates with an adapter, loaded by updates."""
+    """Whether updates load an adapter instead of the whole policy."""
     process: int | None = None
     """Index among the servers started by the run; None for an externally managed server."""
     life: int = 0
     """Number of recoveries. Connections and groups of an earlier life are gone."""
     ranks: int = 1
-    """Number of the server's ranks, each a member of the group for weights; set by ``get_info``."""
+    """Ranks of the server in the group for weights; set by ``get_info``."""
     seeded: bool = True
     """Whether requests may contain a seed; set by ``get_info``."""
 
@@ -229,8 +224,8 @@ class ServerClient(ABC):
     async def post(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str
     ) -> Any:
-        """Send a request; with a time limit, as for completions, repeat the request to a busy
-        server within the limit."""
+        """Send a request. With ``timeout_s``, repeat the request to a busy server within the
+        limit."""
         call = self.http.call if timeout_s is None else self.http.call_with_retries
         return await call(
             "POST",
@@ -250,14 +245,14 @@ class ServerClient(ABC):
         reason: str,
         reported: NDArray[np.integer] | None,
     ) -> Routing | None:
-        """Parse a server's routing for ``length`` tokens after a prompt of ``prompt`` tokens.
+        """Parse the routing of ``length`` tokens after a prompt of ``prompt`` tokens.
 
         Raises:
             ServerError: the requested routing is missing or impossible.
         """
         shape = sampling.routing
-        # A request aborted while waiting has no routing; the routing of the next request starts at
-        # the prompt again.
+        # A request aborted before its first token has no routing; the next request reports the
+        # routing from the prompt on.
         if shape is None or length == 0 or (reported is None and reason == "abort"):
             return None
         if reported is None:
@@ -281,8 +276,7 @@ class ServerClient(ABC):
         return reported.reshape(wanted).astype(shape.dtype)
 
     async def get_routes(self) -> frozenset[str]:
-        """Return the paths served by the server. Capabilities are read from the paths, not inferred
-        from the version."""
+        """Return the paths served: capabilities follow from paths, not from the version."""
         return frozenset((await self.get("/openapi.json"))["paths"])
 
     @abstractmethod
@@ -296,7 +290,7 @@ class ServerClient(ABC):
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float
     ) -> list[GenerateResult]:
-        """Return ``sampling.samples`` continuations of ``token_ids``, in no particular order."""
+        """Return ``sampling.samples`` continuations, in no particular order."""
 
     @abstractmethod
     async def pause(self, in_flight: InFlight) -> None: ...
@@ -313,16 +307,15 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def end_update(self, version: str) -> None:
-        """Close the update. Afterwards the server has ``version``."""
+        """Close the update; the server then has ``version``."""
 
     @abstractmethod
     async def abort_update(self) -> None:
-        """Close a partially failed update, if open. The weights are a mixture until another
-        update."""
+        """Close a failed update, if open. The weights stay a mixture until another update."""
 
     @abstractmethod
     async def join(self, group: WeightGroup) -> None:
-        """Make the server's ranks join a group; return after all ranks of the group have joined."""
+        """Return after all ranks of the group, including the server's, have joined."""
 
     @abstractmethod
     async def leave(self, group: str) -> None:
@@ -332,8 +325,8 @@ class ServerClient(ABC):
     async def update_from_distributed(
         self, manifest: Manifest, group: str, version: str | None
     ) -> None:
-        """Receive a bucket broadcast by the group's rank 0, and load the bucket. ``version`` comes
-        with the last bucket."""
+        """Receive a bucket broadcast by the group's rank 0, and load the bucket. ``version`` is
+        given with the last bucket."""
 
     @abstractmethod
     async def update_from_disk(self, folder: Path, version: str) -> None:
@@ -346,13 +339,13 @@ class ServerClient(ABC):
 
         Args:
             config: PEFT's configuration.
-            tensors: tensors by PEFT's names, each with separate memory on the CPU.
+            tensors: PEFT's name to tensor, each with separate memory on the CPU.
         """
         raise ServerError(self.url, "is of a kind that takes adapters from disk only", alive=True)
 
     async def load_adapter_from(self, folder: Path) -> None:
-        """Load an adapter as in :meth:`load_adapter`, from a PEFT directory readable by the server.
-        The directory may be deleted afterwards."""
+        """Replace the adapter from a PEFT directory readable by the server, which may be deleted
+        afterwards."""
         raise ServerError(
             self.url, "is of a kind that takes adapters with a request only", alive=True
         )
@@ -367,8 +360,7 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def release_memory(self) -> None:
-        """Release the GPU memory of weights and cache, until ``resume_weights`` and
-        ``resume_kv_cache``."""
+        """Release the GPU memory of weights and cache."""
 
     @abstractmethod
     async def resume_weights(self) -> None: ...

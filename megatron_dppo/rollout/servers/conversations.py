@@ -1,7 +1,6 @@
 """Conversations with servers; a conversation uses the same server for all turns.
 
-- The user's functions run in a separate thread, because slow code between requests must not delay
-  heartbeats.
+- The user's functions run in a separate thread, because slow code must not delay heartbeats.
 - Requests are sent in the HTTP thread.
 - If a server fails, another server receives the whole prompt.
 """
@@ -32,12 +31,12 @@ from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError, run_all, wrap_errors
 
 ReadVersions = Callable[[Sequence[tuple[str, int]]], NDArray[np.int32]]
-"""Function from a server's versions to the run's version of each token. Raises :class:`ServerError`
-for versions not allowed in the step. Called in the HTTP thread."""
+"""Function from a server's versions to the run's version of each token, called in the HTTP thread.
+Raises :class:`ServerError` for versions not allowed in the step."""
 
 
 class ConversationError(ServerError):
-    """Failure of a conversation without a fault of the server. The conversation may be repeated."""
+    """Failure of a conversation without a fault of the server, to be repeated."""
 
 
 def to_completion(result: GenerateResult, versions: NDArray[np.int32]) -> Completion:
@@ -51,8 +50,7 @@ class Conversations:
     """Completions of prompts from a server, through a user's function.
 
     Args:
-        function: function that holds a conversation.
-        timeout_s: timeout in seconds for the conversations of a prompt.
+        timeout_s: timeout in seconds for all conversations of a prompt.
     """
 
     def __init__(self, function: ConversationFunction, *, timeout_s: float) -> None:
@@ -60,11 +58,11 @@ class Conversations:
         self._timeout_s = timeout_s
         self._thread = Http()
         self._begun: dict[int, float] = {}
-        """Start time of the pending conversations of each prompt, by the prompt's id."""
+        """Start time of pending conversations by prompt id."""
 
     def describe_stalled(self, seconds: float) -> str:
-        """Describe the longest pending prompt, if pending for ``seconds`` or longer; otherwise
-        return an empty string. Callable from any thread."""
+        """Describe the longest pending prompt, if pending for ``seconds``; otherwise return "".
+        Callable from any thread."""
         # Copy the items, because the HTTP thread changes the dictionary.
         prompt, began = min(
             list(self._begun.items()), key=lambda each: each[1], default=(-1, math.inf)
@@ -87,8 +85,8 @@ class Conversations:
         Raises:
             ServerError: the server failed.
             ConversationError: the function gave up a conversation, or exceeded the timeout.
-            UserError: the function raised an error, cancelled foreign tasks, or returned a result
-                unusable for training.
+            UserError: the function raised, cancelled the run's tasks, or returned an unusable
+                result.
         """
         problem = (
             f"was spoken to by {self._function.spec} for {self._timeout_s:g} s, with no "
@@ -96,7 +94,6 @@ class Conversations:
         )
 
         def request_turn(*request: Any) -> Awaitable[Completion]:
-            """Start a request from the conversations' thread."""
             return asyncio.wrap_future(
                 server.http.start(self._request_turn(server, read_versions, *request))
             )
@@ -113,10 +110,10 @@ class Conversations:
             problem = f"was given up by {self._function.spec}: {error}"
         except TimeoutError:
             pass
-        # Distinguish the run's cancellation from a cancellation by the user's function.
+        # Either the run or the user's function has cancelled the conversations.
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
-                # The run cancelled the conversations.
+                # The run.
                 raise
             raise self._function.make_interference_error() from None
         finally:
@@ -131,7 +128,7 @@ class Conversations:
         context: list[int],
         sampling: Sampling,
     ) -> Completion:
-        """Request a turn. A turn aborted by the server is resumed on the same server."""
+        """Request a turn; an aborted turn is resumed on the same server."""
         parts: list[Completion] = []
         made: list[int] = []
         while len(made) < sampling.max_tokens:

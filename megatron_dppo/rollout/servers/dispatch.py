@@ -3,14 +3,12 @@ once.
 
 The code runs in the HTTP thread. The main thread waits for a :class:`RequestBatch`.
 
-- A prompt is a single request for all samples of the prompt.
+- A prompt is a single request for all samples.
 - A failed request is sent again, whole, to another server.
-- A request aborted by a server is continued after the tokens received up to now.
-- Slow groups are kept. Slow groups are the long groups, and the gradient would be biased without
-  slow groups.
-
-With ``Sampling.branches`` a prompt is a single request for all paths from the prompt. Each fork of
-a path is another request, sent as soon as the path has ended. Prompts do not wait for each other.
+- A request aborted by a server is continued after the received tokens.
+- Slow groups are kept: they are the long groups, and the gradient would be biased without them.
+- With ``Sampling.branches``, each fork of a path is a further request, sent when the path has
+  ended.
 """
 
 from __future__ import annotations
@@ -45,12 +43,10 @@ PROBE_TIMEOUT_S = 5.0
 MAX_CONSECUTIVE_FAILURES = 8
 """Requests in a row that a server may fail."""
 RETRY_DELAY_S = 0.3
-"""Seconds before a prompt is requested again, if all servers have just failed or aborted the
-prompt."""
+"""Seconds before another request, if all servers have just failed or aborted the prompt."""
 
 ReadVersion = Callable[[str], int | None]
-"""Function from a server's version to the run's version number; None if the version belongs to
-another run."""
+"""Function from a server's version to the run's version number; None: version of another run."""
 
 
 class PromptFailedError(Exception):
@@ -63,12 +59,11 @@ class Dispatcher:
     Args:
         http: HTTP thread.
         read_version: see :data:`ReadVersion`.
-        first: index of the preferred server among equally busy servers. Ranks prefer different
-            servers.
+        first: index of the preferred server among equally busy servers, different between ranks.
         max_in_flight: maximum number of pending prompts per server.
         request_timeout_s: timeout of a request, in seconds.
         attempts: maximum number of attempts per prompt, before the batch fails.
-        conversations: conversations that replace single requests; None: single requests.
+        conversations: replacement of single requests; None: single requests.
     """
 
     def __init__(
@@ -98,21 +93,21 @@ class Dispatcher:
         self._lost: dict[str, str] = {}
         self._running = weakref.WeakKeyDictionary[RequestBatch, Future[None]]()
         self._waiting: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
-        """Requests that wait for capacity or for a server, each with its priority."""
+        """Requests that wait for a free server, each with its priority."""
         self._numbers = itertools.count()
         self.resubmitted = 0
         """Number of repeated requests."""
 
     def take_unhealthy(self) -> dict[str, str]:
-        """Return the servers removed by this rank since the last call: reasons by URL."""
+        """Return newly removed servers of this rank: reasons by URL."""
         return self._http.run(self._take_unhealthy())
 
     def count_in_flight(self) -> Counter[str]:
-        """Return the number of pending requests of this rank, by URL."""
+        """Return this rank's number of pending requests by URL."""
         return self._http.run(self._count_in_flight())
 
     def set_servers(self, clients: Sequence[ServerClient]) -> None:
-        """Replace the servers. Requests that are pending on other servers are sent again."""
+        """Replace the servers. Requests pending on removed servers are sent again."""
         self._http.run(self._set_servers(clients))
 
     def begin(
@@ -126,11 +121,8 @@ class Dispatcher:
 
         Args:
             prompts: prompts, in the order of requests and groups.
-            sampling: sampling of all prompts.
-            min_version: oldest version that may generate a token. A server with an older version is
-                removed.
-            partial_rollouts: partial rollouts to resume. Completions that have ended are not
-                requested.
+            min_version: oldest version allowed. A server with an older version is removed.
+            partial_rollouts: partial rollouts to resume; ended completions are not requested.
         """
         batch = RequestBatch(prompts, sampling, min_version, next(self._numbers), partial_rollouts)
         future = self._http.start(self._run(batch))
@@ -149,7 +141,7 @@ class Dispatcher:
     ) -> list[list[PartialRollout]]:
         """Return the partial rollouts of stopped batches, after servers have aborted the requests.
 
-        Requests without an answer after ``wait_s`` seconds are cancelled.
+        Requests pending after ``wait_s`` seconds are cancelled.
         """
         until = time.monotonic() + wait_s
         for batch in batches:
@@ -183,7 +175,6 @@ class Dispatcher:
         await run_all(self._run_prompt(batch, index) for index in range(len(batch.prompts)))
 
     async def _run_prompt(self, batch: RequestBatch, index: int) -> None:
-        """Complete a prompt."""
         samples = batch.samples[index]
         batch.add_ended(index, [sample for sample in samples if sample.ended])
         left = group_by_prefix([sample for sample in samples if not sample.ended])
@@ -199,7 +190,7 @@ class Dispatcher:
         attempt: int = 0,
         failed: frozenset[ServerClient] = frozenset(),
     ) -> None:
-        """Complete samples with equal tokens up to now, and the forks of these samples.
+        """Complete samples with equal received tokens, and their forks.
 
         Samples aborted at different tokens continue independently, and so do forks.
 
@@ -245,11 +236,10 @@ class Dispatcher:
         """Request a continuation of samples with equal tokens, from a single server.
 
         Args:
-            failed: servers that failed the prompt, used only without alternatives. The server is
-                added after a failure.
+            failed: servers that failed the prompt, used only without alternatives; extended here.
 
         Returns:
-            The reason for another attempt; None if there is no reason.
+            The reason for another attempt, or None.
         """
         place = (batch.number, index)
         client = await self._acquire_server(
@@ -271,8 +261,7 @@ class Dispatcher:
                 sampling,
                 samples=len(samples),
                 max_tokens=sampling.max_tokens - first.length,
-                # A new seed, because the old one would repeat the random numbers of the first
-                # tokens.
+                # The old seed would repeat the random numbers of the first tokens.
                 seed=sampling.derive_seed(
                     first.prefix.prompt.id, first.slot, attempt, first.length
                 ),
@@ -282,7 +271,7 @@ class Dispatcher:
         task: asyncio.Task[Sequence[GenerateResult | Completion]] = asyncio.create_task(
             wrap_errors(client.url, answer)
         )
-        # Retrieve the error of an abandoned task, because asyncio would otherwise log a warning.
+        # Retrieve an abandoned task's error, because asyncio would log a warning.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         asked.add(task)
         try:
@@ -336,8 +325,8 @@ class Dispatcher:
         return np.repeat(np.array(known, np.int32), [count for _, count in versions])
 
     async def _record_failure(self, client: ServerClient, error: ServerError) -> None:
-        """Remove a server after ``MAX_CONSECUTIVE_FAILURES`` consecutive failures, or after a
-        broken connection without an answer to a health check."""
+        """Count a failure; remove the server after too many in a row, or after a broken connection
+        and a failed health check."""
         self._failures[client] += 1
         if self._failures[client] >= MAX_CONSECUTIVE_FAILURES:
             self._mark_unhealthy(
@@ -365,20 +354,18 @@ class Dispatcher:
     async def _acquire_server(
         self, priority: tuple[int, int], excluded: set[ServerClient], preferred: ServerClient | None
     ) -> ServerClient:
-        """Wait for a server with capacity, and return the preferred server if free, otherwise the
-        least busy server.
+        """Wait for a free server; return the preferred server if free, otherwise the least busy.
 
         Args:
-            priority: pair of batch number and prompt index. Requests wait in this order, so that
-                repeated and continued requests come before new prompts.
+            priority: batch number and prompt index. Requests wait in this order, so that repeated
+                and continued requests come before new prompts.
             excluded: servers used only without alternatives.
-            preferred: preferred server; None: no preference.
         """
         while True:
             clients = [client for client in self._asked if client not in excluded] or list(
                 self._asked
             )
-            # Rotate the order, because ranks prefer different servers.
+            # Rotate, because all ranks would otherwise prefer the same server.
             first = self._first % max(len(clients), 1)
             order = clients[first:] + clients[:first]
             free = [client for client in order if len(self._asked[client]) < self._max_in_flight]
@@ -391,7 +378,7 @@ class Dispatcher:
             await turn
 
     def _wake(self) -> None:
-        """Wake waiting requests after the current task, which may continue on the same server."""
+        # After the current task, which may continue on the same server.
         asyncio.get_running_loop().call_soon(self._wake_waiters)
 
     def _wake_waiters(self) -> None:

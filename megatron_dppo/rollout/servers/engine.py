@@ -2,7 +2,7 @@
 supervises the servers.
 
 - All ranks must agree on servers in service, on lost servers, and on whether to continue. While
-  waiting for rollouts, the ranks exchange this state over gloo in small messages.
+  waiting, the ranks exchange this state over gloo in small messages.
 - Weights and completions travel by other channels.
 """
 
@@ -41,38 +41,34 @@ from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import open_transport
 
 ABORT_TIMEOUT_S = 10.0
-"""Timeout in seconds for answers of aborted requests. A server paused at the arrival of a request
-keeps the request."""
+"""Timeout in seconds for aborted requests. A request that arrives at a paused server is not
+answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Progress of a rank, exchanged with all ranks while waiting."""
+    """Progress of a rank, sent to all ranks."""
 
     unfinished: int
     lost: Mapping[str, str]
     error: Exception | None
     idle_s: float
-    """Seconds since the rank's last finished prompt, or since the start of the wait."""
+    """Seconds since the last finished prompt, or the start of the wait."""
     late: str
-    """Conversation pending for ``run.late_s`` or longer; empty if no conversation is late."""
+    """Description of a conversation pending for ``run.late_s``; or empty."""
 
 
 class ServerEngine:
     """Implementation of :class:`RolloutEngine`. Construction is collective.
 
-    Starts the servers of ``rollout.launch``, or connects to the servers of ``rollout.servers``, and
-    waits for all servers.
+    Starts the servers of ``rollout.launch``, or connects to ``rollout.servers``, and waits for all
+    servers.
 
     Args:
-        config: configuration of the run.
-        world: ranks of the run.
-        shape: shape of the policy.
         log: function that logs a message, called on rank 0.
 
     Raises:
-        UserError: on every rank, if the servers cannot serve this run; no started server is left
-            running.
+        UserError: on every rank: the servers cannot serve this run. Started servers are stopped.
     """
 
     def __init__(
@@ -82,8 +78,7 @@ class ServerEngine:
         self._config = config
         self._world = world
         self._say = log
-        # A random prefix distinguishes this run's versions from another run's, and a secret
-        # protects the run's servers.
+        # The prefix distinguishes this run's versions from another run's.
         run, given, new = world.broadcast(
             lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret())
         )
@@ -140,8 +135,8 @@ class ServerEngine:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
     def interrupt(self, pending: Sequence[RequestBatch]) -> list[list[PartialRollout]] | None:
-        """Interrupt rollouts; None for conversations and trees, because servers have no information
-        about a function's turns or about forks."""
+        """Interrupt rollouts; None for conversations and trees."""
+        # No server has a function's turns, or forks.
         if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
         self._dispatcher.stop_submitting(pending)
@@ -164,15 +159,14 @@ class ServerEngine:
         return self._dispatcher.begin(prompts, sampling, self._version, known)
 
     def finish(self, pending: RequestBatch, callback: GroupCallback | None = None) -> Completions:
-        """Wait until the prompts of all ranks are answered. Ranks exchange their progress at least
-        once a second.
+        """Wait until the prompts of all ranks are answered.
 
         Raises:
-            UserError: on every rank, if no server can serve any longer, no prompt was answered for
+            UserError: on every rank: no server can serve any longer, no prompt was answered for
                 ``rollout.timeout_s``, or a prompt failed ``rollout.attempts`` times.
         """
         began = self._spoke = self._checked = time.monotonic()
-        # Discard the check of an earlier wait, because a sync may have come in between.
+        # A sync may have come after an earlier wait's check.
         self._checking = None
         wait_s = 0.05
         while True:
@@ -189,7 +183,7 @@ class ServerEngine:
                 return pending.build_groups()
             late = next((report.late for report in reports if report.late), "")
             self._log_heartbeat(left, began, late)
-            # Restart the clock, because the timeout excludes the wait for a server.
+            # The timeout excludes the wait for a server.
             if not self.servers:
                 self._restore_servers()
                 began = time.monotonic()
@@ -216,7 +210,7 @@ class ServerEngine:
         """Update every server to a version. Remove servers that fail; admit recovered servers.
 
         Raises:
-            UserError: on every rank, if no server is left, or servers fail repeatedly.
+            UserError: on every rank: no server is left, or servers fail repeatedly.
         """
         self._source = source
         self._version = version
@@ -257,7 +251,7 @@ class ServerEngine:
         """Generate samples from every server. A server that fails here is lost.
 
         Raises:
-            UserError: on every rank, if no server is left, and no server recovers.
+            UserError: on every rank: no server is left, and no server recovers.
         """
         batches: dict[ServerClient, RequestBatch] = {}
         self._checking = None
@@ -292,7 +286,7 @@ class ServerEngine:
         )
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Return metrics since the last call, without notes, because notes were logged at once."""
+        """Return metrics since the last call; notes were logged at once."""
         counts = self._world.gather(self._dispatcher.resubmitted)
         timings = self._sync.timings
         metrics = {
@@ -325,8 +319,7 @@ class ServerEngine:
         return _Report(batch.unfinished_count, lost, batch.error, idle, late)
 
     def _check_health(self, pool: ServerPool) -> dict[str, str]:
-        """Return problems found by rank 0's health checks since the last call. The checks run in
-        the HTTP thread."""
+        """Return new problems found by health checks, which run in the HTTP thread."""
         timeout_s = self._config.rollout.health_timeout_s
         if self._checking is not None and self._checking.done():
             checking = self._checking
@@ -338,22 +331,21 @@ class ServerEngine:
         return {}
 
     def _remove_servers(self, problems: Mapping[str, str]) -> None:
-        """Remove servers on every rank."""
         if not problems:
             return
         self._set_servers(lambda pool: pool.remove_unhealthy(problems))
         self._dispatcher.set_servers(self.servers)
 
     def _restore_servers(self) -> None:
-        """Wait for a server to recover, if no server is in service, and update the server."""
+        """Wait for a server to recover, and update the server."""
         self._wait_for_servers()
         assert self._source is not None, "rollouts were asked for before any weights were there"
         self.update_weights(self._source, self._version)
         self.resume()
 
     def _wait_for_restarts(self) -> None:
-        """Wait for restarting servers, which would otherwise take the memory needed by a training
-        step."""
+        """Wait for restarting servers."""
+        # A restart takes memory that a training step would need.
 
         def check_restarts(pool: ServerPool) -> tuple[ServerClient, ...] | None:
             servers = pool.admit_ready()
@@ -368,8 +360,8 @@ class ServerEngine:
         """Wait until a server recovers.
 
         Raises:
-            UserError: on every rank, if no server recovers within ``rollout.timeout_s``, or no
-                server can recover.
+            UserError: on every rank: no server recovers within ``rollout.timeout_s``, or no server
+                can recover.
         """
         began = time.monotonic()
         timeout_s = self._config.rollout.timeout_s
@@ -401,8 +393,7 @@ class ServerEngine:
     def _set_servers(
         self, get_servers: Callable[[ServerPool], tuple[ServerClient, ...] | None]
     ) -> None:
-        """Set the servers as soon as ``get_servers`` returns servers; rank 0 calls ``get_servers``
-        with the pool. Collective."""
+        """Set the servers once ``get_servers``, called on rank 0, returns servers. Collective."""
         self.servers = self._world.poll(lambda: get_servers(self._rank0_pool))
         for server in self.servers:
             server.http = self._http

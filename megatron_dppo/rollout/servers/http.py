@@ -1,7 +1,6 @@
 """HTTP beside the trainer: an event loop in a separate thread, a connection pool, orjson.
 
-- The HTTP thread runs HTTP only.
-- Collectives and tensors stay on the main thread, which waits for futures.
+The main thread keeps collectives and tensors, and waits for futures.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CLOSE_S = 10.0
-"""Timeout in seconds for closing, in case a task in the loop never ends."""
+"""Timeout in seconds for closing, in case a task never ends."""
 CONNECT_S = 10.0
 """Timeout in seconds for a connection to a server."""
 EXCHANGE_S = 1.0
-"""Maximum number of seconds between two exchanges of waiting ranks."""
+"""Most seconds between two exchanges of waiting ranks."""
 BUSY = (429, 503)
 """Status codes of busy servers: too many requests, and service unavailable."""
 AGAIN_S = 1.0
-"""Seconds until a request to a busy server is repeated, if more than this time remains."""
+"""Seconds until a request to a busy server is repeated."""
 MAX_ERROR_CHARS = 600
-"""Maximum number of characters quoted from a server's error."""
+"""Most characters quoted from a server's error."""
 
 
 def format_url_host(host: str | None) -> str:
@@ -80,8 +79,7 @@ async def wrap_errors(url: str, answer: Awaitable[T]) -> T:
     """Await ``answer``, and turn a malformed answer into a ServerError.
 
     Raises:
-        ServerError: ``answer`` raised ServerError, or the answer of the server at ``url`` lacks a
-            part.
+        ServerError: raised by ``answer``, or the answer lacks a part.
     """
     try:
         return await answer
@@ -91,8 +89,8 @@ async def wrap_errors(url: str, answer: Awaitable[T]) -> T:
 
 
 async def _ignore_unretrieved(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` without asyncio's warning about an unretrieved error, if the caller has stopped
-    waiting."""
+    """Run ``work`` without asyncio's warning about an unretrieved error."""
+    # The caller may have stopped waiting.
     task = asyncio.current_task()
     assert task is not None
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -100,8 +98,8 @@ async def _ignore_unretrieved(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Http:
-    """HTTP client: event loop, thread and connections. Close explicitly, otherwise the thread ends
-    with the process."""
+    """HTTP client: event loop, thread and connections. Without ``close``, the thread ends with the
+    process."""
 
     def __init__(self) -> None:
         self._loop = EventLoop()
@@ -114,8 +112,7 @@ class Http:
         return asyncio.run_coroutine_threadsafe(_ignore_unretrieved(work), self._loop)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine in the loop and wait, from any other thread; cancel the coroutine at the
-        timeout."""
+        """Run a coroutine in the loop and wait, from another thread; cancel at the timeout."""
         future = self.start(work)
         try:
             return future.result(timeout_s)
@@ -127,9 +124,8 @@ class Http:
         """Run rank 0's coroutine; return the result on every rank. Collective.
 
         Args:
-            world: ranks of the run.
-            work: function that creates the coroutine; called on rank 0 only. Errors of ``work`` and
-                of the coroutine are raised on every rank.
+            work: function that creates the coroutine; called on rank 0 only. Errors are raised on
+                every rank.
         """
         futures: list[Future[T]] = []
 
@@ -216,13 +212,13 @@ class Http:
                 await asyncio.sleep(AGAIN_S)
 
     def close(self) -> None:
-        """Drop all connections and end the thread. Pending requests end as cancelled."""
+        """Drop all connections and end the thread; pending requests are cancelled."""
         if self._loop.is_closed():
             return
         try:
             self.run(self._close(), CLOSE_S)
         except TimeoutError:
-            # A user's function blocks the loop; the thread ends with the process.
+            # A user's function blocks the loop.
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -233,8 +229,8 @@ class Http:
         if self._session is None:
             import aiohttp
 
-            # Servers close idle connections after 5 s: a reused connection could then look like a
-            # dead server.
+            # Servers close idle connections after 5 s, and a reused connection could then look like
+            # a dead server.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
             # Ignore proxies of the environment: trainer and servers communicate directly.
             self._session = aiohttp.ClientSession(connector=connector, trust_env=False)

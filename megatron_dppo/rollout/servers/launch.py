@@ -1,5 +1,5 @@
-"""Locations of servers, and launch parameters of the run's own servers: URLs, addresses, GPUs,
-command line and environment."""
+"""URLs of servers, and launch parameters of the run's own servers: addresses, GPUs, command line,
+environment."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from megatron_dppo.rollout.servers.http import format_url_host
 OVERRIDE = "MEGATRON_DPPO_SERVERS"
 """Environment variable with comma-separated URLs, which override Slurm's list."""
 HOSTS = "MEGATRON_DPPO_SERVER_HOSTS"
-"""Environment variable with the comma-separated address of every server. A job script requests the
-addresses from Slurm, since containers lack Slurm's commands. Servers on the same address have
-consecutive ports."""
+"""Environment variable with the comma-separated address of every server, set by a job script
+because containers lack Slurm's commands. Servers on the same address have consecutive ports."""
 NODES = "SLURM_JOB_NODELIST_HET_GROUP_1"
 SERVER_PYTHON = "SERVER_PYTHON"
-"""Environment variable with the Python interpreter of the servers' environment."""
+"""Environment variable with the Python interpreter for servers."""
 SECRET = "MEGATRON_DPPO_SERVER_SECRET"
 """Environment variable with the API key of externally managed servers."""
 
@@ -49,32 +48,30 @@ class EngineSpec:
     module: str
     """Module that starts a server with the interpreter of another environment."""
     reserved_flags: tuple[str, ...]
-    """Flags forbidden in ``rollout.launch.flags``, because these flags would contradict the run's
-    settings or show the secret."""
+    """Flags forbidden in ``rollout.launch.flags``: would contradict the run's settings, or show the
+    secret."""
     lossy_flags: tuple[str, ...]
-    """Parts of flags that let the drafts of speculative decoding change the sampling distribution.
-    The log-probabilities of the tokens stay right, so no comparison of log-probabilities reveals
-    the change."""
+    """Parts of flags that let speculative decoding change the sampling distribution. No comparison
+    reveals the change, because the log-probabilities stay right."""
     memory_flag: tuple[str, str]
-    """Flag that limits a server's memory, and a description of the flag's fraction."""
+    """Flag that limits a server's memory, and a description of its value, a fraction."""
     memory_of_free: bool
-    """Whether the fraction refers to the free memory at the server's start, not to the whole
-    GPU."""
+    """Whether the fraction refers to the memory free at the start, not to the whole GPU."""
     flags: Callable[[Config, Path], list[str]]
-    """Flags of a run's server for the policy, the secret and the run's requests. The path is a YAML
-    file with the secret."""
+    """Flags of a run's server for policy, secret and requests. The path is a YAML file with the
+    secret."""
     adapter_flags: Callable[[LoraConfig], list[str]]
-    """Flags for a server that loads a run's adapters: a single adapter at a time, in addition to no
-    adapter. Raises UserError for adapters not supported by this kind of server."""
+    """Flags of a server that loads adapters, one at a time. Raises UserError for adapters not
+    supported by this kind of server."""
     adapter_files: bool = False
-    """Whether servers read adapters from files; otherwise adapters come with a request."""
+    """Whether adapters come in files; otherwise with a request."""
     adapter_environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of a server that loads adapters, in addition to ``environment``."""
+    """Further environment variables of a server that loads adapters."""
     environment: Callable[[str], dict[str, str]] = lambda secret: {}
     """Environment variables of a server with a given secret."""
     rank_environment: Mapping[str, str] = field(default_factory=dict)
-    """NCCL variables that the trainer's ranks and the servers must share in a group for weights.
-    Servers started by the run inherit these variables from the ranks."""
+    """NCCL variables that trainer and servers must share in a group for weights. Servers started by
+    the run inherit these variables."""
 
     @property
     def installed(self) -> bool:
@@ -85,14 +82,12 @@ class EngineSpec:
 
 
 def load_engine_spec(engine: str) -> EngineSpec:
-    """Load the spec of a kind of server, from the file of the same name in this directory."""
     spec: EngineSpec = import_module(f"{__package__}.{engine}").SPEC
     return spec
 
 
 def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the URLs of ``rollout.servers``, each as ``http://host:port``; empty if the run starts
-    servers.
+    """Return the URLs of ``rollout.servers``; empty if the run starts servers.
 
     Raises:
         UserError: an entry is no ``http://host:port`` or is duplicated, or ``slurm`` is set outside
@@ -123,14 +118,10 @@ def _assign_ports(hosts: Sequence[str], first_port: int) -> list[str]:
 
 
 def normalize_urls(origin: str, urls: Iterable[str]) -> tuple[str, ...]:
-    """Normalize URLs.
-
-    Args:
-        origin: setting or variable that contains the URLs.
-        urls: URLs with scheme, host and port.
+    """Normalize URLs that come from ``origin``, a setting or variable.
 
     Raises:
-        UserError: a URL is malformed or duplicated; names the first URL at fault.
+        UserError: a URL is malformed or duplicated.
     """
     found: list[str] = []
     for given in urls:
@@ -151,7 +142,7 @@ def _normalize_url(url: str) -> str | None:
         port = parts.port
     except ValueError:
         return None
-    # Requests append a path to the URL.
+    # No path or query, because requests append a path to the URL.
     plain = (
         parts.path in ("", "/")
         and not parts.query
@@ -191,20 +182,19 @@ def _expand(nodes: str) -> list[str]:
 
 
 def tensor_parallel(rollout: RolloutConfig) -> tuple[int, ...]:
-    """Return the number of tensor-parallel ranks of each server started by the run."""
+    """Return the tensor-parallel ranks of each server started by the run."""
     count = rollout.launch.count
     tp = rollout.launch.tp
     return (tp if isinstance(tp, tuple) else (tp,) * count)[:count]
 
 
 def sync_folder(config: Config) -> Path:
-    """Return the directory of weights to be read by servers."""
+    """Return the directory of weights for servers."""
     return Path(config.rollout.sync.folder or Path(config.run.dir) / "sync")
 
 
 def count_reserved_gpus(rollout: RolloutConfig) -> int:
-    """Return the number of GPUs that servers need in addition to the trainer's, on a machine with
-    GPUs."""
+    """Return the number of GPUs needed by servers in addition to the trainer's."""
     return 0 if rollout.colocated else sum(tensor_parallel(rollout))
 
 
@@ -229,16 +219,13 @@ def base_command(
 def server_command(
     config: Config, index: int, *, host: str, port: int, secret_file: Path
 ) -> list[str]:
-    """Return the command line of a server. All users of the machine can read command lines, so the
-    secret is left out.
+    """Return the command line of server ``index``.
 
     Args:
-        config: configuration of the run.
-        index: index of the server.
         host: address to listen on.
-        port: port to listen on.
         secret_file: YAML file with the secret, if this kind of server reads such files.
     """
+    # Never contains the secret, because all users of the machine can read command lines.
     rollout = config.rollout
     tp = tensor_parallel(config.rollout)[index]
     spec = load_engine_spec(rollout.engine)
@@ -246,7 +233,8 @@ def server_command(
     words += ["--port", str(port), "--tensor-parallel-size", str(tp)]
     words += ["--dtype", DTYPES[config.model.dtype]]
     if config.model.checkpoint is not None:
-        # The directory may contain no weights; the first sync brings the weights.
+        # Dummy weights, because the directory may have no weights; the first sync sends the real
+        # weights.
         words += ["--load-format", "dummy"]
     if config.loss.replay_routing == "rollout":
         words += [ROUTING_FLAG]
@@ -256,8 +244,7 @@ def server_command(
 
 
 def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]:
-    """Return the environment variables for this kind of server, without the variables of
-    ``rollout.launch.env``."""
+    """Return the environment variables of a server, without ``rollout.launch.env``."""
     spec = load_engine_spec(rollout.engine)
     return spec.environment(secret) | (
         dict(spec.adapter_environment) if rollout.sync.adapter else {}
@@ -265,8 +252,7 @@ def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]
 
 
 def rank_environment(rollout: RolloutConfig) -> Mapping[str, str]:
-    """Return the NCCL variables that both ends of the group for weights must share, unless set by
-    the user."""
+    """Return the NCCL variables that both ends of the group for weights must share."""
     collective = rollout.served and rollout.sync.transport == "collective"
     return load_engine_spec(rollout.engine).rank_environment if collective else {}
 
@@ -279,9 +265,8 @@ def uses_file_sync(rollout: RolloutConfig) -> bool:
 
 
 def find_listen_address(environ: Mapping[str, str]) -> str:
-    """Return the loopback address if all ranks are on this machine, otherwise rank 0's address as
-    used by all ranks."""
-    # Other machines need not reach the servers, so listen on loopback only.
+    """Return rank 0's address as used by all ranks."""
+    # On a single node other machines need not, and should not, reach the servers.
     if is_single_node(environ):
         return LOOPBACK
     for name in (environ.get("MASTER_ADDR", ""), socket.gethostname()):
@@ -298,29 +283,28 @@ def find_listen_address(environ: Mapping[str, str]) -> str:
 
 
 def local_ranks(environ: Mapping[str, str]) -> int:
-    """Return the number of trainer ranks on the machine of rank 0, from torchrun's or srun's
-    variables."""
+    """Return the number of trainer ranks on rank 0's machine."""
+    # torchrun and srun set different variables.
     per_node = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     # Slurm's format is 8(x4),2.
     return int(per_node.partition(",")[0].partition("(")[0])
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs of this machine, in the notation of CUDA_VISIBLE_DEVICES."""
+    """Return this machine's GPUs, in the notation of CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         return [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    # Import late: a machine with CUDA_VISIBLE_DEVICES needs no torch here.
+    # With CUDA_VISIBLE_DEVICES, no torch is needed here.
     import torch
 
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
 def assign_server_gpus(config: Config, gpus: Sequence[str], local_ranks: int) -> list[str | None]:
-    """Return CUDA_VISIBLE_DEVICES of each server: the GPUs after the trainer's GPUs, or the same
-    GPUs if colocated.
+    """Return each server's CUDA_VISIBLE_DEVICES: the GPUs after the trainer's, or, if colocated,
+    the trainer's.
 
     Args:
-        config: configuration of the run.
         gpus: GPUs of this machine; if empty, every element of the result is None.
         local_ranks: number of trainer ranks on this machine.
 

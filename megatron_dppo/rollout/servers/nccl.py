@@ -1,5 +1,4 @@
-"""Versions of NCCL: trainer and servers need the same version, and every torch installs a
-version."""
+"""Versions of NCCL, which must be equal in trainer and servers; every torch installs one."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def list_packages() -> list[str]:
 
 
 def check_mismatch(message: str) -> None:
-    """Raise a UserError if the error message of a failed group reports two NCCL versions."""
+    """Raise a UserError if a failed group's message reports two NCCL versions."""
     if (found := MISMATCH.search(message)) is None:
         return
     older, newer = (

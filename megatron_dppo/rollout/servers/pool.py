@@ -1,9 +1,8 @@
 """Pool of a run's servers: serving, lost and recovered servers. Only rank 0 keeps the pool.
 
-- A lost server serves again only after the next update of the weights, because the weights are
-  unknown until then.
-- A lost server started by the run is killed and restarted in the meantime.
-- A lost externally managed server is probed every few seconds.
+- A lost server serves again only after the next update, because the weights are unknown until then.
+- In the meantime the run's own server is killed and restarted, and an externally managed server is
+  probed every few seconds.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from megatron_dppo.rollout.servers.processes import (
 )
 
 ASK_AGAIN_S = 3.0
-"""Seconds between probes of a lost externally managed server."""
+"""Seconds between two probes."""
 SAY_AFTER_S = 10.0
 SAY_EVERY_S = 60.0
-"""Seconds of waiting until the first log line about a server, and between later log lines."""
+"""Seconds until the first log line about waiting for a server, and between later lines."""
 NOTHING = "it has given no answer"
 MISSES = 2
-"""Consecutive failed health checks until a server counts as lost."""
+"""Consecutive failed health checks before a server counts as lost."""
 
 T = TypeVar("T")
 
@@ -46,8 +45,6 @@ class ServerPool:
     """All servers of a run. Created and used on rank 0 only.
 
     Args:
-        config: configuration of the run.
-        http: client for requests to the servers.
         architecture: architecture of the policy; a server that reports another architecture is
             refused.
         secret: secret sent with requests.
@@ -69,15 +66,15 @@ class ServerPool:
         self._secret = secret
         self._say = log
         self.processes: list[ServerProcess] = []
-        """Processes of the servers that the run starts."""
+        """The run's own servers."""
         self._serving: list[ServerClient] = []
         self._returning: dict[ServerClient, Future[ServerClient]] = {}
-        """Lost servers; each future is done when the server can generate again."""
-        # Reason of each removal without recovery yet, by URL.
+        """Lost servers; a future is done when its server can generate again."""
+        # Reason of the removal, by URL of each unrecovered server.
         self._lost: dict[str, str] = {}
         self._misses = Counter[ServerClient]()
         self._heard: dict[str, str] = {}
-        """Last report of an externally managed server that cannot generate yet, by URL."""
+        """Last report of an externally managed server, by URL, until generation."""
         self._restarts = 0
         self._closed = False
 
@@ -117,14 +114,7 @@ class ServerPool:
         return tuple(self._serving)
 
     def remove_unhealthy(self, problems: Mapping[str, str]) -> tuple[ServerClient, ...]:
-        """Remove servers, and start recoveries where possible.
-
-        Args:
-            problems: reason of each removal, by URL.
-
-        Returns:
-            Servers that remain in service.
-        """
+        """Remove servers (reasons by URL), and start recoveries if possible; return the rest."""
         for server in [server for server in self._serving if server.url in problems]:
             self._say(f"server {server.name} is taken out: it {problems[server.url]}")
             self._lost[server.url] = problems[server.url]
@@ -138,15 +128,15 @@ class ServerPool:
         return "; ".join(f"server {url} {problem}" for url, problem in self._lost.items())
 
     def admit_ready(self) -> tuple[ServerClient, ...]:
-        """Admit recovered servers and return the servers in service. Admitted servers need an
-        update of the weights."""
+        """Admit recovered servers, which need an update of the weights; return all servers in
+        service."""
         for server, returning in list(self._returning.items()):
             if not returning.done():
                 continue
             del self._returning[server]
             try:
                 client = returning.result()
-            # No failure of a single server is a reason to stop the run.
+            # Any error, because a single server is no reason to stop the run.
             except Exception as error:
                 self._say(f"server {server.name} did not come back: {error}")
                 self._start_recovery(server)
@@ -158,19 +148,16 @@ class ServerPool:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no server is in service, and no server can recover."""
+        """Whether no server is in service or in recovery."""
         return not self._serving and not self._returning
 
     @property
     def is_restarting(self) -> bool:
-        """Whether a server of the run is being restarted."""
+        """Whether the run restarts a server."""
         return any(server.process is not None for server in self._returning)
 
     async def check(self, timeout_s: float) -> dict[str, str]:
-        """Check whether the servers in service can still generate; return problems by URL.
-
-        A silent server is logged after half of ``timeout_s``, and after ten seconds at the latest.
-        """
+        """Check the servers in service; return problems by URL. A silent server is logged."""
         serving = self.servers
 
         def silent(server: ServerClient, taken: float) -> str:
@@ -189,7 +176,7 @@ class ServerPool:
         unfit = {}
         for server, answer in zip(serving, answers, strict=True):
             failed = isinstance(answer, ServerError)
-            # Only failures in a row count: reset after a success.
+            # Only failures in a row count.
             self._misses[server] = self._misses[server] + 1 if failed else 0
             if isinstance(answer, ServerError) and self._misses[server] >= MISSES:
                 unfit[server.url] = answer.problem
@@ -203,12 +190,8 @@ class ServerPool:
         stop_all(self.processes)
 
     def _make_wait_message(self, server: str, default: str) -> Callable[[float], str]:
-        """Make the log message about waiting for a server that cannot generate yet.
-
-        Args:
-            server: name or URL of the server.
-            default: report used before the first report of the server.
-        """
+        """Make the log message about waiting for a server, by name or URL; ``default`` replaces the
+        first report."""
         most = self._config.rollout.launch.wait_s
 
         def say(taken: float) -> str:
@@ -229,7 +212,6 @@ class ServerPool:
         """Wait for a server, and log long waits.
 
         Args:
-            work: coroutine that returns when the server has answered.
             message: log message for a number of elapsed seconds.
             wait_s: seconds until the first message; None: ``SAY_AFTER_S``.
         """
@@ -242,7 +224,7 @@ class ServerPool:
                 wait_s = SAY_EVERY_S
             return task.result()
         finally:
-            # Cancel after the failure of another server.
+            # Unfinished only after the failure of another server.
             task.cancel()
 
     async def _connect_external(self, url: str, wait_s: float) -> list[ServerClient]:
@@ -256,8 +238,8 @@ class ServerPool:
             async with asyncio.timeout(wait_s):
                 while True:
                     try:
-                        # The router is not used after the list: a router would send requests to
-                        # servers with old weights.
+                        # A router would send requests to servers with old weights: use the
+                        # servers behind it.
                         workers = await self._list_workers(self._make_client(url))
                         urls = [url] if workers is None else workers
                         clients = [self._make_client(worker) for worker in urls]
@@ -293,8 +275,8 @@ class ServerPool:
         return [worker["url"].rstrip("/") for worker in answer["workers"]]
 
     async def _ensure_ready(self, client: ServerClient) -> None:
-        """Resume an externally managed server and check generation. An unfinished update may have
-        left the server paused.
+        """Resume an externally managed server, perhaps paused in an unfinished update, and check
+        generation.
 
         Raises:
             ServerError: the server cannot generate.
@@ -303,7 +285,6 @@ class ServerPool:
         await client.health(self._config.rollout.health_timeout_s)
 
     def _start_recovery(self, server: ServerClient) -> None:
-        """Start the recovery of a lost server."""
         connect = partial(self._make_client, process=server.process, life=server.life + 1)
         restarts = self._config.rollout.launch.restarts
         if server.process is None:
@@ -322,7 +303,7 @@ class ServerPool:
             )
 
     async def _wait_until_ready(self, client: ServerClient) -> ServerClient:
-        """Wait without a limit until an externally managed server can generate again."""
+        """Wait without a limit until a server can generate again."""
         while True:
             await asyncio.sleep(ASK_AGAIN_S)
             with contextlib.suppress(ServerError):
@@ -342,7 +323,7 @@ class ServerPool:
         process.stop()
         if not self._closed:
             process.start()
-        # close() may have run in another thread during the start.
+        # ``close`` may have run in another thread during the start.
         if self._closed:
             process.stop()
 
@@ -427,7 +408,6 @@ class ServerPool:
 
 
 def _supports_adapters(info: ServerInfo, lora: LoraConfig) -> bool:
-    """Return whether a server supports the adapters of a run."""
     return info.lora_rank >= lora.rank and (
         "all" in info.lora_targets or info.lora_targets.issuperset(lora.targets)
     )

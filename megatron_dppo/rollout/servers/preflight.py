@@ -25,7 +25,7 @@ from megatron_dppo.rollout.servers.launch import (
 )
 
 ASK_S = 60.0
-"""Timeout in seconds for an interpreter to look for a package."""
+"""Timeout in seconds of a look for a package."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
@@ -67,8 +67,7 @@ def check_launch(config: Config) -> None:
 def check_servers(
     config: Config, shape: PolicyShape, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Check the settings of servers against the policy and this machine. Externally managed servers
-    are checked later.
+    """Check the settings of the run's own servers against the policy and this machine.
 
     Raises:
         UserError: a setting is wrong; names the first at fault.
@@ -97,7 +96,7 @@ def server_checks(
 
 
 def _are_started(config: Config) -> bool:
-    """Return whether the run or the run's Slurm job starts servers."""
+    """Return whether the run or its Slurm job starts servers."""
     return config.rollout.served and bool(
         config.rollout.launch.count or config.rollout.servers == "slurm"
     )
@@ -105,7 +104,7 @@ def _are_started(config: Config) -> bool:
 
 def _check_sync_folder(config: Config) -> None:
     folder = sync_folder(config).absolute()
-    # The run creates missing directories, so check the nearest existing parent.
+    # The run creates missing directories below the nearest existing parent.
     place = next(place for place in (folder, *folder.parents) if place.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         problem = f"{place} is no directory that can be written to"
@@ -149,7 +148,6 @@ def check_split(config: Config, shape: PolicyShape) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    """Check the memory of servers and the trainer on the same GPUs."""
     rollout = config.rollout
     flag, share = load_engine_spec(rollout.engine).memory_flag
     given = {word.partition("=")[0].replace("_", "-") for word in rollout.launch.flags}
@@ -163,7 +161,7 @@ def _check_memory(config: Config) -> None:
         )
         flags = "rollout.launch.flags"
         raise UserError(flags, mask_secrets(flags, [*rollout.launch.flags]), problem, remedy)
-    # Import late, because most checks need no torch.
+    # Most checks need no torch.
     import torch
 
     if not torch.cuda.is_available():

@@ -37,13 +37,13 @@ from megatron_dppo.rollout.servers.launch import (
 POLL_INTERVAL_S = 0.5
 """Seconds between checks of a starting server."""
 HEALTH_S = 60.0
-"""Timeout in seconds for a server's first answer, which includes compiling kernels."""
+"""Timeout in seconds for the first answer, which includes compiling kernels."""
 STOP_S = lifetime.GRACE_S + 5.0
-"""Timeout in seconds for the end of a server with all child processes."""
+"""Timeout in seconds for the end of a server and its children."""
 LINES = 25
-"""Number of log lines quoted in messages."""
+"""Log lines quoted in messages."""
 LOG_BYTES = 2**16
-"""Number of bytes at the end of a log searched for the quoted lines."""
+"""Bytes at the end of a log searched for these lines."""
 
 RANK_VARIABLES = (
     "RANK",
@@ -55,7 +55,7 @@ RANK_VARIABLES = (
     "OMP_NUM_THREADS",
 )
 RANK_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS", *ALLOCATOR)
-"""Variables, and prefixes of variables, that describe a trainer rank and would mislead a server."""
+"""Variables and prefixes that describe a trainer rank and would mislead a server."""
 
 
 class HealthClient(Protocol):
@@ -68,18 +68,15 @@ Client = TypeVar("Client", bound=HealthClient)
 
 
 def new_secret() -> str:
-    """Generate the secret required by the run's servers in every request. Hex, since a leading
-    minus would look like a flag."""
+    """Generate the secret of the run's own servers."""
+    # Hex, because a leading minus would look like a flag.
     return secrets.token_hex(24)
 
 
 class ServerProcess:
-    """Server process on this machine. The server dies with this process, regardless of the cause of
-    either end.
+    """Server process on this machine. The server dies with this process, whatever the cause.
 
     Args:
-        config: configuration of the run; ``rollout.launch`` defines the command, ``rollout.engine``
-            the kind of server.
         index: index of the server in the run, from 0.
         host: address to listen on.
         secret: secret required in every request.
@@ -112,12 +109,12 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Current or future URL of the server. A restarted server may have another URL."""
+        """Current or future URL. A restarted server may have another URL."""
         return f"http://{format_url_host(self.host)}:{self._port}"
 
     @property
     def pid(self) -> int:
-        """Process id of the server's main process.
+        """Id of the main process.
 
         Raises:
             ProcessLookupError: the server has ended.
@@ -127,8 +124,7 @@ class ServerProcess:
         return pids[0]
 
     def list_pids(self) -> list[int]:
-        """Return the ids of the server's processes, main process first; empty after the server's
-        end."""
+        """Return the server's process ids, main process first; empty after the server's end."""
         if not self.is_alive():
             return []
         assert self._process is not None
@@ -152,8 +148,7 @@ class ServerProcess:
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             _write_secret(self._secret_file, f"api-key: {self.secret}\n")
-            # Restrict the log to this user, because servers log their arguments, including the
-            # secret.
+            # For this user only, because servers log their arguments, including the secret.
             log = os.open(self.log, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
         except OSError as error:
             remedy = "Name a directory that you may write to"
@@ -179,8 +174,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def is_listening(self) -> bool:
-        """Return whether the server's port is used by a process of the server, not by a foreign
-        process."""
+        """Return whether the server, not a foreign process, listens on the port."""
         for pid in self.list_pids():
             try:
                 sockets = psutil.Process(pid).net_connections("tcp")
@@ -194,11 +188,11 @@ class ServerProcess:
         return False
 
     def is_port_taken(self) -> bool:
-        """Return whether the server ended because another process took the port first."""
+        """Return whether the server ended because another process took the port."""
         return not self.is_alive() and not _is_free(self.host, self._port)
 
     def describe_exit(self) -> str:
-        """Describe the end of the server, or its absence, worded to follow "server"."""
+        """Describe the end of the server, worded to follow "server"."""
         code = None if self._process is None else self._process.poll()
         if code is None:
             return "is running" if self._process is not None else "was not started"
@@ -209,7 +203,7 @@ class ServerProcess:
         return f"ended with exit code {code}"
 
     def read_log_tail(self) -> str:
-        """Return the last log lines since the last start, without the secret."""
+        """Return the last log lines since the start, without the secret."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self._begins, os.fstat(file.fileno()).st_size - LOG_BYTES))
@@ -219,8 +213,7 @@ class ServerProcess:
         return "\n".join(text.replace(self.secret, "***").splitlines()[-LINES:])
 
     def stop(self) -> None:
-        """End the server with all child processes, first by SIGTERM, then by SIGKILL; return after
-        the end."""
+        """End the server and its children, first by SIGTERM, then by SIGKILL, and wait."""
         if self._process is not None:
             if self._process.poll() is None:
                 self._process.terminate()
@@ -239,7 +232,7 @@ class ServerProcess:
         self.start()
 
     def build_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Build the environment of the server from the trainer's environment ``environ``."""
+        """Build the server's environment from the trainer's."""
         kept = {
             name: value
             for name, value in environ.items()
@@ -249,13 +242,14 @@ class ServerProcess:
             kept["CUDA_VISIBLE_DEVICES"] = self.gpus
         of_kind = server_environment(self._config.rollout, secret=self.secret)
         given = dict(entry.split("=", 1) for entry in self._config.rollout.launch.env)
-        # Both paths are needed: the kind of server may add a plugin.
+        # Both paths, because the kind of server may add a plugin.
         if "PYTHONPATH" in of_kind and "PYTHONPATH" in given:
             given["PYTHONPATH"] = os.pathsep.join((of_kind["PYTHONPATH"], given["PYTHONPATH"]))
         return kept | of_kind | given
 
     def _free_port(self) -> int:
-        """Return the server's first free port. No two servers of a run share a port."""
+        """Return the first free port of the server."""
+        # Steps of ``count``, so that no two servers of a run share a port.
         launch = self._config.rollout.launch
         last = launch.first_port + launch.ports
         for port in range(launch.first_port + self.index, last, launch.count):
@@ -272,7 +266,7 @@ class ServerProcess:
 def create_processes(
     config: Config, secret: str, environ: Mapping[str, str] = os.environ
 ) -> list[ServerProcess]:
-    """Create the servers of ``rollout.launch`` without starting, on the run's rank 0.
+    """Create the servers of ``rollout.launch``, not yet started, on rank 0.
 
     Raises:
         UserError: too few GPUs, or no address of this machine is reachable from other machines.
@@ -288,16 +282,14 @@ def create_processes(
 async def wait_ready(
     process: ServerProcess, connect: Callable[[str], Client], wait_s: float
 ) -> Client:
-    """Wait until a started server can generate. A server whose port was taken by another process is
-    restarted on another port.
+    """Wait until a started server can generate; restart a server whose port was taken.
 
     Args:
-        process: started server.
         connect: function that creates a client for a URL.
         wait_s: timeout in seconds.
 
     Returns:
-        The result of ``connect`` for the server's URL.
+        Client of the server.
 
     Raises:
         UserError: the server ended (quotes the last log lines), or the timeout was reached.
@@ -326,7 +318,7 @@ async def wait_ready(
 
 
 def stop_all(processes: Sequence[ServerProcess]) -> None:
-    """Stop servers, all at the same time."""
+    """Stop servers concurrently."""
     with ThreadPoolExecutor(max_workers=max(1, len(processes))) as threads:
         list(threads.map(ServerProcess.stop, processes))
 
@@ -345,7 +337,7 @@ def _make_exit_error(process: ServerProcess) -> UserError:
 
 
 def _write_secret(path: Path, text: str) -> None:
-    # Remove an old file, because the mode applies to new files only.
+    # The mode applies to new files only.
     path.unlink(missing_ok=True)
     with os.fdopen(
         os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8"
@@ -355,7 +347,7 @@ def _write_secret(path: Path, text: str) -> None:
 
 def _is_free(host: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
-        # Use the same option as servers, because closed connections linger.
+        # As servers do, because closed connections linger.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((host, port))

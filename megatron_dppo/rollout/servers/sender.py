@@ -1,8 +1,7 @@
 """Weight group: a process group that carries buckets from the sender to all ranks of all servers.
 
-- Servers and sender create their ends with torch's own constructor, and meet at a store of rank 0.
-- A group belongs to the servers at creation. After the loss of a server, the group is ended and a
-  new group is created.
+- Servers and sender create their ends with torch's own constructor, and meet at rank 0's store.
+- The members never change: after the loss of a server a new group is created.
 """
 
 from __future__ import annotations
@@ -35,21 +34,19 @@ T = TypeVar("T")
 POLL_INTERVAL_S = 0.0005
 """Seconds between two checks of a pending bucket."""
 GRACE_S = 5.0
-"""Seconds for servers to report the cause after a failure."""
+"""Seconds for servers to report the cause of a failure."""
 JOIN_S = 30.0
 """Seconds for servers to join a gloo group."""
 FIRST = Manifest(["model.rotary_emb.inv_freq"], ["uint8"], [[1]])
-"""A single byte under a name that loaders skip: old checkpoints hold this buffer, and models
-compute the buffer themselves."""
+"""A single byte under a name that loaders skip: a buffer of old checkpoints."""
 
 
 class SyncFailedError(Exception):
     """Failure of an update.
 
     Args:
-        problems: problem of each server at fault, by URL; empty if no single server is known to be
-            at fault.
-        problem: problem seen by the sender itself.
+        problems: problem of each server at fault, by URL; empty if unknown.
+        problem: problem seen by the sender.
     """
 
     def __init__(self, problems: Mapping[str, str], problem: str) -> None:
@@ -65,7 +62,7 @@ class StagedBucket:
 
     manifest: Manifest
     flat: torch.Tensor
-    """[bytes], uint8: tensors of the bucket, concatenated."""
+    """[bytes], uint8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ class _SentBucket:
 
     @property
     def is_done(self) -> bool:
-        """Whether the bucket has been sent, or is known to have failed."""
+        """Whether the bucket has been sent, or has failed."""
         return self.work.done() and (
             self.work.exception() is not None or self.work.result().is_completed()
         )
@@ -94,15 +91,15 @@ class Sender:
 
     Args:
         http: client for announcements to servers.
-        clients: servers of the group; each client holds the number of ranks of the server.
-        name: unused name for the group.
+        clients: servers of the group.
+        name: unused name.
         host: address of this machine as seen by the servers.
         device: source device of buckets; NCCL for CUDA, gloo otherwise.
         timeout_s: seconds for joining, and for each bucket.
 
     Raises:
         SyncFailedError: a server did not join, or did not receive the first byte.
-        UserError: NCCL reported another version at a server.
+        UserError: a server has another version of NCCL.
     """
 
     def __init__(
@@ -123,17 +120,14 @@ class Sender:
         self._flats = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
         self._turn = 0
         self._sent: _SentBucket | None = None
-        """Pending bucket."""
         backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
-        # For gloo the limit applies to joining; each bucket has a separate limit. For NCCL the
-        # limit applies to aborting, and must exceed timeout_s because timeout_s has to be reached
-        # first.
+        # gloo: limit for joining; each bucket has its own. NCCL: limit before aborting, longer than
+        # timeout_s, which must be reached first.
         limit = timedelta(
             seconds=2 * timeout_s + 60 if backend == "nccl" else min(timeout_s, JOIN_S)
         )
         size = 1 + sum(client.ranks for client in clients)
-        # Avoid rendezvous: under torchrun, rendezvous would look for torchrun's own store, at any
-        # address.
+        # No rendezvous, because under torchrun it would look for torchrun's own store.
         store = open_store(host, limit, size)
         joins = {}
         offset = 1
@@ -158,13 +152,12 @@ class Sender:
             _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         except Exception as error:
             problem = f"{problem} ({_format_error(error)})"
-            # The traceback holds the store, and so keeps the servers waiting there.
+            # The traceback's reference to the store would keep the servers waiting.
             error.__traceback__ = None
         self._group: dist.ProcessGroup | None = group
         self._store: dist.TCPStore | None = store
         joined = group is not None
-        # Drop the references, because the traceback of the error raised below would keep group and
-        # store.
+        # The traceback of the error below would keep group and store.
         del group, store
         if not joined or any(reply.done() and reply.exception() for reply in joins.values()):
             raise self._handle_failure(joins, problem)
@@ -175,10 +168,9 @@ class Sender:
 
     def _send_first_byte(self) -> None:
         """Send a byte to all ranks, to test the group before weights are sent."""
-        # NCCL creates the communicator within the first broadcast. That call waits for the last
-        # rank and cannot be interrupted: use a thread, and abandon the thread if a server never
-        # joins. Servers that joined cannot be distinguished from the missing server, and are
-        # reported too.
+        # In a thread, which is abandoned if a server never joins: NCCL creates the communicator
+        # within the first broadcast, which waits for the last rank and cannot be interrupted. All
+        # servers are reported, because the missing server is unknown.
         try:
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
             self._start("the first byte", StagedBucket(FIRST, byte), None, begin=_run_in_thread)
@@ -193,8 +185,7 @@ class Sender:
             raise SyncFailedError(problems, f"{failed.problem} {hint}") from None
 
     def stage(self, bucket: Bucket) -> StagedBucket:
-        """Copy a bucket into the idle buffer of two. The caller may then reuse the bucket's
-        memory."""
+        """Copy a bucket into the idle one of two buffers."""
         size = sum(tensor.nbytes for tensor in bucket.values())
         self._turn ^= 1
         if self._flats[self._turn].numel() < size:
@@ -208,17 +199,16 @@ class Sender:
         return StagedBucket(Manifest.from_tensors(bucket), flat)
 
     def send(self, staged: StagedBucket, version: str | None) -> None:
-        """Start sending a bucket, after all servers have loaded the previous bucket.
+        """Start sending the bucket staged last, after all servers have loaded the previous bucket.
 
         Args:
-            staged: most recently staged bucket.
-            version: version of the weights, with the last bucket of an update; otherwise None.
+            version: version of the weights, with an update's last bucket; otherwise None.
 
         Raises:
             SyncFailedError: the previous bucket did not arrive. The group is unusable afterwards.
         """
-        # Two requests on two connections could be read in the wrong order, and only the reply of a
-        # server confirms the first.
+        # Wait for the replies, because a server could read two requests on two connections in the
+        # wrong order.
         self.wait_loaded()
         self._start("a bucket", staged, version, begin=_run_now)
 
@@ -244,7 +234,7 @@ class Sender:
 
         def broadcast() -> dist.Work:
             work = group.broadcast([staged.flat], options)
-            # Another thread gave up the group while this thread waited for a server.
+            # Another thread closed the group while this thread waited for a server.
             if self._group is not group:
                 group.abort()
             return work
@@ -262,7 +252,7 @@ class Sender:
         what = self._sent.what
         replies = self._sent.replies
         problem = self._wait_for(self._sent)
-        # The work of the bucket keeps the group's connections open, and servers waiting.
+        # The bucket's work keeps the group's connections open, and servers waiting.
         self._sent = None
         if problem:
             raise self._handle_failure(replies, problem)
@@ -270,11 +260,10 @@ class Sender:
             raise SyncFailedError(problems, f"{what} was not loaded")
 
     def _wait_for(self, bucket: _SentBucket) -> str | None:
-        """Wait until a bucket has been sent or has failed; return the problem, or None."""
+        """Wait until a bucket is done; return the problem, or None."""
         deadline = time.monotonic() + self._timeout_s
         while not bucket.is_done:
-            # A server that refused or died does not take part; the group would wait until the
-            # timeout.
+            # Without a server that refused or died, the group would wait until the timeout.
             if bucket.is_refused:
                 return f"a server left while {bucket.what} was on its way"
             if time.monotonic() > deadline:
@@ -288,12 +277,10 @@ class Sender:
         return None
 
     def close(self) -> None:
-        """Leave the group at the same time as the servers.
-
-        NCCL ends a group collectively: on a single machine, a leaving server waits until the sender
-        closes its connections, and reports an error if the sender aborted the group first.
-        """
-        # Abort only a pending bucket first, to free the servers waiting for the bucket.
+        """Leave the group at the same time as the servers."""
+        # NCCL ends a group collectively: on a single machine, a leaving server waits until the
+        # sender closes its connections, and reports an error if the sender aborted first. Abort
+        # only a pending bucket, to free the waiting servers.
         if self._sent is not None:
             self._end()
         group = self._group
@@ -302,13 +289,12 @@ class Sender:
         leaving = {
             client.url: self._http.start(client.leave(self.name)) for client in self._clients
         }
-        # A destruction that hangs is abandoned in its thread.
+        # In a thread, because the destruction may hang.
         ours = _run_in_thread(partial(_destroy, group), "leaving")
         collect_problems(leaving, GRACE_S)
         try:
             ours.result(GRACE_S)
-        # A dead server never leaves the group: abort, to free the servers that wait for the dead
-        # server.
+        # Abort, to free servers that wait for a dead server.
         except TimeoutError:
             if group is not None:
                 _run_in_thread(group.abort, "breaking off")
@@ -325,24 +311,20 @@ class Sender:
             _destroy(group)
 
     def _handle_failure(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
-        """End the group, so that waiting servers answer, and identify the servers at fault."""
+        """End the group, and identify the servers at fault."""
         before = {url: reply for url, reply in replies.items() if reply.done()}
         self._end()
         # A server with half a message stays silent, since gloo waits for the rest.
         silent_or_gone = collect_problems(replies, GRACE_S, include_refusals=False)
-        # If a server is dead, refusals do not count: a live server may report a broken group before
-        # the loss is noticed. Otherwise a refusal counts if sent while the group was whole.
+        # If a server is dead, refusals do not count, because a live server may report the broken
+        # group first. Otherwise a refusal counts if sent while the group was whole.
         refused = {} if any(map(_is_gone, replies.values())) else collect_problems(before, GRACE_S)
         return SyncFailedError({**refused, **silent_or_gone}, problem)
 
 
 def find_local_address(urls: Iterable[str]) -> str:
-    """Return the address of this machine as seen by servers: the source address of packets to the
-    servers.
-
-    If some servers are on this machine and some are remote, return the address for the remote
-    servers, which serves all.
-    """
+    """Return the address of this machine as seen by servers; the address for remote servers, if
+    any, serves all."""
     found = []
     for url in urls:
         parts = urlsplit(url)
@@ -362,9 +344,9 @@ def collect_problems(
     """Collect problems by server URL, without servers that succeeded.
 
     Args:
-        replies: pending reply of each server, by URL.
-        timeout_s: seconds to wait for all replies.
-        include_refusals: whether a refusal is a fault of the server that refuses.
+        replies: pending replies by URL.
+        timeout_s: seconds for all replies together.
+        include_refusals: whether a refusal is the server's fault.
     """
     deadline = time.monotonic() + timeout_s
     problems = {}
@@ -382,14 +364,12 @@ def collect_problems(
 
 @contextlib.contextmanager
 def disable_watchdog() -> Iterator[None]:
-    """Create NCCL groups within the block without torch's watchdog; use the limits of this module
-    instead.
+    """Create NCCL groups within the block without torch's watchdog.
 
-    - The watchdog would end this process after the death of a server, whatever the value of
-      TORCH_NCCL_ASYNC_ERROR_HANDLING: the watchdog sets a flag, and the monitor of the default
-      group ends the process on that flag.
-    - Torch reads the variable at the creation of a group.
+    After the death of a server the watchdog would set a flag, and the default group's monitor would
+    end this process, whatever TORCH_NCCL_ASYNC_ERROR_HANDLING is. This module has its own limits.
     """
+    # Torch reads the variable only when a group is created.
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -402,12 +382,12 @@ def disable_watchdog() -> Iterator[None]:
 
 
 def _run_now(call: Callable[[], T]) -> Future[T]:
-    """Run a call and return a finished future, without references to the frames of the call."""
+    """Run a call and return a finished future."""
     future: Future[T] = Future()
     try:
         future.set_result(call())
     except Exception as error:
-        # The traceback holds the group, and so keeps the servers waiting there.
+        # The traceback's reference to the group would keep the servers waiting.
         error.__traceback__ = None
         future.set_exception(error)
     return future
@@ -420,7 +400,7 @@ def _destroy(group: dist.ProcessGroup | None) -> None:
 
 
 def _run_in_thread(call: Callable[[], T], name: str = "first byte") -> Future[T]:
-    """Run a call in a daemon thread, which may be abandoned; return the future."""
+    """Run a call in a daemon thread, which may be abandoned."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -440,6 +420,5 @@ def _is_gone(reply: Future[None]) -> bool:
 
 
 def _format_error(error: Exception) -> str:
-    """Format a torch error in a single line without the C++ stack; NCCL's message is the last of
-    several lines."""
+    # Everything before the C++ stack, because NCCL's message is the last of several lines.
     return " ".join(str(error).partition("\nException raised from")[0].split())[:MAX_ERROR_CHARS]

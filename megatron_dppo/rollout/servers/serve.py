@@ -1,6 +1,6 @@
 """``megatron-dppo serve CONFIG``: run a rollout server on a separate node from the trainer.
 
-- A Slurm task is a server: task ``n`` is the ``n``-th entry of ``rollout.servers``.
+- Slurm task ``n`` is the ``n``-th server of ``rollout.servers``.
 - A dead server is restarted at the same address, and the trainer updates the server's weights.
 - Megatron-Core is not needed: the container of a stock server is sufficient.
 """
@@ -40,7 +40,7 @@ def serve(config: Config, environ: Mapping[str, str] = os.environ) -> int:
         UserError: settings are wrong, or the server ends or exceeds the timeout before generation.
     """
     process = task_server(config, environ)
-    # Handle SIGUSR1, because only the trainer responds to the signal.
+    # SIGUSR1 must not end the server, because the signal is for the trainer.
     lifetime.install_stop_handler()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
@@ -55,11 +55,10 @@ def serve(config: Config, environ: Mapping[str, str] = os.environ) -> int:
 
 
 def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
-    """Create the server of this task without starting.
+    """Create the server of this task, not yet started.
 
     Raises:
-        UserError: this task has no server, or the server cannot be started with these settings on
-            this node.
+        UserError: this task has no server, or the settings do not fit this node.
     """
     task = int(environ.get("SLURM_PROCID", "0"))
     local = int(environ.get("SLURM_LOCALID", "0"))
@@ -83,8 +82,7 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
     config = replace(config, rollout=replace(config.rollout, servers=(), launch=alone))
     check_launch(config)
     check_servers(config, shape, environ)
-    # On the machine itself, the machine's name may resolve to loopback, and elsewhere to a
-    # reachable address.
+    # A machine's own name may resolve to loopback, and elsewhere to a reachable address.
     is_address = ":" in url.hostname or url.hostname.replace(".", "").isdigit()
     host = url.hostname if is_address else "0.0.0.0"
     node = environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -100,8 +98,7 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
 
 
 def _select_gpus(config: Config, local: int, environ: Mapping[str, str]) -> str | None:
-    """Return the GPUs of the node's ``local``-th server; None without GPU information from
-    Slurm."""
+    """Return the GPUs of the node's ``local``-th server; None without Slurm's list."""
     gpus = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
     tp = config.rollout.launch.tp
     assert isinstance(tp, int)
@@ -135,7 +132,7 @@ def _watch(process: ServerProcess, http: Http, config: Config) -> int:
             )
             while process.is_alive():
                 time.sleep(POLL_INTERVAL_S)
-        # An error of the first start is final; after restarts, an error counts as a death.
+        # Final at the first start; a death after restarts.
         except UserError:
             if deaths == 0:
                 raise

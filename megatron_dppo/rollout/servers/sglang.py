@@ -2,18 +2,16 @@
 
 Properties of SGLang:
 
-- Refusals have status 200 or 400, depending on the route. ``success`` in the answer is therefore
-  always checked.
-- If the server has routes for begin and end of an update, an update must lie between begin and end.
-  Older servers have no routes for begin and end.
+- Refusals have status 200 or 400, depending on the route: ``success`` is always checked.
+- An update must lie between begin and end, if the server has routes for begin and end.
 - A tensor of a wrong shape kills the server, and so does a token id outside the vocabulary.
 - With deterministic inference all samples of a request have the same seed and are equal. Each
   sample is then a separate request.
 - ``ignore_eos`` would disable every stop token. Therefore the model's end-of-sequence tokens stop a
   completion even if not requested.
-- A request keeps the adapter that had the requested name at admission, until the end of the
-  request. A paused request is admitted later. Therefore the adapter always has the same name, and
-  is replaced while no request is running. Unloading waits for requests with the adapter.
+- Until its end, a request keeps the adapter that had the requested name at admission, and a paused
+  request is admitted later. Therefore the adapter is replaced, under the same name, while no
+  request is running. Unloading waits for requests with the adapter.
 """
 
 from __future__ import annotations
@@ -80,8 +78,8 @@ class SglangClient(ServerClient):
     async def post(
         self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str
     ) -> Any:
-        """Send a request, with the adapter's name for ``/generate``: functions written for slime
-        call this method without an adapter."""
+        """Send a request, with the adapter's name for ``/generate``."""
+        # Functions written for slime call this method without an adapter.
         if self.adapted and path == "/generate":
             body = {**body, "lora_path": ADAPTER}
         return await super().post(path, body, timeout_s=timeout_s, **query)
@@ -104,7 +102,7 @@ class SglangClient(ServerClient):
         if sampling.needs_entropies:
             body["top_logprobs_num"] = TOP_LOGPROBS
         if await self._is_deterministic():
-            # Seeds differ by sample, because a shared seed would repeat the same sample.
+            # A shared seed would repeat the same sample.
             body["input_ids"] = [list(token_ids)] * sampling.samples
             body["sampling_params"] = [
                 parameters | {"sampling_seed": sampling.seed + i} for i in range(sampling.samples)
@@ -175,8 +173,7 @@ class SglangClient(ServerClient):
         self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
         await self._end_if_any("/unload_lora_adapter", {"lora_name": ADAPTER})
-        # Send tensors by value: SGLang's own way passes file descriptors, and only works between
-        # processes of the same machine.
+        # By value, because the file descriptors of SGLang's own way work on a single machine only.
         every = base64.b64encode(pickle.dumps(dict(tensors))).decode()
         body = {
             "lora_name": ADAPTER,
@@ -225,8 +222,8 @@ class SglangClient(ServerClient):
         return route in self._known_routes
 
     async def _end_if_any(self, path: str, body: Mapping[str, Any]) -> None:
-        """End an update or a group, if open. A live server refuses if no update or group is open;
-        ignore the refusal."""
+        """End an update or a group, if open."""
+        # A live server refuses if no update or group is open.
         if await self._has_route(path):
             try:
                 await self._post_and_check(path, body)
@@ -235,7 +232,7 @@ class SglangClient(ServerClient):
                     raise
 
     async def _post_and_check(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request, and raise ServerError if the answer reports no success."""
+        """Send a request; raise ServerError unless successful."""
         answer = await self.post(path, body)
         if not (isinstance(answer, Mapping) and answer.get("success")):
             raise ServerError(self.url, f"refused {path}: {answer}", alive=True)
@@ -284,8 +281,8 @@ class SglangClient(ServerClient):
 
 
 def _build_update_fields(version: str | None) -> dict[str, Any]:
-    """Build the common fields of update requests. Caches of prompts are flushed only at the end of
-    an update, not after every bucket."""
+    """Build the common fields of update requests."""
+    # Caches of prompts are flushed only at the end of an update.
     return {"flush_cache": False} | ({} if version is None else {"weight_version": version})
 
 

@@ -1,7 +1,7 @@
 """Update of the servers' weights: pause, begin, buckets, end, flush, check, and then resume.
 
-After a failure in one of these steps, a server's weights are unknown. The server is reported and
-left paused, and receives no request before the next successful update.
+After a failure a server's weights are unknown. The server is reported and left paused, and receives
+no request before the next successful update.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class Sync:
     """Updates of the servers in service. Every method is collective.
 
     Args:
-        world: ranks of the run.
-        http: client for requests from rank 0 to the servers.
-        transport: transport of the tensors.
+        http: client for rank 0's requests.
         in_flight: fate of unfinished requests.
     """
 
@@ -68,8 +66,8 @@ class Sync:
 
         async def release(client: ServerClient) -> None:
             if client not in self._without_cache:
-                # Ignore rollout.sync.in_flight: no request is in flight. SGLang, paused in place,
-                # may still hold the last batch, and would die on releasing the memory.
+                # Not rollout.sync.in_flight, because SGLang, paused in place, may still hold the
+                # last batch, and would die on releasing the memory.
                 await client.pause("retract")
                 await client.release_memory()
                 self._without_weights.add(client)
@@ -83,9 +81,7 @@ class Sync:
         """Update servers to a version, and leave the servers paused.
 
         Args:
-            clients: servers to update.
             source: weights of the version.
-            version: name of the version.
             verify: whether to compare checksums, if supported by the server.
 
         Returns:
@@ -143,7 +139,7 @@ class Sync:
         except ServerError as error:
             if not error.alive:
                 raise
-            # Close an unfinished update of an earlier client.
+            # An earlier client may have left an unfinished update.
             await client.abort_update()
             await client.begin_update()
 
@@ -211,10 +207,9 @@ async def _abort_update(client: ServerClient) -> None:
 
 
 class _Digests:
-    """Stream of the actor's weights that records the SHA-256 in hex of every vector (norm).
+    """Stream of the actor's weights that records the SHA-256 in hex of every vector (norm)."""
 
-    Vectors suffice to distinguish versions. On a GPU each hash waits for the device.
-    """
+    # Vectors suffice to distinguish versions, and on a GPU each hash waits for the device.
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source
@@ -229,5 +224,5 @@ class _Digests:
             yield bucket
 
     def gather_all(self, world: World) -> Mapping[str, str]:
-        """Return the digests of all ranks, by Hugging Face names. Collective."""
+        """Return all ranks' digests by Hugging Face name. Collective."""
         return {name: digest for seen in world.gather(self._seen) for name, digest in seen.items()}

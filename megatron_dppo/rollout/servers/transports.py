@@ -2,7 +2,7 @@
 
 - A transport only moves tensors. ``sync.py`` pauses servers, opens and closes the update, and
   repeats failed updates.
-- Every transport is collective, and reports failed servers with reasons on every rank.
+- Every transport is collective, and reports failed servers on every rank.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ from megatron_dppo.rollout.servers.launch import sync_folder, uses_file_sync
 from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, find_local_address
 
 BUCKET_MIB = {"cuda": 512, "cpu": 30}
-"""Default of ``rollout.sync.bucket_mib`` in MiB, by the device of the weights."""
+"""Default of ``rollout.sync.bucket_mib``, by the weights' device."""
 
 
 class Transport(Protocol):
     """Transport of weights to all servers."""
 
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
-        """Make every server load every tensor; return the number of bytes sent to each server.
-        Collective.
-
-        Every server is paused, with an update open.
+        """Make every server, paused with an open update, load every tensor; return the bytes sent
+        to each server. Collective.
 
         Raises:
             SyncFailedError: on every rank.
@@ -52,17 +50,16 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the transport's resources on this rank. Not collective."""
+        """Release this rank's resources. Not collective."""
         ...
 
 
 class CollectiveTransport:
-    """Transport through a process group per pipeline stage: the stage's first rank, followed by all
-    ranks of all servers.
+    """Transport through a process group per pipeline stage: the stage's first rank, then all ranks
+    of all servers.
 
     - Stages send in turn, since a server accepts a single update at a time.
-    - Within a stage, the next bucket is gathered and copied while the previous bucket is being
-      sent.
+    - Within a stage, the next bucket is gathered and copied while a bucket is being sent.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class CollectiveTransport:
 
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         try:
-            # Every rank comes to the same conclusion, because all ranks have the same lists.
+            # The same condition on every rank, because all ranks have the same lists.
             if self._joined != list(clients):
                 self.close()
                 _run_by_stage(self._world, lambda: self._join(clients))
@@ -112,8 +109,8 @@ class CollectiveTransport:
         return 0
 
     def _send_stage(self, source: WeightSource, version: str | None) -> int:
-        """Send the stage's buckets, with ``version`` in the last bucket; return the number of
-        bytes. Collective over the stage."""
+        """Send the stage's buckets, with ``version`` in the last; return the number of bytes.
+        Collective over the stage."""
         buckets = source(to=Consumers.STAGE_LEADERS, bucket_mib=self._bucket_mib)
         if self._sender is None:
             for _ in buckets:
@@ -123,24 +120,23 @@ class CollectiveTransport:
         bucket = next(buckets, None)
         try:
             while bucket is not None:
-                # Copy the bucket before requesting the next bucket, which may reuse the memory.
-                # Only the next request shows whether this bucket is the last.
+                # Copied first, because the next bucket may reuse the memory; and only the next
+                # request shows whether this bucket is the last.
                 staged = self._sender.stage(bucket)
                 sent += staged.flat.nbytes
                 bucket = next(buckets, None)
                 self._sender.send(staged, version if bucket is None else None)
             self._sender.wait_loaded()
         finally:
-            # Exhaust the stream even after an error, because the other ranks of the stage would
-            # wait.
+            # Even after an error, because the stage's other ranks would wait.
             for _ in buckets:
                 pass
         return sent
 
 
 class DiskTransport:
-    """Transport through a directory of the policy, or of adapters for PEFT: rank 0 writes the
-    directory, and servers on the same file system load the directory."""
+    """Transport through a directory of the policy, or of PEFT adapters, written by rank 0 on a file
+    system shared with the servers."""
 
     def __init__(
         self,
@@ -175,7 +171,7 @@ class DiskTransport:
                 self._world, self._http, clients, lambda client: self._load(client, place, version)
             )
         finally:
-            # Remove the directory after failures too: each update writes a new directory.
+            # Not reused after a failure: each update writes a new directory.
             if self._world.is_rank0:
                 shutil.rmtree(place, ignore_errors=True)
         if problems:
@@ -194,8 +190,7 @@ class DiskTransport:
 
 
 class AdapterTransport:
-    """Transport of adapters in a request from rank 0 to each server. Servers already have the rest
-    of the policy."""
+    """Transport of adapters in a request from rank 0 to each server."""
 
     def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig) -> None:
         self._http = http
@@ -206,7 +201,7 @@ class AdapterTransport:
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         tensors: dict[str, torch.Tensor] = {}
         for bucket in source(to=Consumers.LEADER) if self._world.is_in_first_shard_group else ():
-            # Copy, because the next bucket may reuse the memory.
+            # The next bucket may reuse the memory.
             tensors |= {
                 name: tensor.detach().to("cpu", copy=True) for name, tensor in bucket.items()
             }
@@ -227,7 +222,7 @@ class AdapterTransport:
 def open_transport(
     config: Config, world: World, http: Http, shape: PolicyShape, *, run: str
 ) -> Transport:
-    """Create the transport of ``rollout.sync``. ``run`` is part of the names of process groups."""
+    """Create the transport of ``rollout.sync``; ``run``: part of process groups' names."""
     sync = config.rollout.sync
     if sync.adapter and not uses_file_sync(config.rollout):
         return AdapterTransport(http, world, shape=shape, model=config.model)
@@ -246,16 +241,14 @@ def _run_by_stage(world: World, attempt: Callable[[], int]) -> int:
     """Run ``attempt`` on rank 0's copy of the policy, for each pipeline stage in turn. Collective.
 
     Args:
-        world: ranks of the run.
-        attempt: function that returns the number of bytes sent. An error of ``attempt`` ends the
-            update.
+        attempt: returns the number of bytes sent. An error ends the update.
 
     Returns:
         Number of bytes, summed over ranks.
 
     Raises:
-        SyncFailedError: on every rank, if servers failed for a rank.
-        Exception: on every rank, any other error of ``attempt``.
+        SyncFailedError: on every rank: servers failed for a rank.
+        Exception: on every rank: any further error of ``attempt``.
     """
     total = 0
     for stage in range(world.layout.pp):
@@ -267,7 +260,7 @@ def _run_by_stage(world: World, attempt: Callable[[], int]) -> int:
                 mine = error
         found = world.gather(mine)
         failed = [each for each in found if isinstance(each, SyncFailedError)]
-        # Other errors come first, because only failed servers can be retried.
+        # Raised first, because only failed servers can be retried.
         if other := next(
             (each for each in found if isinstance(each, Exception) and each not in failed), None
         ):

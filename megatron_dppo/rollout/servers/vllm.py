@@ -1,24 +1,21 @@
-"""Requests to a stock vLLM server (0.32), with an extension of this project for loading weights in
-vLLM's workers (``vllm_plugin/``).
+"""Requests to a stock vLLM server (0.32), with our extension of vLLM's workers for loading weights
+(``vllm_plugin/``).
 
 Properties of vLLM:
 
-- The model's end-of-sequence tokens stop a completion even if not requested. ``ignore_eos``
-  prevents this stop, and does not affect ``stop_token_ids``.
+- The model's end-of-sequence tokens stop a completion, unless ``ignore_eos`` is set.
 - ``/health`` answers even if the engine hangs.
 - ``keep`` is the only mode of ``/pause`` that keeps requests alive. A second request recomputes the
   cache of the kept requests.
-- A layer that is missing in an update keeps the old weights, and vLLM only warns. The extension
-  refuses the update.
-- The version is the last value set by a client. The version is set to ``incomplete`` while weights
-  may be a mixture of two versions.
+- A layer missing in an update keeps the old weights with a mere warning. The extension refuses the
+  update.
+- The version is the last value set by a client: ``incomplete`` during an update.
 - An adapter loaded with ``load_inplace`` is read from disk again at every step of a request.
-  Therefore the adapter is unloaded instead, which only removes the name, and the next adapter is
-  loaded under the same name. The new adapter replaces the oldest adapter.
-- Cached prompts are distinguished by an adapter's name and path, not by the adapter's content.
-- In the list of likeliest tokens, the drawn token comes first. If the drawn token is not among the
-  likeliest, the last of the likeliest is missing.
-- On CPU, checksums of prepacked parameters are checksums of empty tensors.
+  Instead the adapter is unloaded, which only removes the name, and the next adapter, loaded under
+  the same name, replaces the oldest adapter.
+- Cached prompts are distinguished by an adapter's name and path, not by content.
+- In the list of likeliest tokens, the drawn token comes first, and may displace the last.
+- On CPU, prepacked parameters have checksums of empty tensors.
 - On CPU, a request with a seed kills the server if a step computes only a part of the prompt.
 """
 
@@ -61,10 +58,9 @@ PLUGIN = Path(__file__).parent / "vllm_plugin"
 EXTENSION = "megatron_dppo_vllm.worker.WorkerExtension"
 LOCK = "megatron_dppo_vllm.lock.Lock"
 DESCRIPTION_S = 120.0
-"""Timeout in seconds of a server's description: at the first call the server inspects the whole
-machine."""
+"""Timeout in seconds of a server's description, for which the server inspects the machine."""
 NO_LOGPROB = -9999.0
-"""vLLM's number for minus infinity, or for a missing log-probability."""
+"""vLLM's number for minus infinity or a missing log-probability."""
 
 DEVELOPMENT = "the environment variable VLLM_SERVER_DEV_MODE=1"
 GIVEN_BY = {
@@ -78,12 +74,12 @@ GIVEN_BY = {
     "/server_info": DEVELOPMENT,
     "/update_weight_version": DEVELOPMENT,
 }
-"""Required routes, and the flag or variable that enables each route."""
+"""Required routes, each with the enabling flag or variable."""
 
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Allowed values of vLLM's limit on the ranks of adapters."""
+"""Values of vLLM's limit on ranks."""
 
 
 class VllmClient(ServerClient):
@@ -95,8 +91,8 @@ class VllmClient(ServerClient):
         """Return the properties of the server.
 
         Raises:
-            ServerError: a route is missing, or the server's log-probabilities are of another kind;
-                the message names the missing flag.
+            ServerError: names the missing flag, if a route is missing or the log-probabilities are
+                of another kind.
         """
         routes = await self.get_routes()
         for route, giver in GIVEN_BY.items():
@@ -111,9 +107,8 @@ class VllmClient(ServerClient):
             )
             raise ServerError(self.url, problem, alive=True)
         self.ranks = int((await self.get("/get_world_size"))["world_size"])
-        # After computing a part of a prompt, vLLM resets the seed's generator. On CPU torch's
-        # generator cannot be reset, and the engine dies. The division of prompts depends on all
-        # other requests at that moment.
+        # After a part of a prompt, vLLM resets the seed's generator. On CPU that is impossible, and
+        # the engine dies. The division of prompts depends on all pending requests.
         self.seeded = config["device_config"]["device"] != "cpu"
         return ServerInfo(
             model=model["model"],
@@ -126,24 +121,16 @@ class VllmClient(ServerClient):
         )
 
     async def health(self, timeout_s: float) -> None:
-        """Request an answer that the engine gives between two steps, after all ranks and devices
-        have finished.
-
-        - A request for a token is no alternative: the request would wait behind all other requests,
-          and forever while the server is paused.
-        - A server that is receiving weights does not answer.
-        """
+        """Request an answer that the engine gives between two steps. Not answered while the server
+        is receiving weights."""
+        # A request for a token would wait behind all requests, and forever in a paused server.
         await self.get("/health", timeout_s=timeout_s)
         await self.post("/collective_rpc", {"method": "synchronize_device"}, timeout_s=timeout_s)
 
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float
     ) -> list[GenerateResult]:
-        """Return ``sampling.samples`` continuations.
-
-        At temperature 0, vLLM computes a single sample, since all samples are equal; repeat the
-        sample ``sampling.samples`` times.
-        """
+        # At temperature 0 vLLM computes a single sample, since all samples are equal.
         greedy = sampling.temperature == 0
         parameters: dict[str, Any] = {
             "n": 1 if greedy else sampling.samples,
@@ -194,8 +181,7 @@ class VllmClient(ServerClient):
             await self._call_receivers("abandon")
 
     async def join(self, group: WeightGroup) -> None:
-        # Use a shorter timeout than the request, so that the server reports the problem before the
-        # request ends.
+        # Shorter than the request's timeout, so that the server can report the problem.
         await self._call_receivers("join", **asdict(group), timeout_s=0.9 * self.timeout_s)
 
     async def leave(self, group: str) -> None:
@@ -208,12 +194,8 @@ class VllmClient(ServerClient):
         await self._call_receivers("update_from_distributed", group=group, **asdict(manifest))
 
     async def update_from_disk(self, folder: Path, version: str) -> None:
-        """Load a Hugging Face directory, with or without the extension; ``version`` is set at the
-        end of the update.
-
-        On CPU the extension is needed, because without the extension a tied head would keep the old
-        packed weights.
-        """
+        """Load a Hugging Face directory; ``version`` is set at the end of the update."""
+        # On CPU, without the extension, a tied head would keep the old packed weights.
         if await self._has_extension():
             await self._call_receivers("update_from_disk", folder=str(folder))
         else:
@@ -226,15 +208,14 @@ class VllmClient(ServerClient):
         except ServerError as error:
             if not error.alive:
                 raise
-        # A new path distinguishes the cached prompts of this adapter from older prompts.
+        # The new path separates cached prompts from older prompts.
         await self.post(LOAD_ADAPTER, {"lora_name": ADAPTER, "lora_path": str(folder)})
 
     async def get_version(self) -> str:
         return str((await self.get("/weight_info"))["weight_version"])
 
     async def get_checksums(self) -> dict[str, str]:
-        """Return checksums without the checksums of empty tensors: on CPU, prepacking of a layer
-        leaves an empty tensor."""
+        """Return checksums, on CPU without prepacked layers, which leave an empty tensor."""
         if "/weight_checker" not in await self.get_routes():
             return {}
         answer = await self.post("/weight_checker", {"action": "checksum"})
@@ -248,11 +229,8 @@ class VllmClient(ServerClient):
         return named
 
     async def release_memory(self) -> None:
-        """Move the weights to host memory, so that a server resumed without an update still has
-        weights.
-
-        On CPU the server reports success without an effect.
-        """
+        """Move the weights to host memory, so that a server resumed without an update has weights.
+        Without an effect on CPU."""
         config = await self._get_config()
         sleeps = config["model_config"]["enable_sleep_mode"]
         if not sleeps and config["device_config"]["device"] != "cpu":
@@ -265,7 +243,7 @@ class VllmClient(ServerClient):
         await self.post("/wake_up", {}, tags="weights")
 
     async def resume_kv_cache(self) -> None:
-        """Restore the cache. Generation resumes immediately: vLLM does not stay paused here."""
+        """Restore the cache. Generation resumes immediately, even of a paused server."""
         await self.post("/wake_up", {}, tags="kv_cache")
 
     async def _get_config(self) -> Mapping[str, Any]:
@@ -275,15 +253,13 @@ class VllmClient(ServerClient):
         return self._known_config
 
     async def _uses_receiver(self) -> bool:
-        """Return whether updates go through the extension, which requires all weights."""
+        """Return whether updates go through the extension, which needs all weights."""
         return not self.adapted and await self._has_extension()
 
     async def _has_extension(self) -> bool:
         return (await self._get_config())["parallel_config"]["worker_extension_cls"] == EXTENSION
 
     async def _call_receivers(self, order: str, **arguments: Any) -> None:
-        """Call every rank's receiver. All receivers answer, even after the failure of a
-        receiver."""
         if not await self._has_extension():
             flag = f"--worker-extension-cls {EXTENSION}"
             problem = (
@@ -356,8 +332,7 @@ class VllmClient(ServerClient):
 
 
 def _compute_entropy_bounds(content: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
-    """Compute entropy bounds without the last of the reported likeliest tokens, which is missing
-    after some draws."""
+    """Compute entropy bounds without the last reported token, missing after some draws."""
     top = []
     for token in content:
         logprobs = [entry["logprob"] for entry in token["top_logprobs"]]
@@ -366,16 +341,14 @@ def _compute_entropy_bounds(content: Sequence[Mapping[str, Any]]) -> NDArray[np.
 
 
 def server_environment(secret: str) -> dict[str, str]:
-    """Return the environment variables of a server with a secret."""
     paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
     return {
         "VLLM_API_KEY": secret,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # With the split, vLLM would bind the default group to a device. Torch then splits every new
-        # group off the default group's NCCL communicator, and the trainer is no member of that
-        # communicator.
+        # Otherwise vLLM binds the default group to a device, and torch splits every new group off
+        # the default group's NCCL communicator, without the trainer.
         "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "0",
         # On CPU, vLLM would bind all servers to the same cores, and refuse more ranks than NUMA
         # nodes.
@@ -384,11 +357,8 @@ def server_environment(secret: str) -> dict[str, str]:
 
 
 def server_flags(config: Config, secret_file: Path) -> list[str]:
-    """See :attr:`EngineSpec.flags`.
-
-    - With ``LOCK`` every route requires the secret of VLLM_API_KEY, not only routes for generation.
-    - Servers on CPU cannot sleep.
-    """
+    """See :attr:`EngineSpec.flags`."""
+    # With ``LOCK`` every route requires the secret of VLLM_API_KEY, not only generation.
     flags = ["--model", str(config.model.folder.absolute())]
     flags += [
         "--enable-scale-out",

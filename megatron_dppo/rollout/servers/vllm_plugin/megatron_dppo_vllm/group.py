@@ -24,14 +24,13 @@ class ReceiverGroup:
         host: host of the sender's store.
         port: port of the sender's store.
         backend: ``gloo`` or ``nccl``.
-        rank: rank of this process in the group.
-        size: number of ranks in the group, including the sender.
-        timeout_s: timeout in seconds for joining, and for each bucket.
+        size: number of ranks, including the sender.
+        timeout_s: seconds for joining, and for each bucket.
         device: destination device of buckets.
 
     Raises:
-        RuntimeError: the sender is absent, or NCCL would split the group off vLLM's group because
-            of vLLM's settings.
+        RuntimeError: the sender is absent, or vLLM's settings would make NCCL split the group off
+            vLLM's group.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class ReceiverGroup:
 
 @contextmanager
 def _disable_watchdog() -> Iterator[None]:
-    """Create NCCL groups without a watchdog, which would end the worker if the trainer aborts a
-    bucket."""
+    """Create NCCL groups without a watchdog."""
+    # A watchdog would end the worker if the trainer aborts a bucket.
     before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:

@@ -1,5 +1,4 @@
-"""Lock on every route: vLLM's own lock only protects routes for generation, and leaves routes for
-changing weights open."""
+"""Lock on every route: vLLM's own lock does not protect routes for changing weights."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from typing import Any
 
 
 class Lock:
-    """ASGI middleware that requires the secret of the environment variable VLLM_API_KEY in every
-    request.
+    """ASGI middleware that requires the secret in VLLM_API_KEY with every request.
 
     Raises:
         RuntimeError: the secret is missing.

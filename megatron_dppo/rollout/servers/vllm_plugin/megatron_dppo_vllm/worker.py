@@ -3,14 +3,13 @@
 Extension of vLLM's workers, loaded by vLLM's flag ``--worker-extension-cls``, not one of vLLM's
 weight transfer engines:
 
-- A weight transfer engine reports a failure by raising. Afterwards vLLM's executor reads the
-  answers of all ranks except the first with a delay of one call, forever: a refusal would be read
-  as a success, and a success as a refusal.
-- The methods of this extension always answer.
+- A weight transfer engine reports a failure by raising. From then on vLLM's executor reads the
+  answers of all ranks except rank 0 with a delay of one call: a refusal passes for a success, and a
+  success for a refusal.
+- This extension's methods always answer.
 
-vLLM's layerwise reload loads the weights: the reload collects the weights of a layer, lets the
-layer process the weights (on CPU, linears are prepacked), and copies the result over the old
-weights. A plain ``load_weights`` would skip these steps.
+vLLM's layerwise reload loads the weights, because a plain ``load_weights`` would skip the
+processing of a loaded layer: on CPU, linears are prepacked.
 """
 
 from __future__ import annotations
@@ -83,12 +82,10 @@ class Receiver:
         size: int,
         timeout_s: float,
     ) -> None:
-        """Join a group. A group for each pipeline stage of the trainer may exist at the same time.
+        """Join a group, one for each pipeline stage of the trainer; see :class:`ReceiverGroup`.
 
         Args:
             offset: group rank of the server's first rank.
-
-        The remaining arguments are arguments of :class:`ReceiverGroup`.
         """
         self.leave(name=name)
         rank = offset + self._rank
@@ -140,8 +137,7 @@ class Receiver:
         """End the update.
 
         Raises:
-            ValueError: a layer received no weights, and would keep the old weights (vLLM would only
-                warn).
+            ValueError: a layer received no weights (vLLM would only warn).
         """
         missing, tied = self._find_unloaded_layers()
         if missing:
@@ -150,8 +146,7 @@ class Receiver:
                 f"{missing[0]}"
             )
         self._finalize()
-        # vLLM skips tied layers: on CPU, a tied head would keep the packed weights of the old
-        # embeddings.
+        # vLLM skips tied layers: on CPU, a tied head would keep the old packed embeddings.
         for layer in tied:
             layer.quant_method.process_weights_after_loading(layer)
 
@@ -191,16 +186,15 @@ class Receiver:
         except Exception as error:
             raise ValueError(f"the server cannot load {last}: {error!r}") from error
         if self._worker.device.type != "cpu":
-            # Synchronize, because the sender may reuse the buffer, and the next step uses the new
-            # weights.
+            # The sender may reuse the buffer, and the next step uses the new weights.
             torch.accelerator.synchronize()
 
     def _finalize(self) -> None:
         finalize_layerwise_reload(self._model, self._worker.model_config)
 
     def _find_unloaded_layers(self) -> tuple[list[str], list[torch.nn.Module]]:
-        """Return unloaded layers: names of layers with missing weights, and layers that share
-        loaded weights, such as tied heads."""
+        """Return names of layers with missing weights, and layers that share loaded weights (tied
+        heads)."""
         layers = [
             (name, layer, get_layerwise_info(layer)) for name, layer in self._model.named_modules()
         ]
@@ -227,7 +221,6 @@ def _read_tensors(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _compute_size(dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> int:
-    """Return the bytes of a bucket."""
     return sum(prod(shape) * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True))
 
 
@@ -237,8 +230,8 @@ def _split_flat(
     dtypes: Sequence[torch.dtype],
     shapes: Sequence[Sequence[int]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Split a bucket into views of the flat bytes, or copies if the start is no multiple of the
-    dtype's size."""
+    """Split a bucket into tensors."""
+    # Clone at odd offsets, because a view of a wider dtype needs an aligned start.
     start = 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         end = start + prod(shape) * dtype.itemsize
