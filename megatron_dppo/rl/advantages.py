@@ -371,7 +371,7 @@ def combine_advantages(parts: Floats, squares: Floats) -> Floats:
         squares: [Q, G, n], s_l².
 
     Returns:
-            a, [Q, G]; 0 only if all parts with s_l > 0 have the advantage 0.
+        a, [Q, G]; 0 if and only if all parts with s_l > 0 have the advantage 0.
     """
     share = squares / np.maximum(squares.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
     size = np.sqrt((parts**2 * share).sum(axis=-1))

@@ -19,7 +19,7 @@ MISMATCH = ("train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
 FRESH_TOKENS = "fresh_tokens"
 """Metric: number of tokens in the sums of ``MISMATCH``."""
 SAPO_TEMPERATURES = (1.0, 1.05)
-"""Temperatures of SAPO's gate (arXiv:2511.20347): for positive advantages, and for all other."""
+"""Temperatures of SAPO's gate (arXiv:2511.20347): for positive, and for all other advantages."""
 LARGEST_LOG_RATIO = 20.0
 """Ratios grow linearly above this log-ratio, see ``compute_ratio``; in a trust region they have no
 gradient there."""
@@ -50,27 +50,27 @@ def compute_token_losses(
     losses [−1.2, −1.2]: the ratios of 1.25 are clipped.
 
     Args:
-            objective: the surrogate f with clips, and the level and the masks of w.
-            logprobs: [R], under the policy, with gradient.
-            old_logprobs: [R], before the rollout's first update; None: ``logprobs``, so that ρ is 1
-                with the gradient of log p.
-            engine_logprobs: [R], from the engine that sampled the tokens.
-            reference_logprobs: [R], under the reference policy of the KL; None if ``kl_coef`` is 0.
-            advantage: [R].
-            kl_coef: β.
-            tis_cap: cap of the importance weight w; None: no truncation, and w = 1 without masks.
-            sample: [R], training sample of each token: index in the pack. Needed for ratios, means
-                and weights of sequences.
-            samples: number of samples; None: computed from ``sample``, with the CPU waiting for a
-                GPU.
-            fresh: [R], True for tokens sampled with the weights of ``old_logprobs``; None: all
-                True.
+        objective: the surrogate f with clips, and the level and the masks of w.
+        logprobs: [R], under the policy, with gradient.
+        old_logprobs: [R], before the rollout's first update; None: ``logprobs``, so that ρ is 1
+            with the gradient of log p.
+        engine_logprobs: [R], from the engine that sampled the tokens.
+        reference_logprobs: [R], under the reference policy of the KL; None if ``kl_coef`` is 0.
+        advantage: [R].
+        kl_coef: β.
+        tis_cap: cap of the importance weight w; None: no truncation, and w = 1 without masks.
+        sample: [R], training sample of each token: index in the pack. Needed for ratios, means
+            and weights of sequences.
+        samples: number of samples; None: computed from ``sample``, with the CPU waiting for a
+            GPU.
+        fresh: [R], True for tokens sampled with the weights of ``old_logprobs``; None: all
+            True.
 
     Returns:
-            - [R], losses. A minibatch's loss is the sum of losses times the sample's ``scale``,
-              without a divisor.
-            - Sums by metric, without gradient. A metric is the sum divided by the number of tokens,
-              or by ``FRESH_TOKENS`` for ``MISMATCH``.
+        - [R], losses. A minibatch's loss is the sum of losses times the sample's ``scale``,
+          without a divisor.
+        - Sums by metric, without gradient. A metric is the sum divided by the number of tokens,
+          or by ``FRESH_TOKENS`` for ``MISMATCH``.
 
     Raises:
         ValueError: ``kl_coef`` is positive without a reference, or ``sample`` is needed and None.

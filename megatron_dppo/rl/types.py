@@ -187,7 +187,7 @@ class StepMetadata:
     because its q is not known yet; (0, 0) without a teacher."""
     teacher: Ints
     """[Q], index in ``loss.distillation.models`` of a teacher compared by the full distribution;
-    −1: none."""
+    −1: no model."""
     segments: Segments
     """[Q, G, S]; S = 0 if a completion has one advantage."""
     versions: Ints
