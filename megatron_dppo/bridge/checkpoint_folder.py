@@ -74,7 +74,7 @@ def find_latest_step(folder: Path) -> int | None:
         )
     tracker = folder / TRACKER
     if not os.path.lexists(tracker):
-        # A fresh start would overwrite all checkpoints.
+        # Resume, because a fresh start would overwrite all checkpoints.
         if not (steps := list_steps(folder)):
             return None
         if (step := _find_latest_intact(folder)) is not None:

@@ -279,8 +279,8 @@ def read_sharded(
 
     def attempt() -> dict[str, Any]:
         failure: BaseException
-        # CheckpointException is no Exception. From Megatron 0.17 on, only the failing rank raises
-        # it.
+        # CheckpointException is no subclass of Exception. From Megatron 0.17 on, only the failing
+        # rank raises this error.
         try:
             with disable_unsafe_pickles():
                 return dist_checkpointing.load(state, str(checkpoint))

@@ -74,7 +74,7 @@ class Entry:
     @property
     def key(self) -> str:
         """Name of the parameter in Megatron's distributed format."""
-        # Layers of the same kind are a leading dimension there, without a name.
+        # Layers of the same kind are a leading dimension there.
         return self.mapping.key.replace(".{layer}", f".{self.layer}" if self.shape.hybrid else "")
 
     @property

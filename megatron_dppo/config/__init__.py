@@ -62,7 +62,7 @@ class Config(Section):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and response."""
+        """Tokens of the longest sequence: prompt and response at their limits."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
@@ -79,17 +79,17 @@ class Config(Section):
 
     @property
     def usable_pack(self) -> int:
-        """Most tokens of a pack in this layout."""
+        """Largest number of tokens of a pack in this layout."""
         return self.pack.max_tokens // self.layout.pack_multiple * self.layout.pack_multiple
 
     @property
     def least_pack(self) -> int:
-        """Tokens of the smallest pack that fits the longest sequence, in this layout."""
+        """Tokens of the smallest pack, in this layout, that has room for the longest sequence."""
         return math.ceil(self.longest / self.layout.pack_multiple) * self.layout.pack_multiple
 
     @property
     def kept_prompts(self) -> int:
-        """Prompts of a window that rules with a budget roll out, if all prompts take equal
+        """Prompts of a window that rules with a budget roll out, if all prompts take equally many
         tokens."""
         prompts = self.rollout.prompts_per_step
         rule = self.pruning.prompts

@@ -40,7 +40,7 @@ class Condition:
 
     key: str
     order: str | None
-    """``=``, ``!=``, ``<``, ``>`` or ``>=``; None: the value is true, non-zero and not empty."""
+    """``=``, ``!=``, ``<``, ``>`` or ``>=``; None: the value is not null, false, 0 or empty."""
     words: tuple[str, ...]
     """Right-hand side: values, keys of settings and properties."""
 

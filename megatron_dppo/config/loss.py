@@ -185,6 +185,7 @@ class ScheduleConfig(Section):
 
     @property
     def spent(self) -> float:
+        """Fractions of the run that ramp and off_last take together."""
         return self.ramp + self.off_last
 
 
@@ -209,6 +210,7 @@ class PromptPruningConfig(Section):
 
     @property
     def named(self) -> str:
+        """Name of the rule, as in the table of rules; or the user-defined function."""
         return self.function or self.rule
 
 
@@ -240,6 +242,7 @@ class CompletionPruningConfig(Section):
 
     @property
     def named(self) -> str:
+        """Name of the rule, as in the table of rules; or the user-defined function."""
         return self.function or self.rule
 
     @property
@@ -268,7 +271,7 @@ class PruningConfig(Section):
 
     @property
     def least_inclusion(self) -> float:
-        """Inclusion probability for the weight pruning.max_weight."""
+        """The inclusion probability that corresponds to the weight pruning.max_weight."""
         return (1.0 - 1e-9) / self.max_weight
 
 

@@ -59,12 +59,13 @@ class RewardConfig(Section):
     """Fraction of a step's completions that may fail in scoring (hang, raise, NaN) before the run
     stops."""
     overlong_buffer: Count | None = None
-    """DAPO's soft penalty: over the last tokens up to the response limit, this number, the reward
-    falls linearly by up to 1; null: the objective's value (dapo a fifth of the limit, grpo no
+    """DAPO's soft penalty: in this number of tokens before the response limit, the reward falls
+    linearly by up to 1; null: the objective's value (dapo a fifth of the limit, grpo no
     penalty)."""
 
     @property
     def functions(self) -> tuple[str, ...]:
+        """Names of the reward functions."""
         return (
             (self.function,)
             if isinstance(self.function, str)
@@ -73,7 +74,7 @@ class RewardConfig(Section):
 
     @property
     def spec(self) -> str:
-        """``function`` as text; several functions are a JSON list of [metric, function, weight]."""
+        """``function`` as text. Several functions are a JSON list of [metric, function, weight]."""
         if isinstance(self.function, str):
             return self.function
         return json.dumps([(each.metric, each.function, each.weight) for each in self.function])

@@ -179,6 +179,7 @@ class LaunchConfig(Section):
 
     @property
     def sizes(self) -> int:
+        """Numbers in rollout.launch.tp, if the setting is a list."""
         return len(self.tp) if isinstance(self.tp, tuple) else 0
 
     @property
@@ -217,7 +218,8 @@ class SyncConfig(Section):
 
     @property
     def patience_s(self) -> float:
-        """Time limit in gloo for ranks without data to send, in seconds."""
+        """Twice rollout.sync.timeout_s: ranks without data to send wait in gloo until
+        rollout.timeout_s."""
         return 2 * self.timeout_s
 
 
@@ -272,14 +274,17 @@ class TreeConfig(Section):
 
     @property
     def levels(self) -> int:
+        """Levels of rollout.tree.branches."""
         return len(self.branches)
 
     @property
     def deepest(self) -> int:
+        """The largest of rollout.tree.depths."""
         return max(self.depths, default=0)
 
     @property
     def last_fork(self) -> int:
+        """The largest ``at`` of rollout.tree.branches."""
         return max((branch.at or 0 for branch in self.branches), default=0)
 
 
@@ -370,5 +375,6 @@ class RolloutConfig(Section):
 
     @property
     def tree_leaves(self) -> int:
+        """Leaves of rollout.tree."""
         each = math.prod(branch.children for branch in self.tree.branches)
         return each * (self.tree.roots or max(self.samples_per_prompt // each, 2))

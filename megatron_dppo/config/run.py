@@ -31,11 +31,11 @@ class RunConfig(Section):
     folder."""
     resume: Literal["same", "anyway"] = "same"
     """Changes that are allowed when a run is started again. ``same``: length, speed and place of
-    the run. Any other change (policy, data, prompts of a step, reward, loss, pruning, seed, or the
-    content of a file in these settings) is refused, because the results would mix old and new
-    settings. ``anyway``: all changes, from the last checkpoint on; other data, another tokenizer or
-    another seed begin a new order of prompts. ``sft`` with ``anyway`` warms up a policy that was
-    warmed up already."""
+    the run. A change of the policy, the data, the prompts of a step, the reward, the loss, the
+    pruning, the seed or the content of their files is refused, because the results would mix old
+    and new settings. ``anyway``: all changes, from the last checkpoint on; other data, another
+    tokenizer or another seed begin a new order of prompts. ``sft`` with ``anyway`` warms up a
+    policy that was warmed up already."""
     seed: Count = 1
     """Random seed of the order of prompts, the draws of the pruning, and the local engine's
     sampling."""
@@ -62,10 +62,9 @@ class RunConfig(Section):
     export: bool = True
     """Write the trained policy as a Hugging Face directory (``DIR/hf``) at the end."""
     length_gate: Annotated[float, Gt(1.0)] | None = 1.5
-    """Largest factor of a fall or rise of the mean response length from the
-    mean of the first steps. Beyond it the log has a warning, once for each fall or rise; null: no
-    warning. A policy that
-    shortens its responses early may never lengthen them again."""
+    """Largest factor of a fall or rise of the mean response length from the mean of the first
+    steps. Beyond it the log has a warning, once for each fall or rise; null: no warning. A policy
+    that shortens its responses early may never lengthen them again."""
 
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Destinations of every row of metrics.jsonl, in addition to the file: ``[tensorboard, wandb,
@@ -245,8 +244,8 @@ class LayoutConfig(Section):
     pp: Positive = 1
     """Pipeline stages."""
     cp: Positive = 1
-    """Context-parallel ranks, which share the tokens of every sequence that is too long for one
-    GPU."""
+    """Context-parallel ranks, which share the tokens of every sequence, for sequences that are too
+    long for one GPU."""
     ep: Positive = 1
     """Expert-parallel ranks, each with a part of every layer's experts, taken from tp, cp and dp
     together."""

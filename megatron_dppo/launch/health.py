@@ -102,7 +102,7 @@ def time_all_reduce(rank: int, size: int, mib: int, group: dist.ProcessGroup | N
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor, group=group)
-        # Only reading a result waits for the device, so that the clock stops after this check.
+        # The clock stops after this check, because only reading a result waits for the device.
         wrong = int((tensor != size * (size + 1) / 2).sum())
         times.append(time.perf_counter() - began)
         if wrong:

@@ -177,7 +177,7 @@ def launch(
         raise UserError(
             "--executor", executor, problem, "Launch from a login node, or with --executor local"
         )
-    # A job would fail only after a wait for nodes.
+    # Before submission, because a job would fail only after a wait for nodes.
     if on_slurm:
         resolve_layout(config.layout, config.cluster.nodes * count_ranks_per_node(config))
     if dry_run:

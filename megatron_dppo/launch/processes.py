@@ -213,7 +213,7 @@ class FirstFailure:
         self._said: list[str] = []
 
     def report(self, text: str) -> None:
-        """Print why a rank failed that could not print the reason."""
+        """Print the reason for a failed rank that could not print."""
         self._said.append(text)
         print_message(text)
 

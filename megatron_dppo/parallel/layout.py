@@ -15,8 +15,8 @@ def compute_capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bo
     """Return the divisor of a pack's tokens: required by the layout, on GPUs also preferred by
     kernels."""
     fast = math.lcm(layout.pack_multiple, FAST_MULTIPLE)
-    # If the kernels' divisor does not divide ``max_tokens``, the longest valid sequence would not
-    # fit.
+    # The kernels' divisor must divide ``max_tokens``, because otherwise the longest valid sequence
+    # would not fit.
     return fast if cuda and max_tokens % fast == 0 else layout.pack_multiple
 
 

@@ -193,7 +193,7 @@ def _patch_optimizer() -> None:
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
     # At import, Megatron-Core chooses Adam and norms of Transformer Engine or Apex if installed,
-    # but both require CUDA.
+    # but both require CUDA: use torch's instead.
     chosen.Adam = torch.optim.AdamW
     chosen.SGD = torch.optim.SGD
     chosen.USING_PYTORCH_OPTIMIZER = True

@@ -215,7 +215,7 @@ def check_agreement(
     parts = [stats for stats in world.gather(own_stats) if stats]
     if not parts:
         return {}
-    # Each replica scores the same completions.
+    # Take the largest over the replicas, because each replica scores the same completions.
     worst: dict[str, list[float]] = {}
     for server in parts[0]:
         of_replicas = [stats[server] for stats in parts]

@@ -27,7 +27,8 @@ class BestCheckpoint:
 
 
 class CollapseGuard:
-    """Count consecutive steps without a gradient, and track the best checkpoint, on every rank."""
+    """Count consecutive steps without a gradient, and track the best checkpoint. The same on every
+    rank."""
 
     def __init__(self, config: RunConfig) -> None:
         self._most = config.max_idle_steps

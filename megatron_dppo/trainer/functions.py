@@ -142,7 +142,7 @@ def load_objective(loss: LossConfig) -> Objective:
         return objective
     function = wrap_function(load_function(SETTING, loss.objective))
     own = replace(objective, name=loss.objective, surrogate=partial(_compute_surrogate, function))
-    # The wrapper would report errors as errors during a run.
+    # The bare function, because the wrapper would report errors as errors during a run.
     _try_out(own)
     return replace(own, surrogate=partial(_compute_named_surrogate, loss.objective, function))
 

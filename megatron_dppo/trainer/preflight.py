@@ -433,7 +433,8 @@ def _check_labels(verifier: str, examples: Sequence[Example]) -> None:
 def _check_reward(function: str) -> None:
     where = function.rpartition(":")[0]
     missing = where.endswith(".py") and not Path(where).is_file()
-    # Existing files are imported in the process that runs the function.
+    # Only missing functions are resolved here, to raise the error. Existing files are imported in
+    # the process that runs the function.
     if function not in BUILTIN and (not where or missing):
         resolve(function)
 

@@ -179,7 +179,7 @@ def find_changes(before: Settings, now: Settings) -> list[SettingChange]:
     found = []
     for key, setting in get_settings().items():
         default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
-        # A setting unknown to an older version had its present default.
+        # A setting unknown to an older version counts as its default.
         was = before.get(key, default)
         is_now = now.get(key, default)
         same = (

@@ -170,8 +170,8 @@ class RunLogger:
             self._pruning.close()
 
     def finish(self, best: BestCheckpoint | None = None) -> None:
-        """Draw the pictures, print the summary, and name the best checkpoint if the last is
-        worse."""
+        """Draw the pictures, write and print the summary, and name the best checkpoint if the last
+        is worse."""
         if not self._leads:
             return
         if self._log:
