@@ -291,9 +291,9 @@ def compute_role_advantages(part: StepMetadata, name: str) -> Floats:
         A_ρi = r_ρi − mean of r_ρj over the prompt's conversations j with a turn of ρ
 
     (or the advantage of the run's estimator). A role without a turn has 0. If conversation i has a
-    turn of ρ, the number of conversations with turns of ρ does not depend on the text of conversation
-    i. The mean of the other conversations is therefore a baseline: with ``rloo`` the expected
-    gradient is
+    turn of ρ, the number of conversations with turns of ρ does not depend on the text of
+    conversation i. The mean of the other conversations is therefore a baseline: with ``rloo`` the
+    expected gradient is
 
         Σ_ρ E[r_ρ Σ_{t of ρ} ∇log π(y_t | y_<t)]
 
