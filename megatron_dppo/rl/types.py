@@ -35,7 +35,9 @@ Label = str | dict[str, Any] | list[Any]
 class Prompt:
     """Problem, as stored in the data set and as read by the policy.
 
-    Prompt(id=7, token_ids=np.array([12, 4], np.int32), text="2+3=", label="5")
+        Prompt(id=7, token_ids=np.array([12, 4], np.int32), text="2+3=", label="5")
+
+    is row 7 of the pool.
     """
 
     id: int
