@@ -1,11 +1,11 @@
 """Find checkpoints in a folder, and read and write the checksums of a checkpoint's files.
 
-Settings name the parent folder, whose tracker file names the latest checkpoint. This module needs
-no torch, to make settings checkable before heavy imports.
+Settings name the parent folder, whose tracker file names the latest checkpoint. Needs no torch, so
+that settings are checked before heavy imports.
 
-``checksums.json`` in the folder of an iteration lists the size and the CRC-32 of each file. A
-reader compares size and CRC-32 before using the file. CRC-32 detects damage; CRC-32 does not
-authenticate the writer of a file. A thread computes CRC-32 at 2.5 GB/s, twice as fast as SHA-256.
+``checksums.json`` in the folder of an iteration lists size and CRC-32 of each file, which a reader
+compares first. CRC-32 detects damage, but does not authenticate the writer. A thread computes
+CRC-32 at 2.5 GB/s, twice as fast as SHA-256.
 """
 
 from __future__ import annotations
@@ -24,31 +24,30 @@ from megatron_dppo.process.streams import print_message
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Content of the tracker, and name of the folder, for weights from a conversion instead of
-training."""
+"""Content of the tracker, and name of the folder, for converted weights."""
 FORMAT = "metadata.json"
-"""Megatron's marker of a checkpoint in the distributed format, written after all other files."""
+"""Megatron's marker of a checkpoint in the distributed format, written last."""
 METADATA = ".metadata"
 """Torch's index of a checkpoint."""
 CHECKSUMS = "checksums.json"
 HF_FOLDER = "hf"
-"""Folder beside the checkpoints with configuration and tokenizer of the policy, to convert
-checkpoints back to Hugging Face."""
+"""Folder beside the checkpoints with the policy's configuration and tokenizer, for conversion
+back."""
 
 
 def format_iteration_name(step: int) -> str:
-    """Return Megatron's name of the folder of a step."""
+    """Return Megatron's folder name of a step."""
     return f"iter_{step:07d}"
 
 
 def parse_step(checkpoint: Path) -> int | None:
-    """Return the step of a checkpoint from the folder's name; ``None`` for converted weights."""
+    """Return the step in a folder's name; ``None`` for converted weights."""
     text = checkpoint.name.removeprefix("iter_")
     return int(text) if _is_step(text) else None
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Return the steps with a checkpoint in ``folder``, in order; other folders are ignored."""
+    """Return the steps with a checkpoint in ``folder``, in order."""
     steps = {parse_step(path) for path in folder.iterdir()} if folder.is_dir() else set()
     return sorted(
         step
@@ -60,12 +59,11 @@ def list_steps(folder: Path) -> list[int]:
 def find_latest_step(folder: Path) -> int | None:
     """Return the step of a run's last good checkpoint in ``folder``; ``None`` without a checkpoint.
 
-    The tracker names the step. A run writes the tracker after every checkpoint. Without a tracker,
-    return the step of the newest intact checkpoint.
+    The tracker names the step, else the newest intact checkpoint is taken.
 
     Raises:
-        UserError: naming ``run.dir``, if the folder's content was not trained by a run, or if there
-            are checkpoints but no intact checkpoint.
+        UserError: naming ``run.dir``, if the folder was not written by a run, or if all checkpoints
+            are damaged.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(
@@ -76,8 +74,7 @@ def find_latest_step(folder: Path) -> int | None:
         )
     tracker = folder / TRACKER
     if not os.path.lexists(tracker):
-        # Resume from the newest intact checkpoint, because a fresh start would overwrite all
-        # checkpoints.
+        # Resume, because a fresh start would overwrite all checkpoints.
         if not (steps := list_steps(folder)):
             return None
         if (step := _find_latest_intact(folder)) is not None:
@@ -129,8 +126,7 @@ def find_latest_checkpoint(folder: Path) -> Path | None:
 
 
 def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
-    """Return the folder of a checkpoint: ``folder`` itself, or the folder named by the tracker in
-    ``folder``.
+    """Return the folder of a checkpoint: ``folder`` itself, or the folder named by its tracker.
 
     Raises:
         UserError: naming ``setting``, without a checkpoint in the distributed format.
@@ -138,7 +134,7 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
     if (folder / FORMAT).is_file():
         return folder
     if not folder.is_dir():
-        # List the folders of the nearest existing parent, to help with a mistyped path.
+        # The folders of the nearest existing parent help with a mistyped path.
         above = next(parent for parent in folder.absolute().parents if parent.is_dir())
         siblings = sorted(p.name for p in above.iterdir() if p.is_dir() and p.name[0] != ".")
         there = ", ".join(siblings) or "no folder"
@@ -183,8 +179,8 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
 
 
 def build_corruption_error(checkpoint: Path, setting: str, problem: str) -> UserError:
-    """Return the error for a checkpoint with a damaged file. The message names an intact checkpoint
-    to use instead, if any."""
+    """Return the error for a damaged checkpoint, with an intact checkpoint to use instead, if
+    any."""
     step = _find_latest_intact(checkpoint.parent, excluded=checkpoint)
     if step is None:
         return UserError(
@@ -217,8 +213,7 @@ def warn_missing_checksums(checkpoint: Path) -> None:
 
 
 def _find_latest_intact(folder: Path, excluded: Path | None = None) -> int | None:
-    """Return the last step with an intact checkpoint in ``folder``, except ``excluded``; ``None``
-    without any."""
+    """Return the last step with an intact checkpoint, except ``excluded``."""
     for step in reversed(list_steps(folder)):
         checkpoint = folder / format_iteration_name(step)
         if checkpoint != excluded and _find_corruption(checkpoint) is None:
@@ -227,9 +222,9 @@ def _find_latest_intact(folder: Path, excluded: Path | None = None) -> int | Non
 
 
 def _find_corruption(checkpoint: Path) -> str | None:
-    """Return a problem of a checkpoint, found from small files and the sizes of all files; ``None``
-    if intact."""
+    """Return a problem of a checkpoint; ``None`` if intact."""
     try:
+        # Content of small files and sizes of all files, because reading large files takes long.
         checksums = Checksums.read(checkpoint)
         if checksums is not None:
             checksums.check_small_files()
@@ -261,13 +256,10 @@ _SMALL_FILE_BYTES = 1 << 20
 
 
 class CorruptCheckpointError(Exception):
-    """Error for a file whose content differs from the written content; begins with the file's
-    name."""
+    """A file's content differs from the written content; begins with the file's name."""
 
 
 class FileChecksum(NamedTuple):
-    """Size of a file in bytes, and the CRC-32 of the content."""
-
     size: int
     crc: int
 
@@ -302,11 +294,7 @@ class Checksums:
 
     @classmethod
     def read(cls, folder: Path) -> Checksums | None:
-        """Read the checksums of a folder.
-
-        Returns:
-            ``None`` without checksums, or with checksums of an earlier version, computed for
-            blocks.
+        """Read the checksums of a folder; ``None`` without checksums of this version.
 
         Raises:
             CorruptCheckpointError: if the file cannot be read.
@@ -316,6 +304,7 @@ class Checksums:
         try:
             stored = json.loads((folder / CHECKSUMS).read_bytes())
             if stored["format"] < _CHECKSUMS_FORMAT:
+                # Earlier versions computed checksums of blocks.
                 return None
             files = {
                 name: FileChecksum(int(size), int(crc))
@@ -333,7 +322,8 @@ class Checksums:
         return cls(folder, files)
 
     def write(self) -> None:
-        """Write ``checksums.json``. Files of the folder without a known checksum are read first."""
+        """Write ``checksums.json``."""
+        # Files without a known checksum are read first.
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder).as_posix()
             if path.is_file() and name not in self._files and name != CHECKSUMS:
@@ -371,7 +361,7 @@ class Checksums:
         """
         candidates = self._files if names is None else names
         listed = [name for name in candidates if name in self._files]
-        # Take every num_shares-th file, because ranks or threads then check files in parallel.
+        # Ranks or threads check files in parallel, each every num_shares-th file.
         for name in listed[share::num_shares]:
             self._check_size(name)
             try:

@@ -1,8 +1,8 @@
 """Read matrices from rectangles stored in files, a few rows at a time.
 
-A conversion reads matrices and writes the rows to another place. A Hugging Face tensor is a
-rectangle of its file; the same holds for a rank's part of a parameter. Only a single buffer of rows
-is in memory, for any matrix size. A vector is a matrix with a single column.
+A conversion reads matrices and writes the rows to another place. A Hugging Face tensor, and a
+rank's part of a parameter, is a rectangle of its file. Only one buffer of rows is in memory. A
+vector is a matrix with a single column.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def promote_dtype(dtype: torch.dtype, entry: Entry) -> torch.dtype:
 
 
 def find_stored_dtype(tensors: Mapping[str, Chunk], shape: PolicyShape) -> torch.dtype:
-    """Return the common type of a directory's weights, except weights that are fp32 in every
-    policy."""
+    """Return the common type of weights, except weights that are fp32 in every policy."""
     exact = exact_tensors(shape)
     return reduce(
         torch.promote_types,
@@ -49,11 +48,8 @@ def find_stored_dtype(tensors: Mapping[str, Chunk], shape: PolicyShape) -> torch
 
 
 def list_parameter_chunks(part: StoredRows, tensors: Mapping[str, Chunk]) -> list[Chunk]:
-    """Return the chunks of a parameter's rows, without the padding of a vocabulary.
-
-    Args:
-        tensors: Hugging Face tensors of the parameter's entry, by name.
-    """
+    """Return the chunks of a parameter's rows in Hugging Face tensors, without a vocabulary's
+    padding."""
     return [
         tensors[rows.name].select_rows(rows.start, rows.length, top)
         for rows, top in _iterate_rows(part)
@@ -63,11 +59,7 @@ def list_parameter_chunks(part: StoredRows, tensors: Mapping[str, Chunk]) -> lis
 
 def list_tensor_chunks(name: str, part: StoredRows, chunks: Iterable[Chunk]) -> list[Chunk]:
     """Return the chunks of a Hugging Face tensor from a parameter's rows: the inverse of
-    :func:`list_parameter_chunks`.
-
-    Args:
-        chunks: chunks of the rows, with any division.
-    """
+    :func:`list_parameter_chunks`."""
     found = []
     for rows, top in _iterate_rows(part):
         for chunk in chunks if rows.name == name else ():
@@ -79,7 +71,7 @@ def list_tensor_chunks(name: str, part: StoredRows, chunks: Iterable[Chunk]) -> 
 
 
 def _iterate_rows(part: StoredRows) -> Iterator[tuple[Slice, int]]:
-    """Yield the rows of tensors, and the start of each in the parameter's rows."""
+    """Yield the rows of tensors, and the start of each in the parameter."""
     lengths = [rows.length for rows in part.rows]
     return zip(part.rows, accumulate(lengths, initial=0), strict=False)
 
@@ -87,8 +79,7 @@ def _iterate_rows(part: StoredRows) -> Iterator[tuple[Slice, int]]:
 def read_rows(
     shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a matrix from the first row to the last, cast to ``dtype``; parts without
-    a chunk are zero.
+    """Yield the bytes of a matrix row by row, cast to ``dtype``; parts without a chunk are zero.
 
     Every yielded buffer is overwritten by the next.
 
@@ -131,7 +122,6 @@ def read_rows(
 
 
 def read_tensor(shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype) -> torch.Tensor:
-    """Read a whole tensor; see :func:`read_rows`."""
     data = bytearray()
     # Copy the rows, because the next rows overwrite the buffer.
     for rows in read_rows(shape, chunks, dtype):
@@ -177,23 +167,16 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class FilePlan(Generic[K]):
-    """File of each tensor, and the position in the file; file names are relative to a directory.
-
-        FilePlan(torch.bfloat16, {"model.norm.weight": chunk}, {"model.safetensors": [(0, head)]})
-
-    writes ``chunk.length`` bytes of weights after the header of the only file.
-    """
+    """File of each tensor, and the position in the file; file names are relative to a directory."""
 
     dtype: torch.dtype
     """Type of all tensors, except tensors that are fp32 in every policy."""
     places: dict[K, Chunk] = field(default_factory=dict)
-    """Position of each tensor, in order."""
     frames: dict[str, list[tuple[int, bytes]]] = field(default_factory=dict)
-    """Bytes around the tensors of each file, with the start of each piece in the file."""
+    """Bytes around the tensors of each file, with their starts in the file."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of tensors in each file."""
         sizes = dict.fromkeys(self.frames, 0)
         for place in self.places.values():
             sizes[place.file.name] += place.length
@@ -208,8 +191,8 @@ class FilePlan(Generic[K]):
 def create_files(
     plan: FilePlan[K], folder: Path
 ) -> Iterator[Callable[[K, Iterable[memoryview]], None]]:
-    """Create the files of a plan. Within the block each tensor is written once, in any order, from
-    any thread.
+    """Create the files of a plan. Within the block each tensor is written once, in any order and
+    thread.
 
     Yields:
         Function that writes a tensor's bytes, in the plan's type.

@@ -1,5 +1,4 @@
-"""Convert weights between Hugging Face's form and Megatron's distributed format, and compare both
-forms.
+"""Convert weights between Hugging Face's form and Megatron's distributed format, and compare them.
 
 Both conversions copy from file to file, a few rows at a time, for any model size, without a process
 group or a GPU. Only the comparison of logits imports Megatron-Core and transformers.
@@ -48,13 +47,10 @@ def write_megatron(
     """Write a folder of checkpoints with a single checkpoint, ``release``, loadable in every
     layout.
 
-    ``hf/`` beside the checkpoint has the configuration and the tokenizer for the conversion back.
-
     Args:
         tensors: tensors of a Hugging Face directory, by name.
         source: directory with configuration, tokenizer and chat template.
         out: existing, empty directory.
-        workers: number of threads.
 
     Raises:
         OSError: if the disk is full.
@@ -76,6 +72,7 @@ def write_megatron(
         checksums[name] = FileChecksum.from_file(release / name)
 
     run_in_threads(compute_checksum, plan.frames, workers)
+    # The conversion back needs the configuration and the tokenizer.
     copy_config_and_tokenizer(source, hf, plan.dtype)
     write_metadata(release, plan, checksums)
     (out / TRACKER).write_text(RELEASE + "\n")
@@ -91,10 +88,8 @@ def write_tensors(
     """Write the files of a plan.
 
     Args:
-        out: existing directory.
         rows: function that returns a tensor's bytes in the plan's type, from the first row to the
             last; called from any thread.
-        workers: number of threads.
         title: title of the progress bar.
 
     Raises:
@@ -119,17 +114,16 @@ def write_weights(
     workers: int,
     title: str = "to Hugging Face",
 ) -> None:
-    """Write the weights of a Hugging Face directory; see :func:`write_tensors`."""
+    """Write the weights of a Hugging Face directory."""
     write_tensors(plan, out, rows, workers, title)
     write_index(out, plan)
 
 
 def check_files(policy: StoredPolicy, workers: int, *, all_files: bool = False) -> None:
-    """Compare the files of a policy's weights with the checksums, in ``workers`` threads.
+    """Compare the files of a policy's weights with the checksums.
 
     Args:
-        workers: number of threads.
-        all_files: whether to check every file of the checkpoint, not only files with weights.
+        all_files: check every file of the checkpoint, not only files with weights.
 
     Raises:
         UserError: naming a damaged file.
@@ -151,9 +145,9 @@ def run_in_threads(work: Callable[[K], None], items: Iterable[K], workers: int) 
 
 
 MEMORY = 1.9
-"""Memory of a comparison of logits, relative to the size of the weights. Megatron holds gated
-layers twice during loading, and bf16 logits need an fp32 copy of the output layer. Measured: 1.3 to
-1.8."""
+"""Memory of a comparison of logits, relative to the size of the weights (measured: 1.3 to 1.8).
+Megatron holds gated layers twice during loading, and bf16 logits need an fp32 copy of the output
+layer."""
 
 
 def compare_tensors(
@@ -162,10 +156,8 @@ def compare_tensors(
     """Compare the SHA-256 of every tensor.
 
     Args:
-        policy: weights of the checkpoint.
         hf: Hugging Face directory.
-        output_dtype: written type; tensors of the source are cast to this type, like in the
-            conversion.
+        output_dtype: written type; tensors of the source are cast to this type.
 
     Returns:
         SHA-256 over the names and hashes of all tensors, in hexadecimal.
@@ -199,8 +191,7 @@ def compare_tensors(
 
 
 def choose_logits_dtype(shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
-    """Return the type for the computation of logits: fp32, the most discriminating type, or bf16 if
-    memory is short.
+    """Return the type for the computation of logits: fp32, or bf16 if memory is short.
 
     Raises:
         UserError: if memory is too small for both; the message names the verification without
@@ -210,6 +201,7 @@ def choose_logits_dtype(shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
     # Consider bf16 only for weights stored in bf16.
     candidates = [torch.float32] + [torch.bfloat16] * (stored is torch.bfloat16)
     needed = {dtype: count_parameters(shape) * dtype.itemsize * MEMORY for dtype in candidates}
+    # fp32 first, because differences show best.
     if fitting := [dtype for dtype in candidates if needed[dtype] <= free]:
         return fitting[0]
     gib = f"{needed[candidates[-1]] / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
@@ -227,8 +219,8 @@ def _compute_digest(data: Iterable[memoryview]) -> bytes:
 TOKENS = 48
 """Number of tokens in a comparison of logits."""
 LIMITS = {"fp32": 1e-3, "bf16": 0.1}
-"""Largest difference of two logits that different kernels explain, relative to the standard
-deviation of all logits."""
+"""Largest difference of two logits that different kernels explain, in standard deviations of all
+logits."""
 
 
 def compare_logits(
@@ -240,11 +232,10 @@ def compare_logits(
         checkpoint: Megatron checkpoint.
         hf: Hugging Face directory.
         dtype: type of the computation, fp32 or bf16.
-        output_dtype: written type; the source's weights are first cast to this type, like in the
-            conversion.
+        output_dtype: written type; the source's weights are first cast to this type.
 
     Returns:
-        Largest difference of two logits, relative to the standard deviation of all logits.
+        Largest difference of two logits, in standard deviations of all logits.
 
     Raises:
         UserError: if different kernels do not explain the difference.
@@ -259,13 +250,12 @@ def compare_logits(
 
 
 def draw_tokens(shape: PolicyShape) -> torch.Tensor:
-    """Draw the [1, TOKENS] token ids that logits are compared on."""
+    """Draw the [1, TOKENS] token ids for the comparison of logits."""
     return torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
 def measure_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference of two models' logits, relative to the standard deviation of
-    ``expected``.
+    """Return the largest difference of two models' logits, in standard deviations of ``expected``.
 
     Raises:
         UserError: if different kernels do not explain the difference.
@@ -286,7 +276,6 @@ def measure_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
-    """Load the whole model with transformers."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -301,8 +290,7 @@ def _compute_megatron_logits(
     dtype: Literal["fp32", "bf16"],
     output_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the logits of a model loaded by Megatron, [tokens, vocabulary] fp32, in a process
-    group of this process alone."""
+    """Return the logits of a model loaded by Megatron, [tokens, vocabulary] fp32."""
     from megatron_dppo.bridge.load import load_checkpoint
     from megatron_dppo.models.policy import build_packed_sequence, build_policy
     from megatron_dppo.parallel.world import initialize, shutdown

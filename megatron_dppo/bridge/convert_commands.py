@@ -1,5 +1,4 @@
-"""The two conversions as commands: arguments, checks before anything is written, progress,
-verification."""
+"""The two conversions as commands: arguments, checks, progress, verification."""
 
 from __future__ import annotations
 
@@ -149,7 +148,6 @@ def find_hf_directory(checkpoint: Path, folder: Path | None = None) -> tuple[Pat
 
 
 def resolve_dtype(arguments: argparse.Namespace, stored: torch.dtype) -> torch.dtype:
-    """Return the type of the written weights."""
     return stored if arguments.dtype == "auto" else ModelConfig(dtype=arguments.dtype).torch_dtype
 
 
@@ -164,7 +162,6 @@ def open_stored_policy(
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the options of both commands."""
     parser.add_argument(
         "--dtype",
         choices=["auto", *DTYPES],
@@ -228,8 +225,7 @@ def _is_ready(
     kind: DirectoryKind,
     sources: Sequence[Path],
 ) -> bool:
-    """Check that OUT can be made, and return whether to convert. With ``--dry-run``, print the plan
-    instead."""
+    """Check that OUT can be made, and return whether to convert."""
     check_replaceable(
         arguments.out,
         sum(sizes.values()),
@@ -238,10 +234,11 @@ def _is_ready(
         sources=sources,
         overwrite=arguments.overwrite,
     )
-    # Check the memory for logits now, rather than after the conversion.
+    # Too little memory for logits is an error now, rather than after the conversion.
     logits = choose_logits_dtype(shape, dtype) if arguments.verify == "all" else None
     if not arguments.dry_run:
         return True
+    # A dry run prints the plan.
     table = Table(
         "file", "MiB", title=f"{arguments.out}: {sum(sizes.values()) / GB:.2f} GB", box=None
     )
@@ -269,7 +266,7 @@ def _verify(
 ) -> None:
     if arguments.verify is None:
         return
-    # Open the files again, to compare the content on the disk.
+    # Opened again, to compare the content on the disk.
     policy = StoredPolicy(checkpoint, shape, "--verify")
     check_files(policy, arguments.workers, all_files=True)
     with rename_error_setting("--verify"):

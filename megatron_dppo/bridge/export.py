@@ -1,8 +1,6 @@
-"""Write the policy as a Hugging Face directory from the weight stream, and rename the finished
-directory into place.
+"""Write the policy as a Hugging Face directory from the weight stream.
 
-The files are identical, byte by byte, for every layout. Rank 0 holds only the buckets of the
-stream, for any model size.
+The files are identical, byte by byte, for every layout. Rank 0 holds only buckets of the stream.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import check_replaceable, write_directory
 
 Stream = Iterator[Mapping[str, torch.Tensor]]
-"""Buckets of tensors by name. A consumer must exhaust the stream, because producing buckets is
-collective."""
+"""Buckets of tensors by name, to be exhausted, because producing buckets is collective."""
 
 
 def export_hf(
@@ -46,18 +43,17 @@ def export_hf(
     dtype: torch.dtype,
     setting: str = "run.dir",
 ) -> None:
-    """Write the policy for ``AutoModelForCausalLM`` and ``AutoTokenizer``. Collective over all
-    ranks; rank 0 writes.
+    """Write the policy for ``AutoModelForCausalLM`` and ``AutoTokenizer``. Collective; rank 0
+    writes.
 
     An existing model in ``out`` is replaced at the end, and unchanged after a failure.
 
     Args:
         chunks: bare model, an element per virtual stage.
         source: Hugging Face directory with configuration, tokenizer and chat template.
-        out: directory to write.
         max_shard_bytes: maximum bytes of tensors in a file, unless a single tensor is larger.
         dtype: type of the tensors, also written to config.json.
-        setting: name of the setting in errors.
+        setting: setting that errors name.
 
     Raises:
         UserError: on every rank, if ``out`` holds anything but a model, or is not writable.
@@ -71,13 +67,12 @@ def export_hf(
 def export_adapter(
     chunks: Sequence[PolicyModel], world: World, *, base: str, out: Path, dtype: torch.dtype
 ) -> None:
-    """Write the policy's adapters for ``PeftModel.from_pretrained``. Collective over all ranks;
-    rank 0 writes.
+    """Write the policy's adapters for ``PeftModel.from_pretrained``. Collective; rank 0 writes.
 
     Args:
         chunks: bare model, an element per virtual stage.
-        base: Hugging Face directory of the base model, as written into adapter_config.json.
-        out: directory to write; an existing directory of adapters is replaced.
+        base: directory of the base model, as written into adapter_config.json.
+        out: directory to write; existing adapters are replaced.
 
     Raises:
         UserError: on every rank, if ``out`` holds anything but adapters, or is not writable.
@@ -96,30 +91,28 @@ def export_adapter(
 
 
 def check_destination(source: Path, out: Path, size: int, setting: str = "run.dir") -> None:
-    """Raise an error for an export that would fail. A run checks before it begins, because a later
-    failure would lose the final result.
+    """Raise an error for an export that would fail.
 
     Args:
         source: Hugging Face directory with configuration and tokenizer.
-        out: directory to write.
         size: bytes of the tensors, :attr:`FilePlan.total_bytes`.
-        setting: name of the setting in errors.
 
     Raises:
         UserError: naming ``setting``, if ``out`` is the source or no model directory, or if the
             disk is too small.
     """
+    # A run checks before it begins, because a later failure would lose the final result.
     check_replaceable(out, size, setting, MODEL, sources=[source])
 
 
 def check_adapter_destination(out: Path, plan: FilePlan[str]) -> None:
-    """Raise an error for an export of adapters that would fail, like :func:`check_destination`."""
+    """Raise an error for an export of adapters that would fail."""
     check_replaceable(out, plan.total_bytes, "run.dir", ADAPTERS)
 
 
 def describe_policy(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write the files of a policy beside the weights; add the tokenizer's end of turn to the stop
-    tokens."""
+    """Write a policy's files beside the weights, with the tokenizer's end of turn as a stop
+    token."""
     copy_config_and_tokenizer(source, folder, dtype)
     add_stop_tokens(folder)
 
@@ -132,14 +125,11 @@ def write_stream(
     describe: Callable[[Path], None],
     setting: str,
 ) -> None:
-    """Write a stream's tensors, and rename the directory into place. Collective over all ranks;
-    rank 0 writes.
+    """Write a stream's tensors, and rename the directory into place. Collective; rank 0 writes.
 
     Args:
         stream: stream of this rank; not consumed on ranks outside the first copy of the policy.
-        out: directory to write.
         describe: function that writes the files beside the weights.
-        setting: name of the setting in errors.
 
     Raises:
         UserError: on every rank, if the disk fails.

@@ -1,7 +1,7 @@
 """Write a Hugging Face model directory: safetensors files, index, configuration and tokenizer.
 
-The position of each tensor depends only on the policy's shape and type. Tensors may therefore be
-written in any order, and the files do not depend on the writer.
+The position of each tensor depends only on the policy's shape and type, so that tensors may be
+written in any order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 def plan_files(
     shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> FilePlan[str]:
-    """Plan the files: tensors in order of the forward pass, with full files."""
+    """Plan full files, with tensors in order of the forward pass."""
     stored = file_tensors(shape)
     exact = exact_tensors(shape)
     files: list[dict[str, tuple[str, tuple[int, ...]]]] = []
@@ -76,7 +76,7 @@ def plan_files(
 
 
 def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) -> FilePlan[str]:
-    """Plan the adapters in order of the forward pass, in the single file that PEFT expects."""
+    """Plan the adapters in the single file that PEFT expects."""
     sizes = {
         name: size
         for entry in list_adapter_entries(shape, lora)
@@ -90,11 +90,7 @@ def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) 
 def plan_file(
     file: str, dtype: torch.dtype, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> FilePlan[str]:
-    """Plan a safetensors file with ``tensors`` in succession.
-
-    Args:
-        tensors: types and shapes by name.
-    """
+    """Plan a safetensors file with ``tensors`` in succession, given types and shapes by name."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     plan: FilePlan[str] = FilePlan(dtype)
     end = 0
@@ -103,7 +99,7 @@ def plan_file(
         end += place.length
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [place.start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Pad the header, to align the data.
+    # Padding of the header aligns the data.
     text += b" " * (-len(text) % 8)
     plan.frames[file] = [(0, head := len(text).to_bytes(8, "little") + text)]
     for name, place in plan.places.items():
@@ -112,12 +108,12 @@ def plan_file(
 
 
 def write_index(folder: Path, plan: FilePlan[str]) -> None:
-    """Write the index of a directory with the files of a plan, unless the plan has a single
-    file."""
+    """Write the index of a directory with the files of a plan."""
     files = [*plan.frames, *[CARRIED] * (folder / CARRIED).is_file()]
     tensors = {
         name: tensor for file in files for name, tensor in read_header(folder / file).items()
     }
+    # A single file needs no index.
     if len(files) > 1:
         total = sum(tensor.length for tensor in tensors.values())
         homes = {name: tensor.file.name for name, tensor in tensors.items()}
@@ -150,8 +146,7 @@ _MODEL_FILES = (
     "sft.json",
     "compress.json",
 )
-"""Patterns of the files in a model directory, including files written by ``sft`` and
-``compress``."""
+"""Patterns of the files in a model directory, with files of ``sft`` and ``compress``."""
 MODEL = DirectoryKind("model directory", "config.json", _MODEL_FILES)
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = _ADAPTER_FILES = (
     "adapter_config.json",
@@ -162,10 +157,7 @@ ADAPTERS = DirectoryKind("directory of adapters", ADAPTER_CONFIG, _ADAPTER_FILES
 
 
 def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy configuration, tokenizer, chat templates, and the tensors that are no part of the
-    policy.
-
-    The written config.json has ``dtype``.
+    """Copy configuration (with ``dtype``), tokenizer, chat templates, and carried tensors.
 
     Raises:
         UserError: see :func:`find_carried_tensors`.
@@ -176,7 +168,7 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
     if (source / NAMED_TEMPLATES).is_dir():
         shutil.copytree(source / NAMED_TEMPLATES, folder / NAMED_TEMPLATES)
     config = json.loads((source / "config.json").read_text())
-    # Remove the older spelling, which could contradict dtype.
+    # The older spelling could contradict dtype.
     config.pop("torch_dtype", None)
     shape = read_shape(source)
     for part in (config, config.get(shape.family.text_config)):
@@ -194,8 +186,8 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
 
 
 def add_stop_tokens(folder: Path) -> None:
-    """Add the tokenizer's end of turn to the stop tokens in a policy's files. Unreadable files are
-    unchanged."""
+    """Add the tokenizer's end of turn to the stop tokens in a policy's files."""
+    # Unreadable files are unchanged.
     with suppress(UserError):
         stops = stop_token_ids(folder, load_tokenizer(folder))
         name, listed = read_eos_token_ids(folder)
@@ -207,13 +199,11 @@ def add_stop_tokens(folder: Path) -> None:
 
 
 def build_adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
-    """Return PEFT's configuration: base policy, target matrices, and rank and scale of the
-    adapters."""
+    """Return PEFT's configuration."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        # Make a folder's path absolute, to be valid from any directory; otherwise keep the hub's
-        # id.
+        # An absolute path is valid from any directory; a hub's id is kept.
         "base_model_name_or_path": str(Path(base).resolve()) if Path(base).is_dir() else base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,

@@ -1,7 +1,6 @@
-"""Load weights into a live model from a Hugging Face directory or a Megatron checkpoint; load
-adapters.
+"""Load weights into a live model from a Hugging Face directory or a Megatron checkpoint.
 
-Each rank reads only the slices that form the rank's parameters.
+Each rank reads only its own slices.
 """
 
 from __future__ import annotations
@@ -64,16 +63,11 @@ _EXPERT = re.compile("|".join(rf"(?<=mlp\.experts\.{name})\d+" for name in _OF_E
 
 
 def bind_parameters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.Tensor]:
-    """Return this rank's entries with their parameters (detached, sharing memory), in the mapping's
-    order.
-
-    Args:
-        chunks: bare model, an element per virtual stage.
+    """Return this rank's entries with their parameters (detached, sharing memory), in order.
 
     Raises:
-        ValueError: if an entry or a parameter of the model has no counterpart, or a shape differs
-            from the mapping. The cause is a bug, not a user error: the model was not built for this
-            shape and layout.
+        ValueError: if entries and parameters do not match. The cause is a bug, not a user error:
+            the model was not built for this shape and layout.
     """
     wanted = list_entries(chunks[0].shape, _list_layers(chunks, world))
     return {
@@ -83,8 +77,7 @@ def bind_parameters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, 
 
 
 def bind_adapters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.nn.Parameter]:
-    """Return this rank's adapter entries with the parameters themselves; empty for a policy without
-    adapters."""
+    """Return this rank's adapter entries with the parameters themselves; empty without adapters."""
     lora = chunks[0].lora
     wanted = list_adapter_entries(chunks[0].shape, lora, _list_layers(chunks, world))
     return _bind(chunks, world, wanted, adapters=True) if lora.rank else {}
@@ -125,7 +118,7 @@ def _bind(
 def _iterate_parameters(
     chunks: Sequence[PolicyModel], world: World
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters by names with the policy-wide indices of layers and experts."""
+    """Yield the parameters by names with policy-wide indices of layers and experts."""
     first_expert = world.ep_rank * (chunks[0].shape.experts // world.layout.ep)
     for chunk in chunks:
         # Megatron counts layers from 1.
@@ -136,7 +129,7 @@ def _iterate_parameters(
 
 
 def get_shard_index(entry: Entry, world: World) -> int:
-    """Return this rank's index among the ranks that the entry's parameter is split over."""
+    """Return this rank's index among the ranks that share the parameter."""
     return world.tp_rank if entry.expert is None else world.etp_rank
 
 
@@ -147,13 +140,12 @@ def fill_parameter(
     tp_rank: int,
     tp: int,
 ) -> None:
-    """Fill ``parameter`` with the shard of rank ``tp_rank`` of ``tp``, in the parameter's dtype and
-    on its device.
+    """Fill ``parameter`` with the shard of rank ``tp_rank`` of ``tp``.
 
     Args:
         parameter: shape ``entry.shard_shape(tp)``; written in place.
-        tensors: at least the tensors of ``entry.tensors``, by name, on the host or on the device.
-        tp_rank: index of the shard.
+        tensors: at least the tensors of ``entry.tensors``, by name, on the host or on the
+            device.
     """
     for slice_, held in iterate_slices(entry, parameter, tp_rank, tp):
         if slice_.name is None:
@@ -165,8 +157,7 @@ def fill_parameter(
 def iterate_slices(
     entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int
 ) -> Iterator[tuple[Slice, torch.Tensor]]:
-    """Yield the slices of Hugging Face tensors on rank ``tp_rank`` of ``tp``, each with a view of
-    ``parameter``."""
+    """Yield the slices of rank ``tp_rank`` of ``tp``, each with a view of ``parameter``."""
     offset = 0
     for slice_ in entry.list_slices(tp_rank, tp):
         yield slice_, parameter.narrow(entry.axis, offset, slice_.length)
@@ -174,10 +165,8 @@ def iterate_slices(
 
 
 def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None:
-    """Fill every parameter of this rank's shard from the safetensors files, cast to the parameter's
-    dtype.
+    """Fill this rank's parameters from the safetensors files.
 
-    - At most one slice is in memory, in addition to the parameters.
     - Local to the rank: call inside ``world.run_on_all_ranks``.
     - An existing optimizer must copy its master weights again afterwards.
 
@@ -216,9 +205,7 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
 
 
 def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -> None:
-    """Fill every parameter from the checkpoint that ``model.checkpoint`` names. Collective.
-
-    Further content of the checkpoint (the state of an optimizer) is not read.
+    """Fill every parameter from a checkpoint, without the optimizer's state. Collective.
 
     Args:
         chunks: bare model, on its device, in any layout.
@@ -246,14 +233,15 @@ def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -
 def check_policy(
     checkpoint: Path, shape: PolicyShape, setting: str, lora: LoraConfig | None = None
 ) -> None:
-    """Check that a checkpoint is complete and of a policy of this shape, without reading tensors.
+    """Check that a checkpoint is complete and of a policy of this shape, or of adapters of
+    ``lora``.
 
-    With ``lora``, expect a checkpoint of adapters only. No code that a pickle requests is run: call
-    this check before Megatron or torch read the checkpoint, because both run any code.
+    Call this check before Megatron or torch read the checkpoint.
 
     Raises:
         UserError: naming ``setting`` and the first wrong tensor or file.
     """
+    # No code that a pickle requests is run here; Megatron and torch run any code.
     with convert_corruption_errors(checkpoint, setting):
         if (checksums := Checksums.read(checkpoint)) is not None:
             checksums.check_small_files()
@@ -262,15 +250,14 @@ def check_policy(
 
 
 def model_state(chunks: Sequence[PolicyModel], metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return Megatron's description of the model's shards. Names of tensors in a checkpoint do not
-    contain the chunk."""
+    """Return Megatron's description of the model's shards."""
+    # Names of tensors in a checkpoint do not contain the chunk.
     return {
         f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)
     }
 
 
 def load_model_state(chunks: Sequence[PolicyModel], state: Mapping[str, Any]) -> None:
-    """Load the result of reading :func:`model_state` into the chunks."""
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(state[f"model{i}"])
 
@@ -287,14 +274,13 @@ def read_sharded(
     Collective.
 
     Raises:
-        UserError: on every rank, naming ``setting``, if the content of a file contradicts the
-            checkpoint's index.
+        UserError: on every rank, if a file contradicts the checkpoint's index.
     """
 
     def attempt() -> dict[str, Any]:
         failure: BaseException
-        # Torch's CheckpointException is not a subclass of Exception. From Megatron 0.17 on, only
-        # the failing rank raises this error.
+        # CheckpointException is no subclass of Exception. From Megatron 0.17 on, only the failing
+        # rank raises this error.
         try:
             with disable_unsafe_pickles():
                 return dist_checkpointing.load(state, str(checkpoint))
@@ -311,7 +297,7 @@ def read_sharded(
 
 
 def _check_common(checkpoint: Path) -> None:
-    """Check that Megatron can read the parts of a checkpoint other than ranks' tensors.
+    """Check that Megatron can read a checkpoint's content other than ranks' tensors.
 
     Raises:
         CorruptCheckpointError: naming the file.
@@ -341,17 +327,14 @@ def _check_common(checkpoint: Path) -> None:
 
 
 def init_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> None:
-    """Initialize adapters like PEFT: A uniform within ±1/√inputs (Kaiming with a = √5), B zero.
-
-    With B = 0 the initial update is zero. Each A is drawn whole, from the seed and the
-    tensor's name, and then split: adapters are equal in every layout.
-    """
+    """Initialize adapters like PEFT: A uniform within ±1/√inputs (Kaiming with a = √5), B zero."""
     for entry, parameter in bind_adapters(chunks, world).items():
         ((name, size),) = entry.tensors.items()
         if not name.endswith("lora_A.weight"):
             parameter.data.zero_()
             continue
-        # The name is part of the seed: the draws then do not depend on the order of the adapters.
+        # Each A is drawn whole, and the name is part of the seed, so that adapters are equal in
+        # every layout and order.
         of_name = derive_engine_seed(seed, zlib.crc32(name.encode()), Purpose.ADAPTERS)
         bound = 1.0 / math.sqrt(size[1])
         whole = torch.empty(size).uniform_(
@@ -368,9 +351,6 @@ def init_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> 
 
 class MergedParameters(dict[Entry, torch.Tensor]):
     """The parameters of this rank with adapters merged in, each computed on access.
-
-    A rank's part of W + alpha/rank · B A needs only the rank's parts of B and A. The sum is
-    computed in fp32, and rounded once to the parameter's type.
 
     Args:
         parameters: parameters of the policy without adapters.
@@ -398,6 +378,7 @@ class MergedParameters(dict[Entry, torch.Tensor]):
         if not any(a in self._adapters for a, _ in pairs.values()):
             return parameter
         part = get_shard_index(entry, self._world)
+        # W + alpha/rank · B A is computed in fp32, and rounded once to the parameter's type.
         merged = parameter.to(torch.float32, copy=True)
         for slice_, held in iterate_slices(
             entry, merged, part, entry.count_parts(self._world.layout)
@@ -405,7 +386,7 @@ class MergedParameters(dict[Entry, torch.Tensor]):
             a, b = (self._adapters.get(name) for name in pairs[slice_.name or ""])
             if a is None or b is None:
                 continue
-            # With rows split over ranks, the slice needs only the matching rows of this rank's B.
+            # With rows split over ranks, the slice needs only the matching rows of B.
             if entry.axis == 0:
                 b = b.narrow(0, slice_.start - part * len(b), slice_.length)
             held.addmm_(b.float(), a.float(), alpha=self._scale)
@@ -413,13 +394,10 @@ class MergedParameters(dict[Entry, torch.Tensor]):
 
 
 def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]:
-    """Return Megatron's description of the adapters' shards.
-
-    Layers and experts are leading dimensions, as for the policy's own parameters. The description
-    of a tensor does not depend on the layout.
-    """
+    """Return Megatron's description of the adapters' shards, the same for any layout."""
     state = {}
     for entry, parameter in bind_adapters(chunks, world).items():
+        # Layers and experts are leading dimensions, as for the policy's own parameters.
         leading = list(zip(entry.leading_indices, entry.leading_sizes, strict=True))
         offsets = [(axis, index, count) for axis, (index, count) in enumerate(leading)]
         part = get_shard_index(entry, world)
@@ -445,7 +423,6 @@ def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]
 def load_adapter_state(
     chunks: Sequence[PolicyModel], state: Mapping[str, Any], world: World
 ) -> None:
-    """Load the result of reading :func:`adapter_state` into the adapters."""
     with torch.no_grad():
         for entry, parameter in bind_adapters(chunks, world).items():
             parameter.copy_(state["adapters"][_get_tensor_name(entry)])

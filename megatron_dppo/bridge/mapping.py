@@ -1,14 +1,8 @@
-"""Mapping between Megatron parameters and Hugging Face tensors, and the rows or columns of each
-rank.
+"""Mapping between Megatron parameters and Hugging Face tensors, and each rank's rows or columns.
 
-The rows of a family's table are used in both directions. :meth:`Entry.list_slices` returns the
-parameter of rank r: slices of tensors, joined along an axis.
-
-- Loading copies these slices into the parameter.
-- Streaming and export copy the slices back.
-- A directory's shapes are checked against the same rows.
-
-The rows are readable without torch.
+The rows of a family's table are used in both directions: loading copies slices of tensors into a
+rank's parameter, streaming and export copy them back, and a directory's shapes are checked against
+the same rows. The rows are readable without torch.
 """
 
 from __future__ import annotations
@@ -42,20 +36,15 @@ UNTIED_OUTPUT = ParameterMapping(VOCABULARY, ("output_layer.weight",), ("lm_head
 TIED_OUTPUT = ParameterMapping(
     VOCABULARY, ("output_layer.weight",), EMBEDDING.tensors, is_copy=True
 )
-"""Copy of the embedding as the output layer, with tied embeddings. The output layer then has no
-separate weight, unless placed on another stage than the embedding."""
+"""Copy of the embedding as the output layer, with tied embeddings, if the last stage has no
+embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Rows (axis 0) or columns (axis 1) ``start`` to ``stop`` of a Hugging Face tensor, along the
-    axis of the entry.
+    """Rows (axis 0) or columns (axis 1) of a Hugging Face tensor, along the axis of the entry.
 
     Without a ``name``: zeros for tokens that only the padded vocabulary has.
-
-        Slice("model.layers.0.self_attn.o_proj.weight", 96, 192)
-
-    is the half of the columns that rank 1 of 2 holds of a [192, 192] matrix.
     """
 
     name: str | None
@@ -69,14 +58,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A mapping of the table for a layer (and expert) of a policy: a parameter and the source
-    tensors.
-
-        Entry(shape.family.rows[2], shape, layer=5)
-
-    is ``decoder.layers.5.self_attention.linear_proj.weight``, made of
-    ``model.layers.5.self_attn.o_proj.weight``.
-    """
+    """A mapping of the table for a layer (and expert): a parameter and its source tensors."""
 
     mapping: ParameterMapping
     shape: PolicyShape
@@ -87,13 +69,12 @@ class Entry:
 
     @property
     def megatron_names(self) -> tuple[str, ...]:
-        """Possible names of the parameter."""
         return tuple(self._format_name(name) for name in self.mapping.megatron)
 
     @property
     def key(self) -> str:
-        """Name of the parameter in Megatron's distributed format. Layers of the same kind are a
-        leading dimension there."""
+        """Name of the parameter in Megatron's distributed format."""
+        # Layers of the same kind are a leading dimension there.
         return self.mapping.key.replace(".{layer}", f".{self.layer}" if self.shape.hybrid else "")
 
     @property
@@ -105,7 +86,7 @@ class Entry:
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the Hugging Face tensors, by name."""
+        """Shapes of the Hugging Face tensors."""
         rank = self.mapping.lora_rank
         return {
             name: _tensor_shape(self.shape, name, rank)
@@ -114,24 +95,21 @@ class Entry:
 
     @property
     def fused_tensor(self) -> str:
-        """Name of the tensor in files that combines the tensors of all experts; empty if not
-        combined."""
+        """Name of the file's tensor that combines the tensors of all experts; else empty."""
         return self._format_name(self.mapping.fused)
 
     @property
     def elements(self) -> int:
-        """Number of elements of all tensors, without padding."""
+        """Number of elements, without padding."""
         return sum(map(prod, self.tensors.values()))
 
     @property
     def leading_indices(self) -> tuple[int, ...]:
-        """Position of the parameter in the leading dimensions of the key's tensor in Megatron's
-        distributed format."""
+        """Position of the parameter in the leading dimensions of the key's tensor."""
         return tuple(index for index, _ in self._leading_dimensions)
 
     @property
     def leading_sizes(self) -> tuple[int, ...]:
-        """Sizes of the leading dimensions."""
         return tuple(size for _, size in self._leading_dimensions)
 
     @property
@@ -141,13 +119,13 @@ class Entry:
         return [(index, size) for index, size in pairs if index is not None]
 
     def expert_rank(self, ep: int) -> int:
-        """Return which of ``ep`` expert-parallel ranks has this expert. Each rank has a range of
-        consecutive experts, of equal length."""
+        """Return which of ``ep`` expert-parallel ranks has this expert."""
+        # Each rank has a range of consecutive experts, of equal length.
         assert self.expert is not None
         return self.expert // (self.shape.experts // ep)
 
     def count_parts(self, layout: LayoutConfig) -> int:
-        """Return the number of ranks that the parameter is split over."""
+        """Return the number of ranks that share the parameter."""
         return layout.tp if self.expert is None else layout.expert_tp
 
     @property
@@ -162,8 +140,8 @@ class Entry:
         return tuple(shape)
 
     def list_slices(self, tp_rank: int, tp: int) -> tuple[Slice, ...]:
-        """Return the slices of rank ``tp_rank`` of ``tp``; joined along ``axis``, the slices form
-        the rank's parameter.
+        """Return the slices of rank ``tp_rank`` of ``tp``, which form the rank's parameter along
+        ``axis``.
 
         Raises:
             ValueError: if ``tp`` does not divide the split extent.
@@ -244,7 +222,7 @@ class StoredRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the stored rows, of the whole parameter."""
+        """Shape of the stored rows."""
         return (sum(part.length for part in self.rows), *self.entry.shard_shape(1)[1:])
 
     @property
@@ -254,15 +232,12 @@ class StoredRows:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the key's tensor, including leading dimensions."""
+        """Shape of the key's tensor."""
         return self.entry.leading_sizes + self.shape
 
 
 def list_entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterator[Entry]:
-    """Yield the parameters of a pipeline stage, in order of the forward pass.
-
-    ``layers`` are the layers of the stage, from :func:`list_stage_layers`; ``None``: all layers.
-    """
+    """Yield the parameters of a pipeline stage with ``layers``, in order of the forward pass."""
     layers = layers or [range(shape.num_layers)]
     first = layers[0].start == 0
     last = layers[-1].stop == shape.num_layers
@@ -307,10 +282,7 @@ PEFT = "base_model.model."
 def _list_adapter_mappings(
     rows: tuple[ParameterMapping, ...], rank: int, targets: tuple[str, ...]
 ) -> tuple[ParameterMapping, ...]:
-    """Return the mappings of A and B for every target matrix.
-
-    One factor is split like the weight; the remaining factor is replicated on every rank.
-    """
+    """Return the mappings of A and B for every target matrix."""
     found = []
     for mapping in rows:
         for name in mapping.tensors:
@@ -318,6 +290,7 @@ def _list_adapter_mappings(
             target = module.rpartition(".")[2]
             if target not in targets or kind != "weight":
                 continue
+            # A factor is split like the weight, and the second factor is replicated on every rank.
             splits = (REPLICATED, ROW) if mapping.split is ROW else (COLUMN, REPLICATED)
             for letter, split in zip("ba", splits, strict=True):
                 paths = map(_format_adapter_path, mapping.megatron)
@@ -330,34 +303,29 @@ def _list_adapter_mappings(
 
 
 def _format_adapter_path(parameter: str) -> str:
-    """Return the path of the adapters of a linear layer's weight; a grouped layer has adapters per
-    expert."""
+    """Return the path of the adapters of a linear layer's weight."""
     layer, _, weight = parameter.rpartition(".")
+    # A grouped layer has adapters per expert.
     return f"{layer}.lora" + (".{expert}" if weight != "weight" else "")
 
 
 def get_adapter_names(name: str) -> tuple[str, str]:
-    """Return PEFT's names of A and B for a tensor of a Hugging Face directory."""
+    """Return PEFT's names of A and B for a Hugging Face tensor."""
     module = PEFT + name.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every Hugging Face tensor of a policy, in order of the forward
-    pass."""
+    """Return name and shape of every Hugging Face tensor, in order of the forward pass."""
     return {name: size for entry in list_entries(shape) for name, size in entry.tensors.items()}
 
 
 def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the tensors of files, in order of the forward pass: name to policy tensors (name and
-    shape).
-
-    The policy tensors are stored consecutively in the file's tensor. A file's tensor has several
-    policy tensors if the file fuses the experts of a layer.
-    """
+    """Return the tensors of files, each with the policy's tensors (name and shape) stored in it."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for entry in list_entries(shape):
         for name, size in entry.tensors.items():
+            # A file may fuse the experts of a layer; their tensors are then consecutive.
             found.setdefault(entry.fused_tensor or name, {})[name] = size
     return found
 
@@ -365,11 +333,9 @@ def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
 def file_shape(
     name: str, parts: Mapping[str, tuple[int, ...]], shape: PolicyShape
 ) -> tuple[int, ...]:
-    """Return the shape of a file's tensor that combines ``parts``.
-
-    The shape of fused experts is [experts, rows of an expert's tensors, columns].
-    """
+    """Return the shape of a file's tensor that combines ``parts``."""
     sizes = list(parts.values())
+    # Fused experts: [experts, rows of an expert's tensors, columns].
     return parts.get(name) or (
         shape.experts,
         sum(size[0] for size in sizes) // shape.experts,
@@ -378,24 +344,20 @@ def file_shape(
 
 
 def exact_tensors(shape: PolicyShape) -> frozenset[str]:
-    """Return the names of the tensors that are fp32 in every policy and file."""
+    """Return the tensors that are fp32 in every policy and file."""
     return frozenset(
         name for entry in list_entries(shape) if entry.mapping.exact for name in entry.tensors
     )
 
 
 def list_redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
-    """Return additional tensors that a directory may hold: the tied output layer as a copy of the
-    embedding.
-
-    Qwen3's small models include the copy.
-    """
+    """Return additional tensors that a directory may hold: the output layer of tied embeddings."""
+    # Qwen3's small models include the copy.
     return Entry(UNTIED_OUTPUT, shape).tensors if shape.tied else {}
 
 
 def count_parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
-    """Return the number of weights of the policy, without padding; tied embeddings count once. With
-    ``lora``, count the weights of the adapters instead."""
+    """Return the number of weights of the policy, or of adapters with ``lora``, without padding."""
     entries = list_adapter_entries(shape, lora) if lora else list_entries(shape)
     return sum(entry.elements for entry in entries)
 
@@ -406,16 +368,13 @@ def describe_mismatch(
     found: Mapping[str, tuple[int, ...]],
     optional: Mapping[str, tuple[int, ...]] | None = None,
 ) -> str:
-    """Name the first tensor of each kind of problem: missing, unexpected, or of another shape.
+    """Name the first missing, unexpected and misshapen tensor; empty if all tensors match.
 
     Args:
         policy: shape from config.json.
         expected: shapes by name.
         found: shapes by name.
         optional: shapes of tensors that may be missing.
-
-    Returns:
-        An empty string if all tensors match.
     """
     possible = {**expected, **(optional or {})}
     missing = [name for name in expected if name not in found]
@@ -440,7 +399,6 @@ def describe_mismatch(
 
 
 def _format_names(names: Sequence[str]) -> str:
-    """Format a single tensor by name, several by the first name and the number of the rest."""
     return (
         f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors are"
     )
@@ -463,7 +421,7 @@ def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:
 
 
 def _compute_part(extent: int, part: int, parts: int, name: str) -> tuple[int, int]:
-    """Return start and stop of the part with index ``part`` of ``parts`` equal parts."""
+    """Return start and stop of a part."""
     if extent % parts:
         raise ValueError(
             f"{name} ({extent}) cannot be cut into {parts} equal parts; check_layout refuses such "

@@ -1,7 +1,7 @@
 """Read the weights of a Hugging Face directory: locate each tensor, and check completeness.
 
-The location of tensors needs only the headers, and no torch, so that an invalid directory is
-rejected before any rank starts.
+Needs only the headers, and no torch, so that an invalid directory is rejected before any rank
+starts.
 """
 
 from __future__ import annotations
@@ -33,28 +33,22 @@ from megatron_dppo.models.shape import PolicyShape
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CARRIED = "model-carried.safetensors"
-"""File of tensors that are no part of the policy, unchanged from the source."""
+"""File of carried tensors, which are no part of the policy and unchanged from the source."""
 NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""Readable types of weights, by NumPy's names; BF16, absent from NumPy, as the integer type of the
-same size."""
+"""Readable types of weights, by NumPy's names; BF16, absent there, as integers of the same size."""
 ROWS = 1024
 """Rows of a tensor per comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A tensor, or a rectangle of a matrix, stored row by row from a byte offset of a file.
-
-    A gate projection [40, 24] in bf16 that begins at byte 3,072: ``Chunk(file, 3072, "BF16", (40,
-    24))``. The up projection follows in ``linear_fc1``, for example at byte 4,992 of the file:
-    ``Chunk(file, 4992, "BF16", (40, 24), row=40)``.
-    """
+    """A tensor, or a rectangle of a matrix, stored row by row from a byte offset of a file."""
 
     file: Path
     start: int
     """First byte in the file."""
     dtype: str
-    """Type as spelled by safetensors: F32, BF16, …"""
+    """As spelled by safetensors: F32, BF16, …"""
     shape: tuple[int, ...]
     row: int = 0
     """First row in the matrix."""
@@ -70,14 +64,14 @@ class Chunk:
 
     @property
     def length(self) -> int:
-        """Size in bytes, for any type, because carried tensors may have types that cannot be
-        read."""
+        """Size in bytes."""
+        # Also for unreadable types, because carried tensors may have any type.
         bits = re.search(r"\d+", self.dtype)
         return prod(self.shape) * int(bits[0] if bits else 8) // 8
 
     def select_rows(self, first: int, rows: int, row: int) -> Chunk:
-        """Return ``rows`` rows of the chunk from the chunk's row ``first``, placed at row ``row``
-        of a matrix."""
+        """Return ``rows`` rows from the chunk's row ``first``, placed at row ``row`` of a
+        matrix."""
         skipped = replace(self, shape=(first, *self.shape[1:])).length
         return replace(self, start=self.start + skipped, shape=(rows, *self.shape[1:]), row=row)
 
@@ -87,10 +81,11 @@ class Chunk:
 
 
 def read_tensor_index(path: Path) -> dict[str, Chunk]:
-    """Return every tensor of the directory's weights, by name, from an index or a single file.
+    """Return every tensor of the directory's weights, from an index or a single file.
 
     Raises:
-        UserError: if files are missing or damaged, or the index names a tensor that the file lacks.
+        UserError: if files are missing or damaged, or the index names a tensor that the file
+            lacks.
     """
     index = path / INDEX
     if not index.is_file():
@@ -150,7 +145,7 @@ def read_header(file: Path) -> dict[str, Chunk]:
 
 
 def check_finite(tensors: Mapping[str, Chunk], path: Path, *, most_bytes: int) -> None:
-    """Check for infinities and NaN, unless all tensors together have more than ``most_bytes``.
+    """Check for infinities and NaN, unless the tensors have more than ``most_bytes`` together.
 
     Raises:
         UserError: naming the first tensor with infinities or NaN.
@@ -165,7 +160,7 @@ def check_finite(tensors: Mapping[str, Chunk], path: Path, *, most_bytes: int) -
 
 
 def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
-    """Return the location of a policy's tensors, after a check that the directory has all tensors.
+    """Return the location of a policy's tensors.
 
     Raises:
         UserError: if a file or tensor is missing, truncated, unexpected, or of another shape or
@@ -178,7 +173,7 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
     }
     expected = expected_tensors(shape)
     copies = list_redundant_tensors(shape)
-    # Accept experts in a fused tensor or as separate tensors.
+    # Experts may be fused in one tensor or separate.
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parts in files.items():
         wanted.update({name: file_shape(name, parts, shape)} if name in found else parts)
@@ -211,7 +206,6 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
 
 
 def split_chunk(whole: Chunk, parts: Mapping[str, tuple[int, ...]]) -> dict[str, Chunk]:
-    """Split a tensor of a file into consecutive tensors."""
     found = {}
     start = whole.start
     for name, size in parts.items():
@@ -221,15 +215,13 @@ def split_chunk(whole: Chunk, parts: Mapping[str, tuple[int, ...]]) -> dict[str,
 
 
 def find_carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
-    """Return the directory's tensors that are no part of the policy, and are carried along: a
-    vision tower, heads for further tokens.
-
-    The directory may hold only carried tensors.
+    """Return the directory's tensors that are no part of the policy, such as a vision tower.
 
     Raises:
-        UserError: if the directory has no carried tensors, although the policy's full model
-            requires some.
+        UserError: if the policy's full model requires carried tensors, and the directory has no
+            such tensor.
     """
+    # The directory may hold only carried tensors.
     if (path / CARRIED).is_file():
         return read_header(path / CARRIED)
     has_weights = (path / INDEX).is_file() or (path / SINGLE).is_file()
@@ -261,7 +253,6 @@ def _iterate_values(tensor: Chunk) -> Iterator[NDArray[Any]]:
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    """Return the file of each tensor from an index."""
     try:
         files = json.loads(index.read_text())["weight_map"]
         if not (isinstance(files, dict) and all(isinstance(file, str) for file in files.values())):

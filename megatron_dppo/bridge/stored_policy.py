@@ -1,9 +1,8 @@
-"""The policy in a Megatron checkpoint: location of each parameter. No code from the checkpoint is
-run.
+"""The policy in a Megatron checkpoint: location of each parameter. No code from it is run.
 
 A pickle may call any importable function, and a checkpoint may come from anyone. Torch's index of a
-checkpoint, ``.metadata``, consists of a dozen plain classes; only these classes are allowed here.
-Torch reads all other pickles, restricted to tensors and plain values.
+checkpoint, ``.metadata``, consists of a dozen plain classes, and only these are allowed here. Torch
+reads all other pickles, restricted to tensors and plain values.
 """
 
 from __future__ import annotations
@@ -67,13 +66,13 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
         for thing in (*_CLASSES, torch.Size, OrderedDict)
     },
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # A path is loaded as text, because no result depends on the place of writing.
     **{
         (module, "PosixPath"): lambda *parts: "/".join(parts)
         for module in ("pathlib", "pathlib._local")
     },
 }
-"""Globals that a pickle may load, in addition to torch's types. A path is loaded as text, because
-no result depends on the place of writing."""
+"""Globals that a pickle may load, in addition to torch's types."""
 
 _ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _ANYTHING = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -92,10 +91,7 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _restore_classes() -> Iterator[None]:
-    """Restore the classes of the index and raise, if a pickle set attributes of the classes.
-
-    Without the restoration, changed attributes would affect the whole process.
-    """
+    """Restore the classes of the index and raise, if a pickle set attributes of the classes."""
     before = {of: dict(vars(of)) for of in _CLASSES}
     try:
         yield
@@ -107,6 +103,7 @@ def _restore_classes() -> Iterator[None]:
             for name in now[of]
             if before[of].get(name) is not now[of][name]
         ]
+        # Changed attributes would affect the whole process.
         for of, name in changed:
             setattr(of, name, before[of][name]) if name in before[of] else delattr(of, name)
     if changed:
@@ -117,8 +114,8 @@ def read_metadata(folder: Path) -> Metadata:
     """Return torch's index of the checkpoint in ``folder``.
 
     Raises:
-        Exception: any exception from a damaged pickle; UnpicklingError if the pickle requests a
-            global that no index needs.
+        Exception: any exception from a damaged pickle; UnpicklingError for a global that no index
+            needs.
         ValueError: if the file is no index of a checkpoint whose files are in this folder.
     """
     with (folder / METADATA).open("rb") as file, _restore_classes():
@@ -138,11 +135,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 @contextmanager
 def disable_unsafe_pickles() -> Iterator[None]:
-    """Make ``torch.load`` fail within the block for objects other than tensors and plain values.
-
-    The restriction also holds for ``weights_only=False``, the argument of torch's own reader of
-    checkpoints.
-    """
+    """Make ``torch.load`` fail within the block for objects other than tensors and plain values."""
+    # Also with ``weights_only=False``, the argument of torch's own reader of checkpoints.
     before = {name: os.environ.pop(name, None) for name in (_ONLY, _ANYTHING)}
     os.environ[_ONLY] = "1"
     try:
@@ -157,8 +151,8 @@ _PLAIN = ("torch ", "torch._utils ", "collections ", "_codecs encode", "_io Byte
 
 
 def find_unsafe_pickle(folder: Path) -> str | None:
-    """Return the first stored value that is no archive, or whose pickle requests more than tensors
-    and plain values need."""
+    """Return the first stored value that is no archive, or needs more than tensors and plain
+    values."""
     for index, stored in read_metadata(folder).storage_data.items():
         name = f"{index.fqn} in {stored.relative_path}"
         try:
@@ -187,18 +181,17 @@ def find_unsafe_pickle(folder: Path) -> str | None:
 
 
 class StoredPolicy:
-    """The weights of a checkpoint, written by any layout. Checked on construction; no other content
-    is read.
+    """The weights of a checkpoint, written by any layout, checked on construction.
 
     Args:
         folder: directory of an iteration, with ``metadata.json``.
         shape: expected shape of the policy.
-        setting: name of the setting in errors.
+        setting: setting that errors name.
         lora: adapters to expect instead of the policy's own weights.
 
     Raises:
-        UserError: naming ``setting``, if the folder is no checkpoint of this kind, or a file or
-            parameter is missing, truncated, unexpected, or of another shape.
+        UserError: if the folder is no checkpoint of this kind, or a file or parameter is missing,
+            truncated, unexpected, or of another shape.
     """
 
     def __init__(
@@ -214,8 +207,7 @@ class StoredPolicy:
             )
         with convert_corruption_errors(folder, setting):
             self.checksums = Checksums.read(folder)
-            """Checksums; ``None`` for a checkpoint without checksums that this version can
-            check."""
+            """``None``: no checksums that this version can check."""
             if self.checksums is not None:
                 self.checksums.check([METADATA])
             try:
@@ -233,13 +225,13 @@ class StoredPolicy:
         self._blocks: dict[StoredRows, list[ChunkStorageMetadata]] = {}
         self._find_blocks([part for entry in wanted for part in entry.stored_rows], shape)
         self.entries = {name: entry for entry in wanted for name in entry.tensors}
-        """Parameter of each Hugging Face tensor, by the tensor's name."""
+        """Parameter of each Hugging Face tensor, by name."""
         # The cache is small, because the tensors of a parameter are read in succession.
         self._located = lru_cache(maxsize=64)(self._find_chunks)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Common type of all stored weights, except weights that are fp32 in every policy."""
+        """Common type of all weights, except weights that are fp32 in every policy."""
         kept = {part.key for part in self._blocks if not part.entry.mapping.exact}
         return reduce(torch.promote_types, (self._tensors[key].properties.dtype for key in kept))
 
@@ -249,7 +241,7 @@ class StoredPolicy:
         Args:
             share: index of the first checked file; every ``num_shares``-th file from there is
                 checked.
-            all_files: whether to check every file of the checkpoint, not only files with weights.
+            all_files: check every file of the checkpoint, not only files with weights.
 
         Raises:
             UserError: naming the first damaged file.
@@ -303,7 +295,7 @@ class StoredPolicy:
         return self._storage[MetadataIndex(part.key, block.offsets)]
 
     def _build_chunk(self, part: StoredRows, block: ChunkStorageMetadata) -> Chunk:
-        """Return a block as a chunk, without the leading dimensions, which have size 1 in a block.
+        """Return a block as a chunk.
 
         Raises:
             ValueError: if the block is missing, or not stored in Megatron's way.
@@ -318,6 +310,7 @@ class StoredPolicy:
             raise ValueError(
                 f"{size} bytes in {file.name} do not fit the shape {list(block.sizes)}"
             )
+        # Leading dimensions have size 1 in a block.
         row, column = (*block.offsets[leading:], 0)[:2]
         return Chunk(file, start, TYPE_NAMES[dtype], (*block.sizes[leading:],), row, column)
 
@@ -367,8 +360,7 @@ class StoredPolicy:
                 blocks[key, (*block.offsets[:count],)].append(block)
         for part in parts:
             held = self._blocks[part] = blocks[part.key, part.entry.leading_indices]
-            # The index lists every written block: a smaller sum means that a rank's part is
-            # missing.
+            # The index lists every written block: with a smaller sum a rank's part is missing.
             stored_elements = sum(prod(block.sizes) for block in held)
             if stored_elements != prod(expected[part.key][leading[part.key] :]):
                 layer = f" of layer {part.entry.layer}" if part.entry.leading_indices else ""

@@ -2,11 +2,9 @@
 
 Readers of the stream: export, the local engine and the servers' transports.
 
-- A bucket takes a single gather: every rank sends its shards straight to each consumer, without
-  relays.
-- Pipeline stages take turns in filling a bucket, to make all stages send at the same time.
+- A bucket takes a single gather: every rank sends its shards straight to each consumer.
 - The next bucket is transferred while a consumer holds the current bucket.
-- Only the ranks of the same copy of the policy communicate; copies exchange no data.
+- Only the ranks of the same copy of the policy communicate.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Consumers(StrEnum):
-    """Ranks of a copy of the policy that receive buckets with tensors. The remaining ranks only
-    send, and receive empty buckets."""
+    """Ranks of a copy of the policy that receive tensors. The remaining ranks send, and receive
+    empty buckets."""
 
     EVERYONE = "every rank gets every bucket"
     LEADER = "the first rank gets every bucket"
@@ -57,14 +55,14 @@ def weight_stream(
     bucket_mib: int = 64,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Tensors]:
-    """Stream the policy's tensors by Hugging Face names, whole, without padding, each in exactly
-    one bucket.
+    """Stream the policy's tensors by Hugging Face names, whole, without padding, each in one
+    bucket.
 
     Collective over a copy of the policy (:attr:`World.shard_group_size` ranks of each pipeline
     stage), or over a single stage with ``STAGE_LEADERS``:
 
-    - All participating ranks receive the same number of buckets.
-    - All consumers receive the same tensors in the same order.
+    - All participating ranks receive the same number of buckets, and all consumers the same tensors
+      in the same order.
     - Every rank must exhaust the stream, because the remaining ranks wait.
     - Between two buckets a rank may take part in other collectives, if all ranks do at the same
       bucket.
@@ -75,15 +73,13 @@ def weight_stream(
       to.
     - Copy a tensor to keep it past the next bucket or the next update of the policy.
     - With tied embeddings the output layer's copy is left out.
-    - For a policy with adapters, tensors have the adapters merged.
+    - Adapters are merged.
 
-    Memory: a consumer holds two buckets, including the bucket that the caller has. An embedding or
-    output layer larger than a bucket adds its size during its transfer. A rank that only sends
-    holds the rank's shards of a bucket and of an oversized layer.
+    A consumer holds two buckets in memory. An embedding or output layer larger than a bucket adds
+    its size during its transfer. A rank that only sends holds its own shards.
 
     Args:
         chunks: bare model, an element per virtual stage.
-        to: consumers.
         bucket_mib: MiB of a bucket at most; a parameter with larger tensors has a separate bucket.
         dtype: type of the tensors; ``None``: the common type of the parameters. Tensors that are
             fp32 in every policy have separate buckets, after all other buckets.
@@ -131,7 +127,7 @@ def _stream(
     gathers = _Gathers(
         buckets, parameters, world, target, bucket_mib * 2**20 // dtype.itemsize, dtype
     )
-    # Start the next bucket before the current bucket is yielded, to overlap transfer and use.
+    # Start the next bucket first, to overlap transfer and use.
     gather = gathers.start(buckets[0])
     for following in [*buckets[1:], None]:
         tensors = gathers.finish(gather)
@@ -143,16 +139,10 @@ def _stream(
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An entry of the mapping in a bucket.
-
-        Item(entry, stage=1, shard=(96, 64))
-
-    is sent by both ranks of stage 1, if tp is 2 and the whole parameter is [192, 64].
-    """
+    """An entry of the mapping in a bucket."""
 
     entry: Entry
     stage: int
-    """Pipeline stage of the entry."""
     shard: tuple[int, ...]
     """Shape of the parameter on each rank with a part of the entry."""
 
@@ -169,10 +159,7 @@ def plan_buckets(
     dtype: torch.dtype,
     lora: LoraConfig | None = None,
 ) -> list[Bucket]:
-    """Assign the entries of ``stages``, taken in turns, to buckets, as full as the order allows.
-
-    With ``lora``, assign the entries of the adapters instead.
-    """
+    """Assign the entries of ``stages``, or of the adapters with ``lora``, to buckets, in turns."""
     buckets: list[Bucket] = []
     layers = [list_stage_layers(shape.num_layers, stage, layout) for stage in stages]
     of_stages: list[list[Entry]] = []
@@ -202,14 +189,14 @@ class _Gather:
 
     bucket: Bucket
     memory: torch.Tensor
-    """Received shards, rank after rank; on a rank that only sends, the rank's own shards."""
+    """Received shards, rank after rank; on a rank that only sends, its own shards."""
     shards: Mapping[tuple[int, Entry], torch.Tensor]
-    """Views of the shards in ``memory``, by rank and entry."""
+    """Views of ``memory``, by rank and entry."""
     works: Sequence[dist.Work]
 
 
 class _Gathers:
-    """This rank's part in the gathers of a stream. Rank numbers are relative to the group of the
+    """This rank's part in the gathers of a stream. Ranks are numbered in the group of the
     gathers."""
 
     def __init__(
@@ -246,18 +233,17 @@ class _Gathers:
         self._assembled = self._allocate_buffer(
             map(self._count_assembled_elements, buffered), buffered
         )
-        # NCCL requires every rank in the first operation of a group, and a bucket may involve only
-        # some ranks.
+        # NCCL requires every rank in a group's first operation, and a bucket may involve only some
+        # ranks.
         if ranks > 1:
-            # Without device_ids NCCL derives the GPU from the rank, and may pick the GPU of another
-            # process.
+            # Without device_ids NCCL derives the GPU from the rank, and may pick another process's
+            # GPU.
             dist.barrier(
                 self._group, device_ids=None if self._device.index is None else [self._device.index]
             )
 
     def start(self, bucket: Bucket) -> _Gather:
-        """Start to send this rank's shards to all consumers, and to receive if this rank
-        consumes."""
+        """Start to send this rank's shards to all consumers, and to receive."""
         total = self._count_exchanged_elements(bucket)
         memory = (
             torch.empty(total, dtype=self._dtype, device=self._device)
@@ -313,8 +299,7 @@ class _Gathers:
         return tensors
 
     def _plan_exchanges(self, bucket: Bucket) -> dict[int, list[Item]]:
-        """Return the items whose shards pass through this rank's memory, by rank, in order of the
-        ranks."""
+        """Return the items whose shards pass through this rank's memory, by rank, in order."""
         items: dict[int, list[Item]] = {}
         for item in bucket:
             for rank in self._get_senders(item):
@@ -344,7 +329,6 @@ class _Gathers:
         )
 
     def _has_whole(self, item: Item) -> bool:
-        """Return whether this rank's parameters include the whole entry."""
         entry = item.entry
         whole = (
             entry.count_parts(self._world.layout) == 1 or entry.mapping.split is Split.REPLICATED
@@ -352,10 +336,9 @@ class _Gathers:
         return whole and entry in self._parameters
 
     def _is_large_embedding(self, bucket: Bucket) -> bool:
-        """Return whether the bucket is an embedding or output layer larger than a bucket's
-        limit."""
-        # Shards are consecutive rows of the tensor, with the padding last. Shards received
-        # consecutively into separate memory already form the whole tensor, without a second copy.
+        """Return whether the bucket is an embedding or output layer larger than the limit."""
+        # Shards are consecutive rows of the tensor, with the padding last. Received into separate
+        # memory, they form the whole tensor without a second copy.
         entry = bucket[0].entry
         return entry.mapping.split is Split.VOCABULARY and entry.elements > self._most_elements
 
@@ -373,23 +356,19 @@ class _Gathers:
         return promote_dtype(self._dtype, bucket[0].entry)
 
     def _allocate_buffer(self, elements: Iterable[int], buckets: Sequence[Bucket]) -> torch.Tensor:
-        """Allocate bytes for any one of the buckets; the size is a multiple of every type's size.
-
-        Args:
-            elements: elements of each bucket.
-        """
+        """Allocate bytes for any one of the buckets."""
         sizes = (
             count * self._get_dtype(bucket).itemsize
             for count, bucket in zip(elements, buckets, strict=True)
         )
+        # A multiple of every type's size, for views of any type.
         return torch.empty(
             -(-max(sizes, default=0) // 8) * 8, dtype=torch.uint8, device=self._device
         )
 
 
 def _get_copy_group(world: World, *, stage_only: bool) -> dist.ProcessGroup:
-    """Return the ranks of a copy of the policy, stage by stage, or of a single stage of the
-    copy."""
+    """Return the ranks of a copy of the policy, stage by stage, or of a single stage."""
     if world.shard_group_size == world.layout.tp:
         stage = parallel_state.get_tensor_model_parallel_group
         whole = parallel_state.get_model_parallel_group
@@ -405,9 +384,8 @@ def fill_tensors(
     """Write the tensor-parallel shards of ``entry`` into whole Hugging Face tensors.
 
     Args:
-        shards: parameter of each rank, in order of the ranks; any single shard of a replicated
-            entry.
-        tensors: at least the tensors of ``entry.tensors``, by name; written in place.
+        shards: parameter of each rank, in order; any single shard of a replicated entry.
+        tensors: the tensors of ``entry.tensors``, by name; written in place.
     """
     for tp_rank, shard in enumerate(shards):
         for slice_, held in iterate_slices(entry, shard, tp_rank, len(shards)):
@@ -416,10 +394,9 @@ def fill_tensors(
 
 
 def extract_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -> Tensors:
-    """Return the Hugging Face tensors of a parameter that is not split over ranks, by name.
+    """Return the Hugging Face tensors of an unsplit parameter, by name.
 
-    A tensor is a view of the parameter if contiguous there and ``dtype`` is the parameter's type.
-    Queries, keys and values alternate in the parameter, and are copied.
+    A tensor is a view if it is contiguous in the parameter and ``dtype`` is the parameter's type.
     """
     sizes = entry.tensors
     tensors: Tensors = {}
@@ -429,6 +406,7 @@ def extract_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -
         if held.shape == sizes[slice_.name]:
             tensors[slice_.name] = held.to(dtype)
             continue
+        # Queries, keys and values alternate in the parameter, and are copied.
         if slice_.name not in tensors:
             tensors[slice_.name] = parameter.new_empty(sizes[slice_.name], dtype=dtype)
         tensors[slice_.name].narrow(entry.axis, slice_.start, slice_.length).copy_(held)
@@ -436,7 +414,7 @@ def extract_tensors(entry: Entry, parameter: torch.Tensor, dtype: torch.dtype) -
 
 
 def _view_tensors(entry: Entry, flat: torch.Tensor) -> Tensors:
-    """Return views of the entry's tensors, stored consecutively from the beginning of ``flat``."""
+    """Return views of the entry's tensors, stored consecutively in ``flat``."""
     tensors: Tensors = {}
     for name, size in entry.tensors.items():
         tensors[name] = flat[: prod(size)].view(size)

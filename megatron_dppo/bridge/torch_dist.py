@@ -1,10 +1,10 @@
 """Write and read weights in Megatron's distributed format (``torch_dist``), in a single process
 without a process group.
 
-A checkpoint has a key per parameter. A key holds blocks of the parameter in the form of a
-tensor-parallel rank's shard; layers and experts are leading dimensions. The writer's layout decides
-the division into blocks, and any layout loads the blocks. Each block is an archive of
-``torch.save``. A file holds many archives, and ``.metadata`` has the location of each archive.
+A checkpoint has a key per parameter. A key holds blocks, each in the form of a tensor-parallel
+rank's shard; layers and experts are leading dimensions. The writer's layout decides the division
+into blocks, and any layout loads the blocks. Each block is an archive of ``torch.save``. A file
+holds many archives, and ``.metadata`` has their locations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.models.shape import PolicyShape
 
 COMMON = "common.pt"
-"""Megatron's file of the state other than ranks' tensors."""
+"""Megatron's file of state other than ranks' tensors."""
 FILE_BYTES = 1 << 30
 """Maximum bytes of a file, unless a single parameter is larger."""
 WRITTEN_BY = {
@@ -53,8 +53,7 @@ WRITTEN_BY = {
 
 
 def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> FilePlan[StoredRows]:
-    """Plan the files: parameters in order of the forward pass, each a single block, with full
-    files."""
+    """Plan full files: parameters in order of the forward pass, each a single block."""
     plan: FilePlan[StoredRows] = FilePlan(dtype)
     file = ""
     end = FILE_BYTES
@@ -76,11 +75,7 @@ def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> FilePlan[StoredRo
 def write_metadata(
     folder: Path, plan: FilePlan[StoredRows], checksums: Mapping[str, FileChecksum]
 ) -> None:
-    """Write the files that turn a folder with all parameters into a checkpoint.
-
-    Args:
-        checksums: checksums of the files with parameters, by name.
-    """
+    """Write the files that turn a folder with all parameters into a checkpoint."""
     common = io.BytesIO()
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, common)
     (folder / COMMON).write_bytes(common.getbuffer())
@@ -90,7 +85,6 @@ def write_metadata(
 
 
 def _build_metadata(plan: FilePlan[StoredRows]) -> Metadata:
-    """Return torch's index of a checkpoint."""
     tensors: dict[str, TensorStorageMetadata] = {}
     indexed: dict[MetadataIndex, _StorageInfo] = {}
     for part, place in plan.places.items():
@@ -113,11 +107,7 @@ def _build_metadata(plan: FilePlan[StoredRows]) -> Metadata:
 
 @lru_cache
 def _build_archive(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, int, bytes]:
-    """Return a tensor as written by ``torch.save``, without the data.
-
-    Returns:
-        Bytes before the data, number of bytes of the data, and bytes after the data.
-    """
+    """Return the bytes before, the size, and the bytes after a tensor's data in ``torch.save``."""
     with tempfile.NamedTemporaryFile() as file:
         # skip_data leaves a hole in the file, and never touches the tensor's memory. The archive
         # then lacks the CRC-32 of the data, which torch never reads.
@@ -131,16 +121,14 @@ def _build_archive(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, i
 
 
 def find_data(file: Path, offset: int, length: int) -> tuple[int, int]:
-    """Return the start in the file and the number of bytes of a saved tensor's data, without
-    reading the data.
-
-    ``torch.save`` writes a tensor as a zip archive with a single uncompressed data record.
+    """Return the start in the file, and the bytes, of a saved tensor's data.
 
     Args:
         offset: first byte of the archive in the file.
         length: bytes of the archive.
     """
     with open_archive(file, offset, length) as (first, mapped, archive):
+        # ``torch.save`` writes a tensor as a zip archive with a single uncompressed data record.
         (record,) = (info for info in archive.infolist() if "/data/" in info.filename)
         if record.compress_type != ZIP_STORED:
             raise ValueError(f"a tensor in {file.name} is compressed")
@@ -152,7 +140,7 @@ def open_archive(file: Path, offset: int, length: int) -> Iterator[tuple[int, mm
     """Open an archive of ``torch.save``: ``length`` bytes of a file from byte ``offset``.
 
     Yields:
-        Byte of the file at the beginning of the mapped memory, the mapped memory, and the archive.
+        First mapped byte of the file, mapped memory, and archive.
     """
     # mmap requires an aligned offset.
     first = offset - offset % ALLOCATIONGRANULARITY

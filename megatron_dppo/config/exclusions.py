@@ -42,7 +42,7 @@ class Condition:
     order: str | None
     """``=``, ``!=``, ``<``, ``>`` or ``>=``; None: the value is not null, false, 0 or empty."""
     words: tuple[str, ...]
-    """Right-hand side of the comparison: values, keys of settings and properties."""
+    """Right-hand side: values, keys of settings and properties."""
 
     @classmethod
     def parse(cls, text: str) -> Condition:
@@ -77,27 +77,20 @@ class Exclusion:
     """Row of the table: values of settings that are refused together."""
 
     terms: tuple[Condition, ...]
-    """Conditions. The first condition names the setting for the error. The row applies if all
-    hold."""
+    """The row applies if all conditions hold. The first names the setting for the error."""
     because: str
-    """Problem, which continues "setting = value: "; ``{key}`` is replaced by the value of a setting
-    or property."""
+    """Problem, which continues "setting = value: "; ``{key}`` is replaced by a value."""
     remedy: str
     commands: tuple[str, ...]
 
     @property
     def needs_policy_shape(self) -> bool:
-        """Whether the row requires the shape of the policy."""
         return any(
             name.startswith("policy.") for term in self.terms for name in (term.key, *term.words)
         )
 
     def check(self, config: Config, policy: object = None) -> None:
         """Check a configuration against the row.
-
-        Args:
-            config: configuration of the run.
-            policy: ``PolicyShape`` of the policy, if the row requires a shape.
 
         Raises:
             UserError: all terms of the row hold.
@@ -122,7 +115,6 @@ class Exclusion:
 
 @cache
 def load_exclusions() -> tuple[Exclusion, ...]:
-    """Return the rows of the table, in the table's order."""
     table = yaml.load(TABLE.read_text(encoding="utf-8"), Loader)
     return tuple(
         row
@@ -142,21 +134,20 @@ def _build_rows(commands: str, **row: Any) -> Iterator[Exclusion]:
 
 
 def _expand_row(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Yield a row of a table once for each of its texts ``each``, which replaces EACH."""
+    """Yield a row once for each of its texts ``each``, which replaces EACH."""
     for each in row.get("each", [""]):
         yield {name: text.replace("EACH", each) for name, text in row.items() if name != "each"}
 
 
 @cache
 def load_idle_rows() -> tuple[dict[str, str], ...]:
-    """Return the rows of ``idle.yaml``."""
     table = yaml.load(IDLE.read_text(encoding="utf-8"), Loader)
     return tuple(texts for row in table for texts in _expand_row(row))
 
 
 def find_idle_keys(config: Config) -> tuple[str, ...]:
-    """Return the keys, or beginnings of keys, of settings that ``train`` ignores, given the
-    remaining settings."""
+    """Return the keys, or beginnings of keys, of settings that ``train`` ignores in a
+    configuration."""
     keys: list[str] = []
     for row in load_idle_rows():
         terms = map(Condition.parse, row["when"].split())
@@ -166,7 +157,7 @@ def find_idle_keys(config: Config) -> tuple[str, ...]:
 
 
 def _build_default_remedy(terms: tuple[Condition, ...]) -> str:
-    """Return the remedy of setting one of the terms' settings to a default that ends the term.
+    """Return the remedy: a default that ends one of the terms.
 
     Raises:
         ValueError: no default ends any term, and the row has no explicit remedy.
@@ -185,14 +176,12 @@ def _build_default_remedy(terms: tuple[Condition, ...]) -> str:
 def build_checks(
     config: Config, command: Command, policy: object = None
 ) -> Iterator[Callable[[], None]]:
-    """Yield the checks of a command. Each check raises UserError if a row of the table excludes the
+    """Yield the checks of a command, which raise UserError if a row of the table excludes the
     settings.
 
     Args:
-        config: configuration of the run.
-        command: command to run.
-        policy: ``PolicyShape`` of the policy, to check the rows with a shape; None: check the
-            remaining rows.
+        policy: ``PolicyShape``, to check only the rows that need a shape; None: the remaining
+            rows.
     """
     for row in load_exclusions():
         if command in row.commands and row.needs_policy_shape == (policy is not None):
@@ -200,7 +189,7 @@ def build_checks(
 
 
 def is_key(word: str) -> bool:
-    """Return whether a word is a dotted key of a setting or property, and not a value."""
+    """Return whether a word is a dotted key, and not a value."""
     section, dot, _ = word.partition(".")
     return (
         section in ("policy", *Config.model_fields)
@@ -210,7 +199,6 @@ def is_key(word: str) -> bool:
 
 
 def get_value(key: str, config: Config, policy: object = None) -> Any:
-    """Return the value of a setting or property by dotted key."""
     name = key.removeprefix("policy.")
     return operator.attrgetter(name)(config if name == key else policy)
 
@@ -237,11 +225,8 @@ MOST_WHOLE = 2**63 - 1
 def check_numbers(config: Config) -> None:
     """Check that clocks, generators and 32-bit arithmetic can hold every number.
 
-    Infinity means no limit and is accepted, except as a time.
-
     Raises:
-        UserError: a number is too large. The error names the setting; if several numbers are too
-            large, the first setting.
+        UserError: names the first setting whose number is too large.
     """
     for key, value in config.iter_settings():
         # Infinity is a limit that is left out, except for a time.

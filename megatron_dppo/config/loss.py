@@ -24,24 +24,23 @@ from megatron_dppo.errors import UserError
 class DistillationConfig(Section):
     teacher: str | None = None
     """Hugging Face directory of a teacher with the policy's vocabulary, of any shape; or the URL of
-    an SGLang or vLLM server, which returns the teacher's probabilities of the sampled tokens. The
-    policy's distribution at each token of the policy's rollouts is drawn toward the teacher's.
-    null: no teacher."""
+    an SGLang or vLLM server, which returns the teacher's probabilities of sampled tokens. The
+    policy's distribution at each token of its rollouts is drawn toward the teacher's. null: no
+    teacher."""
     teacher_checkpoint: str | None = None
-    """Checkpoint of this project with weights for the teacher, which replace the weights of the
-    teacher's directory."""
+    """Checkpoint of this project with weights that replace the teacher directory's weights."""
     teachers: dict[str, str | None] = Field(default={})
-    """Teachers by the data source of the prompts, each in a form that ``teacher`` accepts: ``{math:
-    DIRECTORY, code: http://HOST:PORT, chat: null}``; null: no distillation. Prompts of a source
-    without an entry have ``teacher``, and are refused if ``teacher`` is null."""
+    """Teachers by data source of the prompts, each in a form that ``teacher`` accepts: ``{math:
+    DIRECTORY, code: http://HOST:PORT, chat: null}``; null: no distillation. Sources without an
+    entry have ``teacher``, and are refused if ``teacher`` is null."""
     coef: AboveZero = 1.0
     """Weight of the divergence of policy and teacher, per token."""
     direction: Literal["reverse", "forward"] = "reverse"
-    """Direction of the divergence, which is exact over the whole vocabulary unless the teacher is a
-    server. ``reverse``: KL(policy || teacher), mode-seeking; ``forward``: KL(teacher || policy),
+    """Direction of the divergence, exact over the whole vocabulary unless the teacher is a server.
+    ``reverse``: KL(policy || teacher), mode-seeking; ``forward``: KL(teacher || policy),
     mass-covering."""
     use_task_rewards: bool = True
-    """Train on rewards as well. false: rewards are measured and shown, and every advantage is 0."""
+    """Train on rewards as well. false: rewards are only measured, and every advantage is 0."""
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -52,7 +51,7 @@ class DistillationConfig(Section):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Teachers that are directories: models that the trainer itself runs."""
+        """Teachers that are directories, which the trainer itself runs."""
         return tuple(name for name in self.named if not is_server(name))
 
     @property
@@ -61,25 +60,22 @@ class DistillationConfig(Section):
         return tuple(name for name in self.named if is_server(name))
 
     def get_teacher(self, data_source: str) -> str | None:
-        """Return the teacher of prompts of a data source; None: no distillation."""
+        """Return the teacher of a data source; None: no distillation."""
         return self.teachers.get(data_source, self.teacher)
 
     def find_model_index(self, data_source: str) -> int:
-        """Return the index in :attr:`models` of the teacher of a data source; −1: no model is the
-        teacher."""
+        """Return the index in :attr:`models` of a data source's teacher; −1: no model."""
         name = self.get_teacher(data_source)
         return self.models.index(name) if name in self.models else -1
 
     def has_server(self, data_source: str) -> bool:
-        """Return whether the teacher of a data source is a server."""
         return self.get_teacher(data_source) in self.servers
 
     def get_setting(self, teacher: str) -> str:
-        """Return the key of the setting that names a teacher."""
         return f"loss.distillation.teacher{'' if teacher == self.teacher else 's'}"
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
-        """Check that each data source has a teacher, or is excluded explicitly by null.
+        """Check that each data source has a teacher, or is excluded by null.
 
         Raises:
             UserError: a source has no entry in ``teachers``, and ``teacher`` is None.
@@ -97,7 +93,6 @@ class DistillationConfig(Section):
 
 
 def is_server(teacher: str) -> bool:
-    """Return whether a teacher is the URL of a server, and not a directory."""
     return teacher.startswith(("http://", "https://"))
 
 
@@ -118,23 +113,21 @@ class LossConfig(Section):
     constant, advantages not divided by the standard deviation; dapo: mean over tokens, a higher
     upper clip; gspo: one ratio per sequence; cispo: the clipped ratio is a weight of the
     log-probability, so that every token keeps a gradient; rloo: rewards compared with the rest of
-    the group, no clip; reinforce_pp: rewards compared with the whole minibatch, and divided by the
-    minibatch's standard deviation; reinforce_pp_baseline: rewards compared with the group, and
-    divided by the minibatch's standard deviation; gmpo: geometric mean of a sequence's clipped
-    ratios; sapo: a smooth gate replaces the clip."""
+    the group, no clip; reinforce_pp: rewards compared with the whole minibatch, and divided by its
+    standard deviation; reinforce_pp_baseline: compared with the group, and divided by the
+    minibatch's standard deviation; gmpo: geometric mean of a sequence's clipped ratios; sapo: a
+    smooth gate replaces the clip."""
     objective: str | None = None
     """User-defined objective, ``file.py:function`` or ``module:function``: a function of each
-    token's ratio and advantage, which replaces the function of ``name``. The objective ``name``
-    still defines the computation of advantages from rewards, the ratio, the clips and the mean.
-    null: no user-defined objective."""
+    token's ratio and advantage, which replaces the function of ``name``. ``name`` still defines
+    advantages, ratio, clips and mean."""
     advantage: str | None = None
-    """Computation of advantages from rewards r. null: the method of ``name``; grpo: (r - mean)/std
-    of the group, with the standard deviation over the G rewards; grpo_sample: with the standard
-    deviation over G - 1, as in verl, TRL, slime and SkyRL, which gives advantages sqrt((G - 1)/G)
-    times as large; dr_grpo: r - mean of the group; rloo: r - mean of the group's other rewards;
-    reinforce_pp: (r - mean)/std of the minibatch; reinforce_pp_baseline: r - mean of the group,
-    divided by the minibatch's standard deviation; or a user-defined function, ``file.py:function``
-    or ``module:function``."""
+    """Advantages from rewards r. null: the method of ``name``; grpo: (r - mean)/std of the group,
+    with the standard deviation over the G rewards; grpo_sample: over G - 1, as in verl, TRL, slime
+    and SkyRL, which gives advantages sqrt((G - 1)/G) times as large; dr_grpo: r - mean of the
+    group; rloo: r - mean of the group's other rewards; reinforce_pp: (r - mean)/std of the
+    minibatch; reinforce_pp_baseline: r - mean of the group, divided by the minibatch's standard
+    deviation; or a user-defined function, ``file.py:function`` or ``module:function``."""
     clip_low: NonNegative | None = None
     """Clip of the ratio below 1; null: the objective's clip (0.2; gspo 3e-4; gmpo 0.33; cispo and
     rloo no clip). With a trust_region, largest divergence of a token with a negative advantage;
@@ -145,10 +138,10 @@ class LossConfig(Section):
     advantage; null: as for clip_low."""
     trust_region: Literal["none", "tv", "kl"] = "none"
     """Trust region that replaces the clip (Divergence PPO). A token is left out if the update would
-    move the token's probability further away from the engine's, and the two probabilities have
-    diverged by more than a bound. The divergence compares the probability of this token, and of any
-    other token: by total variation (``tv``), or by KL (``kl``). The ratio is policy over engine,
-    and needs no other correction."""
+    move its probability further away from the engine's, and the two have diverged by more than a
+    bound. The divergence is between the two-way distributions of this token and any other token: by
+    total variation (``tv``) or KL (``kl``). The ratio is policy over engine, and needs no other
+    correction."""
     kl_coef: NonNegative = 0.0
     """Weight of the k3 estimate of KL(policy || initial policy), per token; 0 keeps no reference
     model."""
@@ -156,25 +149,25 @@ class LossConfig(Section):
     """Cap of the truncated importance weight, policy over engine; null: no cap, or 2 with
     rollout.ahead or data.rollouts, unless a trust_region or mask_above bounds the weight."""
     tis_level: Literal["token", "sequence"] = "token"
-    """Level of the importance weight, and of the masks by this weight. ``token``: the weight of
-    each token; ``sequence``: the product over the tokens of the sequence."""
+    """Importance weight and its masks are computed for each ``token``, or for each ``sequence``, as
+    the product over its tokens."""
     mask_below: Share | None = None
-    """Tokens with an importance weight, policy over engine, below this bound are left out (IcePop:
+    """Tokens with an importance weight (policy over engine) below this bound are left out (IcePop:
     0.5); null: no bound."""
     mask_above: AtLeastOne | None = None
-    """Tokens with an importance weight, policy over engine, above this bound are left out (IcePop:
-    5); null: no bound. Without tis_cap, weights between the two bounds are used unchanged."""
+    """Tokens with an importance weight above this bound are left out (IcePop: 5); null: no bound.
+    Without tis_cap, weights between the two bounds are used unchanged."""
     mask_truncated: bool = False
-    """Mask whole completions that ended at rollout.max_response_tokens, including the KL and
-    distillation terms (DAPO's overlong filtering). The rewards and tokens of masked completions
-    still count in the advantages of the groups and in the divisor."""
+    """Mask completions that ended at rollout.max_response_tokens, including the KL and distillation
+    terms (DAPO's overlong filtering). Their rewards and tokens still count in the groups'
+    advantages and in the divisor."""
     updates_per_rollout: Positive = 1
     """Optimizer steps per rollout. The window is split into this number of minibatches of whole
     groups."""
     distillation: DistillationConfig = DistillationConfig()
     replay_routing: Literal["none", "rollout"] = "none"
-    """Mixtures of experts: source of the choice of experts in the updates, so that ratios compare
-    the same experts. ``rollout``: the engine's choice, for each token in each layer."""
+    """Mixtures of experts: choice of experts in the updates. ``rollout``: the engine's, for each
+    token in each layer, so that ratios compare the same experts."""
 
     @property
     def distillation_coef(self) -> float:
@@ -184,12 +177,11 @@ class LossConfig(Section):
 
 class ScheduleConfig(Section):
     shape: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the kept fraction from 1 at the first step to ``keep``: at once, or along a line or
-    half a cosine."""
+    """Course of the kept fraction from 1 to ``keep``: at once, along a line, or half a cosine."""
     ramp: Share = 0.2
     """Fraction of the run until a linear or cosine schedule reaches ``keep``."""
     off_last: Share = 0.0
-    """Fraction of the run without pruning, at the end of the run (as in InfoBatch)."""
+    """Fraction of the run, at its end, without pruning (as in InfoBatch)."""
 
     @property
     def spent(self) -> float:
@@ -204,18 +196,16 @@ class PromptPruningConfig(Section):
     replaces groups of equal reward)."""
     function: str | None = None
     """User-defined rule, ``file.py:function`` or ``module:function``, which replaces ``rule``: a
-    function from candidates with their reward histories, and from ``keep``, to inclusion
-    probabilities."""
+    function from candidates with reward histories, and ``keep``, to inclusion probabilities."""
     keep: Fraction = 0.85
-    """neyman: fraction of the window to roll out, measured by the expected tokens of the prompts;
-    threshold: 1 − r, the probability of a low-scored prompt. greso and dynamic_sampling have no
-    budget and ignore this setting."""
+    """neyman: fraction of the window to roll out, measured by expected tokens; threshold: 1 − r,
+    the probability of a low-scored prompt. greso and dynamic_sampling have no budget and ignore
+    this."""
     floor: Fraction = 0.2
     """neyman, function: smallest inclusion probability of a prompt."""
     draw: Literal["systematic", "bernoulli"] | None = None
     """``systematic``: the number of kept prompts is fixed to within 1; ``bernoulli``: each prompt
-    is drawn independently; null: the draw of the rule (threshold and greso bernoulli, neyman
-    systematic)."""
+    is drawn independently; null: threshold and greso bernoulli, neyman systematic."""
     schedule: ScheduleConfig = ScheduleConfig()
 
     @property
@@ -232,24 +222,22 @@ class CompletionPruningConfig(Section):
     Biased: threshold_deterministic (the paper's Appendix A), top_k (CPPO's: the largest
     advantages), extremes (BranchGRPO's: the best and the worst of a group)."""
     function: str | None = None
-    """User-defined rule, ``file.py:function`` or ``module:function``, which replaces ``rule``: a
-    function from candidates and ``keep`` to inclusion probabilities."""
+    """User-defined rule, as in pruning.prompts.function: from candidates and ``keep`` to inclusion
+    probabilities."""
     keep: Keep = "auto"
     """neyman: fraction of the rolled-out tokens to train on; top_k, extremes: fraction of the
-    completions to train on; threshold and threshold_deterministic: 1 − r, the probability or
-    fraction of low-scored completions. ``auto``: under neyman, at each step, the fraction that
-    minimises the product of the gradient's estimated variance and the step's tokens, generated and
-    trained on; 0.5 under other rules."""
+    completions; threshold and threshold_deterministic: 1 − r, the probability or fraction of
+    low-scored completions. ``auto``: under neyman, at each step, the fraction that minimises the
+    gradient's estimated variance times the step's tokens, generated and trained on; else 0.5."""
     score: Literal["engine", "advantage"] = "engine"
-    """Proxy in neyman for a completion's gradient norm. ``engine``: the advantage times √Σ(1 − p)²
-    of the tokens' rollout probabilities p, at no cost; ``advantage``: the advantage alone, for
-    engines without log-probabilities."""
+    """neyman's proxy for a completion's gradient norm. ``engine``: the advantage times √Σ(1 − p)²
+    over rollout probabilities p, at no cost; ``advantage``: the advantage alone, for engines
+    without log-probabilities."""
     draw: Literal["systematic", "bernoulli"] | None = None
-    """As in pruning.prompts.draw, for completions; null: the draw of the rule (threshold bernoulli,
-    neyman systematic)."""
+    """As in pruning.prompts.draw; null: threshold bernoulli, neyman systematic."""
     normaliser: Literal["full", "kept"] = "full"
-    """Divisor of the loss under top_k. ``full``: the whole minibatch; ``kept``: the kept part of
-    the minibatch, as in CPPO (steps become longer, the more is pruned)."""
+    """Divisor of the loss under top_k. ``full``: the whole minibatch; ``kept``: the kept part, as
+    in CPPO (the more is pruned, the larger the update)."""
     schedule: ScheduleConfig = ScheduleConfig()
 
     @property
@@ -270,17 +258,16 @@ class PruningConfig(Section):
     """Bound on the weight 1/(π_prompt·π_completion). A floor on the completions' probabilities
     keeps this bound; weights are never clipped."""
     refill: Literal["none", "prompts"] = "none"
-    """greso: ``prompts`` rolls out more prompts, until the window is full of groups with non-zero
+    """greso: ``prompts`` rolls out more prompts until the window is full of groups with non-zero
     variance of the rewards (GRESO's adaptive batch), as dynamic_sampling always does."""
     noise: AboveZero | None = None
-    """Estimated variance of a step's gradient, divided by the variance with
-    ``rollout.prompts_per_step`` unpruned prompts. If pruning has made earlier steps noisier by a
-    factor, a step considers more prompts by the same factor. With 1 a step is as noisy as without
-    pruning; with 2, as noisy as half of the prompts without pruning. null: a step considers
-    ``rollout.prompts_per_step`` prompts."""
+    """Estimated variance of a step's gradient, relative to ``rollout.prompts_per_step`` unpruned
+    prompts. If pruning has made earlier steps noisier by a factor, a step considers more prompts by
+    the same factor. 1: as noisy as without pruning; 2: as half of the prompts without pruning.
+    null: a step considers ``rollout.prompts_per_step`` prompts."""
     max_rounds: Positive = 10
-    """greso with refill, and dynamic_sampling: largest number of times that a step rolls out
-    prompts. Then the step trains on the groups at hand."""
+    """greso with refill, and dynamic_sampling: number of times that a step rolls out prompts before
+    it trains on the groups at hand."""
 
     @property
     def least_inclusion(self) -> float:
@@ -295,11 +282,10 @@ class PackConfig(Section):
     window: Positive = 64
     """Number of the longest unpacked sequences that the packer considers."""
     share_prefixes: Literal["auto", "on", "off"] = "auto"
-    """Store once in a pack the tokens that completions of the pack have in common: the prompt, the
-    common beginning of different prompts, the common beginning of responses to a prompt. ``auto``:
-    if this makes a step cheaper, and not with model.spec = te, because this was never measured with
-    the kernels of Transformer Engine; ``on``: in all possible cases; ``off``: each completion has a
-    separate copy of the prompt."""
+    """Store once in a pack the tokens that its completions have in common: the prompt, the common
+    beginning of different prompts, and of responses to a prompt. ``auto``: if a step becomes
+    cheaper, but not with model.spec = te, because this was never measured with Transformer Engine's
+    kernels; ``on``: always if possible; ``off``: each completion has a copy of the prompt."""
     min_per_rank: Count = 0
     """Smallest number of packs per data-parallel rank, if the sequences suffice; 0: twice the
-    pipeline stages, or 1 without pipeline stages."""
+    pipeline stages, or 1 without stages."""

@@ -1,5 +1,4 @@
-"""Settings of reward functions, of weighted sums of reward functions, and of the scoring
-processes."""
+"""Settings of reward functions, their weighted sums, and the scoring processes."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from megatron_dppo.config.types import Count, Positive, Seconds, Section, Share,
 
 class WeightedReward(Section):
     function: str
-    """Reward function, in a form that ``reward.function`` accepts."""
+    """In a form that ``reward.function`` accepts."""
     weight: float = 1.0
-    """Factor of the function's scores in the sum; 0: the scores are only a metric."""
+    """Factor of the scores in the sum; 0: the scores are only a metric."""
     name: str | None = None
-    """Name for the metric ``reward/NAME`` of the scores; null: the function's name without the
-    module or file."""
+    """Name of the scores' metric ``reward/NAME``; null: the function's name without module or
+    file."""
 
     @property
     def metric(self) -> str:
@@ -27,41 +26,40 @@ class WeightedReward(Section):
 
 
 RESERVED = ("timeouts", "errors")
-"""Names of metrics under ``reward/`` that count failures of any reward function."""
+"""Metrics under ``reward/`` that count failures of any reward function."""
 
 
 class RewardConfig(Section):
     function: str | tuple[WeightedReward, ...] = "math"
-    """Reward function: ``math``, ``exact``, ``reasoning_gym`` (the tasks' own verifiers),
-    ``verifiers`` (the environment's rubric), or a function with the signature of verl, slime or TRL
-    as ``module:function`` or ``file.py:function``. Several functions give a weighted sum as the
-    reward: ``[{function: exact}, {function: my.py:brevity, weight: 0.2}]``. The first function that
-    scores a completion decides if the completion is correct."""
+    """``math``, ``exact``, ``reasoning_gym`` (the tasks' own verifiers), ``verifiers`` (the
+    environment's rubric), or a function with the signature of verl, slime or TRL as
+    ``module:function`` or ``file.py:function``. Several functions give a weighted sum:
+    ``[{function: exact}, {function: my.py:brevity, weight: 0.2}]``. The first function that scores
+    a completion decides if it is correct."""
     timeout_s: Seconds = 10.0
-    """Longest processor time for scoring one completion, in seconds. The limit on the clock is ten
-    times this value, for functions that wait or have other processes compute. Past either limit the
-    worker is killed and the group leaves the step."""
+    """Longest processor time for scoring one completion, in seconds; ten times this value on the
+    clock, for functions that wait or have other processes compute. Past either limit the worker is
+    killed and the group leaves the step."""
     workers: Annotated[Positive, Le(1024)] = 1
     """Worker processes on each rank that generates."""
     concurrency: Positive = 32
     """Completions that a worker process awaits at once, if the reward function is written ``async
     def``, such as a function that sends requests to a judge by HTTP. The time limits apply to each
-    completion: a completion that waits for too long is cancelled, and the rest continues. 1: one
-    completion after another, as with functions that are not async. Functions of a whole group get
-    one group after another."""
+    completion: a late completion is cancelled, and the rest continues. 1: one completion after
+    another, as with functions that are not async. Functions of a whole group get one group after
+    another."""
     memory_mib: Positive = 4096
     """Memory for scoring, beyond the reward function's imports, in MiB. Past this limit the scoring
     of a completion fails."""
     thinking_tags: tuple[str, ...] = ("<think>", "</think>")
     """Opening and closing tag of the policy's thoughts. ``math`` and ``exact`` read the answer
-    after the last closing tag. Thoughts without an end leave no answer, and reward 0, even if the
-    chat template opens the thoughts in the prompt. []: the answer is read from the whole
-    completion."""
+    after the last closing tag. Thoughts without an end have no answer, and reward 0, even if the
+    chat template opens them in the prompt. []: read the whole completion."""
     max_failures: Share = 0.1
     """Fraction of a step's completions that may fail in scoring (hang, raise, NaN) before the run
     stops."""
     overlong_buffer: Count | None = None
-    """DAPO's soft penalty: over this number of tokens up to the response limit, the reward falls
+    """DAPO's soft penalty: in this number of tokens before the response limit, the reward falls
     linearly by up to 1; null: the objective's value (dapo a fifth of the limit, grpo no
     penalty)."""
 

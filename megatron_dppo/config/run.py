@@ -1,5 +1,4 @@
-"""Settings of the run (folder, length, evaluations, machines), of the policy with the layout over
-ranks, and of the optimizer."""
+"""Settings of the run, the machines, the policy, the layout over ranks, and the optimizer."""
 
 from __future__ import annotations
 
@@ -28,55 +27,54 @@ if TYPE_CHECKING:
 
 class RunConfig(Section):
     dir: str = "runs/default"
-    """Folder of checkpoints, logs, the picture and the export. The same command run again resumes
-    from this folder."""
+    """Folder of checkpoints, logs, the picture and the export. The same command resumes from this
+    folder."""
     resume: Literal["same", "anyway"] = "same"
-    """Changes that are allowed when a run is started again. ``same``: changes of the length, speed
-    and place of the run. A change of the policy, the data, the prompts of a step, the reward, the
-    loss, the pruning or the seed is refused, because the results would belong to a mixture of the
-    old and the new settings. A file of these settings with the same name and different content is
-    refused as well. ``anyway``: these changes too, from the last checkpoint on; other data, another
-    tokenizer or another seed begin a new order of prompts. For ``sft``, ``anyway`` warms up a
+    """Changes that are allowed when a run is started again. ``same``: length, speed and place of
+    the run. A change of the policy, the data, the prompts of a step, the reward, the loss, the
+    pruning, the seed or the content of their files is refused, because the results would mix old
+    and new settings. ``anyway``: all changes, from the last checkpoint on; other data, another
+    tokenizer or another seed begin a new order of prompts. ``sft`` with ``anyway`` warms up a
     policy that was warmed up already."""
     seed: Count = 1
-    """Random seed of the order of the prompts, the draws of the pruning, and the sampling of the
-    local engine."""
+    """Random seed of the order of prompts, the draws of the pruning, and the local engine's
+    sampling."""
     steps: Positive = 100
-    """Training steps, counted from the start of the run and not from a resume."""
+    """Training steps, counted from the start of the run, not from a resume."""
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0: only after the last step."""
     keep_checkpoints: Positive = 2
-    """Number of the latest checkpoints to keep on the disk."""
+    """Number of the latest checkpoints to keep."""
     keep_best: bool = True
-    """Keep, in addition, the checkpoint with the best held-out accuracy, of the steps that are both
+    """Also keep the checkpoint with the best held-out accuracy, of the steps that are both
     evaluated (eval.every) and saved (run.checkpoint_every)."""
     checkpoint_in_background: bool = False
     """Write checkpoints during training, from a copy of the state in host memory."""
     late_s: Seconds = 120.0
-    """Seconds that ranks wait for a late rank before the log names the rank, with the rank's place
-    in the code. If no rank has moved for half of layout.timeout_s, the log names all ranks. Also
-    seconds without progress in rollouts and evaluations, before the log names the code or the
+    """Seconds that ranks wait for a late rank before the log names the rank and the rank's place in
+    the code. If no rank has moved for half of layout.timeout_s, the log names all ranks. Also
+    seconds without progress in rollouts and evaluations, before the log names the code or
     conversation that hangs."""
     max_idle_steps: Count = 20
-    """Consecutive steps without a gradient before the run is saved and ends with an error. If all
+    """Consecutive steps without a gradient before the run is saved and ends with an error: if all
     rewards of every group are equal, as after a collapse, no further step changes the policy. 0: no
     limit."""
     export: bool = True
     """Write the trained policy as a Hugging Face directory (``DIR/hf``) at the end."""
     length_gate: Annotated[float, Gt(1.0)] | None = 1.5
-    """Largest factor of a fall or rise of the mean response length, relative to the mean of the
-    first steps. Beyond this factor the log has a warning, once for each fall or rise; null: no
-    warning. A policy that takes to a short style early may never return to longer responses."""
+    """Largest factor of a fall or rise of the mean response length from the mean of the first
+    steps. Beyond it the log has a warning, once for each fall or rise; null: no warning. A policy
+    that shortens its responses early may never lengthen them again."""
 
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     """Destinations of every row of metrics.jsonl, in addition to the file: ``[tensorboard, wandb,
-    mlflow, trackio]``. All loggers except the first are extras of this package. Servers and
-    accounts are read from each logger's own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI,
-    …). Without these variables all data stays in the run's folder, and no network is used."""
+    mlflow, trackio]``. All except tensorboard are extras of this package, and read servers and
+    accounts from their own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI, …). Without
+    these variables all data stays in the run's folder, and no network is used."""
 
     profile: tuple[Positive, ...] = ()
     """Steps, counted from 1, to record in ``DIR/profile``: every rank with torch's profiler, and on
-    GPUs the allocator. A recorded step takes longer."""
+    GPUs the allocator. Recording makes a step slower."""
 
     _once = field_validator("loggers")(check_unique)
 
@@ -85,13 +83,11 @@ class EvalConfig(Section):
     every: Count = 50
     """Steps between evaluations; 0: only before the first and after the last step."""
     problems: Count | None = 200
-    """Number of held-out problems to answer of each file or benchmark, from the first problem on;
-    null: all problems (as in ``eval``, unless the command line has another value); 0: no
-    evaluation."""
+    """Number of held-out problems to answer, the first of each file or benchmark; null: all (as in
+    ``eval``, unless the command line has another value); 0: no evaluation."""
     benchmarks: tuple[str, ...] = ()
-    """Benchmarks by name (gsm8k, math500, aime24, minerva, olympiadbench, amc23); generators by
-    name, with the held-out problems of the generator; and files as ``NAME=FILE``. Benchmarks are
-    evaluated in addition to data.eval."""
+    """Benchmarks in addition to data.eval: by name (gsm8k, math500, aime24, minerva, olympiadbench,
+    amc23); generators by name, for their held-out problems; files as ``NAME=FILE``."""
     folder: str | None = None
     """Folder of the benchmarks' files; null: $MEGATRON_DPPO_BENCHMARKS if set, else
     ``data/eval``."""
@@ -102,18 +98,18 @@ class EvalConfig(Section):
     rollout.temperature for more."""
     top_p: Fraction | None = None
     """Sample each token of an answer from the likeliest tokens that together have at least this
-    probability; null: all tokens. With top_k, a fraction of the probability of the tokens that
-    top_k leaves (SGLang: of all tokens)."""
+    probability; null: all tokens. With top_k, a fraction of the probability that top_k leaves
+    (SGLang: of all tokens)."""
     top_k: Positive | None = None
-    """Sample each token of an answer from this number of the likeliest tokens; null: all tokens."""
+    """Sample each token of an answer from this number of likeliest tokens; null: all tokens."""
     max_response_tokens: Positive | None = None
-    """Largest number of tokens in an answer. A longer answer is cut off. null:
+    """Largest number of tokens in an answer; longer answers are cut off. null:
     rollout.max_response_tokens."""
     show: Count = 3
     """Answers printed before and after training."""
     batch: Positive = 64
-    """``eval``: number of problems to request at a time. A kill costs at most these problems.
-    Servers idle while the last problem is answered."""
+    """``eval``: problems to request at a time. A kill loses at most these problems; servers idle
+    while the last one is answered."""
     out: str | None = None
     """``eval``: folder of answers and scores; null: ``RUN/eval/MODEL``."""
     against: str | None = None
@@ -134,8 +130,8 @@ class SftConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Machines that ``plan`` and ``launch`` use. A run takes the machines at hand, and reads
-    ``gpu`` alone."""
+    """Machines that ``plan`` and ``launch`` use. A run takes the machines at hand, and reads only
+    ``gpu``."""
 
     nodes: Positive = 1
     """Nodes of the actors."""
@@ -145,7 +141,7 @@ class ClusterConfig(Section):
     """GPUs of each node, both for actors and for servers."""
     gpu: Literal["a100-40", "a100-80", "h100", "h200", "b200"] = "h100"
     """Kind of GPU. A plan uses the kind's memory, bandwidth and matrix rate;
-    ``perf/actor_train_peak_share`` uses the matrix rate."""
+    ``perf/actor_train_peak_share`` the matrix rate."""
     price_per_gpu_hour: NonNegative | None = None
     """Price of one GPU for one hour, in any currency; null: plans have hours and no price."""
     account: str | None = None
@@ -156,8 +152,8 @@ class ClusterConfig(Section):
     """Slurm's time limit for one job, in hours. At the limit an unfinished run saves, and resumes
     in the next job."""
     warn_s: Seconds = 600.0
-    """Time between the signal to save and stop and the time limit, in seconds: longer than a step
-    and a checkpoint."""
+    """Seconds between the signal to save and stop, and the time limit: longer than a step and a
+    checkpoint."""
     container: str | None = None
     """Container image for the job's steps (Pyxis); null: the environment that submits the job."""
     mounts: tuple[str, ...] = ()
@@ -165,30 +161,28 @@ class ClusterConfig(Section):
 
 
 HEAD_CHUNK_MIB = {"cpu": 64, "cuda": 1024}
-"""Default of ``model.head_chunk_mib`` by type of device. Each chunk reads the output layer and the
-layer's gradient again, which takes a small fraction of a CPU's time, and a large fraction of a
-GPU's."""
+"""Default of ``model.head_chunk_mib`` by type of device. Each chunk reads the output layer and its
+gradient again: little of a CPU's time, and much of a GPU's."""
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 """Bytes of a weight, by ``model.dtype``."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Types of weights, by the names in torch, config.json and servers."""
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""Matrix of a layer, by Hugging Face name. In a mixture, the last three names are the matrices of
-every expert."""
+"""Matrix of a layer, by Hugging Face name. In a mixture, the last three are matrices of every
+expert."""
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA, arXiv:2106.09685) beside frozen weights. Only the adapters are
-    trained and stored in checkpoints."""
+    """Low-rank adapters (LoRA, arXiv:2106.09685) beside frozen weights. Only adapters are trained
+    and stored in checkpoints."""
 
     rank: Count = 0
     """Rank of the adapters; 0: no adapters, and all weights are trained."""
     alpha: AboveZero = 32.0
     """Scale of the adapters: outputs are multiplied by alpha/rank."""
     targets: tuple[Projection, ...] = get_args(Projection)
-    """Matrices with a separate adapter each, by Hugging Face name, in all layers and all
-    experts."""
+    """Matrices with an adapter, by Hugging Face name, in all layers and experts."""
 
     @property
     def scale(self) -> float:
@@ -200,12 +194,11 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     path: str = ""
     """Initial policy: a Hugging Face directory with config.json, safetensors and tokenizer files;
-    or the id of a model on the hub (``Qwen/Qwen3-0.6B``), which is fetched into the hub's own cache
-    if absent; or the folder of a run, with the policy that the run has trained."""
+    the id of a model on the hub (``Qwen/Qwen3-0.6B``), fetched into the hub's cache if absent; or
+    the folder of a run, with the trained policy."""
     checkpoint: str | None = None
     """Megatron checkpoint folder (from a run, or from `megatron-dppo convert from-hf`) with weights
-    that replace the weights in model.path. Then config.json and the tokenizer suffice in
-    model.path."""
+    that replace model.path's. Then model.path needs only config.json and the tokenizer."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in the forward pass; master weights and gradients are fp32."""
     spec: Literal["auto", "torch", "te"] = "auto"
@@ -213,19 +206,18 @@ class ModelConfig(Section):
     ``auto``: te for bf16 if CUDA and Transformer Engine are present."""
     deterministic: bool = False
     """Restrict Transformer Engine's layers to kernels that repeat bit by bit, which are slower.
-    Without this restriction a resumed run on a GPU trains as well as before, but not with identical
-    bits."""
+    Otherwise a resumed run on a GPU trains as well as before, but not with identical bits."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: ``selective`` runs the feed-forward part of each layer again (the
-    experts, if the layer has experts), ``full`` keeps only the input of each layer."""
+    """Activation recomputation: ``selective`` runs the feed-forward part of each layer again (or
+    its experts), ``full`` keeps only the input of each layer."""
     head_chunk_mib: Positive | None = None
     """MiB of logits, including gradients, that the policy head holds at a time; null: 1024 on a
-    GPU, else 64. A GPU computes all logits twice, in the forward and in the backward pass, but only
-    once if the logits of a pack fit: 6 bytes for each token of a response and each token of the
-    vocabulary, divided by layout.tp."""
+    GPU, else 64. A GPU computes all logits twice, in the forward and the backward pass, but once if
+    the logits of a pack fit: 6 bytes times response tokens times vocabulary, divided by
+    layout.tp."""
     reference_on_host: bool = False
-    """Keep the frozen reference (with loss.kl_coef) in host memory while the reference is not
-    needed. The reference's weights are then copied to the GPU once a step."""
+    """Keep the frozen reference (with loss.kl_coef) in host memory while it is not needed. Its
+    weights are then copied to the GPU once a step."""
     lora: LoraConfig = LoraConfig()
 
     @property
@@ -237,12 +229,12 @@ class ModelConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """Directory of the policy that ``path`` names. A model on the hub is fetched if needed, and
-        without weights if ``checkpoint`` has weights.
+        """Directory of the policy that ``path`` names. A model on the hub is fetched if needed.
 
         Raises:
-            UserError: under the conditions of ``hub.policy_folder``.
+            UserError: see ``hub.policy_folder``.
         """
+        # A fetch leaves out the weights if ``checkpoint`` has weights.
         return policy_folder(self.path, weights=self.checkpoint is None)
 
 
@@ -255,15 +247,14 @@ class LayoutConfig(Section):
     """Context-parallel ranks, which share the tokens of every sequence, for sequences that are too
     long for one GPU."""
     ep: Positive = 1
-    """Expert-parallel ranks, each with a part of every layer's experts. Expert-parallel ranks are
-    taken from tp, cp and dp together."""
+    """Expert-parallel ranks, each with a part of every layer's experts, taken from tp, cp and dp
+    together."""
     etp: Positive | None = None
     """Tensor-parallel ranks of one expert; null: equal to tp."""
     vpp: Positive = 1
     """Virtual pipeline stages on each rank, interleaved: a smaller bubble for more messages."""
     first_stage_layers: Positive | None = None
-    """Layers of the first pipeline stage, if fewer or more than in the other stages; null: the same
-    number."""
+    """Layers of the first pipeline stage; null: the same number as in the other stages."""
     last_stage_layers: Positive | None = None
     """Layers of the last pipeline stage; null: the same number as in the other stages."""
     dp: Positive | None = None
@@ -272,9 +263,8 @@ class LayoutConfig(Section):
     sequence_parallel: bool = False
     """Shard norms and their activations along the sequence over the tensor-parallel ranks."""
     timeout_s: AboveZero = 600.0
-    """Longest time, in seconds, that collectives wait for the slowest rank during training, the
-    synchronisation of weights and the writing of checkpoints. Waits for rollouts have a separate
-    limit, rollout.timeout_s."""
+    """Longest time, in seconds, that collectives wait for the slowest rank in training, weight
+    synchronisation and writing of checkpoints. Waits for rollouts have rollout.timeout_s."""
 
     @property
     def expert_tp(self) -> int:
@@ -282,26 +272,26 @@ class LayoutConfig(Section):
 
     @property
     def min_ranks(self) -> int:
-        """Smallest number of ranks for the layout if ``dp`` is open. Every possible number of ranks
-        is a multiple."""
+        """Smallest number of ranks for the layout if ``dp`` is open; possible numbers are
+        multiples."""
         return self.pp * math.lcm(self.tp * self.cp, self.expert_tp * self.ep)
 
     @property
     def min_packs(self) -> int:
-        """Smallest number of packs of a replica: interleaved stages cannot process fewer packs than
-        stages."""
+        """Smallest number of packs of a replica."""
+        # Interleaved stages cannot process fewer packs than stages.
         return self.pp if self.vpp > 1 else 1
 
     @property
     def row_multiple(self) -> int:
-        """Unit, in tokens, of the padded length of each sequence in a pack: two chunks for each
-        context-parallel rank."""
+        """Unit, in tokens, of the padded length of each sequence in a pack."""
+        # Context parallelism gives two chunks of each sequence to each rank, to balance the work.
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def pack_multiple(self) -> int:
-        """Unit of the pack length in tokens: whole sequences, and an equal number of tokens for
-        each rank that holds a slice of the sequence dimension."""
+        """Unit of the pack length in tokens."""
+        # Each rank with a slice of the sequence dimension needs an equal number of tokens.
         return math.lcm(self.row_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
 
 
@@ -317,8 +307,8 @@ class OptimizerConfig(Section):
     clip_grad: NonNegative = 1.0
     """Limit of the gradient's global norm; 0: no limit."""
     weight_decay: NonNegative = 0.0
-    """AdamW's weight decay of matrices, to be multiplied by the learning rate; norms and biases
-    have no weight decay."""
+    """AdamW's weight decay of matrices, multiplied by the learning rate; not of norms and
+    biases."""
     beta1: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
     """Adam's decay of the mean of gradients."""
     beta2: Annotated[float, Ge(0.0), Lt(1.0)] = 0.95
@@ -331,4 +321,4 @@ class OptimizerConfig(Section):
     """Sum gradients over these ranks during the backward pass, bucket by bucket."""
     offload: bool = False
     """Keep the optimizer's state (12 bytes per parameter, over the ranks that share the state) in
-    host memory, except during the optimizer step itself. Requires optimizer.distributed."""
+    host memory outside the optimizer step. Requires optimizer.distributed."""

@@ -24,19 +24,18 @@ Keep = Fraction | Literal["auto"]
 Positive = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
 Pool = Annotated[int, Ge(1), Le(1_000_000)]
-"""Number of problems to generate one by one. A million problems take a minute."""
+"""Problems to generate one by one: a million take a minute."""
 
 Command = Literal["train", "sft", "eval", "probe-batch", "serve"]
 """Command, which selects the checks of the settings."""
 TRAINING: tuple[Command, ...] = ("train", "sft")
-"""Commands that write to ``run.dir``. Only one of these commands may use a folder at a time."""
+"""Commands that write to ``run.dir``; only one at a time may use a folder."""
 
 AnySection = TypeVar("AnySection", bound="Section")
 
 
 class Section(BaseModel):
-    """Group of settings and of nested sections. The text under a setting is the setting's
-    description."""
+    """Group of settings and of nested sections. The text under a setting is its description."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -52,11 +51,10 @@ class Section(BaseModel):
 
 
 def check_unique(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words of a list without duplicates and empty words.
+    """Return words after a check for duplicates and empty words.
 
     Raises:
-        ValueError: a word is empty or a duplicate; a ValueError, because pydantic expects this type
-            from validators.
+        ValueError: the type that pydantic expects from validators.
     """
     if wrong := [word for word in words if not word or words.count(word) > 1]:
         raise ValueError(f"names {wrong[0]} more than once" if wrong[0] else "has an empty name")
@@ -64,34 +62,31 @@ def check_unique(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def replace(section: AnySection, **changes: Any) -> AnySection:
-    """Return a copy with other values of some settings. The values are checked like the values of a
-    file.
+    """Return a copy with other values of some settings, checked like the values of a file.
 
     Raises:
-        pydantic.ValidationError: a name is unknown, or a value has the wrong type or is beyond the
-        limits.
+        pydantic.ValidationError: a name is unknown, or a value is wrong.
     """
     return type(section)(**dict(section) | changes)
 
 
 MOST_VALUES = 10_000
 MOST_LEVELS = 32
-"""Limits of a file: number of keys and values, including repetitions by aliases; and depth of
-nested collections."""
+"""Limits of a file: keys and values, including repetitions by aliases; depth of nested
+collections."""
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.2 loader with limits on size and depth. A duplicate key in a section is an error,
-    because the first value would be lost."""
+    """YAML 1.2 loader with limits on size and depth."""
 
-    # Start without the resolvers of the base class, because these resolvers follow YAML 1.1.
+    # The resolvers of the base class follow YAML 1.1.
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
         self._levels = 0
         self._values: dict[yaml.Node, int] = {}
-        """Number of values of a node: the node and all values below."""
+        """Number of values of a node, with all values below."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark
@@ -130,6 +125,7 @@ class Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
+        # The first value of a duplicate key would be lost.
         for key, _ in node.value:
             if str(key.value) in seen:
                 raise yaml.constructor.ConstructorError(
@@ -140,10 +136,10 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """YAML dumper that quotes words which YAML 1.1 or 1.2 would not read as words, and escapes
-    Unicode's line breaks."""
+    """YAML dumper that quotes words that YAML 1.1 or 1.2 would not read as words."""
 
     def represent_word(self, text: str) -> yaml.ScalarNode:
+        # Unicode's line breaks are escaped in double quotes only.
         style = '"' if any(line_break in text for line_break in "\x85\u2028\u2029") else None
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 

@@ -1,12 +1,11 @@
-"""``python -m megatron_dppo.launch.health``: a check of the nodes of a job before the run
-(``job.sh``).
+"""``python -m megatron_dppo.launch.health``: a check of a job's nodes before the run (``job.sh``).
 
 srun or torchrun starts one process for each rank.
 
 - The first process of each node queries ``nvidia-smi`` for memory errors, and DCGM for the quick
-  diagnosis, if these tools are installed.
+  diagnosis, if installed.
 - All ranks connect by gloo and sum a tensor: by NCCL if torch sees GPUs, else by gloo.
-- Rank 0 prints one line for each fault, with exit code 1; or the time of the sum, with exit code 0.
+- Rank 0 prints each fault, with exit code 1; or the time of the sum, with exit code 0.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from megatron_dppo.launch.start import (
 WAIT_S = 120.0
 """Longest wait of a rank for the other ranks, in seconds."""
 MIB = {"gloo": 64, "nccl": 1024}
-"""Size of the summed tensor by backend, in MiB. On GPUs the tensor is large enough that the latency
-between many nodes is small."""
+"""Size of the summed tensor by backend, in MiB; on GPUs large, so that latency between many nodes
+is small."""
 ROUNDS = 5
 FLOOR = "HEALTH_CHECK_GBPS"
 """Environment variable with the smallest allowed bandwidth of a rank between nodes, in GB/s."""
 FLOORS = {"gloo": 0.0, "nccl": 10.0}
-"""Default of ``FLOOR`` by backend. NCCL over TCP, the silent fallback without InfiniBand's
-libraries, is slower."""
+"""Default of ``FLOOR``. NCCL over TCP, the silent fallback without InfiniBand's libraries, is
+slower."""
 DIAGNOSIS_S = 300.0
 DCGM = ("dcgmi", "discovery", "-l"), ("dcgmi", "diag", "-r", "1")
-"""Commands of DCGM. The second command works only if the first command finds a host engine."""
+"""Commands of DCGM; the second works only if the first finds a host engine."""
 ERRORS = (
     "nvidia-smi",
     "--query-gpu=index,ecc.errors.uncorrected.volatile.total",
@@ -52,8 +51,7 @@ ERRORS = (
 
 
 def find_node_faults() -> Iterator[str]:
-    """Yield the faults that the node's own tools find. Memory errors are counted from the start of
-    the driver."""
+    """Yield the faults that the node's own tools find."""
     if shutil.which("nvidia-smi"):
         code, said = _run_command(*ERRORS)
         if code:
@@ -63,6 +61,7 @@ def find_node_faults() -> Iterator[str]:
                 f"nvidia-smi lists {len(said.splitlines())} GPUs, and torch {torch.__version__} "
                 "sees none"
             )
+        # Memory errors are counted from the start of the driver.
         for gpu, _, count in (line.partition(", ") for line in said.splitlines() if not code):
             # A GPU that does not count errors has [N/A].
             if count.isdecimal() and int(count):
@@ -103,7 +102,7 @@ def time_all_reduce(rank: int, size: int, mib: int, group: dist.ProcessGroup | N
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor, group=group)
-        # Stop the clock after this check, because only reading a result waits for the device.
+        # The clock stops after this check, because only reading a result waits for the device.
         wrong = int((tensor != size * (size + 1) / 2).sum())
         times.append(time.perf_counter() - began)
         if wrong:
@@ -117,10 +116,9 @@ def check_network(bandwidth: float, nodes: Sequence[str], backend: str) -> str |
     """Return the fault of a network between nodes that is slower than ``HEALTH_CHECK_GBPS``.
 
     Args:
-        bandwidth: bus bandwidth of a sum over all ranks, in GB/s, which is the bandwidth of a whole
-            node's network.
+        bandwidth: bus bandwidth of a sum over all ranks, in GB/s.
         nodes: node of each rank.
-        backend: backend of the sum, ``gloo`` or ``nccl``.
+        backend: ``gloo`` or ``nccl``.
     """
     given = os.environ.get(FLOOR, "")
     try:
@@ -128,6 +126,7 @@ def check_network(bandwidth: float, nodes: Sequence[str], backend: str) -> str |
     except ValueError:
         return f"{FLOOR} = {given}: is no number of GB/s"
     ranks = Counter(nodes)
+    # The bus bandwidth is the bandwidth of a whole node's network.
     each = bandwidth / max(ranks.values())
     if len(ranks) == 1 or each >= least:
         return None
@@ -136,14 +135,7 @@ def check_network(bandwidth: float, nodes: Sequence[str], backend: str) -> str |
 
 
 def main(wait_s: float = WAIT_S) -> int:
-    """Check this rank's node, and sum a tensor with the other ranks.
-
-    Args:
-        wait_s: longest wait of a rank for the other ranks, in seconds.
-
-    Returns:
-        Exit code.
-    """
+    """Check this rank's node, sum a tensor with the other ranks, and return the exit code."""
     if is_srun_task(os.environ):
         os.environ.update(build_torch_environment(os.environ))
     told = {**get_single_rank_environment(), **os.environ}

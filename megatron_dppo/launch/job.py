@@ -1,8 +1,7 @@
 """``megatron-dppo launch CONFIG``: a run as a NeMo-Run experiment, or as a script for ``sbatch`` or
 ``bash``.
 
-In both cases the job on Slurm is ``scripts/slurm/job.sh``. NeMo-Run requests the machines, submits
-the job, and keeps the log.
+The job on Slurm is ``scripts/slurm/job.sh`` in both cases.
 """
 
 from __future__ import annotations
@@ -24,16 +23,13 @@ from megatron_dppo.rollout.servers.launch import SERVER_PYTHON, count_reserved_g
 
 PACKAGE = Path(__file__).parents[1]
 EXAMPLES = PACKAGE / "examples" if (PACKAGE / "examples").is_dir() else PACKAGE.parent
-"""Folder with ``configs`` and ``scripts/slurm``: within an installed package, or the checkout."""
+"""Folder with ``configs`` and ``scripts/slurm``: in an installed package, or the checkout."""
 JOB = EXAMPLES / "scripts/slurm/job.sh"
 
 
 def render_local_script(words: Sequence[str]) -> str:
-    """Return a script that trains on this machine, in this folder.
-
-    Args:
-        words: words of the command line, a file and overrides.
-    """
+    """Return a script that trains on this machine, in this folder, with ``words`` of the command
+    line."""
     command = shlex.join([sys.executable, "-m", "megatron_dppo", "train", *words])
     return f"#!/usr/bin/env bash\n{enter_folder()}\nexec {command}\n"
 
@@ -41,10 +37,6 @@ def render_local_script(words: Sequence[str]) -> str:
 def render_slurm_script(config: Config, words: Sequence[str]) -> str:
     """Return a script for ``sbatch`` that requests the machines of ``cluster.*``, then runs
     ``job.sh``.
-
-    Args:
-        config: configuration of the run.
-        words: words of the command line, a file and overrides.
 
     Raises:
         UserError: the nodes have too few GPUs for ranks or servers.
@@ -85,13 +77,12 @@ def _render_component(nodes: int, tasks: int, gpus: int, places: Sequence[str]) 
 
 
 def enter_folder() -> str:
-    """Return the line of a script that enters the current folder."""
+    """Return a script's line that enters the current folder."""
     return f"cd {shlex.quote(str(Path.cwd()))} || exit 2"
 
 
 def sort_job_words(words: Sequence[str]) -> list[str]:
-    """Return the words for ``job.sh`` with the file first, because ``job.sh`` takes the first word
-    for the file."""
+    """Return the words for ``job.sh``, which takes the first word for the file."""
     return sorted(words, key=lambda word: "=" in word and not Path(word).is_file())
 
 
@@ -105,8 +96,7 @@ def build_job_environment(config: Config) -> dict[str, str]:
 
 
 def count_ranks_per_node(config: Config) -> int:
-    """Return the number of ranks on each actor node: one rank per GPU, without the GPUs for servers
-    that the run itself starts on the node.
+    """Return the number of ranks on each actor node: the GPUs that the run's own servers leave.
 
     Raises:
         UserError: no GPU is left for a rank, or the servers share the first of several nodes.
@@ -126,7 +116,7 @@ def count_ranks_per_node(config: Config) -> int:
 
 
 def count_servers_per_node(config: Config) -> int:
-    """Return the number of servers on each server node: the largest number for the node's GPUs.
+    """Return the number of servers on each server node: the most that fit.
 
     Raises:
         UserError: a node has too few GPUs for one server, or ``rollout.launch.tp`` is a list.
@@ -142,7 +132,7 @@ def count_servers_per_node(config: Config) -> int:
 
 
 def format_slurm_time(hours: float) -> str:
-    """Return the time in the format of ``--time``, at least one minute."""
+    """Return the time for ``--time``, at least one minute."""
     minutes = max(round(60 * hours), 1)
     return f"{minutes // 60:02}:{minutes % 60:02}:00"
 
@@ -170,15 +160,16 @@ def launch(
         config: configuration of the run; ``config.cluster`` defines the machines.
         words: words of the command line, a file and overrides, which the job reads again.
         executor: ``local`` for this machine, ``slurm`` for a Slurm cluster.
-        dry_run: print the same job as a script for ``sbatch`` or ``bash``, and run no job.
+        dry_run: print the job as a script for ``sbatch`` or ``bash``; needs no NeMo-Run and no
+            Slurm.
         detach: on Slurm, return without waiting for the end of the run.
 
     Returns:
         0 if the run succeeded or was submitted; else 1, and the log has the reason.
 
     Raises:
-        UserError: NeMo-Run or Slurm is missing (a dry run needs no NeMo-Run and no Slurm); or, on
-            Slurm, the layout does not divide the ranks of ``cluster.nodes``.
+        UserError: NeMo-Run or Slurm is missing; or, on Slurm, the layout does not divide the
+            ranks.
     """
     on_slurm = executor == "slurm"
     if on_slurm and not dry_run and shutil.which("sbatch") is None:
@@ -186,7 +177,7 @@ def launch(
         raise UserError(
             "--executor", executor, problem, "Launch from a login node, or with --executor local"
         )
-    # Check the layout before submission, because a job would fail only after a wait for nodes.
+    # Before submission, because a job would fail only after a wait for nodes.
     if on_slurm:
         resolve_layout(config.layout, config.cluster.nodes * count_ranks_per_node(config))
     if dry_run:
@@ -208,7 +199,6 @@ def launch(
 
 
 def _wait_for_final_states(experiment: Any) -> set[str]:
-    """Return the final states of all tasks."""
     # Poll, because NeMo-Run stops following a task at the end of the log, a moment too early.
     while True:
         states = {task["status"].name for task in experiment.status(return_dict=True).values()}

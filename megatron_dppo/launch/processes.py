@@ -1,8 +1,7 @@
-"""Start and end the ranks of one machine together, as processes, and report the first rank that
-failed.
+"""Start and end the ranks of one machine together, and report the first rank that failed.
 
-Only the first failing rank prints a reason. Later ranks fail because of the first failure, or for
-the same reason.
+Only the first failing rank prints a reason: later failures are consequences, or have the same
+reason.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from megatron_dppo.process.streams import print_message
 LOOK_S = 0.05
 """Seconds between polls of the ranks."""
 GRACE_S = 30.0
-"""Seconds for ranks to end after SIGTERM, before SIGKILL; also seconds for ranks to end after a
-save, before SIGTERM."""
+"""Seconds for ranks to end after SIGTERM, before SIGKILL; also after a save, before SIGTERM."""
 
 
 class _SignalError(Exception):
@@ -50,9 +48,7 @@ def run_ranks(
     """Run a command as several ranks, and return when all ranks have ended.
 
     Args:
-        command: command line, the same for every rank.
-        environ: environment of all ranks; RANK and other variables of the process group are added.
-        ranks: number of ranks.
+        environ: environment of all ranks, without the variables of the process group.
         failure: marker that the first failing rank creates, unless a signal kills the rank.
         on_poll: function that is called between polls of the ranks; an exception ends the ranks.
 
@@ -107,7 +103,7 @@ def _watch(
         if failed := {rank: code for rank, code in codes.items() if code}:
             code = _first_cause(failed, failure, previous_poll=before)
             if code == lifetime.SAVED:
-                # The other ranks have saved as well, and are closing files.
+                # The remaining ranks have saved as well, and are closing files.
                 _wait(processes, GRACE_S)
             return code
         if None not in codes.values():
@@ -127,28 +123,25 @@ def _check_ends(failure: FirstFailure, *, ranks: int) -> int:
 
 
 def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, previous_poll: float) -> int:
-    """Print which rank failed first, unless that rank has printed a reason. Return the exit code of
-    the run.
-
-    - A killed rank cannot print a reason, and its peers fail as a consequence. The peers delay
-      their messages, so that the launcher usually polls the killed rank first.
-    - If one poll finds a killed rank and a marker, the killed rank is the cause, unless the marker
-      is older than the previous poll.
-    - SIGABRT beside a marker is always a consequence, because libraries abort a process that has
-      lost its peers.
+    """Print which rank failed first, unless that rank has printed a reason. Return the run's exit
+    code.
 
     Args:
         failed: exit codes by rank; a negative code is the signal that ended the rank.
-        failure: marker of the run.
         previous_poll: time of the previous poll, when all ranks were alive, in seconds since the
             epoch.
     """
     killed = {rank: -code for rank, code in failed.items() if code < 0}
     spoken = failure.get_code()
+    # A killed rank cannot print a reason, and its peers fail as a consequence. The peers delay
+    # their messages, so that the launcher usually polls the killed rank first. If one poll finds a
+    # killed rank and a marker, the killed rank is the cause, unless the marker is older than the
+    # previous poll.
     if spoken is not None and (
         set(killed.values()) <= {signal.SIGABRT} or failure.is_older_than(previous_poll)
     ):
         return spoken
+    # SIGABRT is a consequence, because libraries abort a process that has lost its peers.
     killed = {rank: number for rank, number in killed.items() if number != signal.SIGABRT} or killed
     for rank, number in killed.items():
         failure.report(format_signal_exit(f"rank {rank}", number))
@@ -177,13 +170,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 @contextmanager
 def _handle_ending_signals() -> Iterator[Callable[[], None]]:
-    """Raise ``_SignalError`` for the first ending signal in this context, until the yielded
-    function is called.
-
-    - Signals that are ignored, as SIGHUP is under nohup, stay ignored.
-    - A thread other than the main thread, as in the kernel of a notebook, keeps its handlers,
-      because Python sets handlers on the main thread only.
-    """
+    """Raise ``_SignalError`` for the first ending signal, until the yielded function is called."""
 
     def ignore_them() -> None:
         for each in before:
@@ -193,7 +180,9 @@ def _handle_ending_signals() -> Iterator[Callable[[], None]]:
         ignore_them()
         raise _SignalError(number)
 
+    # Python sets handlers on the main thread only; the kernel of a notebook may run another thread.
     ours = lifetime.ENDING if threading.current_thread() is threading.main_thread() else ()
+    # SIGHUP stays ignored under nohup.
     heard = [number for number in ours if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, raise_once) for number in heard}
     try:
@@ -204,18 +193,18 @@ def _handle_ending_signals() -> Iterator[Callable[[], None]]:
 
 
 CLOCK_S = 1.0
-"""Maximum lag of the time of a file behind the clock of this process, in seconds."""
+"""Largest lag of a file's time behind the clock of this process, in seconds."""
 
 
 class FirstFailure:
-    """Marker file of the first failing rank: the exit code of the run on the first line, then the
+    """Marker file of the first failing rank: the run's exit code on the first line, then the
     reason.
 
     A file suffices even if the failing rank can do little else, and if its peers hang in a
     collective.
 
     Args:
-        marker: path of the file, the same for every rank of the run, on a shared disk if possible.
+        marker: path of the file, the same for every rank, on a shared disk if possible.
     """
 
     def __init__(self, marker: Path) -> None:
@@ -224,17 +213,16 @@ class FirstFailure:
         self._said: list[str] = []
 
     def report(self, text: str) -> None:
-        """Print why a rank failed, on behalf of a rank that could not print the reason."""
+        """Print the reason for a failed rank that could not print."""
         self._said.append(text)
         print_message(text)
 
     def get_message(self) -> str:
-        """Return the printed reason why the run failed; empty if the reason is unknown."""
+        """Return the printed reason why the run failed; empty if unknown."""
         return "\n".join(self._said) or self._read().partition("\n")[2]
 
     def claim(self, code: int, text: str) -> int:
-        """Print why this rank fails, if no rank has failed before. Return the exit code of the
-        run."""
+        """Print why this rank fails, if no rank has failed before. Return the run's exit code."""
         try:
             # A marker older than this rank is left from an earlier run, and would suppress the
             # message.
@@ -253,7 +241,7 @@ class FirstFailure:
         return code
 
     def get_code(self) -> int | None:
-        """Return the exit code of the first failure; None if no rank has failed."""
+        """Return the exit code of the first failure; None without a failure."""
         # Retry, because the content is written a moment after the file is created.
         for _ in range(20):
             if not self._marker.exists():
@@ -276,7 +264,7 @@ class FirstFailure:
             return False
 
     def wait(self, seconds: float) -> None:
-        """Wait until a rank has failed, for at most ``seconds``."""
+        """Wait until a rank has failed, at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while not self._marker.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -286,20 +274,18 @@ class FirstFailure:
         self._end_mark(rank).touch()
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether the job of a rank reached its end."""
         return self._end_mark(rank).exists()
 
     def _end_mark(self, rank: int) -> Path:
         return self._marker.with_name(f"{self._marker.name}.end-{rank}")
 
     def remove_marker(self) -> None:
-        """Remove the marker of a run of one rank, because no further process reads the marker."""
+        """Remove the marker of a run of one rank, which no further process reads."""
         self._marker.unlink(missing_ok=True)
 
 
 def resolve_marker(run_dir: Path, environ: Mapping[str, str]) -> Path:
-    """Return the path of the marker: the path set by the launcher, otherwise a path in the
-    directory of the run.
+    """Return the marker's path: set by the launcher, else in the directory of the run.
 
     Before the directory exists, and under torchrun without Slurm, only the ranks of one node share
     a marker.
@@ -317,8 +303,7 @@ def resolve_marker(run_dir: Path, environ: Mapping[str, str]) -> Path:
 
 
 def _make_user_folder() -> Path:
-    """Return a temporary folder that only this user can write to, the same for all processes of the
-    user."""
+    """Return a temporary folder that only this user can write to."""
     folder = Path(tempfile.gettempdir(), f"megatron-dppo-{os.getuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

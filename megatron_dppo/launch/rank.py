@@ -1,16 +1,15 @@
 """Rank of a run, started by the launcher (``python -m megatron_dppo.launch.rank JOB CONFIG
 OPTIONS``), torchrun or srun.
 
-If a rank fails, one message is printed, every rank ends, and the exit code is the kind of the
-failure:
+If a rank fails, one message is printed, every rank ends, and the exit code is
 
 - 2: a problem that the user can fix.
 - 1: a crash.
 - 75: a run that was requested to stop and has saved.
 
-Only a job that reached its end exits with 0. A call of ``sys.exit`` or ``os._exit`` during the job
-is a crash, for any exit code. If a signal ends a rank, the rank prints no message, and the
-launcher, torchrun or srun names the rank.
+Only a job that reached its end exits with 0. ``sys.exit`` or ``os._exit`` during the job is a
+crash, for any exit code. A rank that a signal ends prints no message; the launcher, torchrun or
+srun names the rank.
 """
 
 from __future__ import annotations
@@ -55,20 +54,19 @@ NO_OPTIONS: Options = {}
 
 _reported: list[BaseException] = []
 """Errors of failed jobs, kept with the frames, because a user's coroutine may loop forever when
-Python discards the coroutine."""
+Python discards it."""
 
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 TOO_MANY_FILES = os.strerror(errno.EMFILE)
 HOLD_BACK_S = 10.0
-"""Seconds that a rank waits before a message about a lost peer. Within this time the rank that
-failed first can print a message, and a launcher that finds a killed rank names the rank and ends
-the ranks."""
+"""Seconds that a rank waits before a message about a lost peer. The rank that failed first can then
+print a message, or a launcher that finds a killed rank ends the ranks."""
 LOST = re.compile(
     rf"{LOST_CONTACT}|connection (was )?(closed|reset|refused)|broken pipe|failed to "
     r"(recv|send)|gloo|nccl|tcpstore",
     re.IGNORECASE,
 )
-"""Messages of libraries after a peer has closed a connection."""
+"""Libraries' messages after a peer has closed a connection."""
 
 
 def rank_main(
@@ -80,14 +78,13 @@ def rank_main(
 ) -> int:
     """Run a job as one rank of the process group in the environment, and return the exit code.
 
-    With more than one rank, a failing rank ends its process and does not return, because a return
-    may be impossible while the other ranks hang in a collective.
+    With more than one rank, a failing rank ends its process and does not return.
 
     Args:
         job: function, ``module:function``, or key of ``JOBS``.
-        config: configuration of the run, the argument of the job.
+        config: the argument of the job.
         options: named arguments of the job.
-        prepare: function to call before the job; errors are reported in the same way.
+        prepare: function to call before the job; its errors are reported in the same way.
     """
     ignore_broken_streams()
     filter_upstream_warnings()
@@ -113,6 +110,7 @@ def rank_main(
     # Flush here, because os._exit does not flush.
     sys.stdout.flush()
     sys.stderr.flush()
+    # A return may be impossible while the remaining ranks hang in a collective.
     if code and int(os.environ["WORLD_SIZE"]) > 1:
         os._exit(code)
     if code and _is_alone():
@@ -121,14 +119,13 @@ def rank_main(
 
 
 def _is_alone() -> bool:
-    """Return whether the marker of the first failure has no further reader, rank or launcher."""
+    """Return whether no other process reads the marker of the first failure."""
     return os.environ.get("WORLD_SIZE", "1") == "1" and MARKER not in os.environ
 
 
 @contextmanager
 def _report_exits(failure: FirstFailure) -> Iterator[None]:
-    """Report ``os._exit`` in this process as a crash, for any exit code, within this context.
-    Forked processes keep the original ``os._exit``."""
+    """Report ``os._exit`` in this process as a crash, for any exit code."""
     rank = os.getpid()
     leave = os._exit
     said = lifetime.exit_now
@@ -140,6 +137,7 @@ def _report_exits(failure: FirstFailure) -> Iterator[None]:
         leave(code)
 
     def report(status: int) -> NoReturn:
+        # Forked processes keep the original ``os._exit``.
         if os.getpid() != rank:
             leave(status)
         stack = "".join(traceback.format_stack(sys._getframe(1))).rstrip()
@@ -155,8 +153,7 @@ def _report_exits(failure: FirstFailure) -> Iterator[None]:
 
 
 def set_environment(config: Config) -> None:
-    """Set the variables that CUDA's libraries read on first use in a rank, for ranks of any
-    launcher."""
+    """Set the variables that CUDA's libraries read on first use in a rank."""
     # Use one queue, because only then kernels that send start before kernels that multiply. The
     # overlap in tensor and context parallelism depends on this order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -175,15 +172,15 @@ def set_environment(config: Config) -> None:
 
 
 def has_lost_contact(error: BaseException) -> bool:
-    """Return whether an error may be a consequence of the end of another rank."""
+    """Return whether an error may follow from the end of another rank."""
     return int(os.environ["WORLD_SIZE"]) > 1 and bool(
         LOST.search(f"{type(error).__name__}: {error}")
     )
 
 
 def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
-    """Print why the job failed, unless another rank has failed before. Return the exit code of the
-    run."""
+    """Print why the job failed, unless another rank has failed before. Return the run's exit
+    code."""
     if isinstance(error, StandstillError):
         error = error.error
     # Search texts, because libraries raise their own types of errors.
@@ -208,12 +205,8 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
 
 
 def _convert_disk_error(config: Config, error: OSError) -> UserError | None:
-    """Return the error about ``run.dir`` for the user; None for other errors.
-
-    - The disk is full.
-    - A file or folder of the run was removed.
-    - Another file or folder, or a permission, blocks a path of the run.
-    """
+    """Return the error about ``run.dir``: a full disk, a removed file, or a blocked path; else
+    None."""
     if error.errno in DISK_IS_FULL:
         problem = f"could not be written to ({error}); the last good checkpoint is untouched"
         remedy = (
@@ -249,8 +242,8 @@ def _name() -> str:
 
 
 def main(job: str, config: str, options: str = "{}") -> int:
-    """Run a rank that the launcher of this package started, after the launcher's check of the
-    configuration."""
+    """Run a rank that the launcher of this package started, and whose configuration it has
+    checked."""
     # Restore the default handlers, because a rank in a collective never runs Python's handlers. The
     # launcher prints the meaning of a signal.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -40,25 +40,23 @@ from megatron_dppo.trainer.preflight import (
 MOST_WITHOUT_GPUS = 256
 """Largest number of ranks on one machine without a GPU.
 
-A larger layout is meant for a cluster, and would exhaust the memory of the machine.
+A larger layout is meant for a cluster, and would exhaust the machine's memory.
 """
 
 
 def run(command: Command, config: Config, options: Options = NO_OPTIONS) -> int:
     """Run a command to its end and return the exit code of the process.
 
-    If torchrun or srun started this process, the process is one of the ranks. Otherwise this
-    process starts the ranks.
-
     Args:
         command: key of ``JOBS``.
-        config: configuration of the run, identical on every rank.
+        config: identical on every rank.
         options: named arguments of the command, in addition to the settings.
 
     Raises:
         UserError: if a check before the start of the ranks fails.
     """
     prepare_environment(config)
+    # torchrun or srun has started all ranks; otherwise this process starts the ranks.
     if is_rank():
         return rank_main(
             command, config, options, prepare=lambda: _check_before_run(command, config)
@@ -75,7 +73,7 @@ def run(command: Command, config: Config, options: Options = NO_OPTIONS) -> int:
 
 
 def prepare_environment(config: Config) -> None:
-    """Prepare a process that is or may become a rank, before any code has CUDA count the GPUs."""
+    """Prepare a process that may become a rank, before any code has CUDA count the GPUs."""
     ignore_broken_streams()
     raise_file_limit()
     if is_srun_task(os.environ):
@@ -92,7 +90,7 @@ def resolve_rank_count(command: Command, config: Config) -> int:
     """Run the checks of a command, then return the number of ranks to start on this machine.
 
     Raises:
-        UserError: if a check fails; the error is about the first problem.
+        UserError: about the first problem that a check finds.
     """
     run_preflight(config, command)
     if command in TRAINING:
@@ -110,20 +108,16 @@ def _check_before_run(command: Command, config: Config) -> None:
 def count_ranks(layout: LayoutConfig, *, reserved: int = 0) -> int:
     """Return the number of ranks of a layout on this machine.
 
-    Without ``layout.dp`` the number of replicas is the largest for which the GPUs suffice, and at
-    least 1.
-
     Args:
-        layout: layout of the run.
         reserved: GPUs reserved for the servers that the run starts, if this machine has GPUs.
 
     Raises:
-        UserError: if this machine has GPUs, but fewer than the ranks and the servers need.
-        UserError: if this machine has no GPU, and ranks and servers are more than
-            ``MOST_WITHOUT_GPUS``.
+        UserError: if ranks and servers need more GPUs than this machine has, or without GPUs are
+            more than ``MOST_WITHOUT_GPUS``.
     """
     least = layout.min_ranks
     gpus = count_gpus()
+    # Without ``layout.dp`` the number of replicas is the largest for which the GPUs suffice.
     largest = least * max((gpus - reserved) // least, 1)
     ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or largest
     if ranks + reserved > (gpus or MOST_WITHOUT_GPUS):
@@ -144,14 +138,11 @@ def start_ranks(
 ) -> int:
     """Run a job on ranks of this machine, and return when all ranks have ended.
 
-    - A rank that fails ends all ranks.
-    - A signal that ends this process ends all ranks.
+    - A rank that fails, or a signal that ends this process, ends all ranks.
     - The signal that requests a stop of the run is forwarded to the ranks.
 
     Args:
         job: a command, or ``module:function`` for a function that takes a Config.
-        config: configuration of the run, written to a file for the ranks.
-        ranks: number of processes, with LOCAL_RANK 0, 1, …
         on_poll: function that this process calls several times a second while the ranks run.
         on_failure: function that is called with the printed reason if a rank fails.
         options: named arguments of the job in addition to the Config, JSON-able.
@@ -163,6 +154,7 @@ def start_ranks(
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-") as folder:
         marker = Path(folder, "failure")
         settings = Path(folder, "config.yaml")
+        # Ranks read the configuration from a file, because they are separate processes.
         settings.write_text(as_yaml(config), encoding="utf-8")
         command = [
             sys.executable,
@@ -184,8 +176,7 @@ def start_ranks(
 
 
 def _print_resume_hint(job: str, config: Config) -> None:
-    """Print, after Ctrl-C, the step of the last checkpoint, and the signal that has a run save
-    before the end."""
+    """Print, after Ctrl-C, the step of the last checkpoint, and the signal that saves a run."""
     if job != "train":
         return
     checkpoints = Path(config.run.dir) / "checkpoints"
@@ -205,7 +196,6 @@ def _print_resume_hint(job: str, config: Config) -> None:
 
 
 def get_single_rank_environment() -> dict[str, str]:
-    """Return the environment of a process group of one rank."""
     group = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -217,7 +207,7 @@ def get_single_rank_environment() -> dict[str, str]:
 
 
 def count_usable_cores() -> int:
-    """Return the number of cores that this process may use, by CPU affinity and container quota."""
+    """Return the number of usable cores, by CPU affinity and container quota."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.is_file():
@@ -228,7 +218,7 @@ def count_usable_cores() -> int:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that torch sees."""
+    # Imported late, because torch takes seconds to import.
     import torch
 
     return torch.cuda.device_count()
@@ -238,13 +228,10 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
     """Return one line for job scripts, ``RUN.DIR: 30 of 100 steps are done``, if all checks pass.
 
     Args:
-        config: configuration of the run.
-        command: command to check.
         ranks: number of ranks to start; 0 if the layout determines the number.
 
     Raises:
-        MistakesError: if checks fail; the error lists all mistakes that can be checked
-            independently.
+        MistakesError: lists all mistakes that can be checked independently.
     """
     environ = _with_server_nodes(config, os.environ)
     found = [*find_mistakes(config, command, environ)]
@@ -266,8 +253,8 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
 
 
 def _with_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment. If no Slurm job names nodes, as on a login node, names for
-    ``cluster.server_nodes`` are added."""
+    """Return the environment, with names for ``cluster.server_nodes`` if no Slurm job names
+    nodes."""
     nodes = (
         config.cluster.server_nodes
         if config.rollout.served and config.rollout.servers == "slurm"
@@ -287,29 +274,21 @@ PORTS = 20000
 
 
 def is_srun_task(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is one of several tasks of a Slurm step.
-
-    Only the variables of the step are conclusive, because a batch script, a single process, also
-    has SLURM_PROCID and SLURM_NTASKS.
-    """
+    """Return whether this process is one of several tasks of a Slurm step."""
+    # Only the step's variables are conclusive: a batch script also has SLURM_PROCID and
+    # SLURM_NTASKS.
     return "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
 
 
 def build_torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS of a Slurm
-    task.
-
-    Variables that are already set are omitted.
-
-    Rank 0 runs on the first node of the step. The port is a function of the job and the step, so
-    that two jobs on one node use different ports.
-    """
+    """Return the environment of a Slurm task for torch, without variables that are already set."""
     job = int(environ["SLURM_JOB_ID"])
     step = int(environ.get("SLURM_STEP_ID", "0"))
     ours = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        # The port depends on job and step, so that two jobs on one node use different ports.
         "MASTER_PORT": str(FIRST_PORT + (job * 17 + step) % PORTS),
         "OMP_NUM_THREADS": str(_count_task_cores(environ)),
     }
@@ -319,7 +298,7 @@ def build_torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _count_task_cores(environ: Mapping[str, str]) -> int:
-    """Return the number of cores of the node per task, at least 1."""
+    """Return the cores of the node per task, at least 1."""
     # Read the first number of a list such as 8(x4),2.
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     tasks = int(listed.partition(",")[0].partition("(")[0])

@@ -6,8 +6,8 @@ A gated delta network keeps a matrix S for each head (arXiv:2412.06464). For eac
 - The value under the token's key is corrected: S += β k (v − Sᵀ k)ᵀ.
 - The token's query reads the output: o = Sᵀ q.
 
-Every segment begins with a new chunk. The n-th chunks of all segments are one batch, so that the
-number of steps for a pack is the number of chunks in its longest segment.
+Every segment begins with a new chunk. The n-th chunks of all segments are one batch, so that a pack
+takes the steps of its longest segment.
 """
 
 from __future__ import annotations
@@ -44,9 +44,6 @@ def causal_conv1d(
         weight: [channels, taps]; the last tap belongs to the current token.
         bias: unsupported, must be None.
         cu_seqlens: [S + 1], starts of the segments.
-
-    Returns:
-        [1, T, channels], and None.
     """
     assert bias is None
     place = torch.arange(x.shape[1]) - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
@@ -73,16 +70,13 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs of all tokens of a pack, and the states at the ends of its segments.
 
-    Computes in fp32 or higher.
-
     Args:
         q: [1, T, heads, key size], of unit length.
-        k: [1, T, heads, key size], of unit length.
+        k: like q.
         v: [1, T, heads, value size].
         g: [1, T, heads], logarithms of the decay, at most 0.
         beta: [1, T, heads].
-        initial_state: [S, heads, key size, value size], states at the starts of the segments; None:
-            zero.
+        initial_state: [S, heads, key size, value size], at the starts of the segments; None: zero.
         cu_seqlens: [S + 1], starts of the segments.
         chunk: tokens of a chunk.
 
@@ -92,6 +86,7 @@ def chunk_gated_delta_rule(
     tokens, order, batches, place = _split_chunks(
         tuple(cu_seqlens.diff().tolist()), chunk, q.device
     )
+    # fp32 or higher, also for bf16 inputs.
     exact = torch.promote_types(q.dtype, torch.float32)
 
     def in_chunks(x: torch.Tensor) -> torch.Tensor:
@@ -121,8 +116,8 @@ def chunk_gated_delta_rule(
     state = initial_state.to(exact)[order]
     outputs = []
     ends = []
-    # Segments are in descending order of chunks: the segments that end drop out at the end of
-    # ``state``.
+    # Segments are in descending order of chunks, so that ending segments drop out at ``state``'s
+    # end.
     for first, last in pairwise(batches):
         now = slice(first, last)
         ends.append(state[last - first :])
@@ -146,7 +141,7 @@ def recurrent_gated_delta_rule(
 
     Args:
         q: [rows, heads, key size], of unit length.
-        k: [rows, heads, key size], of unit length.
+        k: like q.
         v: [rows, heads, value size].
         g: [rows, heads], logarithms of the decay.
         beta: [rows, heads].
@@ -166,8 +161,8 @@ def recurrent_gated_delta_rule(
 def _split_chunks(
     lengths: tuple[int, ...], chunk: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
-    """List the chunks of a pack of T tokens: first the first chunks of all segments, then the
-    second.
+    """List the chunks of a pack: the first chunks of all segments, then the second chunks, and so
+    on.
 
     Returns:
         - the token in each place of the chunks, T in places without a token;

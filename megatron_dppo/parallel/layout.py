@@ -13,25 +13,15 @@ FAST_MULTIPLE = 128
 
 def compute_capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bool) -> int:
     """Return the divisor of a pack's tokens: required by the layout, on GPUs also preferred by
-    kernels.
-
-    Args:
-        layout: layout of the run.
-        max_tokens: maximum tokens of a pack. If the kernels' divisor does not divide
-            ``max_tokens``, the result is the layout's divisor, because otherwise the longest valid
-            sequence would not fit.
-        cuda: whether the ranks have GPUs.
-    """
+    kernels."""
     fast = math.lcm(layout.pack_multiple, FAST_MULTIPLE)
+    # The kernels' divisor must divide ``max_tokens``, because otherwise the longest valid sequence
+    # would not fit.
     return fast if cuda and max_tokens % fast == 0 else layout.pack_multiple
 
 
 def list_stage_layers(layers: int, stage: int, layout: LayoutConfig) -> list[range]:
-    """List the layers of a pipeline stage, numbered over the whole policy: a range for each virtual
-    stage.
-
-    Virtual stage v of all pipeline stages comes before virtual stage v + 1 of any stage, as
-    Megatron-Core interleaves virtual stages.
+    """List the layers of each virtual stage of a pipeline stage, numbered over the whole policy.
 
     Raises:
         ValueError: the layout cannot cut the layers; ``check_layout`` refuses the layout.
@@ -40,15 +30,13 @@ def list_stage_layers(layers: int, stage: int, layout: LayoutConfig) -> list[ran
     if any(count % layout.vpp for count in counts) or sum(counts) != layers:
         raise ValueError(f"{layers} layers cannot be cut into {layout.pp} x {layout.vpp} stages")
     chunks = [count // layout.vpp for count in counts]
+    # Megatron-Core interleaves: virtual stage v of all stages, then virtual stage v + 1.
     starts = [turn * sum(chunks) + sum(chunks[:stage]) for turn in range(layout.vpp)]
     return [range(start, start + chunks[stage]) for start in starts]
 
 
 def _count_stage_layers(layers: int, layout: LayoutConfig) -> list[int]:
-    """Return the layers of each pipeline stage, [pp].
-
-    Stages without a given number share the remaining layers equally; a remainder stays unassigned.
-    """
+    """Return the layers of each pipeline stage, [pp]; a remainder stays unassigned."""
     given = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
     fixed = {stage: count for stage, count in given.items() if count is not None}
     each = (layers - sum(fixed.values())) // max(layout.pp - len(fixed), 1)
@@ -56,19 +44,16 @@ def _count_stage_layers(layers: int, layout: LayoutConfig) -> list[int]:
 
 
 def count_interleaved_packs(packs: int, stages: int) -> int:
-    """Return the packs that the interleaved schedule sends through a virtual stage before the next
-    stage.
-
-    The result is the smallest number, at least the number of pipeline stages, that leaves no
-    remainder or, as Megatron requires, a remainder of at least the number of pipeline stages.
-    """
+    """Return the packs that the interleaved schedule sends through a virtual stage before the
+    next."""
+    # Megatron requires no remainder, or a remainder of at least the number of pipeline stages.
     return next(
         size for size in range(stages, packs + 1) if packs % size == 0 or packs % size >= stages
     )
 
 
 def format_layout(layout: LayoutConfig) -> str:
-    """Format a layout for messages: ``tp 2 x pp 1 x cp 1 x dp 4; experts: ep 8 x etp 1``."""
+    """Format as ``tp 2 x pp 1 x cp 1 x dp 4; experts: ep 8 x etp 1``."""
     sizes = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp or 1}"
     if layout.ep > 1 or layout.expert_tp != layout.tp:
         sizes += f"; experts: ep {layout.ep} x etp {layout.expert_tp}"

@@ -1,5 +1,4 @@
-"""Rendezvous of the ranks. A run on one machine listens on no address that other machines can
-reach.
+"""Rendezvous of the ranks. A run on one machine is unreachable from other machines.
 
 A ``TCPStore`` listens on all addresses, unless given a socket that already listens. Ranks trust the
 contents of the store.
@@ -18,17 +17,14 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 LISTENER = "MEGATRON_DPPO_LISTENER"
-"""Environment variable with the descriptor of a socket made by the launcher for rank 0 to listen
-on.
-
-A port held from the start cannot be taken by another process.
-"""
+"""Environment variable with the descriptor of rank 0's socket. The launcher holds the port from the
+start, so that no other process takes the port."""
 LOST_CONTACT = "contact with another rank was lost"
 """Start of an error that is not a timeout."""
 
 
 def is_single_node(environ: Mapping[str, str]) -> bool:
-    """Return whether all ranks are on this node, according to our launcher, torchrun or srun."""
+    """Return whether all ranks are on this node."""
     world = environ.get("WORLD_SIZE", "1")
     return (
         world in ("1", environ.get("LOCAL_WORLD_SIZE"))
@@ -37,7 +33,7 @@ def is_single_node(environ: Mapping[str, str]) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an IPv4 or IPv6 address is unreachable from other machines."""
+    """Return whether no other machine can reach an address."""
     return address.startswith("127.") or address == "::1"
 
 
@@ -51,23 +47,17 @@ def open_listener(host: str, port: int = 0) -> socket.socket:
 
 
 def open_store(host: str, timeout: timedelta, size: int | None = None) -> dist.TCPStore:
-    """Open a store in this process for clients that reach it at ``host``.
-
-    On loopback the store listens on ``host`` only, else on all addresses.
-    """
+    """Open a store in this process for clients that reach it at ``host``."""
     import torch.distributed as dist
 
+    # Off loopback, the store listens on all addresses.
     if not is_loopback(host):
         return dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
     return _create_store(open_listener(host), timeout, size)
 
 
 def build_rendezvous_args(environ: Mapping[str, str], timeout: timedelta) -> dict[str, object]:
-    """Return the rendezvous arguments of ``init_process_group``.
-
-    Empty under torchrun and on several machines, because torch then finds the rendezvous without
-    arguments.
-    """
+    """Return the rendezvous arguments of ``init_process_group``."""
     import torch.distributed as dist
 
     if (
@@ -75,6 +65,7 @@ def build_rendezvous_args(environ: Mapping[str, str], timeout: timedelta) -> dic
         or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         or not is_single_node(environ)
     ):
+        # Without arguments torch finds the rendezvous under torchrun and on several machines.
         return {}
     rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if size == 1:
@@ -93,8 +84,7 @@ def build_rendezvous_args(environ: Mapping[str, str], timeout: timedelta) -> dic
 
 
 def find_loopback_interface() -> str | None:
-    """Return the name of the loopback interface, ``lo`` on Linux; None if no interface has a
-    known name."""
+    """Return the name of the loopback interface; None if unknown."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 

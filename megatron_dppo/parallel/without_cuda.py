@@ -1,15 +1,13 @@
-"""Changes to Megatron and torch that let Megatron-Core run without CUDA. No other file changes
-Megatron or torch.
+"""Changes to Megatron and torch that let Megatron-Core run without CUDA.
 
-Megatron-Core refers to CUDA in places unrelated to kernels: the device of a scalar, a barrier, the
-state of a generator. Each function below replaces one kind of reference by the CPU's equivalent. On
-a machine with CUDA no replacement is installed.
+No other file changes Megatron or torch. Megatron-Core refers to CUDA in places unrelated to
+kernels: the device of a scalar, a barrier, the state of a generator. Each function below replaces
+one kind of reference by the CPU's equivalent, on machines without CUDA only.
 
 Two faults are fixed with and without CUDA:
 
-- Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex. Without
-  CUDA, or if both packages are missing, the optimizer has torch's Adam, and restores the state of
-  that Adam incorrectly.
+- Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex, and
+  restores the state of torch's Adam, used without CUDA or these packages, incorrectly.
 - The router of experts needs Transformer Engine.
 """
 
@@ -29,10 +27,7 @@ _installed = False
 
 
 def install() -> None:
-    """Adapt this process, once; later calls have no effect.
-
-    Called before any model-parallel group or model is created.
-    """
+    """Adapt this process, once, before any model-parallel group or model is created."""
     global _installed
     if _installed:
         return
@@ -60,11 +55,9 @@ def _patch_device_queries() -> None:
 
 
 def _patch_tensor_factories() -> None:
-    """Move small tensors of schedules, optimizers, gradient clipping and experts from a literal
-    ``device="cuda"`` to the CPU."""
-    # Fill torch's cached list of the functions affected by ``with torch.device("meta")`` first,
-    # with
-    # torch's own functions instead of the replacements.
+    """Move small tensors with a literal ``device="cuda"`` to the CPU."""
+    # Fill torch's cached list of the functions affected by ``with torch.device("meta")`` with
+    # torch's own functions first.
     _device._device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "arange"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -100,8 +93,8 @@ def _patch_random_state() -> None:
     torch.cuda.manual_seed = torch.manual_seed
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda new_state, device="cuda": torch.set_rng_state(new_state)
-    # Replace two functions of the tracker in the tracker's module, because the functions use the
-    # default generators below ``torch.cuda``.
+    # Replaced in the tracker's module, because these two use the default generators below
+    # ``torch.cuda``.
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
         torch.get_rng_state()
     )
@@ -159,9 +152,8 @@ def _patch_token_counts() -> None:
 
 
 def _patch_all_gather() -> None:
-    """Gather tensors of different lengths over gloo."""
-    # Gloo gathers equal parts only, but each rank of tensor-parallel experts gathers the number of
-    # tokens sent to the rank.
+    # Gloo gathers equal parts only, but each rank of tensor-parallel experts has its own number of
+    # tokens.
     gather = dist.all_gather
 
     def all_gather(
@@ -201,8 +193,7 @@ def _patch_optimizer() -> None:
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
     # At import, Megatron-Core chooses Adam and norms of Transformer Engine or Apex if installed,
-    # but
-    # both packages require CUDA. Use torch's instead.
+    # but both require CUDA: use torch's instead.
     chosen.Adam = torch.optim.AdamW
     chosen.SGD = torch.optim.SGD
     chosen.USING_PYTORCH_OPTIMIZER = True
@@ -219,11 +210,7 @@ def _patch_optimizer() -> None:
 def _fix_torch_adam() -> None:
     """Make the distributed optimizer restore the state of torch's Adam.
 
-    Two faults are fixed, which are invisible in the first step after a resume:
-
-    - The fp32 shard of a parameter requires a gradient, so that copying into the shard fails
-      outside ``no_grad``.
-    - All parameters get the same ``step`` tensor, and each parameter then increments that tensor.
+    Both faults are invisible in the first step after a resume.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -235,6 +222,8 @@ def _fix_torch_adam() -> None:
     def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         shard = self.optimizer.param_groups[group]["params"][order]
+        # The fp32 shard of a parameter requires a gradient, so that copying fails outside
+        # ``no_grad``.
         with torch.no_grad():
             shard.copy_(tensors["param"])
             for name, value in self.optimizer.state[shard].items():
@@ -245,6 +234,7 @@ def _fix_torch_adam() -> None:
     def load_with_cloned_steps(self: Any, state_dict: dict[str, Any]) -> None:
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
+            # All parameters got the same ``step`` tensor, and each would increment that tensor.
             state["step"] = state["step"].clone()
 
     optimizer._set_main_param_and_optimizer_states = set_states
@@ -252,18 +242,15 @@ def _fix_torch_adam() -> None:
 
 
 def _fix_router() -> None:
-    """Give the router Transformer Engine's matrix product, or disable that product without a GPU.
-
-    The router checks whether ``te_general_gemm`` is None. Two cases need a fix:
-
-    - Before Megatron-Core 0.17 the name is missing without Transformer Engine.
-    - With versions of Transformer Engine that need no workspace from their caller, the value is
-      None.
-    """
+    """Give the router Transformer Engine's matrix product, or disable that product without a
+    GPU."""
     from megatron.core.transformer.moe import moe_utils
 
+    # The router checks whether the name is None, but before Megatron-Core 0.17 the name is missing
+    # without Transformer Engine.
     if not (moe_utils.HAVE_TE and torch.cuda.is_available()):
         moe_utils.te_general_gemm = None
+    # None for versions of Transformer Engine that need no workspace from their caller.
     elif moe_utils.te_general_gemm is None:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
 

@@ -1,7 +1,4 @@
-"""Coordinates of a rank, and the few exchanges of small objects in a step.
-
-Objects are sent over gloo.
-"""
+"""Coordinates of a rank, and the few exchanges of small objects in a step, over gloo."""
 
 from __future__ import annotations
 
@@ -28,10 +25,10 @@ from megatron_dppo.process.streams import record_progress
 T = TypeVar("T")
 
 RANK0_ERROR_DELAY_S = 2.0
-"""Delay, in seconds, of errors on ranks other than 0 if rank 0's error is more informative."""
+"""Delay of errors on ranks other than 0 if rank 0's error is more informative."""
 TIMEOUT_FRACTION = 0.9
-"""A wait that fails after this fraction of its time limit is a timeout; earlier, another rank
-has ended."""
+"""A wait that fails after this fraction of its time limit is a timeout; earlier, a rank has
+ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +36,8 @@ class World:
     """Coordinates of one rank. Replica d has the ranks that train on the same packs.
 
     Dense parameters are cut over ``tp`` consecutive ranks of a pipeline stage, experts over ``etp ·
-    ep``. The larger number is :attr:`shard_group_size`: this number of consecutive ranks of each
-    stage together has one copy of the policy.
+    ep``. The larger number of ranks, :attr:`shard_group_size`, has one copy of the stage's
+    parameters.
     """
 
     rank: int
@@ -63,22 +60,21 @@ class World:
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas."""
         return self.layout.dp or 1
 
     @property
     def shard_group_size(self) -> int:
-        """Ranks of a pipeline stage that together have one copy of its parameters."""
+        """Ranks of a pipeline stage that together have one copy of the parameters."""
         return max(self.layout.tp, self.layout.expert_tp * self.layout.ep)
 
     @property
     def shard_group_rank(self) -> int:
-        """This rank's number among the :attr:`shard_group_size` ranks of its group."""
+        """This rank's number in its group of :attr:`shard_group_size` ranks."""
         return self.rank % (self.size // self.layout.pp) % self.shard_group_size
 
     @property
     def is_in_first_shard_group(self) -> bool:
-        """Whether this rank and rank 0 belong to the same copy of the policy."""
+        """Whether this rank and rank 0 have parts of the same copy of the policy."""
         return self.rank % (self.size // self.layout.pp) < self.shard_group_size
 
     @property
@@ -91,7 +87,7 @@ class World:
         return self.pp_rank == self.layout.pp - 1
 
     def broadcast(self, make: Callable[[], T]) -> T:
-        """Run ``make`` on rank 0, and return its result, or raise its exception, on every rank."""
+        """Return the result of ``make`` on rank 0, or raise its exception, on every rank."""
         record_progress()
         outcome: list[Any] = [None]
         if self.is_rank0:
@@ -110,9 +106,9 @@ class World:
         """Call ``probe`` on rank 0 until it returns a value, and return the value on every rank.
         Collective.
 
-        ``probe`` must return within a second: ranks then wait in short exchanges, even if the value
-        takes long. An exception of ``probe`` is raised on every rank.
+        ``probe`` must return within a second. An exception of ``probe`` is raised on every rank.
         """
+        # Ranks wait in short exchanges, even if the value takes long.
         while (found := self.broadcast(probe)) is None:
             pass
         return found
@@ -136,7 +132,7 @@ class World:
             if time.monotonic() - began < TIMEOUT_FRACTION * self.timeout_s:
                 raise RuntimeError(f"{LOST_CONTACT} before its {description}: {error}") from error
             if not self.is_rank0:
-                # Rank 0's error names the missing ranks: print that error first.
+                # Rank 0's error names the missing ranks, and should be printed first.
                 time.sleep(RANK0_ERROR_DELAY_S)
                 raise
             problem = f"not every rank finished its {description} in time: {error}"
@@ -144,15 +140,13 @@ class World:
             raise UserError("rollout.timeout_s", f"{self.timeout_s:g}", problem, remedy) from error
 
     def compute_capacity_multiple(self, layout: LayoutConfig, max_tokens: int) -> int:
-        """Return the divisor of a pack's tokens (at most ``max_tokens``) on this kind of device."""
+        """Return the divisor of a pack's tokens on this kind of device."""
         return compute_capacity_multiple(layout, max_tokens, cuda=self.device.type == "cuda")
 
     @contextmanager
     def training(self, description: str) -> Iterator[None]:
-        """Name the setting if a collective of training waits longer than ``layout.timeout_s``.
-
-        NCCL instead ends the process, after its own message.
-        """
+        """Name the setting if a collective of training waits longer than ``layout.timeout_s``."""
+        # NCCL instead ends the process, after its own message.
         began = time.monotonic()
         try:
             yield
@@ -185,7 +179,7 @@ class World:
         if self.size == 1:
             return [*values]
         parts = [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
-        # Exchange sizes first, because all_to_all_single needs the sizes of both sides.
+        # Sizes first, because all_to_all_single needs the sizes of both sides.
         sizes = self.gather([len(part) for part in parts])
         incoming = [of_rank[self.rank] for of_rank in sizes]
         sent = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
@@ -194,12 +188,11 @@ class World:
         return [pickle.loads(part.numpy()) for part in received.split(incoming)]
 
     def run_on_all_ranks(self, attempt: Callable[[], T], *, description: str = "part") -> T:
-        """Run ``attempt`` on every rank; on failure, raise the error of the lowest failing rank on
-        all ranks.
+        """Run ``attempt`` on every rank; on failure, raise the lowest failing rank's error on all
+        ranks.
 
-        For work local to a rank (reading files, scoring). ``attempt`` must not be collective,
-        unless a failure on one rank implies a failure on every rank. ``description`` names the work
-        in the error about ranks that take longer than ``rollout.timeout_s``.
+        ``attempt`` must not be collective, unless a failure on one rank implies a failure on every
+        rank. ``description`` names the work in the error about late ranks.
         """
         value: Any = None
         failure: Any = None
@@ -211,11 +204,8 @@ class World:
         return value
 
     def gather_results(self, result: T | BaseException, *, description: str) -> list[T]:
-        """Return the results of all ranks, by rank; raise the error of the lowest failing rank on
-        all ranks.
-
-        Collective. ``description`` as for :meth:`run_on_all_ranks`.
-        """
+        """Return all ranks' results, or raise the lowest failing rank's error on all ranks.
+        Collective."""
         self.barrier(description)
         results: list[Any] = self.gather(
             result.error if isinstance(result, StandstillError) else result
@@ -227,18 +217,14 @@ class World:
 
 
 def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
-    """Join the process group from torchrun's or srun's environment, and create the model-parallel
-    groups.
-
-    An existing process group is reused, so that tests can try several layouts in the same
-    processes.
-    """
+    """Join the process group of the environment, and create the model-parallel groups."""
     without_cuda.install()
     cuda = torch.cuda.is_available()
     if cuda:
         # Slurm may expose only its own GPU to each task.
         alone = torch.cuda.device_count() == 1
         torch.cuda.set_device(0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
+    # An existing group is reused, so that tests can try several layouts in the same processes.
     if not dist.is_initialized():
         # Without device_id, because torch would split the group for weights, which includes
         # servers, off a default group that is bound to a device.
@@ -262,8 +248,8 @@ def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    # A separate group with a time limit long enough for a rollout: a slow generation is not
-    # mistaken for a dead network, and NCCL never waits for a generation.
+    # A separate group with a time limit for a rollout: a slow generation is no dead network, and
+    # NCCL never waits for a generation.
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     dp_rank = parallel_state.get_data_parallel_rank()
     replicas: list[Any] = [None] * dist.get_world_size()

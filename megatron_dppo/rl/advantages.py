@@ -6,8 +6,7 @@ token advantages. The columns are
 - ``inclusion``: [Q], inclusion probability of each prompt.
 - ``present``: [Q, G], False for conversations without a turn of the role, which do not count.
 - ``lengths``: [Q, G], L, tokens of each response.
-- ``reward/NAME``: [Q, G], the metric NAME of the reward function; NaN if the function returned no
-  such metric.
+- ``reward/NAME``: [Q, G], the reward function's metric NAME; NaN if not returned.
 
 ``trees.py`` computes the advantages of a tree's segments.
 """
@@ -39,16 +38,11 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """Function from rewards to advantages, with two facts about the function.
-
-        Estimator(lambda rewards, columns: rewards - rewards.mean(axis=1, keepdims=True))
-
-    is the estimator of Dr.GRPO.
-    """
+    """Function from rewards to advantages, with two facts about the function."""
 
     advantages: Callable[[Floats, Mapping[str, NDArray[Any]]], Any]
     zero_if_equal: bool = True
-    """Whether completions of a group of equal rewards have the advantage 0."""
+    """Whether a group of equal rewards has the advantages 0."""
     batch_moments: bool = False
     """Whether advantages depend on moments of the minibatch, estimates if prompts are pruned."""
 
@@ -56,15 +50,13 @@ class Estimator:
 def compute_group_advantages(
     rewards: Floats, *, normalise: bool, present: Bools | None = None, less: int = 0
 ) -> Floats:
-    """Return r − mean of the group, or (r − mean)/std of the group.
-
-    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO
-    (arXiv:2503.20783).
+    """Return r − mean of the group (Dr.GRPO, arXiv:2503.20783), or (r − mean)/std (DeepSeekMath,
+    arXiv:2402.03300, section 4.1.2).
 
     Args:
         rewards: [Q, G], from ``round_rewards``.
-        normalise: divide by the standard deviation of the group.
-        present: [Q, G], False for completions that do not count, at least one True in each group;
+        normalise: divide by the standard deviation.
+        present: [Q, G], False for completions that do not count, one True at least in each group;
             None: all True.
         less: 1 for the sample's standard deviation, over G − 1; 0 for the population's, over G.
 
@@ -126,11 +118,9 @@ def normalize_by_rms(advantages: Floats, columns: Mapping[str, NDArray[Any]]) ->
 
 
 def _compute_weights(columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Return the weights [Q, G] of completions in the minibatch's moments, 1/π per prompt.
-
-    If prompts are pruned, moments are estimates, and advantages are ratios with a bias of
-    O(1/prompts). The draw of completions does not change the moments.
-    """
+    """Return the weights [Q, G] of completions in the minibatch's moments, 1/π per prompt."""
+    # If prompts are pruned, moments are estimates, and advantages are ratios with a bias of
+    # O(1/prompts). The draw of completions does not change the moments.
     present = columns["present"]
     each = (
         np.where(present, 1.0 / present.sum(axis=1, keepdims=True), 0.0)
@@ -156,8 +146,7 @@ _REGISTERED: dict[str, Estimator] = {}
 
 
 def register(name: str, function: Callable[[Floats, Mapping[str, NDArray[Any]]], Any]) -> None:
-    """Register a user's function, with its attributes as the two facts, as an estimator in this
-    process."""
+    """Register a user's function, with its attributes as the two facts, in this process."""
     facts = {
         fact: getattr(function, fact)
         for fact in ("zero_if_equal", "batch_moments")
@@ -167,7 +156,6 @@ def register(name: str, function: Callable[[Floats, Mapping[str, NDArray[Any]]],
 
 
 def find_estimator(name: str) -> Estimator:
-    """Return an estimator of ``ESTIMATORS``, or a registered one."""
     return ESTIMATORS.get(name) or _REGISTERED[name]
 
 
@@ -175,8 +163,7 @@ def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArra
     """Return an estimator's advantages [Q, G, S], with S = 1 or the longest response's length.
 
     Raises:
-        UserError: a user's function raised, or did not return an advantage for each completion or
-            token.
+        UserError: a user's function raised, or returned a wrong number of advantages.
     """
     if not len(rewards):
         return np.zeros((*rewards.shape, 1))
@@ -226,7 +213,7 @@ def _validate_advantages(returned: Any, lengths: NDArray[Any]) -> Floats:
 
 
 def read_columns(part: StepMetadata) -> dict[str, NDArray[Any]]:
-    """Return the columns of a minibatch; all completions count."""
+    """Return the columns of a minibatch, with all completions present."""
     present = np.ones(part.rewards.shape, np.bool_)
     return {
         "inclusion": part.prompt_inclusion,
@@ -266,7 +253,6 @@ def _make_fact_error(name: str, fact: str, problem: str) -> UserError:
 def _compute_trial_advantages(
     name: str, rewards: Floats, inclusion: Floats | None = None
 ) -> Floats:
-    """Return advantages of made-up rewards."""
     columns = _TrialColumns(
         reward=rewards,
         inclusion=np.ones(len(rewards)) if inclusion is None else inclusion,
@@ -277,21 +263,17 @@ def _compute_trial_advantages(
 
 
 class _TrialColumns(dict[str, NDArray[Any]]):
-    """Columns of a trial: every metric of the reward function equals the reward."""
-
     def __missing__(self, name: str) -> NDArray[Any]:
+        # Every metric of the reward function equals the reward.
         return self["reward"]
 
 
 def compute_mean_squares(name: str, probabilities: Floats) -> Floats:
-    """Return an estimator's mean A² [G + 1] in a group with k = 0, 1, …, G right answers.
-
-    The estimator is applied to a made-up minibatch with one group of each kind.
+    """Return an estimator's mean A² [G + 1] in groups with k = 0, 1, …, G right answers.
 
     Args:
-        name: estimator.
-        probabilities: [G + 1], probability of k right answers: weight of the group in the
-            minibatch's moments.
+        name: estimator, applied to a made-up minibatch with one group of each kind.
+        probabilities: [G + 1], weights of the groups in the minibatch's moments.
     """
     right = np.tri(len(probabilities), len(probabilities) - 1, -1)
     # Moments weight a prompt by 1/π, so the inverse of the relative probability is the inclusion.
@@ -308,20 +290,16 @@ def compute_role_advantages(part: StepMetadata, name: str) -> Floats:
 
         A_ρi = r_ρi − mean of r_ρj over the prompt's conversations j with a turn of ρ
 
-    (or the advantage of the run's estimator). A role without a turn has 0. Given a turn of ρ in
-    conversation i, the number of conversations with turns of ρ does not depend on the text of
+    (or the advantage of the run's estimator). A role without a turn has 0. If conversation i has a
+    turn of ρ, the number of conversations with turns of ρ does not depend on the text of
     conversation i. The mean of the other conversations is therefore a baseline: with ``rloo`` the
     expected gradient is
 
         Σ_ρ E[r_ρ Σ_{t of ρ} ∇log π(y_t | y_<t)]
 
-    Each term is the gradient of a role's expected reward by the tokens of this role, and all
-    remaining roles are a part of the environment. All roles are the same policy and change with the
-    policy, so that the sum is in general not the gradient of an objective. The exception is equal
-    rewards of all roles.
-
-    Two conversations of a solver (rewards 1 and 0) and a critic (rewards 0 and 2) have
-    [[[1, −1], [−1, 1]]] under GRPO.
+    Each term is the gradient of a role's expected reward by its own tokens, with all other roles as
+    a part of the environment. All roles are the same policy, so that the sum is the gradient of an
+    objective only if all roles have equal rewards.
 
     Raises:
         UserError: the estimator returned an advantage for each token.
@@ -349,7 +327,7 @@ def compute_advantages(part: StepMetadata, config: Config, name: str) -> Floats:
     """Return advantages [Q, G, S] of segments or tokens (S = 1: of completions) under ``name``.
 
     Advantages are 0 without task rewards (``loss.distillation.use_task_rewards``), and in masked
-    completions, whose rewards count in the baselines.
+    completions.
     """
     if not config.loss.distillation.use_task_rewards:
         return np.zeros((*part.rewards.shape, part.segments.shape[-1] or 1))
@@ -359,27 +337,22 @@ def compute_advantages(part: StepMetadata, config: Config, name: str) -> Floats:
         advantages = compute_role_advantages(part, name)
     else:
         advantages = estimate_advantages(name, part.rewards, read_columns(part))
+    # Masked after the estimate, because rewards of masked completions count in the baselines.
     return np.where(find_masked_completions(part, config)[..., None], 0.0, advantages)
 
 
 def find_masked_completions(part: StepMetadata, config: Config) -> Bools:
-    """Return [Q, G], True for completions without loss: truncated, with ``loss.mask_truncated``."""
     return part.truncated & config.loss.mask_truncated
 
 
 def compute_completion_advantages(part: StepMetadata, segments: Floats) -> Floats:
-    """Return one advantage [Q, G] per completion, for pruning rules.
-
-    Tokens with an advantage each are assumed to have scores of equal norm.
-
-    Args:
-        part: metadata of a minibatch.
-        segments: [Q, G, S], advantages of segments or tokens.
-    """
+    """Return one advantage [Q, G] per completion, from segments or tokens [Q, G, S], for pruning
+    rules."""
     if not part.segments.shape[-1]:
         if segments.shape[-1] == 1:
             return segments[..., 0]
         there = np.arange(segments.shape[-1]) < part.response_lengths[..., None]
+        # Scores of tokens are assumed to have equal norms.
         return combine_advantages(segments, there.astype(np.float64))
     # The tiny weight of tokens matters only if all norms are 0.
     return combine_advantages(segments, part.segments["square"] + 1e-12 * part.segments["tokens"])
@@ -388,9 +361,9 @@ def compute_completion_advantages(part: StepMetadata, segments: Floats) -> Float
 def combine_advantages(parts: Floats, squares: Floats) -> Floats:
     """Combine the advantages of a completion's parts into one advantage.
 
-    - |a|·s = √Σ_l A_l² s_l², with the score norms s_l of the parts and s² = Σ_l s_l². A completion
-      with the one advantage a would have a gradient of the same norm if scores of tokens are
-      orthogonal. Therefore a² is a second moment over tokens, weighted by squared scores.
+    - |a|·s = √Σ_l A_l² s_l², with the parts' score norms s_l and s² = Σ_l s_l²: with the one
+      advantage a, the completion's gradient would have the same norm, if scores of tokens are
+      orthogonal. a² is therefore a second moment over tokens, weighted by squared scores.
     - The sign of a is the sign of Σ_l A_l s_l².
 
     Args:

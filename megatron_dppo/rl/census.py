@@ -1,4 +1,4 @@
-"""Pruning statistics of a step's completions: counts and tables for the log and for plots."""
+"""Pruning statistics of a step's completions, for log and plots."""
 
 from __future__ import annotations
 
@@ -22,23 +22,21 @@ class PruningStats:
     """
 
     kept: tuple[int, int]
-    """Number of completions trained on, and number of tokens. Prompt tokens count with each
-    completion."""
+    """Completions trained on, and tokens. Prompt tokens count with each completion."""
     pruned: tuple[int, int]
     """Completions with a gradient that were not trained on, and tokens."""
     zero_advantage: tuple[int, int]
-    """Completions without a gradient, and tokens: A = 0 without a KL term, or a group that a rule
-    removed."""
+    """Completions without a gradient (A = 0 without a KL term, or a group that a rule removed), and
+    tokens."""
     binary: bool
     """Whether each group has at most two different rewards."""
     by_group: tuple[Cell, ...]
-    """Coordinates: fraction of the group's answers above the mean, and side of the answer, 1 or
-    −1."""
+    """Coordinates: fraction of the group's answers above the mean; side of the answer, 1 or −1."""
     by_reward: tuple[Cell, ...]
-    """Coordinates: distance of the reward from the group's mean, in standard deviations of the
-    group, and side."""
+    """Coordinates: distance of the reward from the group's mean, in the group's standard
+    deviations; side."""
     by_cause: tuple[Cell, ...]
-    """Coordinates: log2 of the response's tokens, and log2 of |A|·c·√Σ_t(1−p_t)²/π_prompt over the
+    """Coordinates: log2 of the response's tokens; log2 of |A|·c·√Σ_t(1−p_t)²/π_prompt over the
     step's median."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Losses of tokens, in torch. The plan defines weights, divisor and sum of token losses.
 
-The pruning weight multiplies the finished loss of a token. Inside the minimum, the weight would
-move the clip and change the expectation of clipped completions.
+The pruning weight multiplies the finished loss of a token: inside the minimum it would move the
+clip, and change the expectation of clipped completions.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MISMATCH = ("train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
 FRESH_TOKENS = "fresh_tokens"
 """Metric: number of tokens in the sums of ``MISMATCH``."""
 SAPO_TEMPERATURES = (1.0, 1.05)
-"""Temperatures of SAPO's gate (arXiv:2511.20347) for positive advantages, and for all remaining."""
+"""Temperatures of SAPO's gate (arXiv:2511.20347): for positive, and for all other advantages."""
 LARGEST_LOG_RATIO = 20.0
-"""Ratios grow linearly above this log-ratio, see ``compute_ratio``. In a trust region, larger
-ratios have no gradient."""
+"""Ratios grow linearly above this log-ratio, see ``compute_ratio``; in a trust region they have no
+gradient there."""
 
 
 def compute_token_losses(
@@ -46,33 +46,31 @@ def compute_token_losses(
     f is a function of ``SURROGATES``, w corrects for the engine, and KL is the divergence from a
     reference. w and its masks do not apply to the KL.
 
-    Two tokens with probability 0.5, probability 0.4 before the update, and advantage 1 under GRPO
-    have the losses [−1.2, −1.2]: the ratios of 1.25 are clipped. The sum ``train/pg_clipfrac`` is
-    2.
+    Two tokens of probability 0.5, 0.4 before the update, with advantage 1 under GRPO have the
+    losses [−1.2, −1.2]: the ratios of 1.25 are clipped.
 
     Args:
         objective: the surrogate f with clips, and the level and the masks of w.
-        logprobs: [R], log-probabilities under the policy, with gradient.
-        old_logprobs: [R], log-probabilities before the rollout's first update; None: ``logprobs``,
-            so that ρ is 1 with the gradient of log p.
-        engine_logprobs: [R], rollout log-probabilities, from the engine that sampled the tokens.
-        reference_logprobs: [R], log-probabilities under the reference policy of the KL; may be None
-            if ``kl_coef`` is 0.
-        advantage: [R], advantage of the token's completion.
+        logprobs: [R], under the policy, with gradient.
+        old_logprobs: [R], before the rollout's first update; None: ``logprobs``, so that ρ is 1
+            with the gradient of log p.
+        engine_logprobs: [R], from the engine that sampled the tokens.
+        reference_logprobs: [R], under the reference policy of the KL; None if ``kl_coef`` is 0.
+        advantage: [R].
         kl_coef: β.
-        tis_cap: cap of the importance weight w, see ``_compute_engine_weight``; None: no
-            truncation, and w = 1 if the objective has no masks.
-        sample: [R], training sample of each token: index in the pack, from 0. Needed for ratios,
-            means and weights of sequences.
-        samples: number of samples; None: computed from ``sample``, with the CPU waiting for a GPU.
-        fresh: [R], True for tokens that the engine sampled with the weights of ``old_logprobs``;
-            None: all True.
+        tis_cap: cap of the importance weight w; None: no truncation, and w = 1 without masks.
+        sample: [R], training sample of each token: index in the pack. Needed for ratios, means
+            and weights of sequences.
+        samples: number of samples; None: computed from ``sample``, with the CPU waiting for a
+            GPU.
+        fresh: [R], True for tokens sampled with the weights of ``old_logprobs``; None: all
+            True.
 
     Returns:
-        - [R], losses. The loss of a minibatch is the sum of losses times ``scale`` of the sample,
+        - [R], losses. A minibatch's loss is the sum of losses times the sample's ``scale``,
           without a divisor.
-        - Sums over the R tokens by metric, without gradient. A metric is the sum divided by the
-          number of tokens. The sums of ``MISMATCH`` are divided by ``FRESH_TOKENS`` instead.
+        - Sums by metric, without gradient. A metric is the sum divided by the number of tokens,
+          or by ``FRESH_TOKENS`` for ``MISMATCH``.
 
     Raises:
         ValueError: ``kl_coef`` is positive without a reference, or ``sample`` is needed and None.
@@ -115,7 +113,6 @@ def compute_token_losses(
 
 
 def _sum_mismatch(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:
-    """Return the sums of ``MISMATCH`` over fresh tokens, and the number of fresh tokens."""
     # Tokens of older weights are excluded, because a difference is correct for these tokens.
     fresh = torch.ones_like(mismatch, dtype=torch.bool) if fresh is None else fresh
     return {
@@ -139,15 +136,13 @@ def compute_ratio(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Training sample of each of a pack's R tokens, and the number of samples."""
+    """Training sample of each of R tokens, and the number of samples."""
 
     sample: Tensor | None
     samples: int | None
 
     def sums(self, values: Tensor, *, mean: bool = False) -> Tensor:
         """Return the sum, or the mean, of ``values`` [R] over each token's sequence, [R].
-
-        The result has no gradient.
 
         Raises:
             ValueError: ``sample`` is None.
@@ -157,6 +152,7 @@ class Sequences:
                 "a ratio or a weight per sequence needs to know which tokens make up a sequence"
             )
         values = values.detach()
+        # A given number of samples spares the CPU a wait for the GPU.
         samples = (
             int(self.sample.max()) + 1
             if self.samples is None and len(self.sample)
@@ -171,26 +167,23 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Inputs of a surrogate, and of ``loss.objective``. Tensors are [R]; ``logprobs`` has a
-    gradient.
+    """Inputs of a surrogate, and of ``loss.objective``. Tensors are [R].
 
-    Two tokens of one sequence with ``logprobs`` [−0.5, −1.0], ``old`` [−0.7, −1.0] and
-    ``advantage`` [1.0, 1.0] have the ``ratio`` [1.22, 1.0].
+    Two tokens of one sequence with ``logprobs`` [−0.5, −1.0] and ``old`` [−0.7, −1.0] have the
+    ``ratio`` [1.22, 1.0].
     """
 
     objective: Objective
     logprobs: Tensor
-    """Log-probabilities under the policy."""
+    """Under the policy, with gradient."""
     old: Tensor
     """Log-probabilities before the rollout's first update; for one update, ``logprobs`` without
     gradient."""
     engine: Tensor
-    """Rollout log-probabilities, from the sampling engine."""
+    """Log-probabilities of the sampling engine."""
     advantage: Tensor
-    """Advantage of the token's completion."""
     sequences: Sequences
-    """``sums(values)`` and ``sums(values, mean=True)`` return the sum and the mean over each
-    token's sequence."""
+    """``sums(values)`` and ``sums(values, mean=True)``: sum and mean over each token's sequence."""
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -201,9 +194,8 @@ class Tokens:
     def ratio(self) -> Tensor:
         """exp(log p − log p_old), or GSPO's ratio for tokens (arXiv:2507.18071, equation 14).
 
-        GSPO's ratio of each token is ρ = exp(mean over the sequence of log p − log p_old), with the
-        gradient of the token's own log p. The sum of these gradients over a sequence is the
-        gradient of the sequence's ratio.
+        GSPO's ratio is exp(mean over the sequence of log p − log p_old), with the gradient of the
+        token's own log p. These gradients add up to the gradient of the sequence's ratio.
         """
         log_ratio = self.logprobs - self.old
         if self.objective.ratio == "token":
@@ -214,7 +206,7 @@ class Tokens:
 
 
 def _compute_ppo(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Compute PPO's surrogate: min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)."""
+    """Compute min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A)."""
     ratio = tokens.ratio
     unclipped = ratio * tokens.advantage
     clipped = ratio.clamp(*tokens.limits) * tokens.advantage
@@ -222,48 +214,41 @@ def _compute_ppo(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _compute_cispo(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Compute CISPO's surrogate (arXiv:2506.13585, equations 4 and 5).
-
-    clip(ρ, 1 − ε_low, 1 + ε_high) A log p, with the clipped ratio as a constant.
-    """
+    """Compute CISPO's clip(ρ, 1 − ε_low, 1 + ε_high) A log p (arXiv:2506.13585, equations 4 and
+    5)."""
+    # The clipped ratio is a constant weight, so that clipped tokens keep a gradient.
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(*tokens.limits)
     return weight * tokens.advantage * tokens.logprobs, weight != ratio
 
 
 def _compute_sapo(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Compute SAPO's surrogate (arXiv:2511.20347): A · 4/τ · sigmoid(τ (ρ − 1)), without a clip.
-
-    The gradient at ρ = 1 is A ∇ρ.
-    """
+    """Compute SAPO's A · 4/τ · sigmoid(τ (ρ − 1)), without a clip (arXiv:2511.20347)."""
     positive, others = SAPO_TEMPERATURES
     temperature = torch.full_like(tokens.advantage, others).masked_fill(
         tokens.advantage > 0.0, positive
     )
+    # With the factor 4/τ the gradient at ρ = 1 is A ∇ρ.
     gate = torch.sigmoid(temperature * (tokens.ratio - 1.0)) * 4.0 / temperature
     return gate * tokens.advantage, torch.zeros_like(gate, dtype=torch.bool)
 
 
 def _compute_gmpo(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Compute GMPO's surrogate (arXiv:2507.20673).
+    """Compute GMPO's A times the geometric mean of a sequence's ratios (arXiv:2507.20673).
 
-    A times the geometric mean of a sequence's ratios, each clipped as in PPO. As with GSPO, each
-    token has the value of the sequence and the gradient of the token; a clipped token has the
-    gradient 0.
+    Each ratio is clipped as in PPO; a clipped token has the gradient 0.
     """
     low, high = (math.log(limit) for limit in tokens.limits)
     log_ratio = tokens.logprobs - tokens.old
     positive = tokens.advantage > 0.0
     clipped = torch.where(positive, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
+    # As in GSPO: the value of the sequence, and the gradient of the token.
     mean = compute_ratio(tokens.sequences.sums(clipped, mean=True) + clipped - clipped.detach())
     return mean * tokens.advantage, clipped != log_ratio
 
 
 def _compute_tv(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Apply the trust region with D = |q − p| (equation 13).
-
-    p and q are the token's probabilities under the policy and the engine.
-    """
+    """Apply the trust region with D = |q − p|, of policy p and engine q (equation 13)."""
     p = tokens.logprobs.detach().exp()
     q = tokens.engine.exp()
     return _apply_trust_region(tokens, (q - p).abs())
@@ -287,7 +272,7 @@ def _apply_trust_region(tokens: Tokens, divergence: Tensor) -> tuple[Tensor, Ten
     """Compute the surrogate of Divergence PPO (arXiv:2602.04879, equation 12): M · p/q · A.
 
     q is the engine's probability. M is 0 if D exceeds its bound and the update would move p away
-    from q (A > 0 and p > q, or A < 0 and p < q), else 1.
+    from q, else 1.
     """
     away = tokens.logprobs.detach() - tokens.engine
     advantage = tokens.advantage
@@ -305,8 +290,7 @@ SURROGATES: Mapping[Surrogate, Callable[[Tokens], tuple[Tensor, Tensor]]] = {
     "tv": _compute_tv,
     "kl": _compute_binary_kl,
 }
-"""Functions of R tokens that return the surrogate [R], and True for clipped or masked tokens
-[R]."""
+"""Functions of R tokens: surrogate [R], and True for clipped or masked tokens [R]."""
 
 
 def _compute_engine_weight(
@@ -314,20 +298,17 @@ def _compute_engine_weight(
 ) -> tuple[Tensor, Tensor]:
     """Return w = min(p_old / p_engine, cap), or 0 outside of the objective's masks.
 
-    - w has no gradient.
     - w corrects for an engine that samples from a slightly different distribution, or with older
       weights.
     - With a cap, w is the weight of TIS; with masks and no cap, of IcePop (arXiv:2510.18855).
     - At the level of sequences, p is the probability of all tokens of a sequence.
 
     Args:
-        objective: level and masks.
         log_ratio: [R], log p_old − log p_engine.
         cap: largest w; None: no truncation.
-        sequences: sequences of the tokens.
 
     Returns:
-        w [R], and True for truncated or masked tokens [R].
+        w [R], without gradient, and True for truncated or masked tokens [R].
     """
     is_sequence = objective.tis_level == "sequence"
     log_ratio = sequences.sums(log_ratio) if is_sequence else log_ratio.detach()
@@ -340,9 +321,9 @@ def _compute_engine_weight(
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Return Schulman's one-sample estimate [R] of KL(policy ‖ reference).
 
-    e^d − d − 1 with d = log p_ref − log p: GRPO's KL term (arXiv:2402.03300, equation 4). The
-    estimate is never negative, 0 at equal probabilities, and differentiable through ``logprobs``.
-    ``compute_ratio`` keeps the estimate finite.
+    e^d − d − 1 with d = log p_ref − log p: GRPO's KL term (arXiv:2402.03300, equation 4); never
+    negative, and 0 at equal probabilities.
     """
     difference = reference_logprobs - logprobs
+    # The ratio grows linearly at the end, so that the estimate stays finite.
     return compute_ratio(difference) - difference - 1.0

@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from megatron_dppo.rl.types import Bools, Floats
 
 LOGPROB_ROUNDING = 1e-4
-"""Largest excess of a log-probability over 0. Software that subtracts two numbers of single
-precision rounds the numbers."""
+"""Largest excess of a log-probability over 0, by rounding in single precision."""
 
 
 def as_number(value: object) -> float | None:
-    """Return a number as a float; None if ``value`` is not a number."""
+    """Return a number as a float; None for any other value."""
     # NumPy and torch: scalars, and arrays without dimensions.
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
@@ -39,8 +38,7 @@ def as_number(value: object) -> float | None:
 
 
 def as_truth(value: object) -> bool | None:
-    """Return True for True or 1, False for False or 0, and None for all other values, such as 0.5
-    or ``"false"``."""
+    """Return True for True or 1, False for False or 0, else None, as for 0.5 or ``"false"``."""
     number = as_number(value)
     return bool(number) if number in (0.0, 1.0) else None
 
@@ -49,7 +47,7 @@ def as_mask(values: ArrayLike) -> Bools:
     """Return values as a mask.
 
     Raises:
-        ValueError: a value is not one of true, false, 1 and 0.
+        ValueError: a value is not true, false, 1 or 0.
     """
     import numpy as np
 
@@ -64,8 +62,7 @@ def as_logprobs(values: ArrayLike, mask: Bools | None = None) -> NDArray[np.floa
 
     Args:
         values: [T]; None (JSON's null) is not a number.
-        mask: [T], True for tokens whose value is read; None: all True. Values of other tokens are
-            not changed.
+        mask: [T], True for tokens whose value is read; other values are not changed.
 
     Raises:
         ValueError: a value that is read is not finite, or above 0.
@@ -83,8 +80,8 @@ def as_logprobs(values: ArrayLike, mask: Bools | None = None) -> NDArray[np.floa
 
 
 ROUNDING = 2.0**-21
-"""The largest difference between equal rewards, as a fraction of the largest |reward| of their
-group: 4.8e-7. The docstring of :func:`round_rewards` derives it."""
+"""Largest difference between equal rewards, as a fraction of the group's largest |reward|: 4.8e-7,
+derived in :func:`round_rewards`."""
 
 
 def round_rewards(rewards: Floats, present: Bools | None = None) -> Floats:
@@ -93,24 +90,19 @@ def round_rewards(rewards: Floats, present: Bools | None = None) -> Floats:
     Rewards are sums of fractions: 0.1 + 0.2, 0.3 and 0.15 + 0.15 are three different numbers. After
     a division by the standard deviation, these differences would be advantages of size one.
 
-    The tolerance bounds the rounding of sums. A term with the relative rounding error u, added to
-    n − 1 terms with sums of the relative rounding error u, contributes an error of at most n·u of
-    the term's size. For terms with total size S, two sums of the same value differ by at most
-    2·n·u·S. Reward functions in torch compute in single precision, u = 2⁻²⁴. Two sums of four terms
-    then differ by at most 8·u·S = 2⁻²¹·S, where S is the largest |reward| of the group if terms do
-    not cancel. In double precision, u = 2⁻⁵³, the same tolerance allows S to be 10⁸ times the
-    largest |reward|. Smaller differences between rewards are not trained on.
+    The tolerance bounds the rounding of sums. In a sum of n terms, a term with the relative
+    rounding error u contributes an error of at most n·u of its size. For terms of total size S, two
+    sums of the same value differ by at most 2·n·u·S. Reward functions in torch compute in single
+    precision, u = 2⁻²⁴, so that two sums of four terms differ by at most 8·u·S = 2⁻²¹·S. S is the
+    group's largest |reward| if terms do not cancel. In double precision, u = 2⁻⁵³, S may be 10⁸
+    times as large. Smaller differences are not trained on.
 
-    A reward equals the next lower reward of the group if the difference is at most the tolerance.
-    The lowest of equal rewards replaces all of these rewards. 0 or 1 replaces a reward that equals
-    0 or 1.
+    A reward equals the next lower reward of the group if they differ by at most the tolerance. The
+    lowest of equal rewards replaces them all; 0 or 1 replaces a reward that equals 0 or 1.
 
     Args:
-        rewards: [Q, G], rewards of Q groups.
-        present: [Q, G], False for padding; None: no padding.
-
-    Returns:
-        [Q, G]; padding is not changed.
+        rewards: [Q, G].
+        present: [Q, G], False for padding, which is not changed; None: no padding.
     """
     import numpy as np
 
@@ -133,5 +125,4 @@ def round_rewards(rewards: Floats, present: Bools | None = None) -> Floats:
 
 
 def is_right(reward: float) -> bool:
-    """Return whether a reward is at least 1, up to rounding."""
     return reward >= 1.0 - ROUNDING

@@ -2,9 +2,8 @@
 
     J = (1/Z) Σ_q Σ_i c_qi Σ_t ℓ_qit
 
-c is the coefficient of a completion, and Z the normaliser of the full, unpruned minibatch. Z does
-not depend on the draw of completions. A divisor of the kept completions alone would make the
-weighted sum a ratio, which is biased.
+c is the coefficient of a completion, and Z the normaliser of the full, unpruned minibatch. A
+divisor of the kept completions alone would make the weighted sum a ratio, which is biased.
 """
 
 from __future__ import annotations
@@ -34,12 +33,7 @@ TRUST_REGIONS = {"tv": 0.15, "kl": 0.05}
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Definition of one loss of the family.
-
-        Objective("dapo", aggregation="token_mean", clip_high=0.28)
-
-    is a mean over tokens, with ratios clipped to [0.8, 1.28].
-    """
+    """Definition of one loss of the family."""
 
     name: str
     aggregation: Aggregation
@@ -47,26 +41,23 @@ class Objective:
     """Estimator of advantages: a name in ``ESTIMATORS`` of ``advantages.py``, or of a user's
     function."""
     surrogate: Surrogate | Callable[..., tuple[Tensor, Tensor]] = "clipped"
-    """Loss of a token from ratio and advantage: a name in ``SURROGATES`` of ``losses.py``, or a
-    user's function."""
+    """Loss of a token: a name in ``SURROGATES`` of ``losses.py``, or a user's function."""
     ratio: Literal["token", "sequence"] = "token"
-    """Ratio of each token's probabilities, or the geometric mean of these ratios over the
-    sequence."""
+    """Ratio of each token, or the geometric mean over the sequence."""
     clip_low: float = 0.2
-    """The ratio is clipped below 1 − clip_low. In a trust region: bound on a token's divergence if
-    A < 0."""
+    """The ratio is clipped below 1 − clip_low. In a trust region: bound on the divergence if A <
+    0."""
     clip_high: float = 0.2
-    """The ratio is clipped above 1 + clip_high. In a trust region: bound on a token's divergence if
-    A > 0."""
+    """The ratio is clipped above 1 + clip_high. In a trust region: bound on the divergence if A >
+    0."""
     tis_level: Literal["token", "sequence"] = "token"
-    """Level of the weight of policy over engine: each token, or the product over the sequence."""
+    """Level of the weight, policy over engine: each token, or the product over the sequence."""
     mask_below: float = 0.0
-    """A weight of policy over engine below this counts as 0."""
+    """Smaller weights count as 0."""
     mask_above: float = math.inf
-    """A weight of policy over engine above this counts as 0."""
+    """Larger weights count as 0."""
     overlong_share: float = 0.0
-    """Last fraction of the response limit; responses that reach into this part get a soft
-    penalty."""
+    """Last fraction of the response limit, with a soft penalty on responses."""
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -108,7 +99,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def resolve_objective(loss: LossConfig) -> Objective:
-    """Return the objective of a run, with the run's clips, trust region and masks."""
+    """Return the objective with the run's clips, trust region and masks."""
     usual = OBJECTIVES[loss.name]
     if loss.trust_region != "none":
         bound = TRUST_REGIONS[loss.trust_region]
@@ -125,18 +116,14 @@ def resolve_objective(loss: LossConfig) -> Objective:
 
 
 def compute_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Floats:
-    """Return DAPO's soft penalty on long responses (arXiv:2503.14476, equation 13).
-
-    The penalty is a term of the reward.
+    """Return DAPO's soft penalty on long responses, a term of the reward (arXiv:2503.14476,
+    equation 13).
 
     Args:
         lengths: response lengths in tokens, any shape.
         limit: longest response allowed, in tokens.
         buffer: tokens below the limit with a penalty, which falls linearly from 0 to −1; 0: no
             penalty.
-
-    Returns:
-        Values in [−1, 0], in the shape of ``lengths``.
     """
     lengths = np.asarray(lengths, dtype=np.float64)
     if buffer == 0:
@@ -145,13 +132,8 @@ def compute_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> 
 
 
 def compute_coefficients(aggregation: Aggregation, sampled_lengths: Ints) -> Floats:
-    """Return c of each completion, in the shape of ``sampled_lengths``: 1/L for ``seq_mean``, else
-    1.
-
-    Args:
-        aggregation: aggregation of the objective.
-        sampled_lengths: [Q, G], L: tokens that the policy sampled.
-    """
+    """Return c of each completion, [Q, G], from sampled tokens [Q, G]: 1/L for ``seq_mean``, else
+    1."""
     lengths = sampled_lengths.astype(np.float64)
     return 1.0 / np.maximum(lengths, 1.0) if aggregation == "seq_mean" else np.ones_like(lengths)
 
@@ -159,14 +141,8 @@ def compute_coefficients(aggregation: Aggregation, sampled_lengths: Ints) -> Flo
 def compute_kept_fraction(
     aggregation: Aggregation, *, sampled_lengths: Ints, prompt_inclusion: Floats, kept: Bools
 ) -> float:
-    """Return the kept completions' fraction of Z. CPPO divides by Z times this fraction.
-
-    Args:
-        aggregation: aggregation of the objective.
-        sampled_lengths: [Q, G], tokens that the policy sampled.
-        prompt_inclusion: [Q], inclusion probabilities.
-        kept: [Q, G], True for kept completions.
-    """
+    """Return the fraction of Z of completions ``kept`` [Q, G]. CPPO divides by Z times this
+    fraction."""
     size = sampled_lengths if aggregation == "token_mean" else np.ones_like(sampled_lengths)
     parts = size / prompt_inclusion[:, None]
     return float(parts[kept].sum() / parts.sum()) if kept.any() else 1.0
@@ -185,8 +161,8 @@ def compute_normaliser(
     Args:
         aggregation: aggregation of the objective.
         sampled_lengths: [Q, G], tokens that the policy sampled in the rolled-out groups.
-        prompt_inclusion: [Q], inclusion probabilities of the rolled-out groups.
-        prompts: number of candidate prompts of the minibatch, pruned prompts included.
+        prompt_inclusion: [Q], inclusion probabilities of these groups.
+        prompts: candidate prompts of the minibatch, pruned prompts included.
         max_response_tokens: L_max, the longest response allowed.
     """
     group_size = sampled_lengths.shape[1]

@@ -1,8 +1,7 @@
 """Packs of training samples: the arrays of one microbatch in THD form.
 
 Consecutive samples with the same first tokens, such as a system message, are a prefix group. A pack
-stores shared tokens once. A sample leaves the path of the previous sample after the tokens that the
-two samples share. Lengths and shared lengths define the tree of a prefix group:
+stores shared tokens once. Lengths and shared lengths define the tree of a prefix group:
 
     p p p a a          lengths [5, 6, 5], shared [0, 5, 3]
     p p p a a b
@@ -32,19 +31,12 @@ from megatron_dppo.rl.types import (
 )
 
 LEAST_SHARED = 16
-"""Fewest common tokens, at the beginning of prompts or of responses, that are worth a segment."""
+"""Fewest common tokens, at the beginning of prompts or responses, that are worth a segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """Kept completion with tokens, on the rank that trains on the completion.
-
-        TrainingSample(prompt_ids=[12, 4], response_ids=[6, 6, 2], engine_logprobs=[-0.7, 0, -0.1],
-                       loss_mask=[True, False, True], ...)
-
-    is a response of three tokens to a prompt of two tokens. Two of the three are trained on. The
-    fields are arrays, not lists.
-    """
+    """Kept completion with tokens, on the rank that trains on it."""
 
     prompt_ids: NDArray[np.int32]
     """[P], at least one token."""
@@ -53,16 +45,16 @@ class TrainingSample:
     engine_logprobs: NDArray[np.float32]
     """[L], not read if ``loss_mask`` is False."""
     loss_mask: Bools
-    """[L], True for the tokens that are trained on."""
+    """[L], True for tokens that are trained on."""
     advantage: Floats | float
     """[L], or one value for all tokens; not read if ``loss_mask`` is False."""
     scale: float
     version: int
-    """Version of the oldest weights that generated a token of the response."""
+    """Version of the oldest weights that generated a token."""
     shared: int = 0
-    """Tokens of prompt and response shared with the previous sample, stored once in the pack."""
+    """Tokens shared with the previous sample, stored once in the pack."""
     routing: Routing | None = None
-    """Experts of the first prompt and response tokens, in the layers of this rank's stage."""
+    """Experts of the first tokens, in the layers of this rank's stage."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[L], as in Completion; None without a teacher server."""
 
@@ -70,10 +62,8 @@ class TrainingSample:
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
     """Lay samples back to back, with segments padded to a multiple of ``align``.
 
-    - Shared tokens are one segment; child segments hold the other tokens of each sample.
-    - The remaining slots are one last segment of padding. A pack without samples is all padding.
-    - The predictor of a response token is the token before, so that scoring needs no shifted
-      labels.
+    - Shared tokens are one segment; child segments hold the remaining tokens of each sample.
+    - One last segment of padding fills the pack.
     - Tokens that the policy did not sample are read, and have no predictor.
 
     Raises:
@@ -103,8 +93,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     for sequence, slots in zip(sequences, places, strict=True):
         token_ids[slots] = sequence
     # Padding repeats the pack's tokens, or 0 to ``pad_id`` in an empty pack, because a mixture of
-    # experts would send equal tokens to the same few experts. The ranks of these experts might run
-    # out of memory.
+    # experts would send equal tokens to the same few experts, whose ranks might run out of memory.
     padding = token_ids[:used] if used else np.arange(pad_id + 1)
     token_ids[used:] = np.resize(padding, capacity - used)
     sampled = [np.flatnonzero(sample.loss_mask) for sample in samples]
@@ -119,6 +108,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         position_ids=np.arange(capacity) - np.repeat(starts[:-1] - begins, sizes),
         cu_seqlens=starts.astype(np.int32),
         max_seqlen=int((begins + sizes).max(initial=0)),
+        # The predictor is the token before, so that scoring needs no shifted labels.
         predictors=_join(slots[at - 1] for slots, at in zip(places, responses, strict=True)),
         targets=_join(tokens[at] for tokens, at in zip(sequences, responses, strict=True)),
         sample=owner,
@@ -138,8 +128,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
 
 
 def find_path(pack: Pack, place: int) -> Ints:
-    """Return the positions that the token at ``place`` attends to, in path order up to
-    ``place``."""
+    """Return the positions that the token at ``place`` attends to, in path order."""
     segment = int(np.searchsorted(pack.cu_seqlens, place, side="right")) - 1
     stretches = [np.arange(pack.cu_seqlens[segment], place + 1)]
     while (
@@ -154,14 +143,13 @@ def find_path(pack: Pack, place: int) -> Ints:
 def _assign_slots(
     shared: Sequence[int], lengths: Sequence[int], segments: Iterable[tuple[int, int, int, int]]
 ) -> list[Ints]:
-    """Return the position in the pack of each token of each sample, [n].
+    """Return the position in the pack of each token of each sample.
 
     Args:
         shared: tokens that each sample shares with the previous sample.
         lengths: tokens of each sample.
-        segments: (sample, begin, end, start) of each segment. ``sample`` is the first sample with
-            the segment, and ``begin`` and ``end`` (exclusive) are positions in ``sample``.
-            ``start`` is a position in the pack.
+        segments: (sample, begin, end, start) of each segment: the first sample with the segment,
+            positions in this sample, and a position in the pack.
     """
     slots = [np.empty(length, np.int64) for length in lengths]
     for sample, begin, end, start in segments:
@@ -174,12 +162,7 @@ def _assign_slots(
 def _gather_targets(
     samples: Sequence[NDArray[np.float32] | None], sampled: Sequence[Ints]
 ) -> NDArray[np.float32]:
-    """Return the values of trained tokens [R], NaN for a sample without values.
-
-    Args:
-        samples: [L] for each sample, one value per response token, or None.
-        sampled: positions of trained tokens in each response.
-    """
+    """Return the values of trained tokens [R], NaN for a sample without values."""
     parts = [np.zeros(0, np.float32)]
     for values, at in zip(samples, sampled, strict=True):
         parts.append(np.full(len(at), np.nan, np.float32) if values is None else values[at])
@@ -193,7 +176,7 @@ def _join(parts: Iterable[NDArray[Any]]) -> Ints:
 def _merge_routing(
     tables: Sequence[Routing | None], slots: Sequence[Ints], capacity: int
 ) -> Routing | None:
-    """Return the routing of a pack, [T, layers, k]; None if no sample has routing."""
+    """Return the routing of a pack, [T, layers, k]."""
     known = [
         (table, places) for table, places in zip(tables, slots, strict=True) if table is not None
     ]
@@ -210,8 +193,7 @@ def _merge_routing(
 def compute_shared_lengths(prompt: int, completions: Sequence[Completion]) -> list[int]:
     """Return the tokens that each completion shares with the previous completion; 0 for the first.
 
-    The ``prompt`` tokens of the prompt are shared. Common beginnings of responses count from
-    ``LEAST_SHARED`` tokens on.
+    Common beginnings of responses count from ``LEAST_SHARED`` tokens on.
     """
     shared = [0]
     for before, completion in pairwise(completions):
@@ -221,22 +203,15 @@ def compute_shared_lengths(prompt: int, completions: Sequence[Completion]) -> li
 
 
 def expand_prompt_lengths(prompt_lengths: Ints, samples: int) -> Ints:
-    """Return shared lengths [Q, samples] for groups with known prompts only.
-
-    Args:
-        prompt_lengths: [Q], tokens.
-        samples: completions per group.
-    """
+    """Return shared lengths [Q, samples] for groups with known prompts only."""
     shared = np.repeat(prompt_lengths[:, None], samples, axis=1)
     shared[:, :1] = 0
     return shared
 
 
 def select_shared_lengths(shared: Ints, group: Ints, completion: Ints) -> Ints:
-    """Return the tokens [K] that each kept completion shares with the previous kept completion.
-
-    0 begins a group. Over a gap of dropped completions, the value is the least of ``shared`` from
-    the first dropped completion up to the kept completion.
+    """Return the tokens [K] that each kept completion shares with the previous kept one; 0 begins a
+    group.
 
     Args:
         shared: [Q, G], tokens that each completion shares with the previous completion.
@@ -246,12 +221,12 @@ def select_shared_lengths(shared: Ints, group: Ints, completion: Ints) -> Ints:
     kept = np.zeros(len(group), np.int64)
     same = np.flatnonzero(group[1:] == group[:-1]) + 1
     for k in same.tolist():
+        # Over a gap of dropped completions, the least of all shared lengths in between.
         kept[k] = shared[group[k], completion[k - 1] + 1 : completion[k] + 1].min()
     return kept
 
 
 def _get_first_sequence(completion: Completion) -> NDArray[np.int32]:
-    """Return the response tokens of a completion's first sequence."""
     return completion.token_ids[: completion.starts[0] if completion.starts else None]
 
 
@@ -265,12 +240,12 @@ def count_common_tokens(one: NDArray[np.int32], other: NDArray[np.int32]) -> int
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroups:
-    """Prefix groups of consecutive samples. A pack holds a prefix group as a whole."""
+    """Prefix groups of consecutive samples, each held whole by one pack."""
 
     starts: Ints
-    """[p + 1], first sample of each prefix group; ends with the number of samples."""
+    """[p + 1], first sample of each; ends with the number of samples."""
     slots: Ints
-    """[p], slots of each prefix group in a pack: the padded segments."""
+    """[p], slots of each in a pack: the padded segments."""
     shared: Ints
     """[n], tokens shared with the previous sample of the same prefix group."""
 
@@ -281,22 +256,19 @@ class PrefixGroups:
         )
 
     def sum_by_group(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum values of samples [n] over each prefix group [p]."""
+        """Sum values of samples [n] over each prefix group, [p]."""
         return np.add.reduceat(values, self.starts[:-1])
 
 
 def build_ungrouped(lengths: Ints, align: int) -> PrefixGroups:
-    """Make a prefix group of each sample, without shared tokens."""
     return PrefixGroups(
         np.arange(len(lengths) + 1), -(-lengths // align) * align, np.zeros(len(lengths), np.int64)
     )
 
 
 def split_prefix_groups(lengths: Ints, shared: Ints, *, max_slots: int, align: int) -> PrefixGroups:
-    """Split prefix groups into smaller groups of at most ``max_slots`` slots.
-
-    A single sample may take more slots. A sample also begins a new group if sharing would take more
-    slots than sharing saves, because short segments are padded.
+    """Split prefix groups into smaller groups of at most ``max_slots`` slots, or of a single
+    sample.
 
     Args:
         lengths: [n], tokens of each sample.
@@ -323,6 +295,8 @@ def split_prefix_groups(lengths: Ints, shared: Ints, *, max_slots: int, align: i
             if common > left:
                 end = ends[stay]
                 more += padded(common - left) + padded(end - common) - padded(end - left)
+            # A new group begins if sharing takes more slots than it saves, because short segments
+            # are padded.
             if more <= padded(length) and slots[-1] + more <= max_slots:
                 slots[-1] += more
                 joined.append(common)
@@ -347,9 +321,8 @@ def build_prefix_tree(
         shared: [n], tokens shared with the previous sample.
 
     Returns:
-        (parent, sample, begin, end) of each segment. ``parent`` is −1 for a root. ``sample`` is the
-        first sample with the segment, and ``begin`` and ``end`` (exclusive) are positions in
-        ``sample``.
+        (parent, sample, begin, end) of each segment: −1 for a root, the first sample with the
+        segment, and positions in this sample, the end exclusive.
     """
     segments: list[tuple[int, int, int, int]] = []
 

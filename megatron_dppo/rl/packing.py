@@ -4,11 +4,11 @@ Invariants, each with a test:
 
 - Each sequence is in exactly one pack, whole.
 - No pack exceeds the capacity, and the capacity does not exceed ``max_tokens``.
-- All ranks have the same number of packs. Packs may be empty (all padding).
+- All ranks have the same number of packs; packs may be empty.
 - The same lengths give the same packs.
 
-The capacity of a step is tokens / packs, plus the least excess that whole sequences need. The last
-packs are therefore not half empty.
+The capacity of a step is tokens / packs, plus the least excess that whole sequences need, so that
+the last packs are not half empty.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ GOOD_IMBALANCE = 1.05
 MORE_PACKS = 2
 """End of the search, in multiples of the fewest packs; at least four packs per rank are tried."""
 SAME_FILL = 0.995
-"""Fraction of the best fill that counts as equal. The better balanced packing is then taken."""
+"""Fraction of the best fill that counts as equal; the best balanced packing is then taken."""
 PIECES = (0.75, 0.6, 0.5, 0.4, 0.25)
-"""Sizes of prefix groups to try, as fractions of the largest prefix group that fits."""
+"""Sizes of prefix groups to try, as fractions of the largest that fits."""
 
 
 HIDDEN = 2560
@@ -63,26 +63,20 @@ Sharing = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Assignment of sequences to packs and ranks.
-
-        Packing(capacity=8, packs=(((0, 2),), ((1,),)), fill=0.94, imbalance=1.07)
-
-    gives rank 0 one pack with sequences 0 and 2, and rank 1 one pack with sequence 1.
-    """
+    """Assignment of sequences to packs and ranks."""
 
     capacity: int
     """Tokens per pack; 0 without sequences."""
     packs: tuple[tuple[tuple[int, ...], ...], ...]
-    """``packs[d][k]``: sequences in pack k of rank d. A rank's costliest pack comes first."""
+    """``packs[d][k]``: sequences in pack k of rank d, a rank's costliest pack first."""
     fill: float
-    """Fraction of all slots with real tokens."""
+    """Fraction of slots with real tokens."""
     imbalance: float
-    """Cost of the costliest rank over the mean cost of all ranks."""
+    """Cost of the costliest rank over the mean of all ranks."""
     cost: float = 0.0
     """Cost of the costliest rank, padding included."""
     shared: tuple[int, ...] = ()
-    """Tokens that each sequence shares with the previous sequence of the pack, stored once; 0 for
-    the first sequence of a pack."""
+    """Tokens that each sequence shares with the previous one of the pack, stored once."""
     saved: int = 0
     """Tokens without a slot, because other sequences share these tokens."""
 
@@ -122,24 +116,20 @@ def pack_sequences(
     - balance ranks better: with one pack per rank, the rank of the longest sequences computes the
       most attention.
 
-    Prefix groups are split into smaller groups, each with the whole path to its first sequence.
-    Large groups repeat few tokens, but fill and balance packs badly. Several sizes are tried. The
-    packing with the lowest cost of the costliest rank is taken.
-
     Args:
         lengths: [n], tokens of each sequence, all positive.
         ranks: number of data-parallel ranks.
-        max_tokens: ``pack.max_tokens``, most tokens in a pack.
+        max_tokens: ``pack.max_tokens``.
         shared: [n], tokens shared with the previous sequence; None: no tokens.
         between: [n], tokens that the first sequence of a prefix group shares with the previous
             prefix group; None: no tokens.
         share: ``pack.share_prefixes``.
         align: padding multiple of each segment.
         capacity_multiple: divisor of the capacity, as well as ``align``.
-        window: number of longest unpacked sequences in the greedy packing's window.
+        window: ``pack.window``.
         min_per_rank: fewest packs per rank; fewer if sequences are too few.
         least_per_rank: fewest packs per rank, filled up with empty packs.
-        hidden: hidden size of the policy, see :func:`compute_sequence_costs`.
+        hidden: hidden size of the policy.
 
     Raises:
         UserError: a sequence does not fit into ``pack.max_tokens``.
@@ -182,12 +172,14 @@ def pack_sequences(
 
 
 def _build_groupings(lengths: Ints, shared: Ints, max_slots: int, align: int) -> list[PrefixGroups]:
-    """Return whole prefix groups if they fit, then splits that give the packer increasing
-    freedom."""
+    """Return whole prefix groups if they fit, then ever smaller groups, each with
+    the whole path to its first sequence."""
     if not shared.any():
         return []
     ways = [split_prefix_groups(lengths, shared, max_slots=max_slots, align=align)]
     largest = int(ways[0].slots.max())
+    # Large groups repeat few tokens, but fill and balance packs badly, so that several sizes are
+    # tried.
     for part in PIECES:
         way = split_prefix_groups(lengths, shared, max_slots=int(part * largest), align=align)
         if way.shared.any() and len(way.slots) > len(ways[-1].slots):
@@ -206,7 +198,6 @@ def _pack(
     wanted: int,
     hidden: float,
 ) -> Packing:
-    """Return the best packing of the prefix groups ``pieces``."""
     fewest = max(-(-int(pieces.slots.sum()) // (ranks * most)), wanted)
     found: list[Packing] = []
     for per_rank in range(fewest, max(MORE_PACKS * fewest, 4) + 1):
@@ -230,7 +221,6 @@ def _distribute_packs(
     hidden: float,
     ranks: int,
 ) -> Packing:
-    """Distribute packs of one capacity over the ranks."""
     work = pieces.sum_by_group(compute_sequence_costs(lengths, hidden, pieces.shared))
     tokens = int((lengths - pieces.shared).sum())
     costs = np.array([work[pack].sum() for pack in packs])
@@ -253,10 +243,7 @@ def _distribute_packs(
 
 
 def compute_pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
-    """Return ``pack/…`` of a step with one packing per minibatch.
-
-    Counts are sums over all ranks. ``capacity`` and ``imbalance`` are the largest of the step.
-    """
+    """Return ``pack/…`` of a step with one packing per minibatch."""
     counts = [sum(map(len, packing.packs)) for packing in packings]
     slots = [count * packing.capacity for count, packing in zip(counts, packings, strict=True)]
     filled = sum(packing.fill * size for packing, size in zip(packings, slots, strict=True))
@@ -267,6 +254,7 @@ def compute_pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
         "pack/empty": float(
             sum(not pack for packing in packings for of_rank in packing.packs for pack in of_rank)
         ),
+        # Counts are sums over all ranks, capacity and imbalance the largest of the step.
         "pack/capacity": float(max(packing.capacity for packing in packings)),
         "pack/shared": saved / max(saved + filled, 1.0),
         "pack/imbalance": max(packing.imbalance for packing in packings),
@@ -274,7 +262,7 @@ def compute_pack_metrics(packings: Sequence[Packing]) -> dict[str, float]:
 
 
 def _iter_capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[int]:
-    """Yield ascending capacities to try: steps of 0.25%, then growing steps."""
+    """Yield ascending capacities to try."""
     least = max(int(slots.max()), -(-int(slots.sum()) // packs))
     slack = 0.0
     step = 0.0025
@@ -284,6 +272,7 @@ def _iter_capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[
         if capacity > last:
             yield capacity
         last = max(capacity, last)
+        # Steps of 0.25%, then growing steps.
         slack += step
         step *= 1.0 if slack < 0.04 else 1.5
 
@@ -291,8 +280,7 @@ def _iter_capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[
 def _find_tightest(
     slots: Ints, packs: int, window: int, unit: int, most: int
 ) -> tuple[int, list[list[int]]] | None:
-    """Return the size of the fullest pack, and the packs, at the first capacity for which ``packs``
-    packs suffice. Return None if no capacity suffices."""
+    """Return the size of the fullest pack, and the packs, at the first capacity that suffices."""
     longest_first = np.argsort(-slots, kind="stable")
     descending = slots[longest_first].tolist()
 
@@ -309,12 +297,11 @@ def _find_tightest(
 def _pack_greedily(
     descending: list[int], capacity: int, window: int, most_packs: int
 ) -> list[list[int]] | None:
-    """Pack greedily within a sliding window.
+    """Pack greedily within a sliding window of the ``window`` longest unpacked sequences.
 
-    - The window has the ``window`` longest unpacked sequences.
     - The longest sequence that fits into a pack goes into the fullest pack with room. If no
       sequence fits, the longest sequence opens a pack.
-    - Then the window slides. Small sequences are left for the gaps.
+    - Then the window slides, so that small sequences are left for the gaps.
 
     Args:
         descending: [n], slots of each sequence, at most the capacity.

@@ -1,7 +1,7 @@
 """Plan of a step: trained completions, weights and packs.
 
-The plan is a pure function of metadata, configuration and step. One rank computes the plan for all
-ranks, so that no decision depends on the distribution of tokens over ranks.
+The plan is a pure function of metadata, configuration and step, made on one rank for all ranks, so
+that no decision depends on the distribution of tokens over ranks.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ ARRAYS = [field.name for field in fields(StepMetadata) if field.name not in ("wi
 
 
 def build_default_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
-    """Return default StepMetadata fields for groups of ``samples`` completions that share a prompt.
-
-    Each completion is one sequence, without trees, roles, teachers and truncation.
+    """Return default StepMetadata fields for groups of ``samples`` completions of one sequence.
 
     Args:
         prompt_lengths: [Q], tokens.
@@ -94,14 +92,14 @@ def plan_step(
     Args:
         metadata: all groups that were rolled out and scored.
         config: configuration of the run.
-        replicas: number of data-parallel replicas.
+        replicas: data-parallel replicas.
         align: padding multiple of a sequence in a pack (tensor and context parallelism).
         capacity_multiple: divisor of a pack's capacity (sequence parallelism).
-        step: index from 0; ``step`` and ``run.seed`` give the seed of every draw.
-        pipeline: number of pipeline stages; several stages need several packs.
+        step: index from 0; with ``run.seed``, the seed of every draw.
+        pipeline: pipeline stages; several stages need several packs.
         hidden: hidden size of the policy, used to balance replicas.
-        prompts: tokens of each group's prompt, so that packs store common beginnings of prompts
-            once, such as a system message; empty: prompts are assumed to share no tokens.
+        prompts: tokens of each group's prompt, so that packs store common beginnings once; empty:
+            prompts share no tokens.
 
     Raises:
         UserError: a kept sequence is longer than ``pack.max_tokens``.
@@ -162,10 +160,7 @@ def plan_step(
 def draw_minibatches(
     metadata: StepMetadata, usable_groups: Ints, config: Config, objective: Objective, step: int
 ) -> Iterator[tuple[Ints, StepMetadata, PruningDraw]]:
-    """Yield the minibatches of a step: indices of groups in ``metadata``, metadata, pruning draw.
-
-    ``usable_groups`` are the indices of the groups that may be trained on.
-    """
+    """Yield minibatches of ``usable_groups``: indices in ``metadata``, metadata, pruning draw."""
     pruning = config.pruning.completions
     keep = scheduled_keep(pruning.share, pruning.schedule, step, config.run.steps)
     draws = make_generator(config.run.seed, step, Purpose.COMPLETIONS)
@@ -177,7 +172,7 @@ def draw_minibatches(
 
 
 def split_groups(groups: Ints, minibatches: int, rng: np.random.Generator) -> list[Ints]:
-    """Partition groups at random into ascending parts, whose sizes differ by at most one."""
+    """Partition groups at random into ascending parts of equal size, to within one."""
     if minibatches == 1:
         return [groups]
     return [np.sort(part) for part in np.array_split(rng.permutation(groups), minibatches)]
@@ -185,9 +180,8 @@ def split_groups(groups: Ints, minibatches: int, rng: np.random.Generator) -> li
 
 def select_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
     """Return the metadata of ``groups``, with a part of the window."""
-    # The part is proportional to the number of rolled-out groups. Therefore the expectation of each
-    # minibatch over the permutation equals the estimate of the whole window, also if minibatches
-    # are unequal.
+    # Proportional to the rolled-out groups, so that the expectation of each minibatch over the
+    # permutation equals the estimate of the whole window, even for unequal minibatches.
     arrays = {name: getattr(metadata, name)[groups] for name in ARRAYS}
     parts = {name: values[groups] for name, values in metadata.parts.items()}
     return StepMetadata(
@@ -198,9 +192,7 @@ def select_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
 
 
 def build_minibatch_plan(part: StepMetadata, groups: Ints, draw: PruningDraw) -> MinibatchPlan:
-    """Return the kept sequences of a minibatch, each with the factor of the token losses.
-
-    The plan has no packs.
+    """Return the plan of a minibatch without packs: kept sequences with factors.
 
     Args:
         part: metadata of the minibatch.
@@ -237,7 +229,7 @@ def build_minibatch_plan(part: StepMetadata, groups: Ints, draw: PruningDraw) ->
 
 def compute_prompt_overlaps(samples: MinibatchPlan, prompts: Sequence[NDArray[np.int32]]) -> Ints:
     """Return the tokens [K] that the prompt of a group's first sample shares with the previous
-    prompt; 0 for other samples."""
+    prompt."""
     between = np.zeros(len(samples.group), np.int64)
     # Further sequences begin with a context of the conversation, and not with the prompt.
     first_sequences = (samples.sequence[1:] == 0) & (samples.sequence[:-1] == 0)
@@ -256,7 +248,7 @@ def build_notes(
     num_usable: int,
     step: int,
 ) -> Iterator[str]:
-    """Yield messages for the log of a step with ``num_usable`` groups that may be trained on."""
+    """Yield log messages of a step with ``num_usable`` groups that may be trained on."""
     pruning = config.pruning
     for level, rule, biased in (
         ("prompts", pruning.prompts.rule, find_prompt_rule(pruning.prompts.named).biased),
@@ -314,10 +306,6 @@ def build_notes(
 def compute_remaining_window(selection: Selection, parts: Sequence[StepMetadata]) -> float:
     """Return N of a selection without the prompts whose scoring failed.
 
-    N is multiplied by the kept prompts' fraction of Σ 1/π. The difference of N and the failed
-    prompts' Σ 1/π is no alternative: the kept prompts' Σ 1/π equals N in expectation only, so the
-    difference could reach zero.
-
     Args:
         selection: all prompts that were requested.
         parts: one per rank, without the failed prompts.
@@ -325,16 +313,13 @@ def compute_remaining_window(selection: Selection, parts: Sequence[StepMetadata]
     if sum(len(part.prompt_ids) for part in parts) == len(selection.prompt_ids):
         return float(selection.window)
     left = sum((1.0 / part.prompt_inclusion).sum() for part in parts)
+    # A fraction, because N minus the failed prompts' Σ 1/π could reach zero: the kept prompts' Σ
+    # 1/π equals N in expectation only.
     return float(selection.window * left / (1.0 / selection.inclusion).sum())
 
 
 def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMetadata:
-    """Concatenate the metadata of all ranks.
-
-    Args:
-        parts: metadata of each rank, in the order of ranks; ranks may hold no group.
-        window: window of the whole step; the windows of ``parts`` are not used.
-    """
+    """Concatenate the metadata of all ranks, in the order of ranks, with the window of the step."""
     parts = [part for part in parts if len(part.prompt_ids)] or list(parts[:1])
     # Sort by prompt id, so that the plan does not depend on the assignment of groups to ranks.
     order = np.argsort(np.concatenate([part.prompt_ids for part in parts]), kind="stable")

@@ -20,14 +20,13 @@ class Score:
     reward: float
     correct: bool
     answer: str | None = None
-    """Answer that the verifier found in the completion; None if not reported."""
+    """Answer found in the completion; None if not reported."""
     by: tuple[str, ...] = ()
     """Equivalences that make the answer equal to the label; empty if not reported."""
     roles: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of the roles of a conversation; a missing role has ``reward``."""
+    """Rewards of a conversation's roles; a missing role has ``reward``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log: rewards of several functions, and other numbers that a function returns or
-    logs."""
+    """Numbers to log: rewards of several functions, and other numbers of a function."""
     failure: Literal["timeout", "error", "unscored"] | None = None
     """Reason for a missing reward.
 
@@ -42,7 +41,6 @@ class Score:
     def from_failure(
         cls, failure: Literal["timeout", "error", "unscored"], traceback: str = ""
     ) -> Score:
-        """Make the score of a completion without a reward."""
         return cls(math.nan, False, failure=failure, traceback=traceback)
 
 
@@ -54,5 +52,5 @@ def count_failures(scores: Sequence[Score]) -> tuple[int, int]:
 
 
 def collect_tracebacks(scores: Sequence[Score]) -> tuple[str, ...]:
-    """Return each traceback once."""
+    # A dict, because its keys keep their order.
     return tuple(dict.fromkeys(score.traceback for score in scores if score.traceback))

@@ -8,45 +8,33 @@ import numpy as np
 
 
 class Purpose(IntEnum):
-    """Purpose of a random draw."""
-
     # Append new numbers at the end, because existing numbers make runs reproducible.
     PROMPTS = 0
-    """Draw of the prompts of the window that are rolled out."""
+    """Prompts of the window that are rolled out."""
     MINIBATCHES = 1
     """Partition of groups into optimizer steps."""
     COMPLETIONS = 2
-    """Draw of the completions that are trained on."""
+    """Completions that are trained on."""
     ORDER = 3
     """Order of prompts in an epoch; ``step`` is the epoch."""
     SAMPLING = 4
-    """Random seed of an engine's sampling."""
+    """An engine's sampling."""
     AGREEMENT = 5
-    """Random seed of sampling for the comparison of servers with the actor."""
+    """Sampling for the comparison of servers with the actor."""
     EVALUATION = 6
-    """Random seed of sampling for held-out problems; ``step`` is 0, so that all policies get the
-    same seeds."""
+    """Sampling for held-out problems; ``step`` is 0, so that all policies get the same seeds."""
     ADAPTERS = 7
     """Initial weights of adapters; ``step`` is a number from the adapter's name."""
 
 
 def make_generator(seed: int, step: int, purpose: Purpose, attempt: int = 0) -> np.random.Generator:
-    """Make the generator of a purpose at a step of a run with ``run.seed = seed``.
-
-    Equal arguments give equal draws.
-    """
+    """Make the generator of a purpose at a step; equal arguments give equal draws."""
     return np.random.default_rng(_make_seed_sequence(seed, step, purpose, attempt))
 
 
 def derive_engine_seed(seed: int, step: int, purpose: Purpose, attempt: int = 0) -> int:
-    """Return the random seed of an engine's sampling, below 2³².
-
-    Args:
-        seed: ``run.seed``.
-        step: step of the run.
-        purpose: purpose of the draw.
-        attempt: number of earlier draws of the step for the same purpose.
-    """
+    """Return the random seed of an engine's sampling, below 2³²; ``attempt``: earlier draws of the
+    step for the purpose."""
     return int(_make_seed_sequence(seed, step, purpose, attempt).generate_state(1)[0])
 
 

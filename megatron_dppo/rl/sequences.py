@@ -1,16 +1,16 @@
 """Completions of several sequences, from agents that compact a context or have separate contexts.
 
-A completion has one reward, one advantage for all tokens (or one per role) and one draw: all
-sequences of a completion are trained on, or no sequence. Arrays concatenate the sequences, and
-``starts`` has the starts after the first. Each further sequence begins with its whole context,
-which was input to the policy, and does not attend to earlier sequences:
+A completion has one reward, one advantage for all tokens (or one per role) and one draw for all its
+sequences. Arrays concatenate the sequences, and ``starts`` has the starts after the first. Each
+further sequence begins with its whole context, which was input to the policy, and does not attend
+to earlier sequences:
 
     p p a a    prompt of two tokens p, completion  a a | c c c b  with ``starts`` (2,)
     c c c b    the policy sampled three of the six tokens: a, a and b; L = 3
 
-- The loss is the loss of a completion of one sequence, over all sampled tokens: c and Z use L of
-  the whole completion. A completion that is split, with the first sequence repeated as the context
-  of the second, therefore has the same gradient as the unsplit completion.
+- The loss is as for one sequence: c and Z use the sampled tokens L of the whole completion. A
+  completion that is split, with the first sequence repeated as the second's context, therefore has
+  the same gradient as the unsplit completion.
 - The cost in pruning rules is higher: the tokens of all sequences.
 - In a plan, every sequence is a training sample, in any pack with room. The first token of a
   further sequence replaces the prompt, and the rest of the context is part of the response.
@@ -31,7 +31,7 @@ from megatron_dppo.rl.types import Completion, Ints, Prompt
 
 
 def split_sequences(completion: Completion) -> list[slice]:
-    """Return the slice of a completion's tokens for each sequence, without the prompt."""
+    """Return the slice of each sequence in a completion's tokens, without the prompt."""
     ends = (*completion.starts, len(completion.token_ids))
     return list(map(slice, (0, *completion.starts), ends))
 
@@ -47,8 +47,7 @@ def split_prompt_and_response(
 
 
 def strip_contexts(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Return the tokens for a verifier, without contexts of further sequences, and the loss
-    mask."""
+    """Return tokens and loss mask for a verifier, without contexts of further sequences."""
     first, *further = split_sequences(completion)
     shown = [
         first,
@@ -60,14 +59,14 @@ def strip_contexts(completion: Completion) -> tuple[NDArray[np.int32], NDArray[n
 
 
 def compute_longest_response(prompt: int, completion: Completion) -> int:
-    """Return the length of the longest sequence beyond ``prompt`` tokens, bounded by the response
-    limit."""
+    """Return the largest excess of a sequence over ``prompt`` tokens, which the response limit
+    bounds."""
     first, *further = split_sequences(completion)
     return max([first.stop, *(of.stop - of.start - prompt for of in further)])
 
 
 def make_empty_lengths(completions: tuple[int, ...]) -> Ints:
-    """Return ``further_lengths`` [Q, G, 0] for completions of one sequence each."""
+    """Return ``further_lengths`` [Q, G, 0] for completions of one sequence."""
     return np.zeros((*completions, 0), np.int64)
 
 
@@ -95,11 +94,11 @@ def sort_sequences(lengths: Ints, group: Ints, completion: Ints) -> tuple[Ints, 
 
     Args:
         lengths: [K, S], lengths of further sequences.
-        group: [K], index of the group.
-        completion: [K], index of the completion.
+        group: [K].
+        completion: [K].
 
     Returns:
-        Index of the completion in [0, K), and index of the sequence, for each sequence.
+        For each sequence: index of the completion in [0, K), and index of the sequence.
     """
     # First sequences of a group are adjacent, so that a pack can share the prompt.
     of, sequence = np.nonzero(np.column_stack([np.ones(len(lengths), np.int64), lengths]))
@@ -108,8 +107,7 @@ def sort_sequences(lengths: Ints, group: Ints, completion: Ints) -> tuple[Ints, 
 
 
 def find_sequence_error(prompt: int, completion: Completion, limit: int) -> str | None:
-    """Describe an error in a completion of several sequences after ``prompt`` tokens; None if
-    valid."""
+    """Describe an error in a completion of several sequences; None if valid."""
     if not completion.starts:
         return None
     bounds = (0, *completion.starts, len(completion.token_ids))

@@ -2,29 +2,27 @@
 
 A prompt's tree has K roots. A branch after l − 1 forks has M_l children at its next fork, for l = 1
 … B. The G = K·M₁·…·M_B leaves are the completions of a group, in order: the leaves below a node are
-consecutive *slots* of the group. A completion is a path of B + 1 segments: from the start to the
-first fork, between forks, and from the last fork to the end. With u over all nodes and s_u the
-segment that ends at u,
+consecutive *slots* of the group. A completion is a path of B + 1 segments, divided by forks. With u
+over all nodes and s_u the segment that ends at u,
 
     ĝ = Σ_u ω_u (V(u) − b(u)) ∇log π(s_u | path),    ω_u = (1/K) Π 1/M over u's path
 
 is an unbiased estimate of the gradient of the expected reward, for each baseline b(u) that does not
-depend on s_u given u's parent. V of a leaf is the reward of the leaf. V of any other node is the
-mean of its children's V. Each slot has the weight 1/G, and the slots below a node have the weight ω
-in total. The aggregation ``constant`` therefore needs no weights: tokens of segment l of
-completion g have the advantage ``compute_tree_advantages(…)[q, g, l]``, and the loss is divided by
-N·G·L_max, as for groups without a tree.
+depend on s_u given u's parent. V of a leaf is its reward, and V of any other node the mean of its
+children's V. Each slot has the weight 1/G, and the slots below a node have the weight ω in total.
+The aggregation ``constant`` therefore needs no weights: tokens of segment l of completion g have
+the advantage ``compute_tree_advantages(…)[q, g, l]``, and the loss is divided by N·G·L_max, as
+without a tree.
 
 - A path that ends before a fork is the completion of each slot below its last node. Its ω is
   unchanged.
 - A path in several slots is trained on once: its first slot has the sum of the slots' advantages.
-  The other slots have zeros, and each rule of pruning drops a completion that has only zeros.
-- The position of a fork depends on the tokens before the fork alone. Forks that depend on later
-  tokens are biased.
+  The remaining slots have zeros, and each pruning rule drops a completion with only zeros.
+- The position of a fork may depend only on earlier tokens; otherwise forks are biased.
 
-Two alternatives are wrong by enumeration. A weight of 1/(number of different leaves) for each leaf
-is biased if a path ended early. With the mean of all leaves as the baseline, half of a root
-segment's gradient remains at K = 2.
+Two alternatives fail in an enumeration of all outcomes. A weight of 1/(number of different leaves)
+for each leaf is biased if a path ended early. With the mean of all leaves as the baseline, half of
+a root segment's gradient is lost at K = 2.
 """
 
 from __future__ import annotations
@@ -40,15 +38,14 @@ if TYPE_CHECKING:
     from megatron_dppo.config import TreeConfig
 
 ROUNDING = 1e-12
-"""An advantage of at most this fraction of the range of a group's rewards is a rounding error, and
-set to zero."""
+"""Advantages up to this fraction of the range of a group's rewards are rounding errors, set to
+0."""
 DEVIATION_FLOOR = 1e-8
 CLIP = 5.0
 """BranchGRPO's normalisation: least deviation, bound on |A|."""
 
 
 def find_biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
-    """Yield each setting that biases the gradient, and a reason to log."""
     if tree.branches and tree.baseline == "depth":
         why = (
             "a segment's own reward is in its depth's mean, and each depth is divided by a "
@@ -75,8 +72,8 @@ def compute_tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfi
         rewards [[1, 0, 0, 0]]    V of the roots [[0.5, 0]]
         → [[[0.5, 1], [0.5, −0.5], [−0.5, −0.25], [−0.5, −0.25]]]
 
-    If the second root ends after its first token, its path is the third and the fourth completion.
-    The third then has the advantage −0.5 twice: [[[0.5, 1], [0.5, −0.5], [−1, 0], [0, 0]]].
+    If the second root ends after its first token, the third and the fourth completion are the same
+    path. The third then has the advantage −0.5 twice: [[[0.5, 1], [0.5, −0.5], [−1, 0], [0, 0]]].
 
     Args:
         rewards: [Q, G].
@@ -84,8 +81,8 @@ def compute_tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfi
         tree: K, M, the baseline and the depths.
 
     Returns:
-        [Q, G, B + 1]. Exactly 0 for a segment without tokens or of another depth, and where V(u)
-        and b(u) differ by rounding only.
+        [Q, G, B + 1]; exactly 0 for a segment without tokens, of another depth, or with V(u) = b(u)
+        up to rounding.
     """
     spread = np.ptp(rewards, axis=1, keepdims=True)[..., None]
     tokens = segments["tokens"]
@@ -114,17 +111,14 @@ def compute_tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfi
 
 
 def compute_node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -> list[Floats]:
-    """Return V of each node by level: [Q, K], [Q, K·M₁], …, [Q, G].
-
-    With ``tree.fusion`` = ``probability`` the weights of the children are BranchGRPO's
-    (arXiv:2509.06040): the softmax of the log-probabilities of their segments.
-    """
+    """Return V of each node by level: [Q, K], [Q, K·M₁], …, [Q, G]."""
     values = [rewards]
     for level in range(len(tree.branches), 0, -1):
         nodes = values[0].shape[1]
         siblings = tree.branches[level - 1].children
         shape = len(rewards), nodes // siblings, siblings
         children = values[0].reshape(shape)
+        # BranchGRPO's weights (arXiv:2509.06040): the softmax of the children's log-probabilities.
         if tree.fusion == "probability":
             logprob = segments["logprob"][:, :: rewards.shape[1] // nodes, level].reshape(shape)
             # Without the subtraction, exp could underflow for all children.
@@ -138,8 +132,8 @@ def compute_node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -
 def _compute_baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Floats]:
     """Return the baseline ``mixed`` of each node, in the shapes of ``values``.
 
-    The baseline of a root is the mean of the other roots. The baseline of any other node is the
-    mean of its siblings' V and, as one more, the baseline of its root.
+    A root's baseline is the mean of the other roots. Any other node's baseline is the mean of its
+    siblings' V and, as one more value, its root's baseline.
     """
     queries, roots = values[0].shape
     other_roots = (values[0].sum(axis=1, keepdims=True) - values[0]) / (roots - 1)
@@ -155,15 +149,14 @@ def _compute_baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Float
 
 
 def compute_depth_advantages(values: Floats, tokens: Ints) -> Floats:
-    """Return BranchGRPO's advantage (arXiv:2509.06040) of nodes of one depth.
+    """Return BranchGRPO's (V − mean)/(std + 1e-8) of nodes of one depth, within ±5
+    (arXiv:2509.06040).
 
-    (V − mean)/(std + 1e-8), within ±5. The advantage is biased: a node's own reward is in the mean,
-    and each depth has a different divisor.
+    Biased: a node's own reward is in the mean, and each depth has a different divisor.
 
     Args:
         values: [Q, n].
-        tokens: [Q, n], tokens of the nodes' segments; 0: no node, because the path ended at a lower
-            depth.
+        tokens: [Q, n], tokens of the nodes' segments; 0: no node, because the path ended earlier.
 
     Returns:
         [Q, n]; 0 for a node alone at its depth.

@@ -21,14 +21,14 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Routing = NDArray[np.unsignedinteger[Any]]
-"""[tokens, layers, k], experts of every token in every layer, from 0; see :class:`RoutingShape`."""
+"""[tokens, layers, k], experts of every token in every layer, from 0."""
 Segments = NDArray[np.void]
 """[…, S], of dtype :data:`SEGMENT`: parts of a completion, with an advantage each."""
 SEGMENT = np.dtype([("tokens", "i8"), ("square", "f8"), ("reward", "f8"), ("logprob", "f8")])
-"""``tokens``: number. ``square``: squared norm of the tokens' score. ``reward``: reward of the
-segment, penalties included. ``logprob``: log-probability of the tokens."""
+"""``tokens``: number. ``square``: squared norm of their score. ``reward``: of the segment,
+penalties included. ``logprob``: log-probability of the tokens."""
 Label = str | dict[str, Any] | list[Any]
-"""Reference answer: a text, or an object of the data set, such as the tests of a program."""
+"""Reference answer: a text, or an object of the data set, such as a program's tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Prompt:
 
         Prompt(id=7, token_ids=np.array([12, 4], np.int32), text="2+3=", label="5")
 
-    is row 7 of the pool, two tokens for the policy.
+    is row 7 of the pool.
     """
 
     id: int
@@ -45,7 +45,7 @@ class Prompt:
     token_ids: NDArray[np.int32]
     """[P], with the chat template applied."""
     text: str
-    """The rendered prompt, for logs."""
+    """Rendered prompt, for logs."""
     label: Label
     data_source: str = ""
     extra: Mapping[str, object] = field(default_factory=dict)
@@ -56,7 +56,6 @@ class Prompt:
 
     @property
     def label_text(self) -> str:
-        """Label as text, for people and logs."""
         return (
             self.label
             if isinstance(self.label, str)
@@ -66,13 +65,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RoutingShape:
-    """Format of a policy's chosen experts, in the smallest integer type with a spare number for
-    "not known".
-
-        RoutingShape(layers=48, per_token=8, experts=128)
-
-    takes 384 bytes per token.
-    """
+    """Format of a policy's chosen experts."""
 
     layers: int
     per_token: int
@@ -81,11 +74,12 @@ class RoutingShape:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        # The smallest type with a spare number for "not known".
         return np.dtype(np.uint8) if self.experts <= 255 else np.dtype(np.uint16)
 
 
 def get_unknown_expert(dtype: np.dtype[Any]) -> int:
-    """Return the placeholder for the experts of a token whose routing is unknown."""
+    """Return the placeholder for unknown routing."""
     return int(np.iinfo(dtype).max)
 
 
@@ -102,42 +96,35 @@ class Completion:
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    """[L], rollout log-probabilities under the temperature-scaled distribution; not read if
-    ``loss_mask`` is False."""
+    """[L], under the temperature-scaled distribution; not read if ``loss_mask`` is False."""
     loss_mask: Bools
-    """[L], True for tokens that the policy sampled, which are trained on; False for all other
-    tokens, such as a tool's."""
+    """[L], True for tokens that the policy sampled, which are trained on; False for a tool's
+    tokens."""
     versions: NDArray[np.int32]
-    """[L], version of the weights that sampled each token; for other tokens, the version of the
-    policy's next turn."""
+    """[L], version of the weights that sampled each token; else the version of the policy's next
+    turn."""
     finish_reason: Literal["stop", "length"]
     routing: Routing | None = None
-    """Experts of the first P + L − 1 tokens (no engine reads the last token), or of fewer tokens if
-    the policy read fewer, in all layers. None if not requested."""
+    """Experts of the first P + L − 1 tokens (no engine reads the last token), or fewer if the
+    policy read fewer. None if not requested."""
     teacher_logprobs: NDArray[np.float32] | None = None
-    """[L], log-probability of each token from the prompt's teacher server, at temperature 1; None
-    without a teacher server."""
+    """[L], from the prompt's teacher server, at temperature 1; None without a teacher server."""
     segments: NDArray[np.int8] | None = None
     """[L], segment of each token, from 0; −1 if ``loss_mask`` is False. In conversations of several
-    roles: index of the token's role in ``rollout.roles``. In a tree: number of forks before the
-    token. None: all tokens have one advantage."""
+    roles: index of the role in ``rollout.roles``. In a tree: number of forks before the token.
+    None: one advantage for all tokens."""
     starts: tuple[int, ...] = ()
     """Starts of the sequences after the first; see ``rl/sequences.py``."""
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest weights that made any of the tokens."""
+        """Version of the oldest weights that made a token."""
         return int(self.versions.min())
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Prompt with G completions and rewards. Advantages are always computed on the whole group.
-
-        Group(prompt, (right, wrong), rewards=np.array([1.0, 0.0]))
-
-    has the advantages 1 and −1 under GRPO.
-    """
+    """Prompt with G completions and rewards; advantages are always computed on the whole group."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -146,7 +133,7 @@ class Group:
     scores: tuple[Score, ...] = ()
     """G scores of the verifier; empty in groups from a checkpoint."""
     texts: tuple[str, ...] = ()
-    """G texts without special tokens, as scored by the verifier; empty for offline rollouts."""
+    """G texts without special tokens, as scored; empty for offline rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +146,11 @@ class Selection:
     """
 
     prompt_ids: Ints
-    """[Q], in the order of the requests: longest expected first, or in the epoch's order."""
+    """[Q], in the order of the requests."""
     inclusion: Floats
-    """[Q], inclusion probability of each prompt; 1 without pruning."""
+    """[Q], inclusion probabilities; 1 without pruning."""
     window: int
-    """N, number of candidates."""
+    """N, candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,35 +174,35 @@ class StepMetadata:
     """[Q, G], tokens of prompt and response shared with the previous completion; 0 for the
     first."""
     sampled_lengths: Ints
-    """[Q, G], tokens of a response that the policy sampled: L of the loss."""
+    """[Q, G], tokens that the policy sampled: L of the loss."""
     further_lengths: Ints
-    """[Q, G, S], all tokens of each sequence after a completion's first; 0 for missing sequences.
-    See ``rl/sequences.py``."""
+    """[Q, G, S], all tokens of each sequence after a completion's first; 0: no sequence. See
+    ``rl/sequences.py``."""
     rewards: Floats
-    """[Q, G], from ``round_rewards``: ``==`` compares the rewards of a group."""
+    """[Q, G], from ``round_rewards``, so that ``==`` compares rewards."""
     score_norms: Floats
-    """[Q, G], proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², with the engine's p_t; ones
-    without p_t."""
+    """[Q, G], proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², with the engine's p_t; else
+    1."""
     log_ratios: Floats
     """[Q, G, 2], mean and deviation of log q/p over a completion's tokens, weighted by (1 − p_t)²,
     with the teacher's q and the engine's p. (0, 1) for a teacher compared by the full distribution,
-    because the ratio is not known yet; (0, 0) without a teacher."""
+    because its q is not known yet; (0, 0) without a teacher."""
     teacher: Ints
-    """[Q], index in ``loss.distillation.models`` of the teacher compared by the full distribution;
-    −1: no teacher."""
+    """[Q], index in ``loss.distillation.models`` of a teacher compared by the full distribution;
+    −1: no model."""
     segments: Segments
     """[Q, G, S]; S = 0 if a completion has one advantage."""
     versions: Ints
-    """[Q, G], version of the oldest weights that made any of a completion's tokens."""
+    """[Q, G], version of the oldest weights that made a token."""
     truncated: Bools
-    """[Q, G], True for completions that ended at the response limit."""
+    """[Q, G], True: ended at the response limit."""
     owners: Ints
     """[Q], rank that holds the group's tokens."""
     window: float
-    """N, less the part for groups that were dropped because scoring failed."""
+    """N, less the part for groups dropped because scoring failed."""
     parts: Mapping[str, Floats] = field(default_factory=dict)
-    """[Q, G] by name of the metric. ``reward/NAME``: metrics of the reward function, NaN if
-    missing. ``rollout/…``: see ``rollout/collect.py``."""
+    """[Q, G] by metric. ``reward/NAME``: of the reward function, NaN if missing. ``rollout/…``: see
+    ``rollout/collect.py``."""
 
     @property
     def tokens(self) -> Ints:
@@ -224,7 +211,6 @@ class StepMetadata:
 
 
 def make_empty_segments(completions: tuple[int, ...]) -> Segments:
-    """Return segments of shape […, 0], for completions with one advantage each."""
     return np.zeros((*completions, 0), SEGMENT)
 
 
@@ -233,41 +219,40 @@ class MinibatchPlan:
     """Optimizer step: training samples, with factors and replicas.
 
     The samples are the K kept completions, or the sequences of kept completions, sorted by (group,
-    sequence, completion). If the example keeps the second completion with probability 1, then
-    K = 1, ``group`` is [0], ``completion`` [1], ``advantage`` [[−1]] and ``weight`` [1 / 0.5] =
-    [2]. With c = 1/3 and Z = N·G = 4, ``scale`` is [2 · 1/3 / 4] = [1/6]. With ``packs`` (((0,),),)
-    the sample is in the only pack of the only replica.
+    sequence, completion). If the example keeps the second completion with probability 1, then K =
+    1, ``advantage`` is [[−1]] and ``weight`` [1 / 0.5] = [2]. With c = 1/3 and Z = N·G = 4,
+    ``scale`` is [2 · 1/3 / 4] = [1/6].
     """
 
     group: Ints
-    """[K], index of the group in StepMetadata."""
+    """[K], index in StepMetadata."""
     completion: Ints
-    """[K], index of the completion in its group."""
+    """[K], index in the group."""
     sequence: Ints
-    """[K], index of the sequence in its completion."""
+    """[K], index in the completion."""
     owner: Ints
-    """[K], rank that holds the tokens."""
+    """[K], rank with the tokens."""
     version: Ints
     """[K], as in StepMetadata."""
     prompt_length: Ints
     response_length: Ints
     shared_length: Ints
-    """[K], tokens that the pack stores once with the previous sample; 0: no shared tokens."""
+    """[K], tokens that the pack stores once with the previous sample."""
     advantage: Floats
-    """[K, S], advantage of each segment or token; S = 1 if a completion has one advantage."""
+    """[K, S], of segments or tokens; S = 1 if a completion has one advantage."""
     teacher: Ints
     """[K], as in StepMetadata."""
     weight: Floats
     """[K], Horvitz-Thompson weight 1/(π_prompt·π_completion)."""
     scale: Floats
-    """[K], weight · c / Z, the only factor of a sample's token losses."""
+    """[K], weight · c / Z, the only factor of token losses."""
     normaliser: float
     """Z of the full, unpruned minibatch."""
     capacity: int = 0
     """Tokens per pack; 0 if no completion was kept."""
     packs: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """``packs[d][k]``: samples in pack k of data-parallel replica d, in order. All replicas have
-    equal numbers of packs."""
+    """``packs[d][k]``: samples in pack k of data-parallel replica d, in order; equal numbers of
+    packs for all replicas."""
 
     @property
     def lengths(self) -> Ints:
@@ -277,19 +262,13 @@ class MinibatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Complete plan of a step's training, made on one rank and shared with all ranks.
-
-        StepPlan((minibatch,), {"prune/kept_completion_fraction": 0.5, "pack/fill": 0.625, ...})
-
-    makes one optimizer step, on half of the completions.
-    """
+    """Complete plan of a step's training, made on one rank and shared with all ranks."""
 
     minibatches: tuple[MinibatchPlan, ...]
     metrics: Mapping[str, float]
     """``prune/…`` and ``pack/…``, computed by the planner."""
     notes: tuple[str, ...] = ()
-    """Messages for the log: a biased rule, an estimated normaliser, a step without kept
-    completions."""
+    """Log messages: a biased rule, an estimated normaliser, a step without kept completions."""
     census: PruningStats | None = None
 
     @property
@@ -325,38 +304,36 @@ class Pack:
     cu_seqlens: NDArray[np.int32]
     """[S + 1], starts of the segments; ends with T."""
     max_seqlen: int
-    """Length of the longest segment, in a tree of the longest path. Without a tree, T only for a
-    single segment, because with T Megatron's rotary positions do not restart in each segment."""
+    """Length of the longest segment, or of a tree's longest path. T only for a single segment
+    without a tree, because with T Megatron's rotary positions do not restart in each segment."""
     predictors: Ints
-    """[R], positions in the pack whose *next* token is a response token."""
+    """[R], positions whose *next* token is a response token."""
     targets: Ints
     """[R], next token of each predictor."""
     sample: Ints
-    """[R], training sample of each target: index in the pack, from 0."""
+    """[R], training sample of each target: index in the pack."""
     advantage: Floats
-    """[R], advantage of the target's segment."""
+    """[R], of the target's segment."""
     scale: Floats
-    """[R], scale of the target's sample."""
+    """[R], of the target's sample."""
     engine_logprobs: NDArray[np.float32]
     """[R]"""
     versions: Ints
-    """[R], version of the target's sample."""
+    """[R], of the target's sample."""
     teacher_logprobs: NDArray[np.float32] | None = None
-    """[R], as in Completion; NaN for completions without a teacher server. None if no completion
-    has a teacher server."""
+    """[R], as in Completion; NaN: no teacher server. None: no completion has a teacher server."""
     old_logprobs: NDArray[np.float32] | None = None
-    """[R], log-probabilities before the rollout's first update; None: not needed, or not on the
-    last stage."""
+    """[R], before the rollout's first update; None: not needed, or not on the last stage."""
     reference_logprobs: NDArray[np.float32] | None = None
-    """[R], log-probabilities under the reference policy of the KL; None as for ``old_logprobs``."""
+    """[R], under the reference policy of the KL; None as for ``old_logprobs``."""
     teachers: tuple[Any, ...] = ()
     """``TeacherHead`` objects (``models/teacher_head.py``), each for a part of the targets."""
     parents: Ints | None = None
-    """[S], parent of each segment, −1: no parent; None if no segment has a parent. A segment
-    attends to itself and its ancestors, and is directly followed by its descendants."""
+    """[S], parent of each segment, −1: no parent; None: no segment has a parent. A segment attends
+    to itself and its ancestors, and is directly followed by its descendants."""
     tokens: Ints | None = None
-    """[S], tokens of each segment without padding. Descendants do not attend to padding. None as
+    """[S], tokens of each segment without padding, which descendants do not attend to. None as
     ``parents``."""
     routing: Routing | None = None
-    """[T, layers of this rank's stage, k]; ``get_unknown_expert`` for unknown routing and for
+    """[T, layers of this rank's stage, k]; ``get_unknown_expert`` for unknown routing and
     padding."""

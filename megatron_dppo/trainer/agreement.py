@@ -1,8 +1,8 @@
 """Law 5: after a sync, the engine's log-probabilities are the actor's, and the versions of the
 tokens show the sync.
 
-The trainer is compared with the engine: this module defines the largest allowed difference, and the
-evidence stored beyond the limit. The import needs no torch, because a report reads the limits.
+Defines the largest allowed difference, and the evidence stored beyond the limit. The import needs
+no torch, because a report reads the limits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from megatron_dppo.trainer.assemble import PolicyParts
 
 MAX_LOGPROB_DIFF = {"fp32": 1e-4, "bf16": 0.1}
-"""Limit of mean |log p(trainer) − log p(engine)| per token. Rounding alone does not exceed the
-limit."""
+"""Limit of mean |log p(trainer) − log p(engine)| per token, which rounding alone does not
+exceed."""
 MAX_PROB_ERROR = {"fp32": 1.001, "bf16": 1.2}
-"""Limit of mean exp |log p(trainer) − log p(engine)| per token, which is more sensitive to a few
-tokens with a large difference."""
+"""Limit of mean exp |log p(trainer) − log p(engine)| per token: more sensitive to few large
+differences."""
 MOST_COMPLETIONS = 8
-"""Number of worst completions stored as evidence."""
+"""Worst completions stored as evidence."""
 PROMPTS = 4
 SAMPLES = 2
 MAX_TOKENS = 32
@@ -45,7 +45,7 @@ MAX_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class ComparedCompletion:
-    """A completion with L tokens, scored by both trainer and engine."""
+    """A completion with L tokens, scored by trainer and engine."""
 
     source: str
     """Engine or server that generated the completion."""
@@ -58,9 +58,8 @@ class ComparedCompletion:
     engine: NDArray[np.float32]
     """[L], log-probabilities by the engine."""
     versions: tuple[int, ...]
-    """Versions of the weights that generated the completion."""
+    """Versions of the weights that generated the tokens."""
     routing: Routing | None = None
-    """Expert routing, in the form of the completion's field."""
 
     @property
     def differences(self) -> NDArray[np.float64]:
@@ -86,13 +85,8 @@ class ComparedCompletion:
 def collect_comparisons(
     pack: Pack, trainer: NDArray[np.float32], version: int
 ) -> Iterator[ComparedCompletion]:
-    """Yield the completions of a pack with tokens of ``version``, scored by trainer and engine.
-
-    Args:
-        pack: pack of R tokens.
-        trainer: [R], log-probabilities by the trainer.
-        version: version of the weights.
-    """
+    """Yield the completions of a pack with tokens of ``version``; ``trainer``: [R],
+    log-probabilities."""
     for row in np.unique(pack.sample[pack.versions == version]):
         (targets,) = np.nonzero(pack.sample == row)
         yield ComparedCompletion(
@@ -129,12 +123,11 @@ def check_disagreement(
         context: time in the message: "in step 3".
         difference: mean |Δ log p|, the same on every rank.
         error: mean exp |Δ log p|, the same on every rank.
-        collect: function that returns this rank's completions. The rank with the worst completion
-            writes the evidence.
+        collect: function that returns this rank's completions.
         name: name of the evidence file in ``RUN/disagreement``, without extension.
 
     Raises:
-        UserError: on every rank, beyond a limit. Non-finite numbers are beyond every limit.
+        UserError: on every rank, beyond a limit, or if a number is not finite.
     """
     rollout = config.rollout
     error_limit = (
@@ -172,7 +165,7 @@ def check_disagreement(
 def _write_evidence(
     world: World, file: Path, facts: dict[str, Any], completions: Sequence[ComparedCompletion]
 ) -> Path:
-    """Write the worst completions of the rank with the worst completion to ``file``."""
+    """Write the worst completions of the rank with the worst completion."""
     # NaN counts as the largest difference.
     worst = sorted(
         completions, key=lambda each: np.nan_to_num(each.mean, nan=np.inf), reverse=True
@@ -196,8 +189,6 @@ def check_agreement(
     policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], *, version: int
 ) -> dict[str, float]:
     """Compare completions of every server with the actor. Collective.
-
-    The check does not change any state that training depends on.
 
     Args:
         policy: policy of the engine's last sync.
@@ -298,8 +289,7 @@ def _check_versions(answers: Sequence[ComparedCompletion], version: int, engine:
 def _score_completions(
     policy: PolicyParts[Any], answers: Sequence[ComparedCompletion]
 ) -> list[ComparedCompletion]:
-    """Return the completions with the actor's log-probabilities; empty on all ranks but the first
-    of each replica."""
+    """Return the completions with the actor's log-probabilities."""
     if not answers:
         return []
     layers = policy.actor.routing.layers if policy.actor.routing else None
@@ -307,6 +297,8 @@ def _score_completions(
     rows = [held for held, _ in packed]
     packs = [pack for _, pack in packed]
     logprobs = policy.actor.log_probabilities(packs)
+    # Only the first rank of each replica returns completions, because all its ranks compute the
+    # same.
     if policy.world.tp_rank or policy.world.cp_rank:
         return []
     return [

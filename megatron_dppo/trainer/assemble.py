@@ -1,4 +1,4 @@
-"""Build the parts of a run on this rank from the configuration, before the first step."""
+"""Build the parts of a run on this rank, before the first step."""
 
 from __future__ import annotations
 
@@ -72,23 +72,22 @@ class PolicyParts(Generic[P_co]):
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Shape of the routing that the engine reports; ``None``: no routing."""
+        """Shape of the engine's routing; ``None``: no routing."""
         return self.shape.routing if self.config.loss.replay_routing == "rollout" else None
 
     @property
     def source(self) -> WeightSource:
-        """Weights for engines: the actor's, or with ``rollout.sync.adapter`` the actor's
-        adapters."""
+        """Weights for engines: the actor's, or only the adapters."""
         stream = adapter_stream if self.config.rollout.sync.adapter else weight_stream
         return partial(stream, self.actor.chunks, self.world)
 
     def sync(self, engine: RolloutEngine[Any], version: int) -> None:
         """Stream :attr:`source` to an engine, which then generates with ``version``. Collective."""
         engine.pause()
-        # Make room for the servers' weights.
+        # Servers need room for their weights.
         self._release_memory()
         engine.update_weights(self.source, version)
-        # Free the buckets, to make room for the servers' cache.
+        # Freed buckets make room for the servers' cache.
         self._release_memory()
         engine.resume()
 
@@ -140,8 +139,7 @@ class PolicyParts(Generic[P_co]):
         workers: RewardWorkers,
         offline: Mapping[int, OfflineGroup] | None = None,
     ) -> Collector:
-        """Return the collector of rollouts to train on, with teacher servers if configured.
-        Collective."""
+        """Return the collector of rollouts to train on. Collective."""
         config = self.config
         world = self.world
         teachers = (
@@ -163,12 +161,9 @@ class PolicyParts(Generic[P_co]):
         }
 
     def load_reference(self) -> Reference | BasePolicy:
-        """Load the initial policy, frozen, as the reference of the loss's KL term. Collective.
-
-        The reference is a copy, unless only adapters are trained and the actor's own weights are
-        frozen.
-        """
+        """Load the initial policy, frozen, as the reference of the KL term. Collective."""
         config = self.config
+        # With adapters the actor's own weights are frozen, and need no copy.
         if config.model.lora.rank:
             return BasePolicy(self.actor)
         reference = _load_frozen(
@@ -180,11 +175,7 @@ class PolicyParts(Generic[P_co]):
         return reference
 
     def load_teachers(self) -> list[Teacher]:
-        """Load the models of ``loss.distillation``, in the policy's layout. Collective.
-
-        With several teachers, each waits in host memory, and only the active teacher is on the
-        device.
-        """
+        """Load the models of ``loss.distillation``, in the policy's layout. Collective."""
         found = []
         for path in self.config.loss.distillation.models:
             config = make_teacher_config(self.config, path)
@@ -192,6 +183,7 @@ class PolicyParts(Generic[P_co]):
             found.append(
                 _load_frozen(Teacher, config, self.world, config.rollout.temperature, shape)
             )
+            # Several teachers wait in host memory, and only the active one is on the device.
             if len(self.config.loss.distillation.models) > 1:
                 found[-1].offload_weights("loss.distillation.teachers", path, "name fewer teachers")
         return found
@@ -203,9 +195,8 @@ class PolicyParts(Generic[P_co]):
 
         Args:
             samples: samples, the same on every rank.
-            replicas: number of replicas that share the samples; with 1 every replica packs all
-                samples.
-            min_per_rank: minimum number of packs per replica.
+            replicas: replicas that share the samples; 1: every replica packs all samples.
+            min_per_rank: fewest packs per replica.
         """
         layout = self.config.layout
         most = self.config.pack.max_tokens
@@ -227,8 +218,7 @@ class PolicyParts(Generic[P_co]):
         return packed
 
     def check_export(self, out: Path, *, setting: str) -> None:
-        """Check that ``export`` can write to ``out``, now rather than after the last step.
-        Collective."""
+        """Check now that ``export`` can write to ``out`` after the last step. Collective."""
         size = plan_files(self.shape, self.config.model.torch_dtype).total_bytes
         self.world.broadcast(
             lambda: check_destination(self.config.model.folder, out, size, setting)
@@ -248,7 +238,6 @@ class PolicyParts(Generic[P_co]):
         )
 
     def check_export_run(self) -> None:
-        """Run :meth:`check_export` for all outputs of :meth:`export_run`."""
         folder = Path(self.config.run.dir)
         model = self.config.model
         self.check_export(folder / "hf", setting="run.dir")
@@ -257,8 +246,7 @@ class PolicyParts(Generic[P_co]):
             self.world.broadcast(lambda: check_adapter_destination(folder / "adapter", plan))
 
     def export_run(self) -> None:
-        """Write the final result into the run's folder: the policy, and the adapters separately, if
-        any."""
+        """Write the final result into the run's folder: policy, and adapters, if any."""
         folder = Path(self.config.run.dir)
         model = self.config.model
         self.export(folder / "hf", setting="run.dir")
@@ -271,7 +259,7 @@ class PolicyParts(Generic[P_co]):
 
 
 def assemble_policy(config: Config, world: World, *, temperature: float) -> PolicyParts[Actor]:
-    """Build the actor with the initial policy's weights; each rank reads only its slices."""
+    """Build the actor with the initial policy's weights."""
 
     def actor(shape: PolicyShape) -> Actor:
         layout = resolve_layout(config.layout, world.size)
@@ -326,7 +314,7 @@ def _load_frozen(
 
 
 def make_teacher_config(config: Config, path: str) -> Config:
-    """Return the run's configuration with a teacher's directory instead of the policy."""
+    """Return the run's configuration with a teacher instead of the policy."""
     given = config.loss.distillation
     checkpoint = given.teacher_checkpoint if path == given.teacher else None
     model = {"path": path, "checkpoint": checkpoint, "lora": LoraConfig()}
@@ -339,8 +327,7 @@ def load_pools(
     """Load the prompts and problems of a run. Collective.
 
     Returns:
-        Training pool; held-out problems of the evaluations; and this rank's part of
-        ``data.rollouts``, or ``None`` if the policy generates the rollouts.
+        Training pool; held-out problems; and this rank's part of ``data.rollouts``, if any.
     """
     config = parts.config
     world = parts.world
@@ -373,7 +360,7 @@ def load_pools(
 
 
 def load_training_pool(parts: PolicyParts[Any]) -> PromptPool:
-    """Load the training prompts, each with a label that the reward can read. Collective."""
+    """Load the training prompts, with labels that the reward can read. Collective."""
     data = parts.config.data
     check = make_label_check(parts.config)
     taught = parts.config.loss.distillation

@@ -1,17 +1,14 @@
-"""Checkpoints in Megatron's layout, written so that a kill at any instant leaves the last good
-checkpoint.
+"""Checkpoints in Megatron's layout; a kill at any instant leaves the last good checkpoint.
 
 ``RUN/checkpoints/iter_0000100/`` holds Megatron's distributed format and the trainer's state;
-``latest_checkpointed_iteration.txt`` names the
-checkpoint for a resume.
+``latest_checkpointed_iteration.txt`` names the checkpoint for a resume.
 
 - A checkpoint is written to a hidden folder, then renamed, then named in that file.
 - A hidden folder, or a folder not named in that file, was never finished or is being removed.
-- Each checkpoint has the checksums of its files, which are checked before anything else is read.
+- The checksums of a checkpoint's files are checked before anything else is read.
 - Unrelated files in the folder are left alone.
 
-``RUN/checkpoints/hf/`` has the policy's configuration and tokenizer, so that the weights can be
-converted without further files.
+``RUN/checkpoints/hf/`` has the policy's configuration and tokenizer for a conversion.
 """
 
 from __future__ import annotations
@@ -68,8 +65,6 @@ _UNFINISHED = re.compile(r"\.iter_\d{7,}\.(partial|old)")
 
 @dataclass(frozen=True, slots=True)
 class _PendingCheckpoint:
-    """A checkpoint whose shards are being written."""
-
     shards: ShardSave
     step: int
     trainer_state: dict[str, Any]
@@ -106,12 +101,10 @@ class Checkpoints:
         With ``run.checkpoint_in_background`` the checkpoint is valid only after :meth:`finish`.
 
         Args:
-            actor: policy with optimizer; each rank writes its shards of weights and optimizer
-                state.
+            actor: policy with optimizer; each rank writes its shards.
             step: number of finished steps.
             trainer_state: state of rank 0, JSON-able: data order, reward history.
-            write_extra: function that writes this rank's own files into the given folder. Not
-                collective.
+            write_extra: function that writes this rank's own files into a folder; not collective.
             also_keep: step whose checkpoint is kept in addition to the latest
                 ``run.keep_checkpoints``.
 
@@ -124,8 +117,7 @@ class Checkpoints:
         self._world.broadcast(lambda: self._prepare_folder(partial, self.path(step), needed))
         with self._convert_disk_errors(needed):
             state = _sharded_state(actor, self._writer, loading=False)
-            # Give up before other ranks time out in a collective, so that the late rank reports
-            # first.
+            # Shorter than the timeout of a collective, so that the late rank reports first.
             limit_s = 0.9 * self._world.layout.timeout_s
             shards = ShardSave(
                 state, partial, self._world, background=self._background, limit_s=limit_s
@@ -139,11 +131,10 @@ class Checkpoints:
             self.finish()
 
     def is_written(self) -> bool:
-        """Return whether :meth:`finish` can return without waiting for this rank."""
         return self._unfinished is None or self._unfinished.shards.is_written()
 
     def finish(self) -> None:
-        """Finish the pending checkpoint, if any, and make the checkpoint valid. Collective.
+        """Finish the pending checkpoint, if any, and make it valid. Collective.
 
         Raises:
             UserError: like :meth:`save`.
@@ -163,8 +154,6 @@ class Checkpoints:
 
     def load(self, actor: Actor) -> tuple[int, dict[str, Any]] | None:
         """Restore the last good checkpoint, written in any layout, into ``actor``. Collective.
-
-        The optimizer's settings are not restored: the settings of this run stay in force.
 
         Returns:
             Step and trainer's state; ``None`` without a checkpoint.
@@ -189,6 +178,7 @@ class Checkpoints:
             load_adapter_state(actor.chunks, state, self._world)
         else:
             load_model_state(actor.chunks, state)
+        # The optimizer's settings are not restored, because this run's settings are in force.
         settings = [{**group} for group in actor.optimizer.param_groups]
         for inner in _inner_optimizers(state["optimizer"]):
             # From 0.19 on, Megatron also matches parameter groups by these learning rates.
@@ -207,7 +197,6 @@ class Checkpoints:
         return step, stored.trainer
 
     def _find_latest(self) -> Path | None:
-        """Return the checkpoint to resume from, on rank 0."""
         place = find_latest_checkpoint(self._folder)
         if place is not None and not (self._folder / TRACKER).exists():
             text = (
@@ -227,13 +216,12 @@ class Checkpoints:
                 warn_missing_checksums(place)
 
     def path(self, step: int) -> Path:
-        """Return the path of the checkpoint of a step."""
         return self._folder / format_iteration_name(step)
 
     @contextmanager
     def _convert_disk_errors(self, needed: int) -> Iterator[None]:
-        """Raise a UserError with free space, because torch reports a full disk vaguely and
-        inconsistently."""
+        """Raise a UserError with the free space."""
+        # Torch reports a full disk vaguely and inconsistently.
         try:
             yield
         # CheckpointException is not a subclass of Exception.
@@ -303,11 +291,9 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _keep_common_state(folder: Path) -> None:
-    """Write ``common.pt`` if Megatron did not.
-
-    From 0.19 on, Megatron stores the common state among the shards, where older versions never
-    look.
-    """
+    """Write ``common.pt`` if Megatron did not."""
+    # From 0.19 on, Megatron stores the common state among the shards; older versions do not look
+    # there.
     if not (common := folder / "common.pt").exists():
         data = io.BytesIO()
         torch.save(dist_checkpointing.load_common_state_dict(str(folder)), data)
@@ -345,35 +331,27 @@ def _get_lora(actor: Actor) -> LoraConfig | None:
 
 
 def _restore_steps(optimizer: dict[Any, Any]) -> None:
-    """Restore the step count of a plain optimizer.
-
-    Megatron omits a count of 0, and Transformer Engine's Adam stores the count in the parameter
-    groups.
-
-    Args:
-        optimizer: state of a single optimizer, or of an optimizer per kind of parameters, by
-            number.
-    """
+    """Restore the step count of a plain optimizer."""
+    # Megatron omits a count of 0, and Transformer Engine's Adam stores it in the parameter groups.
     for inner in _inner_optimizers(optimizer):
         steps = [group["step"] for group in inner["param_groups"] if "step" in group]
         inner["state"].setdefault("common_step", torch.tensor(float(max(steps, default=0))))
 
 
 def _inner_optimizers(optimizer: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """Return the states of torch's optimizers in the state of Megatron's optimizer, which has a
-    torch optimizer per kind of parameters."""
+    """Return the states of torch's optimizers in Megatron's state: one, or one per kind of
+    parameters."""
     parts = list(optimizer.values()) if 0 in optimizer else [optimizer]
     # With bf16 or sharding, torch's state is nested beside the master weights.
     return [part.get("optimizer", part) for part in parts]
 
 
 def _estimate_bytes(actor: Actor) -> int:
-    """Return an upper estimate of a checkpoint's size: trained weights, fp32 master weights and two
-    moments."""
+    """Return an upper estimate of a checkpoint's bytes."""
     lora = actor.chunks[0].lora
     weight = next(actor.parameters()).element_size()
     trained = count_parameters(actor.shape, lora if lora.rank else None) * (weight + 12)
-    # Add room for padding, names, offsets and the trainer's state.
+    # Weights, fp32 master weights and two moments, with room for padding, names and offsets.
     return trained * 5 // 4 + 2**20
 
 
@@ -387,8 +365,9 @@ def _build_disk_error(folder: Path, error: object) -> UserError:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a file in the folder's place. The next save retries failed removals."""
+    """Remove a folder, or a file in the folder's place."""
     if path.is_dir() and not path.is_symlink():
+        # The next save retries failed removals.
         shutil.rmtree(path, ignore_errors=True)
     else:
         with suppress(OSError):

@@ -1,8 +1,8 @@
 """Stop a run after a collapse of the policy, and keep the checkpoint of the best step.
 
 A learning rate that is too high can move a policy to a state without any correct answers. Every
-group then has equal rewards, the gradient is zero, and no later step recovers the policy. Without
-this guard further checkpoints would replace the good checkpoints.
+group then has equal rewards, the gradient is zero, and no later step recovers the policy, but
+further checkpoints would replace the good ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_dppo.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class BestCheckpoint:
-    """The checkpoint with the highest held-out accuracy; the first of several equal checkpoints."""
+    """The checkpoint with the highest held-out accuracy; the first of equals."""
 
     accuracy: float
     step: int
@@ -39,12 +39,7 @@ class CollapseGuard:
         self.best: BestCheckpoint | None = None
 
     def record_step(self, *, updated: bool, reward: float) -> None:
-        """Record a step.
-
-        Args:
-            updated: whether the step changed the weights.
-            reward: mean reward of the step.
-        """
+        """Record the mean reward of a step, and whether it changed the weights."""
         self._idle = 0 if updated else self._idle + 1
         self._reward = reward
         # The accuracy of older weights does not apply to the new weights.
@@ -52,12 +47,11 @@ class CollapseGuard:
             self._accuracy = None
 
     def record_evaluation(self, accuracy: float | None) -> None:
-        """Record an evaluation of the current weights."""
         self._accuracy = accuracy
 
     def update_best(self, step: int) -> int | None:
-        """Return the step whose checkpoint must be kept when the checkpoint of ``step`` is written;
-        ``None`` without a best step."""
+        """Return the step whose checkpoint must be kept beside ``step``; ``None`` without a best
+        step."""
         if (
             self._keeps
             and self._accuracy is not None
@@ -85,10 +79,8 @@ class CollapseGuard:
         return UserError("run.max_idle_steps", self._most, problem, remedy)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, JSON-able."""
         return {"best": asdict(self.best) if self.best else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of ``state_dict``."""
         if best := state["best"]:
             self.best = BestCheckpoint(**best)

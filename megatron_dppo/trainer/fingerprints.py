@@ -1,5 +1,4 @@
-"""Fingerprints of the files that a run reads: a resume compares the fingerprints with those in the
-checkpoint. Needs no torch.
+"""Fingerprints of the files that a run reads, compared at a resume. Needs no torch.
 
 A checkpoint has a dictionary from ``SETTING: FILE`` to a digest::
 
@@ -13,11 +12,10 @@ Files are read whole, except files of weights, which are sampled: see
 Not covered:
 
 - modules imported by a function's file, and files opened by a function;
-- names that a function given from Python refers to, and functions whose text Python lacks;
+- names in a function given from Python, and functions whose text Python lacks;
 - the problems of reasoning-gym and of a verifiers environment, compared only by version. An
   environment may draw different problems at each load;
-- teachers behind a URL, because servers change addresses. A server reports no digest of its
-  weights.
+- teachers behind a URL, because servers change addresses and report no digest of weights.
 """
 
 from __future__ import annotations
@@ -57,17 +55,15 @@ HELD_OUT = ("data.eval", "eval.benchmarks")
 FROM_PYTHON = "from Python"
 PICKLED = ".pkl"
 TEXT = ".source"
-"""Name of a function given from Python, and the extensions of the function's two files in
-``run.dir``."""
+"""Name of a function given from Python, and the extensions of its two files in ``run.dir``."""
 RELEASES = {REASONING_GYM: "reasoning-gym", VERIFIERS: "verifiers"}
-"""Generators whose problems depend on a package, with the package."""
+"""Generators whose problems depend on a package."""
 
 
 def compute_fingerprints(
     config: Config, function_texts: Mapping[str, str | None] | None = None
 ) -> dict[str, str]:
-    """Return digests of the data, the policy, the teachers and the user's functions, by ``SETTING:
-    FILE``.
+    """Return digests of data, policy, teachers and user functions, by ``SETTING: FILE``.
 
     Args:
         function_texts: texts of functions from Python, by setting, instead of the texts in
@@ -82,7 +78,7 @@ def compute_fingerprints(
             for setting, source in _list_sources(config)
             for name, digest in _compute_source_digests(setting, source)
         }
-        # The package of verifiers does not contain the environments: add the environment's version.
+        # The package of verifiers does not contain the environments, so that each has a version.
         if any(name.endswith(VERIFIERS) for name in found):
             name = config.data.verifiers.environment
             found[f"data.verifiers.environment: {name}"] = _get_environment_version(name)
@@ -111,8 +107,7 @@ def compute_fingerprints(
 
 
 def list_functions_without_text(config: Config) -> list[str]:
-    """Return the functions given from Python without an available text, as ``SETTING:
-    FUNCTION``."""
+    """Return the functions from Python without a known text, as ``SETTING: FUNCTION``."""
     found = []
     for setting, spec in _list_functions(config):
         file = find_source_file(spec)
@@ -126,7 +121,7 @@ def list_functions_without_text(config: Config) -> list[str]:
 
 
 def describe_difference(name: str, before: str | None, now: str | None) -> str:
-    """Describe the difference of two digests of a name; ``None``: the file is absent."""
+    """Describe the difference of two digests; ``None``: the file is absent."""
     if before is None or now is None:
         return f"{name} was not there" if before is None else f"{name} is not there any more"
     if name.endswith(FROM_PYTHON):
@@ -135,13 +130,14 @@ def describe_difference(name: str, before: str | None, now: str | None) -> str:
 
 
 def _list_functions(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield settings and the functions of each; several reward functions separately."""
     for setting in FUNCTIONS:
         if isinstance(named := attrgetter(setting)(config), str):
             yield setting, named
         elif named is not None:
             yield from (
-                (f"{setting}[{number}]", each.function) for number, each in enumerate(named)
+                # Several reward functions are separate entries.
+                (f"{setting}[{number}]", each.function)
+                for number, each in enumerate(named)
             )
 
 
@@ -157,8 +153,8 @@ def _list_sources(config: Config) -> Iterator[tuple[str, Source]]:
 
 
 def _get_environment_version(name: str) -> str:
-    """Return the version of a package of verifiers' environments, or the digest of a module outside
-    of packages."""
+    """Return the version of an environment's package, or the digest of a module outside of
+    packages."""
     try:
         return version(name)
     except (PackageNotFoundError, ValueError):
@@ -167,7 +163,6 @@ def _get_environment_version(name: str) -> str:
 
 
 def _compute_function_digests(spec: str, file: Path) -> Iterator[tuple[str, str]]:
-    """Yield names and digests of the files of a user's function."""
     if file.with_suffix(PICKLED).is_file():
         text = file.with_suffix(TEXT)
         yield from _compute_text_digest(
@@ -178,7 +173,6 @@ def _compute_function_digests(spec: str, file: Path) -> Iterator[tuple[str, str]
 
 
 def _compute_text_digest(spec: str, text: str | None) -> Iterator[tuple[str, str]]:
-    """Yield the name of a function given from Python and the digest of its text, if known."""
     if text is not None:
         yield (
             FROM_PYTHON,
@@ -196,7 +190,7 @@ def _compute_source_digests(setting: str, source: Source) -> Iterator[tuple[str,
 
 
 def _list_models(config: Config) -> Iterator[tuple[str, Path, str | None]]:
-    """Yield the policy and the teachers that the trainer runs: setting, folder and checkpoint."""
+    """Yield setting, folder and checkpoint of each policy that the trainer runs."""
     yield "model.path", config.model.folder, config.model.checkpoint
     given = config.loss.distillation
     of_sources = {f"teachers.{source}": teacher for source, teacher in given.teachers.items()}
@@ -222,8 +216,7 @@ def _compute_policy_digests(folder: Path, checkpoint: str | None) -> dict[str, s
 
 SAMPLES = 64
 SAMPLE_BYTES = 2**14
-"""Number of evenly spaced samples of a file, and the length of a sample: 1 MiB in total, or the
-whole of a smaller file."""
+"""Evenly spaced samples of a file, and their length: 1 MiB in total, or all of a smaller file."""
 
 
 def compute_weight_fingerprint(path: Path, checkpoint: Path | None) -> str:
@@ -232,12 +225,10 @@ def compute_weight_fingerprint(path: Path, checkpoint: Path | None) -> str:
 
 
 def compute_weight_digests(path: Path, checkpoint: Path | None) -> dict[str, str]:
-    """Return a digest of each file of the weights of ``model.path`` and ``model.checkpoint``, by
-    file name.
+    """Return a digest of each file of the weights of ``model.path`` and ``model.checkpoint``.
 
-    - A safetensors file's digest covers size, header, and a sample of the bytes. Training changes
-      nearly all weights, so 1 MiB of any file detects training. A few changed weights of a larger
-      file may be missed.
+    - A safetensors file's digest covers size, header, and a sample of the bytes. A few changed
+      weights of a larger file may be missed.
     - A checkpoint's digest is the digest of the checksums.
     - The same weights in different files, or in a different type, have different digests.
 
@@ -250,6 +241,7 @@ def compute_weight_digests(path: Path, checkpoint: Path | None) -> dict[str, str
         index = place / CHECKSUMS if (place / CHECKSUMS).is_file() else place / METADATA
         return {index.name: file_digest(index)}
     # The state of a file is part of the cache's key, because a file may change within a process.
+    # Training changes nearly all weights, so that 1 MiB of any file detects training.
     files = sorted({tensor.file for tensor in read_tensor_index(path).values()})
     return {file.name: _compute_sample_digest(file, *get_file_state(file)) for file in files}
 

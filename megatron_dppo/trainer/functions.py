@@ -1,20 +1,16 @@
 """The user's functions in a step: objective, advantage estimator, and rules to keep prompts and
 completions.
 
-The settings are ``loss.objective`` and ``loss.advantage`` (see ``rl/advantages.py``).
-
 An objective receives :class:`~megatron_dppo.rl.losses.Tokens` of a pack: R tokens of several
 completions. The return value is the quantity to maximise for each token, [R]; or a tuple of that
-tensor and the clipped or masked tokens, [R] bool. An objective is tested before a run begins,
-because pruning and packing rely on two properties that no later metric would check:
+tensor and the clipped or masked tokens, [R] bool. A test before a run begins checks two properties
+that pruning and packing rely on:
 
-- The value of a completion depends on that completion alone, because the packing with further
-  completions is random.
-- The gradient is 0 where the advantage is 0, because completions with advantage 0 are left out.
+- The value of a completion depends on that completion alone, because packing is random.
+- The gradient is 0 where the advantage is 0, because such completions are left out.
 
-A rule is unrestricted, because its probabilities have a floor and completions are weighted by the
-probabilities. A test before a run begins checks that the rule returns a probability for each
-candidate.
+A rule is unrestricted, because its probabilities have a floor and weight the completions. The test
+checks that the rule returns a probability for each candidate.
 """
 
 from __future__ import annotations
@@ -43,11 +39,11 @@ from megatron_dppo.rollout.engine import RolloutEngine
 SETTING = "loss.objective"
 ENGINE = "rollout.engine_function"
 METHODS = ("begin", "finish", "sample_each", "take_events", "update_weights")
-"""Methods that every engine must define; the protocol's remaining methods have empty defaults."""
+"""Methods that every engine must define; the remaining methods have empty defaults."""
 LENGTHS = (5, 3)
-"""Tokens of the two completions in the test of a function."""
+"""Tokens of the two completions in a function's test."""
 RATIOS = (0.4, 2.5)
-"""Range of the ratios in the test of a function."""
+"""Range of the ratios in a function's test."""
 PROMPTS = prompt_rules.PromptCandidates(
     last_magnitude=np.array([0.87, np.nan, 0.0]),
     expected_square=np.array([3.0, 2.0, 0.5]),
@@ -69,7 +65,7 @@ COMPLETIONS = completion_rules.CompletionCandidates(
 
 
 def register_functions(config: Config) -> None:
-    """Register the user's pruning rules and advantage estimator of a run in this process.
+    """Register the user's pruning rules and advantage estimator in this process.
 
     Raises:
         UserError: if a function cannot be imported, or returns a wrong result.
@@ -90,8 +86,7 @@ def register_functions(config: Config) -> None:
 
 
 def load_engine_factory(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
-    """Return the factory of the user's engine, ``rollout.engine_function``; ``None`` for built-in
-    engines.
+    """Return the factory ``rollout.engine_function``; ``None`` for built-in engines.
 
     Raises:
         UserError: if the factory cannot be imported, or called with the arguments of a run.
@@ -147,7 +142,7 @@ def load_objective(loss: LossConfig) -> Objective:
         return objective
     function = wrap_function(load_function(SETTING, loss.objective))
     own = replace(objective, name=loss.objective, surrogate=partial(_compute_surrogate, function))
-    # Test the bare function, because the wrapper would report errors as errors during a run.
+    # The bare function, because the wrapper would report errors as errors during a run.
     _try_out(own)
     return replace(own, surrogate=partial(_compute_named_surrogate, loss.objective, function))
 
@@ -168,8 +163,7 @@ def _compute_named_surrogate(
 
 
 def _compute_surrogate(function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Return the surrogate of a function, and the clipped tokens; no tokens if the function returns
-    only the surrogate."""
+    """Return the surrogate of a function, and the clipped tokens, if any."""
     returned = function(tokens)
     surrogate, clipped = (
         returned if isinstance(returned, tuple) else (returned, torch.zeros_like(tokens.advantage))
@@ -236,7 +230,7 @@ def _try_out(objective: Objective) -> None:
 def _compute_gradient(
     objective: Objective, sample: Tensor, advantage: Tensor, part: slice = slice(None)
 ) -> Tensor:
-    """Return the gradient of the loss by the log-probabilities of some tokens, [R]."""
+    """Return the gradient of the loss by the log-probabilities, [R]."""
     # Roll, so that both completions have high and low ratios.
     ratio = torch.linspace(*RATIOS, len(sample)).roll(3)
     old = torch.linspace(-3.0, -1.0, len(sample))

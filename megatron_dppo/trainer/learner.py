@@ -1,5 +1,4 @@
-"""The learner of a step, from the plan and the ranks' groups to updated weights: deliver, pack,
-score, update."""
+"""The learner of a step, from plan and groups to updated weights: deliver, pack, score, update."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ from megatron_dppo.trainer.functions import load_objective
 
 DIVERGENCE = "train/distillation_kl"
 TIS_CAP = 2.0
-"""Cap of the truncated importance weights if no cap is set, for rollouts that are ahead or of
-another policy."""
+"""Default cap of the truncated importance weights, for rollouts that are ahead or of another
+policy."""
 
 
 def get_importance_cap(config: Config) -> float | None:
-    """Return the cap of the importance weights of policy over engine; ``None``: no truncation."""
+    """Return the cap of the importance weights, policy over engine; ``None``: no truncation."""
     loss = config.loss
     unbounded = loss.trust_region == "none" and loss.mask_above is None
     others = config.rollout.ahead or config.data.rollouts
@@ -45,7 +44,7 @@ def get_importance_cap(config: Config) -> float | None:
 
 
 def describe_weight_bound(config: Config) -> str:
-    """Describe the bound of the importance weights of policy over engine."""
+    """Describe the bound of the importance weights."""
     if cap := get_importance_cap(config):
         return f"{cap:g} at most"
     loss = config.loss
@@ -61,12 +60,8 @@ class PolicyLoss:
 
     Args:
         tis_cap: cap of the truncated importance weights.
-        version: version of the weights at the start of the step; trainer and engine must agree on
-            tokens of this version.
-        distillation_coef: weight of a token's divergence from the teacher. For a teacher on a
-            server, distillation_coef · log q/p of the sampled token is added to the token's
-            advantage: q is the teacher's probability, p the current policy's, a constant to the
-            gradient.
+        version: version of the weights at the start of the step.
+        distillation_coef: weight of a token's divergence from the teacher.
     """
 
     def __init__(
@@ -86,8 +81,7 @@ class PolicyLoss:
         self._scored: list[tuple[Pack, torch.Tensor]] | None = []
 
     def take_scored(self) -> list[tuple[Pack, torch.Tensor]]:
-        """Return the recorded packs with log-probabilities, [R], at the beginning of the step; stop
-        recording."""
+        """Return the recorded packs with initial log-probabilities, [R]; stop recording."""
         scored = self._scored or []
         self._scored = None
         return scored
@@ -101,6 +95,8 @@ class PolicyLoss:
         advantage = columns["advantage"]
         taught = {}
         if "teacher_logprobs" in columns:
+            # With a teacher on a server, the advantage of a sampled token gets distillation_coef ·
+            # log q/p (q: teacher, p: policy), a constant to the gradient.
             log_ratio = columns["teacher_logprobs"] - logprobs.detach()
             # NaN marks tokens without a teacher server: leave the advantage unchanged.
             log_ratio = torch.where(log_ratio.isnan(), 0.0, log_ratio)
@@ -136,13 +132,11 @@ class Learner:
     """The actor, the frozen models of the loss, and the phases between a plan and new weights."""
 
     def __init__(self, parts: PolicyParts[Actor], timers: PhaseTimers) -> None:
-        """Load the reference and the teachers that the loss needs. Collective.
-
-        Reference and teachers route experts independently of the rollouts.
-        """
+        """Load the reference and the teachers that the loss needs. Collective."""
         self._config = parts.config
         self._world = parts.world
         self._actor = parts.actor
+        # Reference and teachers route experts independently of the rollouts.
         self.reference: Reference | BasePolicy | None = (
             parts.load_reference() if parts.config.loss.kl_coef > 0 else None
         )
@@ -166,8 +160,7 @@ class Learner:
             plan: plan of the step, the same on every rank.
             groups_by_row: this rank's groups, by row of the step's metadata.
             step: index of the step, from 0.
-            version: version of the actor's weights. Trainer and engine are compared on tokens of
-                this version only, because tokens of older versions differ legitimately.
+            version: version of the actor's weights.
 
         Returns:
             Metrics ``train/…``, the same on every rank.
@@ -226,15 +219,9 @@ class Learner:
     def compute_gradient_norm(
         self, minibatch: MinibatchPlan, groups_by_row: Mapping[int, Group], *, version: int
     ) -> float:
-        """Return the norm of a minibatch's gradient, before clipping; 0 for an empty minibatch.
-        Collective.
+        """Return the norm of a minibatch's gradient, before clipping; 0 if empty. Collective.
 
-        Weights do not change.
-
-        Args:
-            minibatch: minibatch, the same on every rank.
-            groups_by_row: groups, see :meth:`train`.
-            version: version of the actor's weights.
+        Weights do not change. Arguments are as for :meth:`train`.
         """
         if minibatch.capacity == 0:
             return 0.0
@@ -268,10 +255,8 @@ class Learner:
         ]
 
     def _score_packs(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[Pack]:
-        """Add log-probabilities of the actor and the reference, and teachers' heads, to the
-        packs."""
-        # With a single update per rollout the old policy is the policy itself: the ratio is 1, and
-        # no separate pass for old values is needed.
+        """Add log-probabilities of actor and reference, and teachers' heads, to the packs."""
+        # With a single update per rollout the ratio is 1, without a separate pass for old values.
         nothing = [None] * len(packs)
         old = (
             self._actor.log_probabilities(packs)
@@ -288,7 +273,6 @@ class Learner:
     def _compute_heads(
         self, minibatch: MinibatchPlan, packs: list[Pack]
     ) -> list[tuple[TeacherHead, ...]]:
-        """Return the teachers' heads for each pack."""
         found: list[tuple[TeacherHead, ...]] = [() for _ in packs]
         teacher_of = minibatch.teacher
         of_replicas: list[list[Ints]] = []
@@ -322,8 +306,8 @@ class Learner:
         version: int,
         scored: Sequence[tuple[Pack, torch.Tensor]],
     ) -> None:
-        """Check that trainer and engine, and at step 0 the reference, are the same policy before
-        the first update."""
+        """Check that trainer, engine, and at step 0 the reference, agree before the first
+        update."""
 
         def collect() -> list[ComparedCompletion]:
             return [
@@ -332,6 +316,7 @@ class Learner:
                 for row in collect_comparisons(pack, scores.float().cpu().numpy(), version)
             ]
 
+        # Tokens of older versions differ legitimately.
         if fresh := sums[FRESH_TOKENS]:
             difference, error = (sums[name] / fresh for name in MISMATCH)
             check_disagreement(
@@ -345,8 +330,7 @@ class Learner:
                 name=f"step_{step + 1:07d}",
             )
         kl = sums.get("train/kl_loss", 0.0) / max(sums["tokens"], 1.0)
-        # With replayed routing, policy and reference may differ, because the reference routes
-        # experts independently.
+        # With replayed routing they may differ, because the reference routes experts independently.
         same_experts = self._config.loss.replay_routing != "rollout"
         if step == 0 and same_experts and kl > logprob_limit(self._config):
             problem = f"policy and reference differ before the first update (KL {kl:.3g} per token)"

@@ -2,10 +2,6 @@
 
 Reading files of prompts takes a second for about 20,000 rows, all other checks a fraction of a
 second.
-
-- ``check_config`` checks settings against each other, by the table of exclusions in ``config/``.
-- ``run_preflight`` also checks settings against the machine: files, the policy, the disk.
-- ``estimate_disk`` estimates the disk space of a run.
 """
 
 from __future__ import annotations
@@ -68,14 +64,13 @@ from megatron_dppo.rollout.servers.preflight import check_launch, check_split, s
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
 MOST_READ = 2**29
-"""Maximum bytes of weights that are checked before a run; larger weights are checked during
-loading."""
+"""Largest bytes of weights to check before a run; larger weights are checked during loading."""
 Check = Callable[[], object]
 """Function that raises UserError for the first problem found."""
 
 
 def run_preflight(config: Config, command: Command) -> None:
-    """Check all requirements of a command that are checkable from a single process.
+    """Check all requirements of a command that a single process can check.
 
     Raises:
         UserError: first problem found; no file has been written.
@@ -93,7 +88,7 @@ def find_mistakes(
     for mistake in run_checks(_list_checks(config, command, environ)):
         found = True
         yield mistake
-    # The resume is checked last: a mistyped file name must not be reported as a changed setting.
+    # Last, because a mistyped file name must not be reported as a changed setting.
     if command in TRAINING and not found:
         yield from run_checks(
             [partial(check_resume if command == "train" else check_warm_up, config)]
@@ -103,14 +98,9 @@ def find_mistakes(
 def run_checks(
     checks: Iterable[Check], *, earlier: Sequence[UserError] = ()
 ) -> Iterator[UserError]:
-    """Yield the error of each check: the first problem that the check finds.
-
-    Args:
-        checks: checks to run, in order.
-        earlier: errors found before, which may make a check raise an unrelated exception.
-    """
-    # After an error, an unexpected exception of a later check is likely a consequence, and is
-    # dropped. Without an earlier error the exception is a bug, and is raised.
+    """Yield the first problem of each check; ``earlier``: errors found before."""
+    # After an error, an unexpected exception of a later check is likely a consequence, and dropped;
+    # otherwise it is a bug.
     stumbles = bool(earlier)
     for check in checks:
         try:
@@ -188,11 +178,7 @@ def _list_environment_checks(
 
 
 def list_function_checks(config: Config, command: Command) -> Iterator[Check]:
-    """Yield checks that import the user's functions and test whether a run can call the functions.
-
-    Ranks import the functions independently. The checks raise UserError for functions that cannot
-    be imported or called, or require columns that the data lacks.
-    """
+    """Yield checks that the user's functions can be imported and called, and find their columns."""
     if command != "train":
         return
     yield partial(_check_columns, config)
@@ -203,7 +189,7 @@ def list_function_checks(config: Config, command: Command) -> Iterator[Check]:
     loss = config.loss
     functions = {loss.advantage, loss.objective, config.rollout.engine_function, *rules}
     if functions != {None}:
-        # Import torch only if a function needs torch.
+        # Only if needed, because torch takes long to import.
         from megatron_dppo.trainer.functions import (
             load_engine_factory,
             load_objective,
@@ -244,7 +230,8 @@ def _check_weights(config: Config, shape: PolicyShape, command: Command) -> None
 
 
 def _check_tokens(config: Config) -> None:
-    """Check token ids without the tokenizer itself, which may add tokens: an incomplete check."""
+    """Check token ids without the tokenizer itself."""
+    # Incomplete, because the tokenizer may add tokens.
     folder = config.model.folder
     stops = config.rollout.stop_token_ids or ()
     check_token_ids(_read_tokens(folder), folder, "its tokenizer.json")
@@ -252,12 +239,11 @@ def _check_tokens(config: Config) -> None:
 
 
 def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) -> None:
-    """Check a teacher's files, and the teacher's shape against the policy's vocabulary, lengths and
-    layout.
+    """Check a teacher's files, and the shape against the policy's vocabulary, lengths and layout.
 
     Args:
         path: directory of the teacher, or id on the hub.
-        setting: name of the setting with the teacher.
+        setting: setting that names the teacher.
 
     Raises:
         UserError: first problem found.
@@ -323,8 +309,7 @@ def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) 
 
 
 def _read_tokens(folder: Path) -> dict[int, str]:
-    """Return the tokens of ``tokenizer.json`` by id; empty if the file is missing or does not list
-    tokens by name."""
+    """Return the tokens of ``tokenizer.json`` by id; empty without tokens by name."""
     try:
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         listed = dict(content["model"]["vocab"])
@@ -379,8 +364,7 @@ def _check_held_out(source: EvalSource, config: Config, command: Command) -> Non
 
 
 def _check_file(source: Source, config: Config, command: Command) -> None:
-    """Check each row of a file without a tokenizer; :func:`tokenize_data` checks templates and
-    lengths."""
+    """Check each row of a file without a tokenizer."""
     if source.setting == "data.train" and are_stored(source):
         return
     if source.name in GENERATORS:
@@ -395,8 +379,7 @@ def _check_file(source: Source, config: Config, command: Command) -> None:
 
 
 def prepare_data(config: Config, command: Command) -> None:
-    """Check, tokenize and store the rows of large files, once, before any rank starts. May take
-    minutes.
+    """Check, tokenize and store the rows of large files once. May take minutes.
 
     Raises:
         UserError: first wrong row.
@@ -417,8 +400,7 @@ def tokenize_data(config: Config, command: Command) -> None:
     """Tokenize prompts and worked answers like a run.
 
     Raises:
-        UserError: first prompt or answer that a template cannot render, or that is too
-            long.
+        UserError: first prompt or answer that a template cannot render, or that is too long.
     """
     from megatron_dppo.evaluation.evaluator import load_problems  # imports torch
 
@@ -438,7 +420,6 @@ def tokenize_data(config: Config, command: Command) -> None:
 
 
 def make_label_check(config: Config) -> LabelCheck:
-    """Return the check of the labels of the training data."""
     spec = config.reward.spec
     if config.data.rollouts is not None or not {*config.reward.functions} & {*TEXT_VERIFIERS}:
         return NO_CHECK
@@ -452,8 +433,8 @@ def _check_labels(verifier: str, examples: Sequence[Example]) -> None:
 def _check_reward(function: str) -> None:
     where = function.rpartition(":")[0]
     missing = where.endswith(".py") and not Path(where).is_file()
-    # Resolve only missing functions, to raise the error. Existing files are imported in the process
-    # that runs the function.
+    # Only missing functions are resolved here, to raise the error. Existing files are imported in
+    # the process that runs the function.
     if function not in BUILTIN and (not where or missing):
         resolve(function)
 
@@ -509,7 +490,6 @@ def _check_disk_space(config: Config, shape: PolicyShape, command: Command) -> N
 
 
 def _find_existing_parent(folder: Path) -> Path:
-    """Return the folder, or the nearest existing parent."""
     return next(
         place for place in (folder.absolute(), *folder.absolute().parents) if place.exists()
     )
@@ -528,13 +508,12 @@ class DiskUsage:
     checkpoint: int
     """Size of a checkpoint: the trained weights, and the optimizer's state."""
     checkpoints: int
-    """Number of checkpoints: the retained checkpoints, the best checkpoint, and an additional
-    checkpoint while the newest is being written."""
+    """Retained checkpoints, the best one, and one more while the newest is being written."""
     export: int
-    """Size of the policy for Hugging Face, and of the adapters, if any."""
+    """Policy for Hugging Face, and adapters, if any."""
     sync: int = 0
-    """Size of the weights that servers read back at a sync; 0 if ``rollout.sync.folder`` names
-    another place."""
+    """Weights that servers read back at a sync; 0 if ``rollout.sync.folder`` names another
+    place."""
 
     @property
     def total(self) -> int:
@@ -542,7 +521,7 @@ class DiskUsage:
 
 
 def estimate_disk(config: Config, shape: PolicyShape, command: Command = "train") -> DiskUsage:
-    """Return the disk usage of a training command for a policy of this shape."""
+    """Return the disk usage of a training command."""
     weights = count_parameters(shape)
     dtype = WEIGHT_BYTES[config.model.dtype]
     run = config.run
@@ -568,7 +547,6 @@ def estimate_disk(config: Config, shape: PolicyShape, command: Command = "train"
 
 
 def format_size(size: float) -> str:
-    """Format bytes in the largest unit with a value of at least 1."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}"

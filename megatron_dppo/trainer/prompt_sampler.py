@@ -1,7 +1,6 @@
-"""Select the prompts of each step, in a reproducible order, and keep the reward history of the
-prompts.
+"""Select the prompts of each step, in a reproducible order, and keep their reward history.
 
-Only rank 0 has the sampler. The state of the sampler is part of every checkpoint.
+Only rank 0 has the sampler. Its state is part of every checkpoint.
 """
 
 from __future__ import annotations
@@ -32,22 +31,18 @@ from megatron_dppo.rl.seeds import Purpose, make_generator
 from megatron_dppo.rl.types import Ints, Selection, StepMetadata
 
 INFLATION_KEPT = 0.9
-"""Decay per step of the moving average of the variance inflation: weight of all earlier steps."""
+"""Weight of all earlier steps in the moving average of the variance inflation."""
 
 
 class SourceOrder:
-    """Prompts of one source, epoch after epoch.
-
-    The permutation of an epoch is a function of the seed, the epoch and the number of the source
-    alone.
-    """
+    """Prompts of one source, epoch after epoch."""
 
     def __init__(self, number: int, first: int, size: int, seed: int) -> None:
         """
         Args:
             number: number of the source.
-            first: id of the first prompt of the source; ids are consecutive.
-            size: number of prompts of the source.
+            first: id of the source's first prompt; ids are consecutive.
+            size: number of prompts.
             seed: seed of the permutations.
         """
         self._number = number
@@ -60,16 +55,18 @@ class SourceOrder:
         """Move to the state after ``epoch`` epochs and ``position`` prompts of the next epoch."""
         self.epoch = epoch
         self.position = position
+        # The permutation depends only on seed, epoch and source, so that a resume needs two
+        # numbers.
         draw = make_generator(self._seed, epoch, Purpose.ORDER, self._number)
         self._permutation = draw.permutation(self._size)
 
     @property
     def draw_count(self) -> int:
-        """Number of prompts drawn from the source."""
+        """Number of prompts drawn."""
         return self.epoch * self._size + self.position
 
     def next(self) -> int:
-        """Draw the next prompt; return the id."""
+        """Return the id of the next prompt."""
         if self.position == self._size:
             self.set_position(self.epoch + 1, 0)
         self.position += 1
@@ -77,20 +74,18 @@ class SourceOrder:
 
 
 class PromptOrder:
-    """Windows of distinct prompt ids, epoch after epoch. The state is two numbers per source and a
-    short list.
+    """Windows of distinct prompt ids, epoch after epoch.
 
-    - The next prompt is from the source that lags most behind its fraction of all drawn prompts.
     - A window may cross the end of an epoch. An id that is already in the window is then deferred
       to the start of the next window.
-    - No window contains a prompt twice, and every epoch contains every prompt exactly once.
+    - No window contains a prompt twice, and every epoch contains every prompt once.
     """
 
     def __init__(self, sizes: Sequence[int], seed: int, weights: Sequence[float] = (1.0,)) -> None:
         """
         Args:
             sizes: number of prompts of each source.
-            seed: seed of the permutations (``run.seed``).
+            seed: ``run.seed``.
             weights: fractions of the sources, up to a common factor.
         """
         self._size = sum(sizes)
@@ -106,8 +101,7 @@ class PromptOrder:
 
         Args:
             n: number of prompts.
-            excluded: ids that are already in the step, and are not repeated; at most the size of
-                the pool minus n.
+            excluded: ids that are already in the step; at most the size of the pool minus n.
 
         Raises:
             UserError: if the pool has fewer than n prompts.
@@ -133,7 +127,6 @@ class PromptOrder:
         return np.array(window, np.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order, JSON-able."""
         first, *others = [(source.epoch, source.position) for source in self._sources]
         where = {
             "epoch": first[0],
@@ -147,10 +140,10 @@ class PromptOrder:
         """Resume from ``state``.
 
         Raises:
-            UserError: if the number of prompts has changed. Settings and files have been compared
-                before, see ``resume.py``.
+            UserError: if the number of prompts has changed.
         """
-        # Generators may give a different number of prompts with the same settings.
+        # ``resume.py`` compares settings and files, but generators may give a different number of
+        # prompts.
         if (before := state["size"]) != self._size:
             problem = f"the checkpoint was written with {before} prompts"
             remedy = "Resume with the same data"
@@ -167,6 +160,8 @@ class PromptOrder:
 
     def _next(self) -> int:
         drawn = sum(source.draw_count for source in self._sources)
+        # The next prompt is from the source that lags most behind its fraction of all drawn
+        # prompts.
         lags = [
             share * (drawn + 1) - source.draw_count
             for share, source in zip(self._shares, self._sources, strict=True)
@@ -175,7 +170,6 @@ class PromptOrder:
 
 
 def make_order(pool: Pool[Any], seed: int) -> PromptOrder:
-    """Return the prompt order of a pool."""
     return PromptOrder(
         [len(s.items) for s in pool.sources], seed, [source.weight for source in pool.sources]
     )
@@ -185,12 +179,11 @@ def check_shares(pool: Pool[Any], window: int, setting: str = "rollout.prompts_p
     """Check that each source has enough prompts for its fraction of a window.
 
     Args:
-        pool: pool of a run.
-        window: maximum number of prompts of a step.
-        setting: name of the setting for the number of prompts.
+        window: largest number of prompts of a step.
+        setting: setting of the number of prompts.
 
     Raises:
-        UserError: if a source is too small for its fraction of the window.
+        UserError: if a source is too small.
     """
     total = sum(source.weight for source in pool.sources)
     for number, source in enumerate(pool.sources):
@@ -204,15 +197,13 @@ def check_shares(pool: Pool[Any], window: int, setting: str = "rollout.prompts_p
 
 
 def find_widest_window(pool: Pool[Any]) -> int:
-    """Return the size of the largest window for which every source of the pool has enough
-    prompts."""
+    """Return the size of the largest window for which every source has enough prompts."""
     total = sum(source.weight for source in pool.sources)
     return min(int(len(source.items) * total / source.weight) for source in pool.sources)
 
 
 class PromptSampler:
-    """Data order and reward history of the prompts. The history is updated with a step after the
-    plan of the step."""
+    """Data order and reward history of the prompts."""
 
     def __init__(self, config: Config, pool: PromptPool) -> None:
         """
@@ -221,7 +212,7 @@ class PromptSampler:
             pool: pool of prompts; only features of the prompts are read, never a label.
 
         Raises:
-            UserError: if a window needs more prompts than the pool, or a source of the pool, has.
+            UserError: if a window needs more prompts than the pool, or a source, has.
         """
         pool_size = len(pool)
         if (widest := compute_window_size(config)) > pool_size:
@@ -252,22 +243,21 @@ class PromptSampler:
         return self._draw(step, self._order.next_window(self._compute_window_size()))
 
     def _compute_window_size(self) -> int:
-        """Return N of the next step. With ``pruning.noise`` N may grow up to the widest window of
-        the pool."""
+        """Return N of the next step."""
+        # With ``pruning.noise`` N may grow up to the widest window of the pool.
         return min(compute_window_size(self._config, self._inflation), self._widest)
 
     def select_round(self, step: int, selected: StepMetadata, rounds: int) -> Selection | None:
-        """Draw further prompts for a step that needs one group of non-zero reward variance per
-        prompt of the window.
+        """Draw further prompts for a step that needs more groups of non-zero reward variance.
 
         Args:
             step: index of the step, from 0.
-            selected: metadata of the earlier rounds of the step.
+            selected: metadata of the step's earlier rounds.
             rounds: number of earlier rounds.
 
         Returns:
-            None if the step has enough such groups, if the pool or
-            ``make_pruning_section.max_rounds`` is exhausted, or if the pruning rule has no rounds.
+            None if the step has enough groups, if the pool or ``pruning.max_rounds`` is exhausted,
+            or if the pruning rule has no rounds.
         """
         pruning = self._config.pruning
         known = selected.prompt_ids
@@ -296,11 +286,11 @@ class PromptSampler:
         )
 
     def update_history(self, metadata: StepMetadata, inflation: float = 1.0) -> dict[str, float]:
-        """Update the reward history with the full groups of a step, after all draws of the step.
+        """Update the reward history with a step's full groups, after all draws of the step.
 
         Args:
             metadata: metadata of the step.
-            inflation: estimated factor of the variance of the step due to pruning.
+            inflation: estimated factor of the step's variance due to pruning.
 
         Returns:
             Predictor metrics.

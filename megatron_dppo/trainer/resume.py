@@ -1,7 +1,5 @@
 """Check whether a run can resume from the last checkpoint, and record the settings of each step.
 
-Needs no torch, to be usable before any rank starts.
-
 ``config.yaml`` has the settings in force, ``config_history.jsonl`` a line per change of settings::
 
     {"step": 0, "version": "0.1", "settings": {"loss.name": "grpo", "run.seed": 1, …}}
@@ -9,10 +7,9 @@ Needs no torch, to be usable before any rank starts.
 
 means: steps 1 to 40 used the first settings, and steps from 41 on the second settings.
 
-The policy, the data, the reward, the loss, the pruning and the random seed define the result. These
-settings must not change during a run unless ``run.resume`` allows the change, because an old result
-would then have a new name. The same holds for the files of these settings; each checkpoint has the
-fingerprints of the files.
+The policy, the data, the reward, the loss, the pruning, the random seed, and the files
+that these settings name, define the result, and must not change during a run unless ``run.resume``
+allows the change. Needs no torch, to be usable before any rank starts.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ from megatron_dppo.trainer.writer import CheckpointFormat, check_resumable, read
 HISTORY = "config_history.jsonl"
 IN_FORCE = "config.yaml"
 WARM_UP = "sft.json"
-"""File beside a policy written by ``sft``: the settings of that warm-up."""
+"""File beside a policy written by ``sft``: the settings of the warm-up."""
 Settings = Mapping[str, Any]
 
 Rule = Literal["kept", "free", "by the checkpoint"]
@@ -92,16 +89,16 @@ RULES: Mapping[str, Rule] = {
 - ``kept``: defines the result, and changes with ``run.resume=anyway`` only.
 - ``free``: duration, speed and place.
 - ``by the checkpoint``: :func:`~megatron_dppo.trainer.writer.check_resumable` refuses a value that
-  does not fit the weights or the optimizer's state.
+  does not fit the checkpoint.
 """
 PROMPTS = (
     "data.",
     "run.seed",
     *(f"model.path: {pattern.rstrip('*')}" for pattern in TOKENIZER_FILES),
 )
-"""Settings and files that decide the order of the prompts and the reward history of each prompt."""
+"""Settings and files that decide the order of the prompts and their reward histories."""
 SEGMENTS = ("rollout.roles", "rollout.tree.")
-"""Settings that decide the segments of a completion, and the completions that share segments."""
+"""Settings that decide the segments of a completion, and which completions share segments."""
 PLACES = (
     "model.path",
     "model.checkpoint",
@@ -110,14 +107,14 @@ PLACES = (
     "data.rollouts",
     "data.eval",
 )
-"""Prefixes of settings that name files and folders, which may have several names."""
+"""Settings of files and folders, which may have several names."""
 OF_THE_START = ("run.dir", "run.resume")
 """Settings without effect on a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsRecord:
-    """Settings, and the number of finished steps when the settings came into force."""
+    """Settings, and the number of steps finished before they came into force."""
 
     step: int
     settings: Settings
@@ -125,10 +122,10 @@ class SettingsRecord:
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """A setting with a changed value, or a file with the same name and other content."""
+    """A setting, or a file's content, that has changed."""
 
     key: str
-    """Name of a setting; or of a file, in the form of :func:`compute_fingerprints`."""
+    """Setting; or file, in the form of :func:`compute_fingerprints`."""
     before: Any
     now: Any
 
@@ -146,7 +143,7 @@ class SettingChange:
 
 
 def get_rule(key: str) -> Rule:
-    """Return the rule for changes of a setting, or of a file that the setting names.
+    """Return the rule for changes of a setting, or of its files.
 
     Raises:
         ValueError: if the table has no rule.
@@ -160,8 +157,8 @@ def flatten_config(config: Config) -> dict[str, Any]:
 
 
 def read_history(folder: Path) -> list[SettingsRecord]:
-    """Return the settings of a run's steps, oldest first. Without a history, return only the
-    settings in force."""
+    """Return the settings of a run's steps, oldest first; without a history, the settings in
+    force."""
     try:
         lines = (folder / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -178,14 +175,11 @@ def read_history(folder: Path) -> list[SettingsRecord]:
 
 
 def find_changes(before: Settings, now: Settings) -> list[SettingChange]:
-    """Return the settings that differ.
-
-    A setting unknown to an older version counts as its default. A setting unknown to this version
-    is ignored.
-    """
+    """Return the settings that differ. Settings unknown to this version are ignored."""
     found = []
     for key, setting in get_settings().items():
         default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
+        # A setting unknown to an older version counts as its default.
         was = before.get(key, default)
         is_now = now.get(key, default)
         same = (
@@ -201,8 +195,7 @@ def find_changes(before: Settings, now: Settings) -> list[SettingChange]:
 def find_changes_since(
     folder: Path, step: int, config: Config, function_texts: Mapping[str, str | None] | None = None
 ) -> list[SettingChange]:
-    """Return settings and files that differ from the settings and files of the run's steps up to
-    ``step``.
+    """Return settings and files that differ from the run's steps up to ``step``.
 
     Args:
         folder: folder of the run.
@@ -229,33 +222,26 @@ def find_changes_since(
 
 
 def _is_changed(file: SettingChange) -> bool:
-    """Return whether two digests are known and differ.
-
-    Digests may be unknown: ``eval.problems`` decides whether held-out problems are read, and some
-    functions from Python have no text.
-    """
+    """Return whether two digests are known and differ."""
+    # Digests may be unknown: ``eval.problems`` decides whether held-out problems are read, and some
+    # functions from Python have no text.
     unknown = file.key.startswith((*HELD_OUT, *FUNCTIONS)) and None in (file.before, file.now)
     return bool(file.before != file.now) and not unknown
 
 
 def is_unchanged(folder: Path, step: int, config: Config, keys: tuple[str, ...]) -> bool:
-    """Return whether no setting or file with these prefixes has changed since the run's steps up to
-    ``step``."""
+    """Return whether settings and files with these prefixes are the same as up to ``step``."""
     return not any(
         change.key.startswith(keys) for change in find_changes_since(folder, step, config)
     )
 
 
 def check_resume(config: Config, function_texts: Mapping[str, str | None] | None = None) -> None:
-    """Check that the run can resume from the last checkpoint; no checkpoint is fine.
-
-    Args:
-        config: new configuration.
-        function_texts: see :func:`compute_fingerprints`.
+    """Check that the run can resume from the last checkpoint, if any.
 
     Raises:
-        UserError: if the run cannot resume from the last checkpoint, or if the results would be of
-            other settings, without permission by ``run.resume``.
+        UserError: if the run cannot resume, or if the results would be of other settings, without
+            permission by ``run.resume``.
     """
     folder = Path(config.run.dir)
     place = find_latest_checkpoint(folder / "checkpoints")
@@ -279,8 +265,8 @@ def check_resume(config: Config, function_texts: Mapping[str, str | None] | None
 
 
 def record_settings(folder: Path, step: int, config: Config) -> None:
-    """Record that the steps after ``step`` use these settings. Records of steps that are repeated
-    are removed."""
+    """Record that the steps after ``step`` use these settings."""
+    # Records of steps that are repeated are removed.
     entries = [entry for entry in read_history(folder) if entry.step < step]
     now = flatten_config(config)
     if not entries or find_changes(entries[-1].settings, now):
@@ -320,8 +306,8 @@ def check_warm_up(config: Config) -> None:
 
 
 def record_warm_up(out: Path, config: Config) -> None:
-    """Write the settings of a warm-up beside the policy, without secrets, because policies are
-    published."""
+    """Write the settings of a warm-up beside the policy."""
+    # Without secrets, because policies are published.
     shown = {key: mask_secrets(key, value) for key, value in flatten_config(config).items()}
     replace_text(out / WARM_UP, json.dumps(shown, indent=2) + "\n")
 
@@ -336,10 +322,10 @@ def _parse_entry(line: str) -> SettingsRecord | None:
 
 
 def _are_equal_copies(one: Any, other: Any) -> bool:
-    """Return whether both name functions given from Python; the run has a single file for any name
-    of the function."""
+    """Return whether both name functions given from Python."""
     if not (isinstance(one, str) and isinstance(other, str)):
         return False
+    # The run has a single file for any name of the function.
     files = {value.rpartition(":")[0] for value in (one, other)}
     return (
         len(files) == 1
@@ -349,8 +335,7 @@ def _are_equal_copies(one: Any, other: Any) -> bool:
 
 
 def _are_equal_places(one: Any, other: Any) -> bool:
-    """Return whether two values name the same file or folder, or both servers, because servers
-    change addresses."""
+    """Return whether two values name the same file or folder, or both servers."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return all(
             one[name] == other[name] or _are_equal_places(one[name], other[name]) for name in one
@@ -359,4 +344,5 @@ def _are_equal_places(one: Any, other: Any) -> bool:
         return all(a == b or _are_equal_places(a, b) for a, b in zip(one, other, strict=True))
     if not (isinstance(one, str) and isinstance(other, str)):
         return False
+    # Servers change addresses, so that two URLs count as the same place.
     return (is_server(one) and is_server(other)) or Path(one).resolve() == Path(other).resolve()

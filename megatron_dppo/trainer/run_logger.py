@@ -1,8 +1,4 @@
-"""Output of rank 0: console, metrics, answers, summary, pictures. Other ranks print and write no
-output.
-
-At the start the logger lists changed settings that have no effect.
-"""
+"""Output of rank 0: console, metrics, answers, summary, pictures."""
 
 from __future__ import annotations
 
@@ -50,12 +46,10 @@ from megatron_dppo.trainer.resume import (
 )
 
 WIDEST = 100
-"""Characters of an answer on the console, from the end of the answer, because the end has the
-result."""
+"""Characters of an answer on the console, from its end, because the end has the result."""
 
 CENSUS = "pruning.jsonl"
-"""File of the pruning statistics: kept completions of each step and the reasons. The statistics
-depend only on the settings and the random seed."""
+"""File of the pruning statistics, which depend only on the settings and the random seed."""
 
 NO_GRADIENT = (
     "the gradient of a step is exactly 0 although its plan kept completions: either all their "
@@ -65,7 +59,7 @@ NO_GRADIENT = (
 
 
 class RunLogger:
-    """Collect a row of metrics from the phases of each step, and write the row after the step."""
+    """Collect a row of metrics from the phases of each step, and write it after the step."""
 
     def __init__(self, config: Config, world: World, *, step: int, dropped_prompts: int) -> None:
         self._folder = Path(config.run.dir)
@@ -104,10 +98,10 @@ class RunLogger:
         )
         self._pruning = StepLog(self._folder / CENSUS, resume_step=step)
         self._gate = LengthGate(config.run.length_gate)
-        # Replay earlier rows, because the gate compares with earlier steps.
+        # The gate compares with earlier steps.
         for row in read_metrics(self._folder):
             self._gate.check(row["step"], row)
-        # Report an unreadable file now, rather than at the next evaluation.
+        # An unreadable file is an error now, rather than at the next evaluation.
         read_answers(self._folder)
         if step:
             self._console.print_note(f"resuming after step {step}")
@@ -126,7 +120,6 @@ class RunLogger:
             )
 
     def add(self, metrics: dict[str, float]) -> None:
-        """Add metrics measured outside of a step."""
         self._row |= metrics
 
     def record(
@@ -146,7 +139,6 @@ class RunLogger:
             self._console.print_note(note)
 
     def add_evaluation(self, step: int, evaluation: EvalScores, seconds: dict[str, float]) -> None:
-        """Add an evaluation after ``step`` steps."""
         self._row |= evaluation.metrics | seconds
         if self._log:
             try:
@@ -160,7 +152,7 @@ class RunLogger:
                 self._console.print_note(note)
 
     def write(self, step: int) -> None:
-        """Write the row of ``step``, and start the next row."""
+        """Write the row of ``step``, and start the next."""
         if self._log:
             self._log.write(step, self._row | self._held)
             self._console.print_step(step, self._row)
@@ -179,15 +171,13 @@ class RunLogger:
 
     def finish(self, best: BestCheckpoint | None = None) -> None:
         """Draw the pictures, write and print the summary, and name the best checkpoint if the last
-        is worse.
-
-        If the run made no step, print the existing summary.
-        """
+        is worse."""
         if not self._leads:
             return
         if self._log:
             self._log.close()
             self._pruning.close()
+        # Without a step, the existing summary is printed.
         elif (summary := read_summary(self._folder)) is not None:
             self._run_report(
                 "the summary", lambda: print_summary(self._folder, summary, self._console)
@@ -203,17 +193,17 @@ class RunLogger:
             self._run_report("the best checkpoint", partial(self._print_best, best))
 
     def _run_report(self, name: str, report: Callable[[], object]) -> None:
-        """Run a report after the last step; a failure, for example because of a damaged file,
-        becomes a note."""
+        """Run a report after the last step."""
         try:
             report()
+        # A failure, for example because of a damaged file, becomes a note.
         except Exception as error:
             self._console.print_note(
                 f"{name} could not be made ({type(error).__name__}: {error}); the run is complete"
             )
 
     def _render_pictures(self) -> None:
-        # Import here, because matplotlib is slow to import, and only rank 0 draws.
+        # matplotlib is slow to import.
         from megatron_dppo.report.render import draw_pictures
         from megatron_dppo.report.run import read_run
 
@@ -253,7 +243,6 @@ def _describe_bias(config: Config) -> Iterator[str]:
 
 
 def _format_answers(rows: list[dict[str, Any]]) -> list[str]:
-    """Format the answers to the same held-out problems before and after training."""
     lines: list[str] = []
     for before, after in zip(rows[0]["answers"], rows[-1]["answers"], strict=False) if rows else ():
         lines.append(f"{_format_line(before['prompt'])}  (answer: {_format_line(before['label'])})")
@@ -269,8 +258,7 @@ def _format_line(text: str) -> str:
 
 
 def find_idle_settings(config: Config) -> list[str]:
-    """Return the dotted keys of changed settings that no part of ``train`` reads, given the
-    remaining settings."""
+    """Return the changed settings that no part of ``train`` reads."""
     values = dict(config.iter_settings())
     idle = find_idle_keys(config)
     changed = [key for key, setting in get_settings().items() if values[key] != setting.default]
@@ -281,8 +269,8 @@ def find_idle_settings(config: Config) -> list[str]:
 
 
 def _is_best_unsaved(config: Config) -> bool:
-    """Return whether checkpoints and evaluations are made before the last step, but never at the
-    same step."""
+    """Return whether checkpoints and evaluations are never made at the same step before the
+    last."""
     run = config.run
     every = config.eval.every
     if not run.keep_best or not 0 < run.checkpoint_every < run.steps or not 0 < every < run.steps:
@@ -292,9 +280,9 @@ def _is_best_unsaved(config: Config) -> bool:
 
 
 def record_answers(run_dir: Path, step: int, evaluation: EvalScores) -> None:
-    """Append the shown answers to ``answers.jsonl``, and remove earlier rows of the same or a later
-    step."""
+    """Append the shown answers to ``answers.jsonl``."""
     file = run_dir / "answers.jsonl"
+    # Rows of the same or a later step are from before a resume.
     rows = [row for row in read_answers(run_dir) if row["step"] < step]
     answers = [asdict(shown) for shown in evaluation.shown]
     rows.append({"step": step, "problems": dict(evaluation.problems), "answers": answers})
@@ -302,10 +290,10 @@ def record_answers(run_dir: Path, step: int, evaluation: EvalScores) -> None:
 
 
 def read_answers(run_dir: Path) -> list[dict]:
-    """Return the rows of ``answers.jsonl``, oldest first; empty without the file.
+    """Return the rows of ``answers.jsonl``, oldest first.
 
     Raises:
-        UserError: naming the file and the line, if a row is invalid.
+        UserError: naming file and line of an invalid row.
     """
     file = run_dir / "answers.jsonl"
     if not os.path.lexists(file):

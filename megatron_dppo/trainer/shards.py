@@ -1,5 +1,4 @@
-"""Save a checkpoint's shards with Megatron, a set of files per rank: immediately, or in a
-background process."""
+"""Save a checkpoint's shards with Megatron: immediately, or in a background process."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from megatron_dppo.process.lifetime import set_parent_death_signal
 
 _POLL_S = 0.05
 _parent: int | None = None
-"""Process whose end also ends the forked children, while Megatron forks writers; otherwise
-``None``."""
+"""Process whose end also ends forked children, while Megatron forks writers; else ``None``."""
 
 
 def _end_with_parent() -> None:
@@ -56,9 +54,9 @@ class ShardSave:
     Args:
         state: sharded state, each rank with its part.
         folder: existing, empty folder.
-        background: whether to return before the files are written.
-        limit_s: seconds for background files after :meth:`finish` starts to wait. Shorter than the
-            timeout of a collective, so that the late rank reports first.
+        background: return before the files are written.
+        limit_s: seconds for background files after :meth:`finish` starts to wait, shorter than the
+            timeout of a collective.
 
     Raises:
         OSError, RuntimeError, CheckpointException: on every rank, if any rank could not write.
@@ -102,6 +100,8 @@ class ShardSave:
         Raises:
             RuntimeError, CheckpointException: on every rank, if any rank could not write.
         """
+        # The late rank reports first, because the limit is shorter than the timeout of a
+        # collective.
         deadline = time.monotonic() + self._limit_s
         while not self.is_written() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -117,17 +117,16 @@ class ShardSave:
         return self._results.checksums
 
     def _raise_local(self, write: Callable[[], object]) -> None:
-        """Raise this rank's failure instead of Megatron's, because a single rank receives
-        Megatron's failures."""
+        """Raise this rank's failure instead of Megatron's."""
         try:
+            # Megatron gives its failures to a single rank.
             write()
         except CheckpointException as error:
             raise self._results.failure or error from error
 
 
 class _Results:
-    """Results of a rank's writer, passed through a file: Megatron's writer puts, and the rank
-    takes."""
+    """Results of a rank's writer: Megatron's writer puts, and the rank takes."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
@@ -137,15 +136,14 @@ class _Results:
         self.failure: Exception | None = None
 
     def put(self, results: Any) -> None:
-        """Store Megatron's results after the last file, with the checksums of the rank's files."""
+        """Store Megatron's results, with the checksums of the rank's files."""
         files = sorted(self._folder.glob(f"__{self._rank}_*"))
         self._file.write_bytes(
             pickle.dumps((results, {file.name: FileChecksum.from_file(file) for file in files}))
         )
 
     def get_nowait(self) -> Any:
-        """Return Megatron's results, or the exception that ended the writer; Megatron then raises
-        on every rank."""
+        """Return Megatron's results, or the exception that ended the writer."""
         if self._file.exists():
             results, self.checksums = pickle.loads(self._file.read_bytes())
             self._file.unlink()

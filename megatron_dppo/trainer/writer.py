@@ -1,6 +1,6 @@
 """The writer of a checkpoint: form of the weights and of the optimizer state. Needs no torch.
 
-Weights and optimizer state fit every layout, because both are written parameter by parameter.
+Both fit every layout, because they are written parameter by parameter.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ STATE = "trainer_state.json"
 """The trainer's file in a checkpoint: trainer's state and writer."""
 _KEY = "written_by"
 FILES = "files"
-"""Key in the state for the fingerprints of the files that the run has read."""
+"""Key for the fingerprints of the files that the run has read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Settings of a checkpoint's adapters, and the base policy of the adapters."""
+    """Settings of a checkpoint's adapters, and their base policy."""
 
     rank: int
     alpha: float
@@ -64,7 +64,7 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
-    """Form of a checkpoint's weights, and settings that the optimizer state depends on."""
+    """Form of a checkpoint's weights, and settings that its optimizer state depends on."""
 
     dtype: Literal["fp32", "bf16"]
     optimizer: Literal["plain", "fully_reshardable"]
@@ -81,7 +81,7 @@ class CheckpointFormat:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Settings that a resume must not change, as typed by the user."""
+        """Settings that a resume must not change, as the user writes them."""
         found = {"model.lora.rank": "0"}
         if lora := self.adapters:
             found["model.lora.rank"] = str(lora.rank)
@@ -93,8 +93,7 @@ class CheckpointFormat:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> CheckpointFormat:
-        """Return the writer from the output of :func:`write_state`. Earlier versions also wrote the
-        layout.
+        """Return the writer from the output of :func:`write_state`.
 
         Raises:
             TypeError: if ``values`` have a wrong type.
@@ -111,19 +110,19 @@ class StoredState:
     trainer: dict[str, Any]
     """State of rank 0: data order, reward history."""
     files: dict[str, str]
-    """Fingerprints of the files that the run has read."""
+    """Fingerprints of files."""
     writer: CheckpointFormat
     is_checked: bool
-    """False for a checkpoint of an earlier version with another form of checksums."""
+    """False for another version's checksums."""
 
 
 def write_state(place: Path, state: dict[str, Any], checkpoint_format: CheckpointFormat) -> None:
-    """Write the trainer's state (JSON-able) and the writer into a checkpoint."""
+    """Write the trainer's state (JSON-able) and the writer."""
     (place / STATE).write_text(json.dumps({**state, _KEY: asdict(checkpoint_format)}))
 
 
 def read_state(place: Path) -> StoredState | None:
-    """Return the trainer's part of a checkpoint; ``None`` for a checkpoint not written by a run.
+    """Return the trainer's part of a checkpoint; ``None`` if not written by a run.
 
     Raises:
         UserError: if the checkpoint is damaged.
@@ -131,7 +130,7 @@ def read_state(place: Path) -> StoredState | None:
     if not os.path.lexists(place / STATE):
         return None
     with convert_corruption_errors(place, "run.dir"):
-        # Every run writes checksums.
+        # Every run writes checksums, so that missing checksums are damage.
         if not os.path.lexists(place / CHECKSUMS):
             raise CorruptCheckpointError(f"{CHECKSUMS} is missing: damage would not be noticed")
         if (checksums := Checksums.read(place)) is not None:
@@ -149,7 +148,7 @@ def check_resumable(place: Path, expected: CheckpointFormat) -> StoredState:
     """Return the trainer's part of a checkpoint that ``expected`` can resume.
 
     Raises:
-        UserError: if the checkpoint is damaged or of an earlier version, or does not fit
+        UserError: if the checkpoint is damaged, of an earlier version, or does not fit
             ``expected``.
     """
     if (state := read_state(place)) is None:
