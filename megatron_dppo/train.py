@@ -324,7 +324,7 @@ class Trainer:
                 ]
             )
             if not same_prompts:
-                # run.resume=anyway: of other prompts neither the order nor what was learned of each
+                # run.resume=force: of other prompts neither the order nor what was learned of each
                 # goes on.
                 return
             self.sampler.load_state_dict(state)

@@ -30,13 +30,13 @@ class RunConfig(Section):
     dir: str = "runs/default"
     """Folder of checkpoints, logs, the picture and the export. The same command run again resumes
     from this folder."""
-    resume: Literal["same", "anyway"] = "same"
+    resume: Literal["same", "force"] = "same"
     """Changes that are allowed when a run is started again. ``same``: changes of the length, speed
     and place of the run. A change of the policy, the data, the prompts of a step, the reward, the
     loss, the pruning or the seed is refused, because the results would belong to a mixture of the
     old and the new settings. A file of these settings with the same name and different content is
-    refused as well. ``anyway``: these changes too, from the last checkpoint on; other data, another
-    tokenizer or another seed begin a new order of prompts. For ``sft``, ``anyway`` warms up a
+    refused as well. ``force``: these changes too, from the last checkpoint on; other data, another
+    tokenizer or another seed begin a new order of prompts. For ``sft``, ``force`` warms up a
     policy that was warmed up already."""
     seed: Count = 1
     """Random seed of the order of the prompts, the draws of the pruning, and the sampling of the
@@ -52,7 +52,7 @@ class RunConfig(Section):
     evaluated (eval.every) and saved (run.checkpoint_every)."""
     checkpoint_in_background: bool = False
     """Write checkpoints during training, from a copy of the state in host memory."""
-    late_s: Seconds = 120.0
+    stall_warning_s: Seconds = 120.0
     """Seconds that ranks wait for a late rank before the log names the rank, with the rank's place
     in the code. If no rank has moved for half of layout.timeout_s, the log names all ranks. Also
     seconds without progress in rollouts and evaluations, before the log names the code or the
@@ -116,7 +116,7 @@ class EvalConfig(Section):
     Servers idle while the last problem is answered."""
     out: str | None = None
     """``eval``: folder of answers and scores; null: ``RUN/eval/MODEL``."""
-    against: str | None = None
+    baseline: str | None = None
     """``eval``: folder of an earlier evaluation to compare with, problem by problem."""
 
 
@@ -155,7 +155,7 @@ class ClusterConfig(Section):
     hours: AboveZero = 4.0
     """Slurm's time limit for one job, in hours. At the limit an unfinished run saves, and resumes
     in the next job."""
-    warn_s: Seconds = 600.0
+    stop_before_limit_s: Seconds = 600.0
     """Time between the signal to save and stop and the time limit, in seconds: longer than a step
     and a checkpoint."""
     container: str | None = None

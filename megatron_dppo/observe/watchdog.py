@@ -7,9 +7,9 @@ them.
 
 Each rank also watches itself, also if it is the only one. Rollouts and evaluations run code of the
 user's, which may never return. A main thread that stands still there, and waits for no other rank,
-is named after ``run.late_s``. After ``rollout.timeout_s`` the thread sends it a signal, whose
-handler raises ``StandstillError`` where the code stands. Code that catches even that, or hears no
-signal, stands still for as long once more; then the thread ends the process.
+is named after ``run.stall_warning_s``. After ``rollout.timeout_s`` the thread sends it a signal,
+whose handler raises ``StandstillError`` where the code stands. Code that catches even that, or
+hears no signal, stands still for as long once more; then the thread ends the process.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Watchdog:
     @classmethod
     def from_config(cls, config: Config, world: World, timers: PhaseTimers) -> Watchdog:
         # Half of what collectives wait: the names of those that hang are to come before the end.
-        return cls(world, timers, config.run.late_s, stuck_s=config.layout.timeout_s / 2)
+        return cls(world, timers, config.run.stall_warning_s, stuck_s=config.layout.timeout_s / 2)
 
     def close(self) -> None:
         self._end.set()

@@ -47,7 +47,7 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
 
 def compute_window_size(config: Config, inflation: float = 1.0) -> int:
     """N of a step, the number of prompts that it considers: ``rollout.prompts_per_step``, times
-    ``inflation`` over ``pruning.noise`` if that is set.
+    ``inflation`` over ``pruning.target_noise`` if that is set.
 
     The variance of a step is proportional to inflation/N. N is fixed before any draw, so that
     nothing is biased.
@@ -57,7 +57,7 @@ def compute_window_size(config: Config, inflation: float = 1.0) -> int:
         inflation: by how much pruning has multiplied the variance of earlier steps, at least 1.
     """
     prompts = config.rollout.prompts_per_step
-    noise = config.pruning.noise
+    noise = config.pruning.target_noise
     return max(1, round(prompts * inflation / noise)) if noise else prompts
 
 
@@ -65,7 +65,7 @@ def uses_resampling(pruning: PruningConfig) -> bool:
     """Whether a step rolls out in rounds until it has enough groups of mixed reward, and leaves the
     others out."""
     rule = pruning.prompts.rule
-    return rule == "dynamic_sampling" or (rule == "greso" and pruning.refill == "prompts")
+    return rule == "dynamic_sampling" or (rule == "greso" and pruning.resample == "prompts")
 
 
 def find_nonzero_variance_groups(metadata: StepMetadata) -> Ints:

@@ -55,7 +55,7 @@ class _Report:
     idle_s: float
     """Seconds since the rank's last finished prompt, or since the start of the wait."""
     late: str
-    """Conversation pending for ``run.late_s`` or longer; empty if no conversation is late."""
+    """Conversation pending for ``run.stall_warning_s`` or longer; empty if none is late."""
 
 
 class ServerEngine:
@@ -318,7 +318,7 @@ class ServerEngine:
             lost = {**self._check_health(self._pool), **lost}
         idle = time.monotonic() - max(start_time, batch.progressed)
         late = (
-            self._conversations.describe_stalled(self._config.run.late_s)
+            self._conversations.describe_stalled(self._config.run.stall_warning_s)
             if self._conversations is not None
             else ""
         )
