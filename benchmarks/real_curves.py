@@ -15,7 +15,7 @@ an accuracy are interpolated between evaluations. ``time_to_accuracy_ratio`` is 
 arm over each, the geometric mean over the seeds with its 95% interval; None where an arm did not
 come so far. ``compute_tail_fraction`` has, for each run that ended before, how many times as long
 as the unpruned one it had taken by then. ``equal_noise`` compares whole runs: ``EQUAL_NOISE`` has
-the learning rate, the prompts and the number of steps of ``LIKE``, with ``pruning.noise=1``.
+the learning rate, the prompts and the number of steps of ``LIKE``, with ``pruning.target_noise=1``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Arm:
 ARMS = {
     BASELINE: Arm(24, 5.6e-5, OFF, "#94a3b8"),
     LIKE: Arm(44, 4e-5, (*OFF, SIXTEEN), "#475569"),
-    EQUAL_NOISE: Arm(44, 4e-5, ("pruning.noise=1", SIXTEEN), "#7c3aed"),
+    EQUAL_NOISE: Arm(44, 4e-5, ("pruning.target_noise=1", SIXTEEN), "#7c3aed"),
     "pruned, mild": Arm(36, 4.7e-5, MILD, "#2563eb"),
     "pruned, strong": Arm(48, 3.5e-5, FEW, "#ea580c"),
     TRL: Arm(16, 4e-5, (), "#16a34a"),

@@ -19,9 +19,9 @@ changed once, after 21 tuning runs.
   an interval is that of their geometric mean (Student's t). The unpruned batch that all are
   compared with is the fastest one in tuning, and so is the pruned arm of ``best_time_ratio``.
 - ``equal noise`` is not tuned. It has the learning rate, the prompts and the number of steps of the
-  best unpruned batch, with ``pruning.noise=1``. Both train to the end, on ``--equal-noise-seeds``,
-  to compare seconds of whole runs and final accuracies. (On sums, 10 and then 5 seeds were added
-  after the first 5, whose interval was ±0.086.)
+  best unpruned batch, with ``pruning.target_noise=1``. Both train to the end, on
+  ``--equal-noise-seeds``, to compare seconds of whole runs and final accuracies. (On sums, 10 and
+  then 5 seeds were added after the first 5, whose interval was ±0.086.)
 - Seconds are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the wall-clock
   seconds of all runs in the store, so that other work on the machine strikes no arm alone.
   ``costs.error`` is the mean relative error between two evaluations. Evaluations, checkpoints and
@@ -336,7 +336,7 @@ class Measurement:
             {name: arm for name, arm in self.arms.items() if not arm.by_trl},
         )
         arms = own_arms | {
-            EQUAL_NOISE: Arm(like.prompts, like.cost, rates[control], ("pruning.noise=1",))
+            EQUAL_NOISE: Arm(like.prompts, like.cost, rates[control], ("pruning.target_noise=1",))
         }
         rates[EQUAL_NOISE] = rates[control]
         seeds = range(1, 1 + self.options.seeds)

@@ -35,7 +35,7 @@ SETTINGS = (
     "eval.every=0",
     "eval.problems=0",
     "rollout.timeout_s=1e5",
-    "run.late_s=1e5",
+    "run.stall_warning_s=1e5",
 )
 """A stage takes long, and is no step that hangs."""
 

@@ -51,10 +51,11 @@ from megatron_dppo.rl import advantages, plan
 from megatron_dppo.rl.numbers import round_rewards
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.types import StepMetadata, StepPlan
+from megatron_dppo.settings import IN_FORCE
 from megatron_dppo.settings import load_config as load_words
 from megatron_dppo.trainer.fingerprints import PICKLED, TEXT
 from megatron_dppo.trainer.preflight import check_run_dir
-from megatron_dppo.trainer.resume import IN_FORCE, check_resume
+from megatron_dppo.trainer.resume import check_resume
 
 __all__ = [
     "Config",

@@ -33,7 +33,7 @@ from megatron_dppo.process.streams import (
     filter_upstream_warnings,
     print_message,
 )
-from megatron_dppo.settings import as_yaml, find_nearest_settings, load_whole
+from megatron_dppo.settings import RENAMED, as_yaml, find_nearest_settings, load_whole
 
 COMMANDS = {
     "Train": {
@@ -176,7 +176,12 @@ def _check_command(word: str) -> None:
 
 def _build_option_error(word: str, command: str) -> UserError:
     """Build the error for a setting written as an option."""
-    meant = find_nearest_settings(word.partition("=")[0].lstrip("-").replace("-", "_"))
+    option = word.partition("=")[0]
+    name = option.lstrip("-").replace("-", "_")
+    if new := RENAMED.get(f"{command}.{name}"):
+        new = f"--{new.partition('.')[2]}"
+        raise UserError("argument", word, f"{option} is now {new}", f"Write {new}")
+    meant = find_nearest_settings(name)
     example = f"{meant[0]}=… perhaps" if meant else "section.setting=value"
     remedy = (
         f"Settings are written without dashes: {example}; `megatron-dppo {command} --help` "
@@ -216,10 +221,10 @@ def _run_settings(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             return plan_search(config, assumed, arguments.gpus, json_output=arguments.json)
         return plan(config, assumed, json_output=arguments.json)
     if arguments.command == "eval":
-        if arguments.against and arguments.out and not words and not arguments.model:
+        if arguments.baseline and arguments.out and not words and not arguments.model:
             from megatron_dppo.evaluation.scores import compare_folders
 
-            print("\n".join(compare_folders(Path(arguments.out), Path(arguments.against))))
+            print("\n".join(compare_folders(Path(arguments.out), Path(arguments.baseline))))
             return 0
         first, last = build_eval_overrides(arguments)
         words = [*first, *words, *last]

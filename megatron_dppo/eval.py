@@ -205,9 +205,9 @@ def _report(
             *(f"{what:<7}  {place}" for what, place in places.items()),
         ]
     )
-    if config.eval.against:
-        others = read_finished(Path(config.eval.against), "eval.against")
-        console.print_banner(compare(rows, others, baseline_name=config.eval.against))
+    if config.eval.baseline:
+        others = read_finished(Path(config.eval.baseline), "eval.baseline")
+        console.print_banner(compare(rows, others, baseline_name=config.eval.baseline))
 
 
 def _collect_settings(config: Config, problems: Sequence[EvalProblem]) -> dict[str, Any]:

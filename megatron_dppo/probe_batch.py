@@ -94,7 +94,11 @@ def configure_pruning(config: Config, pair: Pair) -> Config:
     of_prompts = replace(config.pruning.prompts, **prompts)
     of_completions = replace(config.pruning.completions, **completions, normaliser="full")
     pruning = replace(
-        config.pruning, prompts=of_prompts, completions=of_completions, noise=None, refill="none"
+        config.pruning,
+        prompts=of_prompts,
+        completions=of_completions,
+        target_noise=None,
+        resample="none",
     )
     return replace(config, pruning=pruning)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -24,6 +24,22 @@ from megatron_dppo import __version__
 from megatron_dppo.config import Config
 from megatron_dppo.config.types import Dumper, Loader, Section
 from megatron_dppo.errors import MistakesError, UserError
+from megatron_dppo.process.streams import print_message
+
+IN_FORCE = "config.yaml"
+"""File of a run: the settings in force."""
+HISTORY = "config_history.jsonl"
+"""File of a run: the settings of earlier steps."""
+RENAMED = {
+    "run.late_s": "run.stall_warning_s",
+    "run.resume=anyway": "run.resume=force",
+    "eval.against": "eval.baseline",
+    "cluster.warn_s": "cluster.stop_before_limit_s",
+    "pruning.refill": "pruning.resample",
+    "pruning.noise": "pruning.target_noise",
+}
+"""Old names of settings and of values, and the new ones. Old names are refused, except in the files
+of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +210,37 @@ def _from_file(path: str | None) -> dict[str, Any]:
                 "remove one",
             )
         given[key] = value
+    if Path(path).name == IN_FORCE and Path(path).with_name(HISTORY).is_file():
+        given, renamed = translate_renamed(given)
+        if renamed and os.environ.get("RANK", "0") == "0":
+            print_message(f"note  {describe_renamed(path, renamed)}")
     return given
+
+
+def translate_renamed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Translate the old names in a run's stored settings, by dotted key.
+
+    Returns:
+        The settings with new names, and the old names that were found.
+    """
+    translated: dict[str, Any] = {}
+    found: list[str] = []
+    for key, value in settings.items():
+        old = _find_renamed(key, value)
+        name, _, word = RENAMED[old].partition("=") if old else (key, "", "")
+        translated[name] = word or value
+        found += [old] if old else []
+    return translated, tuple(found)
+
+
+def describe_renamed(file: str | Path, names: Iterable[str]) -> str:
+    """Return the line that tells which old names a run's file has."""
+    return f"{file}: {', '.join(f'{old} is now {RENAMED[old]}' for old in names)}"
+
+
+def _find_renamed(key: str, value: object) -> str | None:
+    word = f"{key}={value}" if isinstance(value, str) else key
+    return next((old for old in (word, key) if old in RENAMED), None)
 
 
 def _from_override(override: str) -> dict[str, Any]:
@@ -226,6 +272,9 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
             cannot name: a boolean for another type, another type for a boolean (pydantic reads
             ``true`` as 1 and ``yes`` as true), text that no file can hold.
     """
+    if old := _find_renamed(key, value):
+        problem = f"{old} is now {RENAMED[old]}"
+        raise UserError(key, format_value(value), problem, f"write {RENAMED[old]}")
     if key in get_sections():
         first = next(each for each in get_settings() if each.startswith(f"{key}."))
         raise UserError(
@@ -296,6 +345,8 @@ def find_nearest_settings(key: str) -> list[str]:
       the name.
     - A long name may match initials: ``optimizer.learning_rate`` matches ``optimizer.lr``.
     """
+    if key in RENAMED:
+        return [RENAMED[key]]
     section, _, leaf = key.lower().rpartition(".")
     initials = f"{section}.{''.join(word[:1] for word in leaf.split('_'))}"
     if initials in get_settings():

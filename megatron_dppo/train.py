@@ -318,7 +318,7 @@ class Trainer:
                     for keys in (PROMPTS, SEGMENTS)
                 ]
             )
-            # With run.resume=anyway and other prompts, the old order and reward history do not
+            # With run.resume=force and other prompts, the old order and reward history do not
             # apply.
             if not same_prompts:
                 return

@@ -257,17 +257,17 @@ class PruningConfig(Section):
     max_weight: AtLeastOne = 10.0
     """Bound on the weight 1/(π_prompt·π_completion). A floor on the completions' probabilities
     keeps this bound; weights are never clipped."""
-    refill: Literal["none", "prompts"] = "none"
+    resample: Literal["none", "prompts"] = "none"
     """greso: ``prompts`` rolls out more prompts until the window is full of groups with non-zero
     variance of the rewards (GRESO's adaptive batch), as dynamic_sampling always does."""
-    noise: AboveZero | None = None
+    target_noise: AboveZero | None = None
     """Estimated variance of a step's gradient, relative to ``rollout.prompts_per_step`` unpruned
     prompts. If pruning has made earlier steps noisier by a factor, a step considers more prompts by
     the same factor. 1: as noisy as without pruning; 2: as half of the prompts without pruning.
     null: a step considers ``rollout.prompts_per_step`` prompts."""
     max_rounds: Positive = 10
-    """greso with refill, and dynamic_sampling: number of times that a step rolls out prompts before
-    it trains on the groups at hand."""
+    """greso with pruning.resample, and dynamic_sampling: number of times that a step rolls out
+    prompts before it trains on the groups at hand."""
 
     @property
     def least_inclusion(self) -> float:

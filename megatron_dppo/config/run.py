@@ -29,12 +29,12 @@ class RunConfig(Section):
     dir: str = "runs/default"
     """Folder of checkpoints, logs, the picture and the export. The same command resumes from this
     folder."""
-    resume: Literal["same", "anyway"] = "same"
+    resume: Literal["same", "force"] = "same"
     """Changes that are allowed when a run is started again. ``same``: length, speed and place of
     the run. A change of the policy, the data, the prompts of a step, the reward, the loss, the
     pruning, the seed or the content of their files is refused, because the results would mix old
-    and new settings. ``anyway``: all changes, from the last checkpoint on; other data, another
-    tokenizer or another seed begin a new order of prompts. ``sft`` with ``anyway`` warms up a
+    and new settings. ``force``: all changes, from the last checkpoint on; other data, another
+    tokenizer or another seed begin a new order of prompts. ``sft`` with ``force`` warms up a
     policy that was warmed up already."""
     seed: Count = 1
     """Random seed of the order of prompts, the draws of the pruning, and the local engine's
@@ -50,7 +50,7 @@ class RunConfig(Section):
     evaluated (eval.every) and saved (run.checkpoint_every)."""
     checkpoint_in_background: bool = False
     """Write checkpoints during training, from a copy of the state in host memory."""
-    late_s: Seconds = 120.0
+    stall_warning_s: Seconds = 120.0
     """Seconds that ranks wait for a late rank before the log names the rank and the rank's place in
     the code. If no rank has moved for half of layout.timeout_s, the log names all ranks. Also
     seconds without progress in rollouts and evaluations, before the log names the code or
@@ -112,7 +112,7 @@ class EvalConfig(Section):
     while the last one is answered."""
     out: str | None = None
     """``eval``: folder of answers and scores; null: ``RUN/eval/MODEL``."""
-    against: str | None = None
+    baseline: str | None = None
     """``eval``: folder of an earlier evaluation to compare with, problem by problem."""
 
 
@@ -151,7 +151,7 @@ class ClusterConfig(Section):
     hours: AboveZero = 4.0
     """Slurm's time limit for one job, in hours. At the limit an unfinished run saves, and resumes
     in the next job."""
-    warn_s: Seconds = 600.0
+    stop_before_limit_s: Seconds = 600.0
     """Seconds between the signal to save and stop, and the time limit: longer than a step and a
     checkpoint."""
     container: str | None = None

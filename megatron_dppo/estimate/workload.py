@@ -316,7 +316,7 @@ def disable_pruning(config: Config) -> Config:
         config.pruning,
         prompts=PromptPruningConfig(rule="none"),
         completions=CompletionPruningConfig(rule="none"),
-        refill="none",
+        resample="none",
     )
     return replace(config, pruning=off)
 
@@ -353,7 +353,7 @@ def _compute_shares(config: Config, step: int, assume: Assumptions) -> tuple[flo
             usable = window
             live = 1.0
         case "greso":
-            refilled = pruning.refill == "prompts"
+            refilled = pruning.resample == "prompts"
             rolled = window if refilled else window * assume.mixed_share
             usable = rolled
             live = 1.0

@@ -20,8 +20,8 @@ EVAL_FLAGS = {
     "problems": ("eval.problems", "N", "use the first N problems of each benchmark (default: all)"),
     "data": ("eval.folder", "FOLDER", "folder of the benchmarks' files"),
     "out": ("eval.out", "FOLDER", "folder for answers and scores"),
-    "against": (
-        "eval.against",
+    "baseline": (
+        "eval.baseline",
         "FOLDER",
         "folder of an earlier evaluation, for a paired comparison",
     ),

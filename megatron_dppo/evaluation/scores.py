@@ -211,7 +211,7 @@ def compare(
             )
     if len(lines) == 1:
         raise UserError(
-            "eval.against",
+            "eval.baseline",
             baseline_name,
             "shares no problem with this evaluation",
             "Name another folder",
@@ -227,7 +227,7 @@ def compare_folders(folder: Path, baseline_folder: Path) -> list[str]:
     """
     return compare(
         read_finished(folder, "--out"),
-        read_finished(baseline_folder, "--against"),
+        read_finished(baseline_folder, "--baseline"),
         baseline_name=str(baseline_folder),
     )
 
@@ -248,7 +248,7 @@ def _match_problems(
                 f"{one[0]['label']!r:.60}"
             )
             raise UserError(
-                "eval.against", baseline_name, problem, "Compare evaluations on the same files"
+                "eval.baseline", baseline_name, problem, "Compare evaluations on the same files"
             )
     return pairs
 

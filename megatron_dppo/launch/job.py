@@ -48,8 +48,8 @@ def render_slurm_script(config: Config, words: Sequence[str]) -> str:
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name=megatron-dppo.{name} --output=%x-%j.log --open-mode=append",
-        f"#SBATCH --time={format_slurm_time(cluster.hours)} --signal=B:USR1@{cluster.warn_s:.0f} "
-        "--requeue",
+        f"#SBATCH --time={format_slurm_time(cluster.hours)} "
+        f"--signal=B:USR1@{cluster.stop_before_limit_s:.0f} --requeue",
         _render_component(
             cluster.nodes, count_ranks_per_node(config), cluster.gpus_per_node, places
         ),
@@ -237,7 +237,7 @@ def _make_slurm_executor(
         exclusive=True,
         mem="0",
         time=format_slurm_time(cluster.hours),
-        signal=f"B:USR1@{cluster.warn_s:.0f}",
+        signal=f"B:USR1@{cluster.stop_before_limit_s:.0f}",
         # NeMo-Run replaces /nemo_run by the experiment's folder, and shows log* from this folder.
         additional_parameters={"output": "/nemo_run/log-%x_%j.out", "open_mode": "append"},
         env_vars={

@@ -7,7 +7,8 @@ the heartbeats.
 Each rank, even a single rank, also watches the main thread. Rollouts and evaluations run a user's
 code, which may never return:
 
-1. After ``run.late_s`` without progress and without a wait for another rank, the rank is reported.
+1. After ``run.stall_warning_s`` without progress and without a wait for another rank, the rank is
+    reported.
 2. After ``rollout.timeout_s``, the main thread receives a signal. The signal's handler raises
    ``StandstillError`` at the current line.
 3. After the same time again, because the code caught the error or never received the signal, the
@@ -110,7 +111,7 @@ class Watchdog:
     @classmethod
     def from_config(cls, config: Config, world: World, timers: PhaseTimers) -> Watchdog:
         # Half of the collectives' timeout, so that the report precedes the end of the run.
-        return cls(world, timers, config.run.late_s, stuck_s=config.layout.timeout_s / 2)
+        return cls(world, timers, config.run.stall_warning_s, stuck_s=config.layout.timeout_s / 2)
 
     def close(self) -> None:
         self._end.set()

@@ -20,9 +20,10 @@ from typing_extensions import TypedDict
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.metrics import FILE
 from megatron_dppo.observe.private import format_masked
+from megatron_dppo.process.streams import print_message
 from megatron_dppo.rl.types import Floats
-from megatron_dppo.settings import get_settings
-from megatron_dppo.trainer.resume import SettingChange, find_changes, read_history
+from megatron_dppo.settings import IN_FORCE, describe_renamed, get_settings
+from megatron_dppo.trainer.resume import SettingChange, find_changes, list_renamed, read_history
 
 Record = Mapping[str, Any]
 """A line of JSON."""
@@ -185,6 +186,8 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
             "RUN", folder, "is no folder of a run" if folder.is_dir() else "is no folder", remedy
         )
     history = read_history(folder)
+    if renamed := list_renamed(history):
+        print_message(f"note  {describe_renamed(folder / IN_FORCE, renamed)}")
     rows, census, answers = (_read_rows(folder / file) for file in (FILE, CENSUS, ANSWERS))
     counted = _validate_rows(CensusRow, census)
     read: Mapping[str, Sequence[object]] = {FILE: rows, CENSUS: counted, ANSWERS: answers}

@@ -118,7 +118,7 @@ class PolicyParts(Generic[P_co]):
         conversations = None
         if function is not None:
             limits = {"timeout_s": rollout.request_timeout_s, "end_s": rollout.timeout_s}
-            limits["late_s"] = self.config.run.late_s
+            limits["late_s"] = self.config.run.stall_warning_s
             conversations = LocalConversations(function, attempts=rollout.attempts, **limits)
         return LocalEngine(
             model.folder,

@@ -216,8 +216,10 @@ class PromptSampler:
         """
         pool_size = len(pool)
         if (widest := compute_window_size(config)) > pool_size:
-            has_noise = config.pruning.noise
-            grown = f"makes windows of {widest} with pruning.noise, which " if has_noise else ""
+            has_noise = config.pruning.target_noise
+            grown = (
+                f"makes windows of {widest} with pruning.target_noise, which " if has_noise else ""
+            )
             problem = (
                 f"{grown}is more than the {pool_size} prompts of the pool, and a window "
                 "holds no prompt twice"
@@ -244,7 +246,7 @@ class PromptSampler:
 
     def _compute_window_size(self) -> int:
         """Return N of the next step."""
-        # With ``pruning.noise`` N may grow up to the widest window of the pool.
+        # With ``pruning.target_noise`` N may grow up to the widest window of the pool.
         return min(compute_window_size(self._config, self._inflation), self._widest)
 
     def select_round(self, step: int, selected: StepMetadata, rounds: int) -> Selection | None:

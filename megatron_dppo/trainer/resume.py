@@ -15,7 +15,7 @@ allows the change. Needs no torch, to be usable before any rank starts.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +36,14 @@ from megatron_dppo.data.stored import TOKENIZER_FILES
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.private import format_masked, has_secrets, mask_secrets
 from megatron_dppo.process.files import replace_text
-from megatron_dppo.settings import as_yaml, flatten_tree, get_settings
+from megatron_dppo.settings import (
+    HISTORY,
+    IN_FORCE,
+    as_yaml,
+    flatten_tree,
+    get_settings,
+    translate_renamed,
+)
 from megatron_dppo.trainer.fingerprints import (
     FUNCTIONS,
     HELD_OUT,
@@ -46,8 +53,6 @@ from megatron_dppo.trainer.fingerprints import (
 )
 from megatron_dppo.trainer.writer import CheckpointFormat, check_resumable, read_state
 
-HISTORY = "config_history.jsonl"
-IN_FORCE = "config.yaml"
 WARM_UP = "sft.json"
 """File beside a policy written by ``sft``: the settings of the warm-up."""
 Settings = Mapping[str, Any]
@@ -86,7 +91,7 @@ RULES: Mapping[str, Rule] = {
 }
 """Rules for changes at a resume, by prefix of the setting's name; the longest prefix decides.
 
-- ``kept``: defines the result, and changes with ``run.resume=anyway`` only.
+- ``kept``: defines the result, and changes with ``run.resume=force`` only.
 - ``free``: duration, speed and place.
 - ``by the checkpoint``: :func:`~megatron_dppo.trainer.writer.check_resumable` refuses a value that
   does not fit the checkpoint.
@@ -118,6 +123,8 @@ class SettingsRecord:
 
     step: int
     settings: Settings
+    renamed: tuple[str, ...] = ()
+    """Old names in the file. ``settings`` has the new ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +178,14 @@ def read_history(folder: Path) -> list[SettingsRecord]:
         tree = yaml.load(text, Loader=Loader)
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    return [SettingsRecord(0, dict(flatten_tree(tree)))] if isinstance(tree, dict) else []
+    if not isinstance(tree, dict):
+        return []
+    return [SettingsRecord(0, *translate_renamed(dict(flatten_tree(tree))))]
+
+
+def list_renamed(history: Iterable[SettingsRecord]) -> list[str]:
+    """Return the old names of settings in a run's files, each once."""
+    return list(dict.fromkeys(old for record in history for old in record.renamed))
 
 
 def find_changes(before: Settings, now: Settings) -> list[SettingChange]:
@@ -253,13 +267,13 @@ def check_resume(config: Config, function_texts: Mapping[str, str | None] | None
         for change in find_changes_since(folder, step, config, function_texts)
         if change.affects_results
     ]
-    if other and config.run.resume != "anyway":
+    if other and config.run.resume != "force":
         problem = "\n".join(
             [f"holds {step} steps that were taken with other settings or files:", *map(str, other)]
         )
         remedy = (
             "Name another run.dir; or give those settings and files as they were; or set "
-            "run.resume=anyway to resume with the new ones, which the log then names"
+            "run.resume=force to resume with the new ones, which the log then names"
         )
         raise UserError("run.dir", folder, problem, remedy)
 
@@ -291,7 +305,7 @@ def check_warm_up(config: Config) -> None:
         UserError: if ``sft`` has already warmed up the policy.
     """
     file = config.model.folder / WARM_UP
-    if config.run.resume == "anyway" or config.model.checkpoint is not None or not file.exists():
+    if config.run.resume == "force" or config.model.checkpoint is not None or not file.exists():
         return
     try:
         source = str(json.loads(file.read_text(encoding="utf-8"))["model.path"])
@@ -299,7 +313,7 @@ def check_warm_up(config: Config) -> None:
         source = "THE_INITIAL_POLICY"
     problem = f"is a policy that sft has warmed up already, from {source}"
     remedy = (
-        f"Set model.path={source} to warm that one up again, or run.resume=anyway to go on "
+        f"Set model.path={source} to warm that one up again, or run.resume=force to go on "
         "with this one"
     )
     raise UserError("model.path", config.model.path, problem, remedy)
@@ -315,7 +329,7 @@ def record_warm_up(out: Path, config: Config) -> None:
 def _parse_entry(line: str) -> SettingsRecord | None:
     try:
         row = json.loads(line)
-        entry = SettingsRecord(int(row["step"]), dict(row["settings"]))
+        entry = SettingsRecord(int(row["step"]), *translate_renamed(dict(row["settings"])))
         return None if is_too_deep(row) else entry
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

@@ -33,14 +33,14 @@ from megatron_dppo.rewards.functions import resolve
 from megatron_dppo.rl.census import PruningStats
 from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts
-from megatron_dppo.settings import get_settings
+from megatron_dppo.settings import HISTORY, IN_FORCE, describe_renamed, get_settings
 from megatron_dppo.trainer.collapse import BestCheckpoint
 from megatron_dppo.trainer.fingerprints import list_functions_without_text
 from megatron_dppo.trainer.learner import describe_weight_bound
 from megatron_dppo.trainer.resume import (
-    HISTORY,
     find_changes_since,
     flatten_config,
+    list_renamed,
     read_history,
     record_settings,
 )
@@ -74,6 +74,9 @@ class RunLogger:
         if not self._leads:
             return
         self._console = Console(config.run.steps)
+        history = read_history(self._folder)
+        if step and (renamed := list_renamed(history)):
+            self._console.print_note(describe_renamed(IN_FORCE, renamed))
         for change in find_changes_since(self._folder, step, config):
             self._console.print_note(f"changed since step {step}: {change}")
         if step >= config.run.steps:
@@ -83,7 +86,7 @@ class RunLogger:
             )
             self._console.print_note(f"{done}; with more run.steps the run goes on")
             return
-        if step and not read_history(self._folder):
+        if step and not history:
             self._console.print_note(
                 f"{HISTORY} cannot be read: changes of settings since step {step} are unknown"
             )

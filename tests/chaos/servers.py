@@ -51,7 +51,7 @@ AHEAD = (
 TALKING = (
     "rollout.conversation={folder}/talk.py:talk", "rollout.request_timeout_s=60",
     "rollout.attempts=8",
-    "run.late_s=5",
+    "run.stall_warning_s=5",
 )  # fmt: skip
 JUDGE = """
 import sys

@@ -233,7 +233,7 @@ WAYS = (
     Way(r"megatron-dppo train \w+\.yaml", append=SMALL),
     # What they came to.
     Way(r"megatron-dppo eval configs/quickstart\.yaml --model .*", append=EVALUATED),
-    Way(r"megatron-dppo eval --out \S+ --against \S+"),
+    Way(r"megatron-dppo eval --out \S+ --baseline \S+"),
     Way(
         r"megatron-dppo probe-batch configs/quickstart\.yaml .*",
         append=f"{LAYOUT} rollout.prompts_per_step=8 rollout.max_response_tokens=32 "

@@ -95,13 +95,13 @@ def test_a_folder_has_one_evaluation_at_a_time(tmp_path: Path) -> None:
 
 def test_only_finished_evaluations_are_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no evaluation"):
-        read_finished(tmp_path, "--against")
+        read_finished(tmp_path, "--baseline")
     with closing(opened(tmp_path)) as log:
         log.append(rows(BATCHES[0]))
     with pytest.raises(UserError, match="not finished"):
-        read_finished(tmp_path, "--against")
+        read_finished(tmp_path, "--baseline")
     write_scores(tmp_path, {"model": "m"})
-    assert read_finished(tmp_path, "--against") == rows(BATCHES[0])
+    assert read_finished(tmp_path, "--baseline") == rows(BATCHES[0])
     assert json.loads((tmp_path / "scores.json").read_text()) == {"model": "m"}
     names = {".lock", "answers.jsonl", "evaluation.json", "scores.json"}
     assert {file.name for file in tmp_path.iterdir()} == names

@@ -151,7 +151,7 @@ def test_finished_run_is_shown_and_never_rewritten(
     policy: Path, tmp_path: Path, whole: Path
 ) -> None:
     """Other settings and another reward of the same name are refused, or named in the log with
-    run.resume=anyway."""
+    run.resume=force."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
 
@@ -167,7 +167,7 @@ def test_finished_run_is_shown_and_never_rewritten(
     before, reward = read_times(), policy / "mixed.py"
     try:
         reward.write_text(reward.read_text() + "# another")
-        refused, resumed = resume(), resume("run.resume=anyway")
+        refused, resumed = resume(), resume("run.resume=force")
     finally:
         reward.write_text(REWARD.format(reward=MIXED))
     for code, (found, log) in ((2, refused), (0, resumed)):

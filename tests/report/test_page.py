@@ -386,7 +386,7 @@ def test_changed_objective_is_shown(tmp_path: Path) -> None:
     record_settings(
         folders[0],
         4,
-        load_config(None, [*start, "loss.name=gspo", "optimizer.lr=1e-7", "run.resume=anyway"]),
+        load_config(None, [*start, "loss.name=gspo", "optimizer.lr=1e-7", "run.resume=force"]),
     )
     text = " ".join(write(folders[0]).text.split())
     assert "after step setting before then 4 loss.name grpo gspo 4 optimizer.lr 1e-06 1e-07" in text

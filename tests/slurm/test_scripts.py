@@ -45,7 +45,7 @@ def test_a_script_asks_for_the_machines_of_its_configuration(script: str) -> Non
     )
     resolve_layout(config.layout, cluster.nodes * per_node)
     assert actors["time"] == f"{cluster.hours:02.0f}:00:00"
-    assert actors["signal"] == f"B:USR1@{cluster.warn_s:.0f}"
+    assert actors["signal"] == f"B:USR1@{cluster.stop_before_limit_s:.0f}"
     assert sum(int(component["nodes"]) for component in servers) == cluster.server_nodes
     for component in servers:
         assert int(component["ntasks-per-node"]) * config.rollout.launch.tp <= int(

@@ -141,11 +141,11 @@ def test_changed_file_is_refused_and_named(
     change(tmp_path / file)
     with pytest.raises(UserError) as caught:
         check_resume(config)
-    assert caught.value.setting == "run.dir" and "run.resume=anyway" in caught.value.remedy
+    assert caught.value.setting == "run.dir" and "run.resume=force" in caught.value.remedy
     assert caught.value.problem.splitlines()[1:] == [said]
-    anyway = replace(config, run=replace(config.run, resume="anyway"))
-    check_resume(anyway)
-    assert is_unchanged(tmp_path / "run", 3, anyway, PROMPTS) is not prompts, (
+    forced = replace(config, run=replace(config.run, resume="force"))
+    check_resume(forced)
+    assert is_unchanged(tmp_path / "run", 3, forced, PROMPTS) is not prompts, (
         "other prompts begin a new order"
     )
 
@@ -196,8 +196,8 @@ def halves(completions: list[str]) -> list[float]:
 
 def test_function_from_python_is_known_by_its_text(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    anyway = replace(config, run=replace(config.run, resume="anyway"))
-    given = _with_functions(anyway, folder, check=check_resume, reward=halves)
+    forced = replace(config, run=replace(config.run, resume="force"))
+    given = _with_functions(forced, folder, check=check_resume, reward=halves)
     save(given, folder)
     assert list_functions_without_text(given) == []
     check_resume(given)  # as the command line does, which is given none
@@ -211,10 +211,10 @@ def test_function_from_python_is_known_by_its_text(config: Config, tmp_path: Pat
         _with_functions(config, folder, check=check_resume, reward=of_the_same_name)
     # The refused functions have replaced nothing.
     _with_functions(config, folder, check=check_resume, reward=halves)
-    changed = _with_functions(anyway, folder, check=check_resume, reward=shorten)
+    changed = _with_functions(forced, folder, check=check_resume, reward=shorten)
     with pytest.raises(UserError, match="shorten, given from Python, has changed"):
         check_resume(replace(changed, run=config.run))
     # A function without source has not the text of an earlier one.
-    assert list_functions_without_text(_with_functions(anyway, folder, reward=max)) == [
+    assert list_functions_without_text(_with_functions(forced, folder, reward=max)) == [
         "reward.function: max"
     ]

@@ -93,7 +93,7 @@ RESUMED = (
     ("pruning.prompts.rule=threshold",),
     (),
     ("pruning.prompts.rule=greso",),
-    ("pruning.prompts.rule=none", "pruning.noise=0.5"),
+    ("pruning.prompts.rule=none", "pruning.target_noise=0.5"),
 )
 
 
@@ -170,7 +170,11 @@ def test_schedule_of_prompts_is_obeyed() -> None:
     ("pool", "overrides", "problem"),
     [
         (WINDOW - 1, (), rf"rollout\.prompts_per_step = {WINDOW}"),
-        (2 * WINDOW - 1, ("pruning.noise=0.5",), f"windows of {2 * WINDOW} with pruning.noise"),
+        (
+            2 * WINDOW - 1,
+            ("pruning.target_noise=0.5",),
+            f"windows of {2 * WINDOW} with pruning.target_noise",
+        ),
     ],
 )
 def test_pool_smaller_than_a_window_is_refused(
@@ -243,7 +247,7 @@ def test_window_of_equal_noise_ends_where_a_source_ends() -> None:
     prompts, a quarter."""
     prompts = made_up_pool(120)
     pool = PromptPool([SourcePool(prompts[:20], 1.0), SourcePool(prompts[20:], 3.0)])
-    sampler = make_sampler("pruning.prompts.rule=none", "pruning.noise=1", pool=pool)
+    sampler = make_sampler("pruning.prompts.rule=none", "pruning.target_noise=1", pool=pool)
     for step, window in enumerate((WINDOW, 80)):
         selection = sampler.select(step)
         assert selection.window == window == len(set(selection.prompt_ids.tolist()))

@@ -14,11 +14,9 @@ import pytest
 from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, format_iteration_name
 from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.settings import as_yaml, get_settings, load_config
+from megatron_dppo.settings import HISTORY, IN_FORCE, RENAMED, as_yaml, get_settings, load_config
 from megatron_dppo.trainer.preflight import run_preflight
 from megatron_dppo.trainer.resume import (
-    HISTORY,
-    IN_FORCE,
     PROMPTS,
     RULES,
     SEGMENTS,
@@ -28,6 +26,7 @@ from megatron_dppo.trainer.resume import (
     find_changes_since,
     get_rule,
     is_unchanged,
+    list_renamed,
     read_history,
     record_settings,
     record_warm_up,
@@ -68,7 +67,7 @@ def test_settings_of_results_change_only_on_request(override: str, saved: Path) 
     assert caught.value.setting == "run.dir"
     assert "holds 3 steps" in caught.value.problem
     assert f"{key} = {value} (was " in caught.value.problem
-    check_resume(replace(other, run=replace(other.run, resume="anyway")))
+    check_resume(replace(other, run=replace(other.run, resume="force")))
 
 
 def test_every_setting_has_a_rule() -> None:
@@ -89,7 +88,7 @@ def test_run_without_checksums_is_not_resumed(saved: Path) -> None:
 
 
 CHANGED = """
-run.steps=2 run.checkpoint_every=2 run.keep_checkpoints=3 run.keep_best=false run.late_s=60 run.max_idle_steps=5
+run.steps=2 run.checkpoint_every=2 run.keep_checkpoints=3 run.keep_best=false run.stall_warning_s=60 run.max_idle_steps=5
 run.length_gate=3 run.loggers=[] run.profile=[2] run.export=true run.checkpoint_in_background=true
 model.deterministic=true model.recompute=selective model.head_chunk_mib=8 model.spec=torch
 layout.timeout_s=300 optimizer.lr=5e-4 optimizer.schedule=cosine optimizer.min_lr=1e-5 optimizer.warmup_steps=1
@@ -200,6 +199,60 @@ def test_settings_beside_a_warmed_up_policy_have_no_keys(tmp_path: Path) -> None
     assert json.loads((tmp_path / WARM_UP).read_text())["rollout.launch.env"] == ["TOKEN=…"]
 
 
+NEW = (
+    "run.stall_warning_s=60", "run.resume=force", "eval.baseline=before", "pruning.target_noise=1",
+    "cluster.stop_before_limit_s=60", "pruning.resample=prompts",
+)  # fmt: skip
+
+
+def write_old_names(folder: Path) -> None:
+    """Write all old names into a run's files."""
+    for old, new in RENAMED.items():
+        words = [text.partition("=") for text in (old, new)]
+        for file in (folder / HISTORY, folder / IN_FORCE):
+            before, after = (
+                (f'"{key}": "{word}"' if word else f'"{key}":')
+                if file.name == HISTORY
+                else f"\n  {key.rpartition('.')[2]}:{f' {word}' * bool(word)}"
+                for key, _, word in words
+            )
+            text = file.read_text()
+            assert text.count(after) == 1
+            file.write_text(text.replace(after, before))
+
+
+@pytest.mark.parametrize("lost", ["", HISTORY])
+def test_old_names_in_the_files_of_a_run_are_translated(lost: str, saved: Path) -> None:
+    config = config_of(saved, *NEW)
+    (saved / HISTORY).unlink()
+    record_settings(saved, 0, config)
+    write_old_names(saved)
+    if lost:
+        (saved / lost).unlink()
+    assert {*list_renamed(read_history(saved))} == {*RENAMED}
+    assert find_changes_since(saved, 3, config) == []
+    check_resume(replace(config, run=replace(config.run, resume="same")))
+    other = config_of(saved, *NEW, "run.resume=same", "pruning.target_noise=2")
+    with pytest.raises(UserError, match=r"pruning\.target_noise = 2\.0 \(was 1\.0\)"):
+        check_resume(other)
+
+
+def test_file_of_a_run_is_read_with_old_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path, *NEW)
+    record_settings(tmp_path, 0, config)
+    write_old_names(tmp_path)
+    file = tmp_path / IN_FORCE
+    assert load_config(str(file), ()) == config
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"note  {file}: run.")
+    assert all(f"{old} is now {new}" in said for old, new in RENAMED.items())
+    (tmp_path / HISTORY).unlink()
+    with pytest.raises(UserError, match=r"run\.resume=anyway is now run\.resume=force"):
+        load_config(str(file), ())
+
+
 def test_torn_history_is_read_to_the_last_whole_line(tmp_path: Path) -> None:
     record_settings(tmp_path, 0, config_of(tmp_path))
     with (tmp_path / HISTORY).open("a") as torn:
@@ -262,4 +315,4 @@ def test_policy_after_sft_is_not_warmed_up_again(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             check_warm_up(config)
         assert f"model.path={source} " in caught.value.remedy
-        check_warm_up(replace(config, run=replace(config.run, resume="anyway")))
+        check_warm_up(replace(config, run=replace(config.run, resume="force")))

@@ -14,6 +14,7 @@ import pytest
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluator import EvalScores, ExampleAnswer
+from megatron_dppo.report.run import read_run
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.run_logger import RunLogger, find_idle_settings
 from tests.damage import DAMAGE, Damage, replace_file
@@ -99,6 +100,22 @@ def test_unreadable_settings_of_earlier_steps_are_named(
     assert "config_history.jsonl cannot be read" in capsys.readouterr().out
 
 
+def test_resume_tells_of_old_names_once(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    file = folder / "config_history.jsonl"
+    file.write_text(file.read_text().replace("run.stall_warning_s", "run.late_s"))
+    read_run(folder, "run")
+    line = f"note  {folder}/config.yaml: run.late_s is now run.stall_warning_s\n"
+    assert line in capsys.readouterr().err
+    write_files(folder, 2)
+    line = "note  config.yaml: run.late_s is now run.stall_warning_s\n"
+    assert line in capsys.readouterr().out
+    write_files(folder, 2)
+    assert "is now" not in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "answers.jsonl"])
 def test_malformed_row_is_refused_with_line(name: str, whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
@@ -122,7 +139,7 @@ IDLE = {
     "pruning.prompts.floor=0.3": ("pruning.prompts.rule=threshold", ""),
     "pruning.prompts.schedule.ramp=0.4": ("", "pruning.prompts.schedule.shape=cosine"),
     "pruning.max_rounds=2": ("", "pruning.prompts.rule=dynamic_sampling"),
-    "pruning.refill=prompts": ("", "pruning.prompts.rule=greso"),
+    "pruning.resample=prompts": ("", "pruning.prompts.rule=greso"),
     "pruning.completions.keep=0.3": ("pruning.completions.rule=none", ""),
     "pruning.completions.score=advantage": ("pruning.completions.rule=threshold", ""),
     "pruning.completions.schedule.ramp=0.4": ("", "pruning.completions.schedule.shape=linear"),

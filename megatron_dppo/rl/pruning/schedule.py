@@ -49,13 +49,14 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
 def compute_window_size(config: Config, inflation: float = 1.0) -> int:
     """Return N, the number of prompts that a step considers.
 
-    N is ``rollout.prompts_per_step``, times ``inflation`` / ``pruning.noise`` if that is set.
+    N is ``rollout.prompts_per_step``, times ``inflation`` / ``pruning.target_noise`` if that is
+    set.
 
     Args:
         inflation: factor of pruning on the variance of earlier steps, at least 1.
     """
     prompts = config.rollout.prompts_per_step
-    noise = config.pruning.noise
+    noise = config.pruning.target_noise
     # The variance of a step is proportional to inflation/N. N is fixed before any draw, and
     # therefore biases no estimate.
     return max(1, round(prompts * inflation / noise)) if noise else prompts
@@ -65,7 +66,7 @@ def uses_resampling(pruning: PruningConfig) -> bool:
     """Return whether a step rolls out in rounds until enough groups have non-zero variance, and
     drops all other groups."""
     rule = pruning.prompts.rule
-    return rule == "dynamic_sampling" or (rule == "greso" and pruning.refill == "prompts")
+    return rule == "dynamic_sampling" or (rule == "greso" and pruning.resample == "prompts")
 
 
 def find_nonzero_variance_groups(metadata: StepMetadata) -> Ints:

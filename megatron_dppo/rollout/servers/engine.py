@@ -55,7 +55,7 @@ class _Report:
     idle_s: float
     """Seconds since the last finished prompt, or the start of the wait."""
     late: str
-    """Description of a conversation pending for ``run.late_s``; or empty."""
+    """Description of a conversation pending for ``run.stall_warning_s``; or empty."""
 
 
 class ServerEngine:
@@ -312,7 +312,7 @@ class ServerEngine:
             lost = {**self._check_health(self._pool), **lost}
         idle = time.monotonic() - max(start_time, batch.progressed)
         late = (
-            self._conversations.describe_stalled(self._config.run.late_s)
+            self._conversations.describe_stalled(self._config.run.stall_warning_s)
             if self._conversations is not None
             else ""
         )

@@ -58,7 +58,7 @@ def test_no_other_share_is_more_efficient(max_weight):
 
 @pytest.mark.parametrize(("noise", "sizes"), [(None, [64, 64]), (1.0, [80, 128]), (2.0, [40, 64])])
 def test_window_grows_with_the_noise_of_earlier_steps(noise, sizes):
-    config = Config(pruning=PruningConfig(noise=noise))
+    config = Config(pruning=PruningConfig(target_noise=noise))
     assert [compute_window_size(config, inflation) for inflation in (1.25, 2.0)] == sizes
 
 
