@@ -154,7 +154,8 @@ def _build_fetch_error(repo: str, kind: Kind, setting: str, reason: Exception | 
     fetch = f"hf download {repo}{of}"
     published = Path(repo).name
     if kind == "model" and published.startswith("Qwen") and not repo.startswith("Qwen/"):
-        # A local folder, as in the shipped configurations.
+        # The shipped configurations name a local folder, such as models/Qwen3-0.6B, which has the
+        # form of a hub id: download the published model to this folder.
         fetch = f"hf download Qwen/{published} --local-dir {repo}"
     remedy = f"Fetch it where there is a network, with `{fetch}`, or name a {what} that is here"
     return UserError(setting, repo, f"{problem}: {reason}", remedy)

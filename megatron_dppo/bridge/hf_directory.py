@@ -52,7 +52,8 @@ MAX_SHARD_BYTES = 5 * 10**9
 def plan_files(
     shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> FilePlan[str]:
-    """Plan full files, with tensors in order of the forward pass."""
+    """Plan the files of all weights, in the order of the forward pass. Each file is filled up to
+    ``max_shard_bytes``."""
     stored = file_tensors(shape)
     exact = exact_tensors(shape)
     files: list[dict[str, tuple[str, tuple[int, ...]]]] = []
@@ -90,7 +91,13 @@ def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) 
 def plan_file(
     file: str, dtype: torch.dtype, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> FilePlan[str]:
-    """Plan a safetensors file with ``tensors`` in succession, given types and shapes by name."""
+    """Plan a safetensors file with tensors one after another.
+
+    Args:
+        file: name of the file.
+        dtype: ``FilePlan.dtype``; tensors may have other types.
+        tensors: safetensors type and shape of each tensor, by name.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     plan: FilePlan[str] = FilePlan(dtype)
     end = 0
@@ -108,7 +115,7 @@ def plan_file(
 
 
 def write_index(folder: Path, plan: FilePlan[str]) -> None:
-    """Write the index of a directory with the files of a plan."""
+    """Write the index of a directory's tensors: the files of a plan, and carried tensors if any."""
     files = [*plan.frames, *[CARRIED] * (folder / CARRIED).is_file()]
     tensors = {
         name: tensor for file in files for name, tensor in read_header(folder / file).items()
@@ -157,7 +164,8 @@ ADAPTERS = DirectoryKind("directory of adapters", ADAPTER_CONFIG, _ADAPTER_FILES
 
 
 def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy configuration (with ``dtype``), tokenizer, chat templates, and carried tensors.
+    """Copy configuration (with ``dtype``), tokenizer, chat templates, and carried tensors (tensors
+    that are no part of the policy, such as a vision tower).
 
     Raises:
         UserError: see :func:`find_carried_tensors`.

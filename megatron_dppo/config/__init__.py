@@ -79,7 +79,7 @@ class Config(Section):
 
     @property
     def usable_pack(self) -> int:
-        """Largest number of tokens of a pack in this layout."""
+        """Tokens of the largest pack in this layout: ``pack.max_tokens``, rounded down."""
         return self.pack.max_tokens // self.layout.pack_multiple * self.layout.pack_multiple
 
     @property
@@ -89,8 +89,11 @@ class Config(Section):
 
     @property
     def kept_prompts(self) -> int:
-        """Prompts of a window that rules with a budget roll out, if all prompts take equally many
-        tokens."""
+        """Estimated prompts of a window to roll out, if all prompts have equal numbers of tokens.
+
+        - Pruning rule with a budget: the fraction ``pruning.prompts.keep``, rounded down.
+        - Other rules: all prompts.
+        """
         prompts = self.rollout.prompts_per_step
         rule = self.pruning.prompts
         # Only these two rules have a budget.

@@ -30,7 +30,7 @@ EVAL_FLAGS = {
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options beside CONFIG and overrides."""
+    """Add the options of ``eval``; the caller adds the arguments CONFIG and overrides."""
     parser.add_argument("--model", metavar="FOLDER", help=MODEL)
     what = (
         "comma-separated names; NAME=FILE for your own (default: data.eval and eval.benchmarks "
@@ -42,7 +42,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def build_eval_overrides(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the overrides before and after the user's overrides.
+    """Return overrides to apply before the user's overrides, and overrides to apply after.
 
     Raises:
         UserError: if ``--model`` is no Hugging Face directory, hub id, run or checkpoint.
@@ -64,7 +64,8 @@ def build_eval_overrides(arguments: argparse.Namespace) -> tuple[list[str], list
 
 
 def build_model_overrides(model: str) -> list[str]:
-    """Return overrides that select a run, checkpoint or Hugging Face directory as policy."""
+    """Return overrides of ``model.path`` and ``model.checkpoint`` that select a policy: a Hugging
+    Face directory, hub id, run or checkpoint."""
     from megatron_dppo.evaluation.answers import find_policy
 
     overrides = []

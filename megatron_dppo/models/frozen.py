@@ -73,8 +73,9 @@ class Teacher(Frozen):
     ) -> list[TeacherHead | None]:
         """Return the teacher head of each pack on ranks of the last stage, else None.
 
-        Collective over the replica. The output layer and the states stay on the device until
-        training: per response token, the teacher's width in the teacher's dtype.
+        Collective over the replica. The output layer and the hidden states stay on the device until
+        training. Memory of the states: per distilled target, one vector of the teacher's hidden
+        size, in the teacher's dtype.
 
         Args:
             teacher_masks: [R] for each pack, targets distilled from this teacher.

@@ -45,7 +45,7 @@ _LONGEST_PARAMETER = 6000
 
 
 class Sink(Protocol):
-    """Log of a library."""
+    """Open run of a logging library, which receives rows."""
 
     run: str
     """Id of the run in the library. A resumed run has the same id."""
@@ -59,7 +59,8 @@ def _open_tensorboard(folder: Path, resume_step: int) -> SummaryWriter:
     """Open event files in ``tensorboard/``."""
     from torch.utils.tensorboard import SummaryWriter
 
-    # TensorBoard hides values of earlier event files from ``purge_step`` on, the repeated steps.
+    # A resumed run repeats steps: TensorBoard hides the values that earlier event files have for
+    # steps from ``purge_step`` on.
     first = resume_step + 1 if resume_step > 0 else 0
     return SummaryWriter(str(folder / "tensorboard"), purge_step=first)
 
@@ -250,7 +251,8 @@ class Loggers:
             self._owed[name] = [row for row in past if row["step"] > self._state[name]["step"]]
 
     def write(self, step: int, row: Row) -> None:
-        """Send a row to all loggers. A failed row is logged, and sent again with the next row."""
+        """Send a row to all loggers. After a failure, a message goes to the run's log, and the row
+        is sent again with the next row."""
         if self._events:
             for key, value in row.items():
                 self._events.add_scalar(key, value, step)

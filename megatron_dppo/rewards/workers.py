@@ -129,7 +129,7 @@ class RewardWorkers:
         sent to other workers.
 
         Args:
-            items: completions to score; one group if the function takes groups.
+            items: completions to score. A function that takes groups gets all items as one group.
             max_failures: largest number of failures; past this number the remaining items stay
                 unscored, because the run is about to stop. None: all items are scored.
 
@@ -141,12 +141,13 @@ class RewardWorkers:
         return scoring.finish()
 
     def begin(self, max_failures: int) -> Scoring:
-        """Begin to score completions on arrival. Only one scoring may be open at a time."""
+        """Open a scoring for completions added later, see :meth:`Scoring.add`. Only one scoring may
+        be open at a time."""
         return Scoring(self, max_failures)
 
     @classmethod
     def from_config(cls, reward: RewardConfig, function: str | None = None) -> RewardWorkers:
-        """Return workers with a run's settings, or a different ``function``."""
+        """Return workers with a run's settings. ``function`` replaces the run's reward function."""
         return cls(
             function or reward.spec,
             workers=reward.workers,
@@ -197,7 +198,10 @@ class RewardWorkers:
 
 
 class Scoring:
-    """Pending items in units: a single item, or a group if the function takes groups."""
+    """Scoring of items by the workers of ``owner``.
+
+    Items are sent in units. A unit is a single item, or a group if the function takes groups.
+    """
 
     def __init__(self, owner: RewardWorkers, max_failures: int) -> None:
         self._owner = owner
@@ -252,7 +256,7 @@ class Scoring:
         return self._scores
 
     def cancel(self) -> None:
-        """End pending units."""
+        """Abandon pending units: end each worker with a pending unit, and start a new worker."""
         for worker in [w for w in self._owner._workers if w.pending]:
             self._owner._replace(worker)
 
@@ -366,7 +370,7 @@ class Scoring:
             solution = self._items[worker.pending.popleft().start].solution
             told = f"the scoring process {end}, scoring the completion {solution!r:.300}"
             self._store_scores(unit, [Score.from_failure("error", told)] * len(unit), end)
-        # The first death may have another cause, such as the kernel's need for memory.
+        # The first death may have another cause, such as the kernel's out-of-memory killer.
         self._lost_once.add(unit.start)
         self._put_back(worker)
 

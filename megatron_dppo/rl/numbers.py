@@ -21,7 +21,10 @@ LOGPROB_ROUNDING = 1e-4
 
 
 def as_number(value: object) -> float | None:
-    """Return a number as a float; None for any other value."""
+    """Return a number as a float; None for any other value.
+
+    An integer beyond the range of floats becomes infinity, and a signalling NaN becomes NaN.
+    """
     # NumPy and torch: scalars, and arrays without dimensions.
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
@@ -30,7 +33,7 @@ def as_number(value: object) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        # An integer of 400 digits.
+        # For example, an integer of 400 digits.
         return math.inf
     except ValueError:
         # A signalling NaN.
@@ -61,7 +64,7 @@ def as_logprobs(values: ArrayLike, mask: Bools | None = None) -> NDArray[np.floa
     """Return log-probabilities of tokens, with 0 for values above 0 by rounding.
 
     Args:
-        values: [T]; None (JSON's null) is not a number.
+        values: [T]; None (JSON's null) becomes NaN.
         mask: [T], True for tokens whose value is read; other values are not changed.
 
     Raises:
@@ -95,10 +98,11 @@ def round_rewards(rewards: Floats, present: Bools | None = None) -> Floats:
     sums of the same value differ by at most 2·n·u·S. Reward functions in torch compute in single
     precision, u = 2⁻²⁴, so that two sums of four terms differ by at most 8·u·S = 2⁻²¹·S. S is the
     group's largest |reward| if terms do not cancel. In double precision, u = 2⁻⁵³, S may be 10⁸
-    times as large. Smaller differences are not trained on.
+    times as large. Differences within the tolerance are not trained on.
 
-    A reward equals the next lower reward of the group if they differ by at most the tolerance. The
-    lowest of equal rewards replaces them all; 0 or 1 replaces a reward that equals 0 or 1.
+    A reward equals the next lower reward of the group if both differ by at most the tolerance. The
+    lowest reward replaces all rewards equal to the lowest, directly or by a chain of equal rewards;
+    0 or 1 replaces a reward that equals 0 or 1.
 
     Args:
         rewards: [Q, G].
@@ -125,4 +129,5 @@ def round_rewards(rewards: Floats, present: Bools | None = None) -> Floats:
 
 
 def is_right(reward: float) -> bool:
+    """Return whether a reward is at least 1, with a tolerance for rounding."""
     return reward >= 1.0 - ROUNDING

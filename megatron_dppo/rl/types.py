@@ -25,8 +25,9 @@ Routing = NDArray[np.unsignedinteger[Any]]
 Segments = NDArray[np.void]
 """[…, S], of dtype :data:`SEGMENT`: parts of a completion, with an advantage each."""
 SEGMENT = np.dtype([("tokens", "i8"), ("square", "f8"), ("reward", "f8"), ("logprob", "f8")])
-"""``tokens``: number. ``square``: squared norm of their score. ``reward``: of the segment,
-penalties included. ``logprob``: log-probability of the tokens."""
+"""``tokens``: number of sampled tokens. ``square``: Σ (1 − p)² over the tokens, a proxy of the
+squared norm of the score ∇ log π. ``reward``: reward of the segment, penalties included.
+``logprob``: log-probability of the tokens."""
 Label = str | dict[str, Any] | list[Any]
 """Reference answer: a text, or an object of the data set, such as a program's tests."""
 
@@ -101,12 +102,13 @@ class Completion:
     """[L], True for tokens that the policy sampled, which are trained on; False for a tool's
     tokens."""
     versions: NDArray[np.int32]
-    """[L], version of the weights that sampled each token; else the version of the policy's next
-    turn."""
+    """[L], version of the weights that sampled each token. Tokens not sampled have the version of
+    the policy's next turn, or of the last turn if no turn follows."""
     finish_reason: Literal["stop", "length"]
     routing: Routing | None = None
-    """Experts of the first P + L − 1 tokens (no engine reads the last token), or fewer if the
-    policy read fewer. None if not requested."""
+    """Experts of the first P + L − 1 tokens of prompt and response, because no engine reads the
+    last token. Fewer if the response ends with tokens that the policy never read, such as a tool's.
+    None if not requested."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[L], from the prompt's teacher server, at temperature 1; None without a teacher server."""
     segments: NDArray[np.int8] | None = None
@@ -174,15 +176,16 @@ class StepMetadata:
     """[Q, G], tokens of prompt and response shared with the previous completion; 0 for the
     first."""
     sampled_lengths: Ints
-    """[Q, G], tokens that the policy sampled: L of the loss."""
+    """[Q, G], tokens that the policy sampled. This number is L in the formulas of the loss;
+    elsewhere in this file, L counts all tokens of a response."""
     further_lengths: Ints
     """[Q, G, S], all tokens of each sequence after a completion's first; 0: no sequence. See
     ``rl/sequences.py``."""
     rewards: Floats
     """[Q, G], from ``round_rewards``, so that ``==`` compares rewards."""
     score_norms: Floats
-    """[Q, G], proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², with the engine's p_t; else
-    1."""
+    """[Q, G], proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², with p_t, the engine's
+    probability of token t; 1 if the probabilities are not given."""
     log_ratios: Floats
     """[Q, G, 2], mean and deviation of log q/p over a completion's tokens, weighted by (1 − p_t)²,
     with the teacher's q and the engine's p. (0, 1) for a teacher compared by the full distribution,
@@ -199,7 +202,7 @@ class StepMetadata:
     owners: Ints
     """[Q], rank that holds the group's tokens."""
     window: float
-    """N, less the part for groups dropped because scoring failed."""
+    """N, reduced by the fraction of Σ 1/π in groups dropped because scoring failed."""
     parts: Mapping[str, Floats] = field(default_factory=dict)
     """[Q, G] by metric. ``reward/NAME``: of the reward function, NaN if missing. ``rollout/…``: see
     ``rollout/collect.py``."""
@@ -239,13 +242,15 @@ class MinibatchPlan:
     shared_length: Ints
     """[K], tokens that the pack stores once with the previous sample."""
     advantage: Floats
-    """[K, S], of segments or tokens; S = 1 if a completion has one advantage."""
+    """[K, S], advantage of each segment of a completion, or of each token if the completion has no
+    segments; S = 1 if a completion has one advantage."""
     teacher: Ints
     """[K], as in StepMetadata."""
     weight: Floats
     """[K], Horvitz-Thompson weight 1/(π_prompt·π_completion)."""
     scale: Floats
-    """[K], weight · c / Z, the only factor of token losses."""
+    """[K], weight · c / Z, the only factor of token losses. c: coefficient of the aggregation, see
+    ``compute_coefficients``."""
     normaliser: float
     """Z of the full, unpruned minibatch."""
     capacity: int = 0
@@ -279,8 +284,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Microbatch in THD form: T tokens of S segments back to back, with R response tokens to be
-    scored.
+    """Microbatch in THD form: T tokens of S segments back to back. The loss needs the
+    log-probabilities of R response tokens, the targets.
 
     If the pack is not full, the last segment is padding, without targets. A prompt of 2 tokens p, a
     response of 3 tokens r and a capacity of 8 give
@@ -332,7 +337,7 @@ class Pack:
     """[S], parent of each segment, −1: no parent; None: no segment has a parent. A segment attends
     to itself and its ancestors, and is directly followed by its descendants."""
     tokens: Ints | None = None
-    """[S], tokens of each segment without padding, which descendants do not attend to. None as
+    """[S], tokens of each segment, padding excluded. Descendants do not attend to padding. None as
     ``parents``."""
     routing: Routing | None = None
     """[T, layers of this rank's stage, k]; ``get_unknown_expert`` for unknown routing and

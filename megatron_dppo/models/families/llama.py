@@ -1,7 +1,7 @@
 """Llama 2 and 3, SmolLM2: no query or key norms, no biases; scaled rotary positions from Llama 3.1
 on.
 
-Mistral is a Llama with a sliding window in some checkpoints only.
+Mistral has Llama's layers; some Mistral checkpoints also have a sliding window.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def grade_answer(label: str, answer: str) -> Verdict:
     if len(answer) > LONGEST or not answer.strip() or _compute_depth(answer) > DEEPEST:
         return Verdict(False)
     expected, found = (strip_approximation(normalize_notation(text)) for text in (label, answer))
-    # An incomplete answer has no value, only a notation.
+    # An answer with unbalanced braces is cut off, and has no value: compare the spelling only.
     if answer.count("{") != answer.count("}"):
         right = strip_spaces(expected) == strip_spaces(found)
         return Verdict(right, ("spelling",) if right else ())
@@ -120,7 +120,8 @@ class _Comparison:
         for name, rule in RULES.items():
             before = len(self.used)
             verdict = rule(self, label, answer)
-            # Before the rules of nested comparisons; unequal texts used no rule.
+            # Insert the name before the names from nested comparisons, because the order is
+            # outermost first. No equivalence applies to unequal texts.
             if verdict is not None:
                 self.used[before:] = [name, *self.used[before:]] if verdict else []
                 return verdict
@@ -135,7 +136,11 @@ class _Comparison:
         )
 
     def match_choice_text(self, label: str, answer: str) -> bool | None:
-        """Match a label with letter and text of a choice; either is sufficient."""
+        """Match a label that has the letter and the text of a choice.
+
+        An answer with only the letter, or only the text, is sufficient. In an answer with both,
+        both must match.
+        """
         expected = parse_choice(label)
         found = parse_choice(answer)
         if expected is None:
@@ -288,8 +293,8 @@ class _Comparison:
     def match_chain(self, expected: list[str], found: list[str]) -> bool | None:
         """Match chains of equations.
 
-        - Names precede values in each chain.
-        - Both chains begin with the same names, or only one chain begins with a name, a single one.
+        - Names precede values in each chain, else None is returned.
+        - Both chains have the same names, or only one chain has names, a single name.
         - All values of both chains are equal.
         """
         names = []
@@ -303,7 +308,7 @@ class _Comparison:
         few = sorted(map(len, names)) in ([0, 0], [0, 1])
         if not all(values) or not (names[0] == names[1] or few):
             return False
-        # An equation without names is a value only as an evaluated sum: 2 + 3 = 5.
+        # Without names, only a calculation without letters has a value: 2 + 3 = 5.
         if names == [set(), set()] and any(LETTER.search(part) for part in (*expected, *found)):
             return False
         return all(self.matches(values[0][0], value) for value in (*values[0][1:], *values[1]))
@@ -388,8 +393,8 @@ def math_verdict(
     - the text after the last ``####`` or ``#``,
     - the result of :func:`~megatron_dppo.rewards.math.completion.extract_unmarked_answer`.
 
-    The label may be marked in the same way, or be the bare answer. There is no time limit: the
-    caller must kill the process.
+    The label may be marked in the same way, or be the bare answer. There is no time limit: if the
+    comparison hangs, the caller must kill the process.
 
     Returns:
         ``score``: 1 if the answer equals the label as mathematics, else 0; ``pred``: the answer;

@@ -41,8 +41,8 @@ from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import open_transport
 
 ABORT_TIMEOUT_S = 10.0
-"""Timeout in seconds for aborted requests. A request that arrives at a paused server is not
-answered."""
+"""Seconds to wait for the answers of aborted requests. Then the requests are cancelled, because a
+request that arrives at a paused server is never answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ class ServerEngine:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
     def interrupt(self, pending: Sequence[RequestBatch]) -> list[list[PartialRollout]] | None:
-        """Interrupt rollouts; None for conversations and trees."""
-        # No server has a function's turns, or forks.
+        """Interrupt rollouts; None for conversations and trees, which must be finished."""
+        # Partial rollouts cannot represent a conversation function's state, or the forks of a tree.
         if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
         self._dispatcher.stop_submitting(pending)
@@ -166,7 +166,7 @@ class ServerEngine:
                 ``rollout.timeout_s``, or a prompt failed ``rollout.attempts`` times.
         """
         began = self._spoke = self._checked = time.monotonic()
-        # A sync may have come after an earlier wait's check.
+        # Discard a health check from an earlier wait: a later sync may make the result obsolete.
         self._checking = None
         wait_s = 0.05
         while True:
@@ -248,7 +248,7 @@ class ServerEngine:
         return None if self.servers else "no rollout server is left"
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
-        """Generate samples from every server. A server that fails here is lost.
+        """Generate samples from every server. A server that fails here is removed.
 
         Raises:
             UserError: on every rank: no server is left, and no server recovers.
@@ -258,7 +258,8 @@ class ServerEngine:
         self._checked = time.monotonic()
 
         def find_problems() -> dict[str, str] | None:
-            """Return problems of servers by URL; None after all servers have answered."""
+            """Start missing batches, and wait for a moment. Return problems of servers by URL; None
+            after all servers have answered."""
             for server in self.servers:
                 if server not in batches:
                     alone = self._new_dispatcher(attempts=1)
@@ -286,7 +287,7 @@ class ServerEngine:
         )
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """Return metrics since the last call; notes were logged at once."""
+        """Return metrics since the last call, and no notes, because notes are logged at once."""
         counts = self._world.gather(self._dispatcher.resubmitted)
         timings = self._sync.timings
         metrics = {
@@ -337,7 +338,10 @@ class ServerEngine:
         self._dispatcher.set_servers(self.servers)
 
     def _restore_servers(self) -> None:
-        """Wait for a server to recover, and update the server."""
+        """Wait until a server recovers, update the weights, and resume generation.
+
+        Called when no server is left.
+        """
         self._wait_for_servers()
         assert self._source is not None, "rollouts were asked for before any weights were there"
         self.update_weights(self._source, self._version)
