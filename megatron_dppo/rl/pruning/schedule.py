@@ -1,4 +1,4 @@
-"""Schedule of the fraction that a step keeps, and the number of prompts that a step considers."""
+"""Schedule of a step's kept fraction, and the number of prompts considered by a step."""
 
 from __future__ import annotations
 
@@ -29,12 +29,9 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
 
     Args:
         keep: final fraction of the schedule.
-        schedule: shape, ramp and unpruned end.
         step: counted from 0.
-        total_steps: steps of the whole run.
     """
-    # InfoBatch (arXiv:2303.04947) prunes no samples at the end, so that training ends without the
-    # noise of pruning.
+    # As in InfoBatch (arXiv:2303.04947): training ends without the noise of pruning.
     if total_steps - step <= round(schedule.off_last * total_steps):
         return 1.0
     ramp = schedule.ramp * total_steps
@@ -47,29 +44,28 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
 
 
 def compute_window_size(config: Config, inflation: float = 1.0) -> int:
-    """Return N, the number of prompts that a step considers.
+    """Return N, the number of prompts considered by a step.
 
-    N is ``rollout.prompts_per_step``, times ``inflation`` / ``pruning.noise`` if that is set.
+    N is ``rollout.prompts_per_step``, times ``inflation`` / ``pruning.noise`` if set.
 
     Args:
         inflation: factor of pruning on the variance of earlier steps, at least 1.
     """
     prompts = config.rollout.prompts_per_step
     noise = config.pruning.noise
-    # The variance of a step is proportional to inflation/N. N is fixed before any draw, and
-    # therefore biases no estimate.
+    # A step's variance is proportional to inflation/N. N is fixed before any draw, and therefore
+    # biases no estimate.
     return max(1, round(prompts * inflation / noise)) if noise else prompts
 
 
 def uses_resampling(pruning: PruningConfig) -> bool:
     """Return whether a step rolls out in rounds until enough groups have non-zero variance, and
-    drops all other groups."""
+    drops the rest."""
     rule = pruning.prompts.rule
     return rule == "dynamic_sampling" or (rule == "greso" and pruning.refill == "prompts")
 
 
 def find_nonzero_variance_groups(metadata: StepMetadata) -> Ints:
-    """Return the indices of groups with unequal rewards."""
     rewards = metadata.rewards
     return np.flatnonzero((rewards != rewards[:, :1]).any(axis=1))
 
@@ -78,8 +74,7 @@ def compute_resample_size(num_groups: int, num_found: int, num_sampled: int) -> 
     """Return the number of prompts of the next round: missing groups / fraction of prompts with
     non-zero variance.
 
-    This is GRESO's adaptive batch (arXiv:2506.02177, section 4.2). DAPO samples a whole batch
-    again.
+    This is GRESO's adaptive batch (arXiv:2506.02177, section 4.2).
 
     Args:
         num_groups: groups with non-zero variance needed by the step.
@@ -89,4 +84,5 @@ def compute_resample_size(num_groups: int, num_found: int, num_sampled: int) -> 
     missing = num_groups - num_found
     if missing <= 0:
         return 0
+    # DAPO would sample a whole batch again.
     return min(num_groups, math.ceil(missing * num_sampled / max(num_found, 1)))
