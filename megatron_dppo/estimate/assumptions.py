@@ -56,7 +56,7 @@ def needs_flash_attn(gpu: str, head_dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Assumptions for every model, machine and layout. Fractions of rates are of the data sheet's."""
+    """Assumptions for every model, machine and layout. Rates are relative to the data sheet."""
 
     response_share: float = 0.5
     """Mean response / rollout.max_response_tokens. NeMo-RL's published runs: 0.26 (Llama-3.1-8B,
@@ -84,10 +84,10 @@ class Assumptions:
     A guess: pre-training, with even packs, reaches 0.83 (2B) to 0.91 (175B) by Megatron-LM's README
     (0.41 and 0.47 of the matrix rate on H100s)."""
     expert_imbalance: float = 1.5
-    """Tokens of a layer's busiest expert-parallel rank, on which all wait / mean of the ranks. A
+    """Tokens of a layer's busiest expert-parallel rank (all ranks wait) / mean of the ranks. A
     guess: routers are balanced over pretraining data, not over mathematics."""
     decode_bandwidth_share: float = 0.7
-    """Fraction of the memory's bandwidth at which a decode step reads weights and cache. Streaming
+    """Fraction of the memory's bandwidth, to read weights and cache in a decode step. Streaming
     kernels reach 0.8 to 0.9, attention over a cache's pages less."""
     decode_flops_share: float = 0.5
     """Fraction of the matrix rate in prefill and in large decode batches. A guess."""

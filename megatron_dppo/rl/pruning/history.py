@@ -27,9 +27,9 @@ RECORD = {
     "easy": 0.0,
     "mixed": 0.0,
 }
-"""Decayed evidence of a prompt never seen. A visit counts 1 when made, and is multiplied by
-``DECAY`` at each later visit. After three right answers and one wrong answer at the only visit, a
-prompt has right = 3, wrong = 1, visits = 1, square = 4 and magnitude = 0.87.
+"""Decayed evidence of a prompt never seen. A visit counts 1, and is multiplied by ``DECAY`` at each
+later visit. A prompt with three right answers and one wrong answer at its only visit has right = 3,
+wrong = 1, visits = 1, square = 4 and magnitude = 0.87.
 
 - ``right``: completions of reward 1; ``wrong``: all other completions.
 - ``square``: Σ over visits of Σ_i A_i².
@@ -44,8 +44,8 @@ class Exploration:
     """GRESO's p of easy and of hard prompts (arXiv:2506.02177): the probability of revisiting a
     prompt of equal rewards.
 
-    At every step each p moves by ``STEP`` within ``LIMITS``: up if the prompts' fraction of the
-    rolled-out groups is below the target, else down.
+    Every step moves each p by ``STEP`` within ``LIMITS``: up if such groups are a smaller fraction
+    of the groups rolled out than the target, else down.
     """
 
     easy: float = 0.5
@@ -77,18 +77,17 @@ def is_binary(rewards: Floats) -> bool:
 
 
 class PromptHistory:
-    """A record for each prompt that has been rolled out."""
+    """Records of the prompts rolled out."""
 
-    # A step selects its prompts first, and updates the history with their rewards afterwards. If
-    # the history included the step's own rollouts, inclusion probabilities would depend on the
-    # draw, and the weights would be wrong.
+    # A step selects its prompts before their rewards update the history. Otherwise inclusion
+    # probabilities would depend on the draw, and the weights would be wrong.
     def __init__(self) -> None:
         self.binary = True
         self._exploration = Exploration()
         self._records = PromptTable(RECORD)
 
     def __len__(self) -> int:
-        """Return the number of prompts seen."""
+        """Number of prompts seen."""
         return len(self._records)
 
     def update(self, prompt_ids: Ints, rewards: Floats, advantages: Floats) -> None:
@@ -97,7 +96,7 @@ class PromptHistory:
         Args:
             prompt_ids: [Q].
             rewards: [Q, G].
-            advantages: [Q, G], computed from the full groups.
+            advantages: [Q, G], of full groups.
         """
         self.binary = self.binary and is_binary(rewards)
         right = (rewards == 1.0).sum(axis=1)
@@ -136,8 +135,8 @@ class PromptHistory:
         return np.where(easy > 0.0, self._exploration.easy, self._exploration.hard)
 
     def compute_mean_square(self, prompt_ids: Ints) -> Floats:
-        """Return the decayed mean of Σ_i A_i² over each prompt's visits, [N]; the pool's mean for
-        prompts never seen."""
+        """Return the decayed mean of Σ_i A_i² over each prompt's visits, [N]; the pool's mean if
+        never seen."""
         record = self._records.get(prompt_ids)
         pool = np.full(len(prompt_ids), self._sum("square") / self._sum("visits"))
         return np.divide(record["square"], record["visits"], out=pool, where=record["visits"] > 0.0)
@@ -158,7 +157,7 @@ class PromptHistory:
         return math.fsum(values.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, for JSON: floats read back bit for bit."""
+        """Return a resumed run's state for JSON: floats read back bit for bit."""
         return {
             "binary": self.binary,
             "exploration": [self._exploration.easy, self._exploration.hard],
@@ -166,7 +165,6 @@ class PromptHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of ``state_dict``, before or after a round trip through JSON."""
         self.binary = bool(state["binary"])
         # A state without "exploration" gets the initial probabilities.
         self._exploration = Exploration(*state.get("exploration", (0.5, 0.5)))
@@ -186,14 +184,14 @@ class PromptTable:
     """
 
     def __init__(self, default: Mapping[str, float]) -> None:
-        """Create an empty table; ``default`` is the row of a prompt never seen."""
+        """Create an empty table; ``default`` is the row of prompts never seen."""
         self._dtype = np.dtype([(name, np.float64) for name in default])
         self._unseen = tuple(default.values())
         self._clear()
 
     def _clear(self) -> None:
         self._rows = np.array([self._unseen], self._dtype)
-        # Row by prompt id. Row 0 is the default row of prompts never seen.
+        # Row by prompt id; row 0 is the default.
         self._row_of = np.zeros(0, np.int32)
         self._seen = 0
 
@@ -235,7 +233,6 @@ class PromptTable:
         }
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Restore the result of ``state_dict``, before or after a round trip through JSON."""
         self._clear()
         table = np.array([tuple(row) for row in state.values()], self._dtype)
         self.put(

@@ -83,8 +83,8 @@ class Rule(Generic[Candidates]):
     draw: Draw = draw_systematic
     """Draw of units, unless ``pruning.….draw`` names another."""
     biased: str = ""
-    """Reason of the expected gradient's bias, for the log. Empty for an unbiased rule, whose kept
-    units have weight 1/π."""
+    """Reason of the expected gradient's bias, written to the log. Empty for an unbiased rule, whose
+    kept units have weight 1/π."""
     weight: Callable[[Candidates, float], Floats] | None = None
     """Weights of the units that a biased rule keeps; None: 1."""
 
@@ -172,8 +172,8 @@ def _allocate(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floa
     def compute_cost(c: float) -> float:
         return float(costs @ np.clip(c * rate, floor, 1.0))
 
-    # The cost grows with c, linear between breakpoints: values of c at which a unit leaves its
-    # floor or meets its cap. A bisection finds the budget's interval; inside, c has a closed form.
+    # The cost grows with c, linear between breakpoints, at which a unit leaves its floor or
+    # meets its cap. A bisection finds the budget's interval; inside, c has a closed form.
     leaves_floor = floor / rate
     meets_cap = 1.0 / rate
     breakpoints: NDArray[np.float64] = np.unique(np.concatenate([leaves_floor, meets_cap]))
