@@ -172,8 +172,8 @@ def _allocate(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floa
     def compute_cost(c: float) -> float:
         return float(costs @ np.clip(c * rate, floor, 1.0))
 
-    # The cost grows with c, linear between breakpoints, at which a unit leaves its floor or
-    # meets its cap. A bisection finds the budget's interval; inside, c has a closed form.
+    # The cost grows with c, linear between breakpoints: the end of a unit's floor, the start
+    # of its cap. A bisection finds the budget's interval; inside, c has a closed form.
     leaves_floor = floor / rate
     meets_cap = 1.0 / rate
     breakpoints: NDArray[np.float64] = np.unique(np.concatenate([leaves_floor, meets_cap]))
