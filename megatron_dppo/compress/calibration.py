@@ -31,8 +31,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B sequences, padded on the right to T tokens; attention is causal, so padding changes no other
-    token.
+    """B sequences, padded on the right to T tokens; causal attention ignores the padding.
 
     Prompts of two tokens, with responses of two tokens and of one token::
 

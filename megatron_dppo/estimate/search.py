@@ -72,7 +72,7 @@ class Proposal:
     """Memory of the trainer's fullest rank."""
     server: ServerMemory
     lack: float
-    """Bytes missing on the fullest GPU if the trainer leaves :data:`SPARE` free; 0 if none."""
+    """Bytes missing on the fullest GPU if the trainer leaves :data:`SPARE` free; 0 if it fits."""
 
     @property
     def gpu_hours(self) -> float:
@@ -87,10 +87,10 @@ class SearchResult:
     cheapest: Proposal | None
     """Proposal with the fewest GPU-hours of a step."""
     on_policy: Proposal | None
-    """Fastest proposal with ``rollout.ahead=0`` and servers on the trainer's GPUs, for a run with
-    ``rollout.ahead`` above 0."""
+    """If ``rollout.ahead`` is above 0, the fastest proposal with ``rollout.ahead=0`` and servers on
+    the trainer's GPUs."""
     closest: Proposal | None
-    """Proposal with the smallest ``lack``, if none fits."""
+    """Proposal with the smallest ``lack``, if no proposal fits."""
 
 
 def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
@@ -131,7 +131,7 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
             if server.fits:
                 floors[i] = bound_step_seconds(setups[i], concurrency=server.concurrency)
             advance(1)
-    # Many splits leave the trainer equal numbers of GPUs.
+    # Equal numbers of GPUs for the trainer are frequent among splits.
     lay_out = _cache_by_trainer(find_best_layout)
 
     @cache
@@ -313,7 +313,7 @@ def find_best_layout(setup: Setup) -> Setup | None:
 
 
 def find_smallest_layout(setup: Setup) -> Setup | None:
-    """Find the layout of least memory of the trainer, under full recomputation and smallest packs."""
+    """Find the layout of least trainer memory, with full recomputation and the smallest packs."""
     smallest = {cp: _list_pack_sizes(setup.config, cp)[0] for cp in CONTEXT}
     runs = {
         cp: with_settings(setup.config, _make_pack_change(size, "full"))
@@ -438,7 +438,7 @@ def list_cuts(setup: Setup) -> Iterator[LayoutConfig]:
 
 
 def list_stage_sizes(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
-    """Yield layers of the first and the last stage, the most equal first; None: equal to the rest."""
+    """Yield layers of first and last stage, the most equal first; None: equal to the rest."""
     # The head takes the time of a layer or two: the last stage may have fewer layers, never more.
     if layers % pp == 0:
         yield None, None
