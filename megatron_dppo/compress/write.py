@@ -36,8 +36,7 @@ def write_policy(
 
     Args:
         tensors: the larger policy's tensors, by name.
-        source: directory of the larger policy.
-        shape: shape of the larger policy.
+        source: the larger policy's directory.
         plan: files of the smaller policy.
         out: an existing, empty directory.
 

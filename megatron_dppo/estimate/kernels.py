@@ -93,7 +93,6 @@ def estimate_transfer_time(
 
     Args:
         kind: one of :data:`COLLECTIVES`.
-        ranks: ranks in the group.
         size: bytes of the full tensor.
         times: 2 for an all-reduce, 1 for a gather, a scatter or an exchange.
     """
@@ -105,7 +104,7 @@ def estimate_transfer_time(
     if kind == EXCHANGE:
         near = min(max(per_node // layout.expert_tp, 1), ranks)
         return size * max((near - 1) / ranks / gpu.nvlink, (ranks - near) / ranks / gpu.network)
-    # A ring with several ranks in a node uses the adapters of all these ranks.
+    # A ring uses the adapters of all its ranks in a node.
     inside = min(max(per_node // (1 if kind == INSIDE else layout.tp), 1), ranks)
     rate = gpu.nvlink if ranks <= inside else min(gpu.nvlink, inside * gpu.network)
     return times * (ranks - 1) / max(ranks, 1) * size / rate
@@ -124,9 +123,8 @@ def estimate_message_time(setup: Setup, kind: str, size: float) -> float:
 EXPERT_LAUNCHES = 12
 CONTEXT_LAUNCHES = 8
 LOSS_LAUNCHES = 75
-"""``EXPERT_LAUNCHES``, ``CONTEXT_LAUNCHES``, ``LOSS_LAUNCHES``: kernels of the least length in a
-router's counts (per pass of a layer), a step of attention over context-parallel ranks, and a pack's
-loss."""
+"""``EXPERT_LAUNCHES``, ``CONTEXT_LAUNCHES``, ``LOSS_LAUNCHES``: kernels of the least length per
+router's pass, per step of attention over context-parallel ranks, and per pack's loss."""
 
 
 class Seconds(NamedTuple):
@@ -160,8 +158,7 @@ class StageTimes:
 
 
 def estimate_stage_times(setup: Setup) -> list[StageTimes]:
-    """Estimate passes of the mean pack through each pipeline stage, messages between stages
-    included."""
+    """Estimate passes of the mean pack through each pipeline stage, stages' messages included."""
     layout = setup.layout
     pack = setup.mean_pack
     attention = _estimate_attention(setup, pack)
@@ -196,8 +193,8 @@ def estimate_optimizer_time(setup: Setup, stage: int) -> float:
 
 
 def estimate_reduction_time(setup: Setup, stage: int) -> float:
-    """Estimate the seconds to bring an update's gradients to each rank's shard as fp32 sums, and
-    the weights back."""
+    """Estimate the seconds to bring an update's gradients to the ranks' shards as fp32 sums, and
+    weights back."""
     shape = setup.shape
     layout = setup.layout
     elements = count_rank_elements(setup.shape, stage, setup.layout)
@@ -401,9 +398,9 @@ def _sum_pass_times(
 
     Args:
         products: seconds of matrix products, [2].
-        streams: elements read and written by each remaining kernel, forward and backward.
+        streams: elements read and written by each other kernel.
         messages: seconds, [2].
-        launches: kernels of the least length, forward and backward.
+        launches: kernels of the least length.
         exchange: seconds of each pass.
     """
     found = np.zeros((2, 3))
@@ -439,12 +436,10 @@ def _estimate_product(
 def _estimate_products(
     setup: Setup, sizes: list[tuple[float, float, float]], *, use_tiles: bool = True
 ) -> Floats:
-    """Estimate the seconds of products with weights, and of the products for gradients of inputs
-    and weights, [2].
+    """Estimate the seconds of products with weights, forward and for both gradients, [2].
 
     Args:
         sizes: rows, columns and inner size of each product.
-        use_tiles: see :func:`_estimate_product`.
     """
     found = np.zeros(2)
     for rows, columns, inner in sizes:

@@ -96,7 +96,6 @@ def count_rank_elements(
 
 
 def count_stage_layers(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
-    """Count a pipeline stage's layers, over all virtual stages."""
     return sum(map(len, list_stage_layers(shape.num_layers, stage, layout)))
 
 
@@ -117,12 +116,8 @@ class _Sizes:
 def _count_sizes(
     shape: PolicyShape, layout: LayoutConfig | None = None, lora: LoraConfig | None = None
 ) -> _Sizes:
-    """Count one expert and one layer of each kind.
-
-    Args:
-        layout: layout that shards the weights; None: all weights, without vocabulary padding.
-        lora: adapters to count instead of the policy.
-    """
+    """Count one expert and one layer of each kind, of ``lora`` adapters if given. Without
+    ``layout``: all weights, without vocabulary padding."""
     # A thin policy is enough; a mixture of experts has thousands of entries.
     kinds = shape.layer_types
     thin = dataclasses.replace(
@@ -156,9 +151,7 @@ class Saved:
     queries: int
     """Width of all queries; sharded by tensor parallelism, like ``keys`` and ``feed_forward``."""
     keys: int
-    """Width of all keys."""
     feed_forward: int
-    """Width of the feed-forward layer."""
     copies: int
     """Width of the hidden state, per expert of the token."""
 
@@ -168,8 +161,8 @@ FUSED = Saved(norms=4, queries=3, keys=3, feed_forward=3, copies=1)
 
 - Norms: input and output; norms of queries and keys only the input.
 - Attention: the output is shared with the next operator.
-- SwiGLU: the input, and the input of the down projection. Routing weights are multiplied into the
-  latter, so that experts' outputs are not kept."""
+- SwiGLU: the input, and the down projection's input, which routing weights have multiplied, so that
+  experts' outputs are not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +241,7 @@ def get_bucket_bytes(config: Config) -> int:
 
 def count_resident_bytes(config: Config, memory: Memory) -> float:
     """Count the bytes that a rank of the trainer keeps while its GPU generates."""
-    # Gradients are freed before a server on the same GPU wakes. Parts that wait on the host during
-    # passes stay there during generation.
+    # Gradients are freed before a server on the same GPU wakes; parts on the host stay there.
     keeps = {"weights": True, "teacher": True, "reserved": True}
     keeps["gradients"] = not config.rollout.colocated
     keeps["optimizer"] = not config.optimizer.offload
@@ -338,8 +330,6 @@ def count_activation_bytes(
     """Count the bytes that a stage keeps for backward passes, with all packs in flight.
 
     Args:
-        saved: tensors that operators keep.
-        packs: packs of a minibatch on each replica.
         imbalance: tokens of this rank's experts / a mean rank's.
     """
     shape = setup.shape
@@ -390,8 +380,7 @@ def _count_token_bytes(setup: Setup) -> float:
 
 
 def count_mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
-    """Count the elements per token kept by a layer's norms and attention for the backward pass; the
-    average over layers for a hybrid policy."""
+    """Count the elements per token kept by a layer's norms and attention, averaged over layers."""
     queries = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     gate = queries if shape.hybrid else 0
@@ -423,8 +412,8 @@ def count_feed_forward_elements(
     shape: PolicyShape, layout: LayoutConfig, saved: Saved, imbalance: float
 ) -> float:
     """Count the elements per token kept by a layer's feed-forward part, without its input."""
-    # All ranks of one expert have copies of the tokens that any of them routes to it. With equally
-    # chosen experts, a rank sends and receives equal numbers of tokens.
+    # All ranks of one expert have copies of all its tokens. With equally chosen experts, a rank
+    # sends and receives equal numbers of tokens.
     routed = saved.copies * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp
     widths = shape.ffn * (shape.experts_per_token or 1) * imbalance + shape.shared_ffn
     # A shared expert keeps the gate's input.

@@ -31,7 +31,6 @@ def plan(config: Config, assumptions: Sequence[str], *, json_output: bool) -> in
 
     Args:
         assumptions: words ``assume.x=y``.
-        json_output: print one JSON object instead of text.
 
     Raises:
         UserError: see :func:`read_assumptions` and :func:`make_plan`.
@@ -48,9 +47,7 @@ def plan_search(
     if no settings fit.
 
     Args:
-        assumptions: words ``assume.x=y``.
         gpus: maximum number of GPUs; None: the run's number.
-        json_output: print one JSON object instead of text.
 
     Raises:
         UserError: see :func:`read_assumptions` and :func:`search`.

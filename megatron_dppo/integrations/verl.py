@@ -50,7 +50,7 @@ of other rows."""
 
 
 class Rows(NamedTuple):
-    """Rows of a step in the driver's order. N = ranks · mini-batches · rows per mini-batch and rank,
+    """Rows of a step in the driver's order. N = ranks · mini-batches · rows of each in a rank,
     T: tokens of a padded response.
     """
 

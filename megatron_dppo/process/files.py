@@ -45,7 +45,6 @@ def raise_file_limit() -> None:
 
 
 def make_file_limit_error(error: BaseException) -> UserError:
-    """Return the error for a process that may not open another file."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     problem = f"allows a process too few open files ({error})"
     return UserError(
@@ -55,10 +54,8 @@ def make_file_limit_error(error: BaseException) -> UserError:
 
 @contextmanager
 def replace_file(file: Path) -> Iterator[Path]:
-    """Yield a path beside ``file`` to write to, and replace ``file`` at the end of the block.
-
-    ``file`` stays unchanged if the block raises or the process is killed.
-    """
+    """Yield a path beside ``file`` to write to, which replaces ``file`` at the end of the block.
+    ``file`` is unchanged if the block raises or the process is killed."""
     partial = file.with_name(file.name + ".partial")
     yield partial
     partial.replace(file)
@@ -94,8 +91,8 @@ def _compute_digest(file: Path, *state: int) -> str:
 def replace_directory(out: Path) -> Iterator[Path]:
     """Yield a new directory, and replace ``out`` by it at the end of the block.
 
-    - ``out`` stays unchanged, or absent, if the block raises or the process is killed.
-    - The next call removes files of a killed process.
+    - ``out`` is unchanged, or absent, if the block raises or the process is killed.
+    - The next call removes a killed process's files.
     - The disk's cache is not flushed.
 
     Raises:
@@ -217,7 +214,7 @@ def check_replaceable(
 
     Args:
         size: bytes to write.
-        setting: setting that names ``out``, for errors.
+        setting: setting that names ``out``.
         sources: directories that are read meanwhile.
         overwrite: whether a directory may be replaced.
 
@@ -355,7 +352,7 @@ class FolderLock:
 
     Args:
         folder: made if absent.
-        setting: setting that names the folder, for errors.
+        setting: setting that names the folder.
         log: log function for the wait for another machine's heartbeat.
 
     Raises:
@@ -496,7 +493,7 @@ def _read_beat_time(folder: Path) -> float | None:
 
 
 def _get_disk_time(folder: Path) -> float:
-    """Return the time of the file system's clock, the source of files' times."""
+    """Return the file system's clock, by which files are dated."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         os.utime(probe.fileno())
         return os.fstat(probe.fileno()).st_mtime

@@ -26,7 +26,7 @@ from megatron_dppo.process.streams import print_message
 def run_guarded(command: Callable[[], int]) -> NoReturn:
     """Run a command in a child process, and end with the child's exit code or signal.
 
-    - The exit code is 1 if the child ended with 0 before the end of the command.
+    - Exit code 1 if the child ended with 0 before the command.
     - Signals that end a process, or request a save and a stop, are forwarded to the child.
     - All descendants of the child end with this process.
     """

@@ -46,7 +46,7 @@ def set_parent_death_signal(parent: int, number: signal.Signals = signal.SIGKILL
     """Have the kernel signal this process at the parent's end. Exit at once if the parent ended.
 
     Args:
-        parent: the parent's process id, read by the parent before this process starts.
+        parent: process id, read by the parent before this process starts.
         number: signal; not SIGKILL for a process that must end other processes first.
     """
     if _prctl is not None:

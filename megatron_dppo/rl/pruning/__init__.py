@@ -1,8 +1,7 @@
 """Random pruning with known probabilities: of prompts before rollouts, of completions after.
 
-``prune`` draws a batch's completions to train on, with weights, for other trainers; it needs only
-NumPy. :func:`~megatron_dppo.rl.plan.plan_step` prunes a run of this project, with both levels,
-minibatches and packs.
+``prune`` draws a batch's completions to train on, with weights, for other trainers, and needs only
+NumPy. :func:`~megatron_dppo.rl.plan.plan_step` prunes at both levels, for runs of this project.
 """
 
 from __future__ import annotations
@@ -58,30 +57,28 @@ def prune(
 
     With the advantages A and the normaliser Z of the *whole* batch, Σ weights·A·c·(∇ of the tokens'
     losses)/Z over the kept completions has the expectation of the same sum over all completions:
-    DPPO (arXiv:2603.04135), by default with the probabilities of least variance (Neyman's). Z must
-    not depend on the draw: a mean over the kept completions, divided by their count, is biased.
+    DPPO (arXiv:2603.04135), by default with Neyman's probabilities of least variance. Z must not
+    depend on the draw: a mean over the kept completions, divided by their count, is biased.
 
         mask, weights = prune([[12, 30, 18, 25]], [[1.0, 0.0, 0.0, 0.0]], budget=0.5)
 
-    A trainer that gets only the kept completions divides by their count. Multiply the weights by a
-    factor:
+    A trainer that gets only the kept completions divides by their count. Multiply the weights by
 
     - completions kept / completions, for means over rows: ``grpo``, ``sapo``, ``dr_grpo`` and
       ``luspo`` of TRL, ``seq-mean-…`` of verl;
-    - tokens kept / tokens, for means over the tokens of the kept rows: ``bnpo`` of TRL,
-      ``token-mean`` of verl;
+    - tokens kept / tokens, for means over the kept rows' tokens: ``bnpo`` of TRL, ``token-mean`` of
+      verl;
     - 1, if the divisor was counted before the draw: ``dapo`` and ``cispo`` of TRL.
 
-    Weight·factor multiplies a completion's whole loss. A KL term β·KL that the trainer adds needs
-    weight·factor·β instead of β, and covers only groups with non-zero variance, because completions
-    of groups of equal reward are never kept.
+    The product multiplies a completion's whole loss. A trainer's KL term β·KL needs product·β
+    instead of β, and covers only groups with non-zero variance: completions of groups of equal
+    reward are never kept.
 
     Args:
         lengths: [Q, G], tokens of each response; G completions of each of Q prompts.
         rewards: [Q, G].
         logprobs: log-probabilities of each completion's tokens at sampling: lists of lists, or [Q,
-            G, T] padded at the end. None: gradients' norms are not estimated, the variance is
-            higher.
+            G, T] padded at the end. None: gradients' norms are not estimated; more variance.
         budget: fraction of all tokens, prompts included, to train on. ``threshold``: probability of
             low-scored completions, the paper's 1 − r. ``top_k`` and ``extremes``, both biased:
             fraction of completions. ``auto``, for ``neyman``: the fraction of least variance ×
@@ -152,13 +149,10 @@ def prune_candidates(
 
     Args:
         candidates: completions of the whole batch.
-        budget: see ``prune``.
-        rule: a name in ``COMPLETION_RULES``.
         generated: tokens of all responses, counted as cost under ``auto``.
-        seed: random seed of the draw.
 
     Returns:
-        The kept completions with their weights, and the inclusion probabilities [Q, G] of all.
+        The kept completions with weights, and the inclusion probabilities [Q, G] of all.
     """
     share = find_efficient_keep(rule, candidates, generated) if budget == "auto" else budget
     inclusion = compute_completion_inclusion(rule, candidates, share)

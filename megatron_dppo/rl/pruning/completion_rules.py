@@ -1,7 +1,7 @@
-"""Rules that choose completions to train on, after the rewards and before the backward pass.
+"""Rules that choose completions to train on, between rewards and backward pass.
 
-A new rule is a function from candidates and a fraction to keep to inclusion probabilities, and an
-entry of ``COMPLETION_RULES``.
+A rule is a function from candidates and a fraction to keep to inclusion probabilities, and an entry
+of ``COMPLETION_RULES``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class CompletionCandidates:
 
     advantage: Floats
     score: Floats
-    """Proxy of the norm of a completion's term in the sum, |A|·c·√Σ_t(1−p_t)²/π_prompt: completions
-    of seldom kept prompts weigh more. ``pruning.completions.score`` chooses another proxy; with a
-    teacher, the result of ``compute_magnitudes`` replaces |A|."""
+    """Proxy of the norm of a completion's term in the sum, |A|·c·√Σ_t(1−p_t)²/π_prompt.
+    ``pruning.completions.score`` chooses another; with a teacher, ``compute_magnitudes`` replaces
+    |A|."""
     cost: Floats
     """Tokens of prompt and response."""
     floor: Floats
@@ -54,7 +54,6 @@ class CompletionCandidates:
 
 
 def keep_all(candidates: CompletionCandidates, keep: float) -> Floats:
-    """``none``: return probability 1 for any ``keep``."""
     return np.ones_like(candidates.advantage)
 
 
@@ -97,8 +96,8 @@ def apply_neyman(candidates: CompletionCandidates, keep: float) -> Floats:
 def apply_threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Floats:
     """Apply the rule of the DPPO paper's Appendix A, which drops by rank, not at random.
 
-    Per group, 0 for the floor((1 − keep)·n) completions of lowest |A| among the n prunable, the
-    first sampled of equal |A|; else 1.
+    Per group, 0 for the floor((1 − keep)·n) lowest |A| of n prunable (the first of equal |A|), else
+    1.
     """
     kept = np.ones_like(candidates.advantage)
     low = find_prunable(candidates)
@@ -111,7 +110,6 @@ def apply_threshold_deterministic(candidates: CompletionCandidates, keep: float)
 
 
 def compute_threshold_weights(candidates: CompletionCandidates, keep: float) -> Floats:
-    """Return 1/keep for prunable completions, else 1."""
     # The weights of the paper's random draw, although this rule keeps another fraction.
     return np.where(find_prunable(candidates), 1.0 / keep, 1.0)
 
@@ -136,7 +134,7 @@ def apply_extremes(candidates: CompletionCandidates, keep: float) -> Floats:
     """Apply BranchGRPO's pruning in width (arXiv:2509.06040): 1 for the best and the worst of each
     group, else 0; weights are 1.
 
-    Each side is half of ``keep`` of a group, at least one. Among equal A the first are the worst.
+    Each side is half of ``keep`` of a group, at least one. The first of equal A are the worst.
     """
     samples = candidates.advantage.shape[1]
     each = max(1, round(keep * samples / 2))
@@ -192,16 +190,15 @@ def compute_completion_inclusion(
 
 
 def find_efficient_keep(rule: str, candidates: CompletionCandidates, generated: float) -> float:
-    """Return the fraction of the tokens, of ``SHARES``, with the least variance × cost; 1 if no
-    fraction is better.
+    """Return the fraction of tokens, of ``SHARES``, with the least variance × cost; 1 if no other
+    is better.
 
     - Variance: estimated by Σ s²/π.
-    - Cost: generated tokens + Σ π·tokens, of equal weight: the best fraction hardly depends on it.
+    - Cost: generated tokens + Σ π·tokens, whose relative weight hardly changes the best fraction.
 
     Args:
         rule: an unbiased rule with a fraction to keep.
-        candidates: completions of a minibatch.
-        generated: tokens of their responses.
+        generated: tokens of the candidates' responses.
     """
     # Scores and tokens are known before the draw, and do not depend on its result.
     live = ~candidates.zero_advantage
@@ -244,7 +241,7 @@ def draw_completions(
     *,
     draw: str | None = None,
 ) -> Bools:
-    """Draw completions [Q, G] by inclusion probabilities [Q, G] and the rule's draw or ``draw``."""
+    """Draw completions [Q, G] by inclusion probabilities [Q, G]."""
     decide = DRAWS[draw] if draw else find_completion_rule(rule).draw
     group, sample = map(np.ravel, np.indices(inclusion.shape))
     # In order of (prompt, A), a systematic draw spreads the kept completions over prompts, and over

@@ -42,9 +42,9 @@ from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 class PruningDraw:
     """Minibatch of Q groups after its draw. Arrays are [Q, G].
 
-    The paper's rule at ``keep`` 0.5 on one right and two wrong answers, if the prompt was certain
-    to be kept, has ``inclusion`` [[1, 0.5, 0.5]] and ``weight`` [[1, 2, 2]]. A possible draw is
-    ``kept`` [[True, False, True]].
+    For one right and two wrong answers of a prompt kept for certain, the paper's rule at ``keep``
+    0.5 has ``inclusion`` [[1, 0.5, 0.5]], ``weight`` [[1, 2, 2]], and perhaps ``kept`` [[True,
+    False, True]].
     """
 
     advantage: Floats
@@ -57,8 +57,8 @@ class PruningDraw:
     biased rule has its own weights instead of 1/π."""
     kept: Bools
     zero_advantage: Bools
-    """A = 0, no KL term and no teacher, or masked: the gradient is exactly 0. Never trained on, and
-    no saving."""
+    """A = 0, no KL term and no teacher, or masked: the gradient is exactly 0. Never trained on; no
+    saving."""
     segments: Floats
     """[Q, G, S], advantage of each segment; ``advantage`` is their mean. S = 1 for completions of
     one segment."""
@@ -168,8 +168,7 @@ def compute_magnitudes(part: StepMetadata, advantage: Floats, config: Config) ->
     """
     # The log-ratios of a whole distribution are unknown until the teacher has read the rollouts:
     # assume size 1 and orthogonal terms. Both terms vanish if the policy is certain, and are
-    # therefore multiplied by the norm of the scores. The guess affects probabilities; weights are
-    # right in any case.
+    # therefore multiplied by the norm of the scores. A wrong guess biases no weight.
     pull = config.loss.distillation_coef * part.log_ratios
     return np.hypot(advantage + pull[..., 0], pull[..., 1])
 
@@ -193,15 +192,14 @@ def compute_prune_metrics(
     """Compute ``prune/…`` of a step. A completion's tokens are its prompt's and its response's.
 
     - ``kept_prompt_fraction``: prompts rolled out / window.
-    - ``kept_completion_fraction``, ``kept_token_fraction``: completions trained on / rolled out,
-      and their tokens.
+    - ``kept_completion_fraction``, ``kept_token_fraction``: completions, and their tokens, trained
+      on / rolled out.
     - ``zero_advantage_fraction``: completions with an advantage of 0, or masked.
     - ``max_weight``: largest Horvitz-Thompson weight of a kept completion.
     - ``effective_sample_size``: (Σw)²/Σw² over the kept completions / their number (Kish); missing
       if no completion was kept.
     - ``saved_tokens_prompts``: tokens of prompts not rolled out, estimated by Σ T_q·(1/π_q − 1),
-      T_q: tokens of a group rolled out. A biased rule gives no π: each prompt counts with the mean
-      of prompts rolled out.
+      T_q: tokens of a group rolled out; under a biased rule, without π, by the mean of T_q.
     - ``saved_tokens_completions``: tokens of pruned completions, rolled out and with a gradient.
     - ``zero_advantage_tokens``: tokens of completions whose gradient is exactly 0. No saving: not
       trained on without pruning either.
@@ -209,13 +207,12 @@ def compute_prune_metrics(
     - ``noise_share_prompts``, ``noise_share_completions``: fractions of the gradient's noise due to
       each pruning, see :func:`estimate_gradient_noise`. The rest is due to sampling.
 
-    The last three are missing if the rule of either level is biased.
+    The last three are missing if either rule is biased.
 
     Args:
         window: N, prompts considered by the step.
-        parts: minibatches of the step with their draws, and the groups that a rule dropped, see
-            :func:`make_empty_draw`.
-        biased_prompts: whether the rule for prompts is biased.
+        parts: minibatches of the step with their draws, and dropped groups with
+            :func:`make_empty_draw`'s.
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
     tokens = np.concatenate([part.tokens for part, _ in parts])
@@ -288,7 +285,7 @@ def compute_variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]
     without pruning, or if every h is 0.
 
     h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm; under a teacher, ``magnitude`` replaces |A|.
-    Both sums run over the window, and are estimated from the prompts rolled out.
+    Both sums over the window are estimated from the prompts rolled out.
     """
     # The variance of *independent* draws with these inclusion probabilities. A systematic draw has
     # less, without an unbiased estimate.
@@ -304,13 +301,13 @@ def estimate_gradient_noise(
 ) -> tuple[float, float, float]:
     """Estimate the sources of the gradient's noise, if weights are 1/(π_prompt·π).
 
-    - Each sum runs over the window; its estimate from the prompts rolled out is unbiased.
+    - Sums run over the window; their estimates from the prompts rolled out are unbiased.
     - Only ratios of the sums are of use.
     - Terms are assumed orthogonal and draws *independent*; a systematic draw adds less noise.
     - :func:`compute_variance_inflation` defines h, and returns the sum of all three / the first.
 
     Returns:
-        - Σ h², the noise of the full batch, due to sampling. Estimated by Σ h²/π_q.
+        - Σ h², the full batch's noise, due to sampling. Estimated by Σ h²/π_q.
         - Σ h²·(1/π_q − 1), added by the draw of prompts. Estimated by Σ (h²/π_q)·(1/π_q − 1).
         - Σ (h²/π_q)·(1/π − 1), added by the draw of completions. Estimated by Σ
           (h²/π_q)·(1/π_q)·(1/π − 1).
@@ -326,7 +323,7 @@ def estimate_gradient_noise(
 
 
 def _compute_squares(part: StepMetadata, draw: PruningDraw) -> Floats:
-    """Return h²/π_prompt, [Q, G]: a completion's term in the estimate of Σ h² over the window."""
+    """Return h²/π_prompt, [Q, G]: a completion's term in the estimate of Σ h²."""
     squares: Floats = _compute_term_norms(part, draw) ** 2 / part.prompt_inclusion[:, None]
     return squares
 
@@ -407,7 +404,7 @@ def _build_table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[
 
 
 def _log2(values: Floats) -> Floats:
-    # A completion of certain tokens has score 0: put the score far below all other scores.
+    # Completions of certain tokens have score 0: put them far below all other scores.
     return np.log2(np.maximum(values, 1e-12))
 
 

@@ -1,8 +1,8 @@
 """Predict a prompt's next group by regressions on features, also for prompts never seen.
 
 Any predictor that has not seen a step's rollouts may set the inclusion probabilities: the gradient
-stays unbiased, and a better prediction lowers its variance. Every group is therefore predicted
-before it updates the regressions.
+stays unbiased, and better predictions lower its variance. Every group is therefore predicted before
+it updates the regressions.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ class PromptForecast(PromptHistory):
     - Second factor, and tokens: regressions of logarithms on the features.
 
     Args:
-        features: features of the pool's prompts.
-        estimator: name of the advantage estimator.
         has_teacher: whether a teacher gives every group a gradient, even of equal reward. Then
             E[Σ h²] is the regression alone, over all groups.
     """
@@ -136,8 +134,8 @@ class PromptForecast(PromptHistory):
         self.update(visits.prompt_ids, visits.rewards, visits.advantages)
 
     def _count_successes(self, visits: Outcomes) -> tuple[Floats, Floats]:
-        """Return successes [Q] and trials [Q]: right answers of all answers; if not ``binary``, one
-        trial per group, a success if rewards are unequal."""
+        """Return successes and trials, both [Q]: right answers of all answers; if not ``binary``,
+        one trial per group, for unequal rewards."""
         if self.binary:
             right = (visits.rewards == 1.0).sum(axis=1)
             return right.astype(np.float64), np.full(len(right), float(visits.rewards.shape[1]))
@@ -259,7 +257,6 @@ def _read_features(prompt: Prompt) -> Floats:
 
 
 def _count_hashed(items: Iterable[object], buckets: int) -> Floats:
-    """Count the items that fall into each bucket, [buckets]."""
     counts = np.zeros(buckets)
     for item in items:
         # Python's own hash differs between processes.

@@ -1,7 +1,4 @@
-"""Reward history of prompts from earlier visits: the only input of the rules for prompts.
-
-A pool has millions of prompts: records are rows of numbers in a table.
-"""
+"""Reward history of prompts from earlier visits: the only input of the rules for prompts."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ RECORD = {
     "easy": 0.0,
     "mixed": 0.0,
 }
-"""Decayed evidence of a prompt never seen. A visit counts 1, and is multiplied by ``DECAY`` at each
-later visit. A prompt with three right answers and one wrong answer at its only visit has right = 3,
-wrong = 1, visits = 1, square = 4 and magnitude = 0.87.
+"""Decayed evidence of a prompt never seen. A visit counts 1, times ``DECAY`` per later visit. Three
+right answers and one wrong answer at the only visit give right = 3, wrong = 1, visits = 1, square =
+4 and magnitude = 0.87.
 
 - ``right``: completions of reward 1; ``wrong``: all other completions.
 - ``square``: Σ over visits of Σ_i A_i².
@@ -42,10 +39,8 @@ wrong = 1, visits = 1, square = 4 and magnitude = 0.87.
 @dataclass(slots=True)
 class Exploration:
     """GRESO's p of easy and of hard prompts (arXiv:2506.02177): the probability of revisiting a
-    prompt of equal rewards.
-
-    Every step moves each p by ``STEP`` within ``LIMITS``: up if such groups are a smaller fraction
-    of the groups rolled out than the target, else down.
+    prompt of equal rewards. Every step moves p by ``STEP`` within ``LIMITS``: up if such groups'
+    fraction is below the target, else down.
     """
 
     easy: float = 0.5
@@ -91,13 +86,7 @@ class PromptHistory:
         return len(self._records)
 
     def update(self, prompt_ids: Ints, rewards: Floats, advantages: Floats) -> None:
-        """Add one visit of each of Q prompts.
-
-        Args:
-            prompt_ids: [Q].
-            rewards: [Q, G].
-            advantages: [Q, G], of full groups.
-        """
+        """Add one visit of each of Q prompts: rewards [Q, G], advantages [Q, G] of full groups."""
         self.binary = self.binary and is_binary(rewards)
         right = (rewards == 1.0).sum(axis=1)
         square = (advantages**2).sum(axis=1)
@@ -175,7 +164,8 @@ Rows = NDArray[np.void]
 
 
 class PromptTable:
-    """Table with a row of named numbers for each prompt seen, in order of first appearance.
+    """Row of named numbers for each prompt seen, in order of first appearance. A pool has millions
+    of prompts.
 
         table = PromptTable({"right": 0.0, "wrong": 0.0})
         table.put(np.array([7]), right=np.array([3.0]), wrong=np.array([1.0]))
@@ -184,7 +174,6 @@ class PromptTable:
     """
 
     def __init__(self, default: Mapping[str, float]) -> None:
-        """Create an empty table; ``default`` is the row of prompts never seen."""
         self._dtype = np.dtype([(name, np.float64) for name in default])
         self._unseen = tuple(default.values())
         self._clear()
@@ -242,7 +231,7 @@ class PromptTable:
 
 
 def _resize(array: NDArray[Any], size: int) -> NDArray[Any]:
-    """Return an array of at least ``size`` elements: doubled where too short, filled with zeros."""
+    """Return an array of at least ``size`` elements: doubled if too short, filled with zeros."""
     if size <= len(array):
         return array
     grown = np.zeros(2 * size, array.dtype)

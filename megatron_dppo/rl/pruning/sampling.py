@@ -1,5 +1,4 @@
-"""Sample with unequal probabilities: compute inclusion probabilities from scores and a budget, and
-draw by the probabilities."""
+"""Sample with unequal probabilities: from scores and a budget to probabilities and a draw."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def select_systematic(inclusion: Floats, offset: float) -> Bools:
     """Draw systematically (Madow): lay the probabilities end to end, keep the units that contain
     offset, offset + 1, …
 
-    - Every unit is kept with its own probability.
+    - Every unit is kept with its probability: never for 0, always for 1.
     - The number kept is the sum of the probabilities to within one; exactly, if integer.
     - Neighbours are seldom kept together: the order of the units stratifies the draw.
 
@@ -35,7 +34,7 @@ def select_systematic(inclusion: Floats, offset: float) -> Bools:
         offset: uniform on [0, 1).
 
     Returns:
-        [n], True for kept units: never for probability 0, always for probability 1.
+        [n], True for kept units.
     """
     # Sums of integers are exact. Rounding would move the end of the last interval, and could miss a
     # unit of probability 1.
@@ -48,7 +47,7 @@ def select_systematic(inclusion: Floats, offset: float) -> Bools:
 
 
 def _adjust_total(shares: NDArray[np.int64]) -> None:
-    """Make the shares add up to a multiple of GRID, in place, if they differ only by rounding."""
+    """Make the shares add up to a multiple of GRID, in place, if only rounding is missing."""
     fractional = np.flatnonzero((shares > 0) & (shares < GRID))
     total = int(shares.sum())
     missing = (total + GRID // 2) // GRID * GRID - total
@@ -95,13 +94,11 @@ def wrap_user_rule(
     function: Callable[[Candidates, float], ArrayLike],
     shape: Callable[[Candidates], Sequence[int]],
 ) -> Rule[Candidates]:
-    """Wrap a user's function as an unbiased rule.
-
-    The rule raises UserError if ``function`` fails or does not return inclusion probabilities.
+    """Wrap a user's function as an unbiased rule, which raises UserError if ``function`` fails or
+    does not return inclusion probabilities.
 
     Args:
         setting: setting that names the function.
-        name: value of ``setting``.
         function: function from candidates and ``keep`` to inclusion probabilities.
         shape: function from candidates to the shape of the probabilities.
     """
@@ -135,8 +132,8 @@ def allocate_proportional(
     Args:
         scores: [n], not negative.
         costs: [n], positive, in the budget's unit (tokens, or prompts).
-        budget: target of Σ π·cost. If all units fit, π is 1. If the floors alone exceed the budget,
-            π is the floor.
+        budget: target of Σ π·cost. π is 1 if all units fit, the floor if the floors alone exceed
+            the budget.
         floor: least probability of all units, or per unit; bounds the weights 1/π.
 
     Returns:
@@ -164,8 +161,7 @@ def allocate_proportional(
 
 
 def _allocate(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floats:
-    """Return clip(c·rate, floor, 1) for positive rates and a budget between the cost of the floors
-    and the cost of all units."""
+    """Allocate positive rates a budget between the cost of the floors and of all units."""
     # Keep the breakpoints finite.
     rate = np.maximum(rate / rate.max(), 1e-300)
 

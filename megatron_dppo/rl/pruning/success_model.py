@@ -1,11 +1,10 @@
-"""Predict a prompt from features and earlier visits, by models that are updated every step.
+"""Predict a prompt from features and earlier visits, by models updated every step.
 
-- Right answers: online Bayesian logistic regression with a random intercept for each prompt (a
-  generalised linear mixed model). Approximations are Laplace's; expectations are taken by
-  Gauss-Hermite quadrature.
+- Right answers: online Bayesian logistic regression with a random intercept per prompt (a
+  generalised linear mixed model), by Laplace's approximations and Gauss-Hermite quadrature.
 - Gradient sizes and answer lengths: a linear model.
 
-Both models have a Gaussian belief about weights. The belief fades as the policy changes.
+Both have a Gaussian belief about weights, which fades as the policy changes.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class SuccessProbability:
     """
 
     logit: Floats
-    """[N], mean of the logit."""
+    """[N]"""
     variance: Floats
-    """[N], variance of the logit."""
+    """[N]"""
 
     def mean(self) -> Floats:
         """E[p], [N]."""
@@ -82,9 +81,9 @@ class SuccessProbability:
 
 
 INTERCEPT = {"mean": 0.0, "share": 1.0, "update": 0.0}
-"""Intercept of a prompt never seen. An intercept with mean = 0.6, share = 0.4 and update = 12 was
-last updated before the policy's 13th update: the prompt is easier than its features predict, and
-0.4 of τ² is unknown."""
+"""Intercept of a prompt never seen. With mean = 0.6, share = 0.4 and update = 12, last updated
+before the policy's 13th update, the prompt is easier than its features predict, and 0.4 of τ² is
+unknown."""
 
 
 class SuccessModel:
@@ -97,7 +96,7 @@ class SuccessModel:
     # Weights and intercepts fade with the policy's updates, not with visits: a changed policy makes
     # all of them uncertain.
     def __init__(self, size: int) -> None:
-        """Create the model for ``size`` features (D)."""
+        """``size``: number of features, D."""
         self._weights = Weights(size)
         self._evidence = -0.5 * np.log(SPREADS / USUAL_SPREAD) ** 2
         self._intercepts = PromptTable(INTERCEPT)
@@ -156,7 +155,7 @@ class SuccessModel:
             variance = prior + 1.0 / np.maximum(information, 1e-3)
             # moved / prior is the slope of the group's likelihood.
             seen = offset - mean + moved * variance / prior
-            # Each step starts from the belief before these groups, or they would count repeatedly.
+            # Start from the belief before these groups, or they would count repeatedly.
             self._weights.mean = mean_before
             self._weights.covariance = covariance_before
             self._weights.update(features, seen, variance)
