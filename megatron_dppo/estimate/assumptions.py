@@ -56,7 +56,7 @@ def needs_flash_attn(gpu: str, head_dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Assumptions for every model, machine and layout. Rates are relative to the data sheet."""
+    """Assumptions for every model, machine and layout; fractions of rates are the data sheet's."""
 
     response_share: float = 0.5
     """Mean response / rollout.max_response_tokens. NeMo-RL's published runs: 0.26 (Llama-3.1-8B,
@@ -79,9 +79,9 @@ class Assumptions:
     pack_fill: float = 0.99
     """Fraction of a pack's slots with tokens, if several sequences fit (benchmarks/packing.py)."""
     busy_share: float = 0.85
-    """Fraction of the time of the trainer's passes spent in kernels and messages at the rates of
-    ``estimate/kernels.py``; the rest is waiting for launches or the slowest rank, or a lower clock.
-    A guess: pre-training, with even packs, reaches 0.83 (2B) to 0.91 (175B) by Megatron-LM's README
+    """Fraction of the trainer's time in kernels and messages at the rates of
+    ``estimate/kernels.py``; the rest: waiting for launches or the slowest rank, a lower clock. A
+    guess: pre-training, with even packs, reaches 0.83 (2B) to 0.91 (175B) by Megatron-LM's README
     (0.41 and 0.47 of the matrix rate on H100s)."""
     expert_imbalance: float = 1.5
     """Tokens of a layer's busiest expert-parallel rank (all ranks wait) / mean of the ranks. A
@@ -92,25 +92,25 @@ class Assumptions:
     decode_flops_share: float = 0.5
     """Fraction of the matrix rate in prefill and in large decode batches. A guess."""
     decode_step_ms: float = 3.0
-    """Milliseconds added to a decode step's reads and products: scheduling, sampling, launches. A
-    guess."""
+    """Milliseconds of a decode step's scheduling, sampling and launches, added to reads and
+    products. A guess."""
     decode_request_us: float = 10.0
     """Microseconds of the server's host added to a decode step per completion of the batch. A
     guess."""
     all_reduce_us: float = 12.0
-    """Least microseconds of an all-reduce of a server's ranks, two per layer; a large one takes its
-    bytes' time over NVLink. A guess."""
+    """Least microseconds of an all-reduce of a server's ranks, two per layer; a large all-reduce
+    takes its bytes' time over NVLink. A guess."""
     server_memory_share: float = 0.85
-    """Fraction of a GPU's memory for a server's weights and cache, near SGLang's default on large
-    GPUs."""
+    """Fraction of a GPU's memory for a server's weights and cache; SGLang's default is close on
+    large GPUs."""
     server_buffers_gib: float = 4.0
     """A server's activations and captured graphs. A guess."""
     reserved_gib: float = 3.0
     """CUDA's context and buffers of NCCL, cuBLAS and Transformer Engine, per rank of the trainer. A
     guess."""
     asleep_gib: float = 2.0
-    """Memory kept by a server on the trainer's GPU while a step trains: CUDA's context, NCCL's
-    buffers. A guess."""
+    """CUDA's context and NCCL's buffers of a server on the trainer's GPU, kept while a step trains.
+    A guess."""
     fragmentation: float = 0.05
     """Fraction of a rank's allocations lost to fragmentation. A guess."""
     sync_network_share: float = 0.1

@@ -29,7 +29,7 @@ def resolve_shape(path: str) -> PolicyShape:
     """Return a policy's shape, from the directory ``path``, else the published model of this name.
 
     Raises:
-        UserError: ``model.path`` is neither a directory nor a published model.
+        UserError: ``model.path`` is no directory and no published model.
     """
     name = match_published_model(path)
     return (

@@ -47,14 +47,12 @@ PACKS = (8192, 12288, 16384, 20480, 24576, 32768)
 RECOMPUTATION = ("none", "selective", "full")
 """Kinds of recomputation, the cheapest first."""
 CONTEXT = (1, 2, 4, 8)
-"""Context-parallel ranks to try."""
 MOST_VIRTUAL = 8
-"""Maximum virtual stages to try."""
 
 MOST_GPUS = 2048
 """Maximum number of GPUs; the number of splits grows with its square."""
 MANY_SPLITS = 1000
-"""Least number of splits of a search with printed progress, which takes seconds."""
+"""Least number of splits to print progress, because such a search takes seconds."""
 
 Change = dict[str, Any]
 """Values of settings, by dotted name."""
@@ -98,12 +96,11 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
 
     Args:
         config: the run; lengths and algorithm are not varied.
-        assume: see :func:`~megatron_dppo.estimate.plan.make_plan`.
         gpus: maximum number of GPUs; whole nodes, if more than one.
 
     Raises:
-        UserError: ``gpus`` is not a number of whole nodes, or above :data:`MOST_GPUS`, or settings
-            contradict each other in every proposal.
+        UserError: ``gpus`` is no number of whole nodes, or above :data:`MOST_GPUS`, or every
+            proposal's settings contradict each other.
     """
     node = config.cluster.gpus_per_node
     if gpus > MOST_GPUS:
@@ -131,7 +128,6 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
             if server.fits:
                 floors[i] = bound_step_seconds(setups[i], concurrency=server.concurrency)
             advance(1)
-    # Equal numbers of GPUs for the trainer are frequent among splits.
     lay_out = _cache_by_trainer(find_best_layout)
 
     @cache
@@ -285,7 +281,7 @@ def list_splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Chang
 
 
 def find_best_layout(setup: Setup) -> Setup | None:
-    """Find the layout, recomputation and pack size that fit with the least seconds of the trainer,
+    """Find the fitting layout, recomputation and pack size with the least seconds of the trainer,
     or of the step if servers share its GPUs."""
     shared = setup.placement.shared
     best = None
@@ -324,11 +320,11 @@ def find_smallest_layout(setup: Setup) -> Setup | None:
 
 
 def _list_bounded_layouts(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
-    """Yield layouts with the most equal stages, for every pack size, with the least recomputation
-    that may fit.
+    """Yield layouts with the most equal stages, every pack size, and the least recomputation that
+    may fit.
 
-    Each item: a lower bound of the seconds of :func:`find_best_layout` under any cut, the bound's
-    part outside the trainer, the setup.
+    Each item: a lower bound of :func:`find_best_layout`'s seconds under any cut, the bound's part
+    outside the trainer, the setup.
     """
 
     @cache
@@ -385,7 +381,7 @@ def _has_spare(memory: Memory) -> bool:
 
 
 def _estimate_step_seconds(setup: Setup) -> float:
-    """Estimate a step's seconds; infinity if a server does not fit."""
+    """Return infinity if a server does not fit."""
     _, server = estimate_memory(setup)
     return estimate_step_time(setup, concurrency=server.concurrency).seconds if server.fits else inf
 
@@ -459,7 +455,6 @@ def _list_pack_sizes(config: Config, cp: int) -> list[int]:
 
 
 def with_settings(config: Config, change: Mapping[str, Any]) -> Config:
-    """Replace settings, by dotted name."""
     for key, value in change.items():
         config = _with(config, key.split("."), value)
     return config

@@ -22,7 +22,7 @@ class ServerMemory:
 
     memory: Memory
     tokens: int
-    """Capacity of the server's cache in tokens."""
+    """Capacity of the cache."""
     concurrency: int
     """Completions that fit into the cache, on average half decoded. An engine interrupts some when
     the cache is full."""
@@ -40,11 +40,8 @@ def estimate_memory(setup: Setup) -> tuple[Memory, ServerMemory]:
 
 
 def estimate_server_memory(setup: Setup, *, resident: float) -> ServerMemory:
-    """Estimate the memory of the server with the fewest ranks.
-
-    Args:
-        resident: bytes of the trainer on the same GPU during generation.
-    """
+    """Estimate the memory of the server with the fewest ranks, beside ``resident`` bytes of the
+    trainer on the same GPU."""
     config = setup.config
     assume = setup.assume
     tp = min(setup.placement.servers)

@@ -28,7 +28,6 @@ BINS = 64
 
 
 UPDATE = ("training", "messages", "token exchange", "pipeline bubble")
-"""Phases of an update's passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,6 @@ def bound_step_seconds(setup: Setup, *, concurrency: int, training: float | None
     """Return the least seconds of a step.
 
     Args:
-        concurrency: maximum of completions decoded at once by a server.
         training: seconds of the trainer's phases; None: matrix products alone, at the rate of large
             products.
     """
@@ -109,7 +107,6 @@ def bound_step_seconds(setup: Setup, *, concurrency: int, training: float | None
 
 
 def estimate_trainer_phases(setup: Setup) -> dict[str, float]:
-    """Estimate seconds of the trainer's phases of a step."""
     config = setup.config
     work = setup.work
     through = estimate_stage_times(setup)
@@ -194,8 +191,6 @@ def _estimate_sync(setup: Setup) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Time of a step's rollouts."""
-
     seconds: float
     batch: float
     """Maximum of completions decoded at once by a server."""
@@ -204,13 +199,8 @@ class Generation:
 
 
 def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
-    """Estimate the rollouts: prefill, and decode steps until the longest completion ends.
-
-    Args:
-        concurrency: maximum of completions held at once by a server.
-    """
-    # The servers' GPUs share the prompts equally. Assume all servers like the one with the fewest
-    # ranks.
+    """Estimate the rollouts: prefill, and decode steps until the longest completion ends."""
+    # The servers' GPUs share the prompts equally. Assume all servers like the smallest.
     tp = min(setup.placement.servers)
     gpus = sum(setup.placement.servers)
     rollout = setup.config.rollout
@@ -231,7 +221,7 @@ def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
 
 
 def _estimate_decoding(setup: Setup, tp: int, completions: float, batch: float) -> float:
-    """Estimate seconds of decoding: a full batch while completions wait, then the rest."""
+    """Estimate seconds of a full batch while completions wait, then of the rest."""
     lengths = setup.lengths
     prompt = setup.prompt
     waiting = max(completions - batch, 0.0)
@@ -253,7 +243,6 @@ def _estimate_decode_step(setup: Setup, tp: int, active: float, context: float) 
     and overheads.
 
     Args:
-        tp: tensor-parallel ranks of the server.
         active: completions in the batch.
         context: tokens, mean present length of completions, prompts included.
     """

@@ -34,7 +34,6 @@ class Placement:
     layout: LayoutConfig
     """The run's layout, with ``dp`` set."""
     ranks: int
-    """Ranks of the trainer."""
     servers: tuple[int, ...]
     """Tensor-parallel ranks of each server. Each rank is a server under the local engine."""
     shared: bool
@@ -98,8 +97,7 @@ def assign_gpus(config: Config, shape: PolicyShape) -> Placement:
 
 
 def _list_server_sizes(config: Config, shape: PolicyShape) -> tuple[int, ...]:
-    """List the tensor-parallel ranks of each server. On Slurm, server nodes have the
-    maximum number of servers."""
+    """List the tensor-parallel ranks of each server. Slurm's server nodes are filled."""
     rollout = config.rollout
     cluster = config.cluster
     if not rollout.served:
@@ -151,7 +149,7 @@ class Lengths:
 
     @property
     def token_weighted_mean(self) -> float:
-        """Mean over tokens of the response's length: E[l²]/E[l]."""
+        """E[l²]/E[l], the mean over tokens of their response's length."""
         return 2.0 * self.limit / (self.exponent + 2.0)
 
 
@@ -160,18 +158,15 @@ class Work:
     """Work of a step, on average over the run."""
 
     prompts: float
-    """Prompts rolled out."""
     completions: float
-    """Completions rolled out."""
     generated: float
     """Tokens rolled out, without prompts."""
     kept: float
-    """Completions trained on."""
     trained: float
     """Tokens trained on, prompts included; shared tokens of a pack count once."""
     context: float
-    """Length of a token's sequence, mean over tokens trained on. A token attends to half of its
-    sequence on average."""
+    """Length of a token's sequence, mean over tokens trained on; causal attention covers half on
+    average."""
     responses: float
     """Tokens trained on, without prompts."""
     updates: int
@@ -190,8 +185,6 @@ class MeanPack(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """Input of every estimate."""
-
     config: Config
     shape: PolicyShape
     placement: Placement
@@ -222,7 +215,7 @@ class Setup:
 
     @property
     def prompt(self) -> float:
-        """Mean tokens of a prompt."""
+        """Mean tokens."""
         return min(self.assume.prompt_tokens, self.config.data.max_prompt_tokens)
 
     @property
@@ -304,8 +297,7 @@ class Setup:
 
 
 def disable_pruning(config: Config) -> Config:
-    """Return the configuration without pruning: every prompt is rolled out, every completion with a
-    gradient trained on."""
+    """Return the configuration without pruning."""
     off = replace(
         config.pruning,
         prompts=PromptPruningConfig(rule="none"),

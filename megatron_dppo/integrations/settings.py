@@ -22,7 +22,7 @@ class Pruning:
     max_weight: float = 10.0
     """Largest weight of a completion's loss: inclusion probabilities are at least its inverse."""
     seed: int = 0
-    """Random seed of the draws, with the optimizer step."""
+    """Random seed of the draws, combined with the optimizer step."""
 
     def __post_init__(self) -> None:
         """

@@ -51,7 +51,6 @@ class Row:
     """0 for a completion excluded from training."""
 
     def __len__(self) -> int:
-        """Tokens of prompt and completion."""
         return len(self.inputs["prompt_ids"]) + len(self.inputs["completion_ids"])
 
     def to(self, device: torch.device | str) -> Row:
@@ -95,7 +94,6 @@ class PrunedGRPOTrainer(GRPOTrainer):
         self._draws = self._passed = 0
         """Draws and micro-batches in this optimizer step."""
         self._drawn_at = -1
-        """Optimizer step of the last draw."""
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
@@ -338,14 +336,14 @@ class PrunedGRPOTrainer(GRPOTrainer):
 
 
 def compute_max_rounding(rewards: torch.Tensor, samples: int, divisor: float) -> torch.Tensor:
-    """Return the largest |A| by rounding alone of a group of equal rewards.
+    """Return the largest |A| that rounding alone gives a group of equal rewards.
 
     The mean of G equal rewards r in fp32 has an error of at most G·u·|r|, with u = 2⁻²⁴. TRL
     divides r − mean by ``divisor``, hence |A| ≤ G·u·|r| / divisor.
 
     Args:
         rewards: [Q·G, functions], weighted; NaN if a function returned None.
-        samples: G, completions of a prompt.
+        samples: G.
         divisor: the trainer's smallest divisor for a group of equal rewards.
 
     Returns:

@@ -50,8 +50,8 @@ of other rows."""
 
 
 class Rows(NamedTuple):
-    """Rows of a step in the driver's order. N = ranks · mini-batches · rows of each in a rank,
-    T: tokens of a padded response.
+    """Rows of a step in the driver's order, with N = ranks · mini-batches · rows per mini-batch and
+    rank, and T tokens of a padded response.
     """
 
     groups: list[str]
@@ -329,8 +329,8 @@ class PrunedPPOTrainerSeparateAsync(PrunedTrainer, PPOTrainerSeparateAsync):
 
 
 class PrunedRayPPOTrainer(RayPPOTrainer):
-    """verl's legacy trainer (``trainer.use_v1=false``), with pruning. Construct it in a script: no
-    setting selects it."""
+    """verl's legacy trainer (``trainer.use_v1=false``), with pruning, which no setting selects:
+    construct it in a script."""
 
     def __init__(self, config: DictConfig, *args: Any, **options: Any) -> None:
         self.pruning = read_pruning_settings(config)

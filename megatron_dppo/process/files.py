@@ -493,7 +493,7 @@ def _read_beat_time(folder: Path) -> float | None:
 
 
 def _get_disk_time(folder: Path) -> float:
-    """Return the file system's clock, by which files are dated."""
+    """Return the time of the file system's clock, as in files' times."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         os.utime(probe.fileno())
         return os.fstat(probe.fileno()).st_mtime

@@ -2,7 +2,7 @@
 
 - A run continues if a stream has no reader.
 - Characters outside a terminal's encoding are escaped.
-- Long work calls :func:`record_progress`, by which the watchdog distinguishes slow from hung work.
+- Long work calls :func:`record_progress`: the watchdog distinguishes slow from hung work.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class _Stream(io.FileIO):
 
 
 def print_message(text: str) -> None:
-    """Print text for the user on standard error, without buffering; results of commands go to
-    standard output, lines of a run to its console."""
+    """Print text for the user on standard error; results of commands go to standard output, lines
+    of a run to its console."""
     print(sanitize_text(text), file=sys.stderr, flush=True)
 
 
@@ -83,7 +83,7 @@ IGNORED_LOG_MESSAGES = {
 
 
 def filter_upstream_warnings() -> None:
-    """Silence only the warnings for upstream developers, which every rank would print.
+    """Silence the warnings for upstream developers, which every rank would print.
 
     - Megatron-Core: absent optional packages (listed by ``doctor``), deprecated defaults and
       classes.
@@ -133,7 +133,6 @@ _last = time.monotonic()
 
 
 def record_progress() -> None:
-    """Record progress of any work of this process."""
     global _last
     _last = time.monotonic()
 
@@ -158,7 +157,6 @@ def report_progress(
     Args:
         label: name of the work or of the counted things.
         total: amount of the whole work, in ``unit``; 1 for a share.
-        initial: amount at the start.
         enabled: False for silent ranks.
     """
     from rich import progress as bars
@@ -212,8 +210,8 @@ def report_progress(
 def make_progress_bar(
     label: str, total: int, *, initial: int = 0, enabled: bool = True
 ) -> Iterator[ProgressCallback | None]:
-    """Show the bar of :func:`report_progress`, or yield None without a terminal, for callers that
-    print lines of progress elsewhere."""
+    """Yield :func:`report_progress`'s bar, or None without a terminal, for callers with their own
+    lines of progress."""
     if not (enabled and sys.stderr.isatty()):
         yield None
         return

@@ -1,7 +1,7 @@
 """Rules that choose the prompts of a window to roll out, and their draw.
 
-A new rule is a function from candidates and a fraction to keep to inclusion probabilities, and an
-entry of ``PROMPT_RULES``.
+A rule is a function from candidates and a fraction to keep to inclusion probabilities, and an entry
+of ``PROMPT_RULES``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ FUNCTION = "pruning.prompts.function"
 
 @dataclass(frozen=True, slots=True)
 class PromptCandidates:
-    """Input of a prompt rule: a window's N prompts with their earlier visits, without this step's
-    rollouts.
+    """Input of a prompt rule: a window's N prompts with their visits before this step.
 
     For a prompt seen once with one right answer of four and a prompt never seen,
     ``last_magnitude`` is [0.87, nan] and ``equal_visits`` [0, 0].
@@ -46,13 +45,12 @@ class PromptCandidates:
     equal_visits: Ints
     """[N], latest consecutive visits with equal rewards."""
     explore: Floats
-    """[N], GRESO's p: easy if all rewards of the last visit were 1, else hard."""
+    """[N], GRESO's p, see ``get_exploration``."""
     floor: float
     """Least inclusion probability."""
 
 
 def keep_all(candidates: PromptCandidates, keep: float) -> Floats:
-    """``none``: return probability 1 for any ``keep``."""
     return np.ones_like(candidates.expected_square)
 
 
@@ -85,10 +83,9 @@ def apply_neyman(candidates: PromptCandidates, keep: float) -> Floats:
 
 def apply_greso(candidates: PromptCandidates, keep: float) -> Floats:
     """Apply GRESO's rule (arXiv:2506.02177): max(p^z, 0.01), with z latest consecutive visits of
-    equal rewards.
+    equal rewards; ``keep`` = 1 disables the rule.
 
-    - ``keep`` has one use: 1 disables the rule.
-    - Kept prompts have weight 1: the objective drifts toward prompts of non-zero variance.
+    Kept prompts have weight 1: the objective drifts toward prompts of non-zero variance.
     """
     if keep == 1.0:
         return np.ones_like(candidates.explore)
@@ -150,8 +147,7 @@ def select(
     Args:
         window: [N], ids of the candidate prompts, in the epoch's order.
         history: earlier visits, without this step's.
-        config: name of the rule, and the floor.
-        group_size: G, completions per prompt.
+        group_size: G.
         keep: ``config.keep`` under its schedule.
         rng: the step's generator for ``Purpose.PROMPTS``.
         longest_first: whether prompts are requested in descending order of expected tokens.
@@ -173,8 +169,7 @@ def select(
     draw = DRAWS[config.draw] if config.draw else rule.draw
     kept = draw(inclusion, rng)
     weighted = np.ones_like(inclusion) if rule.biased else inclusion
-    # Longest processing time first (Graham, 1969): a long prompt must not begin when all other
-    # prompts are done.
+    # Longest processing time first (Graham, 1969): no long prompt may begin last.
     order = np.arange(len(window))
     if longest_first:
         order = np.argsort(-candidates.expected_tokens, kind="stable")

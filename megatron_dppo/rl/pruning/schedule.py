@@ -1,4 +1,4 @@
-"""Schedule of a step's kept fraction, and the number of prompts considered by a step."""
+"""Schedule of a step's kept fraction, and number of its prompts."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def compute_resample_size(num_groups: int, num_found: int, num_sampled: int) -> 
     This is GRESO's adaptive batch (arXiv:2506.02177, section 4.2).
 
     Args:
-        num_groups: groups with non-zero variance needed by the step.
-        num_found: groups with non-zero variance found.
+        num_groups: groups with non-zero variance that the step needs.
+        num_found: the groups found.
         num_sampled: prompts rolled out to find ``num_found`` groups.
     """
     missing = num_groups - num_found

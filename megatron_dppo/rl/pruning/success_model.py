@@ -151,7 +151,7 @@ class SuccessModel:
             offset = features @ self._weights.mean + mean
             moved, information = _shift(offset, prior, right, trials)
             # Near the present weights a group equals a Gaussian observation of its logit, with the
-            # variance of the intercept plus the answers'.
+            # variances of intercept and answers.
             variance = prior + 1.0 / np.maximum(information, 1e-3)
             # moved / prior is the slope of the group's likelihood.
             seen = offset - mean + moved * variance / prior
@@ -209,8 +209,8 @@ same rate: an observation 700 updates ago counts half."""
 class Weights:
     """Gaussian belief about D weights; the first is the constant's.
 
-    Between updates the weights follow an Ornstein-Uhlenbeck process: w' = c·w + noise, with the
-    prior's variance as stationary variance. Means fade, and without data the covariance returns to
+    Between updates the weights follow an Ornstein-Uhlenbeck process, w' = c·w + noise, with the
+    prior's variance as stationary variance: without data, means fade and the covariance returns to
     the prior's.
     """
 
@@ -267,8 +267,8 @@ class SizeModel:
         return expected
 
     def update(self, features: Floats, sizes: Floats) -> None:
-        """Update with Q prompts of features [Q, D]: positive ``sizes`` [Q]. Call once before each
-        update of the policy, even without prompts."""
+        """Update with Q prompts of features [Q, D]: positive ``sizes`` [Q]. Call once per update,
+        as :meth:`SuccessModel.update`."""
         if len(sizes):
             self._weights.update(features, np.log(sizes), np.full(len(sizes), self.NOISE_VARIANCE))
             fitted = np.exp(self._weights.predict(features)[0])
