@@ -32,7 +32,7 @@ def write_policy(
     record: Mapping[str, Any],
     workers: int,
 ) -> None:
-    """Write the smaller policy's weights, configuration, tokenizer and record.
+    """Write weights, configuration, tokenizer and record of the smaller policy.
 
     Args:
         tensors: the larger policy's tensors, by name.

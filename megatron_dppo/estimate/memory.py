@@ -41,7 +41,7 @@ def resolve_shape(path: str) -> PolicyShape:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Numbers of weights, without the padding of the vocabulary."""
+    """Numbers of weights, without vocabulary padding."""
 
     total: int
     active: int
@@ -54,7 +54,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class RankElements:
-    """Numbers of weights on a rank of the trainer, the vocabulary's padding included."""
+    """Numbers of weights on a trainer rank, vocabulary padding included."""
 
     dense: int
     """All weights except the experts': equal on all ranks of a replica, for any layout.ep."""
@@ -216,7 +216,7 @@ def estimate_rank_memory(setup: Setup, stage: int) -> Memory:
     parts["uneven experts"] = sum(uneven) - sum(even)
     parts["head"] = 0.0
     if stage == setup.layout.pp - 1:
-        # The head's backward pass ends before the first layer's begins: the larger makes the peak.
+        # The head's backward pass ends before the first layer's begins: the larger is the peak.
         parts["head"] = max(_count_head_bytes(setup) - uneven[1], 0.0)
     # Two buckets in the stream, two in the sender.
     buckets = 4 if config.rollout.served else 2
@@ -250,7 +250,7 @@ def count_resident_bytes(config: Config, memory: Memory) -> float:
 
 
 def count_persistent_bytes(setup: Setup, stage: int) -> dict[str, float]:
-    """Count the bytes that a rank holds during the whole run, exact except for buffers' padding."""
+    """Count a rank's bytes of the whole run, exact except for buffers' padding."""
     config = setup.config
     lora = setup.config.model.lora
     elements = count_rank_elements(setup.shape, stage, setup.layout)
@@ -355,8 +355,7 @@ def count_activation_bytes(
 
 
 def count_backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> float:
-    """Count the bytes that a layer needs beside its kept activations: recomputed and short-lived
-    tensors."""
+    """Count a layer's recomputed and short-lived bytes, beside its kept activations."""
     shape = setup.shape
     layout = setup.layout
     feed_forward = count_feed_forward_elements(shape, layout, saved, imbalance)

@@ -34,7 +34,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Estimates of a run before the start."""
+    """Estimates of a run before its start."""
 
     config: Config
     assumptions: Assumptions
@@ -54,7 +54,7 @@ class Plan:
     """Factor of pruning on the gradient's variance: minimum and maximum; None if unknown."""
     efficiency: tuple[float, float] | None
     """Seconds of an unpruned step of fewer prompts with equal noise / seconds of a pruned step:
-    minimum and maximum; None if ``variance`` is."""
+    minimum and maximum; None if ``variance`` is None."""
 
     @property
     def speed_up(self) -> float:

@@ -316,7 +316,6 @@ class Holder:
     ids: str
     """PID namespace of ``pid``, such as a container's."""
     since: str = field(compare=False)
-    """Time for messages."""
 
     @classmethod
     def get_current(cls) -> Holder:

@@ -43,7 +43,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def set_parent_death_signal(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel signal this process at the parent's end. Exit at once if the parent ended.
+    """Have the kernel signal this process at the parent's end; exit if the parent has ended.
 
     Args:
         parent: process id, read by the parent before this process starts.
@@ -99,7 +99,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all orphans among this process's descendants, in any session."""
+    """Adopt all orphans among this process's descendants, in any session."""
     if _prctl is not None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

@@ -81,8 +81,8 @@ def prune(
             G, T] padded at the end. None: gradients' norms are not estimated; more variance.
         budget: fraction of all tokens, prompts included, to train on. ``threshold``: probability of
             low-scored completions, the paper's 1 − r. ``top_k`` and ``extremes``, both biased:
-            fraction of completions. ``auto``, for ``neyman``: the fraction of least variance ×
-            (tokens generated and trained on).
+            fraction of completions. ``auto``, for ``neyman``: fraction of least variance × (tokens
+            generated and trained on).
         advantages: [Q, G], the trainer's own. None: rewards minus the group's mean. Completions of
             advantage 0 are never kept.
         prompt_lengths: [Q] or one for all, prompt tokens trained with a completion.

@@ -49,7 +49,7 @@ class PruningDraw:
 
     advantage: Floats
     coefficient: Floats
-    """c, the weight of a completion's tokens in the aggregation."""
+    """c, the weight of tokens in the aggregation."""
     inclusion: Floats
     """π of the completion, given its prompt; 0 for zero advantage."""
     weight: Floats
@@ -57,16 +57,14 @@ class PruningDraw:
     biased rule has its own weights instead of 1/π."""
     kept: Bools
     zero_advantage: Bools
-    """A = 0, no KL term and no teacher, or masked: the gradient is exactly 0. Never trained on; no
-    saving."""
+    """As in :class:`CompletionCandidates`; never trained on, and no saving."""
     segments: Floats
     """[Q, G, S], advantage of each segment; ``advantage`` is their mean. S = 1 for completions of
     one segment."""
     normaliser: float
     """Z"""
     magnitude: Floats
-    """Size of a completion's token advantages, see :func:`compute_magnitudes`; |A| without a
-    teacher."""
+    """See :func:`compute_magnitudes`."""
 
 
 def prune_minibatch(
@@ -80,7 +78,7 @@ def prune_minibatch(
     """Draw the completions that a minibatch trains on.
 
     Args:
-        part: metadata of the minibatch's groups, with their part of the window.
+        part: the minibatch's groups, with their part of the window.
         keep: ``pruning.completions.keep`` under its schedule.
         rng: generator for this single draw.
     """
@@ -204,8 +202,8 @@ def compute_prune_metrics(
     - ``zero_advantage_tokens``: tokens of completions whose gradient is exactly 0. No saving: not
       trained on without pruning either.
     - ``variance_inflation``: see :func:`compute_variance_inflation`.
-    - ``noise_share_prompts``, ``noise_share_completions``: fractions of the gradient's noise due to
-      each pruning, see :func:`estimate_gradient_noise`. The rest is due to sampling.
+    - ``noise_share_prompts``, ``noise_share_completions``: fractions of the gradient's noise, see
+      :func:`estimate_gradient_noise`; the rest is due to sampling.
 
     The last three are missing if either rule is biased.
 
@@ -264,7 +262,7 @@ def _concat_fields(
 
 
 def make_empty_draw(part: StepMetadata) -> PruningDraw:
-    """Return the draw of groups dropped after their rollouts: no completion is kept."""
+    """Return the draw of groups dropped after their rollouts."""
     zeros = np.zeros(part.rewards.shape)
     nothing = np.zeros(part.rewards.shape, dtype=np.bool_)
     return PruningDraw(
@@ -323,7 +321,7 @@ def estimate_gradient_noise(
 
 
 def _compute_squares(part: StepMetadata, draw: PruningDraw) -> Floats:
-    """Return h²/π_prompt, [Q, G]: a completion's term in the estimate of Σ h²."""
+    """Return h²/π_prompt, [Q, G]: terms of the estimate of Σ h²."""
     squares: Floats = _compute_term_norms(part, draw) ** 2 / part.prompt_inclusion[:, None]
     return squares
 

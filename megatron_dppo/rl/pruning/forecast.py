@@ -159,7 +159,7 @@ class PromptForecast(PromptHistory):
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 LONGEST_NUMBER = 15
-"""Digits read of a number; more would not change the logarithm or a sum visibly."""
+"""Digits read of a number; more hardly change the logarithm or a sum."""
 PLAIN = 9
 """Number of lengths and numbers; their squares are features as well."""
 SOURCES = 8
@@ -172,7 +172,7 @@ SAMPLE = 1024
 KEPT = 1 << 15
 """Maximum number of prompts whose features are cached; a full cache is emptied."""
 WIDEST = 4.0
-"""Limit of a scaled feature in deviations from the mean: one odd prompt must not move a model."""
+"""Limit of a scaled feature, in deviations: one odd prompt must not move a model."""
 
 
 class PromptFeatures:

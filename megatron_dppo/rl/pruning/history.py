@@ -52,12 +52,8 @@ class Exploration:
     LIMITS: ClassVar[tuple[float, float]] = (0.05, 0.95)
 
     def update(self, easy: float, hard: float) -> None:
-        """Move p by a step's groups.
-
-        Args:
-            easy: fraction of groups with all rewards 1.
-            hard: fraction of groups with all rewards equal, but not 1.
-        """
+        """Move p by a step's fractions of groups: ``easy`` with all rewards 1, ``hard`` with other
+        equal rewards."""
         self.easy = self._adjust(self.easy, easy < self.EASY_TARGET)
         self.hard = self._adjust(self.hard, hard < self.HARD_TARGET)
 
@@ -146,7 +142,6 @@ class PromptHistory:
         return math.fsum(values.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a resumed run's state for JSON: floats read back bit for bit."""
         return {
             "binary": self.binary,
             "exploration": [self._exploration.easy, self._exploration.hard],

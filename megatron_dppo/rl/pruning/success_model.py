@@ -167,7 +167,6 @@ class SuccessModel:
         return kept * found["mean"], 1.0 - kept**2 * (1.0 - found["share"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state for JSON; floats survive exactly."""
         return {
             "weights": self._weights.state_dict(),
             "evidence": self._evidence.tolist(),
