@@ -75,7 +75,7 @@ def estimate_kernel_time(
 
 @cache
 def compute_tile_utilization(rows: int, columns: int, processors: int) -> float:
-    """Return the fraction of the multiprocessors' time that a product uses under the best tiling."""
+    """Return the fraction of the multiprocessors' time used by a product under the best tiling."""
     best = 0.0
     for height, width, reached in TILES:
         down = -(-rows // height)

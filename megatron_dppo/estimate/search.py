@@ -52,7 +52,7 @@ MOST_VIRTUAL = 8
 MOST_GPUS = 2048
 """Maximum number of GPUs; the number of splits grows with its square."""
 MANY_SPLITS = 1000
-"""Least number of splits to print progress, because such a search takes seconds."""
+"""Least number of splits of a search that prints progress, because it takes seconds."""
 
 Change = dict[str, Any]
 """Values of settings, by dotted name."""
@@ -99,8 +99,8 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
         gpus: maximum number of GPUs; whole nodes, if more than one.
 
     Raises:
-        UserError: ``gpus`` is no number of whole nodes, or above :data:`MOST_GPUS`, or every
-            proposal's settings contradict each other.
+        UserError: ``gpus`` is no number of whole nodes, or above :data:`MOST_GPUS`, or
+            settings contradict each other in every proposal.
     """
     node = config.cluster.gpus_per_node
     if gpus > MOST_GPUS:
@@ -209,8 +209,7 @@ def make_proposal(config: Config, setup: Setup) -> Proposal:
 
 
 def _make_memory_change(setup: Setup, resident: float, server: ServerMemory) -> Change:
-    """Return the flag that bounds a server's memory on the trainer's GPU; empty if the run has the
-    flag."""
+    """Return the flag that bounds a server's memory on the trainer's GPU; empty if already set."""
     flags = setup.config.rollout.launch.flags
     room = setup.gpu.memory_gib * GIB
     parts = server.memory.parts
@@ -381,7 +380,7 @@ def _has_spare(memory: Memory) -> bool:
 
 
 def _estimate_step_seconds(setup: Setup) -> float:
-    """Return infinity if a server does not fit."""
+    """Estimate a step's seconds; infinity if a server does not fit."""
     _, server = estimate_memory(setup)
     return estimate_step_time(setup, concurrency=server.concurrency).seconds if server.fits else inf
 

@@ -59,8 +59,8 @@ class PruningDraw:
     zero_advantage: Bools
     """As in :class:`CompletionCandidates`; never trained on, and no saving."""
     segments: Floats
-    """[Q, G, S], advantage of each segment; ``advantage`` is their mean. S = 1 for completions of
-    one segment."""
+    """[Q, G, S], advantage of each segment; ``advantage`` is a mean over segments. S = 1 for
+    completions of one segment."""
     normaliser: float
     """Z"""
     magnitude: Floats
