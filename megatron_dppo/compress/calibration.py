@@ -117,7 +117,8 @@ def _read_evaluation(folder: Path, tokenizer: Tokenizer) -> list[SupervisedExamp
 def draw_sequences(
     answers: Sequence[SupervisedExample], count: int, seed: int
 ) -> tuple[list[SupervisedExample], list[SupervisedExample]]:
-    """Draw at most ``count`` sequences each for the scores and for the loss."""
+    """Draw at most ``count`` sequences for the scores, and at most ``count`` other sequences for
+    the loss."""
     order = np.random.default_rng(seed).permutation(len(answers))
     return [answers[i] for i in order[:count]], [answers[i] for i in order[count : 2 * count]]
 

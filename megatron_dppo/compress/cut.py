@@ -193,7 +193,7 @@ def count_kept_units(shape: PolicyShape, keep: float, multiple: int, zeroed: int
     """
     attention = count_attention_weights(shape)
     feed_forward = count_feed_forward_weights(shape)
-    # The units get the budget that attention leaves, kept in full except in zeroed layers.
+    # Attention is kept in full except in zeroed layers; the units get the rest of the budget.
     left = keep * (attention + feed_forward) - attention * (1 - zeroed / shape.num_layers)
     exact = left / (feed_forward / shape.ffn)
     if exact <= 0:

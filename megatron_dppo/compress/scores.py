@@ -147,8 +147,8 @@ class Scorer:
         return (values / pairs).tolist()
 
     def remove_greedily(self, cut: Cut, part: Part, count: int) -> Cut:
-        """Remove a part of ``count`` layers, each time of the layer with the least loss without it:
-        for attention, 2SSP's second stage (arXiv:2501.17771).
+        """Remove a part of ``count`` layers, one at a time, by the least loss after the removal: for
+        attention, 2SSP's second stage (arXiv:2501.17771).
         """
         candidates = set(range(len(self.model.model.layers)))
         for turn in range(count):

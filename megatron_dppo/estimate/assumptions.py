@@ -56,7 +56,7 @@ def needs_flash_attn(gpu: str, head_dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Assumptions for every model, machine and layout; fractions of rates are the data sheet's."""
+    """Assumptions for every model, machine and layout; fractions of rates: of the data sheet."""
 
     response_share: float = 0.5
     """Mean response / rollout.max_response_tokens. NeMo-RL's published runs: 0.26 (Llama-3.1-8B,

@@ -355,7 +355,7 @@ def count_activation_bytes(
 
 
 def count_backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> float:
-    """Count a layer's recomputed and short-lived bytes, beside its kept activations."""
+    """Count the bytes of a layer's recomputed and short-lived tensors, beside kept activations."""
     shape = setup.shape
     layout = setup.layout
     feed_forward = count_feed_forward_elements(shape, layout, saved, imbalance)

@@ -200,7 +200,7 @@ class Generation:
 
 def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
     """Estimate the rollouts: prefill, and decode steps until the longest completion ends."""
-    # The servers' GPUs share the prompts equally. Assume all servers like the smallest.
+    # The servers' GPUs share the prompts equally. Assume the fewest ranks for all.
     tp = min(setup.placement.servers)
     gpus = sum(setup.placement.servers)
     rollout = setup.config.rollout

@@ -97,7 +97,7 @@ def assign_gpus(config: Config, shape: PolicyShape) -> Placement:
 
 
 def _list_server_sizes(config: Config, shape: PolicyShape) -> tuple[int, ...]:
-    """List the tensor-parallel ranks of each server. Slurm's server nodes are filled."""
+    """List the tensor-parallel ranks of each server. On Slurm, servers fill every server node."""
     rollout = config.rollout
     cluster = config.cluster
     if not rollout.served:

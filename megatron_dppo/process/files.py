@@ -153,7 +153,7 @@ def check_folder(folder: Path, setting: str) -> None:
     """Check that a folder exists or can be made, without writing.
 
     Raises:
-        UserError: a file or a dangling link is in the way, or the name is invalid; names
+        UserError: a file or a dangling link is in the way, or the name is invalid. The error names
             ``setting``.
     """
     try:
@@ -219,7 +219,8 @@ def check_replaceable(
         overwrite: whether a directory may be replaced.
 
     Raises:
-        UserError: ``out`` is not replaceable, or the disk has too little space; names ``setting``.
+        UserError: ``out`` is not replaceable, or the disk has too little space. The error names
+            ``setting``.
     """
     check_folder(out, setting)
     place = out.resolve()
@@ -270,7 +271,7 @@ def write_directory(out: Path, setting: str) -> Iterator[Path]:
     """Replace a directory by :func:`replace_directory`.
 
     Raises:
-        UserError: a file or the disk fails; names ``setting``.
+        UserError: a file or the disk fails. The error names ``setting``.
     """
     try:
         with replace_directory(out) as draft:
@@ -297,10 +298,10 @@ HOLDER = "lock.json"
 BEAT_S = 5.0
 """Seconds between heartbeats."""
 LEASE_S = 60.0
-"""Seconds without heartbeat before a holder is regarded as dead; a file system may delay some."""
+"""Seconds without heartbeat before a holder is regarded as dead, as file systems may delay some."""
 REMEDY = "Wait for its end, or end it; or name another folder"
 _held: set[Path] = set()
-"""Folders held by this process, which POSIX locks do not exclude."""
+"""Folders held by this process: POSIX locks do not exclude the holder's own process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +383,8 @@ class FolderLock:
     def check(self) -> None:
         """
         Raises:
-            UserError: another process took the folder after too long without this one's heartbeat.
+            UserError: another process took the folder, because this process sent no heartbeat for
+                too long.
         """
         if self._lost is not None:
             raise _make_held_error(self._folder, self._setting, self._lost)
@@ -415,7 +417,7 @@ class FolderLock:
             return locked is not False
         if lives or not self._wait_for_expiry(holder):
             raise _make_held_error(self._folder, self._setting, holder)
-        # Ignore the lock: a file server may keep a dead machine's for long.
+        # Ignore the lock: a file server may keep a dead machine's lock for long.
         return True
 
     def _try_lock(self) -> bool | None:
@@ -492,7 +494,7 @@ def _read_beat_time(folder: Path) -> float | None:
 
 
 def _get_disk_time(folder: Path) -> float:
-    """Return the time of the file system's clock, as in files' times."""
+    """Return the time of the file system's clock, the source of files' times."""
     with tempfile.TemporaryFile(dir=folder) as probe:
         os.utime(probe.fileno())
         return os.fstat(probe.fileno()).st_mtime

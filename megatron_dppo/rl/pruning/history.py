@@ -39,8 +39,8 @@ right answers and one wrong answer at the only visit give right = 3, wrong = 1, 
 @dataclass(slots=True)
 class Exploration:
     """GRESO's p of easy and of hard prompts (arXiv:2506.02177): the probability of revisiting a
-    prompt of equal rewards. Every step moves p by ``STEP`` within ``LIMITS``: up if such groups'
-    fraction is below the target, else down.
+    prompt of equal rewards. Every step moves each p by ``STEP`` within ``LIMITS``: up if such
+    groups are a smaller fraction than the target, else down.
     """
 
     easy: float = 0.5
@@ -159,8 +159,7 @@ Rows = NDArray[np.void]
 
 
 class PromptTable:
-    """Row of named numbers for each prompt seen, in order of first appearance. A pool has millions
-    of prompts.
+    """Row of named numbers per prompt seen (a pool has millions), in order of first appearance.
 
         table = PromptTable({"right": 0.0, "wrong": 0.0})
         table.put(np.array([7]), right=np.array([3.0]), wrong=np.array([1.0]))

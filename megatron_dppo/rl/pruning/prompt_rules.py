@@ -153,8 +153,8 @@ def select(
         longest_first: whether prompts are requested in descending order of expected tokens.
 
     Returns:
-        Kept prompts in the order of their requests, without effect on the draw, with inclusion
-        probabilities; all 1 under a biased rule, whose kept prompts have weight 1.
+        Kept prompts in the order of their requests, with inclusion probabilities; all 1 under a
+        biased rule, whose kept prompts have weight 1. The draw does not depend on the order.
     """
     rule = find_prompt_rule(config.named)
     candidates = PromptCandidates(

@@ -127,7 +127,7 @@ def allocate_proportional(
     """Allocate by Neyman: π = clip(c·s/√cost, floor, 1), with c such that Σ π·cost is the budget.
 
     If s is the norm of a unit's term, π minimises the variance Σ s²(1/π − 1) of independent draws
-    of this expected cost.
+    that cost the budget in expectation.
 
     Args:
         scores: [n], not negative.
@@ -161,7 +161,7 @@ def allocate_proportional(
 
 
 def _allocate(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floats:
-    """Allocate positive rates a budget between the cost of the floors and of all units."""
+    """Return clip(c·rate, floor, 1) for a budget between the costs of the floors and all units."""
     # Keep the breakpoints finite.
     rate = np.maximum(rate / rate.max(), 1e-300)
 
