@@ -307,8 +307,7 @@ def _compute_logits(model: Any, shape: PolicyShape) -> torch.Tensor:
 
 
 def _verify(output_dir: Path, expected: torch.Tensor) -> float:
-    """Compare the written policy's logits with the larger policy's under the cut, by
-    :func:`measure_difference`.
+    """Measure the difference of the written policy's logits from the larger policy's under the cut.
 
     Raises:
         UserError: a tensor is missing, or the logits differ.

@@ -24,7 +24,7 @@ class Scorer:
     model: Any
     batches: Sequence[Batch]
     advance: Callable[[int], None] = lambda sequences: None
-    """Progress, called with the number of sequences read."""
+    """Called with the number of sequences read."""
 
     def read(self) -> Iterator[Batch]:
         for batch in self.batches:
@@ -147,8 +147,8 @@ class Scorer:
         return (values / pairs).tolist()
 
     def remove_greedily(self, cut: Cut, part: Part, count: int) -> Cut:
-        """Remove a part of ``count`` layers, one at a time, by the least loss after the removal: for
-        attention, 2SSP's second stage (arXiv:2501.17771).
+        """Remove a part of ``count`` layers, one by one, with the least loss after each:
+        for attention, 2SSP's second stage (arXiv:2501.17771).
         """
         candidates = set(range(len(self.model.model.layers)))
         for turn in range(count):
@@ -210,7 +210,7 @@ def draw_halves(layers: int, pairs: int, seed: int) -> list[list[int]]:
 
 
 def draw_scores(size: Sequence[int], seed: int) -> torch.Tensor:
-    """Draw uniform fp64 scores of shape ``size``."""
+    """Draw uniform fp64 scores."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(tuple(size), generator=generator, dtype=torch.float64)
 

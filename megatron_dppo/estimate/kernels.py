@@ -110,8 +110,7 @@ def estimate_transfer_time(
 
 
 def estimate_message_time(setup: Setup, kind: str, size: float) -> float:
-    """Estimate the seconds of a message of ``size`` bytes between two ranks; sent and received at
-    once."""
+    """Estimate the seconds of a message between two ranks, sent and received at once."""
     layout = setup.layout
     gpu = setup.gpu
     per_node = setup.config.cluster.gpus_per_node
@@ -148,7 +147,7 @@ messages, [2]."""
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Passes of a pack through a rank of a pipeline stage."""
+    """A pack's passes through a stage's rank."""
 
     forward: Seconds
     """A pass of log-probabilities."""
@@ -192,8 +191,7 @@ def estimate_optimizer_time(setup: Setup, stage: int) -> float:
 
 
 def estimate_reduction_time(setup: Setup, stage: int) -> float:
-    """Estimate the seconds to bring an update's gradients to the ranks' shards as fp32 sums, and
-    weights back."""
+    """Estimate the seconds to bring gradients to ranks' shards as fp32 sums, and weights back."""
     shape = setup.shape
     layout = setup.layout
     elements = count_rank_elements(setup.shape, stage, setup.layout)

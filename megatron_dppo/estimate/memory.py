@@ -101,15 +101,15 @@ def count_stage_layers(shape: PolicyShape, stage: int, layout: LayoutConfig) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Numbers of weights on a rank."""
+    """Numbers of weights."""
 
     embedding: int
     norm: int
-    """Weights of the last norm, before the output layer."""
+    """The last norm, before the output layer."""
     layers: dict[str, int]
-    """Weights of a layer of each kind, without experts."""
+    """Weights of a layer by kind, without experts."""
     expert: int
-    """Weights of an expert of a layer."""
+    """Weights of a single expert."""
 
 
 @cache

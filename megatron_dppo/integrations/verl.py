@@ -1,5 +1,4 @@
-"""Pruning of completions in verl 0.9: the actor trains on a weighted random part of each step's
-batch.
+"""Pruning of completions in verl 0.9: the actor trains on a weighted random part of a step's batch.
 
 An environment variable makes verl import this module, which registers each of verl's trainers
 with pruning as a ``trainer.v1.trainer_mode``, under verl's name after ``pruned_``::
@@ -69,8 +68,7 @@ class Rows(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Rows sent to the actor: for each rank the rows of all mini-batches, in verl's order of
-    splitting."""
+    """Rows for the actor: each rank's rows of all mini-batches, in verl's order of splitting."""
 
     order: Ints
     """[n], indices in the batch."""

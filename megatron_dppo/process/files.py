@@ -37,7 +37,7 @@ from megatron_dppo.errors import UserError
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files of this process and children to the system's maximum."""
+    """Raise the limit of open files, for children as well, to the system's maximum."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     # The system may have a lower limit.
     with suppress(OSError, ValueError):

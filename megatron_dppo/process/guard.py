@@ -1,4 +1,4 @@
-"""Run a command in a child process, and report a child that exits with 0 before the command's end.
+"""Run a command in a child process, and report an exit with 0 before the command's end.
 
 A user's conversation or a C library may call ``_exit(0)`` or ``execv``. Without a report, a shell
 or a chain of jobs would continue as after a complete run. This module imports only the standard
@@ -24,7 +24,7 @@ from megatron_dppo.process.streams import print_message
 
 
 def run_guarded(command: Callable[[], int]) -> NoReturn:
-    """Run a command in a child process, and end with the child's exit code or signal.
+    """Run a command in a child process, and end with its exit code or signal.
 
     - Exit code 1 if the child ended with 0 before the command.
     - Signals that end a process, or request a save and a stop, are forwarded to the child.

@@ -1,7 +1,6 @@
 """Rules that choose completions to train on, between rewards and backward pass.
 
-A rule is a function from candidates and a fraction to keep to inclusion probabilities, and an entry
-of ``COMPLETION_RULES``.
+A new rule is a function for :class:`Rule`, and an entry of ``COMPLETION_RULES``.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Outcomes:
     advantages: Floats
     """[Q, G], of full groups."""
     squares: Floats
-    """[Q], Σ_i h_i² without any 1/π; h: proxy of the norm of a completion's term in the sum."""
+    """[Q], Σ_i h_i² without any 1/π; h: proxy of the norm of a completion's term."""
     tokens: Floats
     """[Q], mean generated tokens per completion."""
 

@@ -105,12 +105,12 @@ class PromptHistory:
         )
 
     def get_last_magnitude(self, prompt_ids: Ints) -> Floats:
-        """Return mean |A| of each prompt's last visit, [N]; NaN for prompts never visited."""
+        """Return mean |A| of each prompt's last visit, [N]; NaN without a visit."""
         magnitude: Floats = self._records.get(prompt_ids)["magnitude"]
         return magnitude
 
     def count_equal_visits(self, prompt_ids: Ints) -> Ints:
-        """Count each prompt's latest consecutive visits with equal rewards, [N]."""
+        """Count latest consecutive visits with equal rewards, [N]."""
         return self._records.get(prompt_ids)["equal_visits"].astype(np.int64)
 
     def get_exploration(self, prompt_ids: Ints) -> Floats:

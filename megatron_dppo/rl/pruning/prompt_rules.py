@@ -1,7 +1,6 @@
 """Rules that choose the prompts of a window to roll out, and their draw.
 
-A rule is a function from candidates and a fraction to keep to inclusion probabilities, and an entry
-of ``PROMPT_RULES``.
+A new rule is a function for :class:`Rule`, and an entry of ``PROMPT_RULES``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class PromptCandidates:
     """
 
     last_magnitude: Floats
-    """[N], mean |A| of the last visit; NaN for prompts never seen."""
+    """[N], mean |A| of the last visit; NaN without a visit."""
     expected_square: Floats
     """[N], E[Σ_i h_i²] of the next group, up to a common factor; h: proxy of the norm of a
     completion's term."""
@@ -150,7 +149,7 @@ def select(
         group_size: G.
         keep: ``config.keep`` under its schedule.
         rng: the step's generator for ``Purpose.PROMPTS``.
-        longest_first: whether prompts are requested in descending order of expected tokens.
+        longest_first: whether to request prompts in descending order of expected tokens.
 
     Returns:
         Kept prompts in the order of their requests, with inclusion probabilities; all 1 under a

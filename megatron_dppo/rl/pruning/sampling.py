@@ -77,7 +77,7 @@ class Rule(Generic[Candidates]):
     """
 
     inclusion: Callable[[Candidates, float], Floats]
-    """Function from candidates and ``keep`` to inclusion probabilities, in the candidates' shape.
+    """Function from candidates and the fraction to keep, to inclusion probabilities in their shape.
     For completions the caller applies floors, and drops zero advantages."""
     draw: Draw = draw_systematic
     """Draw of units, unless ``pruning.….draw`` names another."""
@@ -99,7 +99,7 @@ def wrap_user_rule(
 
     Args:
         setting: setting that names the function.
-        function: function from candidates and ``keep`` to inclusion probabilities.
+        function: see :class:`Rule`.
         shape: function from candidates to the shape of the probabilities.
     """
 
