@@ -19,7 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import ANSWERS, SETTINGS
 
 BATCH_TOKENS = 4096
-"""Maximum number of tokens of a batch, padding included, unless a single sequence is longer."""
+"""Maximum tokens of a batch, padding included, unless a single sequence is longer."""
 OPTIONS = {
     "data.train": "--calibrate",
     "data.prompt_key": "--prompt-key",
@@ -31,8 +31,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B sequences, padded on the right to T tokens. Attention is causal, so padding changes no
-    other token.
+    """B sequences, padded on the right to T tokens; causal attention ignores the padding.
 
     Prompts of two tokens, with responses of two tokens and of one token::
 
@@ -55,8 +54,8 @@ def read_sequences(
     """Read prompts with responses.
 
     Args:
-        source: a JSONL or Parquet file, or the ``--out`` folder of ``megatron-dppo eval``. A folder
-            has its prompts as the policy read them, and ignores the other arguments.
+        source: a JSONL or Parquet file, or the ``--out`` folder of ``megatron-dppo eval``, with
+            prompts as read by the policy. A folder ignores the other arguments.
 
     Raises:
         UserError: naming the option.
@@ -73,11 +72,11 @@ def read_sequences(
         max_prompt_tokens=2**31,
     )
     if source.is_file() and uses_date(Path(tokenizer.name_or_path)):
-        # The file's date, so that prompts are the same on every day.
+        # With the file's date, prompts are the same on every day.
         data = replace(data, date=date.fromtimestamp(source.stat().st_mtime).isoformat())
     try:
         return load_supervised_examples(data, tokenizer)
-    # Errors must name the command's options instead of a run's settings.
+    # Name the command's options instead of a run's settings.
     except UserError as error:
         texts = [str(error.setting), str(error.problem), str(error.remedy)]
         for setting, option in OPTIONS.items():
@@ -86,8 +85,7 @@ def read_sequences(
 
 
 def _read_evaluation(folder: Path, tokenizer: Tokenizer) -> list[SupervisedExample]:
-    """Read the answers of an evaluation. Truncated answers have no end token; empty answers are
-    skipped."""
+    """Read an evaluation's answers: truncated answers without end token; empty answers skipped."""
     file = folder / ANSWERS
     if not (folder / SETTINGS).is_file() or not file.is_file():
         problem = "is a folder without an evaluation"
@@ -128,12 +126,12 @@ def draw_sequences(
 def make_batches(
     answers: Sequence[SupervisedExample], max_tokens: int, device: torch.device
 ) -> list[Batch]:
-    """Batch sequences of similar lengths. A sequence ends at ``max_tokens``."""
+    """Batch sequences of similar lengths, truncated to ``max_tokens``."""
     rows = []
     for answer in answers:
         ids = np.concatenate([answer.prompt_ids, answer.response_ids])[:max_tokens]
         rows.append((ids, len(answer.prompt_ids)))
-    # Sort by length, because padding costs time.
+    # Padding costs time: sort by length.
     rows.sort(key=lambda row: -len(row[0]))
     batches = []
     while rows:

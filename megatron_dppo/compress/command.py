@@ -40,7 +40,6 @@ Sequences = Sequence[SupervisedExample]
 
 
 def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``megatron-dppo compress``."""
     parser.add_argument(
         "source",
         metavar="MODEL",
@@ -141,8 +140,7 @@ def _parse_seed(text: str) -> int:
 
 
 def compress(arguments: argparse.Namespace) -> int:
-    """Choose the parts to keep, write the smaller policy, and verify it on request. Return the exit
-    code.
+    """Choose the parts to keep, write the smaller policy, verify on request; return the exit code.
 
     Raises:
         UserError: naming the option, with ``OUT`` unchanged.
@@ -154,7 +152,7 @@ def compress(arguments: argparse.Namespace) -> int:
     recipe = _make_recipe(arguments)
     recipe.check(shape)
     dtype = find_stored_dtype(tensors, shape)
-    # The size of the result is known before the scores: check the disk first.
+    # The result's size is known before the scores: check the disk first.
     planned = recipe.plan_cut(shape)
     plan = plan_files(planned.compute_shape(shape), dtype)
     check_replaceable(
@@ -178,7 +176,7 @@ def compress(arguments: argparse.Namespace) -> int:
     if arguments.verify:
         with apply_cut(model, cut):
             logits = _compute_logits(model, shape)
-    # The smaller policy is loaded after the larger policy has left the memory.
+    # Free the larger policy's memory before the smaller policy is loaded.
     del model
     record = {
         **{
@@ -228,8 +226,7 @@ def _make_recipe(arguments: argparse.Namespace) -> Recipe:
 def _read_calibration(
     arguments: argparse.Namespace, recipe: Recipe, source: Path
 ) -> tuple[Sequences, Sequences]:
-    """Return sequences for the scores, and other sequences for the loss. Either list may be
-    empty."""
+    """Return sequences for the scores, and other sequences for the loss. Either may be empty."""
     if arguments.calibrate is None:
         if recipe.score not in NO_CALIBRATION:
             problem = f"--score {recipe.score} is measured on prompts with responses"
@@ -288,9 +285,8 @@ def _choose_and_measure(
     held_out: Sequences,
     max_tokens: int,
 ) -> tuple[Cut, dict[str, float]]:
-    """Return the cut, and the losses of the larger and the smaller policy; no losses without
-    sequences."""
-    # Prefer sequences that the choice of parts has not used.
+    """Return the cut, and the losses of both policies; no losses without sequences."""
+    # Prefer sequences not used by the choice of parts.
     measured = held_out or scored
     reads = recipe.count_reads(shape) * len(scored) + 2 * len(measured)
     with report_progress("sequences", reads, enabled=reads > 0) as advance:
@@ -311,8 +307,7 @@ def _compute_logits(model: Any, shape: PolicyShape) -> torch.Tensor:
 
 
 def _verify(output_dir: Path, expected: torch.Tensor) -> float:
-    """Compare the written policy's logits with the larger policy's under the cut; see
-    :func:`measure_difference`.
+    """Measure the difference of the written policy's logits from the larger policy's under the cut.
 
     Raises:
         UserError: a tensor is missing, or the logits differ.
@@ -326,7 +321,6 @@ def _verify(output_dir: Path, expected: torch.Tensor) -> float:
 
 
 def _describe_cut(shape: PolicyShape, cut: Cut) -> str:
-    """Describe the removed parts."""
     smaller = cut.compute_shape(shape)
     changes = []
     if smaller.num_layers != shape.num_layers:

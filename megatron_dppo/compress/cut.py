@@ -1,5 +1,4 @@
-"""Choice of a policy's kept parts, by number and size. Only the policy's shape is needed, no
-weights."""
+"""Number and size of a policy's kept parts, from the policy's shape without weights."""
 
 from __future__ import annotations
 
@@ -23,22 +22,20 @@ SCORES = {
 NO_CALIBRATION = ("magnitude", "random")
 """Scores without calibration sequences."""
 MULTIPLE = 128
-"""Default multiple of kept units, suited to matrix kernels."""
+"""Default multiple of kept units, for matrix kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Kept parts of a policy, by their indices in the larger policy, ascending.
-
-    Cut((0, 1, 3)) removes the third of four layers.
-    """
+    """Kept parts, by ascending index in the larger policy: Cut((0, 1, 3)) removes the third of four
+    layers."""
 
     layers: tuple[int, ...]
     units: tuple[tuple[int, ...], ...] | None = None
     """Kept feed-forward units of each layer of the larger policy, in equal numbers; None: all."""
     zero_attention: tuple[int, ...] = ()
-    """Layers with zeros as output projection of attention, because config.json has no sign for a
-    layer without attention."""
+    """Layers with zeros as attention's output projection: config.json has no sign for a layer
+    without attention."""
     zero_feed_forward: tuple[int, ...] = ()
     """Layers with zeros as down projection."""
 
@@ -53,7 +50,6 @@ class Cut:
         return replace(self, layers=tuple(layer for layer in self.layers if layer not in layers))
 
     def compute_shape(self, larger: PolicyShape) -> PolicyShape:
-        """Return the smaller policy's shape."""
         ffn = len(self.units[0]) if self.units else larger.ffn
         return replace(larger, num_layers=len(self.layers), ffn=ffn)
 
@@ -65,19 +61,19 @@ class Recipe:
     method: str
     score: str
     keep: float
-    """Fraction of all layers' weights to keep, without embeddings and norms. Zeroed parts count as
+    """Fraction of all layers' weights to keep, without embeddings and norms; zeroed parts count as
     removed."""
     part: Part = "block"
     multiple: int = MULTIPLE
     """Divisor of the number of kept units."""
     zero_attention: bool = False
-    """Permission for 2SSP to write zeros as output projections."""
+    """Whether 2SSP may write zeros as output projections."""
     seed: int = 1
     subnetworks: int | None = None
     """Pairs of random subnetworks for Shapley values; None: each layer is left out once."""
 
     def check(self, shape: PolicyShape) -> None:
-        """Refuse options that are impossible for this shape.
+        """Check the options, for this shape.
 
         Raises:
             UserError: naming the option.
@@ -105,7 +101,7 @@ class Recipe:
         if shape.experts and self.method != "depth":
             problem = "removes feed-forward units, which is not supported for mixtures of experts"
             raise UserError("--method", self.method, problem, "Give --method depth")
-        # Written zeros keep their size: require ``--zero-attention``.
+        # Zeros save no size: require ``--zero-attention``.
         count = count_removed_attentions(shape, 1 - self.keep) if self.method == "2ssp" else 0
         if count and not self.zero_attention:
             problem = (
@@ -119,7 +115,7 @@ class Recipe:
             raise UserError("--method", self.method, problem, remedy)
 
     def plan_cut(self, shape: PolicyShape) -> Cut:
-        """Return a cut of the final size, with the first parts instead of the best.
+        """Return a cut of the final size, of the first parts instead of the best.
 
         Raises:
             UserError: naming ``--keep`` or ``--multiple``, if no part or every part is kept.
@@ -133,7 +129,7 @@ class Recipe:
         return Cut(layers, (tuple(range(width)),) * len(layers), layers[:zeroed])
 
     def count_reads(self, shape: PolicyShape) -> int:
-        """Return the number of passes of the scores over the sequences."""
+        """Count the scores' passes over the sequences."""
         layers = shape.num_layers
         turns = 0
         if self.score in NO_CALIBRATION:
@@ -150,21 +146,18 @@ class Recipe:
 
 
 def count_attention_weights(shape: PolicyShape) -> int:
-    """Count the weights of a layer's four attention projections."""
+    """Count a layer's weights in its four attention projections."""
     return 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
 
 
 def count_feed_forward_weights(shape: PolicyShape) -> int:
-    """Count the weights of a layer's gate, up and down projections, or of the layer's experts and
-    router."""
+    """Count a layer's weights in gate, up and down projections, or in experts and router."""
     return shape.hidden * (3 * shape.ffn * max(1, shape.experts) + shape.experts)
 
 
 def count_removed_attentions(shape: PolicyShape, sparsity: float) -> int:
-    """Return 2SSP's number of layers without attention (arXiv:2501.17771).
-
-    N_attn = round(N · s^((|FFN| / |attn|) / 1.5)) of N layers; a half is rounded up.
-    """
+    """Return 2SSP's number of layers without attention (arXiv:2501.17771), of N layers:
+    round(N · s^((|FFN| / |attn|) / 1.5)), a half rounded up."""
     ratio = count_feed_forward_weights(shape) / count_attention_weights(shape)
     return math.floor(shape.num_layers * sparsity ** (ratio / 1.5) + 0.5)
 
@@ -179,7 +172,7 @@ def count_kept_layers(shape: PolicyShape, keep: float, part: Part) -> int:
     feed_forward = count_feed_forward_weights(shape)
     whole = attention + feed_forward
     size = {"block": whole, "attention": attention, "feed-forward": feed_forward}[part]
-    # ``keep`` counts weights of whole layers: a part alone must lose a larger fraction.
+    # ``keep`` is a fraction of whole layers: a part alone must lose more.
     kept = keep if part == "block" else 1 - (1 - keep) * whole / size
     left = round(shape.num_layers * kept)
     if not 0 < left < shape.num_layers:
@@ -190,10 +183,10 @@ def count_kept_layers(shape: PolicyShape, keep: float, part: Part) -> int:
 
 
 def count_kept_units(shape: PolicyShape, keep: float, multiple: int, zeroed: int) -> int:
-    """Return the nearest multiple of ``multiple`` to the exact number of kept units per layer.
+    """Return the number of kept units per layer, rounded to a multiple of ``multiple``.
 
     Args:
-        zeroed: layers without attention, which count as removed weights.
+        zeroed: layers whose attention counts as removed.
 
     Raises:
         UserError: naming ``--keep`` or ``--multiple``, if no unit or every unit is kept.
@@ -215,6 +208,6 @@ def count_kept_units(shape: PolicyShape, keep: float, multiple: int, zeroed: int
 
 
 def select_highest(scores: Sequence[float], count: int) -> tuple[int, ...]:
-    """Return the indices of the ``count`` highest scores, ascending; the first of equal scores."""
+    """Return the ascending indices of the ``count`` highest scores; the first of equal scores."""
     ranked = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
     return tuple(sorted(ranked[:count]))

@@ -19,15 +19,14 @@ from megatron_dppo.process.streams import print_message
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A causal language model of transformers, and calibration sequences."""
+    """A causal language model of transformers, with calibration sequences."""
 
     model: Any
     batches: Sequence[Batch]
     advance: Callable[[int], None] = lambda sequences: None
-    """Progress, called with the number of sequences read."""
+    """Called with the number of sequences read."""
 
     def read(self) -> Iterator[Batch]:
-        """Yield each batch, and count its sequences."""
         for batch in self.batches:
             yield batch
             self.advance(len(batch.tokens))
@@ -51,8 +50,7 @@ class Scorer:
     def measure_activations(self) -> torch.Tensor:
         """Return 2SSP's score (arXiv:2501.17771), [layers, units] fp64.
 
-        The score is the mean over sequences of ‖activations over the sequence's tokens‖₂ at the
-        down projection.
+        Mean over sequences of ‖activations over the sequence's tokens‖₂ at the down projection.
         """
         layers = self.model.model.layers
         sums = torch.zeros(len(layers), layers[0].mlp.down_proj.in_features, dtype=torch.float64)
@@ -76,11 +74,10 @@ class Scorer:
         """Return ShortGPT's block influence (arXiv:2403.03853) of a part of each layer, [layers]
         fp64.
 
-        The influence is 1 − mean over tokens of the cosine of the residual stream before and after
-        the part.
+        1 − mean over tokens of the cosine of the residual stream before and after the part.
         """
         layers = self.model.model.layers
-        # The inputs of norms are the residual stream before and after each part.
+        # The norms' inputs are the residual stream before and after each part.
         first = [layer.input_layernorm for layer in layers]
         second = [layer.post_attention_layernorm for layer in layers]
         last = [*first[1:], self.model.model.norm]
@@ -130,9 +127,8 @@ class Scorer:
         """Return φ = E[loss | part absent] − E[loss | part present] (arXiv:2407.16286), [layers].
 
         Args:
-            part: part of each layer.
-            pairs: number of pairs of :func:`draw_halves`. None: each mean is a single loss, without
-                the layer's part and with all parts.
+            pairs: pairs of :func:`draw_halves`. None: each mean is a single loss, without the
+                layer's part and with all parts.
             seed: random seed of the halves.
         """
         layers = len(self.model.model.layers)
@@ -143,7 +139,7 @@ class Scorer:
                 self.measure_loss(whole.remove(part, [layer])) - present for layer in range(layers)
             ]
         values = np.zeros(layers)
-        # The two halves of a pair remove each layer once: every mean has ``pairs`` losses.
+        # A pair's halves remove each layer once: every mean has ``pairs`` losses.
         for half in draw_halves(layers, pairs, seed):
             loss = self.measure_loss(whole.remove(part, half))
             absent = np.isin(np.arange(layers), half)
@@ -151,10 +147,8 @@ class Scorer:
         return (values / pairs).tolist()
 
     def remove_greedily(self, cut: Cut, part: Part, count: int) -> Cut:
-        """Remove a part of ``count`` layers, each time from the layer with the least loss without
-        the part.
-
-        For attention this is 2SSP's second stage (arXiv:2501.17771).
+        """Remove a part of ``count`` layers, one by one, with the least loss after each:
+        for attention, 2SSP's second stage (arXiv:2501.17771).
         """
         candidates = set(range(len(self.model.model.layers)))
         for turn in range(count):
@@ -206,7 +200,7 @@ def apply_cut(model: Any, cut: Cut) -> Iterator[None]:
 
 
 def draw_halves(layers: int, pairs: int, seed: int) -> list[list[int]]:
-    """Draw pairs of complementary halves of the layers, the smaller half first."""
+    """Draw pairs of complementary halves of the layers, the smaller first."""
     generator = np.random.default_rng(seed)
     halves = []
     for _ in range(pairs):
@@ -216,13 +210,13 @@ def draw_halves(layers: int, pairs: int, seed: int) -> list[list[int]]:
 
 
 def draw_scores(size: Sequence[int], seed: int) -> torch.Tensor:
-    """Draw uniform fp64 scores of shape ``size``."""
+    """Draw uniform fp64 scores."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(tuple(size), generator=generator, dtype=torch.float64)
 
 
 def choose_cut(scorer: Scorer, shape: PolicyShape, recipe: Recipe) -> Cut:
-    """Choose the parts with the highest scores."""
+    """Keep the parts with the highest scores."""
     layers = range(shape.num_layers)
     whole = Cut(tuple(layers))
     if recipe.method == "depth":
@@ -247,7 +241,7 @@ def choose_cut(scorer: Scorer, shape: PolicyShape, recipe: Recipe) -> Cut:
     cut = replace(whole, units=tuple(select_highest(row, width) for row in unit_scores.tolist()))
     zeroed = len(planned.zero_attention)
     if recipe.score != "random":
-        # The second stage of 2SSP measures the first stage's policy.
+        # 2SSP's second stage measures the first stage's policy.
         return scorer.remove_greedily(cut, "attention", zeroed)
     scores = draw_scores((len(layers),), recipe.seed).tolist()
     return cut.remove("attention", select_highest(scores, zeroed))

@@ -1,4 +1,4 @@
-"""Files of the smaller policy, written from the files of the larger policy a tensor at a time."""
+"""Write the smaller policy's files from the larger policy's, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.process.files import write_json
 
 RECORD = "compress.json"
-"""File with the options, the kept layers and the losses."""
+"""File of options, kept layers and losses."""
 
 
 def write_policy(
@@ -32,14 +32,13 @@ def write_policy(
     record: Mapping[str, Any],
     workers: int,
 ) -> None:
-    """Write the smaller policy's weights, configuration, tokenizer and record.
+    """Write weights, configuration, tokenizer and record of the smaller policy.
 
     Args:
         tensors: the larger policy's tensors, by name.
-        source: directory of the larger policy, of ``shape``.
+        source: the larger policy's directory.
         plan: files of the smaller policy.
         out: an existing, empty directory.
-        workers: threads that write.
 
     Raises:
         OSError: the disk is full.
@@ -60,7 +59,7 @@ def write_policy(
 def read_cut_tensor(
     name: str, tensors: Mapping[str, Chunk], cut: Cut, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Read a tensor of the smaller policy, by its name there."""
+    """Read a tensor by its name in the smaller policy."""
     parts = name.split(".")
     if parts[1] != "layers":
         return read_tensor(tensors[name].shape, [tensors[name]], dtype)
@@ -77,10 +76,10 @@ def read_cut_tensor(
 
 
 def _update_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
-    """Set the sizes of the smaller policy, and keep all other settings."""
+    """Set the smaller policy's sizes, keep all other settings."""
     config = json.loads(file.read_text())
     changed = cut.compute_shape(shape).config_sizes.items() - shape.config_sizes.items()
-    # The file may have an older and a newer name of a size.
+    # A size may have an older and a newer name.
     config |= {
         key: size for names, size in changed for key in names.split(" | ") if config.get(key)
     }

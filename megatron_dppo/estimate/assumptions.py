@@ -1,7 +1,4 @@
-"""Data sheets of GPUs, and the assumptions of a plan.
-
-Every assumption is printed with the plan, and can be set as ``assume.x=y``.
-"""
+"""Data sheets of GPUs, and assumptions of a plan, which prints them. ``assume.x=y`` sets each."""
 
 from __future__ import annotations
 
@@ -20,18 +17,18 @@ class Gpu:
     """A GPU in the usual eight-way node."""
 
     memory_gib: float
-    """Memory that CUDA reports as usable."""
+    """Memory usable by CUDA's report."""
     bandwidth: float
     """Bytes per second of the memory."""
     flops: float
-    """Dense bf16 products and sums per second."""
+    """Dense bf16 operations (products and sums) per second."""
     nvlink: float
     """Bytes per second to GPUs of the same node, one way."""
     network: float
-    """Bytes per second to other nodes, one way, by the GPU's share of the node's adapters."""
+    """Bytes per second to other nodes, one way: the GPU's share of the node's adapters."""
 
     def get_peak_flops(self, dtype: str) -> float:
-        """Return products and sums per second in a type of ``model.dtype``."""
+        """Return operations per second in a type of ``model.dtype``."""
         # fp32 has no matrix units, because TF32 is off.
         return self.flops if dtype == "bf16" else self.flops / 16
 
@@ -47,8 +44,8 @@ GPUS = {
 
 
 def needs_flash_attn(gpu: str, head_dim: int) -> bool:
-    """Return whether Transformer Engine 2.14.1 requires flash-attn to train over packs: cuDNN 9.19
-    has no kernel then.
+    """Return whether training over packs needs flash-attn: Transformer Engine 2.14.1 finds no
+    kernel in cuDNN 9.19.
 
     Args:
         gpu: a key of :data:`GPUS`.
@@ -59,80 +56,78 @@ def needs_flash_attn(gpu: str, head_dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Assumptions for every model, machine and layout; shares are relative to the data sheet."""
+    """Assumptions for every model, machine and layout; fractions of rates: of the data sheet."""
 
     response_share: float = 0.5
-    """Mean response / rollout.max_response_tokens. NeMo-RL's published runs have 0.26
-    (Llama-3.1-8B, 1,060 of 4,096) and 0.78 (Qwen3-32B, 3,206 of 4,096); a run's own
-    ``rollout/response_len/mean`` is better."""
+    """Mean response / rollout.max_response_tokens. NeMo-RL's published runs: 0.26 (Llama-3.1-8B,
+    1,060 of 4,096), 0.78 (Qwen3-32B, 3,206 of 4,096). A run's ``rollout/response_len/mean`` is
+    better."""
     prompt_tokens: float = 130.0
-    """Mean prompt; the two runs above have 132 and 110. Never above data.max_prompt_tokens."""
+    """Mean prompt; 132 and 110 in the two runs above. At most data.max_prompt_tokens."""
     mixed_share: float = 0.6
     """Fraction of prompts whose answers have unequal rewards. Without a KL term only these are
     trained on, pruned or not; dynamic_sampling and greso roll out until enough are found. A guess;
-    1 - ``prune/zero_advantage_fraction`` of a run is better."""
+    a run's 1 - ``prune/zero_advantage_fraction`` is better."""
     variance: float | None = None
-    """Factor of pruning on the gradient's variance. None: measurements of the same pruning on three
-    tasks (estimate/time.py); ``prune/variance_inflation`` of a run of your own is better."""
+    """Factor of pruning on the gradient's variance. None: as measured for the same pruning on three
+    tasks (estimate/time.py). A run's ``prune/variance_inflation`` is better."""
     low_share: float = 0.5
-    """Fraction of scores below the mean, pruned by the rules called threshold. A guess."""
+    """Fraction of scores below the mean, pruned by the threshold rules. A guess."""
     efficient_share: float = 0.5
-    """Fraction of the tokens with a gradient that ``pruning.completions.keep=auto`` trains on: 0.76
-    early, 0.44 in the middle and 0.37 late in a run on sums (benchmarks/efficiency.py)."""
+    """Fraction of the tokens with a gradient trained on under ``pruning.completions.keep=auto``:
+    0.76 early, 0.44 midway, 0.37 late in a run on sums (benchmarks/efficiency.py)."""
     pack_fill: float = 0.99
-    """Fraction of a pack's slots with tokens, if several sequences fit (benchmarks/packing.py finds
-    0.99)."""
+    """Fraction of a pack's slots with tokens, if several sequences fit (benchmarks/packing.py)."""
     busy_share: float = 0.85
-    """Fraction of the trainer's passes at the rates of ``estimate/kernels.py`` for kernels and
-    messages. In the rest a GPU waits for launches or the slowest rank, or runs at a lower clock. A
+    """Fraction of the trainer's time in kernels and messages at the rates of
+    ``estimate/kernels.py``; the rest: waiting for launches or the slowest rank, a lower clock. A
     guess: pre-training, with even packs, reaches 0.83 (2B) to 0.91 (175B) by Megatron-LM's README
     (0.41 and 0.47 of the matrix rate on H100s)."""
     expert_imbalance: float = 1.5
-    """Tokens of a layer's busiest expert-parallel rank / the mean of the ranks; all ranks wait for
-    the busiest. A guess: routers are balanced over pretraining data, not over mathematics."""
+    """Tokens of a layer's busiest expert-parallel rank (all ranks wait) / mean of the ranks. A
+    guess: routers are balanced over pretraining data, not over mathematics."""
     decode_bandwidth_share: float = 0.7
-    """Fraction of the memory's bandwidth, for weights and cache read by a decode step. Streaming
-    kernels reach 0.8 to 0.9; attention over pages of a cache less."""
+    """Fraction of the memory's bandwidth, to read weights and cache in a decode step. Streaming
+    kernels reach 0.8 to 0.9, attention over a cache's pages less."""
     decode_flops_share: float = 0.5
-    """Fraction of the matrix rate in the products of large decode batches and of prefill. A
-    guess."""
+    """Fraction of the matrix rate in prefill and in large decode batches. A guess."""
     decode_step_ms: float = 3.0
-    """Milliseconds of a decode step in addition to reading and multiplying: scheduling, sampling,
-    launches. A guess."""
+    """Milliseconds of a decode step's scheduling, sampling and launches, added to reads and
+    products. A guess."""
     decode_request_us: float = 10.0
-    """Microseconds of the server's host per completion of the batch, added to a decode step. A
+    """Microseconds of the server's host added to a decode step per completion of the batch. A
     guess."""
     all_reduce_us: float = 12.0
-    """Least microseconds of one all-reduce of a server's ranks, two in each layer; a large
-    all-reduce takes its bytes' time over NVLink. A guess."""
+    """Least microseconds of an all-reduce of a server's ranks, two per layer; a large all-reduce
+    takes its bytes' time over NVLink. A guess."""
     server_memory_share: float = 0.85
-    """Fraction of a GPU's memory used by a server's weights and cache; SGLang's default is close on
+    """Fraction of a GPU's memory for a server's weights and cache; SGLang's default is close on
     large GPUs."""
     server_buffers_gib: float = 4.0
-    """Memory of a server for activations and captured graphs. A guess."""
+    """A server's activations and captured graphs. A guess."""
     reserved_gib: float = 3.0
-    """CUDA's context, buffers of NCCL, cuBLAS and Transformer Engine, of a rank of the trainer. A
+    """CUDA's context and buffers of NCCL, cuBLAS and Transformer Engine, per rank of the trainer. A
     guess."""
     asleep_gib: float = 2.0
-    """Memory that a server on the trainer's GPU keeps while a step trains: CUDA's context, NCCL's
-    buffers. A guess."""
+    """CUDA's context and NCCL's buffers of a server on the trainer's GPU, kept while a step trains.
+    A guess."""
     fragmentation: float = 0.05
     """Fraction of a rank's allocations lost to fragmentation. A guess."""
     sync_network_share: float = 0.1
-    """Fraction of the network (NVLink within a node), for weights sent to servers through NCCL:
-    verl reports 14 to 18 s for a model of 32B."""
+    """Fraction of the network (NVLink within a node) for weights sent to servers through NCCL: verl
+    reports 14 to 18 s for a 32B model."""
     sync_copy_gb_s: float = 2.0
-    """GB/s of weights sent by disk. A guess: disks differ."""
+    """GB/s of weights sent by disk. A guess."""
     overhead_s: float = 5.0
     """Seconds of a step for scoring, planning and moving tokens. A guess."""
 
 
 def read_assumptions(words: Sequence[str]) -> Assumptions:
-    """Return the defaults, overridden by ``words`` of the form ``assume.x=y``.
+    """Return the defaults, overridden by words ``assume.x=y``.
 
     Raises:
-        UserError: a name is unknown (the message has the nearest name), or a value is not a
-            positive number.
+        UserError: an unknown name (the message has the nearest), or a value that is no positive
+            number, or a fraction above 1.
     """
     known = {field.name: field for field in fields(Assumptions)}
     given: dict[str, float] = {}

@@ -1,8 +1,7 @@
 """Estimate seconds of a pack's kernels and messages on a rank, by formula, at rates of well-made
-kernels.
+kernels. Needs no torch.
 
-- Needs no torch.
-- Kernels were listed by a rehearsal (``tests/rehearsal``) of the trainer with Transformer Engine;
+- A rehearsal (``tests/rehearsal``) of the trainer with Transformer Engine listed the kernels;
   ``tests/rehearsal/test_command.py`` compares their sums.
 - Kernels run without gaps and without overlap.
 - Sizes are elements of ``model.dtype`` unless named bytes.
@@ -35,7 +34,7 @@ PRODUCTS = 0.72
 STREAMS = 0.85
 LINKS = 0.8
 """``PRODUCTS``, ``STREAMS``, ``LINKS``: fractions of the data sheet's rates reached by large
-products (cuBLAS on an H100: 650 to 750 TFLOP/s), by streaming kernels, and by collectives."""
+products (cuBLAS on an H100: 650 to 750 TFLOP/s), streaming kernels and collectives."""
 ATTENTION_FORWARD = 0.40
 ATTENTION_BACKWARD = 0.30
 """``ATTENTION_FORWARD``, ``ATTENTION_BACKWARD``: fractions of the matrix rate over the pairs of
@@ -43,9 +42,9 @@ causal attention."""
 LEAST_SECONDS = 2e-6
 """Least seconds of a kernel."""
 PROCESSORS = {"a100-40": 108, "a100-80": 108, "b200": 148}
-"""Multiprocessors of a GPU; 132 for GPUs not listed."""
+"""Multiprocessors of a GPU; 132 if not listed."""
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9))
-"""Rows and columns of the tiles of products, and the fraction of the rate that the tiles reach."""
+"""Rows and columns of the tiles of products, and the fraction of the rate reached."""
 
 REPLICAS = "replicas: gradients and weights"
 EXCHANGE = "experts: exchange"
@@ -64,7 +63,7 @@ def estimate_kernel_time(
     Args:
         flops: products and sums.
         size: bytes read and written.
-        share: fraction of the matrix rate that the kernel reaches.
+        share: fraction of the matrix rate reached.
         dtype: type of the operands; None: the model's.
         product: rows and columns of a matrix product, to count idle parts of tiles.
     """
@@ -76,8 +75,7 @@ def estimate_kernel_time(
 
 @cache
 def compute_tile_utilization(rows: int, columns: int, processors: int) -> float:
-    """Return the fraction of the multiprocessors' time that a product of ``rows`` x ``columns``
-    uses under the best tiling."""
+    """Return the fraction of the multiprocessors' time used by a product under the best tiling."""
     best = 0.0
     for height, width, reached in TILES:
         down = -(-rows // height)
@@ -94,7 +92,6 @@ def estimate_transfer_time(
 
     Args:
         kind: one of :data:`COLLECTIVES`.
-        ranks: number of ranks in the group.
         size: bytes of the full tensor.
         times: 2 for an all-reduce, 1 for a gather, a scatter or an exchange.
     """
@@ -106,15 +103,14 @@ def estimate_transfer_time(
     if kind == EXCHANGE:
         near = min(max(per_node // layout.expert_tp, 1), ranks)
         return size * max((near - 1) / ranks / gpu.nvlink, (ranks - near) / ranks / gpu.network)
-    # A ring with several ranks in a node uses the adapters of all these ranks.
+    # A ring uses the adapters of all its ranks in a node.
     inside = min(max(per_node // (1 if kind == INSIDE else layout.tp), 1), ranks)
     rate = gpu.nvlink if ranks <= inside else min(gpu.nvlink, inside * gpu.network)
     return times * (ranks - 1) / max(ranks, 1) * size / rate
 
 
 def estimate_message_time(setup: Setup, kind: str, size: float) -> float:
-    """Estimate the seconds of a message of ``size`` bytes between two ranks; sent and received at
-    once."""
+    """Estimate the seconds of a message between two ranks, sent and received at once."""
     layout = setup.layout
     gpu = setup.gpu
     per_node = setup.config.cluster.gpus_per_node
@@ -125,9 +121,8 @@ def estimate_message_time(setup: Setup, kind: str, size: float) -> float:
 EXPERT_LAUNCHES = 12
 CONTEXT_LAUNCHES = 8
 LOSS_LAUNCHES = 75
-"""``EXPERT_LAUNCHES``, ``CONTEXT_LAUNCHES``, ``LOSS_LAUNCHES``: kernels of the least length in a
-router's counts (per pass of a layer), in each step of attention over context-parallel ranks, and in
-a pack's loss."""
+"""``EXPERT_LAUNCHES``, ``CONTEXT_LAUNCHES``, ``LOSS_LAUNCHES``: kernels of the least length per
+router's pass, per step of attention over context-parallel ranks, and per pack's loss."""
 
 
 class Seconds(NamedTuple):
@@ -146,13 +141,13 @@ class Seconds(NamedTuple):
 
 FORWARD = 0
 BACKWARD = 1
-"""``FORWARD``, ``BACKWARD``: rows of an array of :class:`Seconds`, [2, 3], and of an array of
-kernels or messages, [2]."""
+"""``FORWARD``, ``BACKWARD``: rows of an array of :class:`Seconds`, [2, 3], or of kernels or
+messages, [2]."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Passes of a pack through a rank of a pipeline stage."""
+    """A pack's passes through a stage's rank."""
 
     forward: Seconds
     """A pass of log-probabilities."""
@@ -161,8 +156,7 @@ class StageTimes:
 
 
 def estimate_stage_times(setup: Setup) -> list[StageTimes]:
-    """Estimate passes of the mean pack through each pipeline stage, with messages to other
-    stages."""
+    """Estimate passes of the mean pack through each pipeline stage, stages' messages included."""
     layout = setup.layout
     pack = setup.mean_pack
     attention = _estimate_attention(setup, pack)
@@ -197,15 +191,13 @@ def estimate_optimizer_time(setup: Setup, stage: int) -> float:
 
 
 def estimate_reduction_time(setup: Setup, stage: int) -> float:
-    """Estimate the seconds to bring an update's gradients to each rank's shard as fp32 sums, and
-    the weights back."""
+    """Estimate the seconds to bring gradients to ranks' shards as fp32 sums, and weights back."""
     shape = setup.shape
     layout = setup.layout
     elements = count_rank_elements(setup.shape, stage, setup.layout)
     placement = setup.placement
     groups = ((placement.replica, elements.dense), (placement.expert_replica, elements.experts))
-    # The experts have an optimizer of their own, and Megatron gathers all weights after each of the
-    # two.
+    # The experts have a separate optimizer, and Megatron gathers all weights after each of the two.
     moved = 4.0 + setup.width * (2 if shape.experts else 1)
     tied = shape.tied and layout.pp > 1 and stage in (0, layout.pp - 1)
     # The first and the last stage sum their gradients of tied embeddings.
@@ -235,7 +227,7 @@ def _estimate_attention(setup: Setup, pack: MeanPack) -> Floats:
     products = _estimate_products(setup, [(pack.tokens, *size) for size in sizes])
     forward = [2 * h, 3 * h, *3 * [2 * q, 2 * k], 2 * k, q]
     backward = [3 * h, 3 * h, 3 * q, 3 * k, 2 * q, 2 * k, 2 * (q + 2 * k), q + 2 * k]
-    # Gradients of norms, which adapters leave frozen.
+    # Gradients of norms; adapters leave norms frozen.
     small = 4.0 if not setup.config.model.lora.rank else 0.0
     messages = _estimate_tensor_parallelism(setup, pack)
     if layout.cp > 1:
@@ -301,7 +293,7 @@ def _estimate_experts(setup: Setup, pack: MeanPack) -> Floats:
     etp = layout.expert_tp
     h = mine * shape.hidden
     sent = mine * shape.experts_per_token * shape.hidden
-    # Every rank waits for the rank whose experts receive most tokens.
+    # Every rank waits for the rank with the busiest experts.
     got = etp * mine * shape.experts_per_token * setup.imbalance
     experts = shape.experts // layout.ep
     ffn = shape.ffn // etp
@@ -341,13 +333,12 @@ def _estimate_experts(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _estimate_embedding(setup: Setup, pack: MeanPack) -> Floats:
-    """Estimate the embedding's look-up and gradient."""
     shape = setup.shape
     layout = setup.layout
     weight = count_vocabulary_rows(setup) * shape.hidden
     h = pack.tokens * shape.hidden
     cut = layout.tp > 1
-    # The look-up reads the weight. Its gradient is full-size, and is added to the sum of all packs.
+    # The look-up reads the weight. Its gradient is full-size, and added to the sum of all packs.
     summed = (4.0 + 4.0 + setup.width) / setup.width * weight
     streams = ([weight + h] + [2 * h] * cut, [weight + h, summed] + [2 * h] * cut)
     return _sum_pass_times(
@@ -381,8 +372,7 @@ def _estimate_head(setup: Setup, pack: MeanPack) -> Floats:
 
 
 def _estimate_stage_messages(setup: Setup, pack: MeanPack, stage: int) -> Floats:
-    """Estimate messages to the next stage, and back to the previous; each virtual stage sends its
-    own."""
+    """Estimate messages to the next stage and back; each virtual stage sends its own."""
     layout = setup.layout
     size = pack.tokens * setup.shape.hidden / count_shared_ranks(layout) * setup.width
     # With virtual stages the last rank sends to the first: only the ends of the policy send less.
@@ -405,9 +395,9 @@ def _sum_pass_times(
 
     Args:
         products: seconds of matrix products, [2].
-        streams: elements read and written by each remaining kernel, forward and backward.
+        streams: elements read and written by each other kernel.
         messages: seconds, [2].
-        launches: kernels of the least length, forward and backward.
+        launches: kernels of the least length.
         exchange: seconds of each pass.
     """
     found = np.zeros((2, 3))
@@ -427,12 +417,9 @@ def _estimate_product(
     """Estimate the seconds of [rows, inner] · [inner, columns].
 
     Args:
-        rows: rows of the product.
-        columns: columns of the product.
-        inner: size of the summed dimension.
         output_bytes: bytes per element of the product; None: the operands' width.
         dtype: type of the operands; None: the model's.
-        use_tiles: whether the roofline counts idle parts of tiles.
+        use_tiles: whether to count idle parts of tiles.
     """
     width = WEIGHT_BYTES[dtype] if dtype else setup.width
     output_width = width if output_bytes is None else output_bytes
@@ -446,18 +433,16 @@ def _estimate_product(
 def _estimate_products(
     setup: Setup, sizes: list[tuple[float, float, float]], *, use_tiles: bool = True
 ) -> Floats:
-    """Estimate the seconds of products with weights, and of the products for gradients of inputs
-    and weights, [2].
+    """Estimate the seconds of products with weights, forward and for both gradients, [2].
 
     Args:
         sizes: rows, columns and inner size of each product.
-        use_tiles: see :func:`_estimate_product`.
     """
     found = np.zeros(2)
     for rows, columns, inner in sizes:
         found[FORWARD] += _estimate_product(setup, rows, columns, inner, use_tiles=use_tiles)
         found[BACKWARD] += _estimate_product(setup, rows, inner, columns, use_tiles=use_tiles)
-        # Frozen weights of a policy with adapters have no gradient.
+        # Under adapters, the policy's frozen weights have no gradient.
         if not setup.config.model.lora.rank:
             found[BACKWARD] += _estimate_product(
                 setup, columns, inner, rows, output_bytes=8, use_tiles=use_tiles

@@ -9,13 +9,12 @@ DELTA_CHUNK = 64
 
 
 def count_delta_elements(shape: PolicyShape) -> float:
-    """Count the elements that a gated delta network keeps per token.
+    """Count the elements kept per token by a gated delta network.
 
-    - Outputs of the input projection and of the convolution, and the result of the delta rule.
-    - Queries and keys, for each value head.
-    - 64 products of a chunk, for each value head.
+    - Outputs of the input projection, the convolution and the delta rule.
+    - Per value head: queries, keys, and 64 products of a chunk.
 
-    The count is 2% more than a rehearsal of Qwen3.5-4B keeps; not measured on a GPU.
+    The count is 2% above a rehearsal of Qwen3.5-4B; not measured on a GPU.
     """
     keys = shape.delta_keys * shape.delta_key_dim
     values = shape.delta_values * shape.delta_value_dim
@@ -24,8 +23,8 @@ def count_delta_elements(shape: PolicyShape) -> float:
 
 
 def count_delta_flops(shape: PolicyShape) -> float:
-    """Count the FLOPs of a token's forward pass through one delta rule: products within its chunk,
-    half of them masked, and reads and writes of the state."""
+    """Count the FLOPs of a token's forward pass through one delta rule: products within its chunk
+    (half are masked), reads and writes of the state."""
     sizes = shape.delta_key_dim + shape.delta_value_dim
     state = 3 * shape.delta_key_dim * shape.delta_value_dim
     return 2.0 * shape.delta_values * (DELTA_CHUNK * sizes + state)

@@ -26,11 +26,10 @@ from megatron_dppo.parallel.layout import count_interleaved_packs, list_stage_la
 
 
 def resolve_shape(path: str) -> PolicyShape:
-    """Return a policy's shape, from the directory ``path``, otherwise from the published model of
-    this name.
+    """Return a policy's shape, from the directory ``path``, else the published model of this name.
 
     Raises:
-        UserError: ``model.path`` is not a directory or a published model.
+        UserError: ``model.path`` is no directory and no published model.
     """
     name = match_published_model(path)
     return (
@@ -42,20 +41,20 @@ def resolve_shape(path: str) -> PolicyShape:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Numbers of weights, without the padding of the vocabulary."""
+    """Numbers of weights, without vocabulary padding."""
 
     total: int
     active: int
-    """Weights that multiply one token: of all experts, only the token's."""
+    """Weights that multiply one token; of experts, only the token's."""
     matrices: int
-    """Active weights in the layers. A token's forward pass takes two FLOPs for each."""
+    """Active weights in the layers: two FLOPs each in a token's forward pass."""
     head: int
     """Weights of the output layer, used by response tokens only."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankElements:
-    """Numbers of weights on a rank of the trainer, the vocabulary's padding included."""
+    """Numbers of weights on a trainer rank, vocabulary padding included."""
 
     dense: int
     """All weights except the experts': equal on all ranks of a replica, for any layout.ep."""
@@ -68,7 +67,6 @@ class RankElements:
 
 @cache
 def count_parameter_kinds(shape: PolicyShape) -> Parameters:
-    """Count a policy's weights."""
     sizes = _count_sizes(shape)
     experts = shape.experts * sizes.expert * shape.num_layers
     outside = sizes.embedding if shape.tied else 2 * sizes.embedding
@@ -81,8 +79,7 @@ def count_parameter_kinds(shape: PolicyShape) -> Parameters:
 def count_rank_elements(
     shape: PolicyShape, stage: int, layout: LayoutConfig, lora: LoraConfig | None = None
 ) -> RankElements:
-    """Count the weights on a rank of a pipeline stage: the policy's, or its adapters' under
-    ``lora``."""
+    """Count the weights on a rank of a pipeline stage: the policy's, or its ``lora`` adapters'."""
     sizes = _count_sizes(shape, layout, lora)
     dense = sum(
         sizes.layers[shape.layer_types[layer]]
@@ -92,42 +89,36 @@ def count_rank_elements(
     if stage == 0:
         dense += sizes.embedding
     if stage == layout.pp - 1:
-        # Tied embeddings on one stage share the weight. The last of several stages has a copy.
+        # On one stage, tied embeddings share the weight. The last of several stages has a copy.
         dense += sizes.norm + (0 if shape.tied and stage == 0 else sizes.embedding)
     layer_experts = shape.experts // layout.ep * sizes.expert
     return RankElements(dense, layer_experts * count_stage_layers(shape, stage, layout))
 
 
 def count_stage_layers(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
-    """Count the layers of a pipeline stage, over all virtual stages."""
     return sum(map(len, list_stage_layers(shape.num_layers, stage, layout)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Numbers of weights on a rank."""
+    """Numbers of weights."""
 
     embedding: int
     norm: int
-    """Weights of the last norm, before the output layer."""
+    """The last norm, before the output layer."""
     layers: dict[str, int]
-    """Weights of a layer of each kind, without experts."""
+    """Weights of a layer by kind, without experts."""
     expert: int
-    """Weights of an expert of a layer."""
+    """Weights of a single expert."""
 
 
 @cache
 def _count_sizes(
     shape: PolicyShape, layout: LayoutConfig | None = None, lora: LoraConfig | None = None
 ) -> _Sizes:
-    """Count one expert and one layer of each kind.
-
-    Args:
-        layout: layout that shards the weights; None: all weights, without the padding of the
-            vocabulary.
-        lora: adapters to count instead of the policy.
-    """
-    # A thin policy is enough, and a mixture of experts has thousands of entries.
+    """Count one expert and one layer of each kind, of ``lora`` adapters if given. Without
+    ``layout``: all weights, without vocabulary padding."""
+    # A thin policy is enough; a mixture of experts has thousands of entries.
     kinds = shape.layer_types
     thin = dataclasses.replace(
         shape, num_layers=shape.attention_interval, experts=min(shape.experts, 1), tied=True
@@ -152,17 +143,15 @@ SYNC_BUCKET_MIB = 512
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Number of tensors that a layer keeps per token for the backward pass, by width."""
+    """Tensors that a layer keeps per token for the backward pass: their number by width."""
 
     norms: int
-    """Width of the hidden state; under sequence parallelism each rank has its part of the
-    tokens."""
+    """Width of the hidden state; under sequence parallelism each rank has its part of the tokens.
+    """
     queries: int
     """Width of all queries; sharded by tensor parallelism, like ``keys`` and ``feed_forward``."""
     keys: int
-    """Width of all keys."""
     feed_forward: int
-    """Width of the feed-forward layer."""
     copies: int
     """Width of the hidden state, per expert of the token."""
 
@@ -172,8 +161,8 @@ FUSED = Saved(norms=4, queries=3, keys=3, feed_forward=3, copies=1)
 
 - Norms: input and output; norms of queries and keys only the input.
 - Attention: the output is shared with the next operator.
-- SwiGLU: the input, and the input of the down projection. Routing weights are multiplied into the
-  latter, so that experts' outputs are not kept."""
+- SwiGLU: the input, and the down projection's input, which routing weights have multiplied, so that
+  experts' outputs are not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +191,6 @@ class Memory:
 
 
 def estimate_actor_memory(setup: Setup) -> Memory:
-    """Estimate the peak memory of the trainer's fullest rank."""
     return max(
         (estimate_rank_memory(setup, stage) for stage in range(setup.layout.pp)),
         key=attrgetter("total"),
@@ -210,7 +198,6 @@ def estimate_actor_memory(setup: Setup) -> Memory:
 
 
 def estimate_rank_memory(setup: Setup, stage: int) -> Memory:
-    """Estimate the peak memory of a rank of a pipeline stage."""
     config = setup.config
     assume = setup.assume
     # The peak occurs in a step without pruning.
@@ -229,12 +216,12 @@ def estimate_rank_memory(setup: Setup, stage: int) -> Memory:
     parts["uneven experts"] = sum(uneven) - sum(even)
     parts["head"] = 0.0
     if stage == setup.layout.pp - 1:
-        # The head's backward pass ends before the first layer's begins: the larger makes the peak.
+        # The head's backward pass ends before the first layer's begins: the larger is the peak.
         parts["head"] = max(_count_head_bytes(setup) - uneven[1], 0.0)
     # Two buckets in the stream, two in the sender.
     buckets = 4 if config.rollout.served else 2
     parts["sync"] = float(buckets * get_bucket_bytes(config))
-    # Parts on the host during the passes need room on the GPU afterwards, instead of activations.
+    # Parts on the host during passes use the room on the GPU that activations leave afterwards.
     passes = parts["activations"] + parts["uneven experts"] + parts["head"]
     for part, waits in (
         ("optimizer", config.optimizer.offload),
@@ -248,14 +235,13 @@ def estimate_rank_memory(setup: Setup, stage: int) -> Memory:
 
 
 def get_bucket_bytes(config: Config) -> int:
-    """Return the bytes of a bucket of weights for the servers."""
+    """Bytes of a bucket of weights for the servers."""
     return (config.rollout.sync.bucket_mib or SYNC_BUCKET_MIB) * 2**20
 
 
 def count_resident_bytes(config: Config, memory: Memory) -> float:
     """Count the bytes that a rank of the trainer keeps while its GPU generates."""
-    # Gradients are freed before a server on the same GPU wakes. Parts that wait on the host
-    # stay on the host during generation, too.
+    # Gradients are freed before a server on the same GPU wakes; parts on the host stay there.
     keeps = {"weights": True, "teacher": True, "reserved": True}
     keeps["gradients"] = not config.rollout.colocated
     keeps["optimizer"] = not config.optimizer.offload
@@ -264,8 +250,7 @@ def count_resident_bytes(config: Config, memory: Memory) -> float:
 
 
 def count_persistent_bytes(setup: Setup, stage: int) -> dict[str, float]:
-    """Count the bytes that a rank holds during the whole run, exact except for the padding of
-    buffers."""
+    """Count a rank's bytes of the whole run, exact except for buffers' padding."""
     config = setup.config
     lora = setup.config.model.lora
     elements = count_rank_elements(setup.shape, stage, setup.layout)
@@ -280,7 +265,7 @@ def count_persistent_bytes(setup: Setup, stage: int) -> dict[str, float]:
         "weights": weights,
         "gradients": 4.0 * trained.total,
         "optimizer": state * count_optimizer_elements(setup, trained),
-        # With adapters, the policy without adapters is the reference: no second copy.
+        # With adapters, the reference is the policy without them: no second copy.
         "reference": weights if config.loss.kl_coef > 0 and not lora.rank else 0.0,
         "teacher": _count_teacher_bytes(setup, stage),
     }
@@ -299,7 +284,7 @@ def _count_teacher_bytes(setup: Setup, stage: int) -> float:
     """Count the bytes of teachers on a stage.
 
     - Weights: of several teachers, the largest.
-    - Last stage: output layers of all teachers, needed in training, and the states of a minibatch's
+    - Last stage: all teachers' output layers, needed in training, and the states of a minibatch's
       packs, as if every token were a response's.
     """
     config = setup.config
@@ -321,7 +306,7 @@ def _count_teacher_bytes(setup: Setup, stage: int) -> float:
 
 
 def count_chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
-    """Count a virtual stage's forward passes that wait for a backward pass at once, at most.
+    """Return the maximum number of a virtual stage's forward passes that wait for a backward pass.
 
     Args:
         packs: packs of a minibatch on each replica.
@@ -330,7 +315,7 @@ def count_chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
     if layout.vpp == 1:
         return min(layout.pp - stage, packs)
     # Interleaved, with v virtual stages: before the first backward pass ends, a virtual stage has
-    # made 2(p - i - 1) + (v - 1)g + 1 passes. g packs pass before the next virtual stage's turn.
+    # made 2(p - i - 1) + (v - 1)g + 1 passes; g packs pass before the next virtual stage's turn.
     most = (
         2 * (layout.pp - stage - 1)
         + (layout.vpp - 1) * count_interleaved_packs(packs, layout.pp)
@@ -345,9 +330,7 @@ def count_activation_bytes(
     """Count the bytes that a stage keeps for backward passes, with all packs in flight.
 
     Args:
-        saved: tensors that operators keep.
-        packs: packs of a minibatch on each replica.
-        imbalance: tokens of this rank's experts / tokens of a mean rank's.
+        imbalance: tokens of this rank's experts / a mean rank's.
     """
     shape = setup.shape
     layout = setup.layout
@@ -362,7 +345,7 @@ def count_activation_bytes(
         / layout.vpp
         * count_chunks_in_flight(stage, layout, packs)
     )
-    # The last norm, and the head's input: the head's backward pass follows at once.
+    # The last norm and the head's input, once: the head's backward pass follows at once.
     if stage == layout.pp - 1:
         kept += 2 * shape.hidden / count_shared_ranks(layout) + shape.hidden
     # A pack's input from the previous stage, and the gradient sent back.
@@ -372,8 +355,7 @@ def count_activation_bytes(
 
 
 def count_backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> float:
-    """Count the bytes that a layer needs in addition to its kept activations: recomputed and
-    short-lived tensors."""
+    """Count the bytes of a layer's recomputed and short-lived tensors, beside kept activations."""
     shape = setup.shape
     layout = setup.layout
     feed_forward = count_feed_forward_elements(shape, layout, saved, imbalance)
@@ -382,9 +364,8 @@ def count_backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> flo
         "selective": feed_forward,
         "full": count_mixer_elements(shape, layout, saved) + feed_forward,
     }[setup.config.model.recompute]
-    # SwiGLU's gradient has twice the feed-forward width. The down projection's saved input, one
-    # width, is free by then.
-    # With experts, routed tokens have three more copies: as sent, received and returned.
+    # SwiGLU's gradient has twice the feed-forward width; the down projection's saved input, one
+    # width, is free by then. Routed tokens have three more copies: as sent, received and returned.
     swiglu = shape.ffn * (shape.experts_per_token or 1) / layout.tp
     passing = max(swiglu, 3 * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp)
     # The gradient of the layer's output.
@@ -393,13 +374,12 @@ def count_backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> flo
 
 
 def _count_token_bytes(setup: Setup) -> float:
-    """Count the bytes of one element of each token of a pack on a rank."""
+    """Count the bytes of one element per token of a pack on a rank."""
     return setup.config.pack.max_tokens / setup.layout.cp * setup.width
 
 
 def count_mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
-    """Count the elements per token that the norms and the attention of a layer keep for the
-    backward pass; for a hybrid policy, the average over layers."""
+    """Count the elements per token kept by a layer's norms and attention, averaged over layers."""
     queries = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
     gate = queries if shape.hybrid else 0
@@ -430,10 +410,9 @@ def get_head_chunk_bytes(setup: Setup) -> float:
 def count_feed_forward_elements(
     shape: PolicyShape, layout: LayoutConfig, saved: Saved, imbalance: float
 ) -> float:
-    """Count the elements per token that the feed-forward part of a layer keeps, without its
-    input."""
-    # All ranks of one expert have copies of the tokens that any of the ranks routes to the expert.
-    # With equally chosen experts, a rank sends and receives equal numbers of tokens.
+    """Count the elements per token kept by a layer's feed-forward part, without its input."""
+    # All ranks of one expert have copies of all its tokens. With equally chosen experts, a rank
+    # sends and receives equal numbers of tokens.
     routed = saved.copies * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp
     widths = shape.ffn * (shape.experts_per_token or 1) * imbalance + shape.shared_ffn
     # A shared expert keeps the gate's input.
@@ -442,11 +421,7 @@ def count_feed_forward_elements(
 
 
 def _count_head_bytes(setup: Setup) -> float:
-    """Count the bytes of the policy head in the backward pass.
-
-    A chunk of logits is followed by autograd's gradient of the weight; the gradient of the head's
-    input is beside both. DDP's summed gradient is not counted here.
-    """
+    """Count the bytes of the policy head in the backward pass, without DDP's summed gradient."""
     config = setup.config
     shape = setup.shape
     layout = setup.layout
@@ -456,6 +431,8 @@ def _count_head_bytes(setup: Setup) -> float:
     # The policy's logits may be kept beside the divergence's.
     chunk *= 2 if config.loss.distillation.models else 1
     handed_over = 0 if shape.tied and layout.pp == 1 else rows * shape.hidden * setup.width
+    # A chunk of logits is followed by autograd's gradient of the weight, beside the gradient of the
+    # head's input.
     return max(chunk, handed_over) + _count_token_bytes(setup) * shape.hidden
 
 

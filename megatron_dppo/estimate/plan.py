@@ -34,7 +34,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Estimates of a run before the start."""
+    """Estimates of a run before its start."""
 
     config: Config
     assumptions: Assumptions
@@ -45,17 +45,16 @@ class Plan:
     server: ServerMemory
     fits: bool
     needs_flash_attn: bool
-    """Whether Transformer Engine's layers have no fused attention on these GPUs without
-    flash-attn."""
+    """Whether Transformer Engine needs flash-attn for fused attention on these GPUs."""
     pruned: StepTime
     unpruned: StepTime
     cost: Cost
     cost_unpruned: Cost
     variance: tuple[float, float] | None
-    """Factor of pruning on the gradient's variance, minimum and maximum; None if unknown."""
+    """Factor of pruning on the gradient's variance: minimum and maximum; None if unknown."""
     efficiency: tuple[float, float] | None
-    """Seconds of an unpruned step with equal noise, from fewer prompts / seconds of a pruned step:
-    minimum and maximum; None if ``variance`` is unknown."""
+    """Seconds of an unpruned step of fewer prompts with equal noise / seconds of a pruned step:
+    minimum and maximum; None if ``variance`` is None."""
 
     @property
     def speed_up(self) -> float:
@@ -64,10 +63,7 @@ class Plan:
 
 
 def make_plan(config: Config, assume: Assumptions) -> Plan:
-    """Plan a run.
-
-    Args:
-        assume: assumptions for all facts missing in ``config``.
+    """Plan a run, by ``assume`` for facts missing in ``config``.
 
     Raises:
         UserError: settings contradict each other, or the layout does not divide the policy or the
@@ -124,9 +120,8 @@ def _compute_cost(setup: Setup, step: StepTime) -> Cost:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan with settings and assumptions as plain objects; memory and disk in bytes.
-
-    Times and costs are None if the run does not fit.
+    """Return the plan, settings and assumptions as plain objects; memory and disk in bytes. Times
+    and costs are None if the run does not fit.
     """
     found = to_jsonable_python(plan)
     for part, memory in (

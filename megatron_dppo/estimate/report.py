@@ -23,7 +23,7 @@ COUNTED = {
     "tokens generated": "generated",
     "tokens trained on": "trained",
 }
-"""Report labels of a step's work, and the fields of :class:`Work`."""
+"""Labels of a step's work, and the fields of :class:`Work`."""
 
 
 def plan(config: Config, assumptions: Sequence[str], *, json_output: bool) -> int:
@@ -31,7 +31,6 @@ def plan(config: Config, assumptions: Sequence[str], *, json_output: bool) -> in
 
     Args:
         assumptions: words ``assume.x=y``.
-        json_output: print one JSON object instead of text.
 
     Raises:
         UserError: see :func:`read_assumptions` and :func:`make_plan`.
@@ -48,9 +47,7 @@ def plan_search(
     if no settings fit.
 
     Args:
-        assumptions: words ``assume.x=y``.
         gpus: maximum number of GPUs; None: the run's number.
-        json_output: print one JSON object instead of text.
 
     Raises:
         UserError: see :func:`read_assumptions` and :func:`search`.
@@ -110,7 +107,6 @@ def _format_proposal(proposal: Proposal) -> Iterator[str]:
 
 
 def as_text(made: Plan) -> Iterator[str]:
-    """Yield the lines of the report."""
     config = made.config
     placement = made.placement
     parameters = made.parameters
@@ -186,7 +182,7 @@ def _format_disk(made: Plan) -> Iterator[str]:
 
 
 def _format_alternatives(made: Plan) -> Iterator[str]:
-    """Yield settings of the same GPUs that make the run fit, otherwise the nearest miss."""
+    """Yield settings of the same GPUs that fit, else the nearest miss."""
     yield "It does NOT fit. There are no times of a run that does not fit."
     gpus = _count_gpus(made.config)
     found = search(made.config, made.assumptions, gpus)
@@ -218,7 +214,7 @@ def _format_times(made: Plan) -> Iterator[str]:
 
 
 def _format_efficiency(made: Plan) -> Iterator[str]:
-    """Yield a comparison of pruning with a smaller batch."""
+    """Compare pruning with a smaller batch."""
     if made.variance is None or made.efficiency is None:
         yield (
             "The variance of this pruning was not measured: a smaller batch may do as well. Set "

@@ -1,7 +1,5 @@
-"""Search for the fastest and the cheapest settings of given GPUs (``megatron-dppo plan --search``).
-
-A search varies the split of GPUs between training and generation, and the trainer's layout,
-recomputation and pack size.
+"""Search for the fastest and the cheapest settings of given GPUs (``megatron-dppo plan --search``):
+split between training and generation, the trainer's layout, recomputation and pack size.
 """
 
 from __future__ import annotations
@@ -41,75 +39,68 @@ from megatron_dppo.rollout.servers.launch import load_engine_spec
 from megatron_dppo.trainer.preflight import check_config
 
 SPARE = 0.05
-"""Fraction of a GPU's available memory that a proposal leaves free."""
+"""Fraction of a GPU's available memory left free."""
 TILE = 256
-"""Divisor of a pack's rows on every rank: products use whole tiles."""
+"""Divisor of a pack's rows on every rank, for whole tiles in products."""
 PACKS = (8192, 12288, 16384, 20480, 24576, 32768)
-"""Tokens of a pack to try, in addition to the longest sequence and the run's own size."""
+"""Tokens of a pack to try, beside the longest sequence and the run's own size."""
 RECOMPUTATION = ("none", "selective", "full")
 """Kinds of recomputation, the cheapest first."""
 CONTEXT = (1, 2, 4, 8)
-"""Context-parallel ranks to try."""
 MOST_VIRTUAL = 8
-"""Maximum number of virtual stages to try."""
 
 MOST_GPUS = 2048
-"""Maximum number of GPUs. The number of splits between training and rollouts grows with its
-square."""
+"""Maximum number of GPUs; the number of splits grows with its square."""
 MANY_SPLITS = 1000
-"""Least number of splits of a search that takes seconds and prints its progress."""
+"""Least number of splits of a search that prints progress, because it takes seconds."""
 
 Change = dict[str, Any]
-"""Values of settings, by their dotted names."""
+"""Values of settings, by dotted name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Settings for given GPUs."""
+    """Settings for given GPUs, and estimates of a step."""
 
     change: Change
     """Settings that differ from the run's."""
     gpus: int
     seconds: float
-    """Seconds of a step."""
     actor: Memory
     """Memory of the trainer's fullest rank."""
     server: ServerMemory
     lack: float
-    """Bytes missing on the fullest GPU if the trainer leaves :data:`SPARE` free; 0 if the proposal
-    fits."""
+    """Bytes missing on the fullest GPU if the trainer leaves :data:`SPARE` free; 0 if it fits."""
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours of a step."""
         return self.gpus * self.seconds / 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Result of a search. Pruning is the run's in all proposals: their steps are equally noisy."""
+    """Result of a search. All proposals have the run's pruning, and are equally noisy."""
 
     fastest: Proposal | None
     cheapest: Proposal | None
-    """The proposal with the fewest GPU-hours of a step."""
+    """Proposal with the fewest GPU-hours of a step."""
     on_policy: Proposal | None
     """If ``rollout.ahead`` is above 0, the fastest proposal with ``rollout.ahead=0`` and servers on
     the trainer's GPUs."""
     closest: Proposal | None
-    """If no proposal fits, the proposal with the smallest ``lack``."""
+    """Proposal with the smallest ``lack``, if no proposal fits."""
 
 
 def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
     """Find the fastest and the cheapest step on at most ``gpus`` GPUs.
 
     Args:
-        config: config of the run. Lengths and algorithm are not varied.
-        assume: see :func:`~megatron_dppo.estimate.plan.make_plan`.
-        gpus: maximum number of GPUs; whole nodes, if more than one node.
+        config: the run; lengths and algorithm are not varied.
+        gpus: maximum number of GPUs; whole nodes, if more than one.
 
     Raises:
-        UserError: ``gpus`` is not a number of whole nodes, or above :data:`MOST_GPUS`, or settings
-            contradict each other in every proposal.
+        UserError: ``gpus`` is no number of whole nodes, or above :data:`MOST_GPUS`, or
+            settings contradict each other in every proposal.
     """
     node = config.cluster.gpus_per_node
     if gpus > MOST_GPUS:
@@ -137,7 +128,6 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
             if server.fits:
                 floors[i] = bound_step_seconds(setups[i], concurrency=server.concurrency)
             advance(1)
-    # Cache best layouts, because many splits leave the trainer equal numbers of GPUs.
     lay_out = _cache_by_trainer(find_best_layout)
 
     @cache
@@ -185,12 +175,12 @@ def search(config: Config, assume: Assumptions, gpus: int) -> SearchResult:
 
 
 def _cache_by_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup], Setup | None]:
-    """Call ``solve`` once for all splits with equal numbers of GPUs for the trainer alone."""
+    """Solve once for all splits with equal numbers of GPUs for the trainer alone."""
     solved: dict[int, Setup | None] = {}
 
     def found(setup: Setup) -> Setup | None:
         ranks = 0 if setup.placement.shared else setup.placement.ranks
-        # On shared GPUs the best layout depends on the servers: solve every split.
+        # On shared GPUs the best layout depends on the servers.
         if not ranks or ranks not in solved:
             solved[ranks] = solve(setup)
         if (best := solved[ranks]) is None:
@@ -207,7 +197,7 @@ def _cache_by_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup
 
 
 def make_proposal(config: Config, setup: Setup) -> Proposal:
-    """Make the proposal of a setup, with its settings as changes of the run's."""
+    """Propose a setup, as changes of the run's settings."""
     actor, server = estimate_memory(setup)
     pairs = zip(setup.config.iter_settings(), config.iter_settings(), strict=True)
     change = {key: value for (key, value), (_, own) in pairs if value != own}
@@ -219,8 +209,7 @@ def make_proposal(config: Config, setup: Setup) -> Proposal:
 
 
 def _make_memory_change(setup: Setup, resident: float, server: ServerMemory) -> Change:
-    """Return the flag that bounds the memory of a server on the trainer's GPU; empty if the run has
-    one."""
+    """Return the flag that bounds a server's memory on the trainer's GPU; empty if already set."""
     flags = setup.config.rollout.launch.flags
     room = setup.gpu.memory_gib * GIB
     parts = server.memory.parts
@@ -238,8 +227,8 @@ def list_splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Chang
     """Yield settings that divide at most ``gpus`` GPUs between training and rollouts.
 
     - One node: servers run beside the trainer or share its GPUs.
-    - Several nodes: servers have nodes of their own.
-    - Servers that already run are not changed.
+    - Several nodes: servers have separate nodes.
+    - Servers that already run are unchanged.
     """
     rollout = config.rollout
     per_node = config.cluster.gpus_per_node
@@ -291,12 +280,12 @@ def list_splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Chang
 
 
 def find_best_layout(setup: Setup) -> Setup | None:
-    """Find the layout, recomputation and pack size that fit with the least seconds: of the trainer,
+    """Find the fitting layout, recomputation and pack size with the least seconds of the trainer,
     or of the step if servers share its GPUs."""
     shared = setup.placement.shared
     best = None
     least = inf
-    # Bounds ascend: no layout after the first bound above the best can be faster.
+    # Bounds ascend: no layout after the first bound above the best is faster.
     for bound, beside, plain in sorted(_list_bounded_layouts(setup), key=itemgetter(0)):
         if bound >= least:
             break
@@ -319,8 +308,7 @@ def find_best_layout(setup: Setup) -> Setup | None:
 
 
 def find_smallest_layout(setup: Setup) -> Setup | None:
-    """Find the setup with the least memory of the trainer, with all layers recomputed and the
-    smallest packs."""
+    """Find the layout of least trainer memory, with full recomputation and the smallest packs."""
     smallest = {cp: _list_pack_sizes(setup.config, cp)[0] for cp in CONTEXT}
     runs = {
         cp: with_settings(setup.config, _make_pack_change(size, "full"))
@@ -331,11 +319,11 @@ def find_smallest_layout(setup: Setup) -> Setup | None:
 
 
 def _list_bounded_layouts(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
-    """Yield layouts with packs of any size, the most equal stages, and the least recomputation that
+    """Yield layouts with the most equal stages, every pack size, and the least recomputation that
     may fit.
 
-    Each item is a lower bound of the seconds in :func:`find_best_layout` under any cut, the part of
-    the bound outside the trainer, and the setup.
+    Each item: a lower bound of :func:`find_best_layout`'s seconds under any cut, the bound's part
+    outside the trainer, the setup.
     """
 
     @cache
@@ -343,8 +331,7 @@ def _list_bounded_layouts(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
         return with_settings(setup.config, _make_pack_change(size, recompute))
 
     for layout in list_layouts(setup):
-        # Every other cut has at least this number of layers in the second of several stages, and in
-        # the first of two.
+        # No other cut has fewer layers in the second of several stages, or in the first of two.
         stage = int(layout.pp > 2)
         whole = _replace_layout(setup, setup.config, layout)
         persistent = sum(count_persistent_bytes(whole, stage).values())
@@ -361,7 +348,7 @@ def _list_bounded_layouts(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
 
 
 def _bound_rollout_seconds(setup: Setup) -> float:
-    """Return the least seconds of a step outside the trainer, if servers share its GPUs; 0 if not,
+    """Return the least seconds of a step outside the trainer if servers share its GPUs; 0 if not,
     or if rollouts are ahead."""
     if not setup.placement.shared or setup.config.rollout.ahead:
         return 0.0
@@ -381,7 +368,7 @@ def _bound_trainer_seconds(setup: Setup) -> float:
     packs = setup.packs
     if layout.pp == 1:
         return sum(estimate_trainer_phases(setup).values())
-    # No stage is faster than the mean stage; most virtual stages wait least.
+    # The slowest stage is no faster than the mean; most virtual stages wait least.
     mean = sum(each.update.total for each in estimate_stage_times(setup)) / layout.pp
     virtual = min(MOST_VIRTUAL, max(setup.shape.num_layers // layout.pp, 1))
     waits = (layout.pp - 1) / max(packs, layout.pp) / virtual
@@ -433,7 +420,7 @@ def list_layouts(setup: Setup) -> Iterator[LayoutConfig]:
 
 
 def list_cuts(setup: Setup) -> Iterator[LayoutConfig]:
-    """Yield the layout with other stages and virtual stages."""
+    """Yield the layout with every cut into stages and virtual stages."""
     layout = setup.layout
     for first, last in list_stage_sizes(setup.shape.num_layers, layout.pp):
         cut = replace(layout, first_stage_layers=first, last_stage_layers=last)
@@ -446,10 +433,8 @@ def list_cuts(setup: Setup) -> Iterator[LayoutConfig]:
 
 
 def list_stage_sizes(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
-    """Yield layers of the first and the last pipeline stage, the most equal first; None: equal to
-    the remaining stages."""
-    # The head on the last stage takes the time of a layer or two: the stage may have fewer layers,
-    # never more.
+    """Yield layers of first and last stage, the most equal first; None: equal to the rest."""
+    # The head takes the time of a layer or two: the last stage may have fewer layers, never more.
     if layers % pp == 0:
         yield None, None
     each = -(-layers // pp)
@@ -461,7 +446,7 @@ def list_stage_sizes(layers: int, pp: int) -> Iterator[tuple[int | None, int | N
 
 
 def _list_pack_sizes(config: Config, cp: int) -> list[int]:
-    """List tokens of a pack, in whole tiles, that hold the longest sequence."""
+    """List tokens of a pack, in whole tiles, for at least the longest sequence."""
     unit = TILE * cp
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     sizes = {-(-size // unit) * unit for size in (longest, config.pack.max_tokens, *PACKS)}
@@ -469,7 +454,6 @@ def _list_pack_sizes(config: Config, cp: int) -> list[int]:
 
 
 def with_settings(config: Config, change: Mapping[str, Any]) -> Config:
-    """Return the configuration with other values of some settings, by dotted names."""
     for key, value in change.items():
         config = _with(config, key.split("."), value)
     return config

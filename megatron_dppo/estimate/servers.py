@@ -18,14 +18,14 @@ from megatron_dppo.estimate.workload import Setup
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """Memory of one GPU of a server, and the maximum of concurrent completions."""
+    """Memory of one GPU of a server, and its maximum of concurrent completions."""
 
     memory: Memory
     tokens: int
-    """Capacity of the server's cache in tokens."""
+    """Capacity of the cache."""
     concurrency: int
-    """Completions that fit into the cache, each on average half done over its decoding. An engine
-    interrupts some completions when the cache is full."""
+    """Completions that fit into the cache, on average half decoded. An engine interrupts some when
+    the cache is full."""
 
     @property
     def fits(self) -> bool:
@@ -33,19 +33,15 @@ class ServerMemory:
 
 
 def estimate_memory(setup: Setup) -> tuple[Memory, ServerMemory]:
-    """Estimate the memory of the trainer's fullest rank, and of the server with the fewest
-    ranks."""
+    """Estimate the memory of the trainer's fullest rank and of the server with the fewest ranks."""
     actor = estimate_actor_memory(setup)
     resident = count_resident_bytes(setup.config, actor) if setup.placement.shared else 0.0
     return actor, estimate_server_memory(setup, resident=resident)
 
 
 def estimate_server_memory(setup: Setup, *, resident: float) -> ServerMemory:
-    """Estimate the memory of the server with the fewest ranks.
-
-    Args:
-        resident: bytes of the trainer on the same GPU during generation.
-    """
+    """Estimate the memory of the server with the fewest ranks, beside ``resident`` bytes of the
+    trainer on the same GPU."""
     config = setup.config
     assume = setup.assume
     tp = min(setup.placement.servers)
@@ -59,7 +55,7 @@ def estimate_server_memory(setup: Setup, *, resident: float) -> ServerMemory:
     per_token = count_cache_bytes(setup.shape, tp, setup.width)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     tokens = max(int((room - sum(parts.values())) / per_token), 0)
-    # A server must hold at least one sequence of maximum length.
+    # A server must hold a sequence of maximum length.
     parts["cache"] = float(max(tokens, longest) * per_token)
     most = 10**9 if config.rollout.served else config.rollout.max_batch
     return ServerMemory(

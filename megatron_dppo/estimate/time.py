@@ -24,12 +24,10 @@ from megatron_dppo.estimate.workload import Setup, Work
 from megatron_dppo.models.shape import PolicyShape
 
 BINS = 64
-"""Number of intervals of a response. In each, the number of decoding completions counts as
-constant."""
+"""Intervals of a response, each with a constant number of decoding completions."""
 
 
 UPDATE = ("training", "messages", "token exchange", "pipeline bubble")
-"""Phases of an update's passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +36,22 @@ class StepTime:
 
     work: Work
     phases: dict[str, float]
-    """Seconds by phase."""
     seconds: float
-    """Seconds of the step, less than the sum of the phases if generation runs ahead."""
+    """Less than the sum of the phases if generation runs ahead."""
     packs: int
     """Packs of a minibatch on each replica."""
     bubble: float
-    """Waiting time of a pipeline stage, as a fraction of the trainer's passes."""
+    """Waiting time of a pipeline stage / the trainer's passes."""
     batch: float
-    """Completions that a server decodes at once, at most."""
+    """Maximum of completions decoded at once by a server."""
     long_tail: float
     """Decoding time / decoding time if all responses had the mean length."""
     model_flops_share: float
-    """MFU of the update: useful FLOPs, without recomputation and padding, / the data sheet's
-    FLOPs."""
+    """MFU of the update: FLOPs without recomputation and padding / the data sheet's."""
 
 
 def estimate_step_time(setup: Setup, *, concurrency: int) -> StepTime:
-    """Estimate a step's phases, if a server decodes at most ``concurrency`` completions at once."""
+    """Estimate a mean step, if a server decodes at most ``concurrency`` completions at once."""
     config = setup.config
     work = setup.work
     packs = setup.packs
@@ -97,7 +93,6 @@ def bound_step_seconds(setup: Setup, *, concurrency: int, training: float | None
     """Return the least seconds of a step.
 
     Args:
-        concurrency: completions that a server decodes at once, at most.
         training: seconds of the trainer's phases; None: matrix products alone, at the rate of large
             products.
     """
@@ -112,7 +107,6 @@ def bound_step_seconds(setup: Setup, *, concurrency: int, training: float | None
 
 
 def estimate_trainer_phases(setup: Setup) -> dict[str, float]:
-    """Estimate seconds of a step's phases on the trainer's GPUs."""
     config = setup.config
     work = setup.work
     through = estimate_stage_times(setup)
@@ -150,12 +144,10 @@ def _compute_bubble_ratio(setup: Setup) -> float:
 
 
 def find_slowest(stages: Iterable[Seconds]) -> Seconds:
-    """Return the slowest stage, which bounds the pipeline."""
     return max(stages, key=lambda seconds: seconds.total)
 
 
 def _estimate_scoring(setup: Setup, stages: Iterable[StageTimes], packs: float) -> float:
-    """Estimate seconds of forward passes of log-probabilities over ``packs`` packs."""
     slowest = find_slowest(each.forward for each in stages)
     passes = slowest.total * packs / setup.assume.busy_share
     return passes * (1 + _compute_bubble_ratio(setup))
@@ -163,7 +155,7 @@ def _estimate_scoring(setup: Setup, stages: Iterable[StageTimes], packs: float) 
 
 def count_layer_flops(setup: Setup) -> float:
     """Count the FLOPs of a token's forward pass through all layers: two per active weight, and
-    causal attention's products with half of its sequence."""
+    causal attention's products with half of the token's sequence."""
     shape = setup.shape
     context = setup.work.context
     attention_layers = shape.num_layers // shape.attention_interval
@@ -179,14 +171,14 @@ def count_head_flops(shape: PolicyShape) -> float:
 
 
 def count_forward_flops(setup: Setup) -> float:
-    """Count the FLOPs of a forward pass over all tokens that a step trains on."""
+    """Count the FLOPs of a forward pass over all tokens trained on by a step."""
     work = setup.work
     return count_layer_flops(setup) * work.trained + count_head_flops(setup.shape) * work.responses
 
 
 def _estimate_sync(setup: Setup) -> float:
-    """Estimate seconds to send the weights to all servers, over a node's links, over the network,
-    or by disk."""
+    """Estimate seconds to send the weights to all servers, over a node's links, the network or a
+    disk."""
     size = count_parameter_kinds(setup.shape).total * setup.width
     rollout = setup.config.rollout
     cluster = setup.config.cluster
@@ -199,24 +191,16 @@ def _estimate_sync(setup: Setup) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Time of a step's rollouts."""
-
     seconds: float
     batch: float
-    """Completions that a server decodes at once, at most."""
+    """Maximum of completions decoded at once by a server."""
     long_tail: float
-    """Decoding time / decoding time if all responses had the mean length; at least 1."""
+    """As in :class:`StepTime`; at least 1."""
 
 
 def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
-    """Estimate the time of the rollouts: all decode steps until the longest completion ends, and
-    prefill.
-
-    Args:
-        concurrency: completions that a server holds at once.
-    """
-    # The servers' GPUs share the prompts equally. Assume that all servers are like the server with
-    # the fewest ranks.
+    """Estimate the rollouts: prefill, and decode steps until the longest completion ends."""
+    # The servers' GPUs share the prompts equally. Assume the fewest ranks for all.
     tp = min(setup.placement.servers)
     gpus = sum(setup.placement.servers)
     rollout = setup.config.rollout
@@ -237,8 +221,7 @@ def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
 
 
 def _estimate_decoding(setup: Setup, tp: int, completions: float, batch: float) -> float:
-    """Estimate seconds of decoding: with a full batch while completions wait, then with the
-    rest."""
+    """Estimate seconds of a full batch while completions wait, then of the rest."""
     lengths = setup.lengths
     prompt = setup.prompt
     waiting = max(completions - batch, 0.0)
@@ -256,11 +239,10 @@ def _estimate_decoding(setup: Setup, tp: int, completions: float, batch: float) 
 
 
 def _estimate_decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
-    """Estimate seconds of one decode step: the longer of reading and multiplying, then all-reduces
+    """Estimate seconds of a decode step: the longer of reading and multiplying, then all-reduces
     and overheads.
 
     Args:
-        tp: tensor-parallel ranks of the server.
         active: completions in the batch.
         context: tokens, mean present length of completions, prompts included.
     """

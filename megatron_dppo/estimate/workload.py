@@ -34,28 +34,26 @@ class Placement:
     layout: LayoutConfig
     """The run's layout, with ``dp`` set."""
     ranks: int
-    """Ranks of the trainer."""
     servers: tuple[int, ...]
-    """Tensor-parallel ranks of each server. With the local engine, each rank of the trainer is a
-    server of one rank."""
+    """Tensor-parallel ranks of each server. Each rank is a server under the local engine."""
     shared: bool
-    """Whether servers and the trainer are on the same GPUs."""
+    """Whether servers and trainer are on the same GPUs."""
     gpus: int
     """Number of paid GPUs."""
 
     @property
     def replica(self) -> int:
-        """Number of ranks that share the optimizer's state of the same weights, except experts."""
+        """Ranks that share the optimizer's state of the same weights, except experts."""
         return (self.layout.dp or 1) * self.layout.cp
 
     @property
     def expert_replica(self) -> int:
-        """Number of ranks that share the optimizer's state of the same experts."""
+        """Ranks that share the optimizer's state of the same experts."""
         return self.replica * self.layout.tp // (self.layout.expert_tp * self.layout.ep)
 
 
 def assign_gpus(config: Config, shape: PolicyShape) -> Placement:
-    """Assign the cluster's GPUs to the trainer and the servers, as a run does.
+    """Assign GPUs to the trainer and the servers, as a run does.
 
     Raises:
         UserError: the layout does not divide the policy or the cluster, or a server does not fit a
@@ -99,8 +97,7 @@ def assign_gpus(config: Config, shape: PolicyShape) -> Placement:
 
 
 def _list_server_sizes(config: Config, shape: PolicyShape) -> tuple[int, ...]:
-    """List the tensor-parallel ranks of each server. On Slurm, each server node has the maximum
-    number of servers that fit."""
+    """List the tensor-parallel ranks of each server. On Slurm, servers fill every server node."""
     rollout = config.rollout
     cluster = config.cluster
     if not rollout.served:
@@ -134,8 +131,7 @@ def _list_server_sizes(config: Config, shape: PolicyShape) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distribution of response lengths in tokens: P(longer than s) = (1 - s/limit)^a, with a
-    determined by the mean.
+    """Response lengths in tokens: P(longer than s) = (1 - s/limit)^a, with a by the mean.
 
     - Mean near the limit: most responses are cut off at the limit.
     - Small mean: few responses are near the limit.
@@ -149,12 +145,11 @@ class Lengths:
         return self.limit / self.mean - 1.0
 
     def compute_tail_fraction(self, tokens: float) -> float:
-        """Return the fraction of responses longer than ``tokens``."""
         return max(1.0 - tokens / self.limit, 0.0) ** self.exponent
 
     @property
     def token_weighted_mean(self) -> float:
-        """Mean over tokens of the length of their response: E[l²]/E[l]."""
+        """E[l²]/E[l], the mean over tokens of their response's length."""
         return 2.0 * self.limit / (self.exponent + 2.0)
 
 
@@ -163,28 +158,25 @@ class Work:
     """Work of a step, on average over the run."""
 
     prompts: float
-    """Prompts rolled out."""
     completions: float
-    """Completions rolled out."""
     generated: float
     """Tokens rolled out, without prompts."""
     kept: float
-    """Completions trained on."""
     trained: float
-    """Tokens trained on, prompts included; tokens stored once in a pack count once."""
+    """Tokens trained on, prompts included; shared tokens of a pack count once."""
     context: float
-    """Length of a token's sequence, mean over tokens trained on. A token attends to half of its
-    sequence on average."""
+    """Length of a token's sequence, mean over tokens trained on; causal attention covers half on
+    average."""
     responses: float
     """Tokens trained on, without prompts."""
     updates: int
 
 
 class MeanPack(NamedTuple):
-    """A pack of an update, on average over the run, on one rank."""
+    """An update's pack on one rank, on average over the run."""
 
     tokens: int
-    """Slots of the rank's context-parallel part, padding included."""
+    """Slots of the context-parallel part, padding included."""
     pairs: float
     """Σ n² over sequences of n tokens; causal attention computes half of these pairs."""
     responses: float
@@ -193,8 +185,6 @@ class MeanPack(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """Input of every estimate: a run, its policy, its machines, and the assumptions."""
-
     config: Config
     shape: PolicyShape
     placement: Placement
@@ -210,7 +200,7 @@ class Setup:
 
     @property
     def rate(self) -> float:
-        """Products and sums per second of one GPU, by its data sheet."""
+        """Data sheet's operations per second of one GPU."""
         return self.gpu.get_peak_flops(self.config.model.dtype)
 
     @property
@@ -225,7 +215,7 @@ class Setup:
 
     @property
     def prompt(self) -> float:
-        """Mean tokens of a prompt."""
+        """Mean tokens."""
         return min(self.assume.prompt_tokens, self.config.data.max_prompt_tokens)
 
     @property
@@ -235,12 +225,10 @@ class Setup:
 
     @cached_property
     def unpruned(self) -> Setup:
-        """Setup of the same run without pruning."""
         return dataclasses.replace(self, config=disable_pruning(self.config))
 
     @cached_property
     def work(self) -> Work:
-        """Work of a step, on average over the run."""
         config = self.config
         assume = self.assume
         mean = self.lengths.mean
@@ -282,8 +270,8 @@ class Setup:
         replicas = layout.dp or 1
         most = config.pack.max_tokens
         sequences = work.kept / work.updates / replicas
-        # The packer makes the fewest packs, but enough for the pipeline. Sequences longer than half
-        # a pack each have a pack alone.
+        # The packer makes the fewest packs, but enough for the pipeline. Each sequence longer than
+        # half a pack has a pack alone.
         full = ceil(tokens / (replicas * most * self.assume.pack_fill))
         alone = ceil(sequences * self.lengths.compute_tail_fraction(most / 2 - self.prompt))
         wanted = min(resolve_min_packs(config.pack.min_per_rank, layout.pp), int(sequences))
@@ -291,8 +279,7 @@ class Setup:
 
     @cached_property
     def mean_pack(self) -> MeanPack:
-        """The mean of an update's ``packs`` packs. Capacity holds the tokens of the mean pack, or
-        the longest sequence."""
+        """Mean of an update's packs. Capacity: the mean pack's tokens, or the longest sequence."""
         config = self.config
         layout = self.layout
         work = self.work
@@ -310,8 +297,7 @@ class Setup:
 
 
 def disable_pruning(config: Config) -> Config:
-    """Return the run's configuration without pruning: every prompt is rolled out, every completion
-    with a gradient is trained on."""
+    """Return the configuration without pruning."""
     off = replace(
         config.pruning,
         prompts=PromptPruningConfig(rule="none"),
@@ -322,27 +308,27 @@ def disable_pruning(config: Config) -> Config:
 
 
 def _count_shared_prompts(setup: Setup, prompts: float, kept: float) -> float:
-    """Count the prompts of kept completions that their pack already holds."""
+    """Count prompts of kept completions already in their pack."""
     config = setup.config
     # On GPUs ``pack.share_prefixes`` = ``auto`` shares no prefixes.
     if config.pack.share_prefixes != "on" or not kept:
         return 0.0
     samples = config.rollout.samples_per_prompt
     trained_on = prompts * (1.0 - max(1.0 - kept / (prompts * samples), 0.0) ** samples)
-    # A prefix group that does not fit into a pack is split, and its prompt stored again.
+    # A prefix group larger than a pack is split, and its prompt stored again.
     group = setup.prompt + kept / trained_on * setup.lengths.mean
     return max(kept - trained_on * ceil(group / config.pack.max_tokens), 0.0)
 
 
 def _compute_shares(config: Config, step: int, assume: Assumptions) -> tuple[float, float]:
-    """Return prompts rolled out in a step, and completions trained on, in groups of G."""
+    """Return a step's prompts rolled out, and completions trained on in groups of G."""
     pruning = config.pruning
     total = config.run.steps
     window = float(compute_window_size(config))
     keep = scheduled_keep(pruning.prompts.keep, pruning.prompts.schedule, step, total)
     threshold = 1.0 - assume.low_share
-    # Without a KL term, groups of equal reward have no gradient: under every rule, these groups are
-    # not trained on. A user's estimator is not loaded, and assumed to do the same.
+    # Without a KL term, groups of equal reward have no gradient, and no rule trains on them. A
+    # user's estimator is not loaded, and assumed to do the same.
     estimator = ESTIMATORS.get(resolve_objective(config.loss).advantage)
     equal_idle = estimator is None or estimator.zero_if_equal
     rewards_alone = config.loss.kl_coef == config.loss.distillation_coef == 0.0

@@ -15,19 +15,17 @@ class Pruning:
     """Settings of pruning. ``Pruning(budget=0.5)`` trains on half of a batch's tokens."""
 
     budget: float | Literal["auto"] = 0.5
-    """Fraction of the tokens trained on, including prompts. Under ``threshold``: probability of the
-    low-scored completions. ``auto``, for ``neyman``: the fraction of least variance × tokens, for
-    each batch."""
+    """Fraction of the tokens trained on, prompts included. ``threshold``: probability of low-scored
+    completions. ``auto``, for ``neyman``: each batch's fraction of least variance × tokens."""
     rule: str = "neyman"
     """Unbiased rule in ``COMPLETION_RULES``."""
     max_weight: float = 10.0
-    """Largest weight of a completion's loss; inclusion probabilities are at least its inverse."""
+    """Largest weight of a completion's loss: inclusion probabilities are at least its inverse."""
     seed: int = 0
-    """Random seed of the draws, together with the optimizer step."""
+    """Random seed of the draws, combined with the optimizer step."""
 
     def __post_init__(self) -> None:
-        """Check the fields.
-
+        """
         Raises:
             UserError: a field is out of range, or the rule is unknown or biased.
         """

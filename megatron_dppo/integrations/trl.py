@@ -3,9 +3,8 @@
     trainer = PrunedGRPOTrainer(pruning=Pruning(budget=0.5), model=…, reward_funcs=…,
     args=GRPOConfig(…), …)
 
-Generation, rewards and advantages are TRL's own. Each optimizer step then draws the completions
-that it trains on, and weights their losses so that the expected gradient is TRL's gradient of the
-whole batch (arXiv:2603.04135).
+Generation, rewards and advantages are TRL's own. Each optimizer step draws completions to train on,
+and weights their losses: the expected gradient is TRL's of the whole batch (arXiv:2603.04135).
 """
 
 from __future__ import annotations
@@ -33,14 +32,12 @@ DIVIDED_BY_ROWS = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
 DIVIDED_BY_TOKENS = frozenset({"dapo", "cispo", "vespo"})
 """Losses that TRL divides by the tokens of the generation batch, counted before the draw."""
 MEANS_OVER_TOKENS = frozenset({"grpo", "sapo"})
-"""Losses that average over the tokens of a row. All remaining losses sum over the tokens of a
-row."""
+"""Losses that average over the tokens of a row; all other losses sum."""
 SKIPS_PASSES = frozenset({DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
-"""Ways of distributing a model that allow a rank to skip forward passes before the last pass of a
-step. With all remaining ways, every micro-batch has a pass, over fewer rows."""
+"""Distribution types that allow a rank to skip forward passes before a step's last. With all other
+types, every micro-batch has a pass, over fewer rows."""
 MOST_ROUNDING = 0.01
-"""Upper bound of an |advantage| attributed to rounding. Larger advantages are trained on, even if
-possibly caused by rounding."""
+"""Upper bound of an |advantage| attributed to rounding; larger advantages are trained on."""
 DEFAULT = Pruning()
 
 
@@ -54,7 +51,6 @@ class Row:
     """0 for a completion excluded from training."""
 
     def __len__(self) -> int:
-        """Number of tokens of prompt and completion."""
         return len(self.inputs["prompt_ids"]) + len(self.inputs["completion_ids"])
 
     def to(self, device: torch.device | str) -> Row:
@@ -64,15 +60,13 @@ class Row:
 class PrunedGRPOTrainer(GRPOTrainer):
     """``GRPOTrainer`` that trains on a part of the completions, with an unbiased gradient.
 
-    Subclasses of ``GRPOTrainer`` can be pruned as well: ``class Mine(PrunedGRPOTrainer,
-    YourTrainer): pass``.
+    Subclasses can be pruned as well: ``class Mine(PrunedGRPOTrainer, YourTrainer): pass``.
 
     Args:
-        pruning: see :class:`Pruning`. All other arguments are the trainer's.
+        pruning: see :class:`Pruning`; all other arguments are the trainer's.
 
     Raises:
-        UserError: a setting of ``GRPOConfig`` has a term that no weight of completions keeps
-            unbiased.
+        UserError: ``GRPOConfig`` has a term that no weight of completions keeps unbiased.
     """
 
     beta: float
@@ -85,8 +79,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
         "importance_sampling_ratio": 1.0,
         "tool_mask": 1,
     }
-    """Inputs of shape [B, tokens of completions] or [B, 1], with the padding value of each. A
-    subclass with more inputs of this kind adds the inputs here."""
+    """Padding values of inputs of shape [B, tokens of completions] or [B, 1]. A subclass adds its
+    own inputs here."""
 
     def __init__(self, *args: Any, pruning: Pruning = DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -98,9 +92,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
         self._pruned: deque[dict[str, torch.Tensor]] = deque()
         """Remaining micro-batches of the last draw. An empty micro-batch has no forward pass."""
         self._draws = self._passed = 0
-        """Number of draws and of micro-batches in this optimizer step."""
+        """Draws and micro-batches in this optimizer step."""
         self._drawn_at = -1
-        """Optimizer step of the last draw."""
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
@@ -204,9 +197,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
         """Draw from the micro-batches of an optimizer step, taken from a single generation batch.
 
         Returns:
-            A list of the same length as ``window``, empty micro-batches first. Micro-batches of all
-            ranks have equal numbers of rows, since TRL's metrics gather rows; rows of weight 0 fill
-            the gaps.
+            As many micro-batches as ``window``, the empty first. All ranks have equal numbers of
+            rows, since TRL's metrics gather rows; rows of weight 0 fill the gaps.
         """
         weights = self._draw_weights()
         rows = [row for batch in window for row in self._split_rows(batch, weights)]
@@ -229,10 +221,10 @@ class PrunedGRPOTrainer(GRPOTrainer):
         ]
 
     def _draw_weights(self) -> list[float]:
-        """Draw weights, [completions of all ranks]; 0 for completions excluded from training. Every
-        rank receives the weights of rank 0."""
-        # The draw is over the whole generation batch, with a separate random number for each step.
-        # A draw shared with the last step would not be independent of the parameters.
+        """Draw weights, [completions of all ranks]; 0 if excluded from training. All ranks receive
+        rank 0's weights."""
+        # Each step draws from the whole generation batch, with another random seed, because the
+        # parameters depend on the last step's draw.
         candidates = self._candidates
         seed = (self.pruning.seed, self.state.global_step, self._draws)
         (mask, weights), inclusion = prune_candidates(
@@ -282,8 +274,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
             yield Row(inputs | {"advantages": batch["advantages"][i]}, weights[place])
 
     def _balance_rows(self, rows: list[Row]) -> tuple[list[Row], int]:
-        """Move rows between ranks until the numbers of rows differ by at most one; return this
-        rank's rows and the largest number of rows of a rank."""
+        """Move rows between ranks until their numbers differ by at most one; return this rank's
+        rows, and the largest number."""
         rank = self.accelerator.process_index
         ranks = self.accelerator.num_processes
         counts = self.accelerator.gather(
@@ -299,7 +291,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
         return rows, quotas[0]
 
     def _pad_rows(self, rows: Sequence[Row], size: float) -> dict[str, torch.Tensor]:
-        """Build a micro-batch of rows. ``size`` is TRL's divisor of the loss, in rows."""
+        """Build a micro-batch. ``size``: TRL's divisor of the loss, in rows."""
         pad_id = self._tokenizer.pad_token_id
         fill = {
             "prompt_ids": pad_id,
@@ -315,7 +307,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
             whole = max(map(len, values)) > 1
             batch[name] = pad(values, fill[name], side, self.pad_to_multiple_of if whole else None)
         advantages = torch.stack([row.inputs["advantages"] for row in rows])
-        # These losses divide by the rows present: correct the divisor to ``size``.
+        # These losses divide by the rows present: correct to ``size``.
         share = len(rows) / size if self.loss_type in DIVIDED_BY_ROWS else 1.0
         batch["weight"] = advantages.new_tensor([row.weight * share for row in rows])
         batch["advantages"] = advantages * batch["weight"]
@@ -332,7 +324,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Compute the loss, with the weights in the KL term. Policy terms are proportional to the
-        advantages, which already contain the weights."""
+        advantages, which contain the weights."""
         beta = self.beta
         if beta and "weight" in inputs:
             self.beta = _RowCoefficient(beta, inputs["weight"])
@@ -344,26 +336,26 @@ class PrunedGRPOTrainer(GRPOTrainer):
 
 
 def compute_max_rounding(rewards: torch.Tensor, samples: int, divisor: float) -> torch.Tensor:
-    """Return the largest |A| that rounding alone gives to a group of equal rewards.
+    """Return the largest |A| that rounding alone gives a group of equal rewards.
 
     The mean of G equal rewards r in fp32 has an error of at most G·u·|r|, with u = 2⁻²⁴. TRL
-    divides r − mean by ``divisor``, hence |A| ≤ G·u·|r| / divisor. ``MOST_ROUNDING`` bounds the
-    result, since large rewards over a small divisor would drop real advantages.
+    divides r − mean by ``divisor``, hence |A| ≤ G·u·|r| / divisor.
 
     Args:
         rewards: [Q·G, functions], weighted; NaN if a function returned None.
-        samples: G, completions of a prompt.
-        divisor: smallest divisor that the trainer applies to a group of equal rewards.
+        samples: G.
+        divisor: the trainer's smallest divisor for a group of equal rewards.
 
     Returns:
         [Q]
     """
+    # Without a bound, large rewards over a small divisor would drop real advantages.
     largest = rewards.abs().nansum(dim=1).view(-1, samples).amax(dim=1)
     return (largest * (samples * 2.0**-24 / divisor)).clamp(max=MOST_ROUNDING)
 
 
 class _RowCoefficient(float):
-    """Coefficient that multiplies each row [B, tokens] also by the row's weight [B]."""
+    """Coefficient that also multiplies each row [B, tokens] by its weight [B]."""
 
     def __new__(cls, value: float, weight: torch.Tensor) -> _RowCoefficient:
         return super().__new__(cls, value)

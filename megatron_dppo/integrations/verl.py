@@ -1,16 +1,14 @@
-"""Pruning of completions in verl 0.9: the actor trains on a weighted random part of each step's
-batch.
+"""Pruning of completions in verl 0.9: the actor trains on a weighted random part of a step's batch.
 
-verl imports the modules named in an environment variable. This module registers pruned trainers
-under ``trainer.v1.trainer_mode``, named ``pruned_`` plus the name of verl's trainer::
+An environment variable makes verl import this module, which registers each of verl's trainers
+with pruning as a ``trainer.v1.trainer_mode``, under verl's name after ``pruned_``::
 
     VERL_USE_EXTERNAL_MODULES=megatron_dppo.integrations.verl python -m verl.trainer.main_ppo \\
         trainer.v1.trainer_mode=pruned_sync +pruning.budget=0.5 ...
 
 - The draw comes between verl's ``_compute_advantage`` and ``_update_actor``.
-- The weight of a row multiplies the row's advantages; the losses in ``PROPORTIONAL`` are
-  proportional to the advantages.
-- Mini-batches shrink, and the divisor ``global_batch_size`` stays.
+- A row's weight multiplies its advantages; the losses in ``PROPORTIONAL`` are proportional to them.
+- Mini-batches shrink; the divisor ``global_batch_size`` stays.
 - Log-probabilities and metrics still refer to the whole batch.
 """
 
@@ -46,23 +44,21 @@ from megatron_dppo.rl.pruning import prune
 from megatron_dppo.rl.types import Floats, Ints
 
 PROPORTIONAL = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "bypass_mode")
-"""Values of ``policy_loss.loss_mode`` with a row loss that is proportional to the row's advantages
-and independent of other rows."""
+"""Values of ``policy_loss.loss_mode`` with a row's loss proportional to its advantages, independent
+of other rows."""
 
 
 class Rows(NamedTuple):
-    """Rows of a step in the order of the driver: N = ranks · mini-batches · rows per mini-batch and
-    rank.
-
-    T is the number of tokens of a padded response.
+    """Rows of a step in the driver's order, with N = ranks · mini-batches · rows per mini-batch and
+    rank, and T tokens of a padded response.
     """
 
     groups: list[str]
     """[N], prompt of each row."""
     tokens: Ints
-    """[N], number of tokens of prompt and response."""
+    """[N], tokens of prompt and response."""
     counted: Ints
-    """[N], number of tokens in the divisor of ``token-mean``."""
+    """[N], tokens in the divisor of ``token-mean``."""
     mask: torch.Tensor
     """[N, T], mask of the tokens in the loss."""
     advantages: torch.Tensor
@@ -72,15 +68,14 @@ class Rows(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Rows sent to the actor: for each rank the rows of all mini-batches, in verl's order of
-    splitting."""
+    """Rows for the actor: each rank's rows of all mini-batches, in verl's order of splitting."""
 
     order: Ints
     """[n], indices in the batch."""
     weights: Floats
     """[n], factors of the advantages; 0 for rows that only fill a mini-batch."""
     mini_batch: int
-    """Number of rows of a mini-batch, over all ranks."""
+    """Rows of a mini-batch, over all ranks."""
     metrics: dict[str, float]
 
 
@@ -89,16 +84,12 @@ def draw_rows(
 ) -> Draw:
     """Draw the rows of a step.
 
-    - A row stays in the same mini-batch.
-    - Each mini-batch has a separate draw, because updates on earlier draws have moved the
-      parameters, and a draw must be independent of the parameters.
-    - All mini-batches get the number of rows of the largest mini-batch: the shortest rows that were
-      not drawn fill smaller mini-batches, with weight 0.
+    - A row stays in its mini-batch.
+    - All mini-batches get the row count of the largest: the shortest rows that were not drawn fill
+      smaller mini-batches, with weight 0.
 
     Args:
         rows: rows of the whole batch, balanced over ranks by verl.
-        config: configuration of verl.
-        pruning: settings of pruning.
         ranks: data-parallel size of the actor.
         step: seeds of the draw.
     """
@@ -121,6 +112,8 @@ def draw_rows(
         np.arange(len(lengths)).reshape(ranks, -1, whole // ranks).swapaxes(0, 1).reshape(-1, whole)
     )
     weights = np.zeros(len(lengths))
+    # Draw per mini-batch: updates on earlier draws have moved the parameters, and a draw must be
+    # independent of the parameters.
     for number, members in enumerate(mini_batches):
         # Neighbours are rarely kept together: this order spreads the draw over prompts.
         members = members[np.lexsort((advantages[members], groups[members]))]
@@ -146,7 +139,7 @@ def draw_rows(
         weights[members] = kept.weights[:, 0]
 
     multiple = ranks * _compute_row_multiple(actor)
-    # Equal sizes, because the actor takes a single mini-batch size for the whole step.
+    # The actor takes a single mini-batch size for the whole step.
     most = max(int((weights[mini_batches] > 0.0).sum(axis=1).max()), 1)
     mini_batch = min(math.ceil(most / multiple) * multiple, whole)
     parts: list[list[Ints]] = []
@@ -158,8 +151,7 @@ def draw_rows(
     for members in mini_batches:
         # Drawn rows first, then the shortest remaining rows.
         sent = members[np.lexsort((rows.tokens[members], weights[members] == 0.0))][:mini_batch]
-        # The loss divides by the tokens sent, so correct the divisor to the tokens of the whole
-        # mini-batch.
+        # The loss divides by the tokens sent: correct to the tokens of the whole mini-batch.
         if aggregation == "token-mean":
             weights[sent] *= rows.counted[sent].sum() / rows.counted[members].sum()
         shares = get_seqlen_balanced_partitions(
@@ -171,7 +163,7 @@ def draw_rows(
 
 
 def _compute_row_multiple(actor: DictConfig) -> int:
-    """Return the required divisor of a rank's number of rows in a mini-batch."""
+    """Return the required divisor of a rank's rows in a mini-batch."""
     megatron = actor.get("megatron") or {}
     stages = (
         megatron["pipeline_model_parallel_size"]
@@ -185,8 +177,7 @@ def read_pruning_settings(config: DictConfig) -> Pruning:
     """Read ``pruning`` from verl's configuration.
 
     Raises:
-        UserError: a setting of ``pruning`` is wrong, or a setting of verl biases the gradient of a
-            pruned batch.
+        UserError: a setting of ``pruning`` is wrong, or a setting of verl biases the gradient.
     """
     given = dict(config.get("pruning") or {})
     known = [field.name for field in fields(Pruning)]
@@ -245,8 +236,8 @@ def read_pruning_settings(config: DictConfig) -> Pruning:
 
 @contextmanager
 def _override_mini_batch_size(workers: Any, rows: int) -> Iterator[None]:
-    """Make the actor's workers use ``rows`` rows per mini-batch, because verl's ``_update_actor``
-    sets the number itself."""
+    """Make the actor's workers use ``rows`` rows per mini-batch."""
+    # verl's ``_update_actor`` sets another number.
     update = workers.update_actor
 
     def update_with(batch: Any) -> Any:
@@ -264,7 +255,6 @@ def _override_mini_batch_size(workers: Any, rows: int) -> Iterator[None]:
 
 
 def _count_ranks(workers: Any) -> int:
-    """Return the data-parallel size of the actor."""
     return (
         int(max(workers._dispatch_info.get("actor") or workers._query_dispatch_info("actor"))) + 1
     )
@@ -328,17 +318,17 @@ class PrunedPPOTrainerSync(PrunedTrainer, PPOTrainerSync):
 
 @register_trainer("pruned_colocate_async")
 class PrunedPPOTrainerColocateAsync(PrunedTrainer, PPOTrainerColocateAsync):
-    """verl's asynchronous trainer with shared GPUs for policy and rollouts, with pruning."""
+    """verl's asynchronous trainer with rollouts on the policy's GPUs, with pruning."""
 
 
 @register_trainer("pruned_separate_async")
 class PrunedPPOTrainerSeparateAsync(PrunedTrainer, PPOTrainerSeparateAsync):
-    """verl's asynchronous trainer with separate GPUs for rollouts, with pruning."""
+    """verl's asynchronous trainer with rollouts on separate GPUs, with pruning."""
 
 
 class PrunedRayPPOTrainer(RayPPOTrainer):
-    """verl's legacy trainer (``trainer.use_v1=false``), with pruning. No setting selects this
-    trainer: construct the trainer in a script."""
+    """verl's legacy trainer (``trainer.use_v1=false``), with pruning, which no setting selects:
+    construct it in a script."""
 
     def __init__(self, config: DictConfig, *args: Any, **options: Any) -> None:
         self.pruning = read_pruning_settings(config)

@@ -14,10 +14,8 @@ Ts = TypeVarTuple("Ts")
 
 
 class EventLoop(asyncio.SelectorEventLoop):
-    """Event loop of a single process.
-
-    A process forked by a callback or a step of a task ends after the callback or step. Otherwise
-    the fork would continue the whole run, and each conversation of the fork might fork, too.
+    """Event loop of a single process: a process forked by a callback or a task's step ends after
+    the callback or step.
     """
 
     def __init__(self) -> None:
@@ -27,7 +25,6 @@ class EventLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Schedule a callback or the step of a task."""
         return super().call_soon(self._call, callback, *args, context=context)
 
     def call_at(
@@ -37,11 +34,11 @@ class EventLoop(asyncio.SelectorEventLoop):
         *args: *Ts,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        """Schedule a callback for a time."""
         return super().call_at(when, self._call, callback, *args, context=context)
 
     def _call(self, callback: Callable[[*Ts], object], *args: *Ts) -> None:
         try:
             callback(*args)
         finally:
+            # A fork would continue the whole run, and its conversations might fork, too.
             end_fork(self._process)

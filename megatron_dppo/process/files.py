@@ -4,12 +4,11 @@ A file is written under another name, and renamed at the end. Two marks lock a f
 
 - A POSIX lock on ``.lock``. The kernel releases the lock at any end of the process. Unlike flock's,
   children do not inherit the lock: a checkpoint writer that outlives the rank holds no lock.
-- ``lock.json`` names the holder, and the holder touches the file every few seconds. This heartbeat
-  counts if a file system has no locks, or other machines do not see locks.
+- ``lock.json`` names the holder, which touches the file every few seconds. This heartbeat counts if
+  a file system has no locks, or other machines do not see locks.
 
-A holder on another machine without a heartbeat for ``LEASE_S`` is regarded as dead, by the clock of
-the file system, common to all machines. A process that finds a younger heartbeat waits for a
-further heartbeat.
+A holder on another machine is regarded as dead after ``LEASE_S`` without heartbeat, by the file
+system's clock, common to all machines. A process that finds a younger heartbeat waits for the next.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from megatron_dppo.errors import UserError
 
 
 def raise_file_limit() -> None:
-    """Raise the number of open files of this process and children to the system's maximum."""
+    """Raise the limit of open files, for children as well, to the system's maximum."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     # The system may have a lower limit.
     with suppress(OSError, ValueError):
@@ -46,7 +45,6 @@ def raise_file_limit() -> None:
 
 
 def make_file_limit_error(error: BaseException) -> UserError:
-    """Return the error for a process that may not open another file."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     problem = f"allows a process too few open files ({error})"
     return UserError(
@@ -56,10 +54,8 @@ def make_file_limit_error(error: BaseException) -> UserError:
 
 @contextmanager
 def replace_file(file: Path) -> Iterator[Path]:
-    """Yield a path beside ``file`` to write to. Replace ``file`` at the end of the block.
-
-    ``file`` stays unchanged if the block raises or the process is killed.
-    """
+    """Yield a path beside ``file`` to write to, which replaces ``file`` at the end of the block.
+    ``file`` is unchanged if the block raises or the process is killed."""
     partial = file.with_name(file.name + ".partial")
     yield partial
     partial.replace(file)
@@ -68,7 +64,7 @@ def replace_file(file: Path) -> Iterator[Path]:
 def replace_text(file: Path, text: str, *, private: bool = False) -> None:
     """Write a text file atomically; only the owner can read a private file."""
     with replace_file(file) as partial:
-        # Remove the file of a killed process, because the mode may differ.
+        # A killed process may have left the file with another mode.
         partial.unlink(missing_ok=True)
         partial.touch(mode=0o600 if private else 0o666)
         partial.write_text(text, encoding="utf-8")
@@ -93,10 +89,10 @@ def _compute_digest(file: Path, *state: int) -> str:
 
 @contextmanager
 def replace_directory(out: Path) -> Iterator[Path]:
-    """Yield a new directory. Replace ``out`` by the new directory at the end of the block.
+    """Yield a new directory, and replace ``out`` by it at the end of the block.
 
-    - ``out`` stays unchanged, or absent, if the block raises or the process is killed.
-    - The next call removes files of a killed process.
+    - ``out`` is unchanged, or absent, if the block raises or the process is killed.
+    - The next call removes a killed process's files.
     - The disk's cache is not flushed.
 
     Raises:
@@ -113,7 +109,7 @@ def replace_directory(out: Path) -> Iterator[Path]:
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
         try:
             yield draft
-            # Move the old directory away, because a rename cannot replace a non-empty directory.
+            # A rename cannot replace a non-empty directory.
             if out.exists():
                 out.rename(former)
             draft.rename(out)
@@ -127,7 +123,7 @@ def replace_directory(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _prepare_draft(draft: Path, out: Path) -> Iterator[None]:
-    """Make the draft, or take over the draft of a killed process. Lock out other processes."""
+    """Make the draft, or take over a killed process's. Lock out other processes."""
     draft.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(draft, os.O_RDONLY)
     try:
@@ -147,7 +143,7 @@ def _acquire_flock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    # Continue on a file system without locks, such as Lustre with some mount options.
+    # A file system may have no locks, such as Lustre with some mount options.
     except OSError:
         return True
     return True
@@ -179,7 +175,7 @@ def check_folder(folder: Path, setting: str) -> None:
 
 
 def make_folder(folder: Path, setting: str) -> None:
-    """Make a folder and the parents.
+    """Make a folder and its parents.
 
     Raises:
         UserError: an error of :func:`check_folder`, or the folder cannot be written.
@@ -195,12 +191,12 @@ def make_folder(folder: Path, setting: str) -> None:
 
 
 class DirectoryKind(NamedTuple):
-    """Kind of directory that a command makes and may replace."""
+    """Kind of directory made, and perhaps replaced, by a command."""
 
     name: str
     """Name for messages, such as ``model directory``."""
     mark: str
-    """File in every directory of the kind, for recognition."""
+    """File that every directory of the kind has."""
     files: tuple[str, ...]
     """Patterns of all allowed files."""
 
@@ -217,12 +213,10 @@ def check_replaceable(
     """Check that a directory can be written at ``out``, or replace a directory of the same kind.
 
     Args:
-        out: directory to write.
         size: bytes to write.
-        setting: setting that names ``out``, for errors.
-        kind: kind of the directory.
+        setting: setting that names ``out``.
         sources: directories that are read meanwhile.
-        overwrite: True if a directory may be replaced.
+        overwrite: whether a directory may be replaced.
 
     Raises:
         UserError: ``out`` is not replaceable, or the disk has too little space. The error names
@@ -274,7 +268,7 @@ def _matches_any(name: str, patterns: Sequence[str]) -> bool:
 
 @contextmanager
 def write_directory(out: Path, setting: str) -> Iterator[Path]:
-    """Replace a directory, see :func:`replace_directory`.
+    """Replace a directory by :func:`replace_directory`.
 
     Raises:
         UserError: a file or the disk fails. The error names ``setting``.
@@ -304,27 +298,25 @@ HOLDER = "lock.json"
 BEAT_S = 5.0
 """Seconds between heartbeats."""
 LEASE_S = 60.0
-"""Seconds without heartbeat before a holder is regarded as dead. A file system may delay a
-heartbeat."""
+"""Seconds without heartbeat before a holder is regarded as dead, as file systems may delay some."""
 REMEDY = "Wait for its end, or end it; or name another folder"
 _held: set[Path] = set()
-"""Folders held by this process. POSIX locks do not exclude the holder's own process."""
+"""Folders held by this process: POSIX locks do not exclude the holder's own process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Process that holds a folder, with the data to check whether the process is alive."""
+    """Process that holds a folder, with data to check whether the process is alive."""
 
     host: str
     pid: int
     started: str
-    """Start time of the process, because another process may get the same id later."""
+    """Start time; another process may get the same id later."""
     kernel: str
-    """Boot id of the machine. Processes of a machine see each other's locks."""
+    """Boot id of the machine, whose processes see each other's locks."""
     ids: str
     """PID namespace of ``pid``, such as a container's."""
     since: str = field(compare=False)
-    """Time for messages."""
 
     @classmethod
     def get_current(cls) -> Holder:
@@ -338,17 +330,17 @@ class Holder:
         )
 
     def is_alive(self) -> bool | None:
-        """Return whether the holder is alive; None if unknown, for another machine or container."""
+        """Return whether the holder is alive; None for another machine or container."""
         if (self.kernel, self.ids) != _get_machine():
             return None
         return _get_start_time(self.pid) == self.started
 
 
 def check_not_held(folder: Path) -> None:
-    """Check, before a run starts and without writing, that ``run.dir`` is not held on this machine.
+    """Check, without writing, that ``run.dir`` is not held on this machine.
 
     Raises:
-        UserError: another process of this machine holds the folder. The error names the process.
+        UserError: another process of this machine holds the folder; the error names the process.
     """
     holder = _read_holder(folder)
     if holder is not None and holder != Holder.get_current() and holder.is_alive():
@@ -359,8 +351,8 @@ class FolderLock:
     """Exclusive lock of a folder until :meth:`close`.
 
     Args:
-        folder: folder to lock, made if absent.
-        setting: setting that names the folder, for errors.
+        folder: made if absent.
+        setting: setting that names the folder.
         log: log function for the wait for another machine's heartbeat.
 
     Raises:
@@ -391,8 +383,8 @@ class FolderLock:
     def check(self) -> None:
         """
         Raises:
-            UserError: another process took the folder after this process sent no heartbeat for too
-                long.
+            UserError: another process took the folder, because this process sent no heartbeat for
+                too long.
         """
         if self._lost is not None:
             raise _make_held_error(self._folder, self._setting, self._lost)
@@ -425,7 +417,7 @@ class FolderLock:
             return locked is not False
         if lives or not self._wait_for_expiry(holder):
             raise _make_held_error(self._folder, self._setting, holder)
-        # Ignore the lock, because a file server may keep a dead machine's lock for long.
+        # Ignore the lock: a file server may keep a dead machine's lock for long.
         return True
 
     def _try_lock(self) -> bool | None:
@@ -437,7 +429,7 @@ class FolderLock:
             return False if error.errno in (errno.EAGAIN, errno.EACCES) else None
 
     def _wait_for_expiry(self, holder: Holder) -> bool:
-        """Wait; return False at the next heartbeat, True after ``LEASE_S`` without heartbeat."""
+        """Wait; return False at the next heartbeat, True after ``LEASE_S`` without one."""
         seen = _read_beat_time(self._folder)
         said = False
         while seen is not None and (left := LEASE_S - (_get_disk_time(self._folder) - seen)) > 0:
@@ -456,7 +448,7 @@ class FolderLock:
 
     def _run_heartbeat(self) -> None:
         while not self._end.wait(BEAT_S):
-            # Ignore failures, because the disk may work again at the next beat.
+            # The disk may work again at the next beat.
             with suppress(OSError):
                 holder = _read_holder(self._folder)
                 if holder is None:
@@ -465,7 +457,7 @@ class FolderLock:
                     self._lost = holder
                     return
                 else:
-                    # Touch the file instead of writing, because a touch succeeds on a full disk.
+                    # Unlike a write, a touch succeeds on a full disk.
                     os.utime(self._folder / HOLDER)
 
     def _write(self) -> None:
@@ -494,7 +486,7 @@ def _read_holder(folder: Path) -> Holder | None:
 
 def _read_beat_time(folder: Path) -> float | None:
     try:
-        # Open the file, because NFS refreshes cached times only at an open.
+        # NFS refreshes cached times only at an open.
         with (folder / HOLDER).open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
     except OSError:
@@ -517,8 +509,8 @@ def _get_machine() -> tuple[str, str]:
 
 
 def _get_start_time(pid: int) -> str:
-    """Return the start time of a process, or an empty text if the process has ended."""
-    # Linux counts from boot, independent of changes of the clock.
+    """Return the start time of a process; empty if the process has ended."""
+    # Linux counts from boot, unaffected by changes of the clock.
     if sys.platform != "linux":
         import psutil
 

@@ -1,8 +1,8 @@
-"""Run a command in a child process, and report a child that exits with 0 before the command's end.
+"""Run a command in a child process, and report an exit with 0 before the command's end.
 
-A user's conversation or a C library may call ``_exit(0)`` or ``execv``. Python does not notice, and
-a shell or a chain of jobs would continue as after a complete run. This module imports the standard
-library only, because the fork must come before large imports.
+A user's conversation or a C library may call ``_exit(0)`` or ``execv``. Without a report, a shell
+or a chain of jobs would continue as after a complete run. This module imports only the standard
+library, because the fork must precede large imports.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron_dppo.process.streams import print_message
 
 
 def run_guarded(command: Callable[[], int]) -> NoReturn:
-    """Run a command in a child process, and end with the child's exit code or signal.
+    """Run a command in a child process, and end with its exit code or signal.
 
-    - The exit code is 1 if the child ended with 0 before the end of the command.
+    - Exit code 1 if the child ended with 0 before the command.
     - Signals that end a process, or request a save and a stop, are forwarded to the child.
     - All descendants of the child end with this process.
     """
@@ -73,7 +73,7 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
 
 
 def format_early_exit(process: str, work: str) -> str:
-    """Return the error about a process that ended with exit code 0 before its work had ended."""
+    """Return the error about a process that ended with exit code 0 before its work."""
     return (
         f"error: {process} ended with exit code 0 before {work} had ended. A conversation, a rule "
         "or a C library called _exit, or replaced the process by another program"
@@ -81,6 +81,5 @@ def format_early_exit(process: str, work: str) -> str:
 
 
 def format_signal_exit(process: str, number: int) -> str:
-    """Return the error about a process that a signal ended."""
     hint = " (was the machine out of memory?)" if number == signal.SIGKILL else ""
     return f"error: {process} was ended by {signal.Signals(number).name}{hint}"

@@ -7,8 +7,8 @@ The kernel or the parent ends each process at the parent's end:
 - Children do not inherit the setting: each process calls :func:`set_parent_death_signal`.
 
 SIGUSR1, to any rank or the launcher, makes a run save at the end of the step and exit. Slurm sends
-SIGUSR1 before a job's time limit. SIGTERM still ends a process at once, because Slurm sends SIGTERM
-to cancelled jobs and jobs with a failed rank. No such job may wait for a step.
+SIGUSR1 before a job's time limit. SIGTERM ends a process at once: Slurm sends SIGTERM to cancelled
+jobs and jobs with a failed rank, which must not wait for a step.
 
 ``python -IS lifetime.py TRAINER COMMAND…`` supervises a server.
 """
@@ -31,23 +31,22 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-# Look up the function here, because a fresh fork of a process with threads must not load libraries.
+# Look up here, because a fresh fork of a process with threads must not load libraries.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 LOOK_S = 0.2
 """Seconds between checks of the trainer."""
 GRACE_S = 3.0
-"""Seconds for a server's own end after SIGTERM."""
+"""Seconds for a server to end after SIGTERM."""
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end a process."""
 
 
 def set_parent_death_signal(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel signal this process at the parent's end. Exit at once if the parent ended.
+    """Have the kernel signal this process at the parent's end; exit if the parent has ended.
 
     Args:
-        parent: process id of the parent, read by the parent before the start of this process.
+        parent: process id, read by the parent before this process starts.
         number: signal; not SIGKILL for a process that must end other processes first.
     """
     if _prctl is not None:
@@ -60,14 +59,14 @@ def set_parent_death_signal(parent: int, number: signal.Signals = signal.SIGKILL
 def exit_now(code: int, text: str) -> NoReturn:
     """Print a reason and end this process at once, from any thread.
 
-    A rank replaces this function, because only the first failing rank prints a reason.
+    A rank replaces this function: only the first failing rank prints a reason.
     """
     print(text, file=sys.stderr, flush=True)
     os._exit(code)
 
 
 def end_fork(process: int) -> None:
-    """End this process if a user's code forked this process from ``process``."""
+    """End this process if a user's code forked it from ``process``."""
     # A fork would continue the work of the original process.
     if os.getpid() != process:
         os._exit(0)
@@ -78,11 +77,10 @@ EXIT_S = 30.0
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit, even if a thread or a coroutine of a user's code never ends.
+    """Exit, even if a user's thread or coroutine never ends.
 
-    - After a failure the process ends at once.
-    - After a success the interpreter waits for threads and calls exit handlers, for at most
-      ``EXIT_S``.
+    - After a failure: at once.
+    - After a success: the interpreter waits for threads and exit handlers, at most ``EXIT_S``.
     """
     if code:
         for stream in (sys.stdout, sys.stderr):
@@ -101,7 +99,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all orphans among this process's descendants, in any session."""
+    """Adopt all orphans among this process's descendants, in any session."""
     if _prctl is not None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -119,9 +117,8 @@ def end_children() -> None:
 
 
 def _list_children() -> list[int]:
-    """Return the ids of this process's children."""
     found = []
-    # Check all processes, because not every kernel lists children.
+    # Not every kernel lists children: check all processes.
     for place in Path("/proc").glob("[0-9]*/stat"):
         # A process may end meanwhile.
         with suppress(OSError):
@@ -134,11 +131,11 @@ def _list_children() -> list[int]:
 def supervise(trainer: int, command: list[str]) -> int:
     """Run a server's command until the command or the trainer ends, or a signal arrives.
 
-    A server is several processes. No process remains after the end, even by SIGKILL, of
+    No process of the server remains after the end, even by SIGKILL, of
 
     - the trainer;
-    - the server's main process, an end that children need not notice: this process adopts orphans
-      of any session, and exits only without children;
+    - the server's main process: this process adopts orphans of any session, and exits only without
+      children;
     - this process: the kernel kills the server.
 
     Returns:
@@ -146,7 +143,7 @@ def supervise(trainer: int, command: list[str]) -> int:
     """
     adopt_orphans()
     awaited = {signal.SIGCHLD, *ENDING}
-    # Block SIGUSR1, because Slurm signals every process of a step, and only the trainer must react.
+    # Slurm sends SIGUSR1 to every process of a step, and only the trainer must react.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGUSR1})
 
     ours = os.getpid()
@@ -179,9 +176,9 @@ def _stop_server(server: subprocess.Popen[bytes], signals: set[signal.Signals]) 
 
 
 MARKER = "MEGATRON_DPPO_FAILURE"
-"""Environment variable with the path of the failure marker, set by the launcher or the job script.
-The first failing rank writes its reason there. Each rank whose job reached its end creates a file
-beside the marker."""
+"""Environment variable, set by the launcher or the job script: path of the failure marker, where
+the first failing rank writes its reason. Each rank that reached the job's end creates a file beside
+the marker."""
 
 SAVED = 75
 """Exit code of a run that saved and should be started again (EX_TEMPFAIL of sysexits.h)."""
@@ -190,12 +187,12 @@ SIGNAL = signal.SIGUSR1
 
 _asked = False
 _handlers: dict[signal.Signals, object] = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
-"""Signal handlers before a user's code is imported, and the handler of SIGUSR1 from
+"""Signal handlers before the import of a user's code, and SIGUSR1's from
 :func:`install_stop_handler`."""
 
 
 class StoppedError(Exception):
-    """End of a run before the last step on request, after a save."""
+    """End of a run on request, before the last step, after a save."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
@@ -204,20 +201,17 @@ class StoppedError(Exception):
 
 
 def install_stop_handler() -> None:
-    """Record requests to stop from now on. Must be called on the main thread."""
+    """Record requests to stop from now on. Call on the main thread."""
     # Threads that started earlier do not block the signal, and call the handler.
     _handle(_record_stop)
     _handlers[SIGNAL] = signal.getsignal(SIGNAL)
-    # Block the signal, because Slurm sends the signal to every process of a step: children inherit
-    # the block, and do not die of the signal.
+    # Slurm sends the signal to every process of a step: children inherit the block, and do not die.
     signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
 
 
 def list_replaced_handlers() -> list[str]:
-    """Return a note per signal with a handler replaced by a user's code.
-
-    On the main thread, restore the handler of SIGUSR1.
-    """
+    """Return a note per signal whose handler a user's code replaced. On the main thread, restore
+    SIGUSR1's handler."""
     taken = [
         number for number, handler in _handlers.items() if signal.getsignal(number) is not handler
     ]
@@ -231,7 +225,6 @@ def list_replaced_handlers() -> list[str]:
 
 
 def is_stop_requested() -> bool:
-    """Return whether this process received a request to stop."""
     # A blocked signal stays pending.
     return _asked or SIGNAL in signal.sigpending()
 
@@ -240,10 +233,10 @@ def is_stop_requested() -> bool:
 def forward_stop(children: Callable[[], list[int]]) -> Iterator[None]:
     """Forward requests to stop to other processes within the block.
 
-    Only the main thread receives signals; on another thread, requests are not forwarded.
+    Only the main thread receives signals; another thread forwards no request.
 
     Args:
-        children: function that returns the current process ids. A process may have ended.
+        children: returns the current process ids; a process may have ended.
     """
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -268,7 +261,7 @@ def _record_stop(number: int, frame: FrameType | None) -> None:
 
 def _handle(handler: Callable[[int, FrameType | None], object]) -> signal._HANDLER:
     before = signal.signal(SIGNAL, handler)
-    # Restart system calls, because calls within torch must not fail after a signal.
+    # Restart system calls: calls within torch must not fail after a signal.
     signal.siginterrupt(SIGNAL, False)
     return before
 

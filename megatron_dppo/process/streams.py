@@ -2,7 +2,7 @@
 
 - A run continues if a stream has no reader.
 - Characters outside a terminal's encoding are escaped.
-- Long work calls :func:`record_progress`, so that the watchdog can distinguish slow from hung work.
+- Long work calls :func:`record_progress`: the watchdog distinguishes slow from hung work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_dppo.errors import sanitize_text
 
 
 def escape_unencodable() -> None:
-    """Escape characters outside the encoding of standard output and error, instead of failing."""
+    """Escape characters outside the encoding of standard output and error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
             stream.reconfigure(errors="backslashreplace")
@@ -41,7 +41,7 @@ class _Stream(io.FileIO):
         except OSError as error:
             if not self._lost:
                 self._lost = True
-                # Replace the descriptor, because servers and libraries write there, too.
+                # Servers and libraries write to the descriptor, too.
                 if error.errno == errno.EPIPE:
                     nowhere = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(nowhere, self.fileno())
@@ -56,23 +56,18 @@ class _Stream(io.FileIO):
 
 
 def print_message(text: str) -> None:
-    """Print text for the user on standard error, without buffering.
-
-    Results of commands go to standard output, and lines of a run to the run's console.
-    """
+    """Print text for the user on standard error; results of commands go to standard output, lines
+    of a run to its console."""
     print(sanitize_text(text), file=sys.stderr, flush=True)
 
 
 def ignore_broken_streams() -> None:
-    """Discard output after a broken pipe, a closed descriptor or a full disk, and continue.
-
-    Must be called before any thread or child starts.
-    """
+    """Discard output after a broken pipe, a closed descriptor or a full disk, and continue. Call
+    before any thread or child starts."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
-        # Occupy a closed descriptor, because the next opened file would get the number, and with
-        # the number the output.
+        # Occupy a closed descriptor: the next opened file would get its number, and the output.
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = _wrap_stream(sys.stdout, 1), _wrap_stream(sys.stderr, 2)
@@ -84,14 +79,14 @@ IGNORED_LOG_MESSAGES = {
     "dist_checkpointing.strategies.torch": "async save is deprecated",
     "dist_checkpointing.strategies.common": "load_common is deprecated",
 }
-"""Megatron-Core's module to a log message (0.19 and later)."""
+"""Log messages by Megatron-Core's module (0.19 and later)."""
 
 
 def filter_upstream_warnings() -> None:
-    """Silence only the warnings for upstream developers, which every rank would print.
+    """Silence the warnings for upstream developers, which every rank would print.
 
-    - Megatron-Core: absent optional packages (``doctor`` lists absent packages), deprecated
-      defaults and classes.
+    - Megatron-Core: absent optional packages (listed by ``doctor``), deprecated defaults and
+      classes.
     - torch: old names of collectives in Megatron-Core, checkpoints read without a process group.
     """
     for category in (UserWarning, FutureWarning, DeprecationWarning):
@@ -112,10 +107,8 @@ def filter_upstream_warnings() -> None:
 
 
 def _wrap_stream(stream: TextIO | None, descriptor: int) -> TextIO:
-    """Return a replacement of Python's stream.
-
-    A stream that does not write to ``descriptor``, as in a test, is returned unchanged.
-    """
+    """Replace Python's stream; unchanged if the stream does not write to ``descriptor``, as in a
+    test."""
     if stream is not None:
         try:
             ours = isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Stream)
@@ -140,7 +133,6 @@ _last = time.monotonic()
 
 
 def record_progress() -> None:
-    """Record progress of this process in any work."""
     global _last
     _last = time.monotonic()
 
@@ -164,9 +156,7 @@ def report_progress(
 
     Args:
         label: name of the work or of the counted things.
-        total: amount of the whole work; 1 for a share.
-        unit: unit of ``total``.
-        initial: amount at the start.
+        total: amount of the whole work, in ``unit``; 1 for a share.
         enabled: False for silent ranks.
     """
     from rich import progress as bars
@@ -183,7 +173,7 @@ def report_progress(
     drawn = sys.stderr.isatty()
     began = time.monotonic()
     spoke = began
-    # Leave standard output alone if redirected to a file: a bar would move lines to the terminal.
+    # A bar would move lines of standard output from a file to the terminal.
     to_file = not sys.stdout.isatty()
     console = Console(stderr=True)
     hidden = not (drawn and enabled)
@@ -220,10 +210,8 @@ def report_progress(
 def make_progress_bar(
     label: str, total: int, *, initial: int = 0, enabled: bool = True
 ) -> Iterator[ProgressCallback | None]:
-    """Show the bar of :func:`report_progress`, or yield None without a terminal.
-
-    For callers that print lines of progress elsewhere.
-    """
+    """Yield :func:`report_progress`'s bar, or None without a terminal, for callers with their own
+    lines of progress."""
     if not (enabled and sys.stderr.isatty()):
         yield None
         return

@@ -1,10 +1,7 @@
-"""Random pruning with known probabilities: of prompts before rollouts, of completions after
-rollouts.
+"""Random pruning with known probabilities: of prompts before rollouts, of completions after.
 
-``prune`` prunes completions for other trainers: which completions of a batch to train on, with
-which weights. ``prune`` needs only NumPy, and no configuration.
-:func:`~megatron_dppo.rl.plan.plan_step` prunes a run of this project, with both levels, minibatches
-and packs.
+``prune`` draws a batch's completions to train on, with weights, for other trainers, and needs only
+NumPy. :func:`~megatron_dppo.rl.plan.plan_step` prunes at both levels, for runs of this project.
 """
 
 from __future__ import annotations
@@ -31,15 +28,15 @@ from megatron_dppo.rl.types import Bools, Floats
 class KeptCompletions(NamedTuple):
     """Completions to train on. Arrays are [Q, G].
 
-    For a group of one right and three wrong answers half the tokens may leave ``mask`` [[True,
-    False, True, False]] and ``weights`` [[1, 0, 3, 0]].
+    Half the tokens of a group of one right and three wrong answers may be ``mask`` [[True, False,
+    True, False]] with ``weights`` [[1, 0, 3, 0]].
     """
 
     mask: Bools
-    """True for completions to train on; always False for groups of equal reward, which have no
-    gradient."""
+    """True for completions to train on; False for groups of equal reward, which have no gradient.
+    """
     weights: Floats
-    """Factor of a completion's loss; 0 for completions that are not trained on."""
+    """Factor of a completion's loss; 0 if not trained on."""
 
 
 def prune(
@@ -56,50 +53,46 @@ def prune(
     max_weight: float = 10.0,
     seed: int | Sequence[int] | np.random.Generator = 0,
 ) -> KeptCompletions:
-    """Draw the completions of a batch to train on, with weights that keep the gradient unbiased.
+    """Draw a batch's completions to train on, with weights that keep the gradient unbiased.
 
     With the advantages A and the normaliser Z of the *whole* batch, Σ weights·A·c·(∇ of the tokens'
     losses)/Z over the kept completions has the expectation of the same sum over all completions:
-    DPPO (arXiv:2603.04135), with the probabilities of least variance (Neyman's) as default rule. Z
-    must not depend on the draw: dividing by the kept count, as a mean over the kept completions
-    does, is biased.
+    DPPO (arXiv:2603.04135), by default with Neyman's probabilities of least variance. Z must not
+    depend on the draw: a mean over the kept completions, divided by their count, is biased.
 
         mask, weights = prune([[12, 30, 18, 25]], [[1.0, 0.0, 0.0, 0.0]], budget=0.5)
 
     A trainer that gets only the kept completions divides by their count. Multiply the weights by
-    that count over the count of the whole batch:
 
     - completions kept / completions, for means over rows: ``grpo``, ``sapo``, ``dr_grpo`` and
       ``luspo`` of TRL, ``seq-mean-…`` of verl;
-    - tokens kept / tokens, for means over the tokens of the kept rows: ``bnpo`` of TRL,
-      ``token-mean`` of verl;
+    - tokens kept / tokens, for means over the kept rows' tokens: ``bnpo`` of TRL, ``token-mean`` of
+      verl;
     - 1, if the divisor was counted before the draw: ``dapo`` and ``cispo`` of TRL.
 
-    The product multiplies the whole loss of a completion. A KL term β·KL that the trainer adds to
-    the loss needs the same factor: weights·factor·β instead of β. The KL then covers only groups
-    with non-zero variance: completions of groups of equal reward are never kept, and contribute no
-    KL.
+    The product multiplies a completion's whole loss. A trainer's KL term β·KL needs product·β
+    instead of β, and covers only groups with non-zero variance: completions of groups of equal
+    reward are never kept.
 
     Args:
         lengths: [Q, G], tokens of each response; G completions of each of Q prompts.
         rewards: [Q, G].
         logprobs: log-probabilities of each completion's tokens at sampling: lists of lists, or [Q,
-            G, T] with padding at the end. None: the gradients' norms are not estimated, and the
-            variance is higher.
-        budget: fraction of all tokens, prompts' included, to train on. Under ``threshold``:
-            probability of low-scored completions, the paper's 1 − r; under ``top_k`` and
-            ``extremes``, both biased: fraction of completions. ``auto``, for ``neyman``: the
-            fraction of least variance × (tokens generated and trained on).
+            G, T] padded at the end. None: gradients' norms are not estimated; more variance.
+        budget: fraction of all tokens, prompts included, to train on. ``threshold``: probability of
+            low-scored completions, the paper's 1 − r. ``top_k`` and ``extremes``, both biased:
+            fraction of completions. ``auto``, for ``neyman``: fraction of least variance × (tokens
+            generated and trained on).
         advantages: [Q, G], the trainer's own. None: rewards minus the group's mean. Completions of
             advantage 0 are never kept.
         prompt_lengths: [Q] or one for all, prompt tokens trained with a completion.
         rule: a name in ``COMPLETION_RULES``.
-        normalise: whether advantages are divided by the group's standard deviation (as in GRPO, not
-            in Dr.GRPO); no effect on given ``advantages``.
+        normalise: whether to divide advantages by the group's standard deviation (GRPO, not
+            Dr.GRPO); no effect on given ``advantages``.
         sequence_mean: whether a completion's loss is the mean over its tokens (GRPO), or the sum
             (DAPO, Dr.GRPO).
         max_weight: upper limit of the weights.
-        seed: random seed of the draw; use another seed in each step.
+        seed: random seed of the draw, another for each step.
 
     Raises:
         ValueError: an argument has the wrong shape, or is out of range.
@@ -152,18 +145,14 @@ def prune_candidates(
     generated: float,
     seed: int | Sequence[int] | np.random.Generator,
 ) -> tuple[KeptCompletions, Floats]:
-    """Draw completions as ``prune``, for trainers with scores and costs of completions.
+    """Draw completions as ``prune``, for trainers with their own scores and costs.
 
     Args:
         candidates: completions of the whole batch.
-        budget: see ``prune``.
-        rule: a name in ``COMPLETION_RULES``.
-        generated: tokens of all responses, already spent for ``auto``.
-        seed: random seed of the draw.
+        generated: tokens of all responses, counted as cost under ``auto``.
 
     Returns:
-        The kept completions with their weights, and the inclusion probabilities [Q, G] of all
-        completions.
+        The kept completions with weights, and the inclusion probabilities [Q, G] of all.
     """
     share = find_efficient_keep(rule, candidates, generated) if budget == "auto" else budget
     inclusion = compute_completion_inclusion(rule, candidates, share)
@@ -173,8 +162,7 @@ def prune_candidates(
 
 
 def _compute_score_norms(logprobs: Sequence[Sequence[ArrayLike]], lengths: Floats) -> Floats:
-    """Return √Σ_t (1 − p_t)², [Q, G]: the norm of a completion's score is expected to be
-    proportional."""
+    """Return √Σ_t (1 − p_t)², [Q, G], assumed proportional to the norm of a completion's score."""
     if [len(group) for group in logprobs] != [lengths.shape[1]] * len(lengths):
         raise ValueError(
             "logprobs should have {} prompts of {} completions, as lengths has.".format(
@@ -190,6 +178,6 @@ def _compute_score_norms(logprobs: Sequence[Sequence[ArrayLike]], lengths: Float
                 f"{where} has {len(tokens)} log-probabilities, and the response {length:.0f} "
                 "tokens."
             )
-        # Padding follows the response, and expm1 keeps digits of 1 − p near p = 1.
+        # Padding follows the response. expm1 keeps digits of 1 − p near p = 1.
         norms[prompt, completion] = np.linalg.norm(np.expm1(tokens[: int(length)]))
     return norms

@@ -1,7 +1,6 @@
-"""Rules that choose completions to train on, after the rewards and before the backward pass.
+"""Rules that choose completions to train on, between rewards and backward pass.
 
-A new rule is a function from candidates and a fraction to keep to inclusion probabilities, and an
-entry of ``COMPLETION_RULES``.
+A new rule is a function for :class:`Rule`, and an entry of ``COMPLETION_RULES``.
 """
 
 from __future__ import annotations
@@ -35,36 +34,33 @@ class CompletionCandidates:
     """Input of a completion rule: whole groups of a minibatch, without any result of the draw.
     Arrays are [Q, G].
 
-    A group of one right and three wrong answers has ``advantage`` [[1.73, −0.58, −0.58, −0.58]].
-    With 100 tokens each ``cost`` is [[100, 100, 100, 100]]. At ``pruning.max_weight`` 5 ``floor``
-    is [[0.2, 0.2, 0.2, 0.2]].
+    A group of one right and three wrong answers of 100 tokens, at ``pruning.max_weight`` 5, has
+    ``advantage`` [[1.73, −0.58, −0.58, −0.58]], and 100 as each ``cost`` and 0.2 as each ``floor``.
     """
 
     advantage: Floats
     score: Floats
     """Proxy of the norm of a completion's term in the sum, |A|·c·√Σ_t(1−p_t)²/π_prompt.
-    ``pruning.completions.score`` chooses another proxy; with a teacher, the result of
-    ``compute_magnitudes`` replaces |A|. The factor 1/π_prompt is needed because completions of
-    seldom kept prompts weigh more."""
+    ``pruning.completions.score`` chooses another; with a teacher, ``compute_magnitudes`` replaces
+    |A|."""
     cost: Floats
-    """Tokens in a pack, prompt and response."""
+    """Tokens of prompt and response."""
     floor: Floats
-    """Least inclusion probability. The floor bounds the weight 1/(π_prompt·π_completion)."""
+    """Least inclusion probability, which bounds the weight 1/(π_prompt·π_completion)."""
     zero_advantage: Bools
-    """A = 0, no KL term and no teacher, or masked by ``loss.mask_truncated``: the gradient is
-    exactly 0. Every rule drops these completions, without weighting up the rest."""
+    """The gradient is exactly 0: A = 0, no KL term and no teacher, or masked by
+    ``loss.mask_truncated``. Every rule drops these completions, without weighting up the rest."""
 
 
 def keep_all(candidates: CompletionCandidates, keep: float) -> Floats:
-    """``none``: return probability 1 for any ``keep``."""
     return np.ones_like(candidates.advantage)
 
 
 def find_prunable(candidates: CompletionCandidates) -> Bools:
-    """Return True [Q, G] if |A| is strictly below its group's mean |A|, or if all |A| of the group
-    are equal.
+    """Return True [Q, G] if |A| is strictly below its group's mean |A|, or if a group's |A| are all
+    equal.
 
-    For rewards of 0 and 1 this is the majority outcome of each group.
+    For rewards of 0 and 1 this is each group's majority outcome.
     """
     magnitude = np.abs(candidates.advantage)
     least = magnitude.min(axis=1, keepdims=True)
@@ -77,9 +73,7 @@ def find_prunable(candidates: CompletionCandidates) -> Bools:
 
 def apply_threshold(candidates: CompletionCandidates, keep: float) -> Floats:
     """Apply the DPPO paper's rule (arXiv:2603.04135): ``keep``, the paper's 1 − r, for prunable
-    completions, else 1.
-
-    The rule meets no budget: the kept fraction follows from the rewards.
+    completions, else 1. The kept fraction follows from the rewards.
     """
     return np.where(find_prunable(candidates), keep, 1.0)
 
@@ -99,36 +93,34 @@ def apply_neyman(candidates: CompletionCandidates, keep: float) -> Floats:
 
 
 def apply_threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Floats:
-    """Apply the rule of the DPPO paper's Appendix A, which drops by rank and not at random.
+    """Apply the rule of the DPPO paper's Appendix A, which drops by rank, not at random.
 
-    Per group, 0 for the floor((1 − keep)·n) completions of lowest |A| among the n prunable; 1 for
-    the rest. Among equal |A| the first sampled are dropped first.
+    Per group, 0 for the floor((1 − keep)·n) lowest |A| of n prunable (the first of equal |A|), else
+    1.
     """
     kept = np.ones_like(candidates.advantage)
     low = find_prunable(candidates)
     for row, group in enumerate(np.abs(candidates.advantage)):
         (members,) = np.nonzero(low[row])
-        # Because of rounding, the product could be just below an integer.
+        # Rounding may leave the product just below an integer.
         dropped = math.floor((1.0 - keep) * len(members) + 1e-9)
         kept[row, members[np.argsort(group[members], kind="stable")[:dropped]]] = 0.0
     return kept
 
 
 def compute_threshold_weights(candidates: CompletionCandidates, keep: float) -> Floats:
-    """Return 1/keep for prunable completions, else 1."""
-    # These are the weights of the paper's random draw, although this rule keeps another fraction.
+    # The weights of the paper's random draw, although this rule keeps another fraction.
     return np.where(find_prunable(candidates), 1.0 / keep, 1.0)
 
 
 def apply_top_k(candidates: CompletionCandidates, keep: float) -> Floats:
     """Apply CPPO's rule (arXiv:2503.22342): 1 for the fraction ``keep`` of the minibatch with the
     largest |A|, else 0; weights are 1.
-
-    Among equal |A|, frequent with binary rewards, each group's first completions are kept before
-    second completions: no prompt is preferred by more than one.
     """
     magnitude = np.abs(candidates.advantage)
-    # Round, because |A| that differ by rounding alone must count as equal.
+    # Differences by rounding alone must not break ties, which are frequent with binary rewards.
+    # Among equal |A|, each group's first completion precedes any second, so that no prompt is
+    # preferred by more than one completion.
     magnitude = np.round(magnitude / max(magnitude.max(initial=0.0), np.finfo(float).tiny), 9)
     turn = np.broadcast_to(np.arange(magnitude.shape[1]), magnitude.shape)
     order = np.lexsort((turn.ravel(), -magnitude.ravel()))
@@ -141,7 +133,7 @@ def apply_extremes(candidates: CompletionCandidates, keep: float) -> Floats:
     """Apply BranchGRPO's pruning in width (arXiv:2509.06040): 1 for the best and the worst of each
     group, else 0; weights are 1.
 
-    Either side is half of ``keep`` of a group, at least one. Among equal A the first are the worst.
+    Each side is half of ``keep`` of a group, at least one. The first of equal A are the worst.
     """
     samples = candidates.advantage.shape[1]
     each = max(1, round(keep * samples / 2))
@@ -173,22 +165,21 @@ _REGISTERED: dict[str, Rule[CompletionCandidates]] = {}
 
 
 def register(name: str, function: Callable[[CompletionCandidates, float], ArrayLike]) -> None:
-    """Register a user's function as a rule by name, in this process."""
+    """Register a user's function as a rule in this process."""
     _REGISTERED[name] = wrap_user_rule(
         FUNCTION, name, function, lambda candidates: candidates.advantage.shape
     )
 
 
 def find_completion_rule(name: str) -> Rule[CompletionCandidates]:
-    """Return a rule of the table, or a registered rule."""
     return COMPLETION_RULES.get(name) or _REGISTERED[name]
 
 
 def compute_completion_inclusion(
     rule: str, candidates: CompletionCandidates, keep: float
 ) -> Floats:
-    """Return inclusion probabilities [Q, G] of a rule, by name: 0 for zero advantage, else at least
-    the floor."""
+    """Return a rule's inclusion probabilities [Q, G]: 0 for zero advantage, else at least the
+    floor."""
     chosen = find_completion_rule(rule)
     probabilities = chosen.inclusion(candidates, keep)
     # A floor would turn the 0 and 1 of a biased rule into another rule.
@@ -198,30 +189,27 @@ def compute_completion_inclusion(
 
 
 def find_efficient_keep(rule: str, candidates: CompletionCandidates, generated: float) -> float:
-    """Return the fraction of the tokens, of ``SHARES``, with the least variance × cost; 1 if no
-    fraction is better.
+    """Return the fraction of tokens, of ``SHARES``, with the least variance × cost; 1 if no other
+    is better.
 
     - Variance: estimated by Σ s²/π.
-    - Cost: generated tokens + Σ π·tokens, with equal weight, since the best fraction hardly depends
-      on the weight.
+    - Cost: generated tokens + Σ π·tokens, whose relative weight hardly changes the best fraction.
 
     Args:
-        rule: name of an unbiased rule with a fraction to keep.
-        candidates: completions of a minibatch.
-        generated: tokens of their responses.
+        rule: an unbiased rule with a fraction to keep.
+        generated: tokens of the candidates' responses.
     """
-    # Scores and tokens are known before the draw: the probabilities do not depend on the draw's
-    # result.
+    # Scores and tokens are known before the draw, and do not depend on its result.
     live = ~candidates.zero_advantage
     squares = candidates.score[live] ** 2
     tokens = candidates.cost[live]
     total = candidates.cost.sum()
-    # Every group may have lost a completion to a failed scoring: no completion is left to train on.
+    # Every group may have lost a completion to a failed scoring.
     if total == 0.0:
         return 1.0
 
-    # A step of fewer random prompts has the same product. The product therefore compares pruning
-    # with a smaller batch.
+    # A step of fewer random prompts has the same product, which therefore compares pruning with a
+    # smaller batch.
     def compute_product(share: float) -> float:
         inclusion = compute_completion_inclusion(rule, candidates, share)[live]
         return float((squares / inclusion).sum() * (generated + inclusion @ tokens))
@@ -234,8 +222,8 @@ def find_efficient_keep(rule: str, candidates: CompletionCandidates, generated: 
 def compute_completion_weights(
     rule: str, candidates: CompletionCandidates, inclusion: Floats, keep: float
 ) -> Floats:
-    """Return the factor [Q, G] of each kept completion, given its prompt: 1/π, or a biased rule's
-    own weight; 0 for completions that are never kept."""
+    """Return each completion's factor [Q, G] if kept, given its prompt: 1/π, or a biased rule's own
+    weight; 0 if never kept."""
     chosen = find_completion_rule(rule)
     ever = inclusion > 0.0
     if chosen.biased:
@@ -252,12 +240,11 @@ def draw_completions(
     *,
     draw: str | None = None,
 ) -> Bools:
-    """Draw completions [Q, G] by inclusion probabilities [Q, G] and the rule's draw, or the named
-    ``draw``."""
+    """Draw completions [Q, G] by inclusion probabilities [Q, G]."""
     decide = DRAWS[draw] if draw else find_completion_rule(rule).draw
     group, sample = map(np.ravel, np.indices(inclusion.shape))
-    # Sort by (prompt, A): a systematic draw then spreads the kept completions over the prompts, and
-    # within each prompt over bad and good completions.
+    # In order of (prompt, A), a systematic draw spreads the kept completions over prompts, and over
+    # bad and good completions of each.
     order = np.lexsort((candidates.advantage[group, sample], group))
     group = group[order]
     sample = sample[order]

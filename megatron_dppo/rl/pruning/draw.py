@@ -1,4 +1,4 @@
-"""Draw of a minibatch, and ``prune/…`` metrics and pruning statistics of a step from its draws.
+"""Draw of a minibatch, and a step's ``prune/…`` metrics and pruning statistics.
 
 Advantages and the normaliser are computed from whole groups, before any draw.
 """
@@ -42,31 +42,29 @@ from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 class PruningDraw:
     """Minibatch of Q groups after its draw. Arrays are [Q, G].
 
-    The paper's rule at ``keep`` 0.5 on one right and two wrong answers has ``inclusion`` [[1, 0.5,
-    0.5]] and ``weight`` [[1, 2, 2]], if the prompt was kept for certain. A possible draw is
-    ``kept`` [[True, False, True]].
+    For one right and two wrong answers of a prompt kept for certain, the paper's rule at ``keep``
+    0.5 has ``inclusion`` [[1, 0.5, 0.5]], ``weight`` [[1, 2, 2]], and perhaps ``kept`` [[True,
+    False, True]].
     """
 
     advantage: Floats
     coefficient: Floats
-    """c, the weight of a completion's tokens in the aggregation."""
+    """c, the weight of tokens in the aggregation."""
     inclusion: Floats
     """π of the completion, given its prompt; 0 for zero advantage."""
     weight: Floats
-    """1/(π_prompt·π), the Horvitz-Thompson weight of the completion if kept; 0 for zero advantage.
-    A biased rule has its own weights instead of 1/π."""
+    """1/(π_prompt·π), the completion's Horvitz-Thompson weight if kept; 0 for zero advantage. A
+    biased rule has its own weights instead of 1/π."""
     kept: Bools
     zero_advantage: Bools
-    """A = 0, no KL term and no teacher, or masked: the gradient is exactly 0. Never trained on, and
-    never counted as a saving."""
+    """As in :class:`CompletionCandidates`; never trained on, and no saving."""
     segments: Floats
-    """[Q, G, S], the advantage of each segment; ``advantage`` is a mean over segments. S = 1 for
+    """[Q, G, S], advantage of each segment; ``advantage`` is a mean over segments. S = 1 for
     completions of one segment."""
     normaliser: float
     """Z"""
     magnitude: Floats
-    """Size of a completion's token advantages, see :func:`compute_magnitudes`; |A| without a
-    teacher."""
+    """See :func:`compute_magnitudes`."""
 
 
 def prune_minibatch(
@@ -79,12 +77,8 @@ def prune_minibatch(
 ) -> PruningDraw:
     """Draw the completions that a minibatch trains on.
 
-    No weight exceeds ``pruning.max_weight``, since no completion's probability is below
-    1/(max_weight·π_prompt).
-
     Args:
-        part: metadata of the minibatch's groups, with the part of the window that the groups
-            represent.
+        part: the minibatch's groups, with their part of the window.
         keep: ``pruning.completions.keep`` under its schedule.
         rng: generator for this single draw.
     """
@@ -149,7 +143,7 @@ def compute_completion_terms(
     # A KL term or a teacher gives completions of advantage 0 a gradient, too.
     rewards_alone = ~part.log_ratios.any(axis=-1) & (config.loss.kl_coef == 0.0)
     score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
-    # The floor bounds the product of both levels' weights by max_weight.
+    # The floor 1/(max_weight·π_prompt) bounds the product of both levels' weights by max_weight.
     floor = np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0)
     candidates = CompletionCandidates(
         advantage=advantage,
@@ -170,23 +164,21 @@ def compute_magnitudes(part: StepMetadata, advantage: Floats, config: Config) ->
     - Whole distribution of a teacher: a token's gradient by the logits is −A·(e_t − p) +
       β·p·(log(p/q) − KL), of assumed size √(A² + β²).
     """
-    # The log-ratios of a whole distribution are unknown before the teacher has read the rollouts.
-    # Assume size 1, and orthogonal terms. Both terms vanish if the policy is certain, and are
-    # therefore multiplied by the norm of the scores. This is a guess for the probabilities; no
-    # weight depends on its being right.
+    # The log-ratios of a whole distribution are unknown until the teacher has read the rollouts:
+    # assume size 1 and orthogonal terms. Both terms vanish if the policy is certain, and are
+    # therefore multiplied by the norm of the scores. A wrong guess biases no weight.
     pull = config.loss.distillation_coef * part.log_ratios
     return np.hypot(advantage + pull[..., 0], pull[..., 1])
 
 
-# Coordinates of the pruning statistics' tables are rounded, so that the tables stay small.
+# Coordinates of the pruning statistics' tables are rounded to keep the tables small.
 BINS_PER_GROUP = 16
-"""The fraction of a group's answers that are better than its mean is exact for groups up to this
-size."""
+"""The fraction of a group's answers above its mean is exact for groups up to this size."""
 BINS_PER_DEVIATION = 2
 BINS_PER_LENGTH_OCTAVE = 4
 BINS_PER_SCORE_OCTAVE = 2
 MAX_SCORE_OCTAVES = 4
-"""Octaves on either side of the median score. Scores beyond count as the last octave."""
+"""Octaves on either side of the median score; scores beyond count as the last octave."""
 
 
 def compute_prune_metrics(
@@ -195,34 +187,30 @@ def compute_prune_metrics(
     *,
     biased_prompts: bool = False,
 ) -> dict[str, float]:
-    """Compute ``prune/…`` of a step. The tokens of a completion are its prompt's and its
-    response's.
+    """Compute ``prune/…`` of a step. A completion's tokens are its prompt's and its response's.
 
     - ``kept_prompt_fraction``: prompts rolled out / window.
-    - ``kept_completion_fraction``, ``kept_token_fraction``: completions trained on, and their
-      tokens, / completions rolled out, and their tokens.
+    - ``kept_completion_fraction``, ``kept_token_fraction``: completions, and their tokens, trained
+      on / rolled out.
     - ``zero_advantage_fraction``: completions with an advantage of 0, or masked.
-    - ``max_weight``: largest Horvitz-Thompson weight among the kept completions.
-    - ``effective_sample_size``: (Σw)²/Σw² over the kept completions, as a fraction of their number
-      (Kish); missing if no completion was kept.
-    - ``saved_tokens_prompts``: tokens of prompts that were not rolled out, estimated by Σ
-      T_q·(1/π_q − 1), T_q: tokens of a group rolled out. A biased rule gives no π: each prompt
-      counts with the mean of prompts rolled out.
+    - ``max_weight``: largest Horvitz-Thompson weight of a kept completion.
+    - ``effective_sample_size``: (Σw)²/Σw² over the kept completions / their number (Kish); missing
+      if no completion was kept.
+    - ``saved_tokens_prompts``: tokens of prompts not rolled out, estimated by Σ T_q·(1/π_q − 1),
+      T_q: tokens of a group rolled out; under a biased rule, without π, by the mean of T_q.
     - ``saved_tokens_completions``: tokens of pruned completions, rolled out and with a gradient.
-    - ``zero_advantage_tokens``: tokens of completions whose gradient is exactly 0. No saving, since
-      these completions are not trained on without pruning either.
+    - ``zero_advantage_tokens``: tokens of completions whose gradient is exactly 0. No saving: not
+      trained on without pruning either.
     - ``variance_inflation``: see :func:`compute_variance_inflation`.
-    - ``noise_share_prompts``, ``noise_share_completions``: fractions of the gradient's noise due to
-      prompt and completion pruning, see :func:`estimate_gradient_noise`. The rest is due to
-      sampling.
+    - ``noise_share_prompts``, ``noise_share_completions``: fractions of the gradient's noise, see
+      :func:`estimate_gradient_noise`; the rest is due to sampling.
 
-    The last three are missing if the rule of either level is biased.
+    The last three are missing if either rule is biased.
 
     Args:
-        window: N, the prompts that the step considered.
-        parts: minibatches of the step with their draws, and the groups that a rule dropped, see
-            :func:`make_empty_draw`.
-        biased_prompts: whether the rule for prompts is biased.
+        window: N, prompts considered by the step.
+        parts: minibatches of the step with their draws, and dropped groups with
+            :func:`make_empty_draw`'s.
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
     tokens = np.concatenate([part.tokens for part, _ in parts])
@@ -248,8 +236,8 @@ def compute_prune_metrics(
         metrics["prune/effective_sample_size"] = float(
             weight.sum() ** 2 / (weight.size * (weight**2).sum())
         )
-    # The error of a biased rule is its bias as well as its variance. A biased rule for completions
-    # is recognised by its weights.
+    # The error of a biased rule includes its bias. A biased rule for completions is recognised by
+    # its weights.
     if not biased_prompts and all(
         _is_weighted_by_inclusion(part, pruned) for part, pruned in parts
     ):
@@ -266,7 +254,6 @@ def compute_prune_metrics(
 def _concat_fields(
     parts: Sequence[tuple[StepMetadata, PruningDraw]], *names: str
 ) -> list[NDArray[Any]]:
-    """Concatenate the draws' fields: one array [Q, G] per name, over the groups of all parts."""
     fields = []
     for name in names:
         arrays = [getattr(pruned, name) for _, pruned in parts]
@@ -275,7 +262,7 @@ def _concat_fields(
 
 
 def make_empty_draw(part: StepMetadata) -> PruningDraw:
-    """Return the draw of groups that a rule dropped after their rollouts: no completion is kept."""
+    """Return the draw of groups dropped after their rollouts."""
     zeros = np.zeros(part.rewards.shape)
     nothing = np.zeros(part.rewards.shape, dtype=np.bool_)
     return PruningDraw(
@@ -295,11 +282,11 @@ def compute_variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]
     """Return the factor of pruning on the terms' sum of squares: Σ h²/(π_prompt·π) / Σ h²; 1
     without pruning, or if every h is 0.
 
-    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, with ``magnitude`` instead of |A| under a
-    teacher. Both sums run over the window, and are estimated from the prompts rolled out.
+    h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm; under a teacher, ``magnitude`` replaces |A|.
+    Both sums over the window are estimated from the prompts rolled out.
     """
-    # This is the variance of *independent* draws with the same inclusion probabilities. A
-    # systematic draw has less variance, without an unbiased estimate.
+    # The variance of *independent* draws with these inclusion probabilities. A systematic draw has
+    # less, without an unbiased estimate.
     squares = [(_compute_squares(part, pruned), pruned.weight) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)
     if full > 0.0:
@@ -312,13 +299,13 @@ def estimate_gradient_noise(
 ) -> tuple[float, float, float]:
     """Estimate the sources of the gradient's noise, if weights are 1/(π_prompt·π).
 
-    - Each sum runs over the window; its estimate from the prompts rolled out is unbiased.
+    - Sums run over the window; their estimates from the prompts rolled out are unbiased.
     - Only ratios of the sums are of use.
     - Terms are assumed orthogonal and draws *independent*; a systematic draw adds less noise.
     - :func:`compute_variance_inflation` defines h, and returns the sum of all three / the first.
 
     Returns:
-        - Σ h², the noise of the full batch, due to sampled completions. Estimated by Σ h²/π_q.
+        - Σ h², the full batch's noise, due to sampling. Estimated by Σ h²/π_q.
         - Σ h²·(1/π_q − 1), added by the draw of prompts. Estimated by Σ (h²/π_q)·(1/π_q − 1).
         - Σ (h²/π_q)·(1/π − 1), added by the draw of completions. Estimated by Σ
           (h²/π_q)·(1/π_q)·(1/π − 1).
@@ -334,7 +321,7 @@ def estimate_gradient_noise(
 
 
 def _compute_squares(part: StepMetadata, draw: PruningDraw) -> Floats:
-    """Return h²/π_prompt, [Q, G]: a completion's term in the estimate of Σ h² over the window."""
+    """Return h²/π_prompt, [Q, G]: terms of the estimate of Σ h²."""
     squares: Floats = _compute_term_norms(part, draw) ** 2 / part.prompt_inclusion[:, None]
     return squares
 
@@ -358,7 +345,7 @@ def _estimate_skipped_tokens(part: StepMetadata) -> float:
 
 
 def compute_pruning_stats(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> PruningStats:
-    """Count the completions of a step: all minibatches, and the groups of ``make_empty_draw``."""
+    """Count a step's completions: all minibatches, and the groups of ``make_empty_draw``."""
     rewards = np.concatenate([part.rewards for part, _ in parts])
     tokens = np.concatenate([part.tokens for part, _ in parts])
     lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
@@ -402,8 +389,7 @@ def compute_pruning_stats(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> 
 
 
 def _build_table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[Cell, ...]:
-    """Return one cell per pair of coordinates that occurs, in ascending order. Arguments are
-    [n]."""
+    """Return a cell per pair of coordinates that occurs, ascending. Arguments are [n]."""
     places, cell = np.unique(np.stack([x, y], axis=1), axis=0, return_inverse=True)
     cell = cell.ravel()
     counts = np.bincount(cell, minlength=len(places))
@@ -416,12 +402,11 @@ def _build_table(x: Floats, y: Floats, inclusion: Floats, kept: Bools) -> tuple[
 
 
 def _log2(values: Floats) -> Floats:
-    # A completion of certain tokens has score 0: put the score far below all other scores.
+    # Completions of certain tokens have score 0: put them far below all other scores.
     return np.log2(np.maximum(values, 1e-12))
 
 
 def _round(values: Floats, parts: int) -> Floats:
-    """Round to multiples of 1/parts."""
     # Adding 0.0 turns −0.0 into 0.0, which would be another cell.
     rounded: Floats = np.round(values * parts) / max(parts, 1) + 0.0
     return rounded

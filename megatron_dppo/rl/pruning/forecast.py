@@ -1,8 +1,8 @@
 """Predict a prompt's next group by regressions on features, also for prompts never seen.
 
 Any predictor that has not seen a step's rollouts may set the inclusion probabilities: the gradient
-stays unbiased, and a better prediction lowers its variance. Therefore every group is predicted
-before the regressions are updated with the group.
+stays unbiased, and better predictions lower its variance. Every group is therefore predicted before
+it updates the regressions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Outcomes:
         Outcomes(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3],
         tokens=[2.5])
 
-    is one group with a right and a wrong answer; lists replace arrays here.
+    is one group with a right and a wrong answer (lists instead of arrays).
     """
 
     prompt_ids: Ints
@@ -38,11 +38,11 @@ class Outcomes:
     rewards: Floats
     """[Q, G]"""
     advantages: Floats
-    """[Q, G], computed from the full groups."""
+    """[Q, G], of full groups."""
     squares: Floats
-    """[Q], Σ_i h_i² without any 1/π; h: proxy of the norm of a completion's term in the sum."""
+    """[Q], Σ_i h_i² without any 1/π; h: proxy of the norm of a completion's term."""
     tokens: Floats
-    """[Q], mean number of generated tokens per completion."""
+    """[Q], mean generated tokens per completion."""
 
 
 class PromptForecast(PromptHistory):
@@ -50,17 +50,15 @@ class PromptForecast(PromptHistory):
 
     E[Σ h²] of a prompt's next group is E[Σ A²] · (Σ h²/Σ A²).
 
-    - First factor, rewards 0 and 1: Σ_k P(k of G right) · Σ A² of a group with k right answers,
-      computed by the estimator.
-    - First factor, other rewards: the predicted probability of unequal rewards in the group. If
-      groups of equal reward also have advantages: the prompt's mean Σ A².
+    - First factor, rewards 0 and 1: Σ_k P(k of G right) · Σ A² of a group with k right answers, by
+      the estimator.
+    - First factor, other rewards: the predicted probability of unequal rewards in the group, or the
+      prompt's mean Σ A² if groups of equal reward also have advantages.
     - Second factor, and tokens: regressions of logarithms on the features.
 
     Args:
-        features: features of the pool's prompts.
-        estimator: name of the advantage estimator.
-        has_teacher: whether a teacher gives every group a gradient, groups of equal reward
-            included. Then E[Σ h²] is the regression alone, over all groups.
+        has_teacher: whether a teacher gives every group a gradient, even of equal reward. Then
+            E[Σ h²] is the regression alone, over all groups.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class PromptForecast(PromptHistory):
         self._estimator = estimator
         self._taught = has_teacher
         self._success = SuccessModel(features.size)
-        # Sizes and tokens have no intercept per prompt: measured on two visits to a prompt, the
+        # No intercept per prompt for sizes and tokens: measured on two visits to a prompt, the
         # residuals beyond the features had no common part.
         self._size = SizeModel(features.size)
         self._tokens = SizeModel(features.size)
@@ -92,12 +90,11 @@ class PromptForecast(PromptHistory):
         return square * self._size.predict(features)
 
     def expected_tokens(self, prompt_ids: Ints) -> Floats:
-        """Return expected generated tokens per completion, [N]; 1 for all before the first
-        update."""
+        """Return expected generated tokens per completion, [N]; 1 before the first update."""
         return self._tokens.predict(self._features.get(prompt_ids))
 
     def evaluate_and_update(self, visits: Outcomes) -> dict[str, float]:
-        """Compare the predictions with a step's groups, then update the models with the groups.
+        """Compare the predictions with a step's groups, then update the models.
 
         Returns:
             Brier scores of the regression and of the pool's mean; empty without groups.
@@ -105,8 +102,8 @@ class PromptForecast(PromptHistory):
         if not len(visits.prompt_ids):
             return {}
         if self.binary and not is_binary(visits.rewards):
-            # Rewards other than 0 and 1 change the prediction's target to unequal rewards in a
-            # group: a model of right answers does not predict unequal rewards.
+            # The prediction's target changes to unequal rewards in a group, which a model of right
+            # answers does not predict.
             self.binary = False
             self._success = SuccessModel(self._features.size)
         scores = self._evaluate(visits)
@@ -125,8 +122,8 @@ class PromptForecast(PromptHistory):
 
     def _update_models(self, visits: Outcomes) -> None:
         features = self._features.get(visits.prompt_ids)
-        # Sizes enter as logarithms and, without a teacher, are divided by the mean of A²: both must
-        # be positive.
+        # Sizes enter as logarithms and, without a teacher, divided by mean A²: both must be
+        # positive.
         sized = ((visits.advantages != 0.0).any(axis=1) | self._taught) & (visits.squares > 0.0)
         self._success.update(visits.prompt_ids, features, *self._count_successes(visits))
         squares = visits.squares[sized]
@@ -137,8 +134,8 @@ class PromptForecast(PromptHistory):
         self.update(visits.prompt_ids, visits.rewards, visits.advantages)
 
     def _count_successes(self, visits: Outcomes) -> tuple[Floats, Floats]:
-        """Return successes [Q] and trials [Q]: right answers of all answers; if not ``binary``, one
-        trial per group, a success if rewards are unequal."""
+        """Return successes and trials, both [Q]: right answers of all answers; if not ``binary``,
+        one trial per group, for unequal rewards."""
         if self.binary:
             right = (visits.rewards == 1.0).sum(axis=1)
             return right.astype(np.float64), np.full(len(right), float(visits.rewards.shape[1]))
@@ -146,13 +143,12 @@ class PromptForecast(PromptHistory):
         return differ.astype(np.float64), np.ones(len(differ))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, for JSON: floats read back bit for bit."""
+        """Return a resumed run's state for JSON: floats read back bit for bit."""
         return super().state_dict() | {
             "models": {name: model.state_dict() for name, model in self._get_models().items()}
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of ``state_dict``, before or after a round trip through JSON."""
         super().load_state_dict(state)
         for name, model in self._get_models().items():
             model.load_state_dict(state["models"][name])
@@ -163,20 +159,20 @@ class PromptForecast(PromptHistory):
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 LONGEST_NUMBER = 15
-"""Digits read of a number: further digits do not change the logarithm or a sum visibly."""
+"""Digits read of a number; more hardly change the logarithm or a sum."""
 PLAIN = 9
 """Number of lengths and numbers; their squares are features as well."""
 SOURCES = 8
 TOKENS = 16
 PAIRS = 16
-"""``SOURCES``, ``TOKENS``, ``PAIRS``: buckets for the data source, for tokens and for pairs of
-neighbouring tokens."""
+"""``SOURCES``, ``TOKENS``, ``PAIRS``: buckets for data source, tokens and pairs of neighbouring
+tokens."""
 SAMPLE = 1024
-"""Number of evenly spaced prompts of the pool that set the scale of each feature."""
+"""Evenly spaced prompts of the pool that set each feature's scale."""
 KEPT = 1 << 15
-"""Maximum number of prompts whose features are cached; the full cache is emptied."""
+"""Maximum number of prompts whose features are cached; a full cache is emptied."""
 WIDEST = 4.0
-"""Limit of a scaled feature in deviations from the mean: one odd prompt must not move a model."""
+"""Limit of a scaled feature, in deviations: one odd prompt must not move a model."""
 
 
 class PromptFeatures:
@@ -185,8 +181,7 @@ class PromptFeatures:
 
     - Lengths.
     - Numbers in the text: count, sum and largest; plain, as logarithm and squared.
-    - Data source, hashed.
-    - Tokens and pairs of tokens, hashed.
+    - Data source, tokens and pairs of tokens, hashed.
 
     Before scaling, the plain features of "2+3=" are [4, 1.61, 1.61, 2, 1.10, 5, 1.79, 3, 1.39]: 4
     tokens, two numbers of sum 5, the largest 3. A prompt is read at its first use.
@@ -201,7 +196,6 @@ class PromptFeatures:
         self._known: dict[int, Floats] = {}
 
     def get(self, prompt_ids: Ints) -> Floats:
-        """Return the prompts' features, [N, D]."""
         rows = [self._get_row(prompt_id) for prompt_id in prompt_ids.tolist()]
         return np.array(rows).reshape(-1, self.size)
 
@@ -229,7 +223,7 @@ class PromptFeatures:
 
 
 def _scale_features(raw: Floats, mean: Floats, spread: Floats) -> Floats:
-    # A feature that is constant over the pool becomes 0: a deviation of 0 cannot divide.
+    # A feature constant over the pool becomes 0: a deviation of 0 cannot divide.
     varies = spread > 1e-9
     scaled = np.divide(raw - mean, spread, out=np.zeros_like(raw), where=varies)
     return np.clip(scaled, -WIDEST, WIDEST)
@@ -263,7 +257,6 @@ def _read_features(prompt: Prompt) -> Floats:
 
 
 def _count_hashed(items: Iterable[object], buckets: int) -> Floats:
-    """Count the items that fall into each bucket, [buckets]."""
     counts = np.zeros(buckets)
     for item in items:
         # Python's own hash differs between processes.

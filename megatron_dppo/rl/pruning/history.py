@@ -1,7 +1,4 @@
-"""Reward history of prompts from earlier visits: the only input of the rules for prompts.
-
-A pool has millions of prompts: records are rows of numbers in a table.
-"""
+"""Reward history of prompts from earlier visits: the only input of the rules for prompts."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ RECORD = {
     "easy": 0.0,
     "mixed": 0.0,
 }
-"""Decayed evidence of a prompt never seen. A visit counts 1 when made, and is multiplied by
-``DECAY`` at each later visit. After three right answers and one wrong answer at the only visit, a
-prompt has right = 3, wrong = 1, visits = 1, square = 4 and magnitude = 0.87.
+"""Decayed evidence of a prompt never seen. A visit counts 1, times ``DECAY`` per later visit. Three
+right answers and one wrong answer at the only visit give right = 3, wrong = 1, visits = 1, square =
+4 and magnitude = 0.87.
 
 - ``right``: completions of reward 1; ``wrong``: all other completions.
 - ``square``: Σ over visits of Σ_i A_i².
@@ -42,10 +39,8 @@ prompt has right = 3, wrong = 1, visits = 1, square = 4 and magnitude = 0.87.
 @dataclass(slots=True)
 class Exploration:
     """GRESO's p of easy and of hard prompts (arXiv:2506.02177): the probability of revisiting a
-    prompt of equal rewards.
-
-    At every step each p moves by ``STEP`` within ``LIMITS``: up if the prompts' fraction of the
-    rolled-out groups is below the target, else down.
+    prompt of equal rewards. Every step moves each p by ``STEP`` within ``LIMITS``: up if such
+    groups are a smaller fraction than the target, else down.
     """
 
     easy: float = 0.5
@@ -57,12 +52,8 @@ class Exploration:
     LIMITS: ClassVar[tuple[float, float]] = (0.05, 0.95)
 
     def update(self, easy: float, hard: float) -> None:
-        """Move p by a step's groups.
-
-        Args:
-            easy: fraction of groups with all rewards 1.
-            hard: fraction of groups with all rewards equal, but not 1.
-        """
+        """Move p by a step's fractions of groups: ``easy`` with all rewards 1, ``hard`` with other
+        equal rewards."""
         self.easy = self._adjust(self.easy, easy < self.EASY_TARGET)
         self.hard = self._adjust(self.hard, hard < self.HARD_TARGET)
 
@@ -77,28 +68,21 @@ def is_binary(rewards: Floats) -> bool:
 
 
 class PromptHistory:
-    """A record for each prompt that has been rolled out."""
+    """Records of the prompts rolled out."""
 
-    # A step selects its prompts first, and updates the history with their rewards afterwards. If
-    # the history included the step's own rollouts, inclusion probabilities would depend on the
-    # draw, and the weights would be wrong.
+    # A step selects its prompts before their rewards update the history. Otherwise inclusion
+    # probabilities would depend on the draw, and the weights would be wrong.
     def __init__(self) -> None:
         self.binary = True
         self._exploration = Exploration()
         self._records = PromptTable(RECORD)
 
     def __len__(self) -> int:
-        """Return the number of prompts seen."""
+        """Number of prompts seen."""
         return len(self._records)
 
     def update(self, prompt_ids: Ints, rewards: Floats, advantages: Floats) -> None:
-        """Add one visit of each of Q prompts.
-
-        Args:
-            prompt_ids: [Q].
-            rewards: [Q, G].
-            advantages: [Q, G], computed from the full groups.
-        """
+        """Add one visit of each of Q prompts: rewards [Q, G], advantages [Q, G] of full groups."""
         self.binary = self.binary and is_binary(rewards)
         right = (rewards == 1.0).sum(axis=1)
         square = (advantages**2).sum(axis=1)
@@ -121,12 +105,12 @@ class PromptHistory:
         )
 
     def get_last_magnitude(self, prompt_ids: Ints) -> Floats:
-        """Return mean |A| of each prompt's last visit, [N]; NaN for prompts never visited."""
+        """Return mean |A| of each prompt's last visit, [N]; NaN without a visit."""
         magnitude: Floats = self._records.get(prompt_ids)["magnitude"]
         return magnitude
 
     def count_equal_visits(self, prompt_ids: Ints) -> Ints:
-        """Count each prompt's latest consecutive visits with equal rewards, [N]."""
+        """Count latest consecutive visits with equal rewards, [N]."""
         return self._records.get(prompt_ids)["equal_visits"].astype(np.int64)
 
     def get_exploration(self, prompt_ids: Ints) -> Floats:
@@ -136,8 +120,8 @@ class PromptHistory:
         return np.where(easy > 0.0, self._exploration.easy, self._exploration.hard)
 
     def compute_mean_square(self, prompt_ids: Ints) -> Floats:
-        """Return the decayed mean of Σ_i A_i² over each prompt's visits, [N]; the pool's mean for
-        prompts never seen."""
+        """Return the decayed mean of Σ_i A_i² over each prompt's visits, [N]; the pool's mean if
+        never seen."""
         record = self._records.get(prompt_ids)
         pool = np.full(len(prompt_ids), self._sum("square") / self._sum("visits"))
         return np.divide(record["square"], record["visits"], out=pool, where=record["visits"] > 0.0)
@@ -158,7 +142,6 @@ class PromptHistory:
         return math.fsum(values.tolist())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, for JSON: floats read back bit for bit."""
         return {
             "binary": self.binary,
             "exploration": [self._exploration.easy, self._exploration.hard],
@@ -166,7 +149,6 @@ class PromptHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of ``state_dict``, before or after a round trip through JSON."""
         self.binary = bool(state["binary"])
         # A state without "exploration" gets the initial probabilities.
         self._exploration = Exploration(*state.get("exploration", (0.5, 0.5)))
@@ -177,7 +159,7 @@ Rows = NDArray[np.void]
 
 
 class PromptTable:
-    """Table with a row of named numbers for each prompt seen, in order of first appearance.
+    """Row of named numbers per prompt seen (a pool has millions), in order of first appearance.
 
         table = PromptTable({"right": 0.0, "wrong": 0.0})
         table.put(np.array([7]), right=np.array([3.0]), wrong=np.array([1.0]))
@@ -186,14 +168,13 @@ class PromptTable:
     """
 
     def __init__(self, default: Mapping[str, float]) -> None:
-        """Create an empty table; ``default`` is the row of a prompt never seen."""
         self._dtype = np.dtype([(name, np.float64) for name in default])
         self._unseen = tuple(default.values())
         self._clear()
 
     def _clear(self) -> None:
         self._rows = np.array([self._unseen], self._dtype)
-        # Row by prompt id. Row 0 is the default row of prompts never seen.
+        # Row by prompt id; row 0 is the default.
         self._row_of = np.zeros(0, np.int32)
         self._seen = 0
 
@@ -235,7 +216,6 @@ class PromptTable:
         }
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Restore the result of ``state_dict``, before or after a round trip through JSON."""
         self._clear()
         table = np.array([tuple(row) for row in state.values()], self._dtype)
         self.put(
@@ -245,7 +225,7 @@ class PromptTable:
 
 
 def _resize(array: NDArray[Any], size: int) -> NDArray[Any]:
-    """Return an array of at least ``size`` elements: doubled where too short, filled with zeros."""
+    """Return an array of at least ``size`` elements: doubled if too short, filled with zeros."""
     if size <= len(array):
         return array
     grown = np.zeros(2 * size, array.dtype)

@@ -1,7 +1,6 @@
 """Rules that choose the prompts of a window to roll out, and their draw.
 
-Skipped prompts cost no generation. A new rule is a function from candidates and a fraction to keep
-to inclusion probabilities, and an entry of ``PROMPT_RULES``.
+A new rule is a function for :class:`Rule`, and an entry of ``PROMPT_RULES``.
 """
 
 from __future__ import annotations
@@ -29,41 +28,37 @@ FUNCTION = "pruning.prompts.function"
 
 @dataclass(frozen=True, slots=True)
 class PromptCandidates:
-    """Input of a prompt rule: N prompts of a window with their earlier visits, without this step's
-    rollouts.
+    """Input of a prompt rule: a window's N prompts with their visits before this step.
 
-    For two prompts, the first seen once with one right answer of four and the second never,
+    For a prompt seen once with one right answer of four and a prompt never seen,
     ``last_magnitude`` is [0.87, nan] and ``equal_visits`` [0, 0].
     """
 
     last_magnitude: Floats
-    """[N], mean |A| of the last visit; NaN for prompts never seen."""
+    """[N], mean |A| of the last visit; NaN without a visit."""
     expected_square: Floats
     """[N], E[Σ_i h_i²] of the next group, up to a common factor; h: proxy of the norm of a
     completion's term."""
     expected_tokens: Floats
     """[N], positive: generated tokens per completion, up to a common factor."""
     equal_visits: Ints
-    """[N], number of latest consecutive visits with equal rewards."""
+    """[N], latest consecutive visits with equal rewards."""
     explore: Floats
-    """[N], GRESO's p: easy if all rewards of the last visit were 1, else hard."""
+    """[N], GRESO's p, see ``get_exploration``."""
     floor: float
     """Least inclusion probability."""
 
 
 def keep_all(candidates: PromptCandidates, keep: float) -> Floats:
-    """``none``: return probability 1 for any ``keep``."""
     return np.ones_like(candidates.expected_square)
 
 
 def apply_threshold(candidates: PromptCandidates, keep: float) -> Floats:
     """Apply the DPPO paper's rule (arXiv:2603.04135): ``keep``, the paper's 1 − r, for scores below
     the window's mean, else 1.
-
-    A prompt never seen has no score: excluded from the mean, and always kept.
     """
-    # The paper gives no formula for the history score. Here the score is mean |A| of the last
-    # visit.
+    # The paper gives no formula for the history score: use mean |A| of the last visit. A prompt
+    # never seen has no score: excluded from the mean, and always kept.
     seen = ~np.isnan(candidates.last_magnitude)
     if not seen.any():
         return np.ones_like(candidates.last_magnitude)
@@ -75,8 +70,8 @@ def apply_neyman(candidates: PromptCandidates, keep: float) -> Floats:
     """Minimise variance at a budget of generated tokens: probabilities proportional to √(E[Σ
     h²]/E[tokens]), between floor and 1.
 
-    In units of a prompt of mean length, the budget is the integer nearest to keep·N, at least 1. If
-    all prompts have equal expected tokens, a systematic draw keeps exactly that number.
+    The budget is round(keep·N), at least 1, times the mean prompt's tokens. If expected tokens are
+    equal, a systematic draw keeps exactly round(keep·N) prompts.
     """
     budget = max(1, round(keep * len(candidates.expected_square)))
     cost = candidates.expected_tokens / candidates.expected_tokens.mean()
@@ -87,11 +82,9 @@ def apply_neyman(candidates: PromptCandidates, keep: float) -> Floats:
 
 def apply_greso(candidates: PromptCandidates, keep: float) -> Floats:
     """Apply GRESO's rule (arXiv:2506.02177): max(p^z, 0.01), with z latest consecutive visits of
-    equal rewards.
+    equal rewards; ``keep`` = 1 disables the rule.
 
-    - A prompt is skipped more often after more visits of equal rewards.
-    - Kept prompts have weight 1: the objective drifts toward prompts of non-zero variance.
-    - ``keep`` has one use: 1 disables the rule.
+    Kept prompts have weight 1: the objective drifts toward prompts of non-zero variance.
     """
     if keep == 1.0:
         return np.ones_like(candidates.explore)
@@ -99,11 +92,8 @@ def apply_greso(candidates: PromptCandidates, keep: float) -> Floats:
 
 
 def apply_dynamic_sampling(candidates: PromptCandidates, keep: float) -> Floats:
-    """Apply DAPO's rule (arXiv:2503.14476, section 3.2): 1, since groups of equal reward are
-    dropped after their rollouts.
-
-    ``compute_resample_size`` in ``schedule.py`` computes the number of prompts that replace the
-    dropped groups.
+    """Apply DAPO's rule (arXiv:2503.14476, section 3.2): 1; groups of equal reward are dropped
+    after their rollouts, and replaced by ``compute_resample_size`` prompts (``schedule.py``).
     """
     return np.ones_like(candidates.expected_square)
 
@@ -127,8 +117,8 @@ _REGISTERED: dict[str, Rule[PromptCandidates]] = {}
 
 
 def register(name: str, function: Callable[[PromptCandidates, float], ArrayLike]) -> None:
-    """Register a user's function as a rule by name, in this process; its probabilities are raised
-    to the floor."""
+    """Register a user's function as a rule in this process; its probabilities are raised to the
+    floor."""
     own = wrap_user_rule(
         FUNCTION, name, function, lambda candidates: candidates.expected_square.shape
     )
@@ -138,7 +128,6 @@ def register(name: str, function: Callable[[PromptCandidates, float], ArrayLike]
 
 
 def find_prompt_rule(name: str) -> Rule[PromptCandidates]:
-    """Return a rule of the table, or a registered rule."""
     return PROMPT_RULES.get(name) or _REGISTERED[name]
 
 
@@ -157,16 +146,14 @@ def select(
     Args:
         window: [N], ids of the candidate prompts, in the epoch's order.
         history: earlier visits, without this step's.
-        config: name of the rule, and the floor.
-        group_size: G, completions per prompt.
-        keep: fraction to keep at this step, ``config.keep`` under its schedule.
+        group_size: G.
+        keep: ``config.keep`` under its schedule.
         rng: the step's generator for ``Purpose.PROMPTS``.
-        longest_first: whether prompts are requested in descending order of expected tokens.
+        longest_first: whether to request prompts in descending order of expected tokens.
 
     Returns:
-        Kept prompts in the order of their requests (longest first, or the window's order), with
-        inclusion probabilities; all 1 under a biased rule, whose kept prompts have weight 1. The
-        draw does not depend on the order.
+        Kept prompts in the order of their requests, with inclusion probabilities; all 1 under a
+        biased rule, whose kept prompts have weight 1. The draw does not depend on the order.
     """
     rule = find_prompt_rule(config.named)
     candidates = PromptCandidates(
@@ -181,8 +168,7 @@ def select(
     draw = DRAWS[config.draw] if config.draw else rule.draw
     kept = draw(inclusion, rng)
     weighted = np.ones_like(inclusion) if rule.biased else inclusion
-    # Longest processing time first (Graham, 1969): a long prompt must not begin when all other
-    # prompts are done.
+    # Longest processing time first (Graham, 1969): no long prompt may begin last.
     order = np.arange(len(window))
     if longest_first:
         order = np.argsort(-candidates.expected_tokens, kind="stable")

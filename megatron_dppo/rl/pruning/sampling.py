@@ -1,5 +1,4 @@
-"""Sample with unequal probabilities: from scores and a budget to inclusion probabilities, and from
-probabilities to a draw."""
+"""Sample with unequal probabilities: from scores and a budget to probabilities and a draw."""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ Draw = Callable[[Floats, np.random.Generator], Bools]
 """Function from inclusion probabilities [n] to kept units [n]."""
 
 GRID = 1 << 43
-"""Probabilities are rounded to multiples of 1/GRID (1e-13); their sums are exact in 64 bits for a
-million units."""
+"""Probabilities are rounded to multiples of 1/GRID (1e-13), so that sums over a million units are
+exact in 64 bits."""
 
 
 def select_systematic(inclusion: Floats, offset: float) -> Bools:
     """Draw systematically (Madow): lay the probabilities end to end, keep the units that contain
     offset, offset + 1, …
 
-    - Every unit is kept with its own probability.
-    - The number kept is the sum of the probabilities to within one, and exactly the sum if integer.
+    - Every unit is kept with its probability: never for 0, always for 1.
+    - The number kept is the sum of the probabilities to within one; exactly, if integer.
     - Neighbours are seldom kept together: the order of the units stratifies the draw.
 
     Args:
@@ -35,10 +34,10 @@ def select_systematic(inclusion: Floats, offset: float) -> Bools:
         offset: uniform on [0, 1).
 
     Returns:
-        [n], True for kept units: never for probability 0, always for probability 1.
+        [n], True for kept units.
     """
-    # Sums of integers are exact. In floating point the last interval would end a little early or
-    # late, and a unit of probability 1 could be missed.
+    # Sums of integers are exact. Rounding would move the end of the last interval, and could miss a
+    # unit of probability 1.
     shares = np.rint(inclusion * GRID).astype(np.int64)
     _adjust_total(shares)
     start = int(offset * GRID)
@@ -57,12 +56,10 @@ def _adjust_total(shares: NDArray[np.int64]) -> None:
 
 
 def draw_systematic(inclusion: Floats, rng: np.random.Generator) -> Bools:
-    """Draw by ``select_systematic`` with a random offset."""
     return select_systematic(inclusion, rng.random())
 
 
 def draw_bernoulli(inclusion: Floats, rng: np.random.Generator) -> Bools:
-    """Draw independently, with one uniform number in [0, 1) per unit."""
     return rng.random(inclusion.shape) < inclusion
 
 
@@ -75,19 +72,18 @@ Candidates = TypeVar("Candidates")
 class Rule(Generic[Candidates]):
     """Pruning rule: an entry of ``PROMPT_RULES`` or ``COMPLETION_RULES``.
 
-        Rule(apply_threshold, draw_bernoulli)
-
-    keeps each unit independently with the probability from ``apply_threshold``, and is unbiased.
+    ``Rule(apply_threshold, draw_bernoulli)`` keeps each unit independently with the probability
+    from ``apply_threshold``, and is unbiased.
     """
 
     inclusion: Callable[[Candidates, float], Floats]
-    """Function from candidates and ``keep`` to inclusion probabilities, in the candidates' shape.
-    For completions the caller applies the floors, and drops completions of zero advantage."""
+    """Function from candidates and the fraction to keep, to inclusion probabilities in their shape.
+    For completions the caller applies floors, and drops zero advantages."""
     draw: Draw = draw_systematic
-    """Draw of units, unless ``pruning.….draw`` names another draw."""
+    """Draw of units, unless ``pruning.….draw`` names another."""
     biased: str = ""
-    """Reason of the bias in the expected gradient, written to the log. Empty for an unbiased rule,
-    whose kept units have weight 1/π."""
+    """Reason of the expected gradient's bias, written to the log. Empty for an unbiased rule, whose
+    kept units have weight 1/π."""
     weight: Callable[[Candidates, float], Floats] | None = None
     """Weights of the units that a biased rule keeps; None: 1."""
 
@@ -98,15 +94,13 @@ def wrap_user_rule(
     function: Callable[[Candidates, float], ArrayLike],
     shape: Callable[[Candidates], Sequence[int]],
 ) -> Rule[Candidates]:
-    """Wrap a user's function as an unbiased rule.
+    """Wrap a user's function as an unbiased rule, which raises UserError if ``function`` fails or
+    does not return inclusion probabilities.
 
     Args:
         setting: setting that names the function.
-        name: value of ``setting``.
-        function: function from candidates and ``keep`` to inclusion probabilities.
+        function: see :class:`Rule`.
         shape: function from candidates to the shape of the probabilities.
-
-    The rule raises UserError if ``function`` fails or does not return inclusion probabilities.
     """
 
     def inclusion(candidates: Candidates, keep: float) -> Floats:
@@ -133,18 +127,18 @@ def allocate_proportional(
     """Allocate by Neyman: π = clip(c·s/√cost, floor, 1), with c such that Σ π·cost is the budget.
 
     If s is the norm of a unit's term, π minimises the variance Σ s²(1/π − 1) of independent draws
-    that cost the budget in expectation. The floor bounds the weights 1/π.
+    that cost the budget in expectation.
 
     Args:
         scores: [n], not negative.
         costs: [n], positive, in the budget's unit (tokens, or prompts).
-        budget: target of Σ π·cost. If all units fit, π is 1. If the floors alone exceed the budget,
-            π is the floor.
-        floor: least probability of all units, or per unit.
+        budget: target of Σ π·cost. π is 1 if all units fit, the floor if the floors alone exceed
+            the budget.
+        floor: least probability of all units, or per unit; bounds the weights 1/π.
 
     Returns:
-        [n], in [floor, 1]. Units of score 0 get their floor. If all units of positive score, at π =
-        1, leave a rest of the budget, units of score 0 share the rest as units of equal score.
+        [n], in [floor, 1]. Units of score 0 get their floor, or share the budget left by all
+        other units at π = 1, as units of equal score.
     """
     least: Floats = np.minimum(np.broadcast_to(floor, scores.shape), 1.0)
     if costs.sum() <= budget:
@@ -167,17 +161,15 @@ def allocate_proportional(
 
 
 def _allocate(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floats:
-    """Return clip(c·rate, floor, 1) for positive rates and a budget between the cost of the floors
-    and the cost of all units."""
+    """Return clip(c·rate, floor, 1) for a budget between the costs of the floors and all units."""
     # Keep the breakpoints finite.
     rate = np.maximum(rate / rate.max(), 1e-300)
 
     def compute_cost(c: float) -> float:
         return float(costs @ np.clip(c * rate, floor, 1.0))
 
-    # The cost grows with c and is linear between breakpoints: values of c at the end of a unit's
-    # floor and the start of its cap. A bisection finds the interval of the budget; inside, c has a
-    # closed form.
+    # The cost grows with c, linear between breakpoints: the end of a unit's floor, the start
+    # of its cap. A bisection finds the budget's interval; inside, c has a closed form.
     leaves_floor = floor / rate
     meets_cap = 1.0 / rate
     breakpoints: NDArray[np.float64] = np.unique(np.concatenate([leaves_floor, meets_cap]))
@@ -193,7 +185,7 @@ def _allocate(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floa
 
 
 ROUNDING = 1e-9
-"""Relative difference of two scores below which both are the same number, computed in two ways."""
+"""Relative difference below which two scores are the same number, computed in two ways."""
 
 
 def is_below_mean(scores: Floats, mean: Floats | float) -> Bools:

@@ -1,4 +1,4 @@
-"""Schedule of the fraction that a step keeps, and the number of prompts that a step considers."""
+"""Schedule of a step's kept fraction, and number of its prompts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,9 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
 
     Args:
         keep: final fraction of the schedule.
-        schedule: shape, ramp and unpruned end.
         step: counted from 0.
-        total_steps: steps of the whole run.
     """
-    # InfoBatch (arXiv:2303.04947) prunes no samples at the end, so that training ends without the
-    # noise of pruning.
+    # As in InfoBatch (arXiv:2303.04947): training ends without the noise of pruning.
     if total_steps - step <= round(schedule.off_last * total_steps):
         return 1.0
     ramp = schedule.ramp * total_steps
@@ -47,7 +44,7 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
 
 
 def compute_window_size(config: Config, inflation: float = 1.0) -> int:
-    """Return N, the number of prompts that a step considers.
+    """Return N, the number of prompts considered by a step.
 
     N is ``rollout.prompts_per_step``, times ``inflation`` / ``pruning.target_noise`` if that is
     set.
@@ -64,13 +61,12 @@ def compute_window_size(config: Config, inflation: float = 1.0) -> int:
 
 def uses_resampling(pruning: PruningConfig) -> bool:
     """Return whether a step rolls out in rounds until enough groups have non-zero variance, and
-    drops all other groups."""
+    drops the rest."""
     rule = pruning.prompts.rule
     return rule == "dynamic_sampling" or (rule == "greso" and pruning.resample == "prompts")
 
 
 def find_nonzero_variance_groups(metadata: StepMetadata) -> Ints:
-    """Return the indices of groups with unequal rewards."""
     rewards = metadata.rewards
     return np.flatnonzero((rewards != rewards[:, :1]).any(axis=1))
 
@@ -79,15 +75,15 @@ def compute_resample_size(num_groups: int, num_found: int, num_sampled: int) -> 
     """Return the number of prompts of the next round: missing groups / fraction of prompts with
     non-zero variance.
 
-    This is GRESO's adaptive batch (arXiv:2506.02177, section 4.2). DAPO samples a whole batch
-    again.
+    This is GRESO's adaptive batch (arXiv:2506.02177, section 4.2).
 
     Args:
-        num_groups: groups with non-zero variance needed by the step.
-        num_found: groups with non-zero variance found.
+        num_groups: groups with non-zero variance that the step needs.
+        num_found: the groups found.
         num_sampled: prompts rolled out to find ``num_found`` groups.
     """
     missing = num_groups - num_found
     if missing <= 0:
         return 0
+    # DAPO would sample a whole batch again.
     return min(num_groups, math.ceil(missing * num_sampled / max(num_found, 1)))

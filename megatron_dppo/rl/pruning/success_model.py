@@ -1,11 +1,10 @@
-"""Predict a prompt from features and earlier visits, by models that are updated every step.
+"""Predict a prompt from features and earlier visits, by models updated every step.
 
-- Right answers: online Bayesian logistic regression with a random intercept for each prompt (a
-  generalised linear mixed model). Approximations are Laplace's; expectations are taken by
-  Gauss-Hermite quadrature.
+- Right answers: online Bayesian logistic regression with a random intercept per prompt (a
+  generalised linear mixed model), by Laplace's approximations and Gauss-Hermite quadrature.
 - Gradient sizes and answer lengths: a linear model.
 
-Both models have a Gaussian belief about weights. The belief fades as the policy changes.
+Both have a Gaussian belief about weights, which fades as the policy changes.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from megatron_dppo.rl.pruning.history import PromptTable
 from megatron_dppo.rl.types import Floats, Ints
 
 INTERCEPT_KEPT = 0.97
-"""Factor of a prompt's intercept from one update of the policy to the next: a visit 23 updates ago
-counts half."""
+"""Factor of a prompt's intercept per update of the policy: a visit 23 updates ago counts half."""
 SPREADS = 0.05 * 2.0 ** np.arange(8)
 """τ², from 0.05 to 6.4: candidates for the variance of intercepts, the differences between prompts
 of similar features."""
@@ -50,12 +48,12 @@ class SuccessProbability:
     """
 
     logit: Floats
-    """[N], mean of the logit."""
+    """[N]"""
     variance: Floats
-    """[N], variance of the logit."""
+    """[N]"""
 
     def mean(self) -> Floats:
-        """Return E[p], [N]."""
+        """E[p], [N]."""
         expected: Floats = self._nodes() @ SHARES
         return expected
 
@@ -83,9 +81,9 @@ class SuccessProbability:
 
 
 INTERCEPT = {"mean": 0.0, "share": 1.0, "update": 0.0}
-"""Intercept of a prompt never seen. An intercept with mean = 0.6, share = 0.4 and update = 12 was
-last updated before the policy's 13th update: the prompt is easier than its features predict, and
-0.4 of τ² is unknown."""
+"""Intercept of a prompt never seen. With mean = 0.6, share = 0.4 and update = 12, last updated
+before the policy's 13th update, the prompt is easier than its features predict, and 0.4 of τ² is
+unknown."""
 
 
 class SuccessModel:
@@ -95,10 +93,10 @@ class SuccessModel:
     - τ² is the candidate with the highest likelihood of the groups at their prediction.
     """
 
-    # Weights and intercepts fade with the policy's updates, and not with visits: a changed policy
-    # makes all of them uncertain.
+    # Weights and intercepts fade with the policy's updates, not with visits: a changed policy makes
+    # all of them uncertain.
     def __init__(self, size: int) -> None:
-        """Create the model for ``size`` features (D)."""
+        """``size``: number of features, D."""
         self._weights = Weights(size)
         self._evidence = -0.5 * np.log(SPREADS / USUAL_SPREAD) ** 2
         self._intercepts = PromptTable(INTERCEPT)
@@ -117,10 +115,10 @@ class SuccessModel:
 
     def update(self, prompt_ids: Ints, features: Floats, right: Floats, trials: Floats) -> None:
         """Update with Q prompts of features [Q, D]: ``right`` of ``trials`` answers, both [Q]. Call
-        once before each update of the policy, also without prompts."""
+        once before each update of the policy, even without prompts."""
         if len(prompt_ids):
             mean, share = self._get_intercepts(prompt_ids)
-            # The evidence compares predictions: update before the weights have seen these groups.
+            # The evidence compares predictions, made before the weights have seen these groups.
             self._update_evidence(features, mean, share, right, trials)
             prior = share * self.spread
             self._update_weights(features, mean, prior, right, trials)
@@ -153,11 +151,11 @@ class SuccessModel:
             offset = features @ self._weights.mean + mean
             moved, information = _shift(offset, prior, right, trials)
             # Near the present weights a group equals a Gaussian observation of its logit, with the
-            # variance of the intercept plus the variance of the answers.
+            # variances of intercept and answers.
             variance = prior + 1.0 / np.maximum(information, 1e-3)
             # moved / prior is the slope of the group's likelihood.
             seen = offset - mean + moved * variance / prior
-            # Each step starts from the belief before these groups, or they would count repeatedly.
+            # Start from the belief before these groups, or they would count repeatedly.
             self._weights.mean = mean_before
             self._weights.covariance = covariance_before
             self._weights.update(features, seen, variance)
@@ -169,7 +167,6 @@ class SuccessModel:
         return kept * found["mean"], 1.0 - kept**2 * (1.0 - found["share"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state for JSON; floats survive exactly."""
         return {
             "weights": self._weights.state_dict(),
             "evidence": self._evidence.tolist(),
@@ -185,7 +182,7 @@ class SuccessModel:
 
 
 def _shift(offset: Floats, prior: Floats, right: Floats, trials: Floats) -> tuple[Floats, Floats]:
-    """Return the shift of each group's intercept, N(0, prior), from the logit ``offset``, and the
+    """Return each group's shift of its intercept, N(0, prior), from the logit ``offset``, and the
     information of its answers there, both [Q]."""
     moved = np.zeros_like(offset)
     for _ in range(2 * NEWTON_STEPS):
@@ -199,20 +196,20 @@ def _shift(offset: Floats, prior: Floats, right: Floats, trials: Floats) -> tupl
 
 
 PRIOR_VARIANCE = 0.05
-"""Prior variance of a feature's weight, at deviation 1: 59 features give a logit the deviation 1.7
+"""Prior variance of a feature's weight: 59 features of deviation 1 give a logit the deviation 1.7
 before any data."""
 CONSTANT_VARIANCE = 4.0
 """Prior variance of the constant's weight."""
 WEIGHTS_KEPT = 0.999
-"""Factor of a weight's mean from one update of the policy to the next. The variance returns to the
-prior's at the same rate: an observation 700 updates ago counts half."""
+"""Factor of a weight's mean per update of the policy. The variance returns to the prior's at the
+same rate: an observation 700 updates ago counts half."""
 
 
 class Weights:
     """Gaussian belief about D weights; the first is the constant's.
 
-    Between updates the weights follow an Ornstein-Uhlenbeck process: w' = c·w + noise, with the
-    prior's variance as stationary variance. Means fade, and without data the covariance returns to
+    Between updates the weights follow an Ornstein-Uhlenbeck process, w' = c·w + noise, with the
+    prior's variance as stationary variance: without data, means fade and the covariance returns to
     the prior's.
     """
 
@@ -223,14 +220,13 @@ class Weights:
         self.covariance = np.diag(self._prior)
 
     def apply_forgetting(self) -> None:
-        """Advance the belief by one update of the policy."""
         self.mean = WEIGHTS_KEPT * self.mean
         self.covariance = WEIGHTS_KEPT**2 * self.covariance + np.diag(
             (1.0 - WEIGHTS_KEPT**2) * self._prior
         )
 
     def predict(self, features: Floats) -> tuple[Floats, Floats]:
-        """Return mean [N] and variance [N] of the weighted sum of each row of features [N, D]."""
+        """Return mean [N] and variance [N] of weighted sums of features [N, D]."""
         return features @ self.mean, ((features @ self.covariance) * features).sum(axis=1)
 
     def update(self, features: Floats, values: Floats, variance: Floats) -> None:
@@ -239,7 +235,7 @@ class Weights:
         scaled = features.T / variance
         precision = np.linalg.inv(self.covariance)
         covariance = np.linalg.inv(precision + scaled @ features)
-        # Because of rounding, the covariance would drift away from symmetry.
+        # Rounding would make the covariance drift away from symmetry.
         self.covariance = (covariance + covariance.T) / 2.0
         self.mean = self.mean + self.covariance @ (scaled @ (values - features @ self.mean))
 
@@ -252,8 +248,7 @@ class Weights:
 
 
 class SizeModel:
-    """Predictor of a positive size, such as a length: Bayesian linear regression of the
-    logarithm."""
+    """Bayesian linear regression of the logarithm of a positive size, such as a length."""
 
     NOISE_VARIANCE = 0.5
     DECAY = 0.9
@@ -263,7 +258,7 @@ class SizeModel:
         self._seen = self._predicted = 0.0
 
     def predict(self, features: Floats) -> Floats:
-        """Return predictions [N] for features [N, D]; 1 for all before the first update."""
+        """Return predictions [N] for features [N, D]; 1 before the first update."""
         # A mean of logarithms is not the logarithm of a mean: correct by observed / predicted sums,
         # both decayed.
         correction = self._seen / self._predicted if self._predicted else 1.0
@@ -271,8 +266,8 @@ class SizeModel:
         return expected
 
     def update(self, features: Floats, sizes: Floats) -> None:
-        """Update with Q prompts of features [Q, D]: positive ``sizes`` [Q]. Call once before each
-        update of the policy, also without prompts."""
+        """Update with Q prompts of features [Q, D]: positive ``sizes`` [Q]. Call once per update,
+        as :meth:`SuccessModel.update`."""
         if len(sizes):
             self._weights.update(features, np.log(sizes), np.full(len(sizes), self.NOISE_VARIANCE))
             fitted = np.exp(self._weights.predict(features)[0])
