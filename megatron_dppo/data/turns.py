@@ -1,17 +1,15 @@
 """Conversations between the policy and an environment that sends chat messages, as token ids.
 
 Turns of the policy stay the sampled token ids. The chat template renders the environment's new
-messages; the policy reads the rendered text after the policy's own turn:
+messages, and the policy reads the rendered text after its own turn:
 
     <|im_start|>user guess<|im_end|><|im_start|>assistant    prompt
     4<|im_end|>                                              sampled by the policy
     <|im_start|>user more<|im_end|><|im_start|>assistant     read by the policy
 
-Scoring replays the conversation with the sampled turns, and detects an environment that answers
-differently.
+Scoring replays the conversation with the sampled turns.
 
-Tools have the form of Qwen3 and Qwen2.5. The chat template lists the tools, and the policy calls a
-tool in a block of a turn:
+Tools have the form of Qwen3 and Qwen2.5. The policy calls a tool in a block of a turn:
 
     Let me add.
     <tool_call>
@@ -34,20 +32,21 @@ Generate = Callable[[list[int]], Awaitable[list[int]]]
 :class:`ResponseFullError` if no token is left."""
 Message = Mapping[str, Any]
 """Chat message. ``content`` of a policy's message is the whole text of the turn."""
+# Replaces a turn of the policy when a template renders later messages. The text must not occur in a
+# conversation.
 MARK = "(what the policy said: 5b1f2c9e)"
-"""Replacement of a turn of the policy when a template renders later messages."""
 
 
 class ResponseFullError(Exception):
-    """No token of the response is left: the conversation is cut off here."""
+    """No token of the response is left."""
 
 
 class ConversationFormatError(ValueError):
-    """Messages that cannot be converted to token ids. The text is a predicate, to follow "it"."""
+    """Messages without token ids. The text is a predicate, to follow "it"."""
 
 
 class ReplayMismatchError(RuntimeError):
-    """Different behaviour of an environment in a replay of the same turns of the policy."""
+    """An environment answers differently in a replay of the same turns of the policy."""
 
     def __init__(self, action: str) -> None:
         law = (
@@ -64,9 +63,9 @@ class ChatSession:
 
     Args:
         tokenizer: the policy's Hugging Face tokenizer.
-        prompt_messages: messages of the prompt.
-        generate: generator of the policy's turns.
-        tools: tools of the prompt, for transformers' choice among several chat templates.
+            prompt_messages: messages of the prompt.
+            generate: generator of the policy's turns.
+            tools: tools of the prompt. Among several chat templates, transformers chooses by tools.
     """
 
     def __init__(
@@ -77,25 +76,23 @@ class ChatSession:
         self._say = generate
         self._render = partial(tokenizer.apply_chat_template, tools=tools or None, tokenize=False)
         self._messages: list[Message] = []
-        """Messages up to now; the last message is the policy's."""
         self._last = -1
-        """Last token of the policy."""
 
     async def __call__(self, messages: Sequence[Message]) -> str:
         """
         Raises:
-            ConversationFormatError: the messages do not continue the earlier messages, or cannot be
-                rendered.
+                ConversationFormatError: the messages do not continue the earlier ones, or fail to render.
             ResponseFullError: no token is left.
         """
         said = await self._say(self._encode_new_messages(messages))
+        # The environment reads text without end-of-turn marks.
         text: str = self._tokenizer.decode(said, skip_special_tokens=True)
         self._messages = [*messages, {"role": "assistant", "content": text}]
         self._last = said[-1]
         return text
 
     def _encode_new_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids between the policy's last turn and the next turn."""
+        # The first call must repeat the prompt, because the policy has read the prompt already.
         if not self._messages:
             prompt = self._asked
             if not isinstance(prompt, Sequence) or _get_contents(messages) != _get_contents(prompt):
@@ -147,7 +144,7 @@ class TurnReplay:
 
     Args:
         token_ids: [L], tokens of the response.
-        loss_mask: [L], True for sampled tokens; empty if the policy sampled all tokens.
+        loss_mask: [L], True for sampled tokens; empty: all.
         cut_off: True if the response ended because no token was left.
     """
 
@@ -198,10 +195,10 @@ def _get_contents(messages: Sequence[Any]) -> list[tuple[object, object]]:
 
 Tools = Sequence[Mapping[str, Any]]
 """Tools in the form of chat templates: ``{"type": "function", "function": {"name": ...,
-"description": ..., "parameters": ...}}``, where ``parameters`` is a JSON schema."""
+"description": ..., "parameters": ...}}``; ``parameters`` is a JSON schema."""
 CALL = "<tool_call>"
+# Qwen3-Coder's form of calls. This module does not parse this form.
 OTHER_CALL = "<function="
-"""Mark of templates with Qwen3-Coder's form of calls."""
 _BLOCK = re.compile(rf"{CALL}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _THINKS = "<think>"
 _HAS_THOUGHT = "</think>"
@@ -209,22 +206,19 @@ _HAS_THOUGHT = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Call of a tool by the policy."""
-
     name: str
     arguments: str
     """A JSON object."""
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Return the text of a policy's turn before the first call, thoughts included, and the calls.
+    """Return a turn's text before the first call, thoughts included, and the calls.
 
     As in vLLM's parser of this form:
 
     - Blocks within thoughts are not calls.
     - The last block may be unclosed.
-    - A block without an object that has a name and an object of arguments makes the whole turn
-      text: the environment receives no call.
+    - If any block lacks a name or an object of arguments, the whole turn is text, without calls.
     """
     thoughts, end, words = text.rpartition(_HAS_THOUGHT)
     calls = [_parse_call(block) for block in _BLOCK.findall(words)]

@@ -1,11 +1,11 @@
 """Measure a step's seconds by phase, and the use of machines: memory, matrix rate, trainer time.
 
-This file does not import torch, because a report reads the phases.
+Does not import torch, because a report reads the phases.
 
-In the steps of ``run.profile``, torch's profiler records each rank.
-``RUN/profile/step_0000003-rank_0.json.gz`` is a trace for Perfetto or chrome://tracing, with the
-step's phases above operators and kernels. On CUDA, ``step_0000003-rank_0.pickle`` is the
-allocator's history for https://docs.pytorch.org/memory_viz.
+In the steps of ``run.profile``, torch's profiler records each rank:
+``RUN/profile/step_0000003-rank_0.json.gz`` for Perfetto or chrome://tracing, with the step's phases
+above operators and kernels. On CUDA, ``step_0000003-rank_0.pickle`` is the allocator's history for
+https://docs.pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PHASES: Mapping[str, str] = {
     "actor_train": "train",
     "update_weights": "sync",
 }
-"""Phases of a step in order, with display names. ``step`` contains all phases and the rest, shown
-as ``other``. ``eval`` is outside of ``step``."""
+"""Phases of a step in order, with display names. ``step`` contains these phases and the rest,
+shown as ``other``. ``eval`` is outside of ``step``."""
 
 TRAINING = ("deliver", "log_probs", "actor_train")
 """Phases with seconds proportional to the tokens trained on."""
@@ -56,16 +56,16 @@ class PhaseTimers:
         self._seconds: dict[str, float] = {}
         self._within: list[str] = []
         self.named: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Context manager around a phase, called with the phase's name; set by a profiler."""
+        """Context manager around a phase, given the phase's name; set by a profiler."""
         self.entered = 0
-        """Phases entered, without phases inside a step's phase. Equal on ranks with equal
+        """Phases entered, except phases nested in a step's phase. Equal on ranks with equal
         progress."""
         self.moved = time.monotonic()
         """Time of the last start or end of a phase."""
 
     @property
     def phase(self) -> str:
-        """Innermost current phase of this rank, empty between phases."""
+        """Innermost current phase, empty between phases."""
         return self._within[-1] if self._within else ""
 
     @contextmanager
@@ -98,6 +98,7 @@ def compute_breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
         if f"perf/{phase}_time" in metrics
     }
     rest = metrics.get("perf/step_time", 0.0) - sum(parts.values())
+    # Clocks are read at different moments, so the parts may exceed the step by rounding.
     return parts | {"other": max(rest, 0.0)}
 
 
@@ -106,8 +107,8 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
     - ``perf/saved_prompts_time``, ``perf/saved_completions_time``: see :func:`estimate_savings`;
       absent without tokens for the estimate.
-    - ``perf/pruning_efficiency``: ratio of variance × seconds without pruning to variance × seconds
-      of the step; 1 for a smaller batch; absent for a biased rule.
+    - ``perf/pruning_efficiency``: variance × seconds without pruning, over variance × seconds of the
+      step. 1 for a smaller batch; absent for a biased rule.
     """
     if not {"prune/saved_tokens_prompts", "prune/saved_tokens_completions"} <= metrics.keys():
         return {}
@@ -127,15 +128,13 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 def estimate_savings(metrics: Mapping[str, float]) -> tuple[float, float, float]:
     """Estimate the further seconds of a step with all prompts, with all completions, and with both.
 
-    The estimate with all prompts keeps the pruning of completions, and vice versa. The model, from
-    the step's own timers:
+    The estimate with all prompts keeps the pruning of completions, and vice versa. The model:
 
-    - ``rollout`` costs equal seconds per rolled-out token of a row, ``TRAINING`` equal seconds per
-      token trained on.
+    - ``rollout`` costs equal seconds per rolled-out token, ``TRAINING`` equal seconds per token
+      trained on.
     - A pruned prompt would have cost rollouts, and training of the fraction of tokens that other
       prompts kept.
     - Costs independent of the step's size (a sync, a server's latency) are not saved.
-    """
     # Completions with zero advantage are no saving, because a run without pruning drops such
     # completions, too.
     trained, pruned, zero_advantage = (metrics.get(key, 0.0) for key in ROLLED_OUT)
@@ -169,8 +168,8 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600:,} h {whole % 3600 // 60:02} min"
 
 
+# The history keeps the latest entries.
 ALLOCATIONS = 1_000_000
-"""Maximum entries of the allocator's history; the latest entries are kept."""
 
 
 class Profiler:
@@ -179,8 +178,6 @@ class Profiler:
     Args:
         folder: folder of the run.
         steps: steps to profile, counted from 1 as in the log.
-        rank: rank of this process.
-        on_cuda: True if tensors are on a GPU.
         timers: timers of the phases in the trace.
     """
 
@@ -234,13 +231,12 @@ class Usage:
     peak: float
     """FLOPs per second of a GPU, from the maker's data sheet."""
     frozen: bool = False
-    """True if the weights need no gradient, because adapters are trained."""
+    """True if only adapters are trained: the weights need no gradient."""
 
     def measure(self, plan: StepPlan, seconds: Mapping[str, float]) -> dict[str, float]:
         """Return ``perf/…`` metrics of the step that has just ended. Collective.
 
         Args:
-            plan: plan of the step.
             seconds: ``perf/…_time`` of this rank's timers, logged on rank 0.
         """
         import psutil
@@ -253,6 +249,7 @@ class Usage:
 
             used.append(torch.cuda.max_memory_reserved() / GIB)
             torch.cuda.reset_peak_memory_stats()
+        # The fullest rank, because a run fails on the first rank without memory.
         largest = np.max(self.world.gather(used), axis=0)
         metrics = dict(
             zip(("perf/host_memory_gib", "perf/gpu_memory_gib"), largest.tolist(), strict=False)
