@@ -188,6 +188,7 @@ class LengthGate:
             step: counted from 1 as in the log.
             row: metrics. Rows without ``rollout/response_len/mean`` (evaluations) are skipped.
         """
+        """
         if self._bound is None or "rollout/response_len/mean" not in row:
             return None
         measured = row["rollout/response_len/mean"], row.get("rollout/truncated_ratio", 0.0)

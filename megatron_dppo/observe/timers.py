@@ -135,6 +135,7 @@ def estimate_savings(metrics: Mapping[str, float]) -> tuple[float, float, float]
     - A pruned prompt would have cost rollouts, and training of the fraction of tokens that other
       prompts kept.
     - Costs independent of the step's size (a sync, a server's latency) are not saved.
+    """
     # Completions with zero advantage are no saving, because a run without pruning drops such
     # completions, too.
     trained, pruned, zero_advantage = (metrics.get(key, 0.0) for key in ROLLED_OUT)

@@ -72,8 +72,8 @@ class Watchdog:
     Args:
         world: ranks; ``timeout_s`` limits seconds without progress in rollouts and evaluations.
         timers: phase timers of this rank.
-        late_s: seconds without progress in rollouts and evaluations, or of other ranks' waiting, before
-            a rank is reported, once per phase.
+        late_s: seconds without progress in rollouts and evaluations, or of waiting for a rank,
+            before the rank is reported, once per phase.
         stuck_s: seconds without progress on all ranks, if equal, before all are reported.
     """
 
@@ -228,6 +228,7 @@ def find_late_ranks(
     Args:
         heartbeats: last heartbeat of each rank.
         silence_s: seconds since each heartbeat.
+    """
     """
     if gone := [rank for rank, seconds in enumerate(silence_s) if seconds > late_s]:
         return gone
