@@ -163,8 +163,8 @@ class LengthGate:
     """Warning if the mean length of responses departs from the first steps. Never stops a run.
 
     A policy with a short and a long style of answers can settle on the short style within a few
-    steps, because short answers are better for a while. The policy then has no long answers to
-    learn. The length shows this before the reward, because the reward rises at first.
+    steps, because short answers are better for a while. The policy then no longer learns
+    from long answers. The length shows this before the reward, because the reward rises at first.
 
     Takes a row of metrics per step in order; after a resume, first the earlier rows.
     """
@@ -187,7 +187,6 @@ class LengthGate:
         Args:
             step: counted from 1 as in the log.
             row: metrics. Rows without ``rollout/response_len/mean`` (evaluations) are skipped.
-        """
         """
         if self._bound is None or "rollout/response_len/mean" not in row:
             return None

@@ -98,7 +98,7 @@ def compute_breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
         if f"perf/{phase}_time" in metrics
     }
     rest = metrics.get("perf/step_time", 0.0) - sum(parts.values())
-    # Clocks are read at different moments, so the parts may exceed the step by rounding.
+    # The sum of the parts may exceed the step by rounding.
     return parts | {"other": max(rest, 0.0)}
 
 

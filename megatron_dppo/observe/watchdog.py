@@ -229,7 +229,6 @@ def find_late_ranks(
         heartbeats: last heartbeat of each rank.
         silence_s: seconds since each heartbeat.
     """
-    """
     if gone := [rank for rank, seconds in enumerate(silence_s) if seconds > late_s]:
         return gone
     front = max(heartbeat.entered for heartbeat in heartbeats)
