@@ -1,7 +1,6 @@
 """Parse problems of a source, and render and tokenise problems for the policy.
 
-This file does not import torch or transformers. All checks that need no tokenizer are in the
-parser, so that a bad row is reported before a rank starts.
+Does not import torch or transformers: the parser reports a bad row before a rank starts.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megatron_dppo.rl.types import Label
 
 Messages = list[Mapping[str, Any]]
 ROLES = ("system", "user", "assistant", "tool")
-"""Roles that Qwen's chat templates render; the templates silently omit any other role."""
+"""Roles of Qwen's chat templates, which silently omit any other."""
 A_LIST = 'a list like [{"role": "user", "content": "..."}]'
 CHAT_PREFIX = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
 
@@ -39,11 +38,10 @@ class Example:
     row: Row
     prompt: str | Messages
     label: Label
-    """Label, or the text of the worked answer if the caller requested worked answers."""
+    """Label, or text of the worked answer on request."""
     data_source: str
     extra: Mapping[str, Any]
     tools: Tools = ()
-    """Tools in the prompt that the chat template renders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +50,12 @@ class Source:
 
     name: str
     setting: str
-    """Setting that names the source, for errors."""
     weight: float = 1.0
     """Fraction of every step, relative to other sources."""
     prompt_key: str | None = None
-    """Column of the prompt; None: ``data.prompt_key``."""
+    """None: ``data.prompt_key``."""
     label_key: str | None = None
-    """Column of the label; None: ``data.label_key``."""
+    """None: ``data.label_key``."""
 
     def apply_columns(self, data: DataConfig) -> DataConfig:
         """Return the settings with the source's own columns."""
@@ -68,9 +65,7 @@ class Source:
         return replace(data, **{name: key for name, key in own.items() if key is not None})
 
     def list_files(self) -> list[Path]:
-        """Return the source's files in order; files of a folder are sorted by name.
-
-        Files of a hub's data set are downloaded first.
+        """Return the files in order; files of a hub's data set are downloaded first.
 
         Raises:
             UserError: an error of ``hub.data_files``, or a folder without data files.
@@ -106,6 +101,7 @@ def resolve_sources(data: DataConfig, split: Split) -> list[Source]:
         return [
             Source(s.path, "data.train", s.weight, s.prompt_key, s.label_key) for s in data.train
         ]
+    # A generator holds out its own problems.
     of_train = split == "train" or (
         data.eval is None and data.train in GENERATORS and data.rollouts is None
     )
