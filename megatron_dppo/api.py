@@ -246,22 +246,22 @@ def train(
     Function arguments are stored in ``run.dir``, so that the command line can resume the run.
 
     Args:
-            reward: replaces ``reward.function``, with any signature of this setting; runs in separate
-                processes.
-            objective: replaces ``loss.objective``. Maps :class:`~megatron_dppo.rl.losses.Tokens` to the
-                maximised quantity.
-            advantage: replaces ``loss.advantage``. Maps rewards [Q, G] and columns to advantages, see
-                ``megatron_dppo/rl/advantages.py``.
-            prompt_rule: replaces ``pruning.prompts.rule``. Maps
-                :class:`~megatron_dppo.rl.pruning.prompt_rules.PromptCandidates` and ``keep`` to inclusion
-                probabilities.
-            completion_rule: replaces ``pruning.completions.rule``. Maps
-                :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to
-                inclusion probabilities.
-            conversation: replaces ``rollout.conversation``: converses with the policy per completion.
-            engine: replaces ``rollout.engine_function``: factory of a
-                :class:`~megatron_dppo.rollout.engine.RolloutEngine`.
-            on_step: called in this process with each step's row.
+        reward: replaces ``reward.function``, with any signature of this setting; runs in separate
+            processes.
+        objective: replaces ``loss.objective``. Maps :class:`~megatron_dppo.rl.losses.Tokens` to the
+            maximised quantity.
+        advantage: replaces ``loss.advantage``. Maps rewards [Q, G] and columns to advantages, see
+            ``megatron_dppo/rl/advantages.py``.
+        prompt_rule: replaces ``pruning.prompts.rule``. Maps
+            :class:`~megatron_dppo.rl.pruning.prompt_rules.PromptCandidates` and ``keep`` to inclusion
+            probabilities.
+        completion_rule: replaces ``pruning.completions.rule``. Maps
+            :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to
+            inclusion probabilities.
+        conversation: replaces ``rollout.conversation``: converses with the policy per completion.
+        engine: replaces ``rollout.engine_function``: factory of a
+            :class:`~megatron_dppo.rollout.engine.RolloutEngine`.
+        on_step: called in this process with each step's row.
 
     Raises:
         UserError: if a mistake is found before a rank starts.
@@ -302,9 +302,9 @@ def evaluate(
     Existing answers in the folder are kept.
 
     Args:
-            target: settings with problems in ``eval`` and ``data``; or a run.
-            model: Hugging Face directory, run, or checkpoint; None: the policy of ``target``.
-            reward: replaces ``reward.function``, which judges the answers.
+        target: settings with problems in ``eval`` and ``data``; or a run.
+        model: Hugging Face directory, run, or checkpoint; None: the policy of ``target``.
+        reward: replaces ``reward.function``, which judges the answers.
 
     Raises:
         UserError, RunFailedError, KeyboardInterrupt: see ``train``.

@@ -22,8 +22,8 @@ class UserError(Exception):
     Args:
         setting: setting (``layout.tp``) or file at fault.
         value: value of the setting.
-            problem: fault of the value, a predicate.
-            remedy: instruction to the user.
+        problem: fault of the value, a predicate.
+        remedy: instruction to the user.
     """
 
     def __init__(self, setting: str, value: object, problem: str, remedy: str) -> None:
@@ -98,7 +98,7 @@ def install_command(extra: str) -> str:
 
 
 def format_error(error: UserError | MistakesError) -> str:
-    """Format setting, problem and remedy, wrapped, without a final newline. Line breaks are kept."""
+    """Format setting, problem and remedy, wrapped, without a final newline. Keep line breaks."""
     if isinstance(error, MistakesError):
         return "\n".join(map(format_error, error.errors))
     value = f" = {error.value}" if str(error.value) else " is empty"

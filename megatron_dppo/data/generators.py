@@ -176,8 +176,8 @@ def make_environment_problems(config: VerifiersConfig, split: Split) -> list[Row
     ``extra_info`` contains the input of the environment's rubric.
 
     Raises:
-            UserError: an error of ``check_environment``; or the environment cannot be loaded, is a group
-                with tools, or has fewer problems than ``eval_problems``.
+        UserError: an error of ``check_environment``; or the environment cannot be loaded, is a
+            group with tools, or has fewer problems than ``eval_problems``.
     """
     check_environment(config)
     return _generate_in_process("megatron_dppo.data.verifiers", config, split)
@@ -212,8 +212,8 @@ def _generate_in_process(
 
 def _generate_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
     wanted = config.eval_problems + (config.problems if split == "train" else 0)
-    # Families take turns, so every family needs its part of both splits. Reserve twice as many,
-    # because some questions repeat.
+    # Families take turns, so every family needs its part of both splits. Draw more, because
+    # questions repeat.
     each = math.ceil((config.eval_problems + config.problems) / len(config.tasks))
     seen: set[str] = set()
     streams = []

@@ -140,8 +140,8 @@ def load_prompts(
 ) -> PromptPool:
     """Load the prompts of a split.
 
-    Held-out prompts come from ``data.eval``, without which the pool is empty. If ``data.eval`` names
-    several files, call once per file.
+    Held-out prompts come from ``data.eval``; call once per file. Without ``data.eval``, the pool
+    is empty.
 
     Raises:
         UserError: a file is absent, empty or malformed; a row lacks a prompt or label; ``check``

@@ -63,9 +63,9 @@ class ChatSession:
 
     Args:
         tokenizer: the policy's Hugging Face tokenizer.
-            prompt_messages: messages of the prompt.
-            generate: generator of the policy's turns.
-            tools: tools of the prompt. Among several chat templates, transformers chooses by tools.
+        prompt_messages: messages of the prompt.
+        generate: generator of the policy's turns.
+        tools: tools of the prompt. Among several chat templates, transformers chooses by tools.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class ChatSession:
     async def __call__(self, messages: Sequence[Message]) -> str:
         """
         Raises:
-                ConversationFormatError: the messages do not continue the earlier ones, or fail to render.
+            ConversationFormatError: the messages do not continue the earlier ones, or fail to
+                render.
             ResponseFullError: no token is left.
         """
         said = await self._say(self._encode_new_messages(messages))

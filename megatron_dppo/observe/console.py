@@ -58,8 +58,8 @@ class Console:
     """Output of rank 0: colours and a bar of phases on a terminal, else plain lines.
 
     Args:
-            total_steps: steps of the whole run, resumes included.
-            file: output; None: standard output.
+        total_steps: steps of the whole run, resumes included.
+        file: output; None: standard output.
     """
 
     def __init__(self, total_steps: int, file: TextIO | None = None) -> None:

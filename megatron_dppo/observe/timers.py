@@ -107,8 +107,8 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
     - ``perf/saved_prompts_time``, ``perf/saved_completions_time``: see :func:`estimate_savings`;
       absent without tokens for the estimate.
-    - ``perf/pruning_efficiency``: variance × seconds without pruning, over variance × seconds of the
-      step. 1 for a smaller batch; absent for a biased rule.
+    - ``perf/pruning_efficiency``: variance × seconds without pruning, over variance × seconds of
+      the step. 1 for a smaller batch; absent for a biased rule.
     """
     if not {"prune/saved_tokens_prompts", "prune/saved_tokens_completions"} <= metrics.keys():
         return {}

@@ -47,7 +47,7 @@ UNLIMITED = ("", "rollout", "eval")
 WAKE = signal.SIGUSR2
 """Signal to a hanging main thread. Interrupts calls such as ``time.sleep``."""
 OF_RANKS = "torch/distributed/"
-"""Part of the path of code that waits for other ranks, with a time limit of its own."""
+"""Part of the path of code that waits for other ranks. Each wait has a time limit."""
 
 
 @dataclass(frozen=True, slots=True)
