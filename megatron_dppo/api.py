@@ -253,8 +253,8 @@ def train(
         advantage: replaces ``loss.advantage``. Maps rewards [Q, G] and columns to advantages, see
             ``megatron_dppo/rl/advantages.py``.
         prompt_rule: replaces ``pruning.prompts.rule``. Maps
-            :class:`~megatron_dppo.rl.pruning.prompt_rules.PromptCandidates` and ``keep`` to inclusion
-            probabilities.
+            :class:`~megatron_dppo.rl.pruning.prompt_rules.PromptCandidates` and ``keep`` to
+            inclusion probabilities.
         completion_rule: replaces ``pruning.completions.rule``. Maps
             :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to
             inclusion probabilities.

@@ -26,11 +26,10 @@ EVAL_FLAGS = {
         "folder of an earlier evaluation, for a paired comparison",
     ),
 }
-"""Options of ``eval``: setting, name of the value, meaning."""
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options beside CONFIG and overrides."""
+    """Add all options but CONFIG and overrides."""
     parser.add_argument("--model", metavar="FOLDER", help=MODEL)
     what = (
         "comma-separated names; NAME=FILE for your own (default: data.eval and eval.benchmarks "
@@ -64,7 +63,7 @@ def build_eval_overrides(arguments: argparse.Namespace) -> tuple[list[str], list
 
 
 def build_model_overrides(model: str) -> list[str]:
-    """Return overrides that select a run, checkpoint or Hugging Face directory as policy."""
+    """Return overrides that select a policy."""
     from megatron_dppo.evaluation.answers import find_policy
 
     overrides = []
