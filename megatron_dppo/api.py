@@ -223,7 +223,7 @@ def plan_step(
         if given is not None:
             config = _with_settings(config, setting.split("."), _get_name(given))
         name = attrgetter(setting)(config)
-        # Estimators that are built in have names without module.
+        # A built-in estimator is registered already.
         if name is not None and name not in advantages.ESTIMATORS:
             functions.register(name, given or load_function(setting, name))
     return plan.plan_step(metadata, config, **of_layout)

@@ -143,7 +143,7 @@ def _parse_completion(
         raise row.make_error(
             f"has a completion {number} that {error.args[0]}", error.args[1]
         ) from error
-    # The versions mark the tokens as stale, whatever the age of this policy.
+
     versions = np.full(len(tokens), OFFLINE, np.int32)
     end = cast(Literal["stop", "length"], reason)
     return Completion(np.array(tokens, np.int32), logprobs, sampled, versions, end), score

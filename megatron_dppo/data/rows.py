@@ -23,8 +23,8 @@ COLUMNS_IN_USE = {
 """Usual columns of published data sets, likeliest first, to suggest for a missing column."""
 DEEPEST = 64
 """Maximum nesting of a row's values."""
-# Data sets nest far less, and Python's recursion limit, which processes and templates meet, is
-# far higher.
+# Above the nesting of data sets, and below Python's recursion limit, because rows are sent to
+# other processes and walked through by templates.
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 BATCH = 1024
 INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})

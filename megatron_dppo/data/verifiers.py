@@ -47,7 +47,7 @@ HELD_OUT_SEED = 0
 RUBRICS = ("verifiers.rubrics", "verifiers.legacy.rubrics")
 """Loggers of rubrics in different releases."""
 DOWN = (TimeoutError, verifiers.InfraError)
-"""Errors of :func:`run_environment` after which another attempt may succeed."""
+"""Temporary errors of :func:`run_environment`: another attempt may succeed."""
 
 
 Answer = Callable[[Sequence[Message]], Awaitable[str]]

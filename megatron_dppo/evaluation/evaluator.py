@@ -192,15 +192,14 @@ class Evaluator:
                 further answers are not scored, and ``check_failures`` stops the evaluation.
         """
         settings = self._config.eval
-        # Deal problems out one by one, because long answers come in runs of similar problems.
+
         mine = range(self._world.rank, len(problems), self._world.size)
         indices: dict[str, list[int]] = {}
         prompts: dict[str, list[Prompt]] = {}
         for verifier in self._collectors:
             indices[verifier] = [i for i in mine if problems[i].verifier == verifier]
             prompts[verifier] = [problems[i].prompt for i in indices[verifier]]
-        # Submit to all collectors before waiting, so that the engine is never idle between
-        # verifiers.
+        # Submit to all collectors before waiting, so that the engine always has requests.
         asked = {
             verifier: collector.submit(
                 prompts[verifier],
@@ -241,7 +240,7 @@ class Evaluator:
                 usable = None if score.failure else score
                 answers.append(_build_answer(completion, text, usable, group.prompt.text, tags))
             majority = compute_majority_vote(answers)
-            # Texts of all answers would fill the network and the memory of every rank.
+            # Every rank receives all answers, so drop texts that are not requested.
             if index >= keep:
                 answers = [dataclasses.replace(answer, text=None) for answer in answers]
             found[index] = answers, majority
@@ -322,8 +321,7 @@ class EvalScores:
     """Scores of held-out problems."""
 
     metrics: dict[str, float]
-    """``eval/…``. With several files, accuracies are named after files, and ``eval/accuracy`` is the
-    mean."""
+    """``eval/…``. With several files, accuracies have files' names; ``eval/accuracy`` is the mean."""
     shown: tuple[ExampleAnswer, ...]
     notes: tuple[str, ...]
     problems: Mapping[str, int] = field(default_factory=dict)

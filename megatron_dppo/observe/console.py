@@ -124,7 +124,7 @@ class Console:
 
     def _format_remaining(self, step: int, metrics: Mapping[str, float]) -> str:
         """Return the time to the last step, without evaluations."""
-        # Use the last ten steps, because the first steps are slow and lengths drift.
+        # Use the pace of the last ten steps, because response lengths change during training.
         if "perf/step_time" in metrics:
             self._recent.append(metrics["perf/step_time"])
         if not self._recent:

@@ -26,7 +26,7 @@ REWARD = "reward/"
 COUNTED = {f"{REWARD}timeouts", f"{REWARD}errors"}
 MOST_NAMED = 50
 """Maximum number of metrics that reward functions may name."""
-# One name for each completion would fill every logger.
+# A name for each completion would fill every logger.
 MOST_SHOWN = 5
 """Omitted names in the note."""
 
@@ -35,9 +35,9 @@ class StepLog:
     """File with a line of JSON per step, on the disk before the next step.
 
     Args:
-                file: path; a missing folder is made.
-                resume_step: finished steps of the resumed checkpoint. Later rows are dropped; 0 or less:
-                    all.
+        file: path; a missing folder is made.
+        resume_step: finished steps of the resumed checkpoint. Later rows are dropped; 0 or less:
+            all.
     """
 
     def __init__(self, file: Path, resume_step: int) -> None:
