@@ -4,8 +4,8 @@ Releases before 0.4, with ``load_environment``. An environment receives each ans
 had just generated the answer; then the rubric scores the whole group. With several turns or tools,
 an environment receives the policy's turns and calls in order: see ``data/turns.py``.
 
-An environment takes over signals, prints, and may have large imports. Therefore only reward workers,
-``python -m megatron_dppo.data.verifiers`` (the problems) and, for conversations, ranks
+An environment takes over signals, prints, and may have large imports. Therefore only reward
+workers, ``python -m megatron_dppo.data.verifiers`` (the problems) and, for conversations, ranks
 (``rollout/conversation_functions.py``) import this file.
 """
 
@@ -84,7 +84,8 @@ class _Failures(logging.Handler):
 
 
 class _Policy(Client):
-    """Client that calls an :data:`Answer` instead of a server. ``tools``: of the problem's prompt."""
+    """Client that calls an :data:`Answer` instead of a server. ``tools``: of the problem's
+    prompt."""
 
     # An environment treats a client's exception as a server's answer, so keep it here.
     failure: Exception | None = None

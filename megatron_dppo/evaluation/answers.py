@@ -119,9 +119,10 @@ class AnswerLog:
         self._lock.close()
 
     def _drop_partial_batches(self, batches: Sequence[Sequence[Key]], samples: int) -> list[bool]:
-        """Drop a kill's half line and the rest of its batch. Return whether each batch is complete."""
-        # Answer the whole batch again, because an engine's answers may depend on the batch. Keep other
-        # benchmarks, whose batches are unknown here.
+        """Drop a kill's half line and the rest of its batch. Return whether each batch is
+        complete."""
+        # Answer the whole batch again, because an engine's answers may depend on the batch. Keep
+        # other benchmarks, whose batches are unknown here.
         found: Counter[Key] = Counter(key for _, key in self._read_lines() if key is not None)
         whole = []
         torn: set[Key] = set()

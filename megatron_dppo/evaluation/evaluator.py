@@ -188,8 +188,9 @@ class Evaluator:
         Args:
             problems: the same on every rank.
             keep: number of first problems whose answers keep the texts.
-            total: answers of the whole evaluation. After more than ``reward.max_failures`` failures,
-                further answers are not scored, and ``check_failures`` stops the evaluation.
+            total: answers of the whole evaluation. After more than ``reward.max_failures``
+                failures, further answers are not scored, and ``check_failures`` stops the
+                evaluation.
         """
         settings = self._config.eval
 
@@ -250,8 +251,8 @@ class Evaluator:
 def compute_majority_vote(answers: Sequence[Answer]) -> float:
     """Return the probability that the most frequent answer is right.
 
-    All right answers count as one, the label; wrong answers are equal if the texts are. Tied answers
-    share the probability. Empty wrong answers have no vote.
+    All right answers count as one, the label; wrong answers are equal if the texts are. Tied
+    answers share the probability. Empty wrong answers have no vote.
 
     Returns:
         1, 0, or 1/m for a right answer among m tied answers; NaN without scores.
@@ -321,7 +322,8 @@ class EvalScores:
     """Scores of held-out problems."""
 
     metrics: dict[str, float]
-    """``eval/…``. With several files, accuracies have files' names; ``eval/accuracy`` is the mean."""
+    """``eval/…``. With several files, accuracies have files' names; ``eval/accuracy`` is the
+    mean."""
     shown: tuple[ExampleAnswer, ...]
     notes: tuple[str, ...]
     problems: Mapping[str, int] = field(default_factory=dict)
