@@ -152,7 +152,7 @@ def make_stack_chart(
         thinned = [reduce_points(x, layer.values, MOST_POINTS) for layer in layers]
         end = compute_stack_top(layers) if top is None else top
         steps = thinned[0][0]
-        # The last step needs an end, as long as the step before.
+        # Draw the last step with the width of the step before.
         edges = np.concatenate(
             [steps, [2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1.0]]
         )

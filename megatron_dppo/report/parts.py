@@ -36,7 +36,7 @@ class Segment:
     colour: str
     name: str
     percent: float
-    """Of the longest bar."""
+    """Fraction of the longest bar, in percent."""
     said: str
 
 
