@@ -33,7 +33,7 @@ CHAT_PREFIX = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Problem of a source."""
+    """Problem."""
 
     row: Row
     prompt: str | Messages
@@ -58,7 +58,7 @@ class Source:
     """None: ``data.label_key``."""
 
     def apply_columns(self, data: DataConfig) -> DataConfig:
-        """Return the settings with the source's own columns."""
+        """Return the settings with the source's columns."""
         if self.name in GENERATORS:
             return replace(data, prompt_key="prompt", label_key="label", response_key="response")
         own = {"prompt_key": self.prompt_key, "label_key": self.label_key}
@@ -113,7 +113,7 @@ def resolve_sources(data: DataConfig, split: Split) -> list[Source]:
 def read_examples(
     source: Source, data: DataConfig, split: Split, *, responses: bool = False
 ) -> list[Example]:
-    """Read all problems of a source; with ``responses``, worked answers instead of labels.
+    """Read all problems; with ``responses``, worked answers instead of labels.
 
     Raises:
         UserError: a file is absent, empty or malformed, or ``parse_example`` refuses a row.
@@ -220,7 +220,7 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
 
 
 def hash_prompt(prompt: str | Messages) -> int:
-    """Return a 64-bit hash of a prompt's text or user messages, independent of white space."""
+    """Return a 64-bit hash of a prompt's text or user messages, up to white space."""
     said = (
         [prompt]
         if isinstance(prompt, str)
@@ -231,7 +231,7 @@ def hash_prompt(prompt: str | Messages) -> int:
 
 
 def _read_tools(row: Row) -> Tools:
-    """Return the column ``tools`` in TRL's form: JSON schemas of functions, or JSON text."""
+    """Return the column ``tools``: JSON schemas of functions, or JSON text, as in TRL."""
     given = row.values.get(TOOLS)
     if given is None:
         return ()
@@ -255,7 +255,7 @@ def _read_tools(row: Row) -> Tools:
 
 
 def _read_text(row: Row, text: str, key: str) -> str | Messages:
-    """Return the chat messages in a JSON text, or the text itself if the text is not a chat."""
+    """Return the chat messages in a JSON text, else the text."""
     if text.lstrip().startswith(("[", "{")):
         try:
             value = drop_nulls(json.loads(text))
@@ -264,6 +264,7 @@ def _read_text(row: Row, text: str, key: str) -> str | Messages:
         if _is_chat(value) and not is_too_deep(value):
             row.check_strings(value, key)
             return value
+        # Text that looks like a chat, such as Python's form, would be trained on as text.
         if _is_chat(value) or CHAT_PREFIX.match(text):
             problem = (
                 f"holds chat messages in column {key!r} as text that is no plain JSON list of them"
@@ -309,22 +310,19 @@ def _check_message(row: Row, message: Mapping[str, Any]) -> None:
 
 
 AT_ONCE = 256
-"""Texts per call of the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedExample:
-    """Example with the policy's input."""
-
     example: Example
     text: str
     token_ids: list[int]
     response_ids: list[int]
-    """Worked answer with the end-of-turn token; empty if the caller requested no worked answers."""
+    """Worked answer with the end-of-turn token, on request."""
 
     @property
     def length(self) -> int:
-        """Number of tokens of the prompt and the worked answer."""
+        """Tokens of prompt and worked answer."""
         return len(self.token_ids) + len(self.response_ids)
 
 
@@ -334,8 +332,7 @@ def render_examples(
     """Render and tokenise examples of any length; with ``responses``, worked answers, too.
 
     Raises:
-        UserError: the chat template is absent or fails; or, with ``responses``, the tokenizer has
-            no end token.
+        UserError: the chat template is absent or fails, or an end token is needed and absent.
     """
     texts = render_prompts(examples, data, tokenizer)
     start = [] if data.chat_template else get_leading_tokens(tokenizer)
@@ -373,15 +370,15 @@ def is_within_limit(rendered: RenderedExample, data: DataConfig) -> bool:
 def render_prompts(
     examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
 ) -> list[str]:
-    """Return the policy's input: prompts in the chat template, or prompts behind the tokens that
-    begin a text.
+    """Return the policy's input: chats, or prompts behind the tokens that begin a text.
 
     Raises:
-        UserError: the chat template is absent, fails for a row, or lacks a switch named in
+        UserError: the chat template is absent, fails for a row, or lacks a switch of
             ``data.chat_template_kwargs``.
     """
     if not data.chat_template:
         mark = tokenizer.decode(get_leading_tokens(tokenizer))
+        # A prompt may already begin with the text's first tokens.
         return [mark + str(example.prompt).removeprefix(mark) for example in examples]
     if not tokenizer.chat_template:
         remedy = "Set data.chat_template=false, or add one"
@@ -420,9 +417,7 @@ def render_prompts(
 
 
 def select_chat_template(tokenizer: Tokenizer, tools: Tools) -> str:
-    """Return the chat template that transformers selects for prompts with these tools.
-
-    Among several templates, transformers selects by name.
+    """Return the chat template that transformers selects, by name, for these tools.
 
     Raises:
         UserError: the tokenizer has several templates, without a default.

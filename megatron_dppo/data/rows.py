@@ -28,7 +28,7 @@ DEEPEST = 64
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 BATCH = 1024
 INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
-"""Unicode categories of invisible characters."""
+"""Unicode categories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Row:
 
     values: Mapping[str, Any]
     setting: str
-    """Setting that named the file (``data.train``)."""
+    """Setting of the file (``data.train``)."""
     place: str
     """File and line, or file and row."""
 
@@ -148,7 +148,7 @@ def as_text(value: Any) -> str:
 
 
 def read_rows(file: str, setting: str) -> list[Row]:
-    """Read all rows of a JSONL file (.jsonl), a JSON list (.json) or a parquet file (.parquet).
+    """Read all rows of a JSONL, JSON (a list) or parquet file.
 
     Raises:
         UserError: the file is absent, malformed, of another kind, or without rows.
@@ -256,15 +256,15 @@ class RowBatch:
 
     rows: list[Row]
     numbers: list[int]
-    """Numbers of lines or rows in the file, from 1."""
+    """In the file, from 1."""
     values: Any
-    """Unchanged lines of JSON, or an Arrow array of a parquet file's records."""
+    """Lines of JSON, or an Arrow array of records, unchanged."""
     done: float
-    """Fraction of the file up to the end of the batch."""
+    """Fraction of the file read."""
 
 
 def read_batches(file: Path, setting: str, size: int) -> Iterator[RowBatch]:
-    """Yield batches of ``size`` rows of a JSONL or parquet file, with one batch in memory.
+    """Yield batches of ``size`` rows; only one batch is in memory.
 
     Raises:
         UserError: an error of ``read_rows``.
