@@ -206,7 +206,7 @@ def _run_without_config(arguments: argparse.Namespace) -> int:
 
 def _run_settings(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if arguments.command == "plan":
-        # Assumptions are no settings: only the estimate knows them.
+        # Assumptions are no settings: only the estimate reads them.
         assumed = [word for word in words if word.startswith("assume.")]
         config = read_config([word for word in words if word not in assumed])
         from megatron_dppo.estimate.report import plan, plan_search

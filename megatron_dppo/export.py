@@ -98,7 +98,7 @@ def export(arguments: argparse.Namespace) -> None:
             "--push", arguments.push, problem, "Add --merge: the whole policy is then uploaded"
         )
     base = _find_base(adapters) if arguments.merge and adapters else None
-    # Ask the hub before the conversion, which may take an hour.
+    # Ask the hub before the long conversion.
     if arguments.push:
         make_repository(arguments.push)
     hf, shape = find_hf_directory(checkpoint)

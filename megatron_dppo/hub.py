@@ -23,7 +23,7 @@ from megatron_dppo.errors import UserError
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OF_A_POLICY = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "*.model")
-"""Model files read here; others repeat the weights."""
+"""Model files read here. Further files repeat the weights."""
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 EXPORT = "hf"

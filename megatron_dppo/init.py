@@ -67,12 +67,12 @@ def write_model(
         out: directory to make.
         family: ``model_type``; None: ``qwen3``, with experts ``qwen3_moe``.
         hidden, layers, heads, kv_heads, head_dim, ffn, tie: size, unless ``shape``.
-        experts, experts_per_token: for a family with experts, each of width ``ffn``; 0: dense.
+        experts, experts_per_token: numbers of experts of width ``ffn``; 0: dense.
         vocab_size: rows of the embedding, and size of a trained ``bpe``; None: the tokenizer's (for
             a published shape, the shape's).
         tokenizer, corpus: characters for sums, or a byte-level BPE trained on the strings of a
             JSONL or parquet file.
-        dtype, std: of stored weights; standard deviation of initial matrices.
+        dtype, std: dtype of stored weights; deviation of initial matrices.
         seed: with the sizes, determines the weights.
         shape: published model (``qwen3-4b`` or ``4b``).
         overwrite: replace an existing model directory.

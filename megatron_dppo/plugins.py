@@ -69,9 +69,9 @@ class Sample:
     """Prompt and response."""
     response_length: int = 0
     loss_mask: list[int] | None = None
-    """Of the response: 1 for sampled tokens, 0 for given tokens; None: all ones."""
+    """Response's mask: 1 for sampled tokens, 0 for given tokens; None: all ones."""
     rollout_log_probs: list[float] | None = None
-    """Of the response; ignored where the mask is 0."""
+    """Response's log-probabilities; ignored where the mask is 0."""
     weight_versions: list[str] = field(default_factory=list)
     status: Status = Status.PENDING
     session_id: str | None = None

@@ -158,7 +158,7 @@ class Trainer:
                 self.evaluate()
             self.world.broadcast(self.check_lock)
             self.logger.write(self.step)
-            # All ranks must decide alike, because a checkpoint is collective.
+            # Decide on all ranks together, because a checkpoint is collective.
             state = lifetime.is_stop_requested(), self.checkpoints.is_written()
             states = self.world.gather(state)
             if all(written for _, written in states):
@@ -285,7 +285,7 @@ class Trainer:
                 result = evaluate(self.evaluator, self.held_out, self.config)
             self.guard.record_evaluation(result.metrics.get("eval/accuracy"))
             self.logger.add_evaluation(self.step, result, self.timers.take())
-            # The first row precedes the loop, which writes all others.
+            # The loop writes the rows after the first only.
             if self.step == 0:
                 self.logger.write(0)
 

@@ -60,7 +60,7 @@ def report(
 
     Args:
         png: folder for ``<run>-progress.png`` and ``<run>-pruning.png``.
-        price: of a GPU-hour; None: each run's ``cluster.price_per_gpu_hour``.
+        price: price of a GPU-hour; None: each run's ``cluster.price_per_gpu_hour``.
 
     Raises:
         UserError: if a folder holds no run, or the page is a folder or cannot be written.
@@ -109,7 +109,7 @@ def render_page(runs: Sequence[RunRecord], price: float | None = None) -> str:
         ("settings", "Settings", make_settings_section),
     ]
     empty = partial(Section, "", [])
-    # A section of a damaged file shows the reason, and the others stay.
+    # A damaged file must not hide the other sections.
     sections = [
         (name, title, try_or_explain(partial(make, runs), empty)) for name, title, make in chapters
     ]

@@ -293,7 +293,7 @@ def group_by_arm(runs: Sequence[RunRecord]) -> list[Arm]:
                 break
         else:
             found.append((run, {seed: run.name}))
-    # A single arm has nothing to compare with, so each run becomes an arm.
+    # With a single arm, compare its runs.
     if len(found) == 1:
         return [Arm(run.name, {int(run.get_setting(SEED)): run.name}) for run in runs]
     return [Arm(run.group or run.name, of) for run, of in found]
