@@ -7,9 +7,8 @@
     run.metrics[-1]["eval/accuracy"]
     evaluate(run).benchmarks
 
-Ranks are separate processes, as under ``megatron-dppo train``: the calling process holds no policy
-and can call again. An interrupt ends the ranks. On several machines, use the command line under
-``torchrun`` or ``srun``.
+Ranks are separate processes: the calling process holds no policy and can call again. An interrupt
+ends the ranks. On several machines, use the command line under ``torchrun`` or ``srun``.
 
 :func:`plan_step` is the algorithm alone. ``megatron_dppo.prune`` offers the pruning to other
 trainers.
@@ -127,7 +126,6 @@ class Evaluation:
     """Answers of a policy."""
 
     folder: Path
-    """Folder of ``answers.jsonl`` and ``scores.json``."""
 
     @cached_property
     def benchmarks(self) -> dict[str, dict[str, Any]]:
@@ -297,9 +295,8 @@ def evaluate(
     model: str | Path | Run | None = None,
     reward: Callable[..., Any] | None = None,
 ) -> Evaluation:
-    """Generate and score a policy's answers to held-out problems, as ``megatron-dppo eval`` does.
-
-    Existing answers in the folder are kept.
+    """Generate and score answers to held-out problems, as ``megatron-dppo eval``. Existing answers
+    are kept.
 
     Args:
         target: settings with problems in ``eval`` and ``data``; or a run.
@@ -370,8 +367,7 @@ def _with_functions(
         config = _with_settings(
             config, SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}"
         )
-    # Pickle all functions before the first write, because a failure must leave the folder as
-    # before.
+    # Pickle all before the first write, because a failure must leave the folder unchanged.
     pickled = {what: _pickle_function(what, function) for what, function in given.items()}
     texts = {what: get_source(function) for what, function in given.items()}
     if given:

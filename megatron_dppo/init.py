@@ -67,7 +67,7 @@ def write_model(
         out: directory to make.
         family: ``model_type``; None: ``qwen3``, with experts ``qwen3_moe``.
         hidden, layers, heads, kv_heads, head_dim, ffn, tie: size, unless ``shape``.
-        experts, experts_per_token: numbers of experts of width ``ffn``; 0: dense.
+        experts, experts_per_token: numbers of experts, each of width ``ffn``; 0: dense.
         vocab_size: rows of the embedding, and size of a trained ``bpe``; None: the tokenizer's (for
             a published shape, the shape's).
         tokenizer, corpus: characters for sums, or a byte-level BPE trained on the strings of a

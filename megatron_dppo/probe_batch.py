@@ -111,8 +111,10 @@ def get_configured_pair(config: Config) -> Pair | None:
 
 
 def compute_jackknife(statistic: Callable[[list[int]], float], count: int) -> tuple[float, float]:
-    """Return a statistic of ``count`` items, by indices, and half of the 95% Student's t
-    interval."""
+    """Return a statistic of ``count`` items, and half of the 95% Student's t interval.
+
+    ``statistic`` takes indices.
+    """
     everything = list(range(count))
     value = statistic(everything)
     without = []
@@ -152,7 +154,10 @@ def estimate_noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Est
 
 
 def estimate_cost_line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Return fixed seconds and seconds per token, by medians of small and large sizes."""
+    """Return fixed seconds and seconds per token: the line through two medians.
+
+    The medians are of the small and the large sizes.
+    """
     sizes = np.asarray(tokens, np.float64)
     taken = np.asarray(seconds, np.float64)
     large = sizes > (sizes.min() + sizes.max()) / 2.0
@@ -165,6 +170,7 @@ def estimate_cost_line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, fl
     proportional = long / many
     per_token = proportional
     # Within a factor of 1.3, noise would decide the slope: assume no fixed seconds.
+    # A line that is negative at 0 becomes proportional, too.
     if many >= 1.3 * few:
         per_token = min(max((long - short) / (many - few), 0.0), proportional)
     return long - per_token * many, per_token
@@ -394,7 +400,7 @@ class _BatchProbe:
             self._engine.pause()
         config = choose_sharing(parts.config, parts.shape)
         loss = config.loss
-        # One update gives the gradient of all prompts, two updates give both halves.
+        # A single update gives the gradient of all prompts, two updates give both halves.
         one = replace(config, loss=replace(loss, updates_per_rollout=1))
         two = replace(config, loss=replace(loss, updates_per_rollout=2))
         with timers("plan"):

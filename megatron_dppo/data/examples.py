@@ -33,7 +33,7 @@ CHAT_PREFIX = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Problem."""
+    """Checked row."""
 
     row: Row
     prompt: str | Messages
@@ -94,7 +94,7 @@ class Source:
 
 
 def resolve_sources(data: DataConfig, split: Split) -> list[Source]:
-    """Return the sources of a split, empty if the settings name no source."""
+    """Return the sources of a split, possibly none."""
     if split == "train" and data.rollouts is not None:
         return [Source(data.rollouts, "data.rollouts")]
     if split == "train" and not isinstance(data.train, str):
@@ -132,7 +132,6 @@ def parse_example(row: Row, data: DataConfig, *, responses: bool = False) -> Exa
     Raises:
         UserError: ``read_prompt`` refuses the prompt; or the label or worked answer is absent, is
             NaN, has a type with several spellings (a date, bytes), or contains half a character.
-            The error names the row.
     """
     # Column names of verl and slime.
     extra = row.values.get("extra_info", row.values.get("metadata"))
@@ -169,9 +168,7 @@ def _as_text(row: Row, key: str, value: Any) -> str:
 
 
 def read_prompt(row: Row, data: DataConfig) -> str | Messages:
-    """Return the prompt of a row: text or chat messages. Needs no tokenizer.
-
-    A column may contain chat messages as JSON text.
+    """Return the prompt of a row: text or chat messages, possibly as JSON text.
 
     Raises:
         UserError: The prompt

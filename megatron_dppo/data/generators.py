@@ -1,7 +1,6 @@
 """Generate problems. ``data.train`` may name a generator instead of a file.
 
-``arithmetic`` makes sums with worked answers, a task that a policy with a million parameters learns
-in minutes::
+``arithmetic`` makes sums, which a policy with a million parameters learns in minutes::
 
     12+7+55=        question
     12+7=19         a line per addition, so that the length of an answer varies
@@ -39,9 +38,8 @@ from megatron_dppo.errors import UserError, install_command
 
 Split = Literal["train", "eval"]
 REASONING_GYM = "reasoning_gym"
-"""Name in ``data.train``, and prefix of each prompt's ``data_source``, before a slash."""
+"""Name in ``data.train``, and prefix of ``data_source`` before a slash."""
 VERIFIERS = "verifiers"
-"""Name in ``data.train``, and prefix of each prompt's ``data_source``, before a slash."""
 SEVERAL_TURNS = "several_turns"
 """Key in ``extra_info`` of problems whose environment may hold a conversation."""
 TOOLS = "tools"
@@ -115,8 +113,8 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
         slips = tuple(teacher.random() < config.forgotten_carries for _ in terms[1:])
         short = style.random() < config.short_answers
         sums.append(Sum(terms, slips, short))
-    # The first draws are held out, and so stay the same, and unseen, for every size of the training
-    # pool: a supervised warm-up may take a larger pool than the following training.
+    # The first draws are held out for every size of the training pool, because a warm-up may take a
+    # larger pool than the following training.
     return sums[config.eval_problems :], sums[: config.eval_problems]
 
 
@@ -135,7 +133,6 @@ def make_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
 
     - Columns are ``prompt``, ``label``, ``response``, ``data_source`` and ``extra_info``.
     - ``response`` is the bare answer, or None if a task has no reference answer.
-    - Held-out problems are drawn first. All questions of the two splits are distinct.
     - Held-out problems are drawn first. No question is in both splits.
 
     Raises:
@@ -146,7 +143,7 @@ def make_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
 
 
 def check_environment(config: VerifiersConfig) -> None:
-    """Check that ``data.verifiers`` names an environment, and the release of verifiers.
+    """Check the environment of ``data.verifiers``, and the release of verifiers.
 
     Raises:
         UserError: no environment is named, or verifiers is absent or has no ``load_environment``.
@@ -171,9 +168,7 @@ def check_environment(config: VerifiersConfig) -> None:
 
 
 def make_environment_problems(config: VerifiersConfig, split: Split) -> list[Row]:
-    """Return problems of a verifiers environment, in the form of a file's rows.
-
-    ``extra_info`` contains the input of the environment's rubric.
+    """Return problems of a verifiers environment as rows. ``extra_info`` has the rubric's input.
 
     Raises:
         UserError: an error of ``check_environment``; or the environment cannot be loaded, is a

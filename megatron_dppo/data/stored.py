@@ -140,7 +140,7 @@ def store(
         ]
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         folder = cache_folder() / digest[:32]
-        # The temporary name belongs to the process that tokenises; the folder appears whole.
+        # FileExistsError: another process writes the store, or has finished.
         is_waiting = False
         while not _is_whole(folder):
             try:

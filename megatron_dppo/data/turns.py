@@ -1,7 +1,7 @@
 """Conversations between the policy and an environment that sends chat messages, as token ids.
 
-Turns of the policy stay the sampled token ids. The chat template renders the environment's new
-messages, and the policy reads the rendered text after its own turn:
+The policy's turns stay the sampled token ids. The chat template renders the environment's new
+messages, which the policy reads after its own turn:
 
     <|im_start|>user guess<|im_end|><|im_start|>assistant    prompt
     4<|im_end|>                                              sampled by the policy
@@ -9,7 +9,7 @@ messages, and the policy reads the rendered text after its own turn:
 
 Scoring replays the conversation with the sampled turns.
 
-Tools have the form of Qwen3 and Qwen2.5. The policy calls a tool in a block of a turn:
+Tools have the form of Qwen3 and Qwen2.5, with calls in blocks of a turn:
 
     Let me add.
     <tool_call>
@@ -29,11 +29,10 @@ from typing import Any
 
 Generate = Callable[[list[int]], Awaitable[list[int]]]
 """Function from new token ids to the policy's next turn, the final token included. Raises
-:class:`ResponseFullError` if no token is left."""
+:class:`ResponseFullError`."""
 Message = Mapping[str, Any]
-"""Chat message. ``content`` of a policy's message is the whole text of the turn."""
-# Replaces a turn of the policy when a template renders later messages. The text must not occur in a
-# conversation.
+"""``content`` of a policy's message is the whole turn."""
+# Replaces a policy's turn in the template, and must not occur in a conversation.
 MARK = "(what the policy said: 5b1f2c9e)"
 
 
@@ -42,11 +41,11 @@ class ResponseFullError(Exception):
 
 
 class ConversationFormatError(ValueError):
-    """Messages without token ids. The text is a predicate, to follow "it"."""
+    """Messages that cannot become token ids. The text is a predicate, to follow "it"."""
 
 
 class ReplayMismatchError(RuntimeError):
-    """An environment answers differently in a replay of the same turns of the policy."""
+    """An environment answers differently in a replay."""
 
     def __init__(self, action: str) -> None:
         law = (
@@ -59,13 +58,13 @@ class ReplayMismatchError(RuntimeError):
 
 
 class ChatSession:
-    """Conversation. A call takes all messages up to now and returns the policy's next turn.
+    """Conversation. A call takes all messages and returns the policy's next turn.
 
     Args:
-        tokenizer: the policy's Hugging Face tokenizer.
+        tokenizer: the policy's.
         prompt_messages: messages of the prompt.
         generate: generator of the policy's turns.
-        tools: tools of the prompt. Among several chat templates, transformers chooses by tools.
+        tools: tools of the prompt. transformers chooses among several chat templates by tools.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class ChatSession:
         return told
 
     def _render_new_messages(self, before: Sequence[Message], new: Sequence[Message]) -> str:
-        """Return the template's text after a turn of the policy that follows ``before``."""
+        """Return the template's text after a policy's turn that follows ``before``."""
         if not all(isinstance(message.get("content"), str) for message in new):
             raise ConversationFormatError("answers with more than text")
         chat = [*before, {"role": "assistant", "content": MARK}, *new]
@@ -144,9 +143,9 @@ class TurnReplay:
     """Replay of the policy's turns in a completion: a :data:`Generate`.
 
     Args:
-        token_ids: [L], tokens of the response.
+        token_ids: [L], response.
         loss_mask: [L], True for sampled tokens; empty: all.
-        cut_off: True if the response ended because no token was left.
+        cut_off: True if no token was left.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class TurnReplay:
     ) -> None:
         marked = zip(loss_mask or [True] * len(token_ids), token_ids, strict=True)
         self._left: list[tuple[bool, list[int]]] = []
-        """Remaining runs of tokens, each with True if the policy sampled the run."""
+        """Remaining runs of tokens, True if sampled."""
         for sampled, run in groupby(marked, lambda each: bool(each[0])):
             self._left.append((sampled, [token for _, token in run]))
         self._cut_off = cut_off
@@ -198,7 +197,7 @@ Tools = Sequence[Mapping[str, Any]]
 """Tools in the form of chat templates: ``{"type": "function", "function": {"name": ...,
 "description": ..., "parameters": ...}}``; ``parameters`` is a JSON schema."""
 CALL = "<tool_call>"
-# Qwen3-Coder's form of calls. This module does not parse this form.
+# Qwen3-Coder's form of calls, not parsed here.
 OTHER_CALL = "<function="
 _BLOCK = re.compile(rf"{CALL}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _THINKS = "<think>"
@@ -215,11 +214,11 @@ class ToolCall:
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     """Return a turn's text before the first call, thoughts included, and the calls.
 
-    As in vLLM's parser of this form:
+    As in vLLM's parser:
 
     - Blocks within thoughts are not calls.
     - The last block may be unclosed.
-    - If any block lacks a name or an object of arguments, the whole turn is text, without calls.
+    - If a block lacks a name or an object of arguments, the whole turn is text, without calls.
     """
     thoughts, end, words = text.rpartition(_HAS_THOUGHT)
     calls = [_parse_call(block) for block in _BLOCK.findall(words)]

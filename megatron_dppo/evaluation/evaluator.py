@@ -58,8 +58,6 @@ MOST_SOURCES = 50
 
 @dataclass(frozen=True, slots=True)
 class EvalProblem:
-    """Held-out problem."""
-
     name: str
     """Benchmark or file; "" for a single unnamed file."""
     number: int
@@ -70,7 +68,7 @@ class EvalProblem:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Scored completion of a problem."""
+    """Scored completion."""
 
     text: str | None
     """Without special tokens; None if not requested."""

@@ -49,8 +49,8 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("lr", "train/lr", "{:.1e}"),
     ("seconds", "perf/step_time", "{:.2f}"),
 )
-"""Title, metric and form of each column. "prompts" and "tokens": fractions kept by pruning.
-"noise": estimated variance of the gradient, over the variance without pruning."""
+"""Title, metric and form. "prompts" and "tokens": fractions kept by pruning. "noise": estimated
+variance of the gradient, relative to no pruning."""
 _WARM_UP = ("loss", "grad", "lr", "seconds")
 
 
@@ -229,7 +229,7 @@ _COLOURS = yaml.safe_load(Path(__file__).with_name("palette.yaml").read_bytes())
 PALETTE: Mapping[str, tuple[str, str]] = _COLOURS["palette"]
 """Colours by name: on light paper and on dark."""
 SAME: Mapping[str, str] = _COLOURS["same"]
-"""Second names of colours."""
+"""Second names."""
 
 
 def get_colour(name: str) -> str:

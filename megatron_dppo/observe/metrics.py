@@ -1,7 +1,7 @@
 """Write metrics of a run: ``metrics.jsonl``, ``run.loggers`` and ``summary.json``.
 
 Only metrics under ``perf/`` depend on the machine or the clock. Other metrics depend on settings
-and random seed alone: the file of a resumed run equals, bit for bit, an uninterrupted run's.
+and random seed alone: a resumed run's file equals an uninterrupted run's, bit for bit.
 """
 
 from __future__ import annotations
@@ -58,11 +58,7 @@ class StepLog:
 class MetricsLog:
     """Writer of ``metrics.jsonl`` and of all loggers, on rank 0 only.
 
-    Args:
-        run_dir: folder of all files.
-        resume_step: see ``StepLog``.
-        loggers: ``run.loggers``.
-        settings: settings by dotted key, for loggers.
+    ``resume_step``: see ``StepLog``. ``settings`` by dotted key are for the loggers.
 
     Raises:
         UserError: a logger cannot be opened.
@@ -122,12 +118,7 @@ class MetricsLog:
 
 
 class RowFollower:
-    """Follower of ``metrics.jsonl`` with a callback per row after the last checkpoint.
-
-    Args:
-        run_dir: folder of the run.
-        callback: takes a row; None disables the follower.
-    """
+    """Follower of ``metrics.jsonl``: a callback per row after the last checkpoint, unless None."""
 
     def __init__(
         self, run_dir: Path, callback: Callable[[dict[str, float]], object] | None
@@ -236,7 +227,7 @@ PLACES: Sequence[tuple[str, str]] = (
 
 
 def compute_summary(metrics: Rows) -> dict[str, Any]:
-    """Compute the summary of a run from the rows of ``metrics.jsonl``.
+    """Compute the summary from the rows of ``metrics.jsonl``.
 
     - A figure without values is None.
     - A fraction is the mean over steps with a value; pack fill over steps with packs.

@@ -1,4 +1,4 @@
-"""Masking of keys and passwords in settings, for pages, cards, loggers and the console."""
+"""Masking of keys and passwords in settings."""
 
 from __future__ import annotations
 
@@ -23,16 +23,12 @@ SECRET = re.compile(
 
 
 def mask_secrets(key: str, value: Any) -> Any:
-    """Return the value of a setting without secrets.
+    """Return the value (JSON) of a dotted setting without secrets.
 
     - Environment variables keep their names only.
     - Commands and flags lose the text after the name of a secret.
     - Mappings read by a user's code keep numbers and truth values only.
     - URLs lose user and password.
-
-    Args:
-        key: dotted name of the setting.
-        value: JSON value.
     """
     if key == ENV and isinstance(value, list):
         value = [f"{str(variable).partition('=')[0]}=…" for variable in value]
@@ -44,7 +40,7 @@ def mask_secrets(key: str, value: Any) -> Any:
 
 
 def format_masked(key: str, value: Any) -> str:
-    """Return the value of a setting in YAML, without secrets."""
+    """Return the value in YAML, without secrets."""
     return format_value(mask_secrets(key, value))
 
 
@@ -80,7 +76,6 @@ def _mask_texts(value: Any) -> Any:
 
 
 def map_texts(value: Any, convert: Callable[[str], str]) -> Any:
-    """Return a JSON value with each text converted."""
     if isinstance(value, Mapping):
         return {name: map_texts(each, convert) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
 """Report ranks that keep other ranks waiting, with the stack, and end code that hangs.
 
-Without a watchdog, a rank that never enters a collective keeps other ranks waiting until a timeout
-that names no rank. A thread of each rank sends heartbeats, even while the main thread is blocked,
-and rank 0 compares them.
+A rank that never enters a collective keeps other ranks waiting until a timeout that names no rank.
+Therefore a thread of each rank sends heartbeats, even while the main thread is blocked, and rank 0
+compares the heartbeats.
 
 Each rank, even a single rank, also watches the main thread, because rollouts and evaluations run a
 user's code, which may never return:
@@ -45,9 +45,9 @@ UNLIMITED = ("", "rollout", "eval")
 """Phases that may take long on all ranks: rollouts and evaluations report progress; between phases
 (``""``), a run loads weights and waits for servers."""
 WAKE = signal.SIGUSR2
-"""Signal to a hanging main thread. Interrupts calls such as ``time.sleep``."""
+"""Interrupts a hanging main thread, also in ``time.sleep``."""
 OF_RANKS = "torch/distributed/"
-"""Part of the path of code that waits for other ranks. Each wait has a time limit."""
+"""Path of code that waits for other ranks, with a time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Heartbeat:
     """Message of a rank to rank 0."""
 
     number: int
-    """Heartbeats sent."""
+    """Count of heartbeats."""
     entered: int
     """Phases entered; equal on ranks with equal progress."""
     phase: str
     still_s: float
-    """Seconds since the rank entered or left a phase."""
+    """Seconds since the last start or end of a phase."""
     host: str
 
 
