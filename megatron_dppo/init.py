@@ -73,7 +73,7 @@ def write_model(
         tokenizer, corpus: characters for sums, or a byte-level BPE trained on the strings of a
             JSONL or parquet file.
         dtype, std: dtype of stored weights; deviation of initial matrices.
-        seed: with the sizes, determines the weights.
+        seed: random seed. Seed and sizes determine the weights.
         shape: published model (``qwen3-4b`` or ``4b``).
         overwrite: replace an existing model directory.
 

@@ -94,7 +94,7 @@ class Source:
 
 
 def resolve_sources(data: DataConfig, split: Split) -> list[Source]:
-    """Return the sources of a split, possibly none."""
+    """Return the sources of a split, if any."""
     if split == "train" and data.rollouts is not None:
         return [Source(data.rollouts, "data.rollouts")]
     if split == "train" and not isinstance(data.train, str):
