@@ -129,7 +129,7 @@ class Evaluation:
 
     @cached_property
     def benchmarks(self) -> dict[str, dict[str, Any]]:
-        """Figures by benchmark (docs/evaluation.md): ``["gsm8k"]["avg@k"]`` has an interval."""
+        """Figures by benchmark (docs/evaluation.md): ``["gsm8k"]["avg@k"]`` is value, low, high."""
         return dict(json.loads((self.folder / SCORES).read_text(encoding="utf-8"))["benchmarks"])
 
     @cached_property

@@ -288,9 +288,10 @@ def _write_config(
 def _write_weights(
     folder: Path, plan: FilePlan[str], shape: PolicyShape, *, seed: int, std: float
 ) -> None:
-    """Write weights as Hugging Face initialises: norms one, biases zero, matrices normal. Gated
-    delta
-    networks: decays as Hugging Face, taps as torch."""
+    """Write weights as Hugging Face initialises: norms one, biases zero, matrices normal.
+
+    In gated delta networks, decays are Hugging Face's and taps torch's.
+    """
     generator = torch.Generator().manual_seed(seed)
     # A norm centred at zero stores its weight minus one.
     zeros = (
@@ -320,16 +321,16 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 UNKNOWN = "<|unknown|>"
 SPECIALS = (END_OF_TEXT, TURN_START, TURN_END)
+# With specials 48 tokens, divisible by 16 ranks.
 SUM_CHARACTERS = "0123456789+-*/=#\n abcdefghijklmnopqrstuvwxyz"
 """Characters of sums and of a chat template's roles."""
-# With specials 48 tokens, divisible by 16 ranks.
 
+# Every digit is a token, which makes arithmetic learnable.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """Qwen's pre-tokenizer."""
-# Every digit is a token, which makes arithmetic learnable.
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"

@@ -21,10 +21,10 @@ COLUMNS_IN_USE = {
     "data.response_key": ("response", "answer", "solution"),
 }
 """Usual columns of published data sets, likeliest first, to suggest for a missing column."""
-DEEPEST = 64
-"""Maximum nesting of a row's values."""
 # Above the nesting of data sets, and below Python's recursion limit, because rows are sent to
 # other processes and walked through by templates.
+DEEPEST = 64
+"""Maximum nesting of a row's values."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 BATCH = 1024
 INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})

@@ -28,9 +28,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import file_digest, replace_directory
 from megatron_dppo.process.streams import print_message, report_progress
 
+# Smaller files are read into memory, in seconds.
 LARGE = 16 * 2**20
 """Minimum bytes of stored files."""
-# Smaller files are read into memory, in seconds.
 STORED = (".jsonl", ".ndjson", ".parquet")
 CACHE = "MEGATRON_DPPO_CACHE"
 """Environment variable with the cache folder; default: $XDG_CACHE_HOME/megatron_dppo or
@@ -140,7 +140,6 @@ def store(
         ]
         digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
         folder = cache_folder() / digest[:32]
-        # FileExistsError: another process writes the store, or has finished.
         is_waiting = False
         while not _is_whole(folder):
             try:
@@ -151,7 +150,7 @@ def store(
                     if folder.exists():
                         print_message(f"note: {folder} is damaged, and is made again")
                     _write(draft, files, setting, encode)
-            except FileExistsError:
+                        except FileExistsError:
                 if not is_waiting:
                     print_message(f"waiting for another process that tokenises {files[0]}")
                 is_waiting = True

@@ -55,9 +55,10 @@ Answer = Callable[[Sequence[Message]], Awaitable[str]]
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Load an environment once per process, with any error of its author's.
+    """Load an environment once per process. The first call must be on the main thread.
 
-    The first call must be on the main thread.
+    Raises:
+        Exception: any error of the environment's ``load_environment``.
     """
     return _load_environment(name, json.dumps(arguments, sort_keys=True))
 

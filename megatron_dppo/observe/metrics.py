@@ -24,9 +24,9 @@ FILE = "metrics.jsonl"
 SUMMARY = "summary.json"
 REWARD = "reward/"
 COUNTED = {f"{REWARD}timeouts", f"{REWARD}errors"}
+# A name for each completion would fill every logger.
 MOST_NAMED = 50
 """Maximum number of metrics that reward functions may name."""
-# A name for each completion would fill every logger.
 MOST_SHOWN = 5
 """Omitted names in the note."""
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 Form = Literal["share", "number", "count", "times"]
 """A fraction in percent; any number; a whole number; a factor."""
+# A chart is about 500 pixels wide.
 MOST_POINTS = 240
 """Most points of a line or stack."""
-# A chart is about 500 pixels wide.
+# More bands would overlap.
 MOST_LINES = 3
 """Most lines with bands and single values."""
-# More bands would overlap.
 P = ParamSpec("P")
 T = TypeVar("T")
 
