@@ -285,7 +285,7 @@ class Trainer:
                 result = evaluate(self.evaluator, self.held_out, self.config)
             self.guard.record_evaluation(result.metrics.get("eval/accuracy"))
             self.logger.add_evaluation(self.step, result, self.timers.take())
-            # The loop writes the rows after the first only.
+            # The loop of ``run`` writes all later rows.
             if self.step == 0:
                 self.logger.write(0)
 

@@ -150,7 +150,8 @@ def store(
                     if folder.exists():
                         print_message(f"note: {folder} is damaged, and is made again")
                     _write(draft, files, setting, encode)
-                        except FileExistsError:
+            # Another process writes the store, or has finished.
+            except FileExistsError:
                 if not is_waiting:
                     print_message(f"waiting for another process that tokenises {files[0]}")
                 is_waiting = True
