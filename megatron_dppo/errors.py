@@ -130,8 +130,8 @@ def _format_remedy(text: str) -> str:
 
 def _format_paragraph(title: str, text: str) -> str:
     margin = " " * 11
+    # A list or traceback in the problem keeps its indentation.
     wrapper = textwrap.TextWrapper(
-        # A list or traceback in the problem keeps its indentation.
         WIDTH - len(margin),
         break_long_words=False,
         break_on_hyphens=False,

@@ -370,7 +370,7 @@ def train_bpe(corpus: Path, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     rows = read_rows(str(corpus), "--corpus")
-    # The trainer fails on half a character without a place.
+    # The trainer's error on half a character would name no row.
     for row in rows:
         for column, value in row.values.items():
             row.check_strings(value, column)

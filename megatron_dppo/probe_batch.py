@@ -142,7 +142,7 @@ def estimate_noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Est
     # Solve the equation above for S and |G|², from b = batch and b = batch/2.
     noise = (small - big) * batch
     signal = 2.0 * big - small
-    # A noise of 0 or less, by chance, must not divide.
+    # The noise may be 0 or negative by chance, and must not be a divisor.
     least = 1e-9 * float(big.sum())
     ratio, reach = compute_jackknife(
         lambda rows: float(signal[rows].sum() / max(noise[rows].sum(), least)), len(big)
@@ -449,10 +449,10 @@ class _BatchProbe:
 
     def _record_window(self, metadata: StepMetadata, step: int) -> None:
         """Prune the window on rank 0, then update the predictor."""
-        # The predictor must not have seen the window, as in a run.
         self._mixed.append(
             len(find_nonzero_variance_groups(metadata)) / max(len(metadata.prompt_ids), 1)
         )
+        # The predictor must not have seen the window, as in a run.
         if step >= LEARNING_STEPS:
             for pair, config in self._configs.items():
                 self._windows[pair].append(

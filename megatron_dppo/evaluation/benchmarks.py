@@ -258,6 +258,7 @@ def _read_label(row: Row, benchmark: Benchmark) -> str:
 
 
 def _get_value(row: Row, columns: tuple[str, ...]) -> Any:
+    # Parquet gives every row all columns, so null means absent.
     column = next((name for name in columns if row.values.get(name) is not None), None)
     if column is None:
         problem = (
@@ -267,6 +268,5 @@ def _get_value(row: Row, columns: tuple[str, ...]) -> Any:
         raise row.make_error(
             problem,
             "Put the file there as it is published, or name it as your own: NAME=FILE",
-            # Parquet gives every row all columns, so null means absent.
         )
     return row.values[column]
