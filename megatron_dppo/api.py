@@ -7,12 +7,11 @@
     run.metrics[-1]["eval/accuracy"]
     evaluate(run).benchmarks
 
-Ranks are separate processes, as under ``megatron-dppo train``. The calling process holds no policy
-and can call again. An interrupt ends the ranks. On several machines, start ranks with the command
-line, under ``torchrun`` or ``srun``.
+Ranks are separate processes: the calling process holds no policy and can call again. An interrupt
+ends the ranks. On several machines, use the command line under ``torchrun`` or ``srun``.
 
-:func:`plan_step` is the algorithm alone, from lengths and rewards to a training plan.
-``megatron_dppo.prune`` offers the pruning to other trainers.
+:func:`plan_step` is the algorithm alone. ``megatron_dppo.prune`` offers the pruning to other
+trainers.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ SETTINGS: Mapping[str, str] = {
     "conversation": "rollout.conversation",
     "engine": "rollout.engine_function",
 }
-"""Arguments that take a function, with the corresponding settings."""
 _LOADS = '''"""What this run was given from Python as its {what}: {name}, of the module {module}."""
 
 import pickle
@@ -93,17 +91,18 @@ class RunFailedError(RuntimeError):
     """A run ended before the last step.
 
     Args:
-        code: exit code of ``megatron-dppo train``: 2 for a user's mistake, 1 for a crash, 128 + n
-            for signal n.
-        reason: printed reason, because a notebook hides the standard error of other processes.
+        code: 2 for a user's mistake, 1 for a crash, 128 + n for signal n.
+        reason: printed reason.
     """
 
     def __init__(self, code: int, reason: str = "") -> None:
         self.code = code
         self.reason = reason
+        # Repeat the reason, because a notebook hides the standard error of other processes.
         super().__init__(f"the run ended with exit code {code}:\n{reason or 'no rank said why'}")
 
     def __reduce__(self) -> tuple[type[RunFailedError], tuple[int, str]]:
+        # By default, pickle would call the class with the message as the single argument.
         return type(self), (self.code, self.reason)
 
 
@@ -112,13 +111,13 @@ class Run:
     """Final result of a run."""
 
     folder: Path
-    """``run.dir`` of the run."""
+    """``run.dir``."""
     finished: bool
-    """False if the run saved and stopped on request (SIGUSR1); the same call resumes the run."""
+    """False if the run saved and stopped on SIGUSR1; the same call resumes the run."""
 
     @cached_property
     def metrics(self) -> list[Row]:
-        """Rows of ``metrics.jsonl``, one per step, named as in docs/metrics.md;
+        """Rows of ``metrics.jsonl`` (docs/metrics.md), one per step;
         ``pandas.DataFrame(run.metrics)`` is a table."""
         return read_metrics(self.folder)
 
@@ -128,7 +127,6 @@ class Evaluation:
     """Answers of a policy."""
 
     folder: Path
-    """Folder of ``answers.jsonl`` and ``scores.json``."""
 
     @cached_property
     def benchmarks(self) -> dict[str, dict[str, Any]]:
@@ -161,10 +159,8 @@ def step_metadata(
 ) -> StepMetadata:
     """Return the input of :func:`plan_step` for a step without teachers, trees and roles.
 
-    By default, all prompts of the step were rolled out.
-
     Args:
-        rewards: rewards of the completions, [Q, G].
+        rewards: [Q, G], for Q prompts with G completions.
         response_lengths: tokens of the responses, [Q, G].
         prompt_lengths: tokens of the prompts, [Q].
         more: further fields of :class:`~megatron_dppo.rl.types.StepMetadata`: ``prompt_inclusion``
@@ -183,6 +179,7 @@ def step_metadata(
     asked = np.asarray(prompt_lengths, np.int64)
     prompts, samples = given.shape
     plain = plan.build_default_fields(asked, samples) | {
+        # By default, all prompts of the step were rolled out.
         "prompt_ids": np.arange(prompts),
         "prompt_inclusion": np.ones(prompts),
         "prompt_lengths": asked,
@@ -209,8 +206,9 @@ def plan_step(
     completion_rule: Callable[..., Any] | None = None,
     **of_layout: Any,
 ) -> StepPlan:
-    """Plan a step by :func:`megatron_dppo.rl.plan.plan_step`, with user-defined advantages and
-    pruning rules, from arguments or settings.
+    """Plan a step by :func:`megatron_dppo.rl.plan.plan_step`.
+
+    Advantages and pruning rules come from the arguments, else from the settings.
 
     Raises:
         UserError: if a function cannot be found, or returns an invalid result.
@@ -224,6 +222,7 @@ def plan_step(
         if given is not None:
             config = _with_settings(config, setting.split("."), _get_name(given))
         name = attrgetter(setting)(config)
+        # A built-in estimator is registered already.
         if name is not None and name not in advantages.ESTIMATORS:
             functions.register(name, given or load_function(setting, name))
     return plan.plan_step(metadata, config, **of_layout)
@@ -243,28 +242,25 @@ def train(
 ) -> Run:
     """Train to ``run.steps``, from the last checkpoint in ``run.dir`` if present.
 
-    Function arguments are stored in ``run.dir``, with the used parts of the script, so that the
-    command line can resume the run.
+    Function arguments are stored in ``run.dir``, so that the command line can resume the run.
 
     Args:
-        config: configuration of the run.
-        reward: replacement for ``reward.function``, with any signature of this setting; runs in
-            separate processes.
-        objective: replacement for ``loss.objective``: function from
-            :class:`~megatron_dppo.rl.losses.Tokens` to the maximised quantity.
-        advantage: replacement for ``loss.advantage``: function from rewards [Q, G] and columns to
-            advantages, see ``megatron_dppo/rl/advantages.py``.
-        prompt_rule: replacement for ``pruning.prompts.rule``: function from
+        reward: replaces ``reward.function``, with any signature of this setting; runs in separate
+            processes.
+        objective: replaces ``loss.objective``. Maps :class:`~megatron_dppo.rl.losses.Tokens` to the
+            maximised quantity.
+        advantage: replaces ``loss.advantage``. Maps rewards [Q, G] and columns to advantages, see
+            ``megatron_dppo/rl/advantages.py``.
+        prompt_rule: replaces ``pruning.prompts.rule``. Maps
             :class:`~megatron_dppo.rl.pruning.prompt_rules.PromptCandidates` and ``keep`` to
             inclusion probabilities.
-        completion_rule: replacement for ``pruning.completions.rule``: function from
+        completion_rule: replaces ``pruning.completions.rule``. Maps
             :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to
             inclusion probabilities.
-        conversation: replacement for ``rollout.conversation``: function that converses with the
-            policy for each completion.
-        engine: replacement for ``rollout.engine_function``: factory of a
+        conversation: replaces ``rollout.conversation``: converses with the policy per completion.
+        engine: replaces ``rollout.engine_function``: factory of a
             :class:`~megatron_dppo.rollout.engine.RolloutEngine`.
-        on_step: callback in this process, called with each step's row when written.
+        on_step: called in this process with each step's row.
 
     Raises:
         UserError: if a mistake is found before a rank starts.
@@ -289,6 +285,7 @@ def train(
         _check_call("on_step", on_step, 1)
     follower = RowFollower(folder, on_step)
     code = _run("train", config, follower.read_new_rows)
+    # The run may have written rows after the last poll.
     follower.read_new_rows()
     return Run(folder, finished=code == 0)
 
@@ -299,15 +296,13 @@ def evaluate(
     model: str | Path | Run | None = None,
     reward: Callable[..., Any] | None = None,
 ) -> Evaluation:
-    """Generate and score a policy's answers to held-out problems, as ``megatron-dppo eval`` does.
-
-    Existing answers in the folder are kept.
+    """Generate and score answers to held-out problems, as ``megatron-dppo eval``. Existing answers
+    are kept.
 
     Args:
-        target: settings, with problems in ``eval`` and ``data``; or a run, with the run's settings
-            and policy.
-        model: Hugging Face directory, run, or checkpoint of a run; None: the policy of ``target``.
-        reward: replacement for ``reward.function``, which judges the answers.
+        target: settings with problems in ``eval`` and ``data``; or a run.
+        model: Hugging Face directory, run, or checkpoint; None: the policy of ``target``.
+        reward: replaces ``reward.function``, which judges the answers.
 
     Raises:
         UserError, RunFailedError, KeyboardInterrupt: see ``train``.
@@ -339,7 +334,7 @@ def _check_not_rank(function: str) -> None:
 
 
 def _run(command: Command, config: Config, on_poll: Callable[[], None] = lambda: None) -> int:
-    """Start a command's ranks and wait for the end. Return 0 or ``SAVED``."""
+    """Return 0 or ``SAVED``."""
     reasons: list[str] = []
     code = start_ranks(
         command, config, resolve_rank_count(command, config), on_poll, reasons.append
@@ -361,8 +356,7 @@ def _with_functions(
     """Store functions in ``folder`` by value, and return settings with the functions' names.
 
     Args:
-        check: called with the settings and the functions' source texts by setting, and may raise;
-            earlier functions in ``folder`` are replaced afterwards.
+        check: called with the settings and the functions' sources by setting; may raise.
     """
     given = {what: function for what, function in functions.items() if function is not None}
     names: dict[str, str] = {}
@@ -374,6 +368,7 @@ def _with_functions(
         config = _with_settings(
             config, SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}"
         )
+    # Pickle all before the first write, because a failure must leave the folder unchanged.
     pickled = {what: _pickle_function(what, function) for what, function in given.items()}
     texts = {what: get_source(function) for what, function in given.items()}
     if given:
@@ -395,11 +390,7 @@ def _with_functions(
 
 
 def _check_call(name: str, function: object, arguments: int | None) -> None:
-    """Check that ``function`` is callable, with `arguments` positional arguments unless None.
-
-    Raises:
-        UserError: if ``function`` is not callable in this way.
-    """
+    """Raise UserError unless ``function`` takes ``arguments`` positional arguments (None: any)."""
     if not callable(function):
         raise UserError(name, repr(function), "is no function", "Give a function, or leave it out")
     if arguments is None:
@@ -434,11 +425,10 @@ def _get_name(function: Callable[..., Any]) -> str:
 
 
 def _with_settings(section: AnySection, path: Sequence[str], value: str) -> AnySection:
-    """Return a copy with another value of the setting at ``path``; enable the rule of a pruning
-    function."""
+    """Return a copy with another value of the setting at ``path``."""
     name, *rest = path
     changes = {name: _with_settings(getattr(section, name), rest, value) if rest else value}
     if isinstance(section, PromptPruningConfig | CompletionPruningConfig):
-        # The function replaces the rule.
+        # The function replaces the rule, and the rule ``none`` would disable the function.
         changes["rule"] = "neyman"
     return replace(section, **changes)

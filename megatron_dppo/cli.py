@@ -1,6 +1,6 @@
 """Command line: ``megatron-dppo`` with the commands of :data:`COMMANDS`.
 
-Heavy imports wait until a command needs them, so that wrong settings fail at once.
+Heavy imports wait, so that wrong settings fail at once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ COMMANDS = {
         "much.",
     },
 }
-"""All commands with a sentence on the use, grouped as in ``--help``."""
 EXAMPLE = """\
 Example:
   megatron-dppo train configs/quickstart.yaml run.dir=runs/second optimizer.lr=1e-4
@@ -96,15 +95,14 @@ OF_MODULES = {
     "compress": ("compress.command:add_compress_arguments", "compress.command:compress"),
     "export": ("export:add_export_arguments", "export:export"),
 }
-"""Commands in modules that are slow to import: a function that adds the options to a parser, and
-a function that runs the command with parsed options."""
+"""Commands in modules that are slow to import: functions to add options, and to run."""
+# Default and minimum of ``probe-batch``.
 STEPS = 12
 LEAST_STEPS = 6
-"""Steps measured by ``probe-batch``: default and minimum."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Return the exit code: 2 for a user's mistake, 130 after Ctrl-C."""
+    """Run a command; return 2 for a user's mistake, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     escape_unencodable()
     filter_upstream_warnings()
@@ -135,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """Run the command of this process, and end with the exit code."""
+    """Run the command of this process."""
     # The process that starts ranks looks for the marks of all ranks.
     if MARKER in os.environ:
         exit_process(main())
@@ -191,8 +189,8 @@ def _build_option_error(word: str, command: str) -> UserError:
 
 
 def _add_rank_count(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments, with ``--check`` given 0 if no number follows: argparse would take the
-    next word."""
+    """Yield the arguments, with a number for ``--check``."""
+    # argparse would take the next word as the number.
     for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         unnumbered = word == "--check" and not following.isdecimal() and arguments[0] != "serve"
         yield "--check=0" if unnumbered else word
@@ -213,6 +211,7 @@ def _run_without_config(arguments: argparse.Namespace) -> int:
 
 def _run_settings(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if arguments.command == "plan":
+        # Assumptions are no settings: only the estimate reads them.
         assumed = [word for word in words if word.startswith("assume.")]
         config = read_config([word for word in words if word not in assumed])
         from megatron_dppo.estimate.report import plan, plan_search
@@ -221,6 +220,7 @@ def _run_settings(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             return plan_search(config, assumed, arguments.gpus, json_output=arguments.json)
         return plan(config, assumed, json_output=arguments.json)
     if arguments.command == "eval":
+        # Two finished evaluations are compared without a policy.
         if arguments.baseline and arguments.out and not words and not arguments.model:
             from megatron_dppo.evaluation.scores import compare_folders
 
@@ -228,6 +228,7 @@ def _run_settings(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             return 0
         first, last = build_eval_overrides(arguments)
         words = [*first, *words, *last]
+    # Last, so that the option wins over the file and the overrides.
     if arguments.command == "probe-batch" and arguments.model:
         words = [*words, *build_model_overrides(arguments.model)]
     checked = arguments.command in ("train", "sft") and arguments.check is not None
@@ -288,7 +289,8 @@ def _probe_batch(config: Config, *, steps: int, as_json: bool) -> int:
 
 
 def read_config(words: Sequence[str]) -> Config:
-    """Read CONFIG, the optional single word without ``a.b=c`` form, and overrides."""
+    """Read overrides, and the optional CONFIG."""
+    # A file's name may contain an equals sign.
     files = [word for word in words if "=" not in word or _is_file(word)]
     if len(files) > 1:
         remedy = "Give one, and write overrides as section.setting=value"
@@ -309,8 +311,7 @@ def build_parsers(
 ) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Return the program's parser, and the commands' parsers.
 
-    Args:
-        commands_with_options: commands of ``OF_MODULES`` to give options.
+    ``commands_with_options`` of ``OF_MODULES`` have options, which need slow imports.
     """
     groups = []
     for group, commands in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""``megatron-dppo doctor``: the installed packages, and a run's resulting choices."""
+"""``megatron-dppo doctor``: installed packages, and a run's resulting choices."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ PACKAGES: dict[str, tuple[str, str]] = {
     "megatron-core": ("megatron-core", "megatron.core"),
     "transformers": ("transformers", "transformers"),
     "Transformer Engine": ("transformer-engine", "transformer_engine"),
+    # The registry's ``apex`` is another project, so its module proves Apex.
     "Apex": ("apex", "apex.multi_tensor_apply"),
     "SGLang": ("sglang", "sglang"),
     "vLLM": ("vllm", "vllm"),
 }
-"""Distribution and proving module by shown name (the registry's ``apex`` is another project)."""
+"""Distribution and proving module by shown name."""
 
 REQUIRED = ("torch", "megatron-core", "transformers")
 
 
 def print_diagnostics(*, as_json: bool) -> int:
-    """Print the findings; return 1 if a required package is missing, else 0."""
+    """Print the findings; return 1 if a required package is missing."""
     findings = collect_diagnostics()
     if as_json:
         print(json.dumps(findings, indent=2))
@@ -41,7 +42,7 @@ def print_diagnostics(*, as_json: bool) -> int:
 
 
 def collect_diagnostics() -> dict[str, Any]:
-    """Return JSON-able findings: ``installed`` (versions or None), ``machine``, ``will_use``."""
+    """Return ``installed`` (versions or None), ``machine``, ``will_use``."""
     installed = {name: _find_version(*where) for name, where in PACKAGES.items()}
     cuda = _collect_cuda() if installed["torch"] else {"cuda": None, "nccl": None, "gpus": []}
     return {
@@ -73,7 +74,8 @@ def _describe_choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict
 
 
 def _find_version(distribution: str, module: str) -> str | None:
-    """Return the installed version without import; None if the version or module is missing."""
+    """Return the version; None if the version or module is missing."""
+    # Do not import, because a broken package may end the process.
     try:
         version = metadata.version(distribution)
         return version if importlib.util.find_spec(module) else None
@@ -82,7 +84,7 @@ def _find_version(distribution: str, module: str) -> str | None:
 
 
 def _collect_cuda() -> dict[str, Any]:
-    """Return the versions of CUDA and of NCCL (loaded, torch's, pip's), and the GPUs."""
+    """Return CUDA, NCCL (loaded, torch's, pip's) and the GPUs."""
     import torch
 
     from megatron_dppo.rollout.servers.nccl import get_loaded_version, list_packages
@@ -97,7 +99,7 @@ def _collect_cuda() -> dict[str, Any]:
 
 
 def _get_memory_gib() -> float:
-    """Return the memory of the machine, or the container's limit."""
+    """Return the machine's memory, or the container's limit."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()) != "max":

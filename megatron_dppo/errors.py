@@ -13,16 +13,16 @@ from pathlib import Path
 WIDTH = 100
 """Characters per line of an error."""
 _USER_OF_URL = re.compile(r"(:/{1,2})[^/?#\s]+@")
-"""Part of a URL before the host. A URL read as a path has a single slash."""
+"""Part of a URL before the host. In a path, the URL has a single slash."""
 
 
 class UserError(Exception):
-    """Mistake that the user can mend; printed once, on a single rank, without a traceback.
+    """Mistake of the user; printed once, on a single rank, without a traceback.
 
     Args:
         setting: setting (``layout.tp``) or file at fault.
         value: value of the setting.
-        problem: fault of the value.
+        problem: fault of the value, a predicate.
         remedy: instruction to the user.
     """
 
@@ -36,15 +36,14 @@ class UserError(Exception):
         )
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
+        # By default, pickle would call the class with the message as the single argument.
         return type(self), (self.setting, self.value, self.problem, self.remedy)
 
 
 class StandstillError(BaseException):
-    """A user's code did not return in time. The user's ``except Exception`` cannot catch this.
+    """A user's code did not return in time."""
 
-    Args:
-        error: error for the user.
-    """
+    # A BaseException, because a user's ``except Exception`` must not catch this error.
 
     def __init__(self, error: UserError) -> None:
         self.error = error
@@ -52,11 +51,7 @@ class StandstillError(BaseException):
 
 
 class MistakesError(Exception):
-    """One or more mistakes found at once, without duplicates.
-
-    Args:
-        errors: at least one.
-    """
+    """One or more mistakes found at once, without duplicates."""
 
     def __init__(self, errors: Iterable[UserError]) -> None:
         self.errors = tuple({str(error): error for error in errors}.values())
@@ -67,8 +62,7 @@ def format_missing_extra(error: ModuleNotFoundError) -> str:
     """Return the error line for a missing package of the extras ``cpu`` and ``gpu``.
 
     Raises:
-        ModuleNotFoundError: ``error`` itself, unless a module of this project imports another
-            project's, or requests the version.
+        ModuleNotFoundError: ``error`` itself, unless this project imports another project's module.
     """
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
     importer = [name for name in modules if not name.startswith("importlib")][-1]
@@ -82,7 +76,7 @@ def format_missing_extra(error: ModuleNotFoundError) -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra from the project's checkout or origin."""
+    """Return the command that installs an extra, from the checkout or origin of this install."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     checkout = Path(__file__).parents[1]
@@ -104,8 +98,7 @@ def install_command(extra: str) -> str:
 
 
 def format_error(error: UserError | MistakesError) -> str:
-    """Format setting, problem and remedy, wrapped, without a final newline. Line breaks in the
-    error, as in a traceback or list, are kept."""
+    """Format setting, problem and remedy, wrapped, without a final newline. Keep line breaks."""
     if isinstance(error, MistakesError):
         return "\n".join(map(format_error, error.errors))
     value = f" = {error.value}" if str(error.value) else " is empty"
@@ -131,14 +124,18 @@ def remove_passwords(text: str) -> str:
 
 
 def _format_remedy(text: str) -> str:
-    """Capitalise, unless the text begins with the name of a setting or command."""
+    # The name of a setting or command (``data.train``, ``init``) must keep its spelling.
     return text[0].upper() + text[1:] if text.partition(" ")[0].isalpha() else text
 
 
 def _format_paragraph(title: str, text: str) -> str:
     margin = " " * 11
+    # A list or traceback in the problem keeps its indentation.
     wrapper = textwrap.TextWrapper(
-        WIDTH - len(margin), break_long_words=False, break_on_hyphens=False, drop_whitespace=False
+        WIDTH - len(margin),
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=False,
     )
     lines = [
         wrapped.rstrip() for line in text.splitlines() for wrapped in wrapper.wrap(line) or [""]

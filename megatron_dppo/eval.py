@@ -1,7 +1,7 @@
 """``megatron-dppo eval``: the policy answers problems, without training.
 
-Every rank builds the policy as in training, without gradients and optimizer, syncs the weights to
-the engine, and requests answers in batches. Rank 0 writes each batch before the next request.
+Every rank builds the policy without gradients and optimizer, syncs the weights to the engine, and
+requests answers in batches. Rank 0 writes each batch before the next request.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def _evaluate(config: Config, world: World) -> None:
     batches = []
     for of in indices.values():
         in_file = [problems[i] for i in of]
+        # A batch has a single benchmark, so that benchmarks can be added later.
         batches += [in_file[at : at + size] for at in range(0, len(of), size)]
     with ExitStack() as to_close:
 
@@ -115,10 +116,12 @@ def _generate_answers(
     engine = to_close.enter_context(closing(parts.build_engine()))
     parts.sync(engine, 0)
     short = config.pack.max_tokens - MAX_TOKENS
+    # Compare on prompts that leave room for a short answer in a pack.
     if pool := [problem.prompt for problem in problems if len(problem.prompt.token_ids) <= short]:
         check_agreement(parts, engine, pool, version=0)
     evaluator = Evaluator(config, world, parts.build_collectors(engine, workers))
     done = len(problems) - sum(map(len, pending))
+    # Steps do not apply, so the console has no total.
     console = Console(0)
     if done and world.is_rank0:
         console.print_note(f"{done} of {len(problems)} problems are answered already")
@@ -131,6 +134,7 @@ def _generate_answers(
         for batch in pending:
             found = evaluator.generate_answers(batch, keep=len(batch), total=of_all)
             failed += found.failed
+            # Stop early, because a failing verifier would waste the whole evaluation.
             check_failures(config.reward, failed, of_all)
             if log:
                 rows = []
@@ -147,7 +151,6 @@ def _generate_answers(
 
 
 def _build_rows(problem: EvalProblem, answers: EvalAnswers, index: int) -> list[AnswerRow]:
-    """Return a problem's lines of ``answers.jsonl``, one per answer."""
     vote = answers.votes[index]
     rows: list[AnswerRow] = []
     for sample, answer in enumerate(answers.answers[index]):
@@ -211,11 +214,12 @@ def _report(
 
 
 def _collect_settings(config: Config, problems: Sequence[EvalProblem]) -> dict[str, Any]:
-    """Return the settings and files that seeded answers depend on, except the number of ranks."""
+    """Return the settings and files that seeded answers depend on."""
     indices = group_indices(problem.name for problem in problems)
     fingerprints = {}
     for name, of in indices.items():
         fingerprints[name] = _compute_fingerprint([problems[i] for i in of])
+    # The number of ranks is absent, because answers do not depend on ranks.
     return {
         "model": str(Path(config.model.checkpoint or config.model.folder).resolve()),
         "weights": _compute_weight_fingerprint(config),
@@ -236,10 +240,11 @@ def _collect_settings(config: Config, problems: Sequence[EvalProblem]) -> dict[s
 
 
 def _compute_weight_fingerprint(config: Config) -> str:
-    """Return a fingerprint of the weight files; rewritten files have another fingerprint."""
+    """Return a fingerprint of the weight files."""
     checkpoint = config.model.checkpoint
     folder = config.model.folder if checkpoint is None else find_checkpoint(Path(checkpoint))
     files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp"))
+    # Times instead of contents, because reading all weights takes minutes.
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 

@@ -1,7 +1,6 @@
-"""``megatron-dppo export``: a run's policy as a Hugging Face directory, optionally with a model
-card, and uploaded to the hub.
+"""``megatron-dppo export``: a run's policy as a Hugging Face directory, optionally on the hub.
 
-For adapters, export PEFT files alone, or with ``--merge`` the merged policy. Weights go from file
+Adapters are exported as PEFT files, or with ``--merge`` as the merged policy. Weights go from file
 to file, without process group or GPU.
 """
 
@@ -48,7 +47,6 @@ CARD = "README.md"
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``megatron-dppo export``."""
     parser.add_argument(
         "run", metavar="RUN", type=Path, help="folder of a run: its last checkpoint is taken"
     )
@@ -82,8 +80,7 @@ def export(arguments: argparse.Namespace) -> None:
 
     Raises:
         UserError: if the folder is no run; before conversion, if OUT cannot be made or the hub
-            does not answer or refuses access. Also if the base policy of adapters to merge is
-            missing or changed.
+            refuses access. Also if the base policy of adapters to merge is missing or changed.
     """
     run = arguments.run
     out = arguments.out or arguments.run / "export"
@@ -101,6 +98,7 @@ def export(arguments: argparse.Namespace) -> None:
             "--push", arguments.push, problem, "Add --merge: the whole policy is then uploaded"
         )
     base = _find_base(adapters) if arguments.merge and adapters else None
+    # Ask the hub before the long conversion.
     if arguments.push:
         make_repository(arguments.push)
     hf, shape = find_hf_directory(checkpoint)
@@ -151,11 +149,7 @@ def export(arguments: argparse.Namespace) -> None:
 
 
 def _find_base(adapters: Adapters) -> Path:
-    """Return the base policy of the adapters.
-
-    Raises:
-        UserError: if the base policy is missing or changed.
-    """
+    """Return the base policy; raise UserError if missing or changed."""
     is_checkpoint = adapters.setting == "checkpoint"
     setting = f"model.{adapters.setting}"
     base = Path(adapters.base) if is_checkpoint else policy_folder(adapters.base, setting)
@@ -166,7 +160,7 @@ def _find_base(adapters: Adapters) -> Path:
 
 
 def make_repository(repo: str) -> None:
-    """Create a private model repository on the hub, unless present.
+    """Create a private model repository, unless present.
 
     Raises:
         UserError: naming ``--push``, if the hub is unreachable or refuses access.
@@ -196,7 +190,7 @@ def _upload(out: Path, repo: str) -> None:
 
 
 def _build_push_error(repo: str, error: Exception, alternative: str) -> UserError:
-    """Build the error with the cause's first line: network, token, permission or name."""
+    """Build the error with the cause's first line."""
     said = next(
         (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
     )
@@ -208,7 +202,7 @@ def _build_push_error(repo: str, error: Exception, alternative: str) -> UserErro
 
 
 Rows = Callable[[str, torch.dtype], Iterable[memoryview]]
-"""Function from a Hugging Face tensor name and a dtype to the tensor's bytes."""
+"""Function from tensor name and dtype to the tensor's bytes."""
 
 
 def _merge(
@@ -216,16 +210,17 @@ def _merge(
 ) -> Rows:
     """Return rows with W + alpha/rank · B A for matrices with adapters, other weights unchanged.
 
-    Sums are in fp32 and rounded once to ``trained``, the run's dtype, as in the run's own export
-    and servers. Each worker holds a whole matrix.
+    Each worker holds a whole matrix.
 
     Args:
         policy: adapters.
         base: policy that the adapters were trained on.
+        trained: the run's dtype.
 
     Raises:
         UserError: if the base policy is incomplete.
     """
+    # Sum in fp32 and round once to ``trained``, as the run's own export and servers do.
     chunks: Callable[[str], Sequence[Chunk]]
     if adapters.setting == "checkpoint":
         whole = StoredPolicy(find_checkpoint(base, "model.checkpoint"), shape, "model.checkpoint")

@@ -3,8 +3,8 @@
     policy_folder("Qwen/Qwen3-0.6B")
     data_files("openai/gsm8k:main:test", "data.eval", split="test")
 
-Cached files are never updated, so that a resumed run finds its original files. The hub's client
-locks each download: only a single rank of a machine fetches a file.
+Cached files are never updated: a resumed run finds its original files. The hub's client locks
+downloads: a single rank of a machine fetches a file.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron_dppo.errors import UserError
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OF_A_POLICY = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "*.model")
-"""Model files read here; other files repeat the weights in other formats."""
+"""Model files read here. Further files repeat the weights."""
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
 EXPORT = "hf"
-"""Subfolder of a run with the trained policy."""
+"""Subfolder of a run's policy."""
 Kind = Literal["model", "dataset"]
 
 
 def is_id(name: str) -> bool:
-    """Return whether `name` may be a hub id: no data file, no existing path, no path in an
-    existing folder."""
+    """Return whether ``name`` may be a hub id, and not a path."""
+    # A missing file in an existing folder is a path with a mistake.
     return (
         not name.endswith(DATA_SUFFIXES)
         and bool(ID.fullmatch(name.partition(":")[0]))
@@ -46,13 +46,11 @@ def policy_folder(path: str, setting: str = "model.path", *, weights: bool = Tru
     """Return the folder of a policy: the named folder, a run's export, or a hub id's files.
 
     Args:
-        path: value of the setting or option.
         setting: name of the setting, for errors.
-        weights: whether to require weights, beside shape and tokenizer.
+        weights: False if shape and tokenizer suffice.
 
     Raises:
-        UserError: if `path` is empty or cannot be a name, or if a hub id is not cached and cannot
-            be fetched.
+        UserError: if ``path`` is empty or no name, or a hub id is not cached and cannot be fetched.
     """
     remedy = "Name a directory that holds a model, or the id of one on the Hugging Face hub"
     if not path:
@@ -81,9 +79,9 @@ def data_files(name: str, setting: str, *, split: str) -> list[Path]:
     """Return the ordered files of a hub data set ``ID[:CONFIGURATION[:SPLIT]]``.
 
     Args:
-        name: data set; an empty configuration means the only configuration.
+        name: data set; an empty configuration means the only one.
         setting: name of the setting, for errors.
-        split: split if `name` has no split.
+        split: default split.
 
     Raises:
         UserError: see ``policy_folder``; also for an unknown configuration or split.
@@ -162,7 +160,7 @@ def _build_fetch_error(repo: str, kind: Kind, setting: str, reason: Exception | 
 
 
 def _is_whole(folder: Path, *, weights: bool) -> bool:
-    """Return whether a model's download is complete, judged by the file names."""
+    """Return whether a model's download is complete, by file names."""
     if not (folder / "config.json").is_file() or not weights:
         return (folder / "config.json").is_file()
     index = folder / "model.safetensors.index.json"
@@ -173,7 +171,7 @@ def _is_whole(folder: Path, *, weights: bool) -> bool:
 
 
 def _are_all(files: Sequence[str]) -> bool:
-    """Return whether all shards counted in the names exist: ``train-00000-of-00002.parquet``."""
+    """Return whether all shards exist: ``train-00000-of-00002.parquet``."""
     sets = Counter(re.sub(r"\d+(?=-of-\d+\.)", "", file) for file in files)
     wanted = {name: int(found[1]) for name in sets if (found := re.search(r"-of-(\d+)\.", name))}
     return bool(files) and all(sets[name] == count for name, count in wanted.items())
@@ -186,7 +184,7 @@ def _list_names(folder: Path) -> list[str]:
 
 
 def _read_readme(folder: Path | None) -> Mapping[str, Any]:
-    """Return the metadata at the head of a data set's README."""
+    """Return the metadata of a data set's README."""
     file = folder and folder / "README.md"
     if not file or not file.is_file():
         return {}
@@ -203,7 +201,7 @@ def _select_files(
     configuration: str,
     split: str,
 ) -> list[str]:
-    """List the files of a split: as declared by the README, else by file name."""
+    """List a split's files, as declared by the README, else by name."""
     files = [file for file in files if file.endswith(DATA_SUFFIXES)]
     declared = {
         str(each["config_name"]): each
@@ -219,6 +217,7 @@ def _select_files(
                 matching.append(file)
         return matching
     called = [file for file in files if re.search(rf"(^|[/_.-]){re.escape(split)}([/_.-]|$)", file)]
+    # A data set without any split in the names is all training data.
     if (
         not called
         and split == "train"
@@ -243,7 +242,7 @@ def _select_configuration(names: list[str], name: str, setting: str, requested: 
 
 
 def _list_patterns(data_files: Any, split: str) -> list[str]:
-    """List the file patterns of a split; entries without a split are ``train``."""
+    """List a split's patterns; entries without a split are ``train``."""
     if isinstance(data_files, str):
         data_files = [data_files]
     patterns: list[str] = []

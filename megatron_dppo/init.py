@@ -1,7 +1,7 @@
 """``megatron-dppo init``: a new policy of any family and size, as a Hugging Face directory.
 
-The tokenizer has the characters of sums, or is a byte-level BPE trained on a corpus. Both use the
-byte-level alphabet of Qwen's tokenizer, so that all loaders of Qwen3 read both the same way.
+Both tokenizers, characters of sums or a byte-level BPE, have the byte-level alphabet of Qwen's, so
+that all loaders of Qwen3 read them.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ def write_model(
 ) -> int:
     """Write a randomly initialised policy: configuration, weights, tokenizer, chat template.
 
-    The directory is written atomically, with one tensor in memory at a time. Seed and sizes
-    determine the weights.
+    The directory is written atomically, with one tensor in memory at a time.
 
     Args:
         out: directory to make.
         family: ``model_type``; None: ``qwen3``, with experts ``qwen3_moe``.
-        hidden, layers, heads, kv_heads, head_dim, ffn, tie: size of the model, unless ``shape``.
-        experts, experts_per_token: for a family with experts, each of width ``ffn``; 0: dense.
-        vocab_size: rows of the embedding, and size of a trained ``bpe``; None: the tokenizer's
-            size (for a published shape, the shape's).
+        hidden, layers, heads, kv_heads, head_dim, ffn, tie: size, unless ``shape``.
+        experts, experts_per_token: numbers of experts, each of width ``ffn``; 0: dense.
+        vocab_size: rows of the embedding, and size of a trained ``bpe``; None: the tokenizer's (for
+            a published shape, the shape's).
         tokenizer, corpus: characters for sums, or a byte-level BPE trained on the strings of a
             JSONL or parquet file.
-        dtype, std: dtype of stored weights, standard deviation of initial matrices.
+        dtype, std: dtype of stored weights; deviation of initial matrices.
+        seed: random seed. Seed and sizes determine the weights.
         shape: published model (``qwen3-4b`` or ``4b``).
         overwrite: replace an existing model directory.
 
@@ -81,8 +81,8 @@ def write_model(
         Number of parameters.
 
     Raises:
-        UserError: if the sizes make no model, the corpus is missing, the target exists, or the
-            disk is full.
+        UserError: if the sizes make no model, the corpus is missing, the target exists, or the disk
+            is full.
     """
     family = family or ("qwen3_moe" if experts else "qwen3")
     if family not in ARCHITECTURES:
@@ -103,6 +103,7 @@ def write_model(
         MAX_POSITIONS,
     )
     size = PolicyShape(*sizes, ARCHITECTURES[family], experts, experts_per_token if experts else 0)
+    # Ratios of the published hybrid models, with linear attention in three of four layers.
     if "attention_interval" in size.family.keys:
         size = replace(
             size,
@@ -119,6 +120,8 @@ def write_model(
     if shape:
         size = _get_published_shape(shape)
     _check(size, std)
+    # Check the folder before the tokenizer is trained, and the room on the disk when the size is
+    # known.
     check_replaceable(out, 0, "out", MODEL, overwrite=overwrite)
     vocabulary = (
         build_character_tokenizer()
@@ -138,7 +141,6 @@ def write_model(
 
 
 def add_init_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``megatron-dppo init``."""
     parser.add_argument("out", type=Path, help="directory to make")
     parser.add_argument("--shape", help=f"a published model's sizes: {', '.join(PUBLISHED)}")
     parser.add_argument(
@@ -179,7 +181,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def init_from_arguments(arguments: argparse.Namespace) -> None:
-    """Make the model described by the options, and print the size."""
+    """Make the model, and print the size."""
     options = dict(vars(arguments))
     chosen = {
         name: options[name] for name in inspect.signature(write_model).parameters if name in options
@@ -198,7 +200,7 @@ def _get_published_shape(shape: str) -> PolicyShape:
 
 
 def _resolve_rows(requested: int, tokens: int) -> int:
-    """Return the rows of the embedding for a tokenizer with `tokens` tokens; 0 means `tokens`."""
+    """Return the rows of the embedding for ``tokens`` tokens; 0 means ``tokens``."""
     if requested and requested < tokens:
         problem = f"is less than the tokenizer's {tokens} tokens"
         raise UserError("--vocab-size", requested, problem, f"Give {tokens} or more")
@@ -217,6 +219,7 @@ def _check(size: PolicyShape, std: float) -> None:
             f"does not divide the {size.heads} query heads",
             "Give a divisor",
         )
+    # A quarter of the head must be a whole number of pairs.
     if size.rotary_fraction < 1 and (size.head_dim % 8 or size.num_layers < 2):
         problem = (
             f"{size.family.model_type} turns a quarter of each head, and has attention in "
@@ -285,9 +288,12 @@ def _write_config(
 def _write_weights(
     folder: Path, plan: FilePlan[str], shape: PolicyShape, *, seed: int, std: float
 ) -> None:
-    """Write weights as Hugging Face initialises: norms one, biases zero, matrices normal. In gated
-    delta networks decays are Hugging Face's, taps torch's."""
+    """Write weights as Hugging Face initialises: norms one, biases zero, matrices normal.
+
+    In gated delta networks, decays are Hugging Face's and taps torch's.
+    """
     generator = torch.Generator().manual_seed(seed)
+    # A norm centred at zero stores its weight minus one.
     zeros = (
         ("norm.weight", ".bias")
         if shape.family.megatron.get("layernorm_zero_centered_gamma")
@@ -315,15 +321,16 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 UNKNOWN = "<|unknown|>"
 SPECIALS = (END_OF_TEXT, TURN_START, TURN_END)
+# With specials 48 tokens, divisible by 16 ranks.
 SUM_CHARACTERS = "0123456789+-*/=#\n abcdefghijklmnopqrstuvwxyz"
-"""Characters of sums and of a chat template's roles: with specials 48 tokens, divisible by 16
-ranks."""
+"""Characters of sums and of a chat template's roles."""
 
+# Every digit is a token, which makes arithmetic learnable.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen's pre-tokenizer. Every digit is a token, which makes arithmetic learnable."""
+"""Qwen's pre-tokenizer."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -331,11 +338,10 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""ChatML in Qwen's form."""
 
 
 def build_character_tokenizer() -> Tokenizer:
-    """Return a tokenizer with a token per character of sums, and ``<|unknown|>`` per other byte."""
+    """Return a tokenizer with a token per character, and ``<|unknown|>`` per other byte."""
     to_byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     characters = [to_byte_level.pre_tokenize_str(character)[0][0] for character in SUM_CHARACTERS]
     vocabulary = {token: number for number, token in enumerate([*SPECIALS, UNKNOWN, *characters])}
@@ -345,8 +351,7 @@ def build_character_tokenizer() -> Tokenizer:
 
 
 def train_bpe(corpus: Path, vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of at most ``vocab_size`` tokens on all strings of a JSONL or parquet
-    file.
+    """Train a byte-level BPE of at most ``vocab_size`` tokens on a file's strings.
 
     Raises:
         UserError: if the corpus cannot be read, or ``vocab_size`` is less than the 256 bytes and
@@ -365,6 +370,7 @@ def train_bpe(corpus: Path, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     rows = read_rows(str(corpus), "--corpus")
+    # The trainer's error on half a character would name no row.
     for row in rows:
         for column, value in row.values.items():
             row.check_strings(value, column)
@@ -377,10 +383,7 @@ def train_bpe(corpus: Path, vocab_size: int) -> Tokenizer:
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-    Args:
-        tokenizer: result of a function above.
-        folder: existing directory.
-        max_tokens: tokens of the model's longest sequence.
+    ``max_tokens`` is the length of the model's longest sequence.
     """
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

@@ -1,9 +1,8 @@
-"""A user's function from ``module:function`` or ``file.py:function``, and
-functions' source files. Imports no heavy package.
+"""A user's function from ``module:function`` or ``file.py:function``. Imports no heavy package.
 
 Reward functions for slime import ``Sample`` from ``slime.utils.types`` and get this file's class.
-``post`` and ``GenerateState``, used by slime's generate functions, can be imported but not called.
-Imports of other slime names fail with ``MISSING``.
+``post`` and ``GenerateState`` of slime's generate functions can be imported but not called. Other
+slime names fail with ``MISSING``.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ MISSING = "Of slime's own names only Sample is here: bring the rest along in fil
 
 
 class Arguments(SimpleNamespace):
-    """Options of slime's command line with a counterpart here."""
+    """Options of slime with a counterpart here."""
 
     def __getattr__(self, name: str) -> Any:
+        # Copy and pickle look for special methods, and expect a plain AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
@@ -43,8 +43,6 @@ class Arguments(SimpleNamespace):
 
 
 class Status(Enum):
-    """State of a sample."""
-
     PENDING = "pending"
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -54,26 +52,26 @@ class Status(Enum):
 
 @dataclass
 class Sample:
-    """Completion in the form of slime's reward functions."""
+    """Completion for slime's reward functions."""
 
+    # slime also renders prompts before calling functions.
     prompt: Any = None
-    """Text as the policy reads the prompt: slime also renders prompts before calling functions."""
+    """Text as the policy reads the prompt."""
     response: str = ""
     label: Any = None
     """Text, or the row's object or list."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The row's extra columns."""
+    """Extra columns."""
     reward: Any = None
     index: int | None = None
     group_index: int | None = None
     tokens: list[int] = field(default_factory=list)
-    """Token ids of prompt and response."""
+    """Prompt and response."""
     response_length: int = 0
-    """Tokens of the response."""
     loss_mask: list[int] | None = None
-    """Mask of the response: 1 for sampled tokens, 0 for given tokens; None: all ones."""
+    """Response's mask: 1 for sampled tokens, 0 for given tokens; None: all ones."""
     rollout_log_probs: list[float] | None = None
-    """Log-probabilities of the response; ignored where the mask is 0."""
+    """Response's log-probabilities; ignored where the mask is 0."""
     weight_versions: list[str] = field(default_factory=list)
     status: Status = Status.PENDING
     session_id: str | None = None
@@ -81,7 +79,7 @@ class Sample:
 
 
 def generate_only(*_: Any, **__: Any) -> Any:
-    """Replace names called only by slime's generate functions."""
+    """Raise for names of slime's generate functions."""
     raise NotImplementedError(
         "slime's generate functions do not run here: write the turns as rollout.conversation"
     )
@@ -101,9 +99,9 @@ NAMES: Mapping[str, Mapping[str, Any]] = {
 def install_slime_modules() -> Iterator[None]:
     """Resolve imports of slime's modules to ``NAMES`` during the import of a user's function.
 
-    - With slime installed, other slime modules still resolve, and ``sys.modules`` is restored.
-    - Without slime, the modules stay, for functions that import them when called.
+    With slime installed, other slime modules still resolve, and ``sys.modules`` is restored.
     """
+    # Without slime, the modules stay, for functions with imports inside.
     before = _find_slime_modules()
     for name in before:
         del sys.modules[name]
@@ -145,8 +143,7 @@ FAILURES = Exception, SystemExit
 def load_function(setting: str, spec: str) -> Callable[..., Any]:
     """Return the function named by a setting.
 
-    Modules are also searched in the working directory. A file can import neighbouring files, and
-    slime's names for reward functions, with or without slime installed.
+    Modules are also searched in the working directory. A file can import neighbouring files.
 
     Raises:
         UserError: if the function cannot be found or imported, or is not callable.
@@ -173,13 +170,14 @@ def load_function(setting: str, spec: str) -> Callable[..., Any]:
 
 
 def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a user's function: a process forked by the function ends when the function returns."""
+    """Wrap a user's function."""
     process = os.getpid()
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
         try:
             return function(*arguments)
+        # A process forked by the function must not return into this program.
         finally:
             end_fork(process)
 
@@ -187,7 +185,7 @@ def wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_source_file(spec: str | None) -> Path | None:
-    """Return the file of the function named by a setting, without imports; None if missing."""
+    """Return the file of a function without imports; None if missing."""
     where = (spec or "").rpartition(":")[0]
     if where.endswith(".py"):
         places = [Path(where)]
@@ -201,8 +199,7 @@ def find_source_file(spec: str | None) -> Path | None:
 
 
 def get_source(function: Callable[..., Any]) -> str | None:
-    """Return the source of a function, or of a callable object's class; None without source, as
-    for builtins or functions typed at a prompt."""
+    """Return the source of a function, or of an object's class; None without source."""
     while isinstance(function, functools.partial):
         function = function.func
     written = (
@@ -210,6 +207,7 @@ def get_source(function: Callable[..., Any]) -> str | None:
     )
     try:
         return textwrap.dedent(inspect.getsource(written))
+    # Builtins and functions typed at a prompt have no source.
     except (OSError, SyntaxError, TypeError):
         return None
 

@@ -1,8 +1,7 @@
 """``megatron-dppo probe-batch``: does a smaller batch suffice, and which pruning is best?
 
 Unpruned steps at fixed weights give the gradient's noise scale (from the norms on all prompts of a
-step and on each half), the seconds per token, and groups for pruning draws at several fractions.
-Weights do not change, and no file is written.
+step and on each half), the seconds per token, and groups for pruning draws. No file is written.
 """
 
 from __future__ import annotations
@@ -45,11 +44,10 @@ from megatron_dppo.trainer.learner import Learner
 from megatron_dppo.trainer.prompt_sampler import PromptSampler
 
 LEARNING_STEPS = 4
-"""Steps for training the prompt predictor before the pruning draws."""
+"""Steps that train the prompt predictor before the draws."""
 DRAWS = 8
-"""Pruning draws per window and pair of fractions."""
 SHARES: tuple[tuple[float, ...], tuple[Keep, ...]] = (1.0, 0.85, 0.7, 0.5), (1.0, "auto", 0.5, 0.3)
-"""Kept fractions of prompts, and of completions' tokens."""
+"""Kept fractions: of prompts, of completions' tokens."""
 Pair = tuple[float, Keep]
 Samples = list[tuple[float, float]]
 UNPRUNED: Pair = (1.0, 1.0)
@@ -59,13 +57,11 @@ def probe_batch(config: Config, *, steps: int, as_json: bool = False) -> None:
     """Print the noise scale, seconds per token, and gains of pruning by fractions. Collective.
 
     Args:
-        config: configuration of the run.
         steps: unpruned steps to measure, at least ``LEARNING_STEPS`` + 2.
-        as_json: print a JSON object.
 
     Raises:
-        UserError: on every rank, if the user can mend the cause, or no gradient is finite and
-            above 0.
+        UserError: on every rank, if the user can mend the cause, or no gradient is finite and above
+            0.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     with ExitStack() as to_close:
@@ -89,7 +85,7 @@ def probe_batch(config: Config, *, steps: int, as_json: bool = False) -> None:
 
 
 def configure_pruning(config: Config, pair: Pair) -> Config:
-    """Return the configuration with rule ``neyman`` at these fractions; at 1, rule ``none``."""
+    """Return rule ``neyman`` at these fractions; at 1, rule ``none``."""
     prompts, completions = map(_make_pruning_settings, pair)
     of_prompts = replace(config.pruning.prompts, **prompts)
     of_completions = replace(config.pruning.completions, **completions, normaliser="full")
@@ -109,7 +105,7 @@ def _make_pruning_settings(keep: Keep) -> dict[str, Any]:
 
 
 def get_configured_pair(config: Config) -> Pair | None:
-    """Return the configured fractions; None if a rule is not ``neyman`` or ``none``."""
+    """Return the configured fractions; None under other rules."""
     prompts = config.pruning.prompts
     completions = config.pruning.completions
     if not {prompts.named, completions.named} <= {"neyman", "none"}:
@@ -121,16 +117,14 @@ def get_configured_pair(config: Config) -> Pair | None:
 def compute_jackknife(statistic: Callable[[list[int]], float], count: int) -> tuple[float, float]:
     """Return a statistic of ``count`` items, and half of the 95% Student's t interval.
 
-    Args:
-        statistic: function of the items' indices.
-        count: number of items.
+    ``statistic`` takes indices.
     """
     everything = list(range(count))
     value = statistic(everything)
     without = []
     for left in everything:
         without.append(statistic([i for i in everything if i != left]))
-    # Tukey's pseudo-values.
+    # Tukey's pseudo-values are nearly independent, unlike the statistics without an item.
     pseudo = count * value - (count - 1) * np.array(without)
     return value, compute_student_t(count - 1) * float(pseudo.std(ddof=1)) / math.sqrt(count)
 
@@ -152,6 +146,7 @@ def estimate_noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Est
     # Solve the equation above for S and |G|², from b = batch and b = batch/2.
     noise = (small - big) * batch
     signal = 2.0 * big - small
+    # The noise may be 0 or negative by chance, and must not be a divisor.
     least = 1e-9 * float(big.sum())
     ratio, reach = compute_jackknife(
         lambda rows: float(signal[rows].sum() / max(noise[rows].sum(), least)), len(big)
@@ -163,11 +158,9 @@ def estimate_noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Est
 
 
 def estimate_cost_line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Return fixed seconds and seconds per token: the line through the medians of small and large
-    sizes.
+    """Return fixed seconds and seconds per token: the line through two medians.
 
-    If all sizes are within a factor of 1.3, or the line is negative at 0, seconds are proportional
-    to tokens.
+    The medians are of the small and the large sizes.
     """
     sizes = np.asarray(tokens, np.float64)
     taken = np.asarray(seconds, np.float64)
@@ -180,6 +173,8 @@ def estimate_cost_line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, fl
     long = float(np.median(taken[large]))
     proportional = long / many
     per_token = proportional
+    # Within a factor of 1.3, noise would decide the slope: assume no fixed seconds.
+    # A line that is negative at 0 becomes proportional, too.
     if many >= 1.3 * few:
         per_token = min(max((long - short) / (many - few), 0.0), proportional)
     return long - per_token * many, per_token
@@ -187,31 +182,32 @@ def estimate_cost_line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, fl
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a step. ``Costs(0.1, 0.1, 1e-4, 2e-4)``: 3.2 s for 10,000 tokens generated and
-    trained on."""
+    """Seconds of a step. ``Costs(0.1, 0.1, 1e-4, 2e-4)``: 3.2 s for 10,000 tokens, all trained
+    on."""
 
     rollout: float
-    """Fixed seconds of rollouts."""
+    """Fixed, of rollouts."""
     rest: float
-    """Other fixed seconds: planning, weight sync, fixed part of training."""
+    """Other fixed: planning, weight sync, part of training."""
     generated: float
-    """Seconds per generated token."""
+    """Per generated token."""
     trained: float
-    """Seconds per trained token."""
+    """Per trained token."""
 
     def estimate_seconds(self, generated: float, trained: float) -> float:
         return self.rollout + self.rest + self.generated * generated + self.trained * trained
 
 
 def estimate_gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Estimate:
-    """Return unpruned over pruned variance × seconds on the same windows, with an interval over
-    windows. A smaller batch gains 1 if no seconds are fixed.
+    """Return unpruned over pruned variance × seconds, with an interval over windows.
+
+    A smaller batch gains 1 if no seconds are fixed.
 
     Args:
         pruning: [n, 4], means over a window's draws: variance of sampling, variance with pruning
             (both by ``estimate_gradient_noise``), tokens generated, tokens trained on.
         unpruned: [n, 4], the same without pruning.
-        costs: seconds of a step and tokens, assumed exact.
+        costs: assumed exact.
     """
 
     def product(windows: Floats) -> float:
@@ -230,12 +226,12 @@ def estimate_gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Esti
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The command's output. Tokens and seconds are per unpruned step."""
+    """Result per unpruned step."""
 
     batch: int
     """Prompts of an optimizer step."""
     noise: Estimate
-    """Noise scale in prompts."""
+    """In prompts."""
     costs: Costs
     generated: float
     trained: float
@@ -257,10 +253,9 @@ class Report:
         return max(self.gains, key=lambda pair: self.gains[pair].value)
 
     def estimate_half_batch(self) -> tuple[float, float]:
-        """Return steps and time for half of the prompts, relative to all prompts.
-
-        Steps are proportional to 1 + B/batch (section 2.2 of the paper), or doubled for unknown B.
-        """
+        """Return steps and time for half of the prompts, relative to all prompts."""
+        # Steps are proportional to 1 + B/batch (section 2.2 of McCandlish et al.). For unknown B,
+        # double.
         known = math.isfinite(self.noise.value)
         steps = 1.0 + self.noise.value / (self.batch + self.noise.value) if known else 2.0
         return steps, steps * self.costs.estimate_seconds(
@@ -268,7 +263,7 @@ class Report:
         ) / self.seconds
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as plain numbers; null for an infinite bound."""
+        """Return plain numbers; null for an infinite bound."""
         noise = {}
         for name, value in asdict(self.noise).items():
             noise[name] = value if math.isfinite(value) else None
@@ -325,7 +320,7 @@ class Report:
 
     @property
     def conclusion(self) -> str:
-        """The closing sentence; a second sentence if the noise scale is unbounded."""
+        """Closing sentence; a second one for an unbounded noise scale."""
         noise = self.noise.value
         (steps, time) = self.estimate_half_batch()
         of_best = (
@@ -363,7 +358,7 @@ class Report:
 
 
 class _BatchProbe:
-    """Measurements of steps at fixed weights. Times are of this rank."""
+    """Measurements at fixed weights; times of this rank."""
 
     def __init__(
         self,
@@ -409,6 +404,7 @@ class _BatchProbe:
             self._engine.pause()
         config = choose_sharing(parts.config, parts.shape)
         loss = config.loss
+        # A single update gives the gradient of all prompts, two updates give both halves.
         one = replace(config, loss=replace(loss, updates_per_rollout=1))
         two = replace(config, loss=replace(loss, updates_per_rollout=2))
         with timers("plan"):
@@ -438,10 +434,8 @@ class _BatchProbe:
         parts.world.broadcast(lambda: self._record_window(metadata, step))
 
     def _roll_out(self, step: int) -> tuple[CompleteRollouts, Samples]:
-        """Return a window's rollouts, and the tokens and seconds of each round.
-
-        Learning steps use two rounds of half the prompts, to time two sizes.
-        """
+        """Return a window's rollouts, and the tokens and seconds of each round."""
+        # Learning steps have two rounds of half the prompts, to time two sizes.
         selection = self._parts.world.broadcast(lambda: self._sampler.select(step))
         ids = selection.prompt_ids
         rounds = []
@@ -458,11 +452,11 @@ class _BatchProbe:
         return self._collector.merge(rounds), taken
 
     def _record_window(self, metadata: StepMetadata, step: int) -> None:
-        """On rank 0, prune the window by predictions made before the window, then update the
-        predictor."""
+        """Prune the window on rank 0, then update the predictor."""
         self._mixed.append(
             len(find_nonzero_variance_groups(metadata)) / max(len(metadata.prompt_ids), 1)
         )
+        # The predictor must not have seen the window, as in a run.
         if step >= LEARNING_STEPS:
             for pair, config in self._configs.items():
                 self._windows[pair].append(

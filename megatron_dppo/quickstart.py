@@ -10,13 +10,12 @@ from megatron_dppo.launch.job import EXAMPLES, JOB
 from megatron_dppo.settings import load_config
 
 WARM_UP = ("layout.tp=1", "layout.dp=2", "data.arithmetic.problems=8192")
-"""Settings of the quickstart's supervised warm-up."""
+# Two ranks on a GPU cannot form an NCCL group.
 ONE_GPU = ("layout.tp=1", "layout.dp=1")
-"""Layout for a single GPU, where two ranks cannot form an NCCL group."""
+"""Layout for a single GPU."""
 
 
 def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``megatron-dppo configs``."""
     what = (
         "copy them to DIR/configs and DIR/scripts/slurm; commands in their first lines are "
         "typed in DIR"
@@ -48,6 +47,7 @@ def configs(arguments: argparse.Namespace) -> None:
         return
     places = {file: arguments.copy / file.relative_to(EXAMPLES) for file in files}
     try:
+        # Look at all files before the first copy.
         for file, place in places.items():
             if place.exists() and place.read_bytes() != file.read_bytes():
                 raise UserError(
@@ -67,7 +67,6 @@ def configs(arguments: argparse.Namespace) -> None:
 
 
 def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``megatron-dppo quickstart``."""
     what = (
         "settings of the training, or sft.* of the warm-up; give a second run a folder, "
         "run.dir=FOLDER"
@@ -85,6 +84,7 @@ def quickstart(arguments: argparse.Namespace) -> int:
     from megatron_dppo.launch.start import count_gpus, prepare_environment, run
 
     file = str(EXAMPLES / "configs/quickstart.yaml")
+    # Read the settings first, because a mistake must stop before anything is made.
     config = load_config(file, arguments.overrides)
     plain = load_config(file, ())
     prepare_environment(config)
@@ -94,6 +94,7 @@ def quickstart(arguments: argparse.Namespace) -> int:
     initial = Path(plain.run.dir, "initial")
     if not (warm / "config.json").exists():
         if not (initial / "config.json").exists():
+            # A larger deviation suits a tiny model.
             write_model(initial, std=0.05)
         of_warm_up = [word for word in arguments.overrides if word.startswith("sft.")]
         folders = f"model.path={initial}", f"sft.out={warm}"

@@ -1,6 +1,6 @@
 """Read a run's settings: a YAML file, ``a.b=c`` overrides, types and limits of ``config/``.
 
-Needs no torch or Megatron: any machine can check a file quickly.
+Needs no torch or Megatron: any machine can check a file.
 """
 
 from __future__ import annotations
@@ -47,23 +47,22 @@ class Setting:
     """Leaf of the configuration."""
 
     key: str
-    """Dotted key: ``pruning.prompts.keep``."""
+    """``pruning.prompts.keep``."""
     type: Any
-    """Annotation with limits."""
+    """With limits."""
     default: Any
     meaning: str
-    """Docstring of the field in ``config/``."""
+    """Docstring in ``config/``."""
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed words; empty if the setting is not a choice of words."""
+        """Allowed words, if a choice of words."""
         if get_origin(self.type) is not Literal:
             return ()
         return tuple(str(c) for c in get_args(self.type))
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """Allowed types."""
         return get_args(self.type) if get_origin(self.type) in (Union, UnionType) else (self.type,)
 
     @property
@@ -79,11 +78,11 @@ def load_config(
     Args:
         path: YAML file.
         overrides: words ``a.b=c``.
-        values: nested sections of Python values, not parsed.
+        values: nested sections of Python values.
 
     Raises:
-        UserError: if the file cannot be read, a key is unknown (naming the nearest key), or a value
-            has the wrong type or exceeds limits.
+        UserError: if the file cannot be read, a key is unknown (naming the nearest), or a value has
+            the wrong type or exceeds limits.
     """
     try:
         return load_whole(path, overrides, values)
@@ -94,11 +93,7 @@ def load_config(
 def load_whole(
     path: str | None, overrides: Sequence[str], values: Mapping[str, Any] | None = None
 ) -> Config:
-    """Load as :func:`load_config`, with all errors at once.
-
-    Raises:
-        MistakesError: all mistakes in the file and the overrides.
-    """
+    """Load as :func:`load_config`, with all errors at once, as a :class:`MistakesError`."""
     sources = [
         partial(_from_file, path),
         *(partial(_from_override, override) for override in overrides),
@@ -130,13 +125,13 @@ def load_whole(
 
 @cache
 def get_settings() -> Mapping[str, Setting]:
-    """Return all settings by dotted key, in the order of ``config/``."""
+    """Return all settings by dotted key, in order."""
     return {setting.key: setting for setting in _iterate_settings(Config, "")}
 
 
 @cache
 def get_sections() -> frozenset[str]:
-    """Return the dotted names of all sections: ``pruning``, ``pruning.prompts``, …"""
+    """Return the sections: ``pruning``, ``pruning.prompts``, …"""
     return frozenset(
         key[:i] for key in get_settings() for i, letter in enumerate(key) if letter == "."
     )
@@ -158,15 +153,15 @@ def _iterate_settings(section: type[Section], prefix: str) -> Iterator[Setting]:
 
 
 MOST_MISTAKES = 20
-"""Most mistakes reported; further settings are not checked."""
+"""Most mistakes reported."""
 
 
 def flatten_tree(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values of nested sections. A null section (all lines commented out)
-    yields no key."""
+    """Yield dotted keys and values of nested sections."""
     for name, value in tree.items():
         # YAML reads some names as numbers.
         key = f"{prefix}{name}"
+        # A section with all lines commented out is null.
         if key in get_sections() and isinstance(value, Mapping | None):
             yield from flatten_tree(value or {}, f"{key}.")
         else:
@@ -268,9 +263,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set a setting in nested sections.
 
     Raises:
-        UserError: if the key is no setting, or the value is wrong in a way that pydantic accepts or
-            cannot name: a boolean for another type, another type for a boolean (pydantic reads
-            ``true`` as 1 and ``yes`` as true), text that no file can hold.
+        UserError: if the key is no setting, or pydantic would accept or not name a wrong value.
     """
     if old := _find_renamed(key, value):
         problem = f"{old} is now {RENAMED[old]}"
@@ -283,6 +276,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     if key not in get_settings():
         raise _build_unknown_error(key, value)
     setting = get_settings()[key]
+    # pydantic reads ``true`` as 1, and ``yes`` as true.
     if isinstance(value, bool) != (setting.type is bool):
         raise _build_value_error(
             setting,
@@ -299,7 +293,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _split_list(setting: Setting, value: Any) -> Any:
-    """Return a list if the setting takes lists and the words have no brackets:
+    """Split words without brackets if the setting takes lists:
     ``eval.benchmarks=gsm8k,math500``."""
     takes_list = any(get_origin(kind) is tuple for kind in setting.kinds)
     if not takes_list or not isinstance(value, str | int | float):
@@ -341,9 +335,8 @@ def _build_unknown_error(key: str, value: object) -> UserError:
 def find_nearest_settings(key: str) -> list[str]:
     """Return the settings or section that an unknown dotted key may mean; empty without a match.
 
-    - A known name under a wrong section always matches: in the nearest sections, if several have
-      the name.
-    - A long name may match initials: ``optimizer.learning_rate`` matches ``optimizer.lr``.
+    - A known name under a wrong section always matches, in all or the nearest sections.
+    - Initials match: ``optimizer.learning_rate`` means ``optimizer.lr``.
     """
     if key in RENAMED:
         return [RENAMED[key]]
@@ -355,6 +348,7 @@ def find_nearest_settings(key: str) -> list[str]:
     def compute_likeness(other: str) -> float:
         whole = difflib.SequenceMatcher(None, key.lower(), other).ratio()
         end = difflib.SequenceMatcher(None, leaf, other.rpartition(".")[2]).ratio()
+        # A wrong section is a likelier mistake than a wrong name.
         return max(whole, 0.75 * end + 0.25 * whole)
 
     same_name = [other for other in get_settings() if other.rpartition(".")[2] == leaf]
@@ -370,7 +364,7 @@ def find_nearest_settings(key: str) -> list[str]:
 
 
 def _plain_value(value: Any) -> Any:
-    """Convert NumPy values and paths from Python to the types of YAML."""
+    """Convert NumPy values and paths to the types of YAML."""
     if isinstance(value, Mapping):
         return {name: _plain_value(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -391,9 +385,8 @@ def _is_writable(value: Any) -> bool:
 
 
 def _value(setting: Setting, text: str) -> Any:
-    """Parse an override as YAML, where words stay words: ``run.dir=2024``,
-    ``data.label_key=yes``, also in lists and mappings of words:
-    ``rollout.launch.flags=[--context-length, 2048]``."""
+    """Parse an override as YAML, where words stay words, also in lists and mappings:
+    ``run.dir=2024``, ``data.label_key=yes``, ``rollout.launch.flags=[--context-length, 2048]``."""
     kinds = setting.kinds
     if setting.takes_none and text.strip() in ("", "~", "null"):
         return None
@@ -409,6 +402,7 @@ def _value(setting: Setting, text: str) -> Any:
             return text[1:-1] if quoted else text
         return yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError):
+        # The check of the value reports the mistake, with the setting's type.
         return text
 
 
@@ -472,7 +466,7 @@ def _describe_limit(limit: Any) -> str:
 
 
 def format_value(value: object) -> str:
-    """Format a value as in YAML, cut to 80 characters."""
+    """Format as in YAML, cut to 80 characters."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     if value is None:
         text = "null"
@@ -480,7 +474,7 @@ def format_value(value: object) -> str:
 
 
 def as_yaml(config: Config) -> str:
-    """Return every value with the meaning as a comment; reading the text gives the same config."""
+    """Return every value with its meaning as a comment. The text gives the same config."""
     lines = [f"# Every setting of megatron-dppo {__version__}.", *_render_section(config, "")]
     return "\n".join(lines) + "\n"
 
@@ -499,6 +493,7 @@ def _render_section(section: Section, prefix: str) -> Iterator[str]:
         yield from textwrap.wrap(
             meaning, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
         )
+        # A list or mapping is on one line, like an override.
         many = isinstance(value, tuple | dict)
         plain = {name: value}
         if many:

@@ -26,7 +26,7 @@ from megatron_dppo.trainer.prompt_sampler import check_shares, make_order
 from megatron_dppo.trainer.resume import record_warm_up
 
 CONSOLE_ROWS = 20
-"""Steps shown on a console without progress bar. ``sft-log`` has every step."""
+"""Steps on a console without progress bar."""
 
 
 def sft(config: Config) -> None:
@@ -48,6 +48,7 @@ def _run_warm_up(config: Config, world: World, check_lock: Callable[[], None]) -
     parts = assemble_policy(config, world, temperature=1.0)
     answers = world.run_on_all_ranks(lambda: _load_answers(config, parts))
     out = Path(config.sft.out or Path(config.run.dir) / "sft")
+    # Check the folder before the training, not after.
     parts.check_export(out, setting="sft.out")
     log = MetricsLog(Path(config.run.dir) / "sft-log", resume_step=-1) if world.is_rank0 else None
     console = Console(config.sft.steps) if world.is_rank0 else None
@@ -70,6 +71,7 @@ def _run_warm_up(config: Config, world: World, check_lock: Callable[[], None]) -
                 console.print_step(step + 1, metrics)
     if log:
         log.close()
+    # Another process may have taken the folder meanwhile.
     world.broadcast(check_lock)
     parts.export(out, setting="sft.out")
     world.broadcast(lambda: record_warm_up(out, config))
@@ -94,6 +96,7 @@ def _load_answers(config: Config, parts: PolicyParts) -> Pool[SupervisedExample]
 def _update(
     parts: PolicyParts, config: Config, batch: Sequence[SupervisedExample], step: int
 ) -> dict[str, float]:
+    # Weigh tokens equally, because a mean per answer would favour short answers.
     tokens = sum(len(answer.response_ids) for answer in batch)
     rate = _compute_rate(config, step)
     least = resolve_min_packs(config.pack.min_per_rank, config.layout.pp)

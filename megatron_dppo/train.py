@@ -2,8 +2,8 @@
 
 Every rank runs this program. Rank 0 also selects prompts, plans, logs and prints.
 
-With ``rollout.ahead: n``, servers roll out the next n steps while this step is trained, with
-weights at most n updates old. Steps are trained in request order, whatever the order of completion.
+With ``rollout.ahead: n``, servers roll out the next n steps during training, with weights at most n
+updates old. Steps are trained in request order.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def train(config: Config) -> None:
 
 
 class Trainer:
-    """Parts of a run, and the order of a step."""
+    """Parts of a run."""
 
     def __init__(
         self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack
@@ -121,13 +121,11 @@ class Trainer:
         self.step = 0
         self.version = 0
         self.queue: deque[StepRollouts] = deque()
-        """The next steps, in order."""
         self._resume()
         self.logger = RunLogger(config, world, step=self.step, dropped_prompts=self.pool.dropped)
         to_close.callback(self.logger.close)
 
     def run(self) -> None:
-        """Run the remaining steps."""
         last = self.config.run.steps
         if self.step >= last:
             self._print_result()
@@ -143,9 +141,11 @@ class Trainer:
                 rollouts = self.roll_out(
                     self.queue.popleft() if self.queue else self.select(self.step)
                 )
+                # Engine and actor share the GPU's memory.
                 if self.config.rollout.colocated:
                     self.engine.pause()
                 plan = self.plan(rollouts)
+                # Request before training, so that servers work during the update.
                 self.request_ahead()
                 metrics = self.train(plan, rollouts)
             self.step += 1
@@ -158,6 +158,7 @@ class Trainer:
                 self.evaluate()
             self.world.broadcast(self.check_lock)
             self.logger.write(self.step)
+            # Decide on all ranks together, because a checkpoint is collective.
             state = lifetime.is_stop_requested(), self.checkpoints.is_written()
             states = self.world.gather(state)
             if all(written for _, written in states):
@@ -183,20 +184,21 @@ class Trainer:
         self.logger.finish(self.guard.best)
 
     def _print_result(self) -> None:
-        """Print the result of a finished run; write only files that a kill has left missing."""
+        """Print the result of a finished run."""
         exported = self.folder / "hf" / "config.json"
         tracker = self.folder / "checkpoints" / TRACKER
+        # A kill after the last step may have left the export missing or old.
         due = partial(_is_older, exported, tracker)
         if self.config.run.export and self.world.broadcast(due):
             self.policy.export_run()
         self.logger.finish()
 
     def select(self, step: int) -> StepRollouts:
-        """Draw a step's prompts, with their probabilities, from the next window of candidates."""
+        """Draw a step's prompts, with probabilities, from the next window of candidates."""
         return StepRollouts(self.world.broadcast(lambda: self.sampler.select(step)), step)
 
     def request_ahead(self) -> None:
-        """Request the rollouts of the next ``rollout.ahead`` steps without waiting."""
+        """Request the next ``rollout.ahead`` steps without waiting."""
         for place in range(min(self.config.rollout.ahead, self.config.run.steps - self.step - 1)):
             if place == len(self.queue):
                 self.queue.append(self.select(self.step + 1 + place))
@@ -204,18 +206,18 @@ class Trainer:
                 self.request(self.queue[place])
 
     def request(self, rollouts: StepRollouts) -> None:
-        """Request a step's rollouts, or the unfinished part."""
+        """Request a step's rollouts, or the rest."""
         if not rollouts.is_pending and rollouts.complete is None:
             self.collector.request(self.pool, rollouts)
 
     def roll_out(self, rollouts: StepRollouts) -> CompleteRollouts:
-        """Generate and score, each rank its own share."""
+        """Generate and score, each rank a part."""
         with self.timers("rollout"):
             self.request(rollouts)
             return self.collect_rollouts(rollouts)
 
     def collect_rollouts(self, rollouts: StepRollouts) -> CompleteRollouts:
-        """Wait for a step's rollouts; replace useless prompts if the sampling rule does so."""
+        """Wait for a step's rollouts; replace useless prompts if configured."""
         if rollouts.complete is not None:
             return rollouts.complete
         rounds = [self.collector.finish(rollouts)]
@@ -234,8 +236,7 @@ class Trainer:
         return collected
 
     def plan(self, rollouts: CompleteRollouts) -> StepPlan:
-        """Decide on rank 0, from lengths and rewards, which sequences are trained, their weights
-        and ranks. Prompts are needed for prefix sharing."""
+        """Decide on rank 0 which sequences are trained, with weights and ranks."""
         config = choose_sharing(self.config, self.policy.shape)
         metadata = rollouts.metadata
         plan_with = make_planner(self.policy, self.pool, metadata, self.step)
@@ -251,7 +252,7 @@ class Trainer:
             return self.world.broadcast(decide)
 
     def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
-        """Update the actor as planned, then the engine. An empty plan keeps the version."""
+        """Update the actor, then the engine. An empty plan keeps the version."""
         colocated = self.config.rollout.colocated
         every = self.config.rollout.sync.check_every
         metrics = compute_staleness(
@@ -270,26 +271,26 @@ class Trainer:
         return metrics | learned
 
     def sync(self, version: int) -> None:
-        """Stream the actor's weights to the engine; new tokens carry the new version."""
+        """Stream the actor's weights to the engine, as ``version`` of new tokens."""
         self.policy.sync(self.engine, version)
         self.version = version
 
     def check_agreement(self) -> dict[str, float]:
-        """Compare rollout log-probabilities with the actor's, at the same weights."""
+        """Compare rollout log-probabilities with the actor's."""
         return check_agreement(self.policy, self.engine, self.pool, version=self.version)
 
     def evaluate(self) -> None:
-        """Evaluate on the held-out problems."""
         if self.held_out:
             with self.timers("eval"):
                 result = evaluate(self.evaluator, self.held_out, self.config)
             self.guard.record_evaluation(result.metrics.get("eval/accuracy"))
             self.logger.add_evaluation(self.step, result, self.timers.take())
+            # The loop of ``run`` writes all later rows.
             if self.step == 0:
                 self.logger.write(0)
 
     def save(self) -> None:
-        """Write a checkpoint, with partial rollouts, which resume at once."""
+        """Write a checkpoint with partial rollouts."""
         under_way = [rollouts for rollouts in self.queue if rollouts.is_pending]
         # Keep partial rollouts: restarting would favour short completions, because an unfinished
         # batch nearly always has a long completion.
@@ -344,9 +345,10 @@ class Trainer:
 def make_planner(
     parts: PolicyParts[Actor], pool: PromptPool, metadata: StepMetadata, step: int
 ) -> Callable[[Config], StepPlan]:
-    """Return ``plan_step`` of this step's groups as a function of a configuration; rank 0 only."""
+    """Return ``plan_step`` of a step's groups as a function of a configuration; rank 0 only."""
     config = choose_sharing(parts.config, parts.shape)
     world = parts.world
+    # Only prefix sharing reads the prompts' tokens.
     shares = world.is_rank0 and config.pack.share_prefixes != "off"
     return partial(
         plan_step,
@@ -362,7 +364,7 @@ def make_planner(
 
 
 def _is_older(file: Path, reference: Path) -> bool:
-    """Return whether `file` is absent or older than `reference`."""
+    """Return whether ``file`` is absent or older."""
     return not file.exists() or file.stat().st_mtime < reference.stat().st_mtime
 
 

@@ -1,6 +1,6 @@
 """Fix the date that some chat templates print, such as Llama 3.2's.
 
-All ranks and all starts of a run have the same date.
+All ranks and all starts of a run print the same date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from megatron_dppo.process.files import replace_text
 from megatron_dppo.process.streams import print_message
 
 DATE = "prompt_date.txt"
-"""File of a run's folder with the date of its prompts."""
+"""File of a run's folder."""
+# Directives of strftime, without percent signs.
 DATE_PARTS = (
     "-d",
     "-m",
@@ -27,7 +28,6 @@ DATE_PARTS = (
     "-y",
     *"aAbBcdDeFGhHIjklmMpPrRSTuUVwWxXyYzZ%",
 )
-"""Directives of strftime, without their percent signs."""
 
 
 def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = False) -> DataConfig:
@@ -36,7 +36,7 @@ def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = Fals
     Args:
         data: settings; a date in them stays.
         policy: folder of the tokenizer.
-        folder: folder of the run or evaluation, with a stored date; default: the date of today.
+        folder: folder of a stored date; without one, today's date.
         keep: True to store the date in ``folder``.
 
     Raises:
@@ -78,5 +78,5 @@ def freeze_date(template: str, day: str) -> str:
 
 
 def uses_date(policy: Path) -> bool:
-    """Return whether a chat template in the policy's folder prints the date."""
+    """Return whether a chat template of the policy prints the date."""
     return any(CLOCK in template for template in chat_templates(policy))

@@ -1,7 +1,6 @@
 """Parse problems of a source, and render and tokenise problems for the policy.
 
-This file does not import torch or transformers. All checks that need no tokenizer are in the
-parser, so that a bad row is reported before a rank starts.
+Does not import torch or transformers: the parser reports a bad row before a rank starts.
 """
 
 from __future__ import annotations
@@ -27,23 +26,22 @@ from megatron_dppo.rl.types import Label
 
 Messages = list[Mapping[str, Any]]
 ROLES = ("system", "user", "assistant", "tool")
-"""Roles that Qwen's chat templates render; the templates silently omit any other role."""
+"""Roles of Qwen's chat templates, which silently omit any other."""
 A_LIST = 'a list like [{"role": "user", "content": "..."}]'
 CHAT_PREFIX = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Problem of a source."""
+    """Checked row."""
 
     row: Row
     prompt: str | Messages
     label: Label
-    """Label, or the text of the worked answer if the caller requested worked answers."""
+    """Label, or text of the worked answer on request."""
     data_source: str
     extra: Mapping[str, Any]
     tools: Tools = ()
-    """Tools in the prompt that the chat template renders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +50,22 @@ class Source:
 
     name: str
     setting: str
-    """Setting that names the source, for errors."""
     weight: float = 1.0
     """Fraction of every step, relative to other sources."""
     prompt_key: str | None = None
-    """Column of the prompt; None: ``data.prompt_key``."""
+    """None: ``data.prompt_key``."""
     label_key: str | None = None
-    """Column of the label; None: ``data.label_key``."""
+    """None: ``data.label_key``."""
 
     def apply_columns(self, data: DataConfig) -> DataConfig:
-        """Return the settings with the source's own columns."""
+        """Return the settings with the source's columns."""
         if self.name in GENERATORS:
             return replace(data, prompt_key="prompt", label_key="label", response_key="response")
         own = {"prompt_key": self.prompt_key, "label_key": self.label_key}
         return replace(data, **{name: key for name, key in own.items() if key is not None})
 
     def list_files(self) -> list[Path]:
-        """Return the source's files in order; files of a folder are sorted by name.
-
-        Files of a hub's data set are downloaded first.
+        """Return the files in order; files of a hub's data set are downloaded first.
 
         Raises:
             UserError: an error of ``hub.data_files``, or a folder without data files.
@@ -99,13 +94,14 @@ class Source:
 
 
 def resolve_sources(data: DataConfig, split: Split) -> list[Source]:
-    """Return the sources of a split, empty if the settings name no source."""
+    """Return the sources of a split, if any."""
     if split == "train" and data.rollouts is not None:
         return [Source(data.rollouts, "data.rollouts")]
     if split == "train" and not isinstance(data.train, str):
         return [
             Source(s.path, "data.train", s.weight, s.prompt_key, s.label_key) for s in data.train
         ]
+    # A generator holds out its own problems.
     of_train = split == "train" or (
         data.eval is None and data.train in GENERATORS and data.rollouts is None
     )
@@ -117,7 +113,7 @@ def resolve_sources(data: DataConfig, split: Split) -> list[Source]:
 def read_examples(
     source: Source, data: DataConfig, split: Split, *, responses: bool = False
 ) -> list[Example]:
-    """Read all problems of a source; with ``responses``, worked answers instead of labels.
+    """Read all problems; with ``responses``, worked answers instead of labels.
 
     Raises:
         UserError: a file is absent, empty or malformed, or ``parse_example`` refuses a row.
@@ -136,7 +132,6 @@ def parse_example(row: Row, data: DataConfig, *, responses: bool = False) -> Exa
     Raises:
         UserError: ``read_prompt`` refuses the prompt; or the label or worked answer is absent, is
             NaN, has a type with several spellings (a date, bytes), or contains half a character.
-            The error names the row.
     """
     # Column names of verl and slime.
     extra = row.values.get("extra_info", row.values.get("metadata"))
@@ -173,9 +168,7 @@ def _as_text(row: Row, key: str, value: Any) -> str:
 
 
 def read_prompt(row: Row, data: DataConfig) -> str | Messages:
-    """Return the prompt of a row: text or chat messages. Needs no tokenizer.
-
-    A column may contain chat messages as JSON text.
+    """Return the prompt of a row: text or chat messages, possibly as JSON text.
 
     Raises:
         UserError: The prompt
@@ -224,7 +217,7 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
 
 
 def hash_prompt(prompt: str | Messages) -> int:
-    """Return a 64-bit hash of a prompt's text or user messages, independent of white space."""
+    """Return a 64-bit hash of a prompt's text or user messages, up to white space."""
     said = (
         [prompt]
         if isinstance(prompt, str)
@@ -235,7 +228,7 @@ def hash_prompt(prompt: str | Messages) -> int:
 
 
 def _read_tools(row: Row) -> Tools:
-    """Return the column ``tools`` in TRL's form: JSON schemas of functions, or JSON text."""
+    """Return the column ``tools``: JSON schemas of functions, or JSON text, as in TRL."""
     given = row.values.get(TOOLS)
     if given is None:
         return ()
@@ -259,7 +252,7 @@ def _read_tools(row: Row) -> Tools:
 
 
 def _read_text(row: Row, text: str, key: str) -> str | Messages:
-    """Return the chat messages in a JSON text, or the text itself if the text is not a chat."""
+    """Return the chat messages in a JSON text, else the text."""
     if text.lstrip().startswith(("[", "{")):
         try:
             value = drop_nulls(json.loads(text))
@@ -268,6 +261,7 @@ def _read_text(row: Row, text: str, key: str) -> str | Messages:
         if _is_chat(value) and not is_too_deep(value):
             row.check_strings(value, key)
             return value
+        # Text that looks like a chat, such as Python's form, would be trained on as text.
         if _is_chat(value) or CHAT_PREFIX.match(text):
             problem = (
                 f"holds chat messages in column {key!r} as text that is no plain JSON list of them"
@@ -313,22 +307,19 @@ def _check_message(row: Row, message: Mapping[str, Any]) -> None:
 
 
 AT_ONCE = 256
-"""Texts per call of the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedExample:
-    """Example with the policy's input."""
-
     example: Example
     text: str
     token_ids: list[int]
     response_ids: list[int]
-    """Worked answer with the end-of-turn token; empty if the caller requested no worked answers."""
+    """Worked answer with the end-of-turn token, on request."""
 
     @property
     def length(self) -> int:
-        """Number of tokens of the prompt and the worked answer."""
+        """Tokens of prompt and worked answer."""
         return len(self.token_ids) + len(self.response_ids)
 
 
@@ -338,8 +329,7 @@ def render_examples(
     """Render and tokenise examples of any length; with ``responses``, worked answers, too.
 
     Raises:
-        UserError: the chat template is absent or fails; or, with ``responses``, the tokenizer has
-            no end token.
+        UserError: the chat template is absent or fails, or an end token is needed and absent.
     """
     texts = render_prompts(examples, data, tokenizer)
     start = [] if data.chat_template else get_leading_tokens(tokenizer)
@@ -377,15 +367,15 @@ def is_within_limit(rendered: RenderedExample, data: DataConfig) -> bool:
 def render_prompts(
     examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
 ) -> list[str]:
-    """Return the policy's input: prompts in the chat template, or prompts behind the tokens that
-    begin a text.
+    """Return the policy's input: chats, or prompts behind the tokens that begin a text.
 
     Raises:
-        UserError: the chat template is absent, fails for a row, or lacks a switch named in
+        UserError: the chat template is absent, fails for a row, or lacks a switch of
             ``data.chat_template_kwargs``.
     """
     if not data.chat_template:
         mark = tokenizer.decode(get_leading_tokens(tokenizer))
+        # A prompt may already begin with the text's first tokens.
         return [mark + str(example.prompt).removeprefix(mark) for example in examples]
     if not tokenizer.chat_template:
         remedy = "Set data.chat_template=false, or add one"
@@ -424,9 +414,7 @@ def render_prompts(
 
 
 def select_chat_template(tokenizer: Tokenizer, tools: Tools) -> str:
-    """Return the chat template that transformers selects for prompts with these tools.
-
-    Among several templates, transformers selects by name.
+    """Return the chat template that transformers selects, by name, for these tools.
 
     Raises:
         UserError: the tokenizer has several templates, without a default.

@@ -1,7 +1,6 @@
 """Generate problems. ``data.train`` may name a generator instead of a file.
 
-``arithmetic`` makes sums with worked answers, a task that a policy with a million parameters learns
-in minutes::
+``arithmetic`` makes sums, which a policy with a million parameters learns in minutes::
 
     12+7+55=        question
     12+7=19         a line per addition, so that the length of an answer varies
@@ -14,7 +13,7 @@ families of tasks, each with a generator and a verifier for ``reward.function=re
 ``verifiers`` (extra ``verifiers``) has environments: problems with a rubric for
 ``reward.function=verifiers``. See ``data/verifiers.py``.
 
-All pools are finite, so that prompts are drawn again and pruning by history has a history.
+Pools are finite: prompts are drawn again, and pruning by history has a history.
 """
 
 from __future__ import annotations
@@ -39,15 +38,14 @@ from megatron_dppo.errors import UserError, install_command
 
 Split = Literal["train", "eval"]
 REASONING_GYM = "reasoning_gym"
-"""Name in ``data.train``, and prefix of each prompt's ``data_source``, before a slash."""
+"""Name in ``data.train``, and prefix of ``data_source`` before a slash."""
 VERIFIERS = "verifiers"
-"""Name in ``data.train``, and prefix of each prompt's ``data_source``, before a slash."""
 SEVERAL_TURNS = "several_turns"
-"""Key in ``extra_info`` of problems if the environment may hold a conversation of several turns."""
+"""Key in ``extra_info`` of problems whose environment may hold a conversation."""
 TOOLS = "tools"
-"""Column of the policy's tools, and key in ``extra_info`` of an environment's problems."""
+"""Column of tools, and key in ``extra_info`` of an environment's problems."""
 REPEATS = 20
-"""Known problems in a row before a family counts as exhausted, or almost exhausted."""
+"""Known problems in a row before a family counts as exhausted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Sum:
 
     terms: tuple[int, ...]
     slips: tuple[bool, ...]
-    """[terms − 1], True if the worked answer forgets the carry, if any, of an addition."""
+    """[terms − 1], True if the worked answer forgets the carry of an addition, if any."""
     short: bool = False
     """True if the worked answer is the result alone."""
 
@@ -70,10 +68,7 @@ class Sum:
 
     @property
     def worked_answer(self) -> str:
-        """Lines of the additions, then the result, wrong from the first forgotten carry on.
-
-        A short answer is the label alone.
-        """
+        """Lines of the additions, then the result, wrong after a forgotten carry."""
         if self.short:
             return f"#{self.label}"
         lines = []
@@ -118,8 +113,8 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
         slips = tuple(teacher.random() < config.forgotten_carries for _ in terms[1:])
         short = style.random() < config.short_answers
         sums.append(Sum(terms, slips, short))
-    # The first draws are held out, and so stay the same, and unseen, for every size of the training
-    # pool: a supervised warm-up may take a larger pool than the following training.
+    # The first draws are held out for every size of the training pool, because a warm-up may take a
+    # larger pool than the following training.
     return sums[config.eval_problems :], sums[: config.eval_problems]
 
 
@@ -127,8 +122,7 @@ def check_tasks(config: ReasoningGymConfig) -> None:
     """Check that every task of ``data.reasoning_gym.tasks`` can generate problems.
 
     Raises:
-        UserError: reasoning-gym is not installed, a family or a setting of a family does not exist,
-            or a generator refuses a setting's value.
+        UserError: reasoning-gym is not installed, or refuses a family, setting or value.
     """
     for task, settings in config.tasks.items():
         _build_dataset(task, settings, size=1, seed=0)
@@ -139,8 +133,7 @@ def make_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
 
     - Columns are ``prompt``, ``label``, ``response``, ``data_source`` and ``extra_info``.
     - ``response`` is the bare answer, or None if a task has no reference answer.
-    - Held-out problems are drawn first. All questions of the two splits are distinct.
-    - Problems are the same on every rank and after every resume.
+    - Held-out problems are drawn first. No question is in both splits.
 
     Raises:
         UserError: an error of ``check_tasks``, or too few distinct problems.
@@ -150,7 +143,7 @@ def make_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
 
 
 def check_environment(config: VerifiersConfig) -> None:
-    """Check that ``data.verifiers`` names an environment, and the release of verifiers.
+    """Check the environment of ``data.verifiers``, and the release of verifiers.
 
     Raises:
         UserError: no environment is named, or verifiers is absent or has no ``load_environment``.
@@ -175,9 +168,7 @@ def check_environment(config: VerifiersConfig) -> None:
 
 
 def make_environment_problems(config: VerifiersConfig, split: Split) -> list[Row]:
-    """Return problems of a verifiers environment, in the form of a file's rows.
-
-    ``extra_info`` contains the input of the environment's rubric.
+    """Return problems of a verifiers environment as rows. ``extra_info`` has the rubric's input.
 
     Raises:
         UserError: an error of ``check_environment``; or the environment cannot be loaded, is a
@@ -190,13 +181,8 @@ def make_environment_problems(config: VerifiersConfig, split: Split) -> list[Row
 def _generate_in_process(
     module: str, config: ReasoningGymConfig | VerifiersConfig, split: Split
 ) -> list[Row]:
-    """Generate problems in a process with a fixed hash seed.
-
-    Raises:
-        UserError: an error of the process, or the process ended without a result.
-    """
-    # Fix the hash seed, because some families iterate over sets, and the order of a set differs
-    # between processes.
+    """Generate problems in a process with a fixed hash seed."""
+    # Fix the hash seed: some families iterate over sets, with another order in each process.
     made = subprocess.run(
         [sys.executable, "-m", module],
         env=os.environ | {"PYTHONHASHSEED": "0"},
@@ -221,6 +207,8 @@ def _generate_in_process(
 
 def _generate_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
     wanted = config.eval_problems + (config.problems if split == "train" else 0)
+    # Families take turns, so every family needs its part of both splits. Draw more, because
+    # questions repeat.
     each = math.ceil((config.eval_problems + config.problems) / len(config.tasks))
     seen: set[str] = set()
     streams = []
@@ -291,10 +279,10 @@ class Generator:
     """Generator of problems. The splits are disjoint, and functions of the settings alone."""
 
     check: Callable[[DataConfig], object]
-    """Check of the settings; raises UserError for settings that make no problems."""
+    """Check of the settings; raises UserError."""
     rows: Callable[[DataConfig, Split], list[Row]]
-    """Function that returns rows with the columns ``prompt``, ``label``, ``response`` and verl's
-    ``data_source`` and ``extra_info``."""
+    """Rows with the columns ``prompt``, ``label``, ``response``, ``data_source`` and
+    ``extra_info``, as in verl."""
 
 
 def _make_sum_rows(data: DataConfig, split: Split) -> list[Row]:

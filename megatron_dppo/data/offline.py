@@ -8,10 +8,10 @@ Each row of ``data.rollouts`` is a prompt with a group of completions::
 
 - ``text`` is tokenised unchanged.
 - ``logprobs`` has a value per token.
-- ``loss_mask`` is optional: false for tokens that the policy did not sample.
-- ``correct`` is optional; default: true for a reward of 1 or more.
-- ``finish_reason`` is ``stop`` or ``length``, and optional; default: ``stop`` if the last token
-  ends a response.
+- ``loss_mask``, optional: false for tokens that the policy did not sample.
+- ``correct``, optional: by default true for a reward of 1 or more.
+- ``finish_reason``, optional: ``stop`` or ``length``; by default ``stop`` if the last token ends a
+  response.
 """
 
 from __future__ import annotations
@@ -34,33 +34,23 @@ from megatron_dppo.rl.score import Score
 from megatron_dppo.rl.types import Bools, Completion, Ints
 
 OFFLINE = -1
-"""Weight version of tokens that were not generated in this run."""
+"""Weight version of tokens from outside this run."""
 LARGEST_REWARD = 1e9
-"""Largest absolute reward, as for a reward function."""
+"""Largest absolute reward, as for reward functions."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineGroup:
-    """The file's completions of a prompt."""
-
     completions: tuple[Completion, ...]
-    """[G]"""
     scores: tuple[Score, ...]
-    """[G]"""
 
 
 class _InvalidCompletionError(ValueError):
-    """Problem of a completion, a predicate to follow the completion's number, and remedy."""
+    """Predicate, to follow the completion's number, and remedy."""
 
 
 def is_on_rank(rank: int, ranks: int, prompt_ids: Ints) -> Bools:
-    """Return [n], True if a prompt's group is on the rank. Each group is on a single rank.
-
-    Args:
-        rank: index of the rank.
-        ranks: number of ranks.
-        prompt_ids: [n], ids of prompts.
-    """
+    """Return [n], True if a prompt's whole group is on the rank."""
     held: Bools = prompt_ids % ranks == rank
     return held
 
@@ -77,17 +67,13 @@ def load_offline(
     """Load the prompts of ``data.rollouts``, and the groups of a rank by prompt id.
 
     Args:
-        config: settings. ``data`` names the file; ``rollout`` has the number of completions per
-            prompt and the maximum tokens of a completion.
-        tokenizer: the policy's tokenizer, for prompts and completions with ``text``.
+        config: settings: file, completions per prompt, maximum tokens of a completion.
+        tokenizer: the policy's.
         vocab_size: vocabulary size of the policy.
         stops: tokens that end a response.
-        rank: index of the rank.
-        ranks: number of ranks.
 
     Raises:
-        UserError: an error of ``load_prompts``, or a row of this rank is invalid. The error names
-            the first invalid line.
+        UserError: an error of ``load_prompts``, or the first invalid row of this rank.
     """
 
     samples = config.rollout.samples_per_prompt
@@ -157,6 +143,7 @@ def _parse_completion(
         raise row.make_error(
             f"has a completion {number} that {error.args[0]}", error.args[1]
         ) from error
+
     versions = np.full(len(tokens), OFFLINE, np.int32)
     end = cast(Literal["stop", "length"], reason)
     return Completion(np.array(tokens, np.int32), logprobs, sampled, versions, end), score
@@ -172,11 +159,13 @@ def _parse_tokens(fields: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: i
             raise _InvalidCompletionError(
                 f"has a {type(text).__name__} for its text", "Give a string"
             )
+        # The text may contain special tokens, such as the end of turn, and is tokenised unchanged.
         tokens = tokenizer([text], add_special_tokens=False)["input_ids"][0]
     if not isinstance(tokens, list) or not tokens:
         raise _InvalidCompletionError(
             "has no tokens", "Give at least the token that ended it, or leave the row out"
         )
+    # Exclude booleans and floats, because JSON's true equals 1.
     if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
         problem = f"has token_ids that are none of the policy's {vocab_size}"
         raise _InvalidCompletionError(problem, "Give token ids of model.path's tokenizer")

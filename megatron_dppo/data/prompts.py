@@ -1,6 +1,6 @@
 """Load prompts and worked answers from files or a generator: check, render and tokenise once.
 
-Items of small files are in memory. Items of large files are on the disk, and built on access.
+Items of large files are on the disk, and built on access.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ class SourcePool(Generic[T]):
     weight: float = 1.0
     """Fraction of every step, relative to other sources."""
     dropped: int = 0
-    """Number of dropped items, longer than ``data.max_prompt_tokens``."""
+    """Items dropped because of ``data.max_prompt_tokens``."""
     longest: int = 0
     """Tokens of the longest item."""
     data_sources: frozenset[str] = frozenset()
-    """``data_source`` of the prompts."""
     keys: NDArray[np.int64] = field(default_factory=lambda: NO_KEYS)
     """[N], ``hash_prompt`` of the prompts."""
 
@@ -66,12 +65,10 @@ class Pool(Sequence[T]):
 
     @property
     def dropped(self) -> int:
-        """Number of dropped items of all sources."""
         return sum(source.dropped for source in self.sources)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest item."""
         return max(source.longest for source in self.sources)
 
     def __len__(self) -> int:
@@ -99,14 +96,10 @@ class PromptPool(Pool[Prompt]):
 
     @property
     def data_sources(self) -> frozenset[str]:
-        """``data_source`` of the prompts of all sources."""
         return frozenset[str]().union(*(source.data_sources for source in self.sources))
 
     def find_overlap(self, held_out: Sequence[Prompt]) -> tuple[int, str]:
-        """Count the held-out prompts in this pool, and describe the first with both places.
-
-        Prompts are compared without white space.
-        """
+        """Count the held-out prompts in this pool, up to white space, and describe the first."""
         keys = np.concatenate([NO_KEYS, *(source.keys for source in self.sources)])
         known = np.array([hash_prompt(p.asked) for p in held_out], np.int64)
         found = np.flatnonzero(np.isin(known, keys))
@@ -133,13 +126,10 @@ class SupervisedExample:
 
 
 class LabelCheck(NamedTuple):
-    """Check of prompts' labels before generation."""
-
     name: str
-    """Name of the check. Stored prompts are checked again under another name."""
+    """Stored prompts are checked again under another name."""
     look: Callable[[Iterable[tuple[str, Label]]], None]
-    """Function of pairs of place and label; raises UserError for the first label that cannot be
-    compared with answers."""
+    """Takes pairs of place and label; raises UserError for a label without comparison."""
 
 
 NO_CHECK = LabelCheck("", lambda labels: None)
@@ -150,8 +140,8 @@ def load_prompts(
 ) -> PromptPool:
     """Load the prompts of a split.
 
-    Held-out prompts of a file come from ``data.eval``; the pool is empty without ``data.eval``. If
-    ``data.eval`` names several files, call once per file.
+    Held-out prompts come from ``data.eval``; call once per file. Without ``data.eval``, the pool
+    is empty.
 
     Raises:
         UserError: a file is absent, empty or malformed; a row lacks a prompt or label; ``check``
@@ -165,11 +155,7 @@ def load_prompts(
 
 
 def load_offline_prompts(data: DataConfig, tokenizer: Tokenizer) -> tuple[PromptPool, list[Row]]:
-    """Load the prompts of ``data.rollouts``, with the prompts' rows for further columns.
-
-    Raises:
-        UserError: an error of ``load_prompts``.
-    """
+    """Load the prompts of ``data.rollouts``, with their rows. Errors as ``load_prompts``."""
     [source] = resolve_sources(data, "train")
     kept, dropped = _read(source, data, tokenizer, "train")
     pool = PromptPool([_make_prompt_pool(source, kept, dropped)])
@@ -190,11 +176,8 @@ def make_prompts(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) ->
 def load_supervised_examples(data: DataConfig, tokenizer: Tokenizer) -> Pool[SupervisedExample]:
     """Load prompts with answers of the column ``data.response_key``, else of the label's column.
 
-    Answers end with the end-of-turn token.
-
     Raises:
-        UserError: an error of ``load_prompts``, or a row lacks the column, or the tokenizer has no
-            end token.
+        UserError: an error of ``load_prompts``, or the tokenizer has no end token.
     """
     sources = resolve_sources(data, "train")
     return Pool(
@@ -211,7 +194,6 @@ def _load_source_pool(
     responses: bool = False,
     check: LabelCheck = NO_CHECK,
 ) -> SourcePool[Any]:
-    """Load prompts of a source, or supervised examples with ``responses``."""
     if not are_stored(source):
         kept, dropped = _read(source, data, tokenizer, split, responses=responses, check=check)
         if not responses:
@@ -238,21 +220,18 @@ def _load_source_pool(
 
 
 def are_stored(source: Source) -> bool:
-    """Return whether rows and tokens of a source are on the disk; offline rollouts never are."""
+    """Return whether rows and tokens are on the disk; offline rollouts never are."""
     return source.setting != "data.rollouts" and are_large(source.list_files())
 
 
 def prepare(
     source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck = NO_CHECK
 ) -> None:
-    """Store the rows of a source on the disk, for ranks to read.
+    """Store the rows of a large source on the disk, for ranks to read.
 
     Args:
-        source: source with ``are_stored(source)``.
-        data: settings of the run.
-        policy: folder of the tokenizer. The tokenizer is loaded only if the rows are not stored.
+        policy: folder of the tokenizer, loaded only if the rows are not stored.
         responses: True to store worked answers, too.
-        check: check of labels, see ``load_prompts``.
 
     Raises:
         UserError: an error of ``load_prompts`` or ``load_supervised_examples``.
@@ -264,6 +243,7 @@ def _open_stored(
     source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck
 ) -> StoredRows:
     data = source.apply_columns(data)
+    # Load late and once: stored rows need no tokenizer.
     load = cache(load_tokenizer)
     # Settings that the stored rows depend on.
     names = (
@@ -306,7 +286,6 @@ def _read(
     responses: bool = False,
     check: LabelCheck = NO_CHECK,
 ) -> tuple[list[RenderedExample], int]:
-    """Return the examples of a small source within the limit, and the number of other examples."""
     examples = read_examples(source, data, split, responses=responses)
     data = source.apply_columns(data)
     check.look((example.row.place, example.label) for example in examples)
@@ -350,8 +329,6 @@ def _make_supervised_example(prompt: list[int], response: list[int]) -> Supervis
 
 
 class _LazySequence(Sequence[T]):
-    """Items that are built on access."""
-
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
         self._count = count
         self._make = make

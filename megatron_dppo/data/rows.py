@@ -20,48 +20,47 @@ COLUMNS_IN_USE = {
     "data.label_key": ("label", "answer", "reward_model.ground_truth", "ground_truth", "solution"),
     "data.response_key": ("response", "answer", "solution"),
 }
-"""Usual names of columns in published data sets, likeliest first: suggestions for a missing
-column."""
+"""Usual columns of published data sets, likeliest first, to suggest for a missing column."""
+# Above the nesting of data sets, and below Python's recursion limit, because rows are sent to
+# other processes and walked through by templates.
 DEEPEST = 64
-"""Maximum nesting of a row's values: far above the nesting in data sets, and far below Python's
-recursion limit, because rows are sent to other processes and walked through by templates."""
+"""Maximum nesting of a row's values."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 BATCH = 1024
-"""Rows per batch."""
 INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
-"""Unicode categories of invisible characters."""
+"""Unicode categories."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Record of a file. Null fields of nested objects are dropped."""
+    """Record of a file, without null fields of nested objects."""
 
     values: Mapping[str, Any]
     setting: str
-    """Setting that named the file (``data.train``)."""
+    """Setting of the file (``data.train``)."""
     place: str
     """File and line, or file and row."""
 
     def make_error(self, problem: str, remedy: str) -> UserError:
-        """Return an error that names this row."""
         return UserError(self.setting, self.place, problem, remedy)
 
     def __getitem__(self, key: str) -> Any:
-        """Return a column's value. A key with dots is a column's name, else a path of objects."""
+        """Return a column. A key with dots is a column's name, else a path of objects."""
         return self.values[key] if key in self.values else _get_nested(self.values, key.split("."))
 
     def require(self, key: str, setting: str) -> Any:
         """Return the value of a required column, readable by a tokenizer or a log.
 
         Raises:
-            UserError: the row lacks the column (the error suggests the likeliest column), or the
-                value is null or contains a lone surrogate.
+            UserError: the column is missing (the error suggests another), or the value is null or
+                contains a lone surrogate.
         """
         try:
             value = self[key]
         except KeyError:
             columns = list(_iter_paths(self.values))
             likely = next((c for c in COLUMNS_IN_USE[setting] if c in columns), None)
+            # A label column must not be suggested from the usual columns of prompts.
             others = [
                 c
                 for c in columns
@@ -83,11 +82,7 @@ class Row:
         return value
 
     def check_strings(self, value: Any, key: str) -> None:
-        """Refuse lone surrogates anywhere in a value of column ``key``.
-
-        Raises:
-            UserError: the value contains a lone surrogate; the error names the first.
-        """
+        """Raise UserError at the first lone surrogate in a value of column ``key``."""
         # JSON can hold a lone surrogate, half of a character. No tokenizer or log can.
         for text in iter_strings(value, names=True):
             try:
@@ -99,7 +94,7 @@ class Row:
 
 
 def iter_strings(value: Any, *, names: bool = False) -> Iterator[str]:
-    """Yield every string in a JSON value; with ``names``, also the names of fields."""
+    """Yield every string in a JSON value, optionally with the names of fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -113,7 +108,6 @@ def iter_strings(value: Any, *, names: bool = False) -> Iterator[str]:
 
 
 def is_too_deep(value: dict[str, Any] | list[Any]) -> bool:
-    """Return whether the nesting exceeds :data:`DEEPEST`."""
     level: list[Any] = [value]
     # Walk level by level, because a recursion would fail on the value that this check must refuse.
     for _ in range(DEEPEST):
@@ -128,7 +122,7 @@ def is_too_deep(value: dict[str, Any] | list[Any]) -> bool:
 
 
 def is_blank(text: str) -> bool:
-    """Return whether a text has only white space, control characters and zero-width marks."""
+    """Return whether all characters are white space, control characters or zero-width marks."""
     return all(unicodedata.category(character) in INVISIBLE for character in text)
 
 
@@ -136,7 +130,7 @@ def as_text(value: Any) -> str:
     """Return a string, a number or a truth value in the author's spelling.
 
     Raises:
-        ValueError: the value is NaN or infinite, or has a type with several spellings.
+        ValueError: the value is NaN or infinite, or a type with several spellings.
     """
     if isinstance(value, str):
         return value
@@ -154,7 +148,7 @@ def as_text(value: Any) -> str:
 
 
 def read_rows(file: str, setting: str) -> list[Row]:
-    """Read all rows of a JSONL file (.jsonl), a JSON list (.json) or a parquet file (.parquet).
+    """Read all rows of a JSONL, JSON (a list) or parquet file.
 
     Raises:
         UserError: the file is absent, malformed, of another kind, or without rows.
@@ -183,7 +177,6 @@ def read_rows(file: str, setting: str) -> list[Row]:
 
 
 def _iter_lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
-    """Yield the non-blank lines with line numbers."""
     # Split on newlines only: str.splitlines would also break lines at U+2028, which JSON strings
     # may hold.
     with path.open(encoding="utf-8", newline="\n") as lines:
@@ -196,21 +189,13 @@ def _iter_lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
 
 
 def parse_line(line: str | bytes, number: int, path: Path, setting: str) -> Row:
-    """Parse a line of JSONL.
-
-    Raises:
-        UserError: the line is no JSON object, or is nested too deeply.
-    """
+    """Parse a JSONL line; raise UserError for no JSON object, or too deep nesting."""
     place = f"{path}, line {number}"
     return _as_row(_parse(line, place, setting, "Mend or remove the line"), place, setting)
 
 
 def parse_record(values: Any, number: int, path: Path, setting: str) -> Row:
-    """Parse a record of a parquet file or a JSON list.
-
-    Raises:
-        UserError: the record is no object, or is nested too deeply.
-    """
+    """Parse a record of parquet or a JSON list; raise UserError as ``parse_line``."""
     return _as_row(values, f"{path}, row {number}", setting)
 
 
@@ -250,7 +235,7 @@ def _as_row(values: Any, place: str, setting: str) -> Row:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return a value without null fields of objects at any depth."""
+    """Drop null fields of objects at any depth."""
     if isinstance(value, dict):
         return {name: drop_nulls(part) for name, part in value.items() if part is not None}
     return [drop_nulls(part) for part in value] if isinstance(value, list) else value
@@ -271,15 +256,15 @@ class RowBatch:
 
     rows: list[Row]
     numbers: list[int]
-    """Numbers of lines or rows in the file, from 1."""
+    """In the file, from 1."""
     values: Any
-    """Unchanged lines of JSON, or an Arrow array of a parquet file's records."""
+    """Lines of JSON, or an Arrow array of records, unchanged."""
     done: float
-    """Fraction of the file up to the end of the batch."""
+    """Fraction of the file read."""
 
 
 def read_batches(file: Path, setting: str, size: int) -> Iterator[RowBatch]:
-    """Yield batches of ``size`` rows of a JSONL or parquet file, with one batch in memory.
+    """Yield batches of ``size`` rows; only one batch is in memory.
 
     Raises:
         UserError: an error of ``read_rows``.
@@ -331,7 +316,6 @@ def _read_parquet_batches(path: Path, setting: str, size: int) -> Iterator[RowBa
 
 
 def _decode_dictionary(column: Any) -> Any:
-    """Return a column without a dictionary."""
     import pyarrow
 
     # An Arrow file with several batches has room for a single dictionary only.
@@ -339,7 +323,7 @@ def _decode_dictionary(column: Any) -> Any:
 
 
 def _make_read_error(table: Any, path: Path, setting: str, first: int) -> UserError:
-    """Return the error for a table with unreadable values, at the first unreadable place."""
+    """Return the error for the first unreadable value of a table."""
     for name, column in zip(table.column_names, table.columns, strict=True):
         if table.column_names.count(name) > 1:
             return UserError(

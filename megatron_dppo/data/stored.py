@@ -1,10 +1,10 @@
 """Store rows of large files with token ids, and read single rows from the disk.
 
-- Each store is a folder in the user's cache folder. The name is a hash of the files' content, the
-  tokenizer and the caller's settings.
+- A store is a folder in the user's cache, named by a hash of the files' content, the tokenizer and
+  the caller's settings.
 - A single process tokenises; other processes wait.
 - Rows are in an Arrow file. All ranks of a machine share the pages.
-- A checksum is stored beside the rows; a damaged store is made again.
+- A damaged store, by its checksum, is made again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import file_digest, replace_directory
 from megatron_dppo.process.streams import print_message, report_progress
 
+# Smaller files are read into memory, in seconds.
 LARGE = 16 * 2**20
-"""Minimum bytes of the files of a store. Smaller files are read into memory, in seconds."""
+"""Minimum bytes of stored files."""
 STORED = (".jsonl", ".ndjson", ".parquet")
 CACHE = "MEGATRON_DPPO_CACHE"
-"""Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or
+"""Environment variable with the cache folder; default: $XDG_CACHE_HOME/megatron_dppo or
 ~/.cache/megatron_dppo."""
 FORM = 6
-"""Version of the stored form. Prompts of another version are stored again."""
+"""Version of the form. Other versions are stored again."""
 CHAT_TEMPLATES = ("chat_template*", f"{NAMED_TEMPLATES}/*")
 TOKENIZER_FILES = (
     "token*",
@@ -48,20 +49,18 @@ TOKENIZER_FILES = (
 ROWS = "rows.arrow"
 SUMMARY = "summary.json"
 Columns = tuple[list[int], ...]
-"""Token ids of a row: prompt, and worked answer if requested."""
+"""Token ids of a row: prompt, and worked answer on request."""
 Encode = Callable[[list[Row]], list[tuple[int, Columns] | None]]
-"""Function from rows to hashes of prompts with token ids; None for a row to leave out. Raises
-UserError for a wrong row."""
+"""Function from rows to hashes of prompts with token ids; None leaves a row out. Raises UserError
+for a wrong row."""
 
 
 def are_large(files: Sequence[Path]) -> bool:
-    """Return whether the rows of these files must be stored."""
     known = all(file.suffix in STORED and file.is_file() for file in files)
     return known and sum(file.stat().st_size for file in files) >= LARGE
 
 
 def cache_folder() -> Path:
-    """Return the folder of stored rows."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return Path(os.environ.get(CACHE) or user / "megatron_dppo") / "prompts"
 
@@ -74,7 +73,7 @@ class StoredRows:
         Args:
             folder: folder made by :func:`store`.
             files: files of the rows, for errors.
-            setting: setting that names the files, for errors.
+            setting: setting of the files, for errors.
         """
         import pyarrow
 
@@ -86,9 +85,8 @@ class StoredRows:
         self._lines = pyarrow.types.is_large_binary(self._table.schema.field("values").type)
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         self.dropped = int(summary["dropped"])
-        """Number of dropped rows."""
         self.longest = int(summary["longest"])
-        """Tokens of the longest row, all columns together."""
+        """Tokens of the longest row, in all columns."""
         self.data_sources = frozenset[str](summary["data_sources"])
 
     def __len__(self) -> int:
@@ -100,7 +98,7 @@ class StoredRows:
         return np.asarray(self._table["key"], np.int64)
 
     def get_row(self, index: int) -> Row:
-        """Return row ``index``, parsed again from the stored values."""
+        """Return a row, parsed again from the stored values."""
         file, number, values = (
             self._table[name][index].as_py() for name in ("file", "number", "values")
         )
@@ -108,7 +106,7 @@ class StoredRows:
         return parse(values, number, self._files[file], self._setting)
 
     def get_tokens(self, index: int, column: int = 0) -> list[int]:
-        """Return the token ids of a row: [P] of column 0, the prompt; [L] of column 1."""
+        """Return token ids: [P] of column 0, the prompt; [L] of column 1."""
         return list(self._table[f"tokens{column}"][index].values.to_pylist())
 
 
@@ -119,13 +117,12 @@ def store(
     tokenizer: Path,
     encode: Encode,
 ) -> StoredRows:
-    """Return the rows of files with token ids, and store the rows first if necessary.
+    """Return the rows of files with token ids; store the rows first if necessary.
 
     Args:
         files: files of the same kind.
-        setting: setting that names the files.
         depends_on: settings that change the result, as JSON.
-        tokenizer: folder of the tokenizer.
+        tokenizer: folder.
         encode: encoder of a batch of rows; not called if all rows are stored.
 
     Raises:
@@ -153,6 +150,7 @@ def store(
                     if folder.exists():
                         print_message(f"note: {folder} is damaged, and is made again")
                     _write(draft, files, setting, encode)
+            # Another process writes the store, or has finished.
             except FileExistsError:
                 if not is_waiting:
                     print_message(f"waiting for another process that tokenises {files[0]}")
@@ -170,7 +168,6 @@ def store(
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether a folder's content matches the checksum."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         crc32 = summary.pop("crc32")
@@ -250,8 +247,7 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) ->
             raise UserError(setting, files[0], problem, remedy)
         writer.close()
         sink.flush()
-        # Flush to the disk, because a machine that stops could leave an empty file under the final
-        # name.
+        # A machine that stops could otherwise leave an empty file under the final name.
         os.fsync(sink.fileno())
     summary: dict[str, Any] = {
         "dropped": rows - stored,
@@ -266,6 +262,7 @@ def _build_list_array(rows: Sequence[list[int]]) -> Any:
     import pyarrow
 
     starts = np.cumsum([0, *map(len, rows)])
+    # An Arrow list column is the tokens of all rows, with the offset of each row.
     tokens = np.fromiter((token for row in rows for token in row), np.int32, starts[-1])
     return pyarrow.ListArray.from_arrays(
         pyarrow.array(starts, pyarrow.int32()), pyarrow.array(tokens)
@@ -273,7 +270,7 @@ def _build_list_array(rows: Sequence[list[int]]) -> Any:
 
 
 def list_tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a tokenizer and the tokenizer's chat templates."""
+    """Return the files of a tokenizer, chat templates included."""
     return sorted(
         {file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()}
     )

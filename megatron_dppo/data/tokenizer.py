@@ -24,12 +24,12 @@ CHAT_MARKS = re.compile(
 
 
 def strip_chat_marks(text: str) -> str:
-    """Return text rendered by a Qwen chat template, without the template's marks."""
+    # Qwen's chat template renders these marks.
     return CHAT_MARKS.sub("", text).strip()
 
 
 class Tokenizer(Protocol):
-    """Part of a Hugging Face tokenizer's interface that a run uses."""
+    """Used part of a Hugging Face tokenizer."""
 
     chat_template: str | dict[str, str] | None
     """Template, or several templates by name."""
@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
     """Folder of the tokenizer's files."""
 
     added_tokens_decoder: Mapping[int, Any]
-    """Token id to a token with ``content`` and ``special``. Decoding can omit special tokens."""
+    """Token id to a token with ``content`` and ``special``."""
 
     def __len__(self) -> int: ...
 
@@ -65,11 +65,11 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face directory, without access to the network.
+    """Load the tokenizer of a Hugging Face directory, without network.
 
     Raises:
-        UserError: the directory or a tokenizer file is missing or unreadable, or a token has no row
-            in the embedding.
+        UserError: the directory or a file is missing or unreadable, or a token has no row in the
+            embedding.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -102,11 +102,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def check_token_ids(
     tokens: Iterable[int], folder: Path, owner: str, setting: str = "model.path"
 ) -> None:
-    """Check that token ids have rows in the policy's embedding, if ``folder`` has a config.json.
-
-    Raises:
-        UserError: a token id has no row. The error names ``setting``.
-    """
+    """Raise UserError if a token has no row in the embedding, by the config.json in ``folder``."""
     file = folder / "config.json"
     try:
         rows = int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
@@ -137,12 +133,10 @@ def get_leading_tokens(tokenizer: Tokenizer) -> list[int]:
 def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end a completion, from the policy's files and the tokenizer.
 
-    The padding token ends a completion only if the policy's files or the tokenizer list the padding
-    token as an end, as Qwen3's generation_config.json does.
-
     Raises:
         UserError: an error of ``read_eos_token_ids``, or no source names a token.
     """
+    # The padding token ends a completion only if listed, as in Qwen3's generation_config.json.
     listed = read_eos_token_ids(path)[1]
     if listed and tokenizer.eos_token_id is None:
         return listed
@@ -163,10 +157,9 @@ def stop_note(path: str | Path, tokenizer: Tokenizer) -> str:
 
 
 def read_eos_token_ids(path: str | Path) -> tuple[str, tuple[int, ...]]:
-    """Return the file's name and ``eos_token_id`` of generation_config.json, else of config.json.
+    """Return the name and ``eos_token_id`` of generation_config.json, else of config.json.
 
-    Without any listed token, the tokens are empty, and the name is the file that should list
-    tokens.
+    Without a listed token, the tokens are empty, and the name is the file that should list tokens.
 
     Raises:
         UserError: a file is malformed, or a token has no row in the embedding.
@@ -215,7 +208,6 @@ def end_token_id(tokenizer: Tokenizer) -> int:
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
-    """Return the token that pads a batch."""
     # Padding is never scored, so any token serves if the tokenizer has no padding token.
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
@@ -223,29 +215,26 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
     return 0
 
 
+# Seconds of processor time for a short conversation. Templates in use take a millisecond.
 CPU_S = 5
-"""Limit of processor time for a short conversation; templates in use take a millisecond."""
 MEMORY_MIB = 1024
 LONGEST = 1_000_000
-"""Limit of characters of a short rendered conversation."""
 TOO_LONG = 3
 NO_MEMORY = 4
-"""Exit codes of a rendering process."""
 CONVERSATION = [{"role": "user", "content": "Hello."}]
 NAMED_TEMPLATES = "additional_chat_templates"
-"""Folder of a policy's further chat templates."""
+"""Folder of further chat templates."""
 CLOCK = "strftime_now"
-"""Function of transformers that a chat template calls to print the date."""
+"""Function of transformers that prints the date in a chat template."""
 
 
 def check_template(folder: Path) -> None:
     """Render a short conversation with each chat template of a directory, in a limited process.
 
-    Only limits are checked here. The run's tokenizer reports any other problem of a template.
-
     Raises:
         UserError: a template loops, takes too much memory, or makes too long a text.
     """
+    # Check limits only. The run's tokenizer reports other problems of a template.
     for template in chat_templates(folder):
         if problem := _check_limits(partial(_render, template)):
             remedy = "Take the model's own template, or set data.chat_template=false"
@@ -253,7 +242,7 @@ def check_template(folder: Path) -> None:
 
 
 def chat_templates(folder: Path) -> list[str]:
-    """Return the chat templates of a Hugging Face directory that are readable without tokenizer."""
+    """Return the chat templates that are readable without tokenizer."""
     templates = []
     for file in (
         folder / "chat_template.jinja",
@@ -275,7 +264,7 @@ def chat_templates(folder: Path) -> list[str]:
 
 
 def _render(template: str) -> str:
-    """Render the short conversation, with transformers' options that matter for limits."""
+    """Render with transformers' options that matter for limits."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(
@@ -288,7 +277,6 @@ def _render(template: str) -> str:
 
 
 def _check_limits(render: Callable[[], str]) -> str:
-    """Return the limit that a rendering process exceeds, or an empty text."""
     # A template that loops can be stopped only from outside.
     child = os.fork()
     if child == 0:
@@ -309,6 +297,7 @@ def _render_and_leave(render: Callable[[], str]) -> NoReturn:
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
+        # Limit only further memory, because the parent may already use more than the limit.
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         most = taken + MEMORY_MIB * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

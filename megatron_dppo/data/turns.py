@@ -1,17 +1,15 @@
 """Conversations between the policy and an environment that sends chat messages, as token ids.
 
-Turns of the policy stay the sampled token ids. The chat template renders the environment's new
-messages; the policy reads the rendered text after the policy's own turn:
+The policy's turns stay the sampled token ids. The chat template renders the environment's new
+messages, which the policy reads after its own turn:
 
     <|im_start|>user guess<|im_end|><|im_start|>assistant    prompt
     4<|im_end|>                                              sampled by the policy
     <|im_start|>user more<|im_end|><|im_start|>assistant     read by the policy
 
-Scoring replays the conversation with the sampled turns, and detects an environment that answers
-differently.
+Scoring replays the conversation with the sampled turns.
 
-Tools have the form of Qwen3 and Qwen2.5. The chat template lists the tools, and the policy calls a
-tool in a block of a turn:
+Tools have the form of Qwen3 and Qwen2.5, with calls in blocks of a turn:
 
     Let me add.
     <tool_call>
@@ -31,23 +29,23 @@ from typing import Any
 
 Generate = Callable[[list[int]], Awaitable[list[int]]]
 """Function from new token ids to the policy's next turn, the final token included. Raises
-:class:`ResponseFullError` if no token is left."""
+:class:`ResponseFullError`."""
 Message = Mapping[str, Any]
-"""Chat message. ``content`` of a policy's message is the whole text of the turn."""
+"""``content`` of a policy's message is the whole turn."""
+# Replaces a policy's turn in the template, and must not occur in a conversation.
 MARK = "(what the policy said: 5b1f2c9e)"
-"""Replacement of a turn of the policy when a template renders later messages."""
 
 
 class ResponseFullError(Exception):
-    """No token of the response is left: the conversation is cut off here."""
+    """No token of the response is left."""
 
 
 class ConversationFormatError(ValueError):
-    """Messages that cannot be converted to token ids. The text is a predicate, to follow "it"."""
+    """Messages that cannot become token ids. The text is a predicate, to follow "it"."""
 
 
 class ReplayMismatchError(RuntimeError):
-    """Different behaviour of an environment in a replay of the same turns of the policy."""
+    """An environment answers differently in a replay."""
 
     def __init__(self, action: str) -> None:
         law = (
@@ -60,13 +58,13 @@ class ReplayMismatchError(RuntimeError):
 
 
 class ChatSession:
-    """Conversation. A call takes all messages up to now and returns the policy's next turn.
+    """Conversation. A call takes all messages and returns the policy's next turn.
 
     Args:
-        tokenizer: the policy's Hugging Face tokenizer.
+        tokenizer: the policy's.
         prompt_messages: messages of the prompt.
         generate: generator of the policy's turns.
-        tools: tools of the prompt, for transformers' choice among several chat templates.
+        tools: tools of the prompt. transformers chooses among several chat templates by tools.
     """
 
     def __init__(
@@ -77,25 +75,24 @@ class ChatSession:
         self._say = generate
         self._render = partial(tokenizer.apply_chat_template, tools=tools or None, tokenize=False)
         self._messages: list[Message] = []
-        """Messages up to now; the last message is the policy's."""
         self._last = -1
-        """Last token of the policy."""
 
     async def __call__(self, messages: Sequence[Message]) -> str:
         """
         Raises:
-            ConversationFormatError: the messages do not continue the earlier messages, or cannot be
-                rendered.
+            ConversationFormatError: the messages do not continue the earlier ones, or fail to
+                render.
             ResponseFullError: no token is left.
         """
         said = await self._say(self._encode_new_messages(messages))
+        # The environment reads text without end-of-turn marks.
         text: str = self._tokenizer.decode(said, skip_special_tokens=True)
         self._messages = [*messages, {"role": "assistant", "content": text}]
         self._last = said[-1]
         return text
 
     def _encode_new_messages(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids between the policy's last turn and the next turn."""
+        # The first call must repeat the prompt, because the policy has read the prompt already.
         if not self._messages:
             prompt = self._asked
             if not isinstance(prompt, Sequence) or _get_contents(messages) != _get_contents(prompt):
@@ -119,7 +116,7 @@ class ChatSession:
         return told
 
     def _render_new_messages(self, before: Sequence[Message], new: Sequence[Message]) -> str:
-        """Return the template's text after a turn of the policy that follows ``before``."""
+        """Return the template's text after a policy's turn that follows ``before``."""
         if not all(isinstance(message.get("content"), str) for message in new):
             raise ConversationFormatError("answers with more than text")
         chat = [*before, {"role": "assistant", "content": MARK}, *new]
@@ -146,9 +143,9 @@ class TurnReplay:
     """Replay of the policy's turns in a completion: a :data:`Generate`.
 
     Args:
-        token_ids: [L], tokens of the response.
-        loss_mask: [L], True for sampled tokens; empty if the policy sampled all tokens.
-        cut_off: True if the response ended because no token was left.
+        token_ids: [L], response.
+        loss_mask: [L], True for sampled tokens; empty: all.
+        cut_off: True if no token was left.
     """
 
     def __init__(
@@ -156,7 +153,7 @@ class TurnReplay:
     ) -> None:
         marked = zip(loss_mask or [True] * len(token_ids), token_ids, strict=True)
         self._left: list[tuple[bool, list[int]]] = []
-        """Remaining runs of tokens, each with True if the policy sampled the run."""
+        """Remaining runs of tokens, True if sampled."""
         for sampled, run in groupby(marked, lambda each: bool(each[0])):
             self._left.append((sampled, [token for _, token in run]))
         self._cut_off = cut_off
@@ -198,10 +195,10 @@ def _get_contents(messages: Sequence[Any]) -> list[tuple[object, object]]:
 
 Tools = Sequence[Mapping[str, Any]]
 """Tools in the form of chat templates: ``{"type": "function", "function": {"name": ...,
-"description": ..., "parameters": ...}}``, where ``parameters`` is a JSON schema."""
+"description": ..., "parameters": ...}}``; ``parameters`` is a JSON schema."""
 CALL = "<tool_call>"
+# Qwen3-Coder's form of calls, not parsed here.
 OTHER_CALL = "<function="
-"""Mark of templates with Qwen3-Coder's form of calls."""
 _BLOCK = re.compile(rf"{CALL}(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _THINKS = "<think>"
 _HAS_THOUGHT = "</think>"
@@ -209,22 +206,19 @@ _HAS_THOUGHT = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Call of a tool by the policy."""
-
     name: str
     arguments: str
     """A JSON object."""
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Return the text of a policy's turn before the first call, thoughts included, and the calls.
+    """Return a turn's text before the first call, thoughts included, and the calls.
 
-    As in vLLM's parser of this form:
+    As in vLLM's parser:
 
     - Blocks within thoughts are not calls.
     - The last block may be unclosed.
-    - A block without an object that has a name and an object of arguments makes the whole turn
-      text: the environment receives no call.
+    - If a block lacks a name or an object of arguments, the whole turn is text, without calls.
     """
     thoughts, end, words = text.rpartition(_HAS_THOUGHT)
     calls = [_parse_call(block) for block in _BLOCK.findall(words)]

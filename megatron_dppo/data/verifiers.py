@@ -1,13 +1,12 @@
 """Problems and rewards of *verifiers* environments (github.com/PrimeIntellect-ai/verifiers).
 
-Releases before 0.4 are supported, with ``load_environment``. An environment receives each answer as
-if a server had just generated the answer; then the rubric scores the whole group. With several
-turns, an environment receives the policy's turns in order, and with tools also the calls: see
-``data/turns.py``.
+Releases before 0.4, with ``load_environment``. An environment receives each answer as if a server
+had just generated the answer; then the rubric scores the whole group. With several turns or tools,
+an environment receives the policy's turns and calls in order: see ``data/turns.py``.
 
-An environment takes over signals, prints, and may have large imports. Therefore separate processes
-import this file: reward workers, and ``python -m megatron_dppo.data.verifiers``, which reads the
-problems. Ranks import this file only for conversations (``rollout/conversation_functions.py``).
+An environment takes over signals, prints, and may have large imports. Therefore only reward
+workers, ``python -m megatron_dppo.data.verifiers`` (the problems) and, for conversations, ranks
+(``rollout/conversation_functions.py``) import this file.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from megatron_dppo.data.turns import (
 from megatron_dppo.errors import UserError
 
 HELD_OUT_SEED = 0
-"""Random seed for the draw of held-out problems in all runs."""
+"""Random seed of held-out problems in all runs."""
 RUBRICS = ("verifiers.rubrics", "verifiers.legacy.rubrics")
 """Loggers of rubrics in different releases."""
 DOWN = (TimeoutError, verifiers.InfraError)
@@ -52,15 +51,11 @@ DOWN = (TimeoutError, verifiers.InfraError)
 
 
 Answer = Callable[[Sequence[Message]], Awaitable[str]]
-"""Function from all messages up to now to the policy's answer."""
+"""Function from all messages to the policy's answer."""
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> Any:
     """Load an environment once per process. The first call must be on the main thread.
-
-    Args:
-        name: environment id.
-        arguments: arguments of the environment's ``load_environment``.
 
     Raises:
         Exception: any error of the environment's ``load_environment``.
@@ -80,10 +75,9 @@ def _load_environment(name: str, arguments: str) -> Any:
 
 
 class _Failures(logging.Handler):
-    """Handler that raises a rubric's logged errors.
+    """Raises a rubric's logged errors."""
 
-    A rubric only logs the error of a failed reward function and counts a reward of zero.
-    """
+    # A rubric only logs the error of a failed reward function, and counts a reward of zero.
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.startswith(RUBRICS):
@@ -91,21 +85,17 @@ class _Failures(logging.Handler):
 
 
 class _Policy(Client):
-    """Client that calls an :data:`Answer` instead of a server.
+    """Client that calls an :data:`Answer` instead of a server. ``tools``: of the problem's
+    prompt."""
 
-    Args:
-        answer: the policy.
-        tools: tools in the problem's prompt.
-    """
-
+    # An environment treats a client's exception as a server's answer, so keep it here.
     failure: Exception | None = None
-    """Exception of ``answer``. An environment treats a client's exception as a server's answer."""
 
     def __init__(self, answer: Answer, tools: Tools) -> None:
         super().__init__(answer)
         self._tools = list(tools)
         self._said: dict[int, tuple[Message, str]] = {}
-        """Index of a message to the environment's form of the policy's turn and the whole text."""
+        """Index of a message to the environment's form of the policy's turn, and the whole text."""
 
     def setup_client(self, config: Any) -> None:
         return None
@@ -148,7 +138,7 @@ class _Policy(Client):
         return message
 
     def _restore_message(self, place: int, message: Message) -> Message:
-        """Return a message; a turn of the policy has the calls within the text, as sampled."""
+        """Return a message; a turn of the policy has the text as sampled, calls included."""
         given, text = self._said.get(place, (None, ""))
         return message if message != given else {"role": "assistant", "content": text}
 
@@ -169,11 +159,10 @@ def _get_schema(tool: Tool) -> dict[str, Any]:
 async def run_environment(
     environment: Any, problem: Mapping[str, Any], answer: Answer, tools: Tools = ()
 ) -> dict[str, Any]:
-    """Run the whole conversation of an environment and the policy about a problem.
+    """Run an environment's conversation with the policy about a problem.
 
     Args:
-        environment: loaded environment.
-        problem: problem from the environment's data set.
+        problem: row of the environment's data set.
         answer: the policy.
         tools: tools in the problem's prompt.
 

@@ -2,9 +2,9 @@
 
 - ``answers.jsonl`` has a line per completion.
 - ``evaluation.json`` has the settings of the answers. Other settings are refused; other benchmarks
-  of the same policy and settings are added.
-- ``scores.json`` is written atomically at the end.
-- ``questions/`` has a file per question, with all answers, for people to read.
+  are added.
+- ``scores.json`` is written at the end.
+- ``questions/`` has a file per question with all answers, to read.
 """
 
 from __future__ import annotations
@@ -33,11 +33,8 @@ ANSWERS = "answers.jsonl"
 SETTINGS = "evaluation.json"
 SCORES = "scores.json"
 PROBLEMS = "problems"
-"""Setting with an entry per benchmark."""
 AnswerRow = Mapping[str, Any]
-"""A line of ``answers.jsonl``."""
 Key = tuple[str, int]
-"""Problem: benchmark and index."""
 
 
 def resolve_out_folder(config: Config) -> Path:
@@ -59,7 +56,7 @@ def find_policy(folder: Path) -> dict[str, str | None]:
     """Return the ``model`` settings of a Hugging Face directory, hub id, run, or run's checkpoint.
 
     Raises:
-        UserError: if `folder` has no policy.
+        UserError: if ``folder`` has no policy.
     """
     if (folder / "config.json").is_file() or is_id(str(folder)):
         return {"path": str(folder), "checkpoint": None}
@@ -75,8 +72,8 @@ class AnswerLog:
 
     Args:
         folder: created if missing.
-        settings: all settings of the answers, under user-visible names, for JSON. ``problems`` has
-            an entry per benchmark; existing entries are kept.
+        settings: all settings of the answers, under user-visible names. ``problems`` has an entry
+            per benchmark; existing entries are kept.
         batches: batches of problems, in answering order.
         samples: answers per problem.
 
@@ -94,10 +91,10 @@ class AnswerLog:
         self._path = folder / ANSWERS
         with ExitStack() as on_failure:
             try:
+                # Two evaluations in a folder would mix their lines.
                 self._lock = on_failure.enter_context(closing(FolderLock(folder, "eval.out")))
                 _check_settings(folder, settings)
                 self.whole = self._drop_partial_batches(batches, samples)
-                """Whether each batch is complete."""
                 self._file = self._path.open("ab")
             except OSError as error:
                 problem = f"cannot be written to ({error})"
@@ -105,7 +102,7 @@ class AnswerLog:
             on_failure.pop_all()
 
     def append(self, rows: Sequence[AnswerRow]) -> None:
-        """Append a batch, flushed to disk on return."""
+        """Append a batch, flushed to disk."""
         self._file.write(
             "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         )
@@ -113,7 +110,7 @@ class AnswerLog:
         os.fsync(self._file.fileno())
 
     def read_rows(self) -> list[AnswerRow]:
-        """Return all written rows, without prompts and texts."""
+        """Return all rows, without prompts and texts."""
         with self._path.open("rb") as lines:
             return _parse_rows(lines, "eval.out")
 
@@ -122,10 +119,10 @@ class AnswerLog:
         self._lock.close()
 
     def _drop_partial_batches(self, batches: Sequence[Sequence[Key]], samples: int) -> list[bool]:
-        """Drop the half line left by a kill, and the rest of the batch, to be answered again.
-
-        Keep answers of other benchmarks: their batches are unknown here.
-        """
+        """Drop a kill's half line and the rest of its batch. Return whether each batch is
+        complete."""
+        # Answer the whole batch again, because an engine's answers may depend on the batch. Keep
+        # other benchmarks, whose batches are unknown here.
         found: Counter[Key] = Counter(key for _, key in self._read_lines() if key is not None)
         whole = []
         torn: set[Key] = set()
@@ -144,7 +141,7 @@ class AnswerLog:
         return whole
 
     def _read_lines(self) -> Iterator[tuple[bytes, Key | None]]:
-        """Yield each line with the answered problem; None for an incomplete line."""
+        """Yield each line with its problem; None for an incomplete line."""
         if not self._path.exists():
             return
         with self._path.open("rb") as lines:
@@ -158,7 +155,6 @@ class AnswerLog:
 
 
 def list_finished_benchmarks(folder: Path) -> set[str]:
-    """Return the benchmarks with scores in the folder."""
     try:
         return set(json.loads((folder / SCORES).read_text(encoding="utf-8"))["benchmarks"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -166,7 +162,6 @@ def list_finished_benchmarks(folder: Path) -> set[str]:
 
 
 def write_scores(folder: Path, scores: Mapping[str, Any]) -> None:
-    """Write ``scores.json`` atomically."""
     replace_text(folder / SCORES, json.dumps(scores, indent=2) + "\n")
 
 
@@ -210,9 +205,9 @@ def _parse_rows(lines: BinaryIO, setting: str) -> list[AnswerRow]:
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Compare the settings with the folder's original settings; add the new benchmarks' problems
-    to the file."""
+    """Compare with the folder's original settings; add new benchmarks' problems to the file."""
     file = folder / SETTINGS
+    # Compare in JSON's types: a tuple has become a list in the file.
     now = json.loads(json.dumps(settings))
     begun = _read_settings(folder, file) if file.exists() else {}
     if begun:
@@ -256,11 +251,9 @@ QUESTIONS = "questions"
 
 
 def write_questions(folder: Path) -> Path:
-    """Write ``questions/BENCHMARK/NUMBER-RIGHTofSAMPLES.txt`` from ``answers.jsonl``, replacing
-    earlier files.
+    """Write ``questions/BENCHMARK/NUMBER-RIGHTofSAMPLES.txt``; earlier files are replaced.
 
-    NUMBER is the problem's index in the file, from 0: ``gsm8k/0017-2of8.txt`` has two right answers
-    among eight.
+    NUMBER is the problem's index, from 0: ``gsm8k/0017-2of8.txt`` has two right answers of eight.
     """
     out = folder / QUESTIONS
     with replace_directory(out) as draft, (folder / ANSWERS).open("rb") as lines:

@@ -1,5 +1,4 @@
-"""Sources of held-out problems: named benchmarks, user files, generators. A source has a place and
-columns of problems, a prompt template and a verifier.
+"""Sources of held-out problems: named benchmarks, user files, generators.
 
 Imports no torch, so that a missing file is reported before a rank starts.
 """
@@ -28,16 +27,16 @@ SETTING = "eval.benchmarks"
 PROBLEM = "problem"
 ANSWER = "answer"
 FOLDER = "MEGATRON_DPPO_BENCHMARKS"
-"""Environment variable: folder of benchmark files if ``eval.folder`` is unset."""
+"""Environment variable for an unset ``eval.folder``."""
 DEFAULT_FOLDER = "data/eval"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 STEP_BY_STEP = (
     "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 )
 TAKEN = frozenset({"accuracy", "reward", "unscored", ""})
-"""Names of other metrics, such as ``eval/accuracy``."""
+"""Names of other metrics (``eval/accuracy``)."""
 BY_SOURCE = "source/"
-"""Prefix of a data source's metrics, such as ``eval/source/gsm8k``."""
+"""Prefix of a data source's metrics (``eval/source/gsm8k``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +44,21 @@ class Benchmark:
     """Published set of problems."""
 
     says: str
-    """Description."""
     problems: int
-    """Number of problems. A file with another number is refused."""
+    """A file with another number of problems is refused."""
     files: tuple[str, ...]
-    """Names of published copies, without suffix. The first existing file is read."""
+    """Names of published copies, without suffix; the first existing one is read."""
     source: str
-    """Publisher."""
     label: str = "answer"
-    """Column of the reference answer. A list is an answer of several parts."""
+    """Column of the reference answer. A list has several parts."""
     worked: bool = False
-    """Whether the column holds a worked solution with a marked answer (a box, number signs)."""
+    """Whether the column holds a solution with a marked answer (a box, number signs)."""
     prompt: tuple[str, ...] = ("problem", "question")
-    """Candidate columns of the problem; the first one present is used."""
+    """Candidate columns of the problem, likeliest first."""
     template: str = STEP_BY_STEP
-    """Prompt template with ``{problem}``."""
+    """With ``{problem}``."""
     verifier: str = "math"
-    """Reward function that judges the answers, independent of the training reward."""
+    """Judges the answers, whatever the training reward."""
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
@@ -75,17 +72,17 @@ class EvalSource:
     """Unread held-out problems of a run."""
 
     name: str
-    """Name in reports; "" for a single unnamed file."""
+    """In reports; "" for a single unnamed file."""
     file: str
-    """File, or name of a generator."""
+    """File or generator."""
     setting: str
-    """Naming setting: ``data.eval`` or ``eval.benchmarks``."""
+    """``data.eval`` or ``eval.benchmarks``."""
     benchmark: Benchmark | None = None
-    """None for a user's file: prompts are used unchanged, and ``reward.function`` judges."""
+    """None for a user's file: unchanged prompts, judged by ``reward.function``."""
 
     @property
     def display_name(self) -> str:
-        """The name, else the file's stem."""
+        """Name, else the file's stem."""
         return self.name or Path(self.file).stem
 
 
@@ -97,6 +94,7 @@ def list_sources(config: Config) -> list[EvalSource]:
         UserError: if a name is unknown, another metric's or repeated, or benchmarks have no file.
     """
     folder = resolve_folder(config)
+    # Report all missing files at once.
     absent = [
         name
         for name in config.eval.benchmarks
@@ -163,19 +161,18 @@ def _make_missing_files_error(names: Sequence[str], folder: Path) -> UserError:
 
 
 def resolve_folder(config: Config) -> Path:
-    """Return the folder of benchmark files."""
     return Path(config.eval.folder or os.environ.get(FOLDER) or DEFAULT_FOLDER)
 
 
 def find_file(name: str, folder: Path) -> Path | None:
-    """Return the file of a benchmark; None if missing."""
+    """Return a benchmark's file; None if missing."""
     files = (folder / (stem + suffix) for stem in BENCHMARKS[name].files for suffix in SUFFIXES)
     return next((file for file in files if file.is_file()), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Problem as a prompt, before any chat template."""
+    """Problem before any chat template."""
 
     row: Row
     prompt: str
@@ -183,7 +180,7 @@ class Question:
 
 
 def read_benchmark(name: str, file: str, benchmark: Benchmark) -> list[Question]:
-    """Return a benchmark file's problems in the benchmark's template.
+    """Return a benchmark's problems in its template.
 
     Raises:
         UserError: if the file is malformed or has another number of problems, or a row has no
@@ -204,7 +201,7 @@ def read_benchmark(name: str, file: str, benchmark: Benchmark) -> list[Question]
 
 
 def _find_column(row: Row, preferred: str, setting: str) -> str:
-    """Return the run's own column if the row has this column, else the first usual column."""
+    """Return ``preferred`` if the row has this column, else the first usual column."""
     for column in (preferred, *COLUMNS_IN_USE[setting]):
         with suppress(KeyError):
             row[column]
@@ -213,11 +210,7 @@ def _find_column(row: Row, preferred: str, setting: str) -> str:
 
 
 def read_source_rows(source: EvalSource, data: DataConfig) -> tuple[list[Row], DataConfig]:
-    """Return the rows of an ``eval.benchmarks`` source, and settings for reading the rows.
-
-    Args:
-        source: source from ``eval.benchmarks``.
-        data: data settings of the run.
+    """Return the rows of an ``eval.benchmarks`` source, and settings to read them.
 
     Raises:
         UserError: see ``read_benchmark`` and ``read_rows``.
@@ -244,6 +237,7 @@ def _build_prompt(row: Row, benchmark: Benchmark) -> str:
     problem = _get_value(row, benchmark.prompt)
     if not isinstance(problem, str) or is_blank(problem):
         raise row.make_error("has no problem that is a text", "Fetch the file again")
+    # Use replace, because format would fail on the braces of LaTeX.
     return benchmark.template.replace("{problem}", problem)
 
 
@@ -264,7 +258,7 @@ def _read_label(row: Row, benchmark: Benchmark) -> str:
 
 
 def _get_value(row: Row, columns: tuple[str, ...]) -> Any:
-    """Return the value of the first of `columns` that the row has."""
+    # Parquet gives every row all columns, so null means absent.
     column = next((name for name in columns if row.values.get(name) is not None), None)
     if column is None:
         problem = (
@@ -272,6 +266,7 @@ def _get_value(row: Row, columns: tuple[str, ...]) -> Any:
             f"{', '.join(row.values) or 'none'})"
         )
         raise row.make_error(
-            problem, "Put the file there as it is published, or name it as your own: NAME=FILE"
+            problem,
+            "Put the file there as it is published, or name it as your own: NAME=FILE",
         )
     return row.values[column]

@@ -1,7 +1,6 @@
 """Held-out problems: load prompts, generate answers, score answers, take majority votes.
 
-Used by evaluations during training, ``evaluate`` and ``megatron-dppo eval``. Every rank requests
-and scores the answers to its own problems.
+Every rank requests and scores the answers to its own problems.
 """
 
 from __future__ import annotations
@@ -52,19 +51,16 @@ from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.scoring import check_failures, find_failed_scores
 
 MOST = 1 << 20
-"""Largest number of problems per name with distinct ids."""
+"""Problems per name with distinct ids."""
 MOST_SOURCES = 50
-"""Most data sources with accuracy metrics; with more sources, no source has a metric."""
+"""Most data sources with accuracies; above, no source has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalProblem:
-    """Held-out problem."""
-
     name: str
-    """Name of the benchmark or file; "" for a single unnamed file."""
+    """Benchmark or file; "" for a single unnamed file."""
     number: int
-    """Index in the file, from 0."""
     prompt: Prompt
     verifier: str
     """Reward function that judges the answers: a ``RewardConfig.spec``."""
@@ -72,12 +68,12 @@ class EvalProblem:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Scored completion of a problem."""
+    """Scored completion."""
 
     text: str | None
-    """Text without special tokens; None if not requested."""
+    """Without special tokens; None if not requested."""
     extracted: str
-    """Stated answer; empty if the text states no answer."""
+    """Stated answer; empty without one."""
     score: Score | None
     """None if scoring failed."""
     tokens: int
@@ -86,27 +82,25 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class EvalAnswers:
-    """Answers to P problems, k per problem, in the order of the problems."""
+    """Answers to P problems, k each, in the order of the problems."""
 
     answers: Sequence[Sequence[Answer]]
     """[P][k]"""
     votes: Floats
-    """[P], from ``compute_majority_vote``; NaN without scores."""
+    """[P], by ``compute_majority_vote``; NaN without scores."""
     failed: Sequence[Score]
-    """Scores of answers whose scoring failed."""
+    """Failed scores."""
 
 
 def load_problems(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[EvalProblem]:
     """Return a run's held-out problems by source, at most ``eval.problems`` per source.
 
     Args:
-        config: configuration of the run.
-        tokenizer: tokenizer of the policy.
         max_positions: the policy's positions, for prompt and answer together.
 
     Raises:
-        UserError: see ``list_sources`` and ``load_prompts``; also if a benchmark's prompt leaves
-            no room for the longest answer.
+        UserError: see ``list_sources`` and ``load_prompts``; also if a benchmark's prompt leaves no
+            room for the longest answer.
     """
     if config.eval.problems == 0:
         return []
@@ -118,7 +112,6 @@ def load_problems(config: Config, tokenizer: Tokenizer, *, max_positions: int) -
 
 
 def group_indices(names: Iterable[str]) -> dict[str, list[int]]:
-    """Return the indices of each name, in order of first appearance."""
     found: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         found.setdefault(name, []).append(index)
@@ -151,11 +144,10 @@ def _load(
 def _load_named(
     source: EvalSource, config: Config, tokenizer: Tokenizer, max_positions: int
 ) -> Sequence[Prompt]:
-    """Return the prompts of an ``eval.benchmarks`` file."""
     rows, data = read_source_rows(source, config.data)
     prompts = make_prompts(rows, data, tokenizer)
     most = config.max_answer_tokens
-    # Refuse an overlong prompt instead of dropping: a score covers all problems.
+    # Refuse an overlong prompt, because a score covers all problems.
     for row, prompt in zip(rows, prompts, strict=True):
         if len(prompt.token_ids) > (room := max_positions - most):
             problem = (
@@ -174,8 +166,7 @@ def _load_named(
 class Evaluator:
     """Generates answers with an engine and scores each with the problem's verifier.
 
-    Args:
-        collectors: collectors by verifier; the same verifiers on every rank.
+    ``collectors`` are by verifier, the same verifiers on every rank.
     """
 
     def __init__(self, config: Config, world: World, collectors: Mapping[str, Collector]) -> None:
@@ -190,22 +181,24 @@ class Evaluator:
         """Answer every problem ``eval.samples`` times. Collective; all ranks return all answers.
 
         With a seedable engine, an answer depends only on the policy, ``run.seed``, the problem and
-        the sample's number: repeated evaluations of a policy agree.
+        the sample's number.
 
         Args:
-            problems: held-out problems, the same on every rank.
+            problems: the same on every rank.
             keep: number of first problems whose answers keep the texts.
-            total: answers of the whole evaluation. After more failures than
-                ``reward.max_failures`` allows, further answers are not scored, and
-                ``check_failures`` stops the evaluation.
+            total: answers of the whole evaluation. After more than ``reward.max_failures``
+                failures, further answers are not scored, and ``check_failures`` stops the
+                evaluation.
         """
         settings = self._config.eval
+
         mine = range(self._world.rank, len(problems), self._world.size)
         indices: dict[str, list[int]] = {}
         prompts: dict[str, list[Prompt]] = {}
         for verifier in self._collectors:
             indices[verifier] = [i for i in mine if problems[i].verifier == verifier]
             prompts[verifier] = [problems[i].prompt for i in indices[verifier]]
+        # Submit to all collectors before waiting, so that the engine always has requests.
         asked = {
             verifier: collector.submit(
                 prompts[verifier],
@@ -236,7 +229,7 @@ class Evaluator:
     def _build_answers(
         self, indices: Sequence[int], groups: Sequence[Group], keep: int
     ) -> dict[int, tuple[list[Answer], float]]:
-        """Return this rank's answers and votes by problem index, to gather on all ranks."""
+        """Return answers and votes by problem index."""
         tags = self._config.reward.thinking_tags
         found: dict[int, tuple[list[Answer], float]] = {}
         for index, group in zip(indices, groups, strict=True):
@@ -246,6 +239,7 @@ class Evaluator:
                 usable = None if score.failure else score
                 answers.append(_build_answer(completion, text, usable, group.prompt.text, tags))
             majority = compute_majority_vote(answers)
+            # Every rank receives all answers, so drop texts that are not requested.
             if index >= keep:
                 answers = [dataclasses.replace(answer, text=None) for answer in answers]
             found[index] = answers, majority
@@ -255,8 +249,8 @@ class Evaluator:
 def compute_majority_vote(answers: Sequence[Answer]) -> float:
     """Return the probability that the most frequent answer is right.
 
-    All right answers count as a single answer, the label. Wrong answers are equal if the texts are
-    equal. Tied answers share the probability. Empty wrong answers have no vote.
+    All right answers count as one, the label; wrong answers are equal if the texts are. Tied
+    answers share the probability. Empty wrong answers have no vote.
 
     Returns:
         1, 0, or 1/m for a right answer among m tied answers; NaN without scores.
@@ -272,8 +266,8 @@ def compute_majority_vote(answers: Sequence[Answer]) -> float:
 
 
 def resolve_temperature(config: Config) -> float:
-    """Return the temperature for held-out problems; by default 0 for a single sample."""
-    # Several greedy answers would all be equal.
+    """Return the temperature for held-out problems."""
+    # Sample several answers, because greedy answers would all be equal.
     if config.eval.temperature is None:
         return config.rollout.temperature if config.eval.samples > 1 else 0.0
     return config.eval.temperature
@@ -286,13 +280,13 @@ def start_verifiers(
     to_close: ExitStack,
     known: Mapping[str, RewardWorkers],
 ) -> dict[str, RewardWorkers]:
-    """Return workers for all verifiers of the problems; start workers missing in ``known``.
-    Collective."""
+    """Return workers for all verifiers; start workers missing in ``known``. Collective."""
     workers = {}
     for verifier in dict.fromkeys(problem.verifier for problem in problems):
         workers[verifier] = known.get(verifier) or to_close.enter_context(
             closing(RewardWorkers.from_config(config.reward, verifier))
         )
+    # Wait after all have started, because each takes seconds.
     for each in workers.values():
         world.run_on_all_ranks(each.wait_ready)
     return workers
@@ -302,6 +296,7 @@ def _build_answer(
     completion: Completion, text: str, score: Score | None, prompt: str, tags: Sequence[str]
 ) -> Answer:
     said = strip_thinking(text, prompt, tags)
+    # A verifier may report the answer; else read the answer from the text, for votes.
     extracted = score.answer if score is not None else None
     if extracted is None:
         extracted = extract_marked_answer(said)
@@ -322,25 +317,19 @@ class ExampleAnswer:
 
 @dataclass(frozen=True, slots=True)
 class EvalScores:
-    """Scores of the answers to the held-out problems."""
+    """Scores of held-out problems."""
 
     metrics: dict[str, float]
-    """``eval/…``. With several files, each accuracy is named after the file, and
-    ``eval/accuracy`` is the mean."""
+    """``eval/…``. With several files, accuracies have files' names; ``eval/accuracy`` is the
+    mean."""
     shown: tuple[ExampleAnswer, ...]
     notes: tuple[str, ...]
-    """Log notes on scoring failures."""
     problems: Mapping[str, int] = field(default_factory=dict)
-    """Answered problems by name; intervals of accuracies depend on these numbers."""
+    """Answered problems by name, for intervals."""
 
 
 def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Config) -> EvalScores:
     """Answer and score every problem. Collective. Accuracies and rewards are means over scores.
-
-    Args:
-        evaluator: evaluator of the run.
-        problems: held-out problems, file by file.
-        config: configuration of the run, with answers per problem and answers to show.
 
     Raises:
         UserError: on every rank, if scoring failed for more than ``reward.max_failures`` of the
@@ -368,6 +357,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
                 if key.startswith("-")
             }
         accuracies += [figures[name]] if name in figures else []
+    # A single data source would repeat the accuracy of the whole.
     groups = group_indices(problem.prompt.data_source for problem in problems)
     groups.pop("", None)
     for name, mine in groups.items() if 1 < len(groups) <= MOST_SOURCES else ():
@@ -398,7 +388,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
 def _compute_metrics(
     name: str, groups: Sequence[Sequence[Answer]], votes: Floats
 ) -> dict[str, float]:
-    """Return a file's metrics under slime's names, without undefined metrics."""
+    """Return metrics under slime's names; undefined metrics are left out."""
     rows = []
     for group in groups:
         rows.append([_get_correctness(answer) for answer in group])
@@ -416,6 +406,7 @@ def _compute_metrics(
             if k > 1
         }
         figures[f"{name}-maj@{samples}"] = compute_mean(votes)
+    # NaN is the only value that differs from itself.
     return {key: value for key, value in figures.items() if value == value}
 
 

@@ -26,7 +26,6 @@ EVAL_FLAGS = {
         "folder of an earlier evaluation, for a paired comparison",
     ),
 }
-"""Options of ``eval``: setting, name of the value, meaning."""
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:

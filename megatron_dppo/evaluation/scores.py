@@ -1,7 +1,6 @@
-"""Scores of an evaluation, as numbers and a table, and differences between two evaluations.
+"""Scores of an evaluation, and differences between two evaluations.
 
-Every figure has a 95% interval from resampling problems. Notation: P problems, k answers per
-problem.
+Every figure has a 95% interval from resampling problems: P problems, k answers each.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ def compute_pass_at_k(correct: Floats, k: int) -> Floats:
 
     Args:
         correct: [P, answers], 1 or 0; NaN if scoring failed, then not counted in n.
-        k: at least 1.
 
     Returns:
         [P], NaN for fewer than k scored answers.
@@ -59,20 +57,17 @@ def list_powers(samples: int) -> list[int]:
 
 
 def compute_problem_means(values: Floats) -> Floats:
-    """Return the mean over each problem's scored answers. [P, k] → [P]; NaN without scores."""
+    """Return means over scored answers. [P, k] → [P]; NaN without scores."""
     return _compute_ratio(np.nansum(values, axis=1), (~np.isnan(values)).sum(axis=1))
 
 
 def compute_mean(values: Floats) -> float:
-    """Return the mean over problems with a value."""
     known = values[~np.isnan(values)]
     return float(known.sum() / len(known)) if len(known) else float("nan")
 
 
 def estimate_means(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
-    """Return the mean of each column over problems, with a 95% percentile-bootstrap interval.
-
-    All columns share the draws.
+    """Return each column's mean, with a 95% percentile-bootstrap interval.
 
     Args:
         columns: [P] each, NaN for a problem without value.
@@ -81,6 +76,7 @@ def estimate_means(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
     problems = len(values)
     # Draw whole problems with replacement, with all answers: answers to a problem are correlated,
     # and a similar benchmark would have other problems.
+    # All columns share the draws.
     draws = np.random.default_rng(SEED).integers(problems, size=(RESAMPLES, problems))
     draws += np.arange(RESAMPLES)[:, None] * problems
     times = (
@@ -96,16 +92,13 @@ def estimate_means(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
 
 
 def estimate_difference(candidate: Floats, baseline: Floats) -> Estimate:
-    """Return the mean of ``candidate - baseline``, with an interval."""
     # Pair by problem: differences in difficulty cancel out.
     return estimate_means({"difference": candidate - baseline})["difference"]
 
 
 def bound_fraction(interval: Estimate, problems: int) -> Estimate:
-    """Return the interval of a fraction, also if all problems have 0 or all have 1.
-
-    Resampling then gives a point, replaced by the exact binomial bound.
-    """
+    """Return the interval of a fraction, also if all problems have 0 or all have 1."""
+    # Resampling equal values gives a point. Replace the point by the exact binomial bound.
     # If more than a fraction s of all problems differed, P drawn problems would agree with
     # probability below (1 − s)^P.
     reach = 1.0 - ((1.0 - CONFIDENCE) / 2) ** (1.0 / max(problems, 1))
@@ -117,7 +110,7 @@ def bound_fraction(interval: Estimate, problems: int) -> Estimate:
 
 
 def group_by_benchmark(rows: Sequence[AnswerRow]) -> dict[str, list[list[AnswerRow]]]:
-    """Group the rows by benchmark, then by problem."""
+    """Group by benchmark, then by problem."""
     found: dict[str, dict[int, list[AnswerRow]]] = {}
     for row in rows:
         found.setdefault(row["benchmark"], {}).setdefault(row["problem"], []).append(row)
@@ -128,11 +121,7 @@ def group_by_benchmark(rows: Sequence[AnswerRow]) -> dict[str, list[list[AnswerR
 
 
 def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
-    """Return a benchmark's scores in the form of ``scores.json``.
-
-    Args:
-        problems: [P][k] rows of ``answers.jsonl``.
-    """
+    """Return the scores of problems, [P][k] rows of ``answers.jsonl``, for ``scores.json``."""
     powers = list_powers(len(problems[0]))
     correct = _get_column(problems, "correct")
     is_truncated = []
@@ -160,7 +149,7 @@ def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
 
 
 def format_table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> list[str]:
-    """Format the scores as lines of text: percentages with 95% intervals."""
+    """Format percentages with 95% intervals."""
     width = max(len(name) for name in [*benchmarks, "benchmark"])
     most = str(max(list_powers(samples)))
     titles = [f"avg@{samples}", *([f"pass@{most}", f"maj@{samples}"] if samples > 1 else [])]
@@ -182,11 +171,6 @@ def compare(
     rows: Sequence[AnswerRow], baseline_rows: Sequence[AnswerRow], *, baseline_name: str
 ) -> list[str]:
     """List differences between two evaluations on shared problems, paired by problem.
-
-    Args:
-        rows: rows of ``answers.jsonl``.
-        baseline_rows: rows of the baseline.
-        baseline_name: folder of the baseline.
 
     Raises:
         UserError: if the evaluations share no problem, or a problem's labels differ.
@@ -220,11 +204,7 @@ def compare(
 
 
 def compare_folders(folder: Path, baseline_folder: Path) -> list[str]:
-    """Call ``compare`` on two finished evaluations.
-
-    Raises:
-        UserError: see ``compare``; also if an evaluation is not finished.
-    """
+    """Call ``compare`` on two finished evaluations, with the same errors."""
     return compare(
         read_finished(folder, "--out"),
         read_finished(baseline_folder, "--baseline"),

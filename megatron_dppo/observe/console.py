@@ -1,6 +1,6 @@
 """Console output of a run: a row per step, notes, and warnings about the length of responses.
 
-The report's page and pictures use the same colours.
+The report uses the same colours.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from megatron_dppo.errors import sanitize_text
 from megatron_dppo.observe.timers import compute_breakdown
 
 HEADER_EVERY = 25
-"""Rows between two headers."""
 BAR = 16
-"""Characters of the bar of phases."""
 FIRST = 3
-"""Number of first steps for the reference mean length."""
+"""First steps in the reference mean length."""
 RECENT = 3
-"""Number of steps in the running mean length."""
+"""Steps in the running mean length."""
 TRUNCATED = 0.1
-"""Rise of the truncated fraction that counts as growth, because truncated lengths cannot grow."""
+"""Rise of the truncated fraction that counts as growth."""
 _ON_FALL = (
     "The policy may be settling on a short style for good: read some answers, and watch "
     "held-out accuracy"
@@ -51,8 +49,8 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("lr", "train/lr", "{:.1e}"),
     ("seconds", "perf/step_time", "{:.2f}"),
 )
-"""Title, metric and form of each column. "prompts" and "tokens" are the fractions kept by pruning;
-"noise" is the ratio of the gradient's estimated variance with pruning to the variance without."""
+"""Title, metric and form. "prompts" and "tokens": fractions kept by pruning. "noise": estimated
+variance of the gradient, relative to no pruning."""
 _WARM_UP = ("loss", "grad", "lr", "seconds")
 
 
@@ -61,7 +59,7 @@ class Console:
 
     Args:
         total_steps: steps of the whole run, resumes included.
-        file: output file, for tests; None: standard output.
+        file: output; None: standard output.
     """
 
     def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
@@ -94,7 +92,7 @@ class Console:
         self._print(row.append("  ").append_text(self._render_phases(metrics)))
 
     def print_note(self, text: str, *, repeat: bool = False) -> None:
-        """Print a note. Equal notes are printed once in a run, unless ``repeat``."""
+        """Print a note, by default only the first of equal notes."""
         if repeat or text not in self._said:
             self._said.add(text)
             self._print(
@@ -104,7 +102,7 @@ class Console:
             )
 
     def print_banner(self, lines: Sequence[str]) -> None:
-        """Print a few lines with an empty line before and after them."""
+        """Print lines between two empty lines."""
         indented = []
         for line in lines:
             indented.append(f"  {line}" if line else "")
@@ -125,7 +123,8 @@ class Console:
         return header
 
     def _format_remaining(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Return the time to the last step at the pace of the last ten, without evaluations."""
+        """Return the time to the last step, without evaluations."""
+        # Use the pace of the last ten steps, because response lengths change during training.
         if "perf/step_time" in metrics:
             self._recent.append(metrics["perf/step_time"])
         if not self._recent:
@@ -164,17 +163,16 @@ class LengthGate:
     """Warning if the mean length of responses departs from the first steps. Never stops a run.
 
     A policy with a short and a long style of answers can settle on the short style within a few
-    steps, because short answers are better for a while. Then the policy has no long answers to
-    learn from. The length shows this local optimum before the reward: the reward rises at first.
+    steps, because short answers are better for a while. The policy then no longer learns
+    from long answers. The length shows this before the reward, because the reward rises at first.
 
-    Must receive a row of metrics per step in order; after a resume, first the earlier rows.
+    Takes a row of metrics per step in order; after a resume, first the earlier rows.
     """
 
     def __init__(self, bound: float | None) -> None:
         """
         Args:
-            bound: ``run.length_gate``, maximum factor between the running mean and the first mean;
-                None disables warnings.
+            bound: ``run.length_gate``, maximum factor between running and first mean; None: off.
         """
         self._bound = bound
         self._first: list[tuple[float, float]] = []
@@ -184,12 +182,11 @@ class LengthGate:
     def check(self, step: int, row: Mapping[str, float]) -> str | None:
         """Return a warning if the length crosses a bound, else None.
 
-        A further warning for the same bound requires a return of the length within bounds.
+        A further warning for the same bound requires a return within bounds.
 
         Args:
-            step: step, counted from 1 as in the log.
-            row: metrics of the step. Rows without ``rollout/response_len/mean``, such as rows of
-                evaluations, are skipped.
+            step: counted from 1 as in the log.
+            row: metrics. Rows without ``rollout/response_len/mean`` (evaluations) are skipped.
         """
         if self._bound is None or "rollout/response_len/mean" not in row:
             return None
@@ -232,10 +229,10 @@ _COLOURS = yaml.safe_load(Path(__file__).with_name("palette.yaml").read_bytes())
 PALETTE: Mapping[str, tuple[str, str]] = _COLOURS["palette"]
 """Colours by name: on light paper and on dark."""
 SAME: Mapping[str, str] = _COLOURS["same"]
-"""Second names of colours."""
+"""Second names."""
 
 
 def get_colour(name: str) -> str:
-    """Return a colour for light paper. Further words in ``name``, such as classes, are ignored."""
+    """Return a colour for light paper. Only the first word of ``name`` counts."""
     word = name.partition(" ")[0]
     return PALETTE[SAME.get(word, word)][0]

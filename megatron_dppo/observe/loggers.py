@@ -1,15 +1,15 @@
 """Send rows of ``metrics.jsonl`` to TensorBoard, Weights & Biases, MLflow and Trackio.
 
-Only libraries named in ``run.loggers`` are imported. No library needs a network: the library's own
-environment variables give the server or account; else rows stay in ``run.dir``.
+Only libraries named in ``run.loggers`` are imported. No library needs a network: the library's
+environment variables give a server or account; else rows stay in ``run.dir``.
 
-TensorBoard hides rows of steps that a resumed run repeats. The other loggers keep all rows, so
-``loggers.json`` has the logger's run and the last step::
+TensorBoard hides rows of repeated steps. Other loggers keep all rows, so ``loggers.json`` has the
+logger's run and last step::
 
     {"wandb": {"run": "6f1c0a4e", "step": 40}}
 
-A resumed run continues the logger's run after the last step, and no step is logged twice. Rows that
-a logger lacks, because the logger was added later or was unreachable, come from ``metrics.jsonl``.
+A resumed run continues the logger's run after this step. Rows that a logger lacks, because the
+logger was added later or was unreachable, come from ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, float]
 STATE = "loggers.json"
 PROJECT = "megatron_dppo"
-"""Project of Weights & Biases, MLflow and Trackio, unless an environment variable names another
-project."""
+"""Default project of Weights & Biases, MLflow and Trackio."""
 _PARAMETERS_AT_ONCE = 100
 _LONGEST_PARAMETER = 6000
 """Limits of MLflow: parameters per call, characters of a parameter."""
@@ -48,7 +47,7 @@ class Sink(Protocol):
     """Open run of a logging library, which receives rows."""
 
     run: str
-    """Id of the run in the library. A resumed run has the same id."""
+    """Id of the run in the library, kept by a resumed run."""
 
     def write(self, step: int, row: Row) -> None: ...
 
@@ -56,7 +55,6 @@ class Sink(Protocol):
 
 
 def _open_tensorboard(folder: Path, resume_step: int) -> SummaryWriter:
-    """Open event files in ``tensorboard/``."""
     from torch.utils.tensorboard import SummaryWriter
 
     # A resumed run repeats steps: TensorBoard hides the values that earlier event files have for
@@ -66,10 +64,10 @@ def _open_tensorboard(folder: Path, resume_step: int) -> SummaryWriter:
 
 
 class _WeightsAndBiases:
-    """Run of Weights & Biases or Trackio, with the same methods.
+    """Run of Weights & Biases or Trackio.
 
     Args:
-        run: id of the run in the library.
+        run: id of the run.
         log: run object of the library.
         failed: arguments of ``finish`` for an incomplete run.
     """
@@ -89,7 +87,7 @@ class _WeightsAndBiases:
 
 
 def _open_wandb(folder: Path, settings: Mapping[str, Any], run: str | None) -> Sink:
-    """Open ``wandb/``. Rows are uploaded if credentials exist and WANDB_MODE permits uploads."""
+    """Open ``wandb/``; upload if credentials exist and WANDB_MODE permits."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -111,7 +109,7 @@ def _open_wandb(folder: Path, settings: Mapping[str, Any], run: str | None) -> S
 
 
 def _open_trackio(folder: Path, settings: Mapping[str, Any], run: str | None) -> Sink:
-    """Open ``trackio/``, or the folder, Space or server in Trackio's environment variables."""
+    """Open ``trackio/``, or the place in Trackio's environment variables."""
     os.environ.setdefault("TRACKIO_DIR", str(folder.absolute() / "trackio"))
     import trackio
 
@@ -173,16 +171,11 @@ _OPEN: Mapping[str, Callable[[Path, Mapping[str, Any], str | None], Sink]] = {
     "mlflow": _MLflow,
     "trackio": _open_trackio,
 }
-"""Functions that open a sink. Arguments: folder, settings, and the logger's run to resume, if
-any."""
+"""Open a sink from folder, settings, and the logger's run to resume, if any."""
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Check that the packages of loggers are installed.
-
-    Raises:
-        UserError: a package is missing.
-    """
+    """Raise UserError if the package of a logger is missing."""
     for name in names:
         if name in _OPEN and importlib.util.find_spec(name) is None:
             remedy = f"Install it: {install_command(name)}"
@@ -195,12 +188,9 @@ class Loggers:
     """Loggers of a run. Every logger receives every row once.
 
     Args:
-        names: ``run.loggers``.
-        folder: folder of the run.
         resume_step: finished steps of the resumed checkpoint, see ``StepLog``.
-        past: rows up to ``resume_step``; a logger receives the rows that the logger lacks.
-        settings: settings of the run by dotted key.
-        log: log function.
+        past: rows up to ``resume_step``, for loggers that lack rows.
+        settings: settings by dotted key.
 
     Raises:
         UserError: a logger cannot be opened.
@@ -225,7 +215,7 @@ class Loggers:
         self._state = _read_state(self._file)
         self._sinks: dict[str, Sink] = {}
         self._owed: dict[str, list[Mapping[str, Any]]] = {}
-        """Name of a logger to the rows not yet sent."""
+        """Rows not yet sent, by logger."""
         shown = {
             key: mask_secrets(key, value)
             for key, value in settings.items()
@@ -307,10 +297,8 @@ class Loggers:
 
 
 def _read_state(file: Path) -> dict[str, dict[str, Any]]:
-    """Return each logger's run and last step; empty for an absent or damaged file.
-
-    Loggers without a run make a new run.
-    """
+    """Return each logger's run and last step; empty for an absent or damaged file."""
+    # A logger without an entry makes a new run.
     try:
         stored = json.loads(file.read_text())
         return {

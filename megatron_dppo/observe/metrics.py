@@ -1,8 +1,7 @@
 """Write metrics of a run: ``metrics.jsonl``, ``run.loggers`` and ``summary.json``.
 
-Only metrics under ``perf/`` depend on the machine or the clock. All other metrics depend on the
-settings and the random seed alone, so that the file of a resumed run equals the file of an
-uninterrupted run, bit for bit.
+Only metrics under ``perf/`` depend on the machine or the clock. Other metrics depend on settings
+and random seed alone: a resumed run's file equals an uninterrupted run's, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ FILE = "metrics.jsonl"
 SUMMARY = "summary.json"
 REWARD = "reward/"
 COUNTED = {f"{REWARD}timeouts", f"{REWARD}errors"}
+# A name for each completion would fill every logger.
 MOST_NAMED = 50
-"""Maximum number of metrics that the reward functions of a run may name. One name for each
-completion would fill every logger."""
+"""Maximum number of metrics that reward functions may name."""
 MOST_SHOWN = 5
-"""Number of omitted names in the note."""
+"""Omitted names in the note."""
 
 
 class StepLog:
@@ -37,17 +36,18 @@ class StepLog:
 
     Args:
         file: path; a missing folder is made.
-        resume_step: finished steps of the resumed checkpoint. Later rows are dropped, because the
-            run repeats the steps; 0 or less drops every row.
+        resume_step: finished steps of the resumed checkpoint. Later rows are dropped; 0 or less:
+            all.
     """
 
     def __init__(self, file: Path, resume_step: int) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
+        # The run repeats later steps, and a step must not have two rows.
         _drop_rows_past(file, resume_step)
         self._file = file.open("a", encoding="utf-8")
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Add a row. Floats keep all bits."""
+        """Add a row; floats keep all bits."""
         self._file.write(json.dumps({"step": int(step), **row}) + "\n")
         self._file.flush()
 
@@ -58,12 +58,7 @@ class StepLog:
 class MetricsLog:
     """Writer of ``metrics.jsonl`` and of all loggers, on rank 0 only.
 
-    Args:
-        run_dir: folder of ``metrics.jsonl`` and of loggers' files.
-        resume_step: finished steps of the resumed checkpoint, see ``StepLog``.
-        loggers: ``run.loggers``.
-        settings: settings of the run by dotted key, for loggers.
-        log: log function.
+    ``resume_step``: see ``StepLog``. ``settings`` by dotted key are for the loggers.
 
     Raises:
         UserError: a logger cannot be opened.
@@ -100,7 +95,7 @@ class MetricsLog:
         self._loggers.write(step, row)
 
     def _drop_excess_names(self, row: dict[str, float]) -> None:
-        """Remove the metrics of reward functions beyond ``MOST_NAMED`` names."""
+        """Keep ``MOST_NAMED`` names of reward functions."""
         new = [
             name for name in row if name.startswith(REWARD) and name not in COUNTED | self._named
         ]
@@ -117,22 +112,13 @@ class MetricsLog:
             )
 
     def close(self, *, finished: bool = True) -> None:
-        """Close the file and the loggers. Safe to call twice.
-
-        Args:
-            finished: True if the run completed the last step.
-        """
+        """Close the file and the loggers. Safe to call twice."""
         self._rows.close()
         self._loggers.close(finished=finished)
 
 
 class RowFollower:
-    """Follower of ``metrics.jsonl`` with a callback per row after the last checkpoint.
-
-    Args:
-        run_dir: folder of the run.
-        callback: function of a row; None disables the follower.
-    """
+    """Follower of ``metrics.jsonl``: a callback per row after the last checkpoint, unless None."""
 
     def __init__(
         self, run_dir: Path, callback: Callable[[dict[str, float]], object] | None
@@ -162,26 +148,23 @@ class RowFollower:
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """Return the rows of a run's ``metrics.jsonl``."""
+    """Return the rows of ``metrics.jsonl``."""
     return read_rows(Path(run_dir) / FILE)
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Return the rows of a ``StepLog`` in order; empty if the file is absent.
 
-    A last line that a kill cut short is skipped.
-
     Raises:
-        UserError: another line is no row, because rows are never skipped silently. The error names
-            file and line.
+        UserError: a line is no row. The error names file and line.
     """
     return [row for _, row in _read_lines(file)]
 
 
 def _read_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return lines and parsed rows."""
     if not os.path.lexists(file):
         return []
+    # Skip no line silently, except a last line that a kill cut short.
     lines = file.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, 1):
@@ -207,7 +190,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _drop_rows_past(file: Path, step: int) -> None:
-    """Remove rows past ``step``, atomically. Other lines keep all bytes."""
+    """Remove rows past ``step``, atomically. Other lines keep their bytes."""
     rows = _read_lines(file)
     if not file.exists():
         return
@@ -226,7 +209,6 @@ def _drop_rows_past(file: Path, step: int) -> None:
 
 
 def _plain(value: float) -> float:
-    """Return a Python number."""
     # NumPy's and torch's scalars have another JSON form, or cannot be written as JSON.
     return value if type(value) in (int, float) else float(value)
 
@@ -245,14 +227,12 @@ PLACES: Sequence[tuple[str, str]] = (
 
 
 def compute_summary(metrics: Rows) -> dict[str, Any]:
-    """Compute the summary of a run from the rows of ``metrics.jsonl``.
+    """Compute the summary from the rows of ``metrics.jsonl``.
 
     - A figure without values is None.
     - A fraction is the mean over steps with a value; pack fill over steps with packs.
-    - ``seconds`` is the sum over timed steps and evaluations. Dropped rows of a resumed run do not
-      count, so that no step counts twice.
-    - Estimates of the gradient's noise are None if any step has no estimate, as under a biased
-      rule.
+    - ``seconds`` is the sum over timed steps and evaluations. Dropped rows do not count.
+    - Noise estimates are None if any step has no estimate, as under a biased rule.
     """
     held_out = _get_values(metrics, "eval/accuracy")
     steps = [row for row in metrics if "perf/step_time" in row]
@@ -298,7 +278,7 @@ def compute_summary(metrics: Rows) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path | str) -> dict[str, Any]:
-    """Summarise the run, write ``summary.json`` atomically, and return the summary."""
+    """Write ``summary.json`` atomically, and return the summary."""
     folder = Path(run_dir)
     summary = compute_summary(read_metrics(folder))
     replace_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
@@ -320,7 +300,6 @@ def read_summary(run_dir: Path | str) -> dict[str, Any] | None:
 
 
 def print_summary(run_dir: Path | str, summary: Mapping[str, Any], console: Console) -> None:
-    """Print the results of training, the savings by pruning, failures, and the run's files."""
     folder = Path(run_dir)
     places = [f"{title:<20} {folder / name}" for title, name in PLACES if (folder / name).exists()]
     console.print_banner(
@@ -353,11 +332,9 @@ def _format_learning(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines on the savings by pruning, compared with a run with both rules ``none``.
-
-    - A run without pruning does not train on completions with zero advantage either.
-    - Tokens of pruned prompts are assumed to be like the tokens of other prompts.
-    """
+    """Yield lines on the savings, compared with a run without pruning."""
+    # A run without pruning does not train on completions with zero advantage either. Tokens of
+    # pruned prompts are assumed to be like the tokens of other prompts.
     prompts = summary["kept_prompt_fraction"]
     if prompts is not None and summary["kept_token_fraction"] is not None:
         unseen, pruned, trained, zero_advantage = (
@@ -437,7 +414,6 @@ def _format_noise(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _format_faults(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines on failures that did not stop the run."""
     if summary["no_op_steps"]:
         yield (
             f"{_format_steps(summary['no_op_steps'])} kept nothing to train on and changed no "
@@ -469,7 +445,7 @@ def _round_sum(metrics: Rows, key: str) -> int:
 
 
 def _compute_mean(metrics: Rows, key: str, *, require_all: bool = False) -> float | None:
-    """Return the mean; None without values, or with ``require_all`` if any row has no value."""
+    """Return the mean; None without values, or with ``require_all`` if any is missing."""
     values = _get_values(metrics, key)
     if not values or (require_all and len(values) < len(metrics)):
         return None

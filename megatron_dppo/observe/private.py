@@ -1,4 +1,4 @@
-"""Masking of keys and passwords in settings, for pages, cards, loggers and the console."""
+"""Masking of keys and passwords in settings."""
 
 from __future__ import annotations
 
@@ -12,28 +12,23 @@ from megatron_dppo.settings import format_value
 LAUNCH = "rollout.launch."
 ENV = "rollout.launch.env"
 MAPPINGS = ("data.verifiers.arguments", "data.chat_template_kwargs")
-"""Settings that are mappings, with names from a user's code or template."""
+"""Mappings with names from a user's code or template."""
 PRIVATE = (LAUNCH, "rollout.servers", "loss.distillation.teacher", *MAPPINGS)
-"""Prefixes of settings that may contain a key, a password or an address. Loggers do not receive
-these settings."""
+"""Prefixes of settings with a key, a password or an address. Loggers do not receive them."""
 SECRET = re.compile(
     r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(['\"]?[=:\s]+|$)", re.IGNORECASE
 )
-"""Name of a secret, with the characters up to the secret, or up to the end of the word if the
-secret is the next word. ``--tokenizer`` and ``--max-total-tokens`` are not names of secrets."""
+"""Name of a secret, up to the secret, or up to the word's end if the secret is the next word.
+``--tokenizer`` and ``--max-total-tokens`` do not match."""
 
 
 def mask_secrets(key: str, value: Any) -> Any:
-    """Return the value of a setting without secrets.
+    """Return the value (JSON) of a dotted setting without secrets.
 
     - Environment variables keep their names only.
     - Commands and flags lose the text after the name of a secret.
-    - Mappings that a user's code reads keep numbers and truth values only.
+    - Mappings read by a user's code keep numbers and truth values only.
     - URLs lose user and password.
-
-    Args:
-        key: dotted name of the setting.
-        value: JSON value.
     """
     if key == ENV and isinstance(value, list):
         value = [f"{str(variable).partition('=')[0]}=…" for variable in value]
@@ -45,17 +40,16 @@ def mask_secrets(key: str, value: Any) -> Any:
 
 
 def format_masked(key: str, value: Any) -> str:
-    """Return the value of a setting in YAML, without secrets."""
+    """Return the value in YAML, without secrets."""
     return format_value(mask_secrets(key, value))
 
 
 def has_secrets(settings: Mapping[str, Any]) -> bool:
-    """Return whether settings by dotted key contain a secret removed by :func:`mask_secrets`."""
+    """Return whether :func:`mask_secrets` changes a setting. Keys are dotted."""
     return any(mask_secrets(key, value) != value for key, value in settings.items())
 
 
 def _mask_words(words: Sequence[Any]) -> Iterator[Any]:
-    """Yield words with masked secrets. A secret follows its name, or is the next word."""
     named = False
     for word in words:
         found = SECRET.search(str(word))
@@ -77,11 +71,11 @@ def _mask_texts(value: Any) -> Any:
             is_secret = SECRET.search(str(name)) is not None
             masked[name] = "…" if is_secret else _mask_texts(each)
         return masked
+    # A user's code may read a secret under any name, so no text is shown.
     return value if value is None or isinstance(value, int | float) else "…"
 
 
 def map_texts(value: Any, convert: Callable[[str], str]) -> Any:
-    """Return a JSON value with each text converted."""
     if isinstance(value, Mapping):
         return {name: map_texts(each, convert) for name, each in value.items()}
     if isinstance(value, list | tuple):

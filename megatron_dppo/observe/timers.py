@@ -1,11 +1,11 @@
 """Measure a step's seconds by phase, and the use of machines: memory, matrix rate, trainer time.
 
-This file does not import torch, because a report reads the phases.
+Does not import torch, because a report reads the phases.
 
-In the steps of ``run.profile``, torch's profiler records each rank.
-``RUN/profile/step_0000003-rank_0.json.gz`` is a trace for Perfetto or chrome://tracing, with the
-step's phases above operators and kernels. On CUDA, ``step_0000003-rank_0.pickle`` is the
-allocator's history for https://docs.pytorch.org/memory_viz.
+In the steps of ``run.profile``, torch's profiler writes for each rank
+``RUN/profile/step_0000003-rank_0.json.gz`` (Perfetto, chrome://tracing), with phases above
+operators and kernels, and on CUDA ``step_0000003-rank_0.pickle``, the allocator's history
+(https://docs.pytorch.org/memory_viz).
 """
 
 from __future__ import annotations
@@ -33,39 +33,38 @@ PHASES: Mapping[str, str] = {
     "actor_train": "train",
     "update_weights": "sync",
 }
-"""Phases of a step in order, with display names. ``step`` contains all phases and the rest, shown
-as ``other``. ``eval`` is outside of ``step``."""
+"""Phases of a step in order, with display names. ``step`` also contains the rest, ``other``, but
+not ``eval``."""
 
 TRAINING = ("deliver", "log_probs", "actor_train")
 """Phases with seconds proportional to the tokens trained on."""
 ROLLED_OUT = ("train/tokens", "prune/saved_tokens_completions", "prune/zero_advantage_tokens")
-"""Rolled-out tokens of rows: trained on; pruned with a gradient; without a gradient."""
+"""Rolled-out tokens: trained on; pruned with a gradient; without a gradient."""
 COMPUTING = ("log_probs", "actor_train")
-"""Phases with forward or backward passes of the trainer."""
+"""Phases of the trainer's passes."""
 
 
 class PhaseTimers:
     """Wall-clock seconds per phase on this rank, summed until :meth:`take`.
 
     - ``with timers("rollout"): ...`` is reported as ``perf/rollout_time``.
-    - An outer phase includes the time of inner phases.
-    - A phase ended by an exception counts up to the exception.
+    - An outer phase includes inner phases.
+    - A phase counts up to an exception.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._within: list[str] = []
         self.named: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Context manager around a phase, called with the phase's name; set by a profiler."""
+        """Context manager around a phase, given the phase's name; set by a profiler."""
         self.entered = 0
-        """Phases entered, without phases inside a step's phase. Equal on ranks with equal
-        progress."""
+        """Phases entered. Equal on ranks with equal progress."""
         self.moved = time.monotonic()
-        """Time of the last start or end of a phase."""
+        """Time of the last start or end."""
 
     @property
     def phase(self) -> str:
-        """Innermost current phase of this rank, empty between phases."""
+        """Innermost current phase, or empty."""
         return self._within[-1] if self._within else ""
 
     @contextmanager
@@ -84,30 +83,31 @@ class PhaseTimers:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """Return and clear ``perf/<phase>_time``, seconds of phases since the last call."""
+        """Return and clear ``perf/<phase>_time``, in seconds."""
         metrics = {f"perf/{phase}_time": seconds for phase, seconds in self._seconds.items()}
         self._seconds.clear()
         return metrics
 
 
 def compute_breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return seconds of a step by phase, in the order of ``PHASES``, then the rest as ``other``."""
+    """Return seconds of a step by phase, in order, then the rest as ``other``."""
     parts = {
         word: metrics[f"perf/{phase}_time"]
         for phase, word in PHASES.items()
         if f"perf/{phase}_time" in metrics
     }
     rest = metrics.get("perf/step_time", 0.0) - sum(parts.values())
+    # The sum of the parts may exceed the step by rounding.
     return parts | {"other": max(rest, 0.0)}
 
 
 def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics of the seconds saved by pruning, from a step's own counts.
+    """Return metrics of the seconds saved by pruning.
 
     - ``perf/saved_prompts_time``, ``perf/saved_completions_time``: see :func:`estimate_savings`;
-      absent without tokens for the estimate.
-    - ``perf/pruning_efficiency``: ratio of variance × seconds without pruning to variance × seconds
-      of the step; 1 for a smaller batch; absent for a biased rule.
+      absent without tokens.
+    - ``perf/pruning_efficiency``: variance × seconds without pruning, relative to the step's. 1 for
+      a smaller batch; absent for a biased rule.
     """
     if not {"prune/saved_tokens_prompts", "prune/saved_tokens_completions"} <= metrics.keys():
         return {}
@@ -127,11 +127,10 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 def estimate_savings(metrics: Mapping[str, float]) -> tuple[float, float, float]:
     """Estimate the further seconds of a step with all prompts, with all completions, and with both.
 
-    The estimate with all prompts keeps the pruning of completions, and vice versa. The model, from
-    the step's own timers:
+    The estimate with all prompts keeps the pruning of completions, and vice versa. The model:
 
-    - ``rollout`` costs equal seconds per rolled-out token of a row, ``TRAINING`` equal seconds per
-      token trained on.
+    - ``rollout`` costs equal seconds per rolled-out token, ``TRAINING`` equal seconds per token
+      trained on.
     - A pruned prompt would have cost rollouts, and training of the fraction of tokens that other
       prompts kept.
     - Costs independent of the step's size (a sync, a server's latency) are not saved.
@@ -169,20 +168,12 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600:,} h {whole % 3600 // 60:02} min"
 
 
+# The history keeps the latest entries.
 ALLOCATIONS = 1_000_000
-"""Maximum entries of the allocator's history; the latest entries are kept."""
 
 
 class Profiler:
-    """Profiler of chosen steps: ``with profiler(3): ...`` around every step.
-
-    Args:
-        folder: folder of the run.
-        steps: steps to profile, counted from 1 as in the log.
-        rank: rank of this process.
-        on_cuda: True if tensors are on a GPU.
-        timers: timers of the phases in the trace.
-    """
+    """Profiler of chosen steps: ``with profiler(3): ...`` around every step, counted from 1."""
 
     def __init__(
         self, folder: Path, steps: Collection[int], *, rank: int, on_cuda: bool, timers: PhaseTimers
@@ -223,7 +214,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Measurement of a step on all ranks."""
+    """Measurement on all ranks."""
 
     world: World
     shape: PolicyShape
@@ -232,17 +223,12 @@ class Usage:
     head: int
     """Weights of the output layer, for response tokens only."""
     peak: float
-    """FLOPs per second of a GPU, from the maker's data sheet."""
+    """FLOPs per second of a GPU, from the data sheet."""
     frozen: bool = False
-    """True if the weights need no gradient, because adapters are trained."""
+    """True if only adapters are trained."""
 
     def measure(self, plan: StepPlan, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Return ``perf/…`` metrics of the step that has just ended. Collective.
-
-        Args:
-            plan: plan of the step.
-            seconds: ``perf/…_time`` of this rank's timers, logged on rank 0.
-        """
+        """Return ``perf/…`` metrics of the last step, from this rank's timers. Collective."""
         import psutil
 
         cuda = self.world.device.type == "cuda"
@@ -253,6 +239,7 @@ class Usage:
 
             used.append(torch.cuda.max_memory_reserved() / GIB)
             torch.cuda.reset_peak_memory_stats()
+        # The fullest rank, because a run fails on the first rank without memory.
         largest = np.max(self.world.gather(used), axis=0)
         metrics = dict(
             zip(("perf/host_memory_gib", "perf/gpu_memory_gib"), largest.tolist(), strict=False)
@@ -268,14 +255,13 @@ class Usage:
         return metrics
 
     def _training_flops(self, plan: StepPlan) -> float:
-        """Return FLOPs of the forward and backward passes over the tokens trained on.
-
-        Shared tokens count once. Padding, recomputation and adapters' weights do not count.
-        """
+        """Return FLOPs of the passes over the tokens trained on, without padding and
+        recomputation."""
         shape = self.shape
         total = 0.0
         for minibatch in plan.minibatches:
             lengths = minibatch.lengths.astype(np.float64)
+            # Shared tokens count once. Adapters' weights do not count.
             shared = minibatch.shared_length.astype(np.float64)
             # Two products take 2·heads·head_dim·n² per layer and sequence of n tokens, because in
             # causal attention a token sees half of the sequence.

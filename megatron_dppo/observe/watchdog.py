@@ -1,18 +1,18 @@
 """Report ranks that keep other ranks waiting, with the stack, and end code that hangs.
 
-If a rank never enters a collective, other ranks wait until a timeout that names no rank. Therefore
-a thread of each rank sends heartbeats, even while the main thread is blocked, and rank 0 compares
-the heartbeats.
+A rank that never enters a collective keeps other ranks waiting until a timeout that names no rank.
+Therefore a thread of each rank sends heartbeats, even while the main thread is blocked, and rank 0
+compares the heartbeats.
 
-Each rank, even a single rank, also watches the main thread. Rollouts and evaluations run a user's
-code, which may never return:
+Each rank, even a single rank, also watches the main thread, because rollouts and evaluations run a
+user's code, which may never return:
 
-1. After ``run.stall_warning_s`` without progress and without a wait for another rank, the rank is
-    reported.
-2. After ``rollout.timeout_s``, the main thread receives a signal. The signal's handler raises
+1. After ``run.stall_warning_s`` without progress and without a wait for another rank, report the
+   rank.
+2. After ``rollout.timeout_s``, send the main thread a signal. The handler raises
    ``StandstillError`` at the current line.
-3. After the same time again, because the code caught the error or never received the signal, the
-   process ends.
+3. After the same time again, because the code caught the error or never received the signal, end
+   the process.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from megatron_dppo.process.streams import print_message
 FRAMES = 8
 """Innermost frames of a stack in the log."""
 UNLIMITED = ("", "rollout", "eval")
-"""Phases that may take long on all ranks: rollouts and evaluations, which report progress, and the
-time between phases, when a run loads weights and waits for servers."""
+"""Phases that may take long on all ranks: rollouts and evaluations report progress; between phases
+(``""``), a run loads weights and waits for servers."""
 WAKE = signal.SIGUSR2
-"""Signal that interrupts a main thread that hangs, also within a call such as ``time.sleep``."""
+"""Interrupts a hanging main thread, also in ``time.sleep``."""
 OF_RANKS = "torch/distributed/"
-"""Part of the path of code that waits for other ranks. Such a wait has a time limit already."""
+"""Path of code that waits for other ranks, with a time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +56,26 @@ class Heartbeat:
     """Message of a rank to rank 0."""
 
     number: int
-    """Heartbeats sent."""
+    """Count of heartbeats."""
     entered: int
     """Phases entered; equal on ranks with equal progress."""
     phase: str
     still_s: float
-    """Seconds since the rank entered or left a phase."""
+    """Seconds since the last start or end of a phase."""
     host: str
 
 
 class Watchdog:
     """Watchdog of a rank until :meth:`close`. A single rank sends no heartbeat.
 
-    Must be made by all ranks together, on the main threads.
+    Collective; made on the main threads.
 
     Args:
         world: ranks; ``timeout_s`` limits seconds without progress in rollouts and evaluations.
         timers: phase timers of this rank.
-        late_s: seconds of waiting for a rank before the rank is reported, once per phase; and
-            seconds without progress in rollouts and evaluations.
-        stuck_s: seconds without progress before all ranks are reported, if all have equal progress.
+        late_s: seconds without progress in rollouts and evaluations, or of waiting for a rank,
+            before the rank is reported, once per phase.
+        stuck_s: seconds without progress on all ranks, if equal, before all are reported.
     """
 
     def __init__(self, world: World, timers: PhaseTimers, late_s: float, stuck_s: float) -> None:
@@ -88,11 +88,10 @@ class Watchdog:
         self._interval_s = min(late_s / 4, self._end_s / 4, 10.0)
         self._main = threading.main_thread().ident or 0
         self._hung: UserError | None = None
+        # Time of the last signal. No progress since then: the main thread caught the error.
         self._interrupted_at = 0.0
-        """Time of the last signal to the main thread. Without progress since then, the main thread
-        caught the error."""
         self._spoken_of = 0.0
-        """Start of the standstill that this rank reported last."""
+        """Start of the standstill reported last."""
         self._sent = self._answered = self._asked = 0
         self._heard: dict[int, tuple[int, float]] = {}
         """On rank 0: number and arrival time of each rank's last heartbeat."""
@@ -132,7 +131,6 @@ class Watchdog:
             return
 
     def _check_main_thread(self) -> None:
-        """Report or end a main thread without progress that does not wait for another rank."""
         phase = self._timers.phase
         since = max(self._timers.moved, streams.get_progress_time())
         # Rank 0 compares all ranks in other phases.
@@ -231,8 +229,6 @@ def find_late_ranks(
     Args:
         heartbeats: last heartbeat of each rank.
         silence_s: seconds since each heartbeat.
-        late_s: limit of waiting for another rank.
-        stuck_s: limit without progress of all ranks.
     """
     if gone := [rank for rank, seconds in enumerate(silence_s) if seconds > late_s]:
         return gone
@@ -248,7 +244,7 @@ def find_late_ranks(
 def _describe(
     late_ranks: Sequence[int], heartbeats: Sequence[Heartbeat], stacks: dict[int, str]
 ) -> str:
-    """Return a paragraph per phase and stack of late ranks."""
+    # Ranks at the same line share a paragraph, because a thousand equal stacks are unreadable.
     alike: dict[tuple[str, str], list[int]] = {}
     for rank in late_ranks:
         alike.setdefault((heartbeats[rank].phase, stacks.get(rank, "")), []).append(rank)
@@ -274,9 +270,7 @@ def _format_paragraph(
 
 
 def _open_shared_store(world: World) -> dist.TCPStore:
-    """Open a store for heartbeats on all ranks."""
-    # Use a separate store, because a main thread that waits in the process group's store may lock
-    # the process group's store.
+    # Use a separate store: a main thread that waits in the process group's store may lock it.
     limit = timedelta(seconds=world.timeout_s)
     mine: list[dist.TCPStore] = []
 

@@ -1,7 +1,7 @@
 """Model card from a run's files: base model, training data and results.
 
-Cards are public: a card has file names without folders, and only settings that affect the result.
-Hosts, accounts, environments and servers' command lines are left out.
+Cards are public: no folders, hosts, accounts, environments or servers' command lines, and only
+settings that affect the result.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megatron_dppo.report.run import Record, RunRecord, get_data_names, get_defa
 from megatron_dppo.settings import format_value, get_settings
 from megatron_dppo.trainer.resume import PLACES
 
+# An allow list, so that a new setting stays private.
 SHOWN = (
     "run.seed",
     "run.steps",
@@ -44,28 +45,27 @@ SHOWN = (
     "rollout.max_response_tokens",
     "rollout.ahead",
 )
-"""Prefixes of the settings in a card."""
 TAG = "megatron-dppo"
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""Pattern of a model name on the hub."""
+"""Model name on the hub."""
 FUNCTION = re.compile(r"\.py(:[\w.]+)?$")
-"""Suffix of a setting that names a function in a file."""
+"""End of a setting that names a function in a file."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
 def render_model_card(run: RunRecord, *, step: int, name: str, adapters: bool = False) -> str:
-    """Return the text of ``README.md`` for a run's checkpoint.
+    """Return the text of ``README.md``.
 
     Args:
-        run: run of the checkpoint.
         step: step of the checkpoint; later measurements are left out.
         name: name of the model.
-        adapters: whether the model is adapters alone, for PEFT.
+        adapters: True for adapters alone, for PEFT.
     """
     base = find_base_model(run)
     data = get_data_names(run)
     library = "peft" if adapters else "transformers"
     head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
+    # The hub refuses a card whose base model is no id.
     if MODEL_ID.fullmatch(base):
         head["base_model"] = base
     if results := list(_list_results(run, step)):
@@ -93,7 +93,7 @@ def render_model_card(run: RunRecord, *, step: int, name: str, adapters: bool = 
 
 
 def _plain(text: str) -> str:
-    """Return the text in a single line, with the characters of Markdown and HTML escaped."""
+    """Return a single line, escaped for Markdown and HTML."""
     return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(str(text).split()))
 
 
@@ -102,7 +102,7 @@ def _format_code(text: object) -> str:
 
 
 def find_base_model(run: RunRecord) -> str:
-    """Return the base model: a hub id (also for a published Qwen3), else the folder's name."""
+    """Return a hub id (also for a published Qwen3), else the folder's name."""
     place = str(run.get_setting("model.path") or "")
     name = _get_name(place)
     return place if is_id(place) else f"Qwen/{name}" if match_published_model(name) else name
@@ -126,7 +126,7 @@ def _select_rows(run: RunRecord, step: int) -> list[Record]:
 
 
 def _collect_accuracies(run: RunRecord, step: int) -> dict[str, list[tuple[float, float]]]:
-    """Return (step, accuracy) pairs up to the checkpoint, by metric."""
+    """Return (step, accuracy) pairs by metric."""
     rows = _select_rows(run, step)
     names = sorted({key for row in rows for key in row if key.startswith("eval/")})
     names = [
@@ -139,7 +139,7 @@ def _collect_accuracies(run: RunRecord, step: int) -> dict[str, list[tuple[float
 
 
 def _list_results(run: RunRecord, step: int) -> Iterator[dict[str, Any]]:
-    """Yield the last accuracies in the hub's ``model-index`` form."""
+    """Yield the last accuracies as ``model-index``."""
     for key, values in _collect_accuracies(run, step).items():
         of = " ".join(_describe_held_out(run, key).split())
         metric = {"type": "accuracy", "name": "held-out accuracy", "value": round(values[-1][1], 6)}
@@ -151,7 +151,7 @@ def _list_results(run: RunRecord, step: int) -> Iterator[dict[str, Any]]:
 
 
 def _render_accuracy(run: RunRecord, step: int) -> Iterator[str]:
-    """Yield a table of accuracies before training and at the checkpoint's last evaluation."""
+    """Yield a table of the first and last accuracies."""
     found = _collect_accuracies(run, step)
     if not found:
         return
@@ -226,10 +226,11 @@ def _render_settings(run: RunRecord) -> Iterator[str]:
 
 
 def _strip_path(key: str, value: str) -> str:
-    """Return a path's name, without the folder; other values unchanged."""
+    """Return a path's name without the folder; other values unchanged."""
     if is_server(value):
         return "a server"
     named = key.startswith(PLACES) or FUNCTION.search(value) or value.startswith(("/", "~", "."))
+    # Text with spaces is a path only if the path exists: prompts have slashes, too.
     has_path = named or ("/" in value and (" " not in value or Path(value).exists()))
     return _get_name(value) if has_path else value
 

@@ -1,4 +1,4 @@
-"""Charts of lines and stacked layers: functions that draw on matplotlib's axes, for ``render.py``.
+"""Charts of lines and stacked layers: functions that draw on matplotlib's axes.
 
 Does not import matplotlib, because ranks import this module.
 """
@@ -20,32 +20,34 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Form = Literal["share", "number", "count", "times"]
-"""Kind of number: a fraction in percent; any number; a whole number; a factor."""
+"""A fraction in percent; any number; a whole number; a factor."""
+# A chart is about 500 pixels wide.
 MOST_POINTS = 240
-"""Most points of a line or stack; a chart is about 500 pixels wide."""
+"""Most points of a line or stack."""
+# More bands would overlap.
 MOST_LINES = 3
-"""With more lines, no bands and single values are drawn, to avoid overlap."""
+"""Most lines with bands and single values."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Drawing; :func:`with_title` adds the title."""
+    """Drawing without title, see :func:`with_title`."""
 
     about: str
-    """Drawn quantity and unit."""
+    """Quantity and unit."""
     draw: Callable[[Axes], None] | None = None
     empty: str = ""
-    """Replacement text for an empty drawing."""
+    """Replaces an empty drawing."""
     description: str = ""
-    """Description for readers who cannot see the drawing."""
+    """For readers who cannot see the drawing."""
     title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Line of a chart. Arrays are [n]."""
+    """Arrays are [n]."""
 
     name: str
     colour: str
@@ -53,24 +55,22 @@ class Line:
     x: Floats
     y: Floats
     low: Floats | None = None
-    """Lower end of each point's interval, up to ``high``."""
+    """Lower end of an interval, up to ``high``."""
     high: Floats | None = None
     noisy: bool = False
-    """Whether to draw a centred mean over the values."""
+    """True to draw a centred mean over the values."""
 
     @property
     def bold_values(self) -> Floats:
-        """[n], values of the bold line: of a noisy line the centred mean."""
+        """[n], the centred mean if noisy."""
         return compute_running_mean(self.y) if self.noisy else self.y
 
     @property
     def first(self) -> float:
-        """First value of the bold line."""
         return float(self.bold_values[0])
 
     @property
     def last(self) -> float:
-        """Last value of the bold line."""
         return float(self.bold_values[-1])
 
 
@@ -83,7 +83,7 @@ class Layer:
     values: Floats
     """[n]"""
     label: str = ""
-    """Text beside the name in the legend."""
+    """Legend text beside the name."""
 
 
 def make_line_chart(
@@ -97,12 +97,9 @@ def make_line_chart(
     high: float | None = None,
     empty: str = "not measured",
 ) -> Chart:
-    """Chart lines over a shared axis. The legend, or a single line's end, shows the last values.
+    """Chart lines over a shared axis, with last values. Empty lines are left out.
 
-    Args:
-        lines: lines; empty lines are left out.
-        low: lower end of the value axis; None: automatic.
-        high: upper end of the value axis; None: automatic.
+    ``low`` and ``high`` are the ends of the value axis; None: automatic.
     """
     lines = [line for line in lines if len(line.x)]
     if not lines:
@@ -110,6 +107,7 @@ def make_line_chart(
 
     def draw(axes: Axes) -> None:
         for line in lines:
+            # The legend has the last value; a single line has no legend, and the value at the end.
             label = f"{line.name} {format_number(line.last, form)}"
             _draw_line(
                 axes, line, label if len(lines) > 1 else "", bold_only=len(lines) > MOST_LINES
@@ -142,11 +140,9 @@ def make_stack_chart(
     top: float | None = None,
     empty: str = "not measured",
 ) -> Chart:
-    """Chart layers on top of each other, the first at the bottom.
+    """Chart layers of n values over steps [n], the first layer at the bottom.
 
     Args:
-        x: steps, [n].
-        layers: layers of n values.
         top: end of the value axis; None: :func:`compute_stack_top`.
     """
     if not len(x):
@@ -156,6 +152,7 @@ def make_stack_chart(
         thinned = [reduce_points(x, layer.values, MOST_POINTS) for layer in layers]
         end = compute_stack_top(layers) if top is None else top
         steps = thinned[0][0]
+        # Draw the last step with the width of the step before.
         edges = np.concatenate(
             [steps, [2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1.0]]
         )
@@ -179,16 +176,16 @@ def make_stack_chart(
 
 
 def compute_stack_top(layers: Sequence[Layer]) -> float:
-    """Return a stack's top, with some room."""
+    """Return the end of the value axis, with some room."""
     ends = np.sum(
         [reduce_points(layer.values, layer.values, MOST_POINTS)[1] for layer in layers], axis=0
     )
-    # Ignore a few long steps, often the first step.
+    # Ignore a few long steps, often the first, because the other steps would be flat.
     return 1.06 * float(np.quantile(ends, 0.98) if len(ends) > 20 else ends.max(initial=0.0)) or 1.0
 
 
 def with_title(title: str) -> Callable[[Callable[P, Chart]], Callable[P, Chart]]:
-    """Decorate a chart's maker: add the title, and on failure show the reason."""
+    """Decorate a chart's maker: add the title, and show the reason of a failure."""
 
     def decorate(make: Callable[P, Chart]) -> Callable[P, Chart]:
         @wraps(make)
@@ -202,10 +199,8 @@ def with_title(title: str) -> Callable[[Callable[P, Chart]], Callable[P, Chart]]
 
 
 def try_or_explain(make: Callable[[], T], fallback: Callable[[str], T]) -> T:
-    """Return ``make()``; on an error, as from a damaged file, return ``fallback(reason)``.
-
-    The reason is a line of at most 100 characters.
-    """
+    """Return ``make()``, or ``fallback(reason)`` with a line of at most 100 characters."""
+    # A damaged file must not hide the other charts.
     try:
         return make()
     except Exception as error:
@@ -240,7 +235,7 @@ def _write_ticks(axis: Any, form: Form) -> None:
 
 
 def format_tick(value: float, form: Form) -> str:
-    """Format a number for an axis: short, with letters from thousands on."""
+    """Format for an axis: short, with letters from thousands on."""
     scaled, unit = {"share": (100.0 * value, "%"), "times": (value, "×")}.get(form, (value, ""))
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(scaled) >= max(size, 10_000):
@@ -249,7 +244,7 @@ def format_tick(value: float, form: Form) -> str:
 
 
 def format_number(value: float | None, form: Form) -> str:
-    """Format a number for text; a dash for None."""
+    """Format for text; a dash for None."""
     if value is None:
         return "–"
     if form == "share":
@@ -264,8 +259,7 @@ def format_number(value: float | None, form: Form) -> str:
 
 
 def reduce_points(x: Floats, y: Floats, max_points: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return mean x, and mean, least and greatest y, over neighbours, with at most ``max_points``
-    points. [n] each."""
+    """Return mean x, and mean, least and greatest y, of at most ``max_points`` neighbourhoods."""
     if len(x) <= max_points:
         return x, y, y, y
     starts = np.arange(0, len(x), ceil(len(x) / max_points))
@@ -284,5 +278,5 @@ def compute_running_mean(values: Floats) -> Floats:
 
 
 def count_end_values(count: int) -> int:
-    """Return the number of values in the mean at each end of a smoothed line."""
+    """Return the number of values in the mean at either end."""
     return min(count, max(1, count // 20) + 1)

@@ -1,4 +1,4 @@
-"""Learning of runs and its certainty: reward, accuracy, signs of health, packs."""
+"""Learning of runs: reward, accuracy, signs of health, packs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megatron_dppo.trainer.agreement import MAX_LOGPROB_DIFF
 # 95% of a normal distribution lie within this many standard deviations.
 Z = 1.959964
 Reduce = Callable[[Floats], float]
-"""Reduction of a metric's values [n] to a number."""
 FIRST_MEAN_LAST: Sequence[Reduce] = (lambda values: values[0], np.mean, lambda values: values[-1])
+# Label, metric and form of a row.
 SIGNS: Sequence[tuple[str, str, Form]] = (
     ("Response length: mean tokens of a completion", "rollout/response_len/mean", "number"),
     ("Cut off: share of completions that reached the limit", "rollout/truncated_ratio", "share"),
@@ -40,7 +40,6 @@ SIGNS: Sequence[tuple[str, str, Form]] = (
         "share",
     ),
 )
-"""Label of a table's row, metric, form."""
 DIFFERENCES: Sequence[tuple[str, str, Form, Reduce]] = (
     ("pack fill, mean", "pack/fill", "share", np.mean),
     ("mean |Δ log p| of a step, mean of all", "train/rollout_logprob_abs_diff", "number", np.mean),
@@ -55,26 +54,25 @@ DIFFERENCES: Sequence[tuple[str, str, Form, Reduce]] = (
     ("age of completions in updates, mean", "staleness/mean", "number", np.mean),
     ("age of completions in updates, largest", "staleness/max", "number", np.max),
 )
-"""Differences between trainer and engine."""
 Positions = Callable[[RunRecord], Floats]
-"""Function that returns a run's step positions on an axis, [steps]."""
+"""Function from a run to positions on an axis, [steps]."""
 
 
 def compute_wilson_interval(share: float, trials: int) -> tuple[float, float]:
-    """Return the 95% interval of a fraction of ``trials`` independent trials (Wilson 1927)."""
+    """Return the 95% interval of a fraction of independent trials (Wilson 1927)."""
     centre = (share + Z**2 / (2 * trials)) / (1 + Z**2 / trials)
     reach = Z / (1 + Z**2 / trials) * sqrt(share * (1 - share) / trials + Z**2 / (4 * trials**2))
     return max(centre - reach, 0.0), min(centre + reach, 1.0)
 
 
 def format_wilson_interval(share: float, trials: int) -> str:
-    """Format :func:`compute_wilson_interval` in percent, such as ``61.5–84.9``."""
+    """Format in percent, such as ``61.5–84.9``."""
     low, high = compute_wilson_interval(share, trials)
     return f"{100 * low:.1f}–{100 * high:.1f}"
 
 
 def make_learning_section(runs: Sequence[RunRecord]) -> Section:
-    """Show reward and accuracy over four axes; the page displays a single axis at a time."""
+    """Show reward and accuracy over four axes."""
     time = "perf/step_time"
     size, unit = _select_time_unit(
         max((float(_sum_metric(run, time)[-1]) for run in runs if run.steps), default=0.0)
@@ -90,6 +88,7 @@ def make_learning_section(runs: Sequence[RunRecord]) -> Section:
         ("time", f"{unit} in training steps", lambda run: _sum_metric(run, time) / size),
     )
     parts = []
+    # The page displays a single axis at a time.
     for name, label, positions in axes:
         reward = make_reward_chart(runs, label, positions)
         parts.append(Charts([reward, make_accuracy_chart(runs, label, positions)], axis=name))
@@ -110,8 +109,9 @@ def make_learning_section(runs: Sequence[RunRecord]) -> Section:
 
 
 def make_signs_section(runs: Sequence[RunRecord]) -> Section:
-    """Show first, mean and last values of early signs of failure; loggers draw the full curves."""
+    """Show early signs of failure."""
     rows = []
+    # Three values suffice, because loggers draw the full curves.
     for what, key, form in SIGNS:
         cells = [_format_figures(run, key, form, *FIRST_MEAN_LAST) for run in runs]
         rows.append([what, *cells])
@@ -125,7 +125,6 @@ def make_signs_section(runs: Sequence[RunRecord]) -> Section:
 
 
 def make_packs_section(runs: Sequence[RunRecord]) -> Section:
-    """Show the pack fill, and the differences between trainer and engine."""
     lead = (
         "Empty slots of a pack cost time and train nothing. Trainer and engine score the same "
         "tokens with the same "
@@ -177,8 +176,9 @@ def make_accuracy_chart(
 
 
 def _get_points(run: RunRecord, key: str, positions: Positions) -> tuple[Floats, Floats]:
-    """Return positions and values of ``key``; the position before the first step is 0."""
+    """Return positions and values of a metric."""
     steps, values = run.get_series(key)
+    # The evaluation before the first step is at position 0.
     ends = np.concatenate([[0.0], positions(run)])
     return ends[np.searchsorted(get_step_numbers(run), steps, side="right")], values
 
@@ -193,7 +193,7 @@ def _select_time_unit(longest: float) -> tuple[float, str]:
 
 
 def _make_file_tables(runs: Sequence[RunRecord]) -> list[Table]:
-    """List first and last accuracies by file or data source, if a run has several."""
+    """List accuracies by file or data source."""
     keys = {
         key.removeprefix("eval/")
         for run in runs
@@ -223,7 +223,6 @@ def _first_last(run: RunRecord, name: str) -> str:
 
 
 def _format_figures(run: RunRecord, key: str, form: Form, *reduce: Reduce) -> str:
-    """Format reductions of a metric's values; a dash without values."""
     values = run.get_series(key)[1]
     if not len(values):
         return "–"

@@ -46,11 +46,11 @@ from megatron_dppo.report.timing import (
 from megatron_dppo.rl.types import Floats
 
 MOST_ARMS = 3
-"""Most arms in large figures; more arms are compared in words only."""
+"""Most arms in large figures."""
 
 
 Figure = tuple[str, str, str]
-"""Title, number and remark of a headline."""
+"""Title, number, remark."""
 
 
 def report(
@@ -59,8 +59,6 @@ def report(
     """Write the page atomically, and pictures if a folder is given (``megatron-dppo report``).
 
     Args:
-        folders: folders of the runs.
-        out: HTML file.
         png: folder for ``<run>-progress.png`` and ``<run>-pruning.png``.
         price: price of a GPU-hour; None: each run's ``cluster.price_per_gpu_hour``.
 
@@ -78,6 +76,7 @@ def report(
             partial.write_text(text, encoding="utf-8", errors="replace")
     print(f"report               {out}")
     if png is not None:
+        # Import here, because only pictures need matplotlib.
         from megatron_dppo.report.render import draw_pictures
 
         with _convert_write_errors("--png", png):
@@ -110,6 +109,7 @@ def render_page(runs: Sequence[RunRecord], price: float | None = None) -> str:
         ("settings", "Settings", make_settings_section),
     ]
     empty = partial(Section, "", [])
+    # A damaged file must not hide the other sections.
     sections = [
         (name, title, try_or_explain(partial(make, runs), empty)) for name, title, make in chapters
     ]
@@ -118,6 +118,7 @@ def render_page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     text, style, script = (
         (folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js")
     )
+    # Answers and settings are untrusted text.
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -136,6 +137,7 @@ def render_page(runs: Sequence[RunRecord], price: float | None = None) -> str:
         palette=Markup(_render_css()),
         style=Markup(style),
         script=Markup(script),
+        # The page's policy permits only the script with this hash.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         version=__version__,
         now=f"{datetime.now():%Y-%m-%d %H:%M}",
@@ -143,7 +145,7 @@ def render_page(runs: Sequence[RunRecord], price: float | None = None) -> str:
 
 
 def _render_chart(chart: Chart) -> Markup:
-    """Return a chart as SVG, or the reason for a missing chart."""
+    """Return a chart as SVG, or the reason why not."""
     reason_of = Markup('<p class="empty">{}</p>').format
     if chart.draw is None:
         return reason_of(chart.empty)
@@ -159,7 +161,7 @@ def _make_headline(run: RunRecord) -> tuple[str, str, list[Figure]]:
 
 
 def _render_css() -> str:
-    """Return CSS variables of all colours, and a class per colour that sets ``--c``."""
+    """Return CSS variables of all colours, and a class per colour."""
     variables = "".join(
         f"--{name}: light-dark({light}, {dark}); " for name, (light, dark) in PALETTE.items()
     )
@@ -185,11 +187,11 @@ def _describe_run(run: RunRecord) -> str:
 
 
 def _describe_state(run: RunRecord) -> str:
-    """Return the state; empty for a finished run."""
     if not run.rows:
         return "no step is recorded yet"
     step = int(run.rows[-1]["step"])
     last = int(run.get_setting("run.steps"))
+    # A finished run needs no remark.
     if step >= last or not run.config:
         return ""
     # A running and a killed run differ only in the time of the last row.
@@ -197,7 +199,7 @@ def _describe_state(run: RunRecord) -> str:
 
 
 def _list_measured(outcome: SpeedComparison) -> Iterator[Figure]:
-    """Yield measured ratios of arms to the first arm, shown larger than any estimate."""
+    """Yield measured ratios to the first arm."""
     of = {"a step": outcome.pace}
     if outcome.target is not None:
         of[f"to {format_number(outcome.target, 'share')}"] = outcome.reached

@@ -10,25 +10,25 @@ from megatron_dppo.report.charts import Chart
 
 @dataclass(frozen=True, slots=True)
 class Charts:
-    """Charts side by side."""
+    """Side by side."""
 
     charts: Sequence[Chart]
     heading: str = ""
     about: str = ""
-    """Text under the heading."""
+    """Under the heading."""
     axis: str = ""
-    """Axis of these charts, if the reader can choose among several."""
+    """The reader chooses among the axes of a section."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells. A row's first cell is the heading; further cells are right-aligned."""
+    """A row's first cell is the heading."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
     words: bool = False
-    """Whether cells are words, then left-aligned."""
+    """True to align cells left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +36,22 @@ class Segment:
     colour: str
     name: str
     percent: float
-    """Length relative to the longest bar."""
+    """Fraction of the longest bar, in percent."""
     said: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """A bar per run, on a common scale, in coloured segments."""
+    """A bar per run, on a common scale."""
 
     rows: Sequence[tuple[str, str, Sequence[Segment]]]
-    """Name, total and segments of each run."""
+    """Name, total and segments."""
     key: Sequence[tuple[str, str]]
-    """Colours, each with the segment's name."""
+    """Colours with names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Paragraph."""
-
     text: str
 
 
@@ -69,20 +67,18 @@ class SampleProblem:
     prompt: str
     label: str
     runs: Sequence[tuple[str, str, Sequence[SampleAnswer]]]
-    """Name, colour and answers of each run with the problem."""
+    """Name, colour and answers of each run."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleAnswers:
     problems: Sequence[SampleProblem]
     steps: Sequence[int]
-    """All steps with answers of any run."""
+    """Steps with answers of any run."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollapsibleText:
-    """Collapsible text."""
-
     title: str
     text: str
 
@@ -96,4 +92,4 @@ class Section:
     """Reading instructions."""
     parts: Sequence[Part]
     nothing: str = "Nothing is recorded."
-    """Text without parts."""
+    """Replaces missing parts."""

@@ -37,7 +37,6 @@ FATES = ("trained on", "pruned", "zero advantage", "not rolled out")
 
 
 def make_pruning_section(runs: Sequence[RunRecord]) -> Section:
-    """Show the answers kept in each run, the reasons, and the added noise."""
     lead = (
         "An answer has a gradient where its group's rewards differ. An unbiased rule keeps each of "
         "these answers with a known probability, and weights those that it keeps so that the "
@@ -66,6 +65,7 @@ def has_pruning(run: RunRecord) -> bool:
 @with_title("Which answers are trained on")
 def make_answers_chart(run: RunRecord) -> Chart:
     """Chart the probability of training, by the answer's group."""
+    # Rewards of 0 and 1 give an accuracy; other rewards are relative to the group.
     binary = all(row["binary"] for row in run.census)
     about = "probability, over all steps"
     cells = _collect_cells(run, "by_group" if binary else "by_reward")
@@ -89,8 +89,7 @@ def make_answers_chart(run: RunRecord) -> Chart:
 
 @with_title("Length and score")
 def make_causes_chart(run: RunRecord) -> Chart:
-    """Chart the probability of training by length and score: colours are probabilities, strengths
-    numbers of answers."""
+    """Chart the probability of training (colour) by length and score."""
     about = "score over the step's median, by length; stronger: more answers"
     cells = _collect_cells(run, "by_cause")
     if nothing := _describe_empty(cells):
@@ -98,6 +97,7 @@ def make_causes_chart(run: RunRecord) -> Chart:
     x, y, count, chance = cells.T
     width, height = (min(np.diff(np.unique(values)).min(initial=np.inf), 1.0) for values in (x, y))
     colours = np.round(4 * np.clip(chance, 0.0, 1.0)).astype(int)
+    # The square root keeps cells with few answers visible.
     strengths = 0.25 + 0.75 * np.sqrt(count / count.max())
 
     def draw(axes: Axes) -> None:
@@ -120,7 +120,7 @@ def make_causes_chart(run: RunRecord) -> Chart:
 
 @with_title("Noise of the gradient")
 def make_noise_chart(run: RunRecord) -> Chart:
-    """Chart the variance relative to the full batch's, by source."""
+    """Chart the variance by source."""
     about = "variance over the full batch's, as estimated for independent draws"
     if not has_pruning(run) or run.compute_mean("prune/kept_token_fraction") is None:
         return Chart(about, empty="no pruning")
@@ -130,6 +130,7 @@ def make_noise_chart(run: RunRecord) -> Chart:
         if row.keys() >= set(keys):
             rows.append([row[key] for key in keys])
     steps, by_prompts, by_completions = np.array(rows, dtype=np.float64).reshape(-1, 3).T
+    # A share of 1 for pruning would divide by zero.
     sampling = np.maximum(1.0 - by_prompts - by_completions, 1e-9)
     sources = (
         ("sampling", sampling),
@@ -147,7 +148,7 @@ def make_noise_chart(run: RunRecord) -> Chart:
 
 @with_title("Tokens of a step")
 def make_tokens_chart(run: RunRecord) -> Chart:
-    """Chart tokens of prompts and responses: trained, pruned, without gradient, not rolled out."""
+    """Chart the tokens of a step by fate."""
     unseen = {row["step"]: row.get("prune/saved_tokens_prompts", 0.0) for row in run.rows}
     steps = np.array([row["step"] for row in run.census], dtype=np.float64)
     # pruning.jsonl calls zero advantage ``idle``.
@@ -167,7 +168,7 @@ def make_tokens_chart(run: RunRecord) -> Chart:
 
 
 def _describe_rules(run: RunRecord) -> str:
-    """Describe the active rules, with the reason for a biased rule."""
+    """Describe the active rules."""
     words = []
     for level, known in RULES.items():
         rule = run.get_setting(f"pruning.{level}.rule")
@@ -183,7 +184,7 @@ def _describe_rules(run: RunRecord) -> str:
 
 
 def _collect_cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_cause"]) -> Floats:
-    """Return [cells, 4], ascending: two coordinates, answers of all steps, mean inclusion."""
+    """Return [cells, 4]: two coordinates, answers of all steps, mean inclusion."""
     cells = np.array(
         [cell[:4] for row in run.census for cell in row[table]], dtype=np.float64
     ).reshape(-1, 4)
@@ -193,7 +194,7 @@ def _collect_cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_c
 
 
 def _describe_empty(cells: Floats) -> str:
-    """Return the reason for an empty chart; "" if any answer was pruned."""
+    """Return the reason for an empty chart, or ""."""
     if (cells[:, 3] < 1.0).any():
         return ""
     return (

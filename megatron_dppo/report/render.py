@@ -1,4 +1,4 @@
-"""Charts as SVG for the page, and as PNG files of four charts. The only module with matplotlib."""
+"""Charts as SVG and PNG. The only module with matplotlib."""
 
 from __future__ import annotations
 
@@ -52,16 +52,17 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
 }
 ABOVE = 34
-"""Points between a chart and the title: room for a legend of two rows."""
+"""Points between chart and title, for two rows of legend."""
 
 
 def render_svg(chart: Chart) -> str:
-    """Return a chart as an SVG element with the page's CSS variables as colours.
+    """Return a chart as an SVG element.
 
     Raises:
-        Exception: any error from drawing the values of a damaged file.
+        Exception: any error from the values of a damaged file.
     """
     assert chart.draw is not None
+    # A fixed salt gives the same ids for the same chart.
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": chart.title}), warnings.catch_warnings():
         # A font may lack letters; the page's font draws these letters.
         warnings.simplefilter("ignore")
@@ -73,23 +74,18 @@ def render_svg(chart: Chart) -> str:
         data = io.StringIO()
         empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(data, format="svg", transparent=True, metadata=empty)
+    # The page sets the size, and needs no namespaces.
     text = data.getvalue()
     unwanted = r' xmlns(:\w+)?="[^"]*"| (width|height)="[^"]*pt"| clip-path="[^"]*"'
     text = re.sub(unwanted, "", text[text.index("<svg") :])
+    # CSS variables let the colours follow the reader's light or dark theme.
     for name, (light, _) in PALETTE.items():
         text = text.replace(light, f"var(--{name})")
     return text
 
 
 def draw_pictures(run: RunRecord, folder: Path, *, prefix: str = "", title: str = "") -> None:
-    """Write ``progress.png`` (learning and time) and ``pruning.png`` (kept, reasons, costs).
-
-    Args:
-        run: finished or running.
-        folder: folder of the pictures, each 1,760 pixels wide and replaced atomically.
-        prefix: prefix of the file names.
-        title: line above the charts.
-    """
+    """Write ``progress.png`` (learning and time) and ``pruning.png``, each replaced atomically."""
     seconds = make_phase_chart(run, "by phase, on the leading rank")
     progress = [
         make_reward_chart([run]),

@@ -1,4 +1,4 @@
-"""Read the folder of a running, finished or killed run; skip and count unreadable lines."""
+"""Read the folder of a running, finished or killed run; count unreadable lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from megatron_dppo.settings import IN_FORCE, describe_renamed, get_settings
 from megatron_dppo.trainer.resume import SettingChange, find_changes, list_renamed, read_history
 
 Record = Mapping[str, Any]
-"""A line of JSON."""
 CENSUS = "pruning.jsonl"
 ANSWERS = "answers.jsonl"
 
@@ -49,8 +48,6 @@ class CensusRow(TypedDict):
 
 
 class SampleAnswer(TypedDict):
-    """Answer in a row of ``answers.jsonl``."""
-
     prompt: str
     label: str
     answer: str
@@ -59,48 +56,49 @@ class SampleAnswer(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Contents of a run's folder. The field of a missing file is empty."""
+    """Contents of a run's folder; empty fields for missing files."""
 
     name: str
-    """Short name, unique on the page."""
+    """Short and unique on the page."""
     folder: Path
     number: int
-    """Index on the page, from 0; selects the colour."""
+    """Index on the page; selects the colour."""
     config: Mapping[str, Any]
-    """Values of ``config.yaml`` by dotted key."""
+    """``config.yaml`` by dotted key."""
     changes: Sequence[tuple[int, Sequence[SettingChange]]]
-    """Changed settings, each with the number of steps before the change."""
+    """Changed settings, with the steps before each change."""
     rows: Sequence[Record]
-    """Rows of ``metrics.jsonl``: finite numbers only."""
+    """``metrics.jsonl``, finite numbers only."""
     census: Sequence[CensusRow]
-    """Rows of ``pruning.jsonl``."""
+    """``pruning.jsonl``."""
     answers: Sequence[Record]
-    """Rows of ``answers.jsonl``."""
+    """``answers.jsonl``."""
     scores: Sequence[tuple[str, Record]]
-    """Every ``scores.json`` below the folder, with the relative path of the file's folder."""
+    """Every ``scores.json`` below the folder, with its relative folder."""
     written: datetime | None
     """Time of the last row of metrics."""
     left_out: Sequence[str]
-    """Files with numbers of unreadable lines, without the last line of a killed run."""
+    """Files with numbers of unreadable lines."""
     group: str = ""
-    """Name given by the user to one or more runs; empty: no name."""
+    """Name given by the user; runs of a name form a group."""
 
     @property
     def colour(self) -> str:
-        """Colour on the page; from the seventh run, with broken lines."""
+        """Colour on the page."""
+        # The palette has six colours. Further runs repeat them with broken lines.
         return f"run{self.number % 6}" + " again" * (self.number >= 6)
 
     @property
     def steps(self) -> list[Record]:
-        """Rows of steps, without row 0, the evaluation before the first step."""
+        """Rows of steps."""
+        # Row 0 is the evaluation before the first step, and has no time.
         return [row for row in self.rows if "perf/step_time" in row]
 
     def get_setting(self, key: str) -> Any:
-        """Return the run's value, else the default."""
         return self.config[key] if key in self.config else get_default(key)
 
     def get_series(self, key: str) -> tuple[Floats, Floats]:
-        """Return steps and values of the rows with ``key``."""
+        """Return steps and values of a metric."""
         found = [(row["step"], row[key]) for row in self.rows if key in row]
         steps, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
         return steps, values
@@ -111,7 +109,7 @@ class RunRecord:
 
     @property
     def changed_settings(self) -> Sequence[str]:
-        """Settings changed during the run that affect results, with the steps."""
+        """Changed settings that affect results, with steps."""
         return [
             f"{change.key} {format_masked(change.key, change.before)} until step {step:,}, "
             f"then {format_masked(change.key, change.now)}"
@@ -122,12 +120,14 @@ class RunRecord:
 
     @property
     def held_out(self) -> int | None:
-        """Number of problems of ``eval/accuracy``; None if unknown or a mean over files."""
+        """Problems of ``eval/accuracy``; None if unknown."""
+        # With several files the accuracy is a mean over files, which is no fraction of all
+        # problems.
         return next(iter(self.problems.values())) if len(self.problems) == 1 else None
 
     @property
     def problems(self) -> Mapping[str, int]:
-        """Number of held-out problems by file name; "" for a single file."""
+        """Held-out problems by file; "" for a single file."""
         found = self.answers[-1].get("problems") if self.answers else None
         counts = found if isinstance(found, dict) else {}
         return {
@@ -136,20 +136,18 @@ class RunRecord:
 
 
 def get_default(key: str) -> Any:
-    """Return the default in YAML form (a list for a tuple); None for an unknown setting."""
+    """Return the default as in YAML (a list for a tuple); None for an unknown setting."""
     default = get_settings()[key].default if key in get_settings() else None
     return list(default) if isinstance(default, tuple) else default
 
 
 def get_data_names(run: RunRecord) -> str:
-    """Return the names of the training files or generators."""
     given = run.get_setting("data.rollouts") or run.get_setting("data.train")
     places = [each["path"] for each in given] if isinstance(given, list) else [given]
     return ", ".join(PurePath(str(place or "")).name for place in places) or "(not recorded)"
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether `value` is a finite number within a float's range."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
@@ -157,7 +155,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     """Return the runs in these folders, in order.
 
     Args:
-        folders: paths, optionally prefixed with ``NAME=``. Runs of the same name form a group.
+        folders: paths, or ``NAME=PATH``. Runs of the same name form a group.
 
     Raises:
         UserError: naming the first folder without a run or evaluation results.
@@ -173,11 +171,11 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
 
 def _split_group(folder: Path) -> tuple[str, Path]:
     name, given, place = str(folder).partition("=")
+    # An existing folder may have an equals sign in the name.
     return (name, Path(place)) if given and not folder.exists() else ("", folder)
 
 
 def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
-    """Read a run; the arguments are fields of ``RunRecord``."""
     metrics = folder / FILE
     scores = list(_read_scores(folder))
     if not metrics.is_file() and not scores:
@@ -199,6 +197,7 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
         samples.append({**row, "answers": _validate_rows(SampleAnswer, row.get("answers"))})
     left_out = []
     for file, kept in read.items():
+        # Count only lines with an end, because a killed run leaves half a line.
         lines = _read_text(folder / file).count("\n") - len(kept)
         if lines > 0:
             verb = "is" if lines == 1 else "are"
@@ -229,7 +228,7 @@ def _is_given(key: str, value: Any) -> bool:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest distinct ends of the paths."""
+    """Return the shortest distinct ends of paths."""
     paths = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, paths), default=0) + 1):
         names = ["/".join(path[-length:]) for path in paths]
@@ -239,19 +238,17 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _read_rows(file: Path) -> list[Record]:
-    """Return the JSON lines with a step."""
     return [
         row for line in _read_text(file).split("\n") if is_number((row := _parse(line)).get("step"))
     ]
 
 
 def _read_text(file: Path) -> str:
-    """Return the text, with invalid UTF-8 bytes replaced; empty if missing."""
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def _parse(text: str) -> Record:
-    """Return a JSON object; empty for other text, such as a line cut short by a kill."""
+    """Return a JSON object; empty for other text."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

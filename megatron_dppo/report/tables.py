@@ -23,15 +23,16 @@ from megatron_dppo.report.run import Record, RunRecord, get_default, is_number
 from megatron_dppo.settings import get_settings
 
 MOST_EVALUATIONS = 12
-"""Most evaluations shown per run, including the first and the last."""
+"""Most evaluations shown per run."""
 MOST_PROBLEMS = 8
+# An answer's end has the result.
 HEAD = 400
 TAIL = 800
-"""Shown characters of an answer: the start, and the end, where the result is."""
 
 
 def make_answers_section(runs: Sequence[RunRecord]) -> Section:
-    """Show sample problems, in the order of the first run with each problem."""
+    """Show sample problems with the runs' answers."""
+    # In the order of the first run with each problem.
     found: dict[tuple[str, str], dict[int, list[SampleAnswer]]] = {}
     for run in runs:
         for row in _select_evenly([row for row in run.answers if row.get("answers")]):
@@ -54,7 +55,7 @@ def make_answers_section(runs: Sequence[RunRecord]) -> Section:
 
 
 def make_benchmarks_section(runs: Sequence[RunRecord]) -> Section:
-    """Show a table per evaluation; a dash replaces a missing figure."""
+    """Show a table per evaluation."""
     parts: list[Part] = []
     for run in runs:
         for folder, found in run.scores:
@@ -82,7 +83,7 @@ def make_benchmarks_section(runs: Sequence[RunRecord]) -> Section:
 
 
 def _select_evenly(rows: Sequence[Record]) -> list[Record]:
-    """Return the first, the last, and evenly spaced rows between."""
+    """Return at most ``MOST_EVALUATIONS`` rows, the first and the last included."""
     chosen = np.linspace(0, len(rows) - 1, min(len(rows), MOST_EVALUATIONS)).round().astype(int)
     return [rows[i] for i in np.unique(chosen)]
 
@@ -110,6 +111,7 @@ def _format_scores(name: str, scores: Record) -> list[str]:
         if isinstance(found, dict)
         else {}
     )
+    # The keys are texts in JSON: 16 comes after 8 as a number only.
     most = max(passes, key=int, default=None)
     return [
         name,
@@ -125,7 +127,7 @@ def _format_scores(name: str, scores: Record) -> list[str]:
 
 
 def _format_interval(found: Any, template: str = "{:.1%}") -> str:
-    """Format a number, with an interval if recorded; a dash without a number."""
+    """Format a number, with an interval if recorded."""
     value, low, high = (
         map(found.get, ("value", "low", "high")) if isinstance(found, dict) else (found, None, None)
     )
@@ -140,8 +142,7 @@ def _format_interval(found: Any, template: str = "{:.1%}") -> str:
 
 
 def make_settings_section(runs: Sequence[RunRecord]) -> Section:
-    """Show settings that differ between runs (of a single run, from the defaults), then all
-    settings."""
+    """Show settings that differ between runs, or from the defaults; then all."""
     # Mask secrets, because pages are shared.
     told = [run for run in runs if run.config]
     parts: list[Part] = []

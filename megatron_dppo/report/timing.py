@@ -1,6 +1,6 @@
 """Seconds of a step by phase, the fastest of several runs, and costs.
 
-Runs that differ only by seed form an arm. Arms are compared by time ratios, with intervals.
+Runs that differ only by seed form an arm. Arms are compared by time ratios.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_dppo.trainer.resume import find_changes
 
 NAMES = (*PHASES.values(), "other")
 NARROWEST = 0.07
-"""Fraction of the scale below which a segment has no label inside."""
+"""Fraction of the scale. Narrower segments have no label."""
 TEST = (
     "data.eval",
     "data.prompt_key",
@@ -54,7 +54,7 @@ TEST = (
 )
 """Settings that define the task of an accuracy."""
 GENERATED = ("data.arithmetic.", "data.reasoning_gym.", "data.verifiers.")
-"""Generators' settings that also define the task, except ``TRAINING_ONLY``."""
+"""Generators' settings that define the task, except ``TRAINING_ONLY``."""
 # eval_problems is the number of held-out problems; each run records its actual number.
 TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problems")
 CERTAINTY = (
@@ -66,7 +66,7 @@ COUNTS = ("eval.problems", *(f"{generator}eval_problems" for generator in GENERA
 
 
 def make_timing_section(runs: Sequence[RunRecord]) -> Section:
-    """Show mean seconds by phase, as bars on a common scale and as a table; then step by step."""
+    """Show mean seconds by phase on a common scale; then step by step."""
     layers = {run.name: _make_layers(run) for run in runs if run.steps}
     lead = (
         "Wall-clock seconds of a step, by phase, on the leading rank. Evaluations and "
@@ -94,14 +94,15 @@ def make_timing_section(runs: Sequence[RunRecord]) -> Section:
 
 @with_title("Seconds per step")
 def make_phase_chart(run: RunRecord, about: str, top: float | None = None) -> Chart:
-    """Chart the seconds of each step by phase; ``top`` is the end of the axis."""
+    """Chart each step's seconds by phase."""
+    # Charts of several runs share ``top``, so that heights are comparable.
     return make_stack_chart(
         about, get_step_numbers(run), _make_layers(run), form="number", top=top, empty="no timings"
     )
 
 
 def _make_layers(run: RunRecord) -> list[Layer]:
-    """Return the seconds of each phase, labelled with its share of the mean step."""
+    """Return the seconds of each phase, with its fraction of the mean step."""
     found = [compute_breakdown(row) for row in run.steps]
     present = {name for row in found for name in row}
     seconds: dict[str, Floats] = {}
@@ -147,23 +148,22 @@ def _format_percent(share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SpeedComparison:
-    """Times of several runs. Mappings are keyed by run name, the first run first."""
+    """Times of several runs. Mappings are by run, the first run first."""
 
     pace: Mapping[str, float]
     """Mean seconds of a step."""
     target: float | None
-    """The best accuracy reached by every run; None if accuracies are not compared."""
+    """Best accuracy reached by every run; None if not compared."""
     reached: Mapping[str, float]
-    """Training seconds until the first evaluation at the target or above."""
+    """Training seconds until the first evaluation at the target."""
     arms: Sequence[Arm]
-    """The same runs, grouped if only the seed differs."""
+    """The runs, grouped if only the seed differs."""
     differs: Sequence[str] = ()
-    """Settings tested differently; then the target is None."""
+    """Settings tested differently; then no target."""
     changed: Sequence[str] = ()
-    """Changes of result-relevant settings during a run, in words."""
+    """Changes of settings during a run, in words."""
 
     def describe(self) -> str:
-        """Return the outcome and its limits in words."""
         words = [f"Measured, a step: {self._format_ratios(self.pace)}."]
         if self.target is not None:
             until = (
@@ -195,7 +195,7 @@ class SpeedComparison:
 
 
 def make_comparison(runs: Sequence[RunRecord]) -> SpeedComparison | None:
-    """Compare the runs that have taken a step; None for fewer than two."""
+    """Compare the runs with steps; None for fewer than two."""
     timed = [run for run in runs if run.steps]
     if len(timed) < 2:
         return None
@@ -206,14 +206,14 @@ def make_comparison(runs: Sequence[RunRecord]) -> SpeedComparison | None:
     target = min(max(run.get_series("eval/accuracy")[1], default=0.0) for run in timed)
     differs = _find_test_differences(timed) if target else []
     reached = {run.name: _sum_seconds_until(run, target) for run in timed}
-    # A time of 0 has no ratio: skip if a run reached the target before its first step.
+    # A time of 0, of a run that began at the target, has no ratio.
     if not target or differs or min(reached.values()) == 0.0:
         return SpeedComparison(pace, None, {}, group_by_arm(timed), differs, changed)
     return SpeedComparison(pace, target, reached, group_by_arm(timed), (), changed)
 
 
 def _find_test_differences(runs: Sequence[RunRecord]) -> list[str]:
-    """List settings for which the runs were tested on other problems or in other ways."""
+    """List settings that make the runs' accuracies incomparable."""
     if not all(run.config for run in runs):
         return ["not every run's settings are recorded"]
     own = [
@@ -226,6 +226,7 @@ def _find_test_differences(runs: Sequence[RunRecord]) -> list[str]:
         keys.append("data.train")  # a generator's own problems
     changed = [change.key for run in runs for _, changes in run.changes for change in changes]
     differs = [key for key in changed if key in keys and key != "data.train"]
+    # Without recorded problems, compare the settings with their numbers.
     if not all(run.problems for run in runs):
         keys += COUNTS
     elif any(run.problems != runs[0].problems for run in runs):
@@ -253,9 +254,9 @@ class Arm:
     """Runs that differ by seed: ``Arm("pruned-1", {1: "pruned-1", 2: "pruned-2"})``."""
 
     first: str
-    """Name of the arm's group, else of its first run."""
+    """Name of the group, else of the first run."""
     runs: Mapping[int, str]
-    """Run names by seed."""
+    """By seed."""
 
     @property
     def name(self) -> str:
@@ -264,29 +265,24 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """An arm's seconds relative to the first arm: geometric mean over shared seeds.
-
-    With fewer than two shared seeds, the ratio of the two means.
-    """
+    """An arm's seconds relative to the first arm: geometric mean over shared seeds."""
 
     value: float
     interval: tuple[float, float] | None
-    """95%, Student's t over logarithms of per-seed ratios; None for fewer than two seeds."""
+    """95%, Student's t over logarithms of ratios; None for fewer than two seeds."""
     seeds: int
-    """Number of shared seeds."""
+    """Shared seeds."""
 
     @property
     def brackets(self) -> str:
-        """The interval in brackets; empty if None."""
+        """Interval in brackets, or empty."""
         return "" if self.interval is None else " [{:.2f}, {:.2f}]".format(*self.interval)
 
 
 def group_by_arm(runs: Sequence[RunRecord]) -> list[Arm]:
-    """Group runs of the same group, else runs that differ only by seed; never two runs of a seed.
-
-    If all runs would form a single arm, make each run an arm, to have a comparison.
-    """
+    """Group runs of the same group, else runs that differ only by seed."""
     found: list[tuple[RunRecord, dict[int, str]]] = []
+    # An arm never has two runs of a seed, because pairs are by seed.
     for run in runs:
         seed = int(run.get_setting(SEED))
         for other, of in found:
@@ -297,6 +293,7 @@ def group_by_arm(runs: Sequence[RunRecord]) -> list[Arm]:
                 break
         else:
             found.append((run, {seed: run.name}))
+    # With a single arm, compare its runs.
     if len(found) == 1:
         return [Arm(run.name, {int(run.get_setting(SEED)): run.name}) for run in runs]
     return [Arm(run.group or run.name, of) for run, of in found]
@@ -311,7 +308,7 @@ def _differs_by_seed_only(run: RunRecord, other: RunRecord) -> bool:
 def compute_ratios(
     arms: Sequence[Arm], seconds: Mapping[str, float]
 ) -> Iterator[tuple[Arm, float, Ratio | None]]:
-    """Yield each arm, its mean seconds, and its ratio to the first arm (None for the first)."""
+    """Yield each arm, mean seconds, and ratio to the first arm."""
     for arm in arms:
         yield (
             arm,
@@ -324,10 +321,12 @@ def _compute_ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio 
     if arm is first or not all(seconds[name] for of in (first, arm) for name in of.runs.values()):
         return None
     pairs = [(first.runs[seed], name) for seed, name in arm.runs.items() if seed in first.runs]
+    # Without two pairs, compare the means of the arms.
     if len(pairs) < 2:
         own = fmean(seconds[name] for name in arm.runs.values())
         baseline = fmean(seconds[name] for name in first.runs.values())
         return Ratio(own / baseline, None, len(pairs))
+    # Logarithms, because a ratio and its inverse must be equally far from 1.
     logs = [log(seconds[other] / seconds[one]) for one, other in pairs]
     mean = fmean(logs)
     reach = compute_student_t(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
@@ -336,17 +335,17 @@ def _compute_ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio 
 
 @dataclass(frozen=True, slots=True)
 class DeviceHours:
-    """GPU-hours of a run; without GPUs, hours of its processes."""
+    """GPU-hours, or hours of processes without GPUs."""
 
     hours: float
-    """Hours of steps and evaluations, without startup and checkpoints."""
+    """Steps and evaluations, without startup and checkpoints."""
     by_prompts: float
-    """Estimated hours saved by pruning prompts, with completion pruning unchanged."""
+    """Estimated hours saved, with completion pruning unchanged."""
     by_completions: float
     both: float
-    """Hours saved by both levels: more than the sum, because pruned rollouts also skip training."""
+    """More than the sum, because pruned rollouts also skip training."""
     devices: str
-    """``8 GPUs``, ``2 processes``; and the number of servers among them."""
+    """``8 GPUs``, ``2 processes``; with the number of servers."""
 
     @property
     def unit(self) -> str:
@@ -354,12 +353,12 @@ class DeviceHours:
 
     @property
     def share(self) -> float:
-        """Fraction saved by both levels, of the hours of a run without pruning."""
+        """Fraction saved, of the hours without pruning."""
         return self.both / (self.hours + self.both) if self.hours else 0.0
 
 
 def count_device_hours(run: RunRecord) -> DeviceHours:
-    """Multiply each row's seconds by the GPUs or processes held at the time."""
+    """Multiply each row's seconds by the devices held at the time."""
     servers = _count_server_gpus(run)
     hours = 0.0
     saved = np.zeros(3)
@@ -372,14 +371,13 @@ def count_device_hours(run: RunRecord) -> DeviceHours:
 
 
 def _count_ranks(run: RunRecord, row: Record) -> int:
-    """Return the row's number of trainer ranks, else the layout's."""
+    """Return the row's trainer ranks, else the layout's."""
     sizes = (int(run.get_setting(f"layout.{size}") or 1) for size in ("tp", "pp", "cp", "dp"))
     return int(row.get("perf/ranks", 0)) or prod(sizes)
 
 
 def _count_server_gpus(run: RunRecord) -> int | None:
-    """Return the servers' GPUs beside the trainer's; None for externally managed servers, of
-    unknown size and number."""
+    """Return the servers' GPUs beside the trainer's; None if unknown (externally managed)."""
     if run.get_setting("rollout.engine") not in get_args(ServerKind) or run.get_setting(
         "rollout.colocated"
     ):
@@ -401,10 +399,10 @@ def _describe_devices(run: RunRecord, servers: int | None) -> str:
 
 
 def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section:
-    """Show hours and money: spent, and saved by pruning as each run estimates, and durations.
+    """Show hours and money, spent and saved by pruning.
 
     Args:
-        price: cost of a GPU-hour; None: the cost in each run's settings.
+        price: cost of a GPU-hour; None: from each run's settings.
     """
     prices = [price] * len(runs)
     if price is None:
