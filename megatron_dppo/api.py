@@ -180,12 +180,12 @@ def step_metadata(
         )
     given = round_rewards(np.asarray(rewards, np.float64))
     lengths = np.asarray(response_lengths, np.int64)
-    asked = np.asarray(prompt_lengths, np.int64)
+    prompt_tokens = np.asarray(prompt_lengths, np.int64)
     prompts, samples = given.shape
-    plain = plan.build_default_fields(asked, samples) | {
+    plain = plan.build_default_fields(prompt_tokens, samples) | {
         "prompt_ids": np.arange(prompts),
         "prompt_inclusion": np.ones(prompts),
-        "prompt_lengths": asked,
+        "prompt_lengths": prompt_tokens,
         "response_lengths": lengths,
         "sampled_lengths": lengths,
         "rewards": given,

@@ -244,7 +244,7 @@ def _compute_weight_fingerprint(config: Config) -> str:
 
 
 def _compute_fingerprint(problems: Sequence[EvalProblem]) -> str:
-    asked = [
+    references = [
         (problem.prompt.text, problem.prompt.label_text, problem.verifier) for problem in problems
     ]
-    return f"{len(problems)} problems, {hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
+    return f"{len(problems)} problems, {hashlib.sha256(repr(references).encode()).hexdigest()[:16]}"

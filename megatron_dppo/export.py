@@ -199,10 +199,10 @@ def _upload(out: Path, repo: str) -> None:
 
 def _build_push_error(repo: str, error: Exception, alternative: str) -> UserError:
     """In the words of what happened: no network, no token, no right, or no such name."""
-    said = next(
+    reason = next(
         (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
     )
-    problem = f"the hub does not take it ({type(error).__name__}: {said:.200})"
+    problem = f"the hub does not take it ({type(error).__name__}: {reason:.200})"
     remedy = (
         f"log in with `hf auth login`, look at HF_HUB_OFFLINE and the network, or {alternative}"
     )

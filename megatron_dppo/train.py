@@ -161,10 +161,10 @@ class Trainer:
             self.world.broadcast(self.check_lock)
             self.logger.write(self.step)
             state = lifetime.is_stop_requested(), self.checkpoints.is_written()
-            asked, written = zip(*self.world.gather(state), strict=True)
+            stop_requested, written = zip(*self.world.gather(state), strict=True)
             if all(written):
                 self.checkpoints.finish()
-            stopping = self.step < last and (any(asked) or self.guard.is_collapsed)
+            stopping = self.step < last and (any(stop_requested) or self.guard.is_collapsed)
             if (
                 stopping
                 or self.step == last

@@ -220,12 +220,12 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
 def hash_prompt(prompt: str | Messages) -> int:
     """A 64-bit hash of what a prompt asks: of its text, or of its user's messages, whatever the
     white space."""
-    said = (
+    texts = (
         [prompt]
         if isinstance(prompt, str)
         else [str(m["content"]) for m in prompt if m["role"] == "user"]
     )
-    words = " ".join(" ".join(said).split())
+    words = " ".join(" ".join(texts).split())
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), signed=True)
 
 
@@ -397,7 +397,7 @@ def render_prompts(
         raise UserError("data.chat_template", True, "the tokenizer has no chat template", remedy)
     texts: list[str] = []
     for tools, run in groupby(examples, lambda example: example.tools):
-        alike = list(run)
+        same_tools = list(run)
         template = select_chat_template(tokenizer, tools)
         for switch in data.chat_template_kwargs:
             if (
@@ -409,10 +409,10 @@ def render_prompts(
                 raise UserError("data.chat_template_kwargs", switch, problem, remedy)
         if tools and "tools" not in template:
             remedy = "Take a policy whose template tells it of tools, or remove the column"
-            raise alike[0].row.make_error(
+            raise same_tools[0].row.make_error(
                 "has tools, of which the chat template says nothing", remedy
             )
-        chats = [_build_chat(example.prompt, data.system) for example in alike]
+        chats = [_build_chat(example.prompt, data.system) for example in same_tools]
         fixed = {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
         options: dict[str, Any] = {**data.chat_template_kwargs, **fixed}
         if data.date:
@@ -420,7 +420,7 @@ def render_prompts(
         try:
             texts += tokenizer.apply_chat_template(chats, **options)
         except Exception:  # a template may raise anything; one by one tells which row it was
-            for example, chat in zip(alike, chats, strict=True):
+            for example, chat in zip(same_tools, chats, strict=True):
                 try:
                     texts += tokenizer.apply_chat_template([chat], **options)
                 except Exception as error:

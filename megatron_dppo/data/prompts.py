@@ -108,7 +108,9 @@ class PromptPool(Pool[Prompt]):
         place in both."""
         keys = np.concatenate([NO_KEYS, *(source.keys for source in self.sources)])
         found = np.flatnonzero(
-            np.isin(known := np.array([hash_prompt(p.asked) for p in held_out], np.int64), keys)
+            np.isin(
+                known := np.array([hash_prompt(p.raw_prompt) for p in held_out], np.int64), keys
+            )
         )
         if not len(found):
             return 0, ""
@@ -345,7 +347,7 @@ def _make_prompt(number: int, rendered: RenderedExample) -> Prompt:
         label=rendered.example.label,
         data_source=rendered.example.data_source,
         extra=rendered.example.extra,
-        asked=rendered.example.prompt,
+        raw_prompt=rendered.example.prompt,
         place=rendered.example.row.place,
     )
 

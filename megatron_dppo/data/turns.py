@@ -76,8 +76,8 @@ class ChatSession:
         self, tokenizer: Any, prompt_messages: object, generate: Generate, tools: Tools = ()
     ) -> None:
         self._tokenizer = tokenizer
-        self._asked = prompt_messages
-        self._say = generate
+        self._prompt_messages = prompt_messages
+        self._generate = generate
         self._render = partial(tokenizer.apply_chat_template, tools=tools or None, tokenize=False)
         self._messages: list[Message] = []
         """All that were said so far, the last one by the policy."""
@@ -90,18 +90,18 @@ class ChatSession:
             TurnsError: the messages are not those so far and further ones, or cannot be rendered.
             NothingLeftError: no token is left.
         """
-        said = await self._say(self._encode_new_messages(messages))
-        text: str = self._tokenizer.decode(said, skip_special_tokens=True)
+        token_ids = await self._generate(self._encode_new_messages(messages))
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         self._messages = [*messages, {"role": "assistant", "content": text}]
-        self._last = said[-1]
+        self._last = token_ids[-1]
         return text
 
     def _encode_new_messages(self, messages: Sequence[Message]) -> list[int]:
         """Token ids between the policy's last turn and its next one."""
         if not self._messages:
-            if not isinstance(self._asked, Sequence) or _get_contents(messages) != _get_contents(
-                self._asked
-            ):
+            if not isinstance(self._prompt_messages, Sequence) or _get_contents(
+                messages
+            ) != _get_contents(self._prompt_messages):
                 raise ConversationFormatError(
                     "asks the policy other messages at first than its problem has"
                 )
@@ -113,14 +113,14 @@ class ChatSession:
             )
         text = self._render_new_messages(self._messages[:-1], messages[known:])
         token_ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
-        told = (
+        tokens = (
             token_ids[1:] if token_ids[:1] == [self._last] else token_ids
         )  # the policy has ended its turn itself
-        if not told:
+        if not tokens:
             raise ConversationFormatError(
                 "has the policy go on with nothing between two of its turns"
             )
-        return told
+        return tokens
 
     def _render_new_messages(self, before: Sequence[Message], new: Sequence[Message]) -> str:
         """A template's text after the policy's turn, which has come after the messages
@@ -159,8 +159,8 @@ class TurnReplay:
     ) -> None:
         marked = zip(loss_mask or [True] * len(token_ids), token_ids, strict=True)
         self._left = [
-            (said, [token for _, token in run])
-            for said, run in groupby(marked, lambda each: bool(each[0]))
+            (sampled, [token for _, token in run])
+            for sampled, run in groupby(marked, lambda each: bool(each[0]))
         ]
         """Runs of tokens, and which of them the policy said."""
         self._cut_off = cut_off
@@ -231,8 +231,8 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     calls = [_parse_call(block) for block in _BLOCK.findall(words)]
     if not calls or None in calls or _THINKS in words:
         return text, []
-    said = thoughts + end + words.partition(CALL)[0]
-    return said.strip(), [call for call in calls if call is not None]
+    content = thoughts + end + words.partition(CALL)[0]
+    return content.strip(), [call for call in calls if call is not None]
 
 
 def _parse_call(block: str) -> ToolCall | None:

@@ -103,7 +103,7 @@ class _Policy(Client):
     def __init__(self, answer: Answer, tools: Tools) -> None:
         super().__init__(answer)
         self._tools = list(tools)
-        self._said: dict[int, tuple[Message, str]] = {}
+        self._turns: dict[int, tuple[Message, str]] = {}
         """By their places among the messages: turns as the environment has them, and all that the
         policy said."""
 
@@ -134,16 +134,16 @@ class _Policy(Client):
         except Exception as error:
             self.failure = error
             raise
-        said, calls = parse_tool_calls(text) if tools else (text, [])
-        of = [
+        content, calls = parse_tool_calls(text) if tools else (text, [])
+        tool_calls = [
             ToolCall(id=f"call_{turn}_{number}", name=call.name, arguments=call.arguments)
             for number, call in enumerate(calls)
         ]
         reason = "tool_calls" if calls else "stop"
         message = ResponseMessage(
-            content=said, tool_calls=of or None, finish_reason=reason, is_truncated=False
+            content=content, tool_calls=tool_calls or None, finish_reason=reason, is_truncated=False
         )
-        self._said[turn] = (
+        self._turns[turn] = (
             message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True),
             text,
         )
@@ -151,7 +151,7 @@ class _Policy(Client):
 
     def _restore_message(self, place: int, message: Message) -> Message:
         """A message, with the calls among the words where the policy spoke it."""
-        given, text = self._said.get(place, (None, ""))
+        given, text = self._turns.get(place, (None, ""))
         return message if message != given else {"role": "assistant", "content": text}
 
     async def raise_from_native_response(self, response: ResponseMessage) -> None:
@@ -230,11 +230,11 @@ async def _compute_rewards(items: Sequence[Any]) -> list[float]:
 
 async def _replay_turns(environment: Any, item: Any) -> dict[str, Any]:
     problem = item.extra["input"]
-    said = TurnReplay(item.token_ids, item.loss_mask, cut_off=item.finish_reason == "length")
+    replay = TurnReplay(item.token_ids, item.loss_mask, cut_off=item.finish_reason == "length")
     tools = item.extra.get(TOOLS, ())
-    turns = ChatSession(_tokenizer(item.policy), problem["prompt"], said, tools)
+    turns = ChatSession(_tokenizer(item.policy), problem["prompt"], replay, tools)
     state = await run_environment(environment, problem, turns, tools)
-    said.check_end()
+    replay.check_end()
     return state
 
 

@@ -236,7 +236,7 @@ def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
         min(each, concurrency, rollout.samples_per_prompt * rollout.max_in_flight * gpus), 1.0
     )
     decode = _estimate_decoding(setup, tp, each, batch)
-    alike = (
+    full_rounds = (
         each
         * lengths.mean
         / batch
@@ -247,7 +247,7 @@ def estimate_generation(setup: Setup, *, concurrency: int) -> Generation:
     )  # each prompt once: the cache shares it among its completions
     rate = tp * setup.rate * setup.assume.decode_flops_share
     prefill = 2.0 * count_parameter_kinds(setup.shape).active * tokens / rate
-    return Generation(decode + prefill, batch, max(decode / alike, 1.0))
+    return Generation(decode + prefill, batch, max(decode / full_rounds, 1.0))
 
 
 def _estimate_decoding(setup: Setup, tp: int, completions: float, batch: float) -> float:

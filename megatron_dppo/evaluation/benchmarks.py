@@ -45,8 +45,7 @@ BY_SOURCE = "source/"
 class Benchmark:
     """A published set of problems."""
 
-    says: str
-    """Description."""
+    description: str
     problems: int
     """How many it has. A file with another number of problems is refused: its scores are not
     comparable."""
@@ -227,12 +226,12 @@ def read_source_rows(source: EvalSource, data: DataConfig) -> tuple[list[Row], D
         UserError: as ``read_benchmark`` and ``read_rows``.
     """
     if source.benchmark is not None:
-        asked = read_benchmark(source.name, source.file, source.benchmark)
+        questions = read_benchmark(source.name, source.file, source.benchmark)
         rows = [
             dataclasses.replace(
                 q.row, values={"data_source": source.name, PROBLEM: q.prompt, ANSWER: q.label}
             )
-            for q in asked
+            for q in questions
         ]
         return rows, replace(data, prompt_key=PROBLEM, label_key=ANSWER)
     rows = read_rows(source.file, SETTING)

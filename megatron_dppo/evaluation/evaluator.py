@@ -211,7 +211,7 @@ class Evaluator:
         prompts = {
             verifier: [problems[i].prompt for i in each] for verifier, each in indices.items()
         }
-        asked = {
+        pending = {
             verifier: collector.submit(
                 prompts[verifier],
                 Sampling(
@@ -226,15 +226,15 @@ class Evaluator:
             )
             for verifier, collector in self._collectors.items()
         }
-        answered: dict[int, tuple[list[Answer], float]] = {}
+        votes_by_index: dict[int, tuple[list[Answer], float]] = {}
         failed: list[Score] = []
         for verifier, collector in self._collectors.items():
-            groups = collector.collect_groups(prompts[verifier], asked[verifier], total=total)
+            groups = collector.collect_groups(prompts[verifier], pending[verifier], total=total)
             share = self._build_answers(indices[verifier], groups, keep)
             for theirs, theirs_failed in self._world.gather((share, find_failed_scores(groups))):
-                answered |= theirs
+                votes_by_index |= theirs
                 failed += theirs_failed
-        in_order = [answered[index] for index in range(len(problems))]
+        in_order = [votes_by_index[index] for index in range(len(problems))]
         votes = np.array([vote for _, vote in in_order], np.float64)
         return EvalAnswers([answers for answers, _ in in_order], votes, failed)
 
@@ -315,12 +315,12 @@ def start_verifiers(
 def _build_answer(
     completion: Completion, text: str, score: Score | None, prompt: str, tags: Sequence[str]
 ) -> Answer:
-    said = strip_thinking(text, prompt, tags)
+    visible = strip_thinking(text, prompt, tags)
     extracted = score.answer if score is not None else None
     if extracted is None:
-        extracted = extract_marked_answer(said)
+        extracted = extract_marked_answer(visible)
     if extracted is None:
-        extracted = extract_unmarked_answer(said)
+        extracted = extract_unmarked_answer(visible)
     return Answer(text, extracted, score, len(completion.token_ids), completion.finish_reason)
 
 

@@ -144,11 +144,11 @@ def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, previous_p
             epoch.
     """
     killed = {rank: -code for rank, code in failed.items() if code < 0}
-    spoken = failure.get_code()
-    if spoken is not None and (
+    reported = failure.get_code()
+    if reported is not None and (
         set(killed.values()) <= {signal.SIGABRT} or failure.is_older_than(previous_poll)
     ):
-        return spoken
+        return reported
     killed = {rank: number for rank, number in killed.items() if number != signal.SIGABRT} or killed
     for rank, number in killed.items():
         failure.report(format_signal_exit(f"rank {rank}", number))
@@ -194,8 +194,8 @@ def _handle_ending_signals() -> Iterator[Callable[[], None]]:
         raise _SignalError(number)
 
     ours = lifetime.ENDING if threading.current_thread() is threading.main_thread() else ()
-    heard = [number for number in ours if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, raise_once) for number in heard}
+    handled = [number for number in ours if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, raise_once) for number in handled}
     try:
         yield ignore_them
     finally:
@@ -221,16 +221,16 @@ class FirstFailure:
     def __init__(self, marker: Path) -> None:
         self._marker = marker
         self._start = time.time()
-        self._said: list[str] = []
+        self._messages: list[str] = []
 
     def report(self, text: str) -> None:
         """Print why a rank failed, on behalf of a rank that could not print the reason."""
-        self._said.append(text)
+        self._messages.append(text)
         print_message(text)
 
     def get_message(self) -> str:
         """Return the printed reason why the run failed; empty if the reason is unknown."""
-        return "\n".join(self._said) or self._read().partition("\n")[2]
+        return "\n".join(self._messages) or self._read().partition("\n")[2]
 
     def claim(self, code: int, text: str) -> int:
         """Print why this rank fails, if no rank has failed before. Return the exit code of the

@@ -131,7 +131,7 @@ def _report_exits(failure: FirstFailure) -> Iterator[None]:
     Forked processes keep the original ``os._exit``."""
     rank = os.getpid()
     leave = os._exit
-    said = lifetime.exit_now
+    exit_now = lifetime.exit_now
 
     def end(code: int, text: str) -> NoReturn:
         code = failure.claim(code, text)
@@ -151,7 +151,7 @@ def _report_exits(failure: FirstFailure) -> Iterator[None]:
         yield
     finally:
         os._exit = leave
-        lifetime.exit_now = said
+        lifetime.exit_now = exit_now
 
 
 def set_environment(config: Config) -> None:

@@ -73,7 +73,7 @@ class Console:
         self._columns: Sequence[tuple[str, str, str]] = ()
         self._rows = 0
         self._recent: deque[float] = deque(maxlen=10)
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def print_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row. A metric that this step does not have (no evaluation, nothing trained on) is a
@@ -98,8 +98,8 @@ class Console:
 
     def print_note(self, text: str, *, repeat: bool = False) -> None:
         """Print a line of words. The same words are printed once in a run, unless ``repeat``."""
-        if repeat or text not in self._said:
-            self._said.add(text)
+        if repeat or text not in self._printed:
+            self._printed.add(text)
             self._print(
                 Text("note  ", style="bold yellow").append(
                     sanitize_text(text), style="not bold default"

@@ -219,7 +219,7 @@ class Loggers:
     ) -> None:
         check_loggers(names)
         self._file = folder / STATE
-        self._say = log
+        self._log = log
         self._events = _open_tensorboard(folder, resume_step) if "tensorboard" in names else None
         if resume_step <= 0:
             self._file.unlink(missing_ok=True)
@@ -268,7 +268,7 @@ class Loggers:
                     owed.pop(0)
             except Exception as error:
                 problem = remove_passwords(f"{type(error).__name__}: {error}")
-                self._say(
+                self._log(
                     f"{name} did not take a row, and is given it again with the next one "
                     f"({problem})"
                 )
@@ -285,7 +285,7 @@ class Loggers:
             try:
                 sink.close(finished=finished)
             except Exception as error:
-                self._say(
+                self._log(
                     f"{name} was not closed "
                     f"({remove_passwords(f'{type(error).__name__}: {error}')})"
                 )

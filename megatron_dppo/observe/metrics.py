@@ -81,7 +81,7 @@ class MetricsLog:
     ) -> None:
         folder = Path(run_dir)
         self._rows = StepLog(folder / FILE, resume_step)
-        self._say = log
+        self._log = log
         past = read_metrics(folder)
         self._named = {name for row in past for name in row if name.startswith(REWARD)} - COUNTED
         self._has_left_out = False
@@ -112,7 +112,7 @@ class MetricsLog:
         if left_out and not self._has_left_out:
             self._has_left_out = True
             shown = ", ".join(f"{name:.60}" for name in left_out[:MOST_SHOWN])
-            self._say(
+            self._log(
                 f"reward functions name more than {MOST_NAMED} metrics: others are left out, first "
                 f"{shown}. Log one "
                 "name for all completions: the metric is a mean over them"

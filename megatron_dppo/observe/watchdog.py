@@ -89,10 +89,10 @@ class Watchdog:
         self._interrupted_at = 0.0
         """Time of the last signal to the main thread. A main thread that has not moved since then
         caught the error."""
-        self._spoken_of = 0.0
+        self._reported_since = 0.0
         """The moment since which this rank had stood still when it last named itself."""
-        self._sent = self._answered = self._asked = 0
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._sent = self._last_answer = self._last_request = 0
+        self._last_beats: dict[int, tuple[int, float]] = {}
         """On the leader: the number of each rank's last heartbeat, and when it came."""
         self._named: set[tuple[int, int]] = set()
         self._end = threading.Event()
@@ -143,10 +143,10 @@ class Watchdog:
             return
         stack = self._format_stack()
         rank = self._world.rank
-        if since > self._spoken_of:
-            self._spoken_of = since
-            who = f"{rank} on {socket.gethostname()}"
-            print_message("\n".join(_format_paragraph(who, phase, still, "", stack)))
+        if since > self._reported_since:
+            self._reported_since = since
+            name = f"{rank} on {socket.gethostname()}"
+            print_message("\n".join(_format_paragraph(name, phase, still, "", stack)))
         if still >= self._end_s and phase in UNLIMITED:
             problem = (
                 f"rank {rank} has stood still for so long in {phase or 'no phase'}, "
@@ -179,19 +179,19 @@ class Watchdog:
         still = time.monotonic() - timers.moved
         heartbeat = Heartbeat(self._sent, timers.entered, timers.phase, still, socket.gethostname())
         self._store.set(f"heartbeat/{self._world.rank}", json.dumps(asdict(heartbeat)))
-        asked = self._store.add("asked", 0)
-        if asked > self._answered:
-            self._answered = asked
-            self._store.set(f"stack/{asked}/{self._world.rank}", self._format_stack())
+        request = self._store.add("asked", 0)
+        if request > self._last_answer:
+            self._last_answer = request
+            self._store.set(f"stack/{request}/{self._world.rank}", self._format_stack())
 
     def _check_heartbeats(self) -> None:
         texts = self._store.multi_get([f"heartbeat/{rank}" for rank in range(self._world.size)])
         heartbeats = [Heartbeat(**json.loads(text)) for text in texts]
         now = time.monotonic()
         for rank, heartbeat in enumerate(heartbeats):
-            if rank not in self._heard or self._heard[rank][0] != heartbeat.number:
-                self._heard[rank] = heartbeat.number, now
-        silent = [now - self._heard[rank][1] for rank in range(len(heartbeats))]
+            if rank not in self._last_beats or self._last_beats[rank][0] != heartbeat.number:
+                self._last_beats[rank] = heartbeat.number, now
+        silent = [now - self._last_beats[rank][1] for rank in range(len(heartbeats))]
         late = find_late_ranks(heartbeats, silent, self._late_s, self._stuck_s)
         new = [rank for rank in late if (rank, heartbeats[rank].entered) not in self._named]
         if new:
@@ -200,13 +200,14 @@ class Watchdog:
 
     def _collect_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where those ranks stand, as far as they answer within two of their heartbeats."""
-        self._asked = self._store.add("asked", 1)
+        self._last_request = self._store.add("asked", 1)
         deadline = time.monotonic() + 2 * self._interval_s + 1.0
         self._send()
         found: dict[int, str] = {}
         while len(found) < len(ranks) and time.monotonic() < deadline and not self._end.wait(0.05):
             for rank in ranks:
-                if rank not in found and self._store.check([key := f"stack/{self._asked}/{rank}"]):
+                key = f"stack/{self._last_request}/{rank}"
+                if rank not in found and self._store.check([key]):
                     found[rank] = self._store.get(key).decode()
         return found
 
@@ -243,12 +244,12 @@ def _describe(
     late_ranks: Sequence[int], heartbeats: Sequence[Heartbeat], stacks: dict[int, str]
 ) -> str:
     """One paragraph for each phase and stack in which late ranks are."""
-    alike: dict[tuple[str, str], list[int]] = {}
+    ranks_by_place: dict[tuple[str, str], list[int]] = {}
     for rank in late_ranks:
-        alike.setdefault((heartbeats[rank].phase, stacks.get(rank, "")), []).append(rank)
+        ranks_by_place.setdefault((heartbeats[rank].phase, stacks.get(rank, "")), []).append(rank)
     waiting = len(heartbeats) - len(late_ranks)
     lines = []
-    for (phase, stack), ranks in alike.items():
+    for (phase, stack), ranks in ranks_by_place.items():
         who = ", ".join(f"{rank} on {heartbeats[rank].host}" for rank in ranks)
         seconds = max(heartbeats[rank].still_s for rank in ranks)
         lines += _format_paragraph(

@@ -363,7 +363,7 @@ class FolderLock:
         make_folder(folder, setting)
         self._folder = folder.resolve()
         self._setting = setting
-        self._say = log
+        self._log = log
         if self._folder in _held:
             raise _make_held_error(folder, setting, Holder.get_current())
         self._file = (folder / LOCK).open("ab")
@@ -426,15 +426,15 @@ class FolderLock:
     def _wait_for_expiry(self, holder: Holder) -> bool:
         """Wait until it gives a sign of life, or has not given one for the time of the lease."""
         seen = _read_beat_time(self._folder)
-        said = False
+        logged = False
         while seen is not None and (left := LEASE_S - (_get_disk_time(self._folder) - seen)) > 0:
-            if not said:
-                self._say(
+            if not logged:
+                self._log(
                     f"{_format_holder(holder)} holds {self._folder}, or held it when it died: "
                     "waiting for a "
                     "sign of life"
                 )
-                said = True
+                logged = True
             time.sleep(min(left + 0.1, 1.0))
             now = _read_beat_time(self._folder)
             if now is not None and now != seen:

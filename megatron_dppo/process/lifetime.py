@@ -157,8 +157,8 @@ def supervise(trainer: int, command: list[str]) -> int:
     server = subprocess.Popen(command, preexec_fn=prepare_child)
     try:
         while server.poll() is None and os.getppid() == trainer:
-            heard = signal.sigtimedwait(awaited, LOOK_S)
-            if heard is not None and heard.si_signo in ENDING:
+            received = signal.sigtimedwait(awaited, LOOK_S)
+            if received is not None and received.si_signo in ENDING:
                 break
         if os.getppid() == trainer and server.poll() is None:
             _stop_server(server, awaited)
@@ -187,7 +187,7 @@ sysexits.h)."""
 
 SIGNAL = signal.SIGUSR1
 
-_asked = False
+_stop_requested = False
 _handlers: dict[signal.Signals, object] = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
 """Signal handlers before a user's code is imported, and the handler of SIGUSR1 from
 :func:`install_stop_handler`."""
@@ -231,7 +231,7 @@ def list_replaced_handlers() -> list[str]:
 
 def is_stop_requested() -> bool:
     """Whether this process was asked to stop."""
-    return _asked or SIGNAL in signal.sigpending()
+    return _stop_requested or SIGNAL in signal.sigpending()
 
 
 @contextmanager
@@ -259,8 +259,8 @@ def forward_stop(children: Callable[[], list[int]]) -> Iterator[None]:
 
 
 def _record_stop(number: int, frame: FrameType | None) -> None:
-    global _asked
-    _asked = True
+    global _stop_requested
+    _stop_requested = True
 
 
 def _handle(handler: Callable[[int, FrameType | None], object]) -> signal._HANDLER:

@@ -98,15 +98,15 @@ def filter_upstream_warnings() -> None:
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
     warnings.filterwarnings("ignore", message=r".*ShardedTensor", category=FutureWarning)
-    for said in (
+    for message in (
         "The argument order of load",
         r"torch\.distributed is disabled, unavailable or uninitialized",
     ):
-        warnings.filterwarnings("ignore", message=said, category=UserWarning)
-    for module, said in IGNORED_LOG_MESSAGES.items():
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    for module, message in IGNORED_LOG_MESSAGES.items():
         logger = logging.getLogger(f"megatron.core.{module}")
         if not logger.filters:
-            logger.addFilter(lambda record, said=said: said not in record.getMessage())  # type: ignore[misc]
+            logger.addFilter(lambda record, message=message: message not in record.getMessage())  # type: ignore[misc]
 
 
 def _wrap_stream(stream: TextIO | None, descriptor: int) -> TextIO:
@@ -176,7 +176,7 @@ def report_progress(
     }[unit]
     times = "in", bars.TimeElapsedColumn(), "left", bars.TimeRemainingColumn()
     columns: tuple[str | bars.ProgressColumn, ...]
-    columns = "{task.description}", bars.BarColumn(), *amounts, *times, "{task.fields[said]}"
+    columns = "{task.description}", bars.BarColumn(), *amounts, *times, "{task.fields[message]}"
     drawn = sys.stderr.isatty()
     began = time.monotonic()
     spoke = began
@@ -186,20 +186,20 @@ def report_progress(
     with bars.Progress(
         *columns, console=console, redirect_stdout=not to_file, disable=hidden
     ) as bar:
-        task = bar.add_task(label, total=total, completed=initial, said="")
+        task = bar.add_task(label, total=total, completed=initial, message="")
 
         def advance(count: float, message: str = "", *, added: float = 0) -> None:
             nonlocal spoke, total
             record_progress()
             total += added
-            bar.update(task, advance=count, total=total, said=message)
+            bar.update(task, advance=count, total=total, message=message)
             now = time.monotonic()
-            so_far = bar.tasks[0].completed
-            if enabled and not drawn and now - spoke >= SAY_EVERY_S and so_far > initial:
+            completed = bar.tasks[0].completed
+            if enabled and not drawn and now - spoke >= SAY_EVERY_S and completed > initial:
                 spoke = now
-                left = f"{(now - began) * (total - so_far) / (so_far - initial):.0f} s left"
+                left = f"{(now - began) * (total - completed) / (completed - initial):.0f} s left"
                 words = ", ".join(
-                    filter(None, (_format_amount(so_far, total, unit), message, left))
+                    filter(None, (_format_amount(completed, total, unit), message, left))
                 )
                 print_message(f"{label}: {words}")
 

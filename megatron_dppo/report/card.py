@@ -164,8 +164,14 @@ def _render_accuracy(run: RunRecord, step: int) -> Iterator[str]:
 def _describe_held_out(run: RunRecord, key: str) -> str:
     if key != "eval/accuracy":
         return key.removeprefix("eval/")
-    asked = run.get_setting("data.eval")
-    files = list(asked.values()) if isinstance(asked, dict) else [asked] if asked else []
+    data_sets = run.get_setting("data.eval")
+    files = (
+        list(data_sets.values())
+        if isinstance(data_sets, dict)
+        else [data_sets]
+        if data_sets
+        else []
+    )
     names = [*map(_get_name, files), *run.get_setting("eval.benchmarks")]
     return ", ".join(names) or f"{get_data_names(run)}, held out"
 

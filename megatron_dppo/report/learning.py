@@ -225,11 +225,11 @@ def _first_last(run: RunRecord, name: str) -> str:
     values = run.get_series(f"eval/{name}")[1]
     if not len(values):
         return "–"
-    said = f"{100 * values[0]:.1f} → {100 * values[-1]:.1f}%"
+    change = f"{100 * values[0]:.1f} → {100 * values[-1]:.1f}%"
     return (
-        f"{said} ({format_wilson_interval(values[-1], run.problems[name])})"
+        f"{change} ({format_wilson_interval(values[-1], run.problems[name])})"
         if name in run.problems
-        else said
+        else change
     )
 
 

@@ -39,7 +39,7 @@ class Segment:
     name: str
     percent: float
     """Relative to the longest bar."""
-    said: str
+    label: str
 
 
 @dataclass(frozen=True, slots=True)

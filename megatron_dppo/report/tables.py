@@ -101,12 +101,12 @@ def _clip_text(text: str) -> str:
 
 def _describe_method(found: Record) -> str:
     step = f"step {found['step']}, " if found.get("step") is not None else ""
-    asked = (
+    formats = (
         ("samples", "{} samples a problem"),
         ("temperature", "temperature {}"),
         ("engine", "{}"),
     )
-    words = [form.format(found[key]) for key, form in asked if found.get(key) is not None]
+    words = [form.format(found[key]) for key, form in formats if found.get(key) is not None]
     return f"{found.get('model', 'a model')}, {step}{', '.join(words)}"
 
 
@@ -152,26 +152,26 @@ def make_settings_section(runs: Sequence[RunRecord]) -> Section:
 
     Pages are passed on: secrets are left out.
     """
-    told = [run for run in runs if run.config]
+    configured = [run for run in runs if run.config]
     parts: list[Part] = []
-    if len(told) > 1:
+    if len(configured) > 1:
         keys = [
             key
-            for key in dict.fromkeys(key for run in told for key in run.config)
+            for key in dict.fromkeys(key for run in configured for key in run.config)
             if key != "run.dir"
         ]
-        values = [(key, [run.get_setting(key) for run in told]) for key in keys]
+        values = [(key, [run.get_setting(key) for run in configured]) for key in keys]
         rows = [
             [key, *(format_masked(key, value) for value in of)]
             for key, of in values
             if any(v != of[0] for v in of)
         ]
-        head = ["setting", *(run.name for run in told)]
+        head = ["setting", *(run.name for run in configured)]
         parts.append(
             Table(head, rows, words=True) if rows else Note("No setting but the folder differs.")
         )
-    elif told:
-        run = told[0]
+    elif configured:
+        run = configured[0]
         rows = [
             [key, format_masked(key, value), format_masked(key, get_default(key))]
             for key, value in run.config.items()
@@ -192,12 +192,14 @@ def make_settings_section(runs: Sequence[RunRecord]) -> Section:
         if rows:
             parts.append(Note(f"Changed in {run.name} when it was started again:"))
             parts.append(Table(["after step", "setting", "before", "then"], rows, words=True))
-    for run in told:
+    for run in configured:
         text = "\n".join(
             f"{key} = {format_masked(key, value)}" for key, value in run.config.items()
         )
         parts.append(CollapsibleText(f"All settings of {run.name}", text))
     lead = (
-        "Only what differs between the runs." if len(told) > 1 else "Only what is not the default."
+        "Only what differs between the runs."
+        if len(configured) > 1
+        else "Only what is not the default."
     )
     return Section(lead, parts)

@@ -283,10 +283,12 @@ def group_by_arm(runs: Sequence[RunRecord]) -> list[Arm]:
     for run in runs:
         seed = int(run.get_setting(SEED))
         for other, of in found:
-            alike = run.config and {
+            same_settings = run.config and {
                 change.key for change in find_changes(run.config, other.config)
             } <= {SEED}
-            if seed not in of and (run.group == other.group if run.group or other.group else alike):
+            if seed not in of and (
+                run.group == other.group if run.group or other.group else same_settings
+            ):
                 of[seed] = run.name
                 break
         else:

@@ -360,12 +360,12 @@ class Scoring:
     def _store_scores(self, unit: range, scores: list[Score], kind: str = "") -> None:
         if scores[0].failure == "error":
             place = self._items[unit.start].place
-            told = ""
+            traceback = ""
             if kind not in self._owner._reported:
-                of = f", for {place}" if place else ""
-                told = f"reward.function = {self._owner._spec}{of}: {scores[0].traceback}"
+                context = f", for {place}" if place else ""
+                traceback = f"reward.function = {self._owner._spec}{context}: {scores[0].traceback}"
             self._owner._reported.add(kind)
-            scores = [Score.from_failure("error", told)] * len(unit)
+            scores = [Score.from_failure("error", traceback)] * len(unit)
         self._failures += sum(score.failure is not None for score in scores)
         self._scores[unit.start : unit.stop] = scores
 
@@ -387,8 +387,8 @@ class Scoring:
         end = _describe_exit(code)
         if unit.start in self._lost_once:
             solution = self._items[worker.pending.popleft().start].solution
-            told = f"the scoring process {end}, scoring the completion {solution!r:.300}"
-            self._store_scores(unit, [Score.from_failure("error", told)] * len(unit), end)
+            problem = f"the scoring process {end}, scoring the completion {solution!r:.300}"
+            self._store_scores(unit, [Score.from_failure("error", problem)] * len(unit), end)
         # The first death may have another cause, such as the kernel's need for memory. The second
         # death is caused by the completion.
         self._lost_once.add(unit.start)

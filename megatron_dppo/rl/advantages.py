@@ -329,19 +329,19 @@ def compute_role_advantages(part: StepMetadata, name: str) -> Floats:
     result = np.zeros(part.segments.shape)
     columns = read_columns(part)
     for role in range(part.segments.shape[2]):
-        known = part.segments[..., role]
-        speaks = known["tokens"] > 0
-        rows = np.flatnonzero(speaks.any(axis=1))
-        of_rows = {each: column[rows] for each, column in columns.items()} | {
-            "present": speaks[rows]
+        segments = part.segments[..., role]
+        present = segments["tokens"] > 0
+        rows = np.flatnonzero(present.any(axis=1))
+        fields = {each: column[rows] for each, column in columns.items()} | {
+            "present": present[rows]
         }
-        found = estimate_advantages(name, known["reward"][rows], of_rows)
+        found = estimate_advantages(name, segments["reward"][rows], fields)
         if found.shape[2] > 1:
             problem = (
                 "returned an advantage for each token, and rollout.roles has one for each role"
             )
             raise UserError(SETTING, name, problem, "Return [Q, G]")
-        result[rows, :, role] = np.where(speaks[rows], found[..., 0], 0.0)
+        result[rows, :, role] = np.where(present[rows], found[..., 0], 0.0)
     return result
 
 

@@ -119,9 +119,9 @@ class Collector:
         of_engine = running if self._offline is None else ()
         pending = [each.pending for each in of_engine]
         progress = self._engine.interrupt(pending) if pending else None
-        for rollouts, so_far in zip(running, progress or (), strict=progress is not None):
+        for rollouts, partial in zip(running, progress or (), strict=progress is not None):
             rollouts.reset()
-            rollouts.partial = so_far
+            rollouts.partial = partial
         return progress is not None
 
     def finish(self, rollouts: StepRollouts) -> CompleteRollouts:

@@ -362,8 +362,8 @@ def _build_sequence(
         past = len(context) > limit
         if isinstance(turn, Completion):
             if role not in (roles or (None,)):
-                said_as = f"the role {role!r}" if role else "no role"
-                raise InvalidCompletionError(f"returned a turn {number} of {said_as}, {known}")
+                name = f"the role {role!r}" if role else "no role"
+                raise InvalidCompletionError(f"returned a turn {number} of {name}, {known}")
             if id(turn) not in contexts:
                 raise InvalidCompletionError(
                     f"returned as turn {number} a completion that this conversation has not "

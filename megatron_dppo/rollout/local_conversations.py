@@ -264,8 +264,8 @@ class _Conversations:
         by_stops: dict[tuple[int, ...], dict[Any, list[_Request]]] = {}
         for request in (request for place in sorted(waiting) for request in waiting[place]):
             prefix = request.prefix
-            alike = prefix.prompt.id, prefix.prompt.token_ids.tobytes(), prefix.limit
-            by_stops.setdefault(request.stops, {}).setdefault(alike, []).append(request)
+            key = prefix.prompt.id, prefix.prompt.token_ids.tobytes(), prefix.limit
+            by_stops.setdefault(request.stops, {}).setdefault(key, []).append(request)
         for stops, every in by_stops.items():
             prefixes = []
             for requests in every.values():

@@ -137,9 +137,9 @@ def compute_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[s
     if not roles:
         return {}
     reward = metadata.segments["reward"]
-    speaks = metadata.segments["tokens"] > 0
-    count = np.maximum(speaks.sum(axis=(0, 1)), 1)
-    means = np.where(speaks, reward, 0.0).sum(axis=(0, 1)) / count
+    present = metadata.segments["tokens"] > 0
+    count = np.maximum(present.sum(axis=(0, 1)), 1)
+    means = np.where(present, reward, 0.0).sum(axis=(0, 1)) / count
     return {
         f"rollout/role_reward/{role}": float(mean) for role, mean in zip(roles, means, strict=True)
     }

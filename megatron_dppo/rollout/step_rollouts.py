@@ -373,8 +373,8 @@ def _find_prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, ro
     prompt = int(metadata.prompt_ids[row])
     tokens = int(metadata.prompt_lengths[row])
     if prompt >= len(pool) or len(pool[prompt].token_ids) != tokens:
-        asked = f"completions of prompt {prompt}, which has {tokens} tokens"
-        problem = f"its checkpoint holds {asked}, and no such prompt is in the pool"
+        completions = f"completions of prompt {prompt}, which has {tokens} tokens"
+        problem = f"its checkpoint holds {completions}, and no such prompt is in the pool"
         data = "Resume with the data that the run began with"
         alone = "begin another run.dir with its weights alone"
         raise UserError(

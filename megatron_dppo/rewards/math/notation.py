@@ -459,5 +459,5 @@ def normalize_words(text: str) -> str | None:
     for word in words:
         # Keep the case of a single letter, because the letter is a name; "A" is the article.
         lowered.append(word.lower() if len(word) > 1 or word == "A" else word)
-    said = " ".join(word.removesuffix("s") for word in lowered if word not in ("the", "a", "an"))
-    return "no solution" if said in EMPTY else said
+    phrase = " ".join(word.removesuffix("s") for word in lowered if word not in ("the", "a", "an"))
+    return "no solution" if phrase in EMPTY else phrase

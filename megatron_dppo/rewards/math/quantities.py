@@ -54,8 +54,8 @@ class Number:
         short, full = (self, other) if self.decimals is not None else (other, self)
         unit = Fraction(1, 10 ** (short.decimals or 0))
         cut = 0 <= (full.value - short.value) * (1 if full.value > 0 else -1) < unit
-        told = (short.decimals or 0) >= 6 and abs(short.value) >= unit * 10**5
-        return told and (cut or abs(full.value - short.value) * 2 <= unit)
+        precise = (short.decimals or 0) >= 6 and abs(short.value) >= unit * 10**5
+        return precise and (cut or abs(full.value - short.value) * 2 <= unit)
 
 
 def parse_number(text: str) -> Number | None:

@@ -188,5 +188,5 @@ def select(
         if longest_first
         else np.arange(len(window))
     )
-    asked = order[kept[order]]
-    return Selection(prompt_ids=window[asked], inclusion=weighted[asked], window=len(window))
+    selected = order[kept[order]]
+    return Selection(prompt_ids=window[selected], inclusion=weighted[selected], window=len(window))

@@ -236,13 +236,13 @@ class Weights:
     def update(self, features: Floats, values: Floats, variance: Floats) -> None:
         """Learn that the weighted sums of features [Q, D] were seen as values [Q] with noise of
         this variance [Q]."""
-        told = features.T / variance
+        weighted = features.T / variance
         precision = np.linalg.inv(self.covariance)
-        covariance = np.linalg.inv(precision + told @ features)
+        covariance = np.linalg.inv(precision + weighted @ features)
         self.covariance = (
             covariance + covariance.T
         ) / 2.0  # rounding would let it drift away from symmetry
-        self.mean = self.mean + self.covariance @ (told @ (values - features @ self.mean))
+        self.mean = self.mean + self.covariance @ (weighted @ (values - features @ self.mean))
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""

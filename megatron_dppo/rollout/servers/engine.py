@@ -81,7 +81,7 @@ class ServerEngine:
         rollout = config.rollout
         self._config = config
         self._world = world
-        self._say = log
+        self._log = log
         # A random prefix distinguishes this run's versions from another run's, and a secret
         # protects the run's servers.
         run, given, new = world.broadcast(
@@ -194,8 +194,10 @@ class ServerEngine:
                 self._restore_servers()
                 began = time.monotonic()
             elif min(report.idle_s for report in reports) > self._config.rollout.timeout_s:
-                asked = sum(self._world.gather(self._dispatcher.count_in_flight()), Counter())
-                at = ", ".join(f"{count} at server {url}" for url, count in sorted(asked.items()))
+                in_flight = sum(self._world.gather(self._dispatcher.count_in_flight()), Counter())
+                at = ", ".join(
+                    f"{count} at server {url}" for url, count in sorted(in_flight.items())
+                )
                 problem = f"no prompt was answered for so long; unanswered: {_format_by_rank(left)}"
                 details = (problem, at and f"requests under way: {at}", late)
                 problem = "; ".join(filter(None, details))
@@ -270,14 +272,14 @@ class ServerEngine:
                     alone = self._new_dispatcher(attempts=1)
                     alone.set_servers([server])
                     batches[server] = alone.begin(prompts, sampling, 0)
-            asked = {server: batches[server] for server in self.servers}
-            for batch in asked.values():
+            checks = {server: batches[server] for server in self.servers}
+            for batch in checks.values():
                 batch.wait(EXCHANGE_S)
-            if not any(batch.unfinished_count for batch in asked.values()):
+            if not any(batch.unfinished_count for batch in checks.values()):
                 return None
             failed = {
                 server.url: f"{batch.error}"
-                for server, batch in asked.items()
+                for server, batch in checks.items()
                 if batch.error is not None
             }
             return {**self._check_health(self._rank0_pool), **failed}
@@ -440,7 +442,7 @@ class ServerEngine:
 
     def _log_on_rank0(self, text: str) -> None:
         if self._world.is_rank0:
-            self._say(text)
+            self._log(text)
 
     def _make_error(self, error: Exception) -> Exception:
         if isinstance(error, UserError):
@@ -455,5 +457,5 @@ def _format_by_rank(left: Sequence[int]) -> str:
 
 
 def _format_problems(problems: Mapping[str, str] | None) -> str:
-    said = "; ".join(f"{url} {problem}" for url, problem in (problems or {}).items())
-    return said or "nobody knows which server failed"
+    text = "; ".join(f"{url} {problem}" for url, problem in (problems or {}).items())
+    return text or "nobody knows which server failed"

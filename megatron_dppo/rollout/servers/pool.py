@@ -67,7 +67,7 @@ class ServerPool:
         self._http = http
         self._architecture = architecture
         self._secret = secret
-        self._say = log
+        self._log = log
         self.processes: list[ServerProcess] = []
         """Processes of the servers that the run starts."""
         self._serving: list[ServerClient] = []
@@ -76,7 +76,7 @@ class ServerPool:
         # Reason of each removal without recovery yet, by URL.
         self._lost: dict[str, str] = {}
         self._misses = Counter[ServerClient]()
-        self._heard: dict[str, str] = {}
+        self._last_reports: dict[str, str] = {}
         """Last report of an externally managed server that cannot generate yet, by URL."""
         self._restarts = 0
         self._closed = False
@@ -126,7 +126,7 @@ class ServerPool:
             Servers that remain in service.
         """
         for server in [server for server in self._serving if server.url in problems]:
-            self._say(f"server {server.name} is taken out: it {problems[server.url]}")
+            self._log(f"server {server.name} is taken out: it {problems[server.url]}")
             self._lost[server.url] = problems[server.url]
             self._serving.remove(server)
             self._start_recovery(server)
@@ -148,12 +148,12 @@ class ServerPool:
                 client = returning.result()
             # No failure of a single server is a reason to stop the run.
             except Exception as error:
-                self._say(f"server {server.name} did not come back: {error}")
+                self._log(f"server {server.name} did not come back: {error}")
                 self._start_recovery(server)
             else:
                 self._serving.append(client)
                 self._lost.pop(client.url, None)
-                self._say(f"server {client.name} is back")
+                self._log(f"server {client.name} is back")
         return self.servers
 
     @property
@@ -182,11 +182,11 @@ class ServerPool:
             )
 
         first = min(SAY_AFTER_S, timeout_s / 2)
-        asked = [
+        checks = [
             self._wait_with_log(server.health(timeout_s), partial(silent, server), first)
             for server in serving
         ]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*checks, return_exceptions=True)
         unfit = {}
         for server, answer in zip(serving, answers, strict=True):
             failed = isinstance(answer, ServerError)
@@ -212,14 +212,14 @@ class ServerPool:
         """
         most = self._config.rollout.launch.wait_s
 
-        def say(taken: float) -> str:
-            heard = self._heard.get(server, default)
+        def describe_wait(taken: float) -> str:
+            report = self._last_reports.get(server, default)
             return (
                 f"waiting for {taken:.0f} s, of rollout.launch.wait_s = {most:g}, for server "
-                f"{server}: {heard}"
+                f"{server}: {report}"
             )
 
-        return say
+        return describe_wait
 
     async def _wait_with_log(
         self,
@@ -239,7 +239,7 @@ class ServerPool:
         wait_s = SAY_AFTER_S if wait_s is None else wait_s
         try:
             while not (await asyncio.wait([task], timeout=wait_s))[0]:
-                self._say(message(time.monotonic() - began))
+                self._log(message(time.monotonic() - began))
                 wait_s = SAY_EVERY_S
             return task.result()
         finally:
@@ -252,7 +252,7 @@ class ServerPool:
         Raises:
             UserError: at the timeout.
         """
-        self._heard[url] = NOTHING
+        self._last_reports[url] = NOTHING
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while True:
@@ -265,17 +265,17 @@ class ServerPool:
                         await asyncio.gather(*(self._ensure_ready(client) for client in clients))
                         if clients:
                             if workers is not None:
-                                self._say(f"{url} is a router; its {len(clients)} workers serve")
+                                self._log(f"{url} is a router; its {len(clients)} workers serve")
                             return clients
-                        self._heard[url] = "it is a router without workers"
+                        self._last_reports[url] = "it is a router without workers"
                     except ServerError as error:
-                        self._heard[url] = str(error)
+                        self._last_reports[url] = str(error)
                     await asyncio.sleep(ASK_AGAIN_S)
         remedy = "Start it, mend the URL, or raise rollout.launch.wait_s"
         raise UserError(
             "rollout.servers",
             url,
-            f"cannot generate after {wait_s:g} s: {self._heard[url]}",
+            f"cannot generate after {wait_s:g} s: {self._last_reports[url]}",
             remedy,
         )
 
@@ -317,7 +317,7 @@ class ServerPool:
             )
         else:
             words = self.processes[server.process].read_log_tail()
-            self._say(
+            self._log(
                 f"rollout.launch.restarts = {restarts} are used up"
                 + (f":\n{words}" if words else "")
             )

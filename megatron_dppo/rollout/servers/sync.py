@@ -152,10 +152,10 @@ class Sync:
         # Kept requests still need their cache.
         if self.in_flight != "keep":
             await client.flush()
-        if (told := await client.get_version()) != version:
+        if (reported := await client.get_version()) != version:
             raise ServerError(
                 client.url,
-                f"says that its weights are of version {told!r} after an update",
+                f"says that its weights are of version {reported!r} after an update",
                 alive=True,
             )
 

@@ -327,20 +327,22 @@ class VllmClient(ServerClient):
             "length",
             "abort",
         ):
-            said = (
+            content = (
                 f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, versions {spans}, "
                 f"finish reason {reason}"
             )
-            raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
+            raise ServerError(
+                self.url, f"gave an answer that cannot be used: {content}", alive=True
+            )
         if NO_LOGPROB in logprobs:
             raise ServerError(
                 self.url,
                 f"gave no log-probability for token {logprobs.index(NO_LOGPROB)}",
                 alive=True,
             )
-        told = choice.get("routed_experts")
+        encoded = choice.get("routed_experts")
         # By default np.load refuses pickled content.
-        routing = None if told is None else np.load(BytesIO(base64.b64decode(told)))
+        routing = None if encoded is None else np.load(BytesIO(base64.b64decode(encoded)))
         return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=as_logprobs(logprobs),
