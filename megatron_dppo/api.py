@@ -99,7 +99,9 @@ class RunFailedError(RuntimeError):
     def __init__(self, code: int, reason: str = "") -> None:
         self.code = code
         self.reason = reason
-        super().__init__(f"the run ended with exit code {code}:\n{reason or 'no rank said why'}")
+        super().__init__(
+            f"the run ended with exit code {code}:\n{reason or 'no rank gave a reason'}"
+        )
 
     def __reduce__(self) -> tuple[type[RunFailedError], tuple[int, str]]:
         return type(self), (self.code, self.reason)

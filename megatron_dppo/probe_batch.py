@@ -298,7 +298,7 @@ class Report:
         )
         configured = "+ configured"
         if not self.configured:
-            configured = "the configured rules are others than neyman"
+            configured = "the configured rules are not neyman"
         lines = [
             f"seconds of an unpruned step     {self.seconds:.2f}",
             f"  fixed                         {costs.rollout + costs.rest:.2f}",
@@ -340,7 +340,7 @@ class Report:
             of_best += ", as configured" if self.configured == self.best else own
         remedy = "raise --steps or rollout.prompts_per_step"
         if not math.isfinite(noise):
-            return f"The gradient cannot be told from noise: {remedy}; {of_best}."
+            return f"The gradient cannot be distinguished from noise: {remedy}; {of_best}."
         ratio = self.batch / noise
         verdict = (
             "a smaller batch would lose little" if ratio >= 1.0 else "noise dominates the step"

@@ -179,7 +179,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
         tree = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(
-            "CONFIG", path, f"is not YAML: {_format_position(error)}", "mend that line"
+            "CONFIG", path, f"is not YAML: {_format_position(error)}", "correct that line"
         ) from None
     if not isinstance(tree, Mapping | None):
         raise UserError(

@@ -91,23 +91,22 @@ def find_latest_step(folder: Path) -> int | None:
         )
     text = _read_tracker(tracker)
     if text == RELEASE:
-        problem = f"{tracker} says {text!r}: no run can go on from there"
+        problem = f"{tracker} contains {text!r}, and a run cannot resume from converted weights"
         remedy = (
-            "Name another run.dir; converted weights are started from with "
-            f"model.checkpoint={folder}"
+            f"Name another run.dir; start from converted weights with model.checkpoint={folder}"
         )
         raise UserError("run.dir", folder.parent, problem, remedy)
     if not _is_step(text):
         newest = _find_latest_intact(folder)
         write = (
-            f"Write {newest} into that file, of which the checkpoint is whole, or name"
+            f"Write {newest} into that file, because its checkpoint is complete, or name"
             if newest
             else "Name"
         )
         raise UserError(
             "run.dir",
             folder.parent,
-            f"{tracker} says {text[:40]!r}: no step",
+            f"{tracker} contains {text[:40]!r}, which is not a step",
             f"{write} another run.dir",
         )
     return int(text)
@@ -161,16 +160,16 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
         )
     text = _read_tracker(tracker)
     if text != RELEASE and not _is_step(text):
-        problem = f"{TRACKER} says {text[:40]!r}, which is neither a step nor {RELEASE!r}"
+        problem = f"{TRACKER} contains {text[:40]!r}, which is neither a step nor {RELEASE!r}"
         raise UserError(
             setting,
             folder,
             problem,
-            "Write the step to take into that file, or name its folder itself",
+            "Write a step into that file, or name the folder of the step",
         )
     checkpoint = folder / (RELEASE if text == RELEASE else format_iteration_name(int(text)))
     if not (checkpoint / FORMAT).is_file():
-        lacking = f"where no checkpoint in Megatron's distributed format is ({FORMAT})"
+        lacking = f"which has no checkpoint in Megatron's distributed format ({FORMAT})"
         problem = f"{TRACKER} names {checkpoint.name}, {lacking}"
         others = [p.parent.name for p in sorted(folder.glob(f"*/{FORMAT}"))]
         remedy = (

@@ -205,7 +205,7 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
             "would be shown it"
         )
         remedy = (
-            "Take that message out of the prompt; data.response_key names a column of "
+            "Remove that message from the prompt; data.response_key names a column of "
             "answers "
             "for sft"
         )
@@ -247,9 +247,10 @@ def _read_tools(row: Row) -> Tools:
             '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": '
             "...}}]"
         )
-        remedy = f"Give a list like {form}, or call a column of anything else otherwise"
+        remedy = f"Give a list like {form}, or rename the column"
         raise row.make_error(
-            f"holds no list of functions in column {TOOLS!r}, of which the policy is told", remedy
+            f"holds no list of functions in column {TOOLS!r}, the column of the policy's tools",
+            remedy,
         )
     return tools
 
@@ -408,9 +409,9 @@ def render_prompts(
                 remedy = "Remove it, or write it as the template does"
                 raise UserError("data.chat_template_kwargs", switch, problem, remedy)
         if tools and "tools" not in template:
-            remedy = "Take a policy whose template tells it of tools, or remove the column"
+            remedy = "Use a policy whose chat template has tools, or remove the column"
             raise same_tools[0].row.make_error(
-                "has tools, of which the chat template says nothing", remedy
+                "has tools, and the chat template has no place for tools", remedy
             )
         chats = [_build_chat(example.prompt, data.system) for example in same_tools]
         fixed = {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
@@ -425,7 +426,7 @@ def render_prompts(
                     texts += tokenizer.apply_chat_template([chat], **options)
                 except Exception as error:
                     problem = f"fails in the chat template ({error})"
-                    raise example.row.make_error(problem, "Mend the row's messages") from error
+                    raise example.row.make_error(problem, "Correct the row's messages") from error
     return texts
 
 

@@ -169,10 +169,7 @@ def check_environment(config: VerifiersConfig) -> None:
         remedy = f"Install it: {install_command(VERIFIERS)}"
         raise UserError("data.train", VERIFIERS, "verifiers is not installed", remedy) from error
     if tuple(map(int, release.split(".")[:2])) >= (0, 4):
-        problem = (
-            f"verifiers {release} has no load_environment any more, which environments are "
-            "loaded by here"
-        )
+        problem = f"verifiers {release} has no load_environment, which loads the environment"
         raise UserError(
             "data.train", VERIFIERS, problem, f"Install it: {install_command(VERIFIERS)}"
         )
@@ -216,7 +213,9 @@ def _generate_in_process(
             setting = "data.reasoning_gym.tasks"
             value = ", ".join(config.tasks)
         problem = f"ended the process that makes its problems, with exit code {made.returncode}"
-        raise UserError(setting, value, problem, "Read what that process printed, and mend it")
+        raise UserError(
+            setting, value, problem, "Read the output of that process, and correct the cause"
+        )
     rows = pickle.loads(made.stdout)
     if isinstance(rows, UserError):
         raise rows

@@ -53,12 +53,9 @@ class ReplayMismatchError(RuntimeError):
     said the same."""
 
     def __init__(self, action: str) -> None:
-        law = (
-            "What it says may depend on its problem and on what the policy said, and on nothing "
-            "else"
-        )
+        law = "Its messages may depend on the problem and on the policy's messages only"
         super().__init__(
-            f"The environment {action}, otherwise than when the policy spoke to it. {law}."
+            f"The environment {action}, unlike in the rollout of this conversation. {law}."
         )
 
 
@@ -102,15 +99,11 @@ class ChatSession:
             if not isinstance(self._prompt_messages, Sequence) or _get_contents(
                 messages
             ) != _get_contents(self._prompt_messages):
-                raise ConversationFormatError(
-                    "asks the policy other messages at first than its problem has"
-                )
+                raise ConversationFormatError("begins with other messages than its problem")
             return []
         known = len(self._messages)
         if _get_contents(messages[:known]) != _get_contents(self._messages):
-            raise ConversationFormatError(
-                "asks the policy about other messages than the conversation has so far"
-            )
+            raise ConversationFormatError("changes earlier messages of the conversation")
         text = self._render_new_messages(self._messages[:-1], messages[known:])
         token_ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
         tokens = (
@@ -118,7 +111,7 @@ class ChatSession:
         )  # the policy has ended its turn itself
         if not tokens:
             raise ConversationFormatError(
-                "has the policy go on with nothing between two of its turns"
+                "requests two turns of the policy without a message between them"
             )
         return tokens
 
@@ -138,8 +131,8 @@ class ChatSession:
         if whole.count(MARK) != 1 or not whole.startswith(until):
             roles = ", ".join(str(message["role"]) for message in new) or "nothing"
             problem = (
-                f"answers with messages ({roles}) for which the chat template changes what "
-                "stands before them"
+                f"answers with messages ({roles}) for which the chat template changes earlier "
+                "messages"
             )
             raise ConversationFormatError(problem)
         return str(whole.partition(MARK)[2])
@@ -178,7 +171,7 @@ class TurnReplay:
         if ends_here:
             raise ResponseFullError
         if not self._left:
-            raise ReplayMismatchError("went on")
+            raise ReplayMismatchError("continued")
         return self._take(from_policy=True)
 
     def check_end(self) -> None:

@@ -124,7 +124,7 @@ class _Policy(Client):
     ) -> ResponseMessage:
         try:
             if (tools or []) != self._tools:
-                raise ConversationFormatError("offers the policy other tools than its problem has")
+                raise ConversationFormatError("gives the policy other tools than its problem")
             turn = len(prompt)
             text: str = await self.client(
                 [self._restore_message(place, message) for place, message in enumerate(prompt)]
@@ -270,30 +270,25 @@ def _load_problems(config: VerifiersConfig, split: str) -> list[Row]:
     parts = _list_environments(environment)
     for each in parts:
         if not isinstance(each, verifiers.MultiTurnEnv):
-            problem = (
-                f"({type(each).__name__}) is no MultiTurnEnv, which has the conversations here"
-            )
+            problem = f"({type(each).__name__}) is no MultiTurnEnv, the only supported type"
             remedy = (
-                "Take another; or write its turns as a rollout.conversation, and the reward "
-                "as a function"
+                "Use another environment; or write its turns as a rollout.conversation, and the "
+                "reward as a function"
             )
             raise UserError("data.verifiers.environment", name, problem, remedy)
     if len(parts) > 1 and any(each.tool_defs for each in parts):
         problem = (
-            "(EnvGroup) has tools in one of its environments, and does not tell which "
-            "problems are of that one"
+            "(EnvGroup) has tools in one of its environments, and does not report the "
+            "environment of a problem"
         )
         raise UserError(
-            "data.verifiers.environment", name, problem, "Take its environments by themselves"
+            "data.verifiers.environment", name, problem, "Use its environments one at a time"
         )
     own = environment.build_eval_dataset()
     inputs = list(own if split == "eval" and own is not None else environment.get_dataset())
     if own is None:
         if (count := config.eval_problems) >= len(inputs):
-            problem = (
-                f"leaves nothing to train on of the {len(inputs)} problems of {name}, which "
-                "holds out none itself"
-            )
+            problem = f"leaves none of the {len(inputs)} problems of {name} for training"
             raise UserError(
                 "data.verifiers.eval_problems",
                 count,
@@ -350,7 +345,7 @@ def _read(config: VerifiersConfig, split: str) -> list[Row] | UserError:
         return error
     except (Exception, SystemExit) as error:
         problem = f"cannot be loaded ({type(error).__name__}: {error})"
-        remedy = "Install it, or mend data.verifiers.arguments"
+        remedy = "Install it, or correct data.verifiers.arguments"
         return UserError("data.verifiers.environment", config.environment, problem, remedy)
 
 

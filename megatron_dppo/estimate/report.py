@@ -147,7 +147,7 @@ def as_text(made: Plan) -> Iterator[str]:
     else:
         yield from _format_alternatives(made)
     yield ""
-    yield f"assumed (set with {PREFIX}NAME=VALUE; estimate/assumptions.py says where each is from):"
+    yield f"assumed (set with {PREFIX}NAME=VALUE; sources: estimate/assumptions.py):"
     for name, value in asdict(made.assumptions).items():
         yield f"  {name} = " + ("as measured" if value is None else f"{value:g}")
 

@@ -207,10 +207,10 @@ def _parse_rows(lines: BinaryIO, setting: str) -> list[AnswerRow]:
                 {key: of for key, of in json.loads(line).items() if key not in ("prompt", "answer")}
             )
         except (ValueError, AttributeError, RecursionError) as error:
-            problem = f"line {number} of it is no answer ({error})"
+            problem = f"line {number} is not an answer ({error})"
             remedy = (
-                "Take what begins there out of the file, and it is answered anew; or name "
-                "another folder"
+                "Remove this line and all later lines, and their problems are answered again; or "
+                "name another folder"
             )
             raise UserError(setting, lines.name, problem, remedy) from error
     return rows
@@ -234,7 +234,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             for key, was, is_now in pairs
             if was != is_now
         ]:
-            remedy = "Name another folder with --out, or give the settings that it was begun with"
+            remedy = "Name another folder with --out, or give the earlier settings"
             raise UserError("eval.out", folder, f"was begun with {'; '.join(changed)}", remedy)
         begun, now = (
             {**of, PROBLEMS: problems}
@@ -249,10 +249,10 @@ def _read_settings(folder: Path, file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         problem = (
-            f"{SETTINGS} cannot be read ({error}): it does not say what the answers there "
-            "are answers of"
+            f"{SETTINGS} cannot be read ({error}), so that the settings of the stored answers are "
+            "unknown"
         )
-        remedy = "Name another folder with --out, or fetch that file again"
+        remedy = "Name another folder with --out, or copy that file again"
         raise UserError("eval.out", folder, problem, remedy) from error
 
 

@@ -194,14 +194,14 @@ def _print_resume_hint(job: str, config: Config) -> None:
     if step is None:
         kept = (
             f"before its first checkpoint (run.checkpoint_every = {every}): the same command "
-            "begins anew"
+            "starts again from step 0"
         )
     else:
         kept = (
-            f"the same command goes on from step {step} of {config.run.steps}, the last "
+            f"the same command resumes from step {step} of {config.run.steps}, the last "
             f"checkpoint in {checkpoints}"
         )
-    print_message(f"interrupted; {kept}. SIGUSR1 in place of Ctrl-C has a run save before it ends")
+    print_message(f"interrupted; {kept}. To save before the end, send SIGUSR1 instead of Ctrl-C")
 
 
 def get_single_rank_environment() -> dict[str, str]:

@@ -113,7 +113,8 @@ class MetricsLog:
             self._has_left_out = True
             shown = ", ".join(f"{name:.60}" for name in left_out[:MOST_SHOWN])
             self._log(
-                f"reward functions name more than {MOST_NAMED} metrics: others are left out, first "
+                f"reward functions name more than {MOST_NAMED} metrics: further metrics are "
+                "dropped, first "
                 f"{shown}. Log one "
                 "name for all completions: the metric is a mean over them"
             )
@@ -194,8 +195,8 @@ def _read_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
         ):  # after the last newline there is nothing, or what a kill has left of a row
             problem = f"line {number} is no row of a run: {line[:60].decode(errors='replace')!r}"
             remedy = (
-                "Fetch the file again, take that line out, or move the file away; the run "
-                "goes on without it"
+                "Copy the file again, remove that line, or move the file away; the run can "
+                "resume without it"
             )
             raise UserError("run.dir", file, problem, remedy)
     return rows
@@ -219,7 +220,7 @@ def _drop_rows_past(file: Path, step: int) -> None:
     last = max((row["step"] for _, row in rows), default=0)
     if step > 0 and last < step:
         text = (
-            f"note: {file} ends at step {last}, and the run goes on from step {step}: the rows "
+            f"note: {file} ends at step {last}, and the run resumes from step {step}: the rows "
             "between are lost"
         )
         print_message(text)
@@ -385,7 +386,7 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
                 f"rolled out and pruned: {pruned:,} tokens, which saved about "
                 f"{seconds['completions']:.0f} s",
             ),
-            (zero_advantage, "rolled out, with zero advantage: no run trains on those"),
+            (zero_advantage, "rolled out, with zero advantage: without effect on training"),
         ):
             if count:
                 yield f"  {100 * count / (rolled_out + unseen):3.0f}% {what}"
@@ -398,11 +399,11 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
             )
             saved = (
                 f"{100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% "
-                "of those to train on"
+                "of the tokens to train on"
             )
             yield f"pruning saved about {saved}"
             if efficiency := summary.get("pruning_efficiency"):
-                step = "that of a step without pruning, of whatever batch size"
+                step = "that of a step without pruning, for any batch size"
                 yield f"estimated variance × seconds of a step: {1.0 / efficiency:.2f} times {step}"
         if summary["discarded_groups"]:
             yield (

@@ -149,10 +149,10 @@ class Watchdog:
             print_message("\n".join(_format_paragraph(name, phase, still, "", stack)))
         if still >= self._end_s and phase in UNLIMITED:
             problem = (
-                f"rank {rank} has stood still for so long in {phase or 'no phase'}, "
+                f"rank {rank} has made no progress for this time in {phase or 'no phase'}, "
                 f"at:\n{stack.rstrip()}"
             )
-            remedy = "Mend what hangs there, or raise rollout.timeout_s"
+            remedy = "Correct the cause in that stack, or raise rollout.timeout_s"
             hung = UserError("rollout.timeout_s", f"{self._world.timeout_s:g}", problem, remedy)
             if since == self._interrupted_at:
                 lifetime.exit_now(2, format_error(hung))
@@ -253,7 +253,7 @@ def _describe(
         who = ", ".join(f"{rank} on {heartbeats[rank].host}" for rank in ranks)
         seconds = max(heartbeats[rank].still_s for rank in ranks)
         lines += _format_paragraph(
-            who, phase, seconds, f"; {waiting} others wait" if waiting else "", stack
+            who, phase, seconds, f"; {waiting} other ranks wait" if waiting else "", stack
         )
     return "\n".join(lines)
 
@@ -262,7 +262,7 @@ def _format_paragraph(
     source: str, phase: str, seconds: float, remark: str, stack: str
 ) -> list[str]:
     return [
-        f"late: rank {source}, in {phase or 'no phase'} for {seconds:.0f} s{remark}. It stands at:",
+        f"late: rank {source}, in {phase or 'no phase'} for {seconds:.0f} s{remark}. Stack:",
         stack.rstrip()
         or "  (no answer: its process is stopped or gone, or holds the interpreter's lock)",
     ]

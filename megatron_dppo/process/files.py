@@ -278,7 +278,7 @@ def write_directory(out: Path, setting: str) -> Iterator[Path]:
         remedy = (
             "Free some space, or name a directory on another disk"
             if full
-            else "Mend that, and try again"
+            else "Correct the cause, and try again"
         )
         raise UserError(
             setting, out, f"was not written ({error}); nothing is left of this attempt", remedy
@@ -400,7 +400,7 @@ class FolderLock:
         deadline = time.monotonic() + 2.0
         while not self._is_free():
             if time.monotonic() > deadline:
-                problem = "is held by another process, which has not said who it is"
+                problem = "is held by another process, which has not written its name"
                 raise UserError(self._setting, self._folder, problem, REMEDY)
             time.sleep(0.1)  # somebody has just taken it, and says so in a moment
         self._write()

@@ -198,7 +198,7 @@ class StoppedError(Exception):
 
     def __init__(self, step: int) -> None:
         super().__init__(
-            f"stopped on request after step {step}, and saved: run the same command again to go on"
+            f"stopped on request after step {step}, and saved: run the same command again to resume"
         )
 
 

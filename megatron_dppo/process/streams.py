@@ -47,8 +47,8 @@ class _Stream(io.FileIO):
                     os.close(nowhere)
                 if self.fileno() == 1:
                     words = (
-                        f"note  standard output cannot be written to ({error.strerror}): the "
-                        "run goes on without it"
+                        f"note  standard output cannot be written to ({error.strerror}): the run "
+                        "continues without it"
                     )
                     print_message(words)
             return memoryview(data).nbytes  # type: ignore[arg-type]

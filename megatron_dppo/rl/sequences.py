@@ -147,7 +147,7 @@ def check_sequences(
                 # The engine made the completion, because conversations were checked before.
                 made = config.rollout.engine_function
                 remedy = (
-                    "Mend the engine: megatron_dppo/rl/sequences.py says what such completions are"
+                    "Correct the engine: megatron_dppo/rl/sequences.py defines valid completions"
                 )
                 raise UserError(
                     "rollout.engine_function", made, f"for prompt {prompt.id} it {problem}", remedy
@@ -165,7 +165,7 @@ def check_settings(config: Config, num_sequences: int) -> None:
     """
     loss = config.loss
     objective = resolve_objective(config.loss)
-    problem = f"and a conversation came in {num_sequences} sequences"
+    problem = f"and a conversation has {num_sequences} sequences"
     if objective.ratio == "sequence" or objective.surrogate == "geometric":
         remedy = "Set a loss of tokens, such as grpo, or have the conversation return one sequence"
         raise UserError(
@@ -176,6 +176,6 @@ def check_settings(config: Config, num_sequences: int) -> None:
         raise UserError("loss.tis_level", "sequence", problem, "Set loss.tis_level=token")
     if loss.replay_routing == "rollout":
         problem = (
-            f"wants to know which experts made every token, {problem}, of which that is not kept"
+            f"requires the experts of every token, {problem}, for which experts are not recorded"
         )
         raise UserError("loss.replay_routing", "rollout", problem, "Set loss.replay_routing=none")

@@ -119,10 +119,10 @@ class Client:
             The turn, with the stop token. The turn is empty if the response is full.
         """
         context: list[int] = check_ids(
-            token_ids, self.function.vocabulary, "went on from a context"
+            token_ids, self.function.vocabulary, "requested a turn after a context"
         ).tolist()
         if not context:
-            raise ValueError("There is no token to go on from.")
+            raise ValueError("The context of a turn has no token.")
         left = len(self.prompt.token_ids) + self.max_tokens - len(context)
         limit = left if max_tokens is None else min(left, max_tokens)
         stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *map(int, stop_token_ids))))
@@ -373,13 +373,12 @@ def _build_sequence(
             # the context used to generate the turn.
             if not past and contexts[id(turn)] != context:
                 problem = (
-                    f"returned a turn {number} that was generated after other tokens than "
-                    "stand before it"
+                    f"returned a turn {number} whose context differs from the tokens before it"
                 )
                 raise InvalidCompletionError(problem)
         elif role is not None:
             raise InvalidCompletionError(
-                f"returned a turn {number} of the role {role!r} that the policy has not said"
+                f"returned a turn {number} of the role {role!r} that the policy did not generate"
             )
         elif past:
             continue

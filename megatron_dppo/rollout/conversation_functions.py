@@ -106,8 +106,7 @@ def check_turns(
         return
     if any(SEVERAL_TURNS in each for each in problems()):
         problem = (
-            f"and the environment {data.verifiers.environment} speaks with the policy in "
-            "several turns"
+            f"but the environment {data.verifiers.environment} requires several turns of the policy"
         )
         raise UserError(SETTING, "null", problem, f"Set {SETTING}={VERIFIERS}")
 
@@ -125,7 +124,7 @@ class _Environment:
             load_environment(config.environment, config.arguments)
         except FAILURES as error:
             problem = f"cannot be loaded ({type(error).__name__}: {error})"
-            remedy = "Install it, or mend data.verifiers.arguments"
+            remedy = "Install it, or correct data.verifiers.arguments"
             raise UserError(
                 "data.verifiers.environment", config.environment, problem, remedy
             ) from error

@@ -178,20 +178,20 @@ class _Conversations:
         who = f"{busy or running} conversations of {of.function.spec}"
         where = f"the first of them about prompt {first}"
         if busy and now - self._last_move >= of.timeout_s:
-            problem = f"passed in which {who} neither asked for a turn nor ended, {where}"
+            problem = f"is over: {who} neither requested a turn nor ended, {where}"
             remedy = (
-                "Look for what it waits for (another conversation's turn comes only once it "
-                "asks, too), or raise it"
+                "Find what the conversation waits for (a turn begins when all conversations have "
+                "requested one), or raise it"
             )
             raise UserError("rollout.request_timeout_s", f"{of.timeout_s:g}", problem, remedy)
         still = now - self._last_end
         if still > of.end_s:
-            problem = f"passed in which none ended of {who}, {where}"
+            problem = f"is over: none of {who} ended, {where}"
             remedy = f"Look for why {of.function.spec} does not return, or raise it"
             raise UserError("rollout.timeout_s", f"{of.end_s:g}", problem, remedy)
         if still >= of.late_s and not self._named:
             self._named = True
-            print_message(f"late: none has ended for {still:.0f} s of {who}, {where}")
+            print_message(f"late: none of {who} has ended for {still:.0f} s, {where}")
 
     async def _wait(self) -> None:
         """Wait until a conversation requests a turn or ends, or the next check is due."""
@@ -230,7 +230,7 @@ class _Conversations:
             function.setting,
             function.spec,
             problem,
-            "Look after its tools, or raise rollout.attempts",
+            "Check its tools, or raise rollout.attempts",
         )
 
     async def _request_turn(

@@ -108,7 +108,7 @@ def _compute_log_ratios(completion: Completion) -> tuple[float, float]:
     mask = completion.loss_mask
     if completion.teacher_logprobs is None:
         raise ValueError(
-            f"a completion of {len(mask)} tokens came without its teacher's log-probabilities"
+            f"a completion of {len(mask)} tokens has no log-probabilities of its teacher"
         )
     if not mask.any():
         return 0.0, 0.0
@@ -171,12 +171,9 @@ def compute_staleness(metadata: StepMetadata, version: int, *, bound: int) -> di
     oldest = int(lag.max(initial=0))
     # Stop instead of dropping late completions, because late completions are the long completions.
     if oldest > bound:
-        problem = (
-            "a completion that a step is to train on has tokens of weights that are "
-            f"{oldest} updates old"
-        )
+        problem = f"a completion for training has tokens of weights that are {oldest} updates old"
         remedy = (
-            "Look for what generates with weights of its own (rollout.conversation, a "
+            "Look for a component that generates with other weights (rollout.conversation, a "
             "server), or raise it"
         )
         raise UserError("rollout.ahead", bound, problem, remedy)

@@ -230,7 +230,7 @@ def _read(
             f"{', '.join(missing)}"
         )
         remedy = (
-            "Go on with that version, or begin another run.dir with its weights alone: "
+            "Resume with that version, or start another run.dir from its weights alone: "
             f"model.checkpoint={place}"
         )
         raise UserError("run.dir", place.parent.parent, problem, remedy)
@@ -375,8 +375,8 @@ def _find_prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, ro
     if prompt >= len(pool) or len(pool[prompt].token_ids) != tokens:
         completions = f"completions of prompt {prompt}, which has {tokens} tokens"
         problem = f"its checkpoint holds {completions}, and no such prompt is in the pool"
-        data = "Resume with the data that the run began with"
-        alone = "begin another run.dir with its weights alone"
+        data = "Resume with the original data"
+        alone = "start another run.dir from its weights alone"
         raise UserError(
             "run.dir", place.parent.parent, problem, f"{data}, or {alone}: model.checkpoint={place}"
         )

@@ -102,7 +102,7 @@ class TeacherServer:
         if len(scored) != len(response) or [token for token, _ in scored] != expected_ids:
             raise ServerError(
                 self.url,
-                f"spoke of other tokens than the {len(response)} that it was asked",
+                f"returned log-probabilities of other tokens than the {len(response)} requested",
                 alive=True,
             )
         return as_logprobs([logprob for _, logprob in scored])
@@ -203,10 +203,10 @@ class TeacherServers:
                 len(expected),
             )
             parts = (
-                f"{found[at : at + SHOWN]!r}, where the policy's goes on with "
+                f"{found[at : at + SHOWN]!r}, where the policy's text has "
                 f"{expected[at : at + SHOWN]!r}"
             )
-            raise ServerError(url, f"has another vocabulary: it goes on with {parts}", alive=True)
+            raise ServerError(url, f"has another vocabulary: its text has {parts}", alive=True)
         return server
 
     async def _read_all(

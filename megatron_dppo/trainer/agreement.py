@@ -285,12 +285,12 @@ def _check_versions(answers: Sequence[ComparedCompletion], version: int, engine:
     for each in answers:
         if set(each.versions) != {version}:
             problem = (
-                f"the server {each.source} was given weights of version {version}, and says that "
-                f"version {', '.join(map(str, each.versions))} made its tokens"
+                f"the server {each.source} was given weights of version {version}, and reports "
+                f"tokens of version {', '.join(map(str, each.versions))}"
             )
             remedy = (
-                "See whether somebody else sends it weights; another value of "
-                "rollout.sync.transport may reach it"
+                "Check whether another run sends weights to the server; try another value of "
+                "rollout.sync.transport"
             )
             raise UserError("rollout.engine", engine, problem, remedy)
 

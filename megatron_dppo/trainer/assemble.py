@@ -362,12 +362,9 @@ def load_pools(
     if world.is_rank0:
         count, where = train.find_overlap([problem.prompt for problem in problems])
     if count:
-        of = (
-            f"{count} of {len(problems)} held-out problems stand in the training data as well: "
-            f"{where}"
-        )
+        of = f"{count} of {len(problems)} held-out problems are also in the training data: {where}"
         Console(config.run.steps).print_note(
-            f"{of}; their accuracy says nothing of problems that were never seen"
+            f"{of}; their accuracy does not measure unseen problems"
         )
     return train, problems, offline
 

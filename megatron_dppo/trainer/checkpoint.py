@@ -211,8 +211,8 @@ class Checkpoints:
         place = find_latest_checkpoint(self._folder)
         if place is not None and not (self._folder / TRACKER).exists():
             text = (
-                f"note: {self._folder} has no {TRACKER}: the run goes on from {place.name}, "
-                "the newest that is whole"
+                f"note: {self._folder} has no {TRACKER}: the run resumes from {place.name}, the "
+                "newest complete checkpoint"
             )
             print_message(text)
         return place

@@ -462,14 +462,8 @@ def _check_initial_weights(place: Path, setting: str, folder: Path, run_dir: Pat
     place = place.resolve()
     own = (run_dir / "checkpoints").resolve()
     if own in (place, *place.parents):
-        problem = (
-            "is a checkpoint of this very run, which would take what it has learned for the "
-            "policy it began with"
-        )
-        remedy = (
-            "Leave it as it was when the run began (the run resumes by itself), or name "
-            "another run.dir"
-        )
+        problem = "is a checkpoint of the same run, whose initial policy must stay the same"
+        remedy = "Restore the original value (the run resumes by itself), or name another run.dir"
         raise UserError(setting, folder, problem, remedy)
 
 

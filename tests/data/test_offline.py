@@ -51,7 +51,7 @@ def load(
 
 
 BAD: dict[str, tuple[dict[str, Any], ...]] = {
-    "either token_ids or text": ({"token_ids": None}, {"text": "#5"}),
+    "exactly one of token_ids and text": ({"token_ids": None}, {"text": "#5"}),
     "has no tokens": ({"token_ids": []},),
     "none of the policy's": ({"token_ids": [5, 10**6]},),
     "logprobs for": ({"token_ids": [5]},),

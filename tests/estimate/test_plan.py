@@ -382,7 +382,7 @@ def test_text_and_json_agree() -> None:
     assert disk["checkpoint"] == 14 * weights
     assert disk["export"] == disk["sync"] == 2 * weights
     assert set(found["assumptions"]) == {
-        line.split()[0] for line in text.split("each is from):\n")[1].splitlines()
+        line.split()[0] for line in text.split("estimate/assumptions.py):\n")[1].splitlines()
     }
 
 

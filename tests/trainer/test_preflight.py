@@ -155,7 +155,7 @@ def test_checkpoint_replaces_the_weights_of_a_policy(policy: Path, tmp_path: Pat
         run_preflight(config_of(bare, tmp_path, f"model.checkpoint={named}"), "train")
     own = refuse(config_of(bare, tmp_path / "before", f"model.checkpoint={place}"))
     assert own.setting == "model.checkpoint"
-    assert "this very run" in own.problem
+    assert "of the same run" in own.problem
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ class Dispatcher:
         while prefix_groups == [samples]:
             if attempt >= self._attempts:
                 raise PromptFailedError(
-                    f"prompt {prompt.id} was asked {attempt} times, the last time {last}"
+                    f"prompt {prompt.id} was requested {attempt} times, the last time {last}"
                 )
             before = sum(sample.length for sample in samples)
             if failure := await self._send_request(batch, index, samples, attempt, avoided):
@@ -289,7 +289,7 @@ class Dispatcher:
         try:
             await asyncio.wait([task])
             if task.cancelled():
-                return f"server {client.url} was taken out"
+                return f"server {client.url} was removed"
             results = task.result()
             if len(results) != len(samples):
                 raise ServerError(

@@ -239,7 +239,7 @@ class ServerEngine:
                 return
             self._retries += 1
             self._log_on_rank0(
-                f"an update of the weights failed and is tried again: {_format_problems(problems)}"
+                f"an update of the weights failed and is repeated: {_format_problems(problems)}"
             )
             self._remove_servers(problems)
         problem = (
@@ -458,4 +458,4 @@ def _format_by_rank(left: Sequence[int]) -> str:
 
 def _format_problems(problems: Mapping[str, str] | None) -> str:
     text = "; ".join(f"{url} {problem}" for url, problem in (problems or {}).items())
-    return text or "nobody knows which server failed"
+    return text or "the failed server is unknown"

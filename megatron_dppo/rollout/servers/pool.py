@@ -126,7 +126,7 @@ class ServerPool:
             Servers that remain in service.
         """
         for server in [server for server in self._serving if server.url in problems]:
-            self._log(f"server {server.name} is taken out: it {problems[server.url]}")
+            self._log(f"server {server.name} is removed: it {problems[server.url]}")
             self._lost[server.url] = problems[server.url]
             self._serving.remove(server)
             self._start_recovery(server)
@@ -148,7 +148,7 @@ class ServerPool:
                 client = returning.result()
             # No failure of a single server is a reason to stop the run.
             except Exception as error:
-                self._log(f"server {server.name} did not come back: {error}")
+                self._log(f"server {server.name} did not recover: {error}")
                 self._start_recovery(server)
             else:
                 self._serving.append(client)
@@ -271,7 +271,7 @@ class ServerPool:
                     except ServerError as error:
                         self._last_reports[url] = str(error)
                     await asyncio.sleep(ASK_AGAIN_S)
-        remedy = "Start it, mend the URL, or raise rollout.launch.wait_s"
+        remedy = "Start it, correct the URL, or raise rollout.launch.wait_s"
         raise UserError(
             "rollout.servers",
             url,
@@ -370,7 +370,7 @@ class ServerPool:
             info = await client.get_info()
         except ServerError as error:
             remedy = (
-                f"{'Start it as that says' if error.alive else 'Look into its log'}, or name "
+                f"{'Start it accordingly' if error.alive else 'Read its log'}, or name "
                 "another server"
             )
             raise UserError(setting, client.url, error.problem, remedy) from None
@@ -408,15 +408,14 @@ class ServerPool:
             remedy = f"Start it with --dtype {dtype}, or set model.dtype"
         elif self._config.loss.replay_routing == "rollout" and not info.routing:
             problem = (
-                "does not say which experts it chose, and loss.replay_routing = rollout "
-                "replays them"
+                "does not report the chosen experts, and loss.replay_routing = rollout replays them"
             )
             remedy = f"Start it with {ROUTING_FLAG}, or set loss.replay_routing"
         elif rollout.sync.adapter and not _supports_adapters(info, self._config.model.lora):
             takes = f"up to rank {info.lora_rank} on {', '.join(sorted(info.lora_targets))}"
             problem = (
-                f"takes {takes if info.lora_rank else 'no'} adapters, and "
-                "rollout.sync.adapter sends it others"
+                f"takes {takes if info.lora_rank else 'no'} adapters, and rollout.sync.adapter "
+                "sends other adapters"
             )
             spec = load_engine_spec(rollout.engine)
             words = shlex.join(spec.adapter_flags(self._config.model.lora))

@@ -338,7 +338,7 @@ def _make_exit_error(process: ServerProcess) -> UserError:
         "of its log:\n"
     )
     remedy = (
-        f"Read {process.log}, then mend the command, rollout.launch.flags or rollout.launch.env"
+        f"Read {process.log}, then correct the command, rollout.launch.flags or rollout.launch.env"
     )
     setting = "rollout.launch.command"
     command = " ".join(mask_secrets(setting, [*process.command]))

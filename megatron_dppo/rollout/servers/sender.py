@@ -376,7 +376,7 @@ def collect_problems(
                 problems[url] = error.problem
         except TimeoutError:
             reply.cancel()
-            problems[url] = f"said nothing within {timeout_s:g} s"
+            problems[url] = f"did not answer within {timeout_s:g} s"
     return problems
 
 

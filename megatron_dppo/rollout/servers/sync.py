@@ -103,9 +103,7 @@ class Sync:
             stuck = self._call_servers(
                 [client for client in clients if client.url not in failed.problems], _abort_update
             )
-            return {**stuck, **failed.problems} or {
-                "nobody knows which server failed:": failed.problem
-            }
+            return {**stuck, **failed.problems} or {"the failed server is unknown:": failed.problem}
         loaded = time.perf_counter()
         if problems := self._call_servers(clients, lambda client: self._end(client, version)):
             return problems
@@ -155,7 +153,7 @@ class Sync:
         if (reported := await client.get_version()) != version:
             raise ServerError(
                 client.url,
-                f"says that its weights are of version {reported!r} after an update",
+                f"reports weights of version {reported!r} after an update",
                 alive=True,
             )
 

@@ -130,7 +130,7 @@ def test_a_lost_given_server_comes_back(http: Http, monkeypatch: pytest.MonkeyPa
         assert serving.remove_unhealthy({url: "broke off"}) == ()
         assert happens(lambda: [server.life for server in serving.admit_ready()] == [1])
     name = url.removeprefix("http://")
-    assert said == [f"server {name} is taken out: it broke off", f"server {name} is back"]
+    assert said == [f"server {name} is removed: it broke off", f"server {name} is back"]
 
 
 @contextmanager
