@@ -335,12 +335,12 @@ def evaluate(
 
 def _check_not_rank(function: str) -> None:
     if "RANK" in os.environ:
-        problem = f"makes this process a rank, and {function}() starts ranks of its own"
+        problem = f"makes this process a rank, and {function}() starts new ranks"
         raise UserError(
             "RANK",
             os.environ["RANK"],
             problem,
-            "Start the script by itself, or use the command line",
+            "Start the script without torchrun or srun, or use the command line",
         )
 
 

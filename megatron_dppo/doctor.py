@@ -62,7 +62,7 @@ def collect_diagnostics() -> dict[str, Any]:
 def _describe_choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str]:
     engine = on_gpu and installed["Transformer Engine"] is not None
     fused = "Transformer Engine" if engine else "Apex" if on_gpu and installed["Apex"] else None
-    # Servers that a run can start without being told how.
+    # Servers that a run can start without a command in the settings.
     found = [kind for kind in get_args(ServerKind) if load_engine_spec(kind).installed]
     return {
         "device": "CUDA over NCCL" if on_gpu else "CPU over gloo",

@@ -107,7 +107,7 @@ def data_files(name: str, setting: str, *, split: str) -> list[Path]:
         raise _build_split_error(name, setting, wanted[1], listed)
     folder = _fetch(repo, "dataset", setting, tuple(files))
     if not all((folder / file).is_file() for file in files):
-        raise _build_fetch_error(repo, "dataset", setting, "not all of its files came")
+        raise _build_fetch_error(repo, "dataset", setting, "the download is incomplete")
     return [folder / file for file in files]
 
 

@@ -331,7 +331,7 @@ class Report:
             "of a smaller batch"
         )
         if self.best == UNPRUNED:
-            of_best = "no pruning that was tried is worth more than a smaller batch"
+            of_best = "no measured pruning is worth more than a smaller batch"
         elif self.configured:
             own = (
                 f", at the configured {self.configured[0]:g} / {self.configured[1]} "
@@ -504,8 +504,8 @@ class _BatchProbe:
                 "nothing to compare"
             )
             remedy = (
-                "Raise --steps or rollout.samples_per_prompt, or take data that the policy "
-                "can do in part"
+                "Raise --steps or rollout.samples_per_prompt, or use data that the policy solves "
+                "in part"
             )
             raise UserError("reward.function", config.reward.function, problem, remedy)
         rolling, per_generated = estimate_cost_line(*np.array(self._generated).T)

@@ -285,10 +285,7 @@ def _build_unknown_error(key: str, value: object) -> UserError:
     near = " or ".join(find_nearest_settings(key))
     remedy = f"write {near}, if that was meant" if near else "--print-config shows every setting"
     if key in ("rollout.top_p", "rollout.top_k"):
-        problem = (
-            "is refused in training, whose log-probabilities are those of the distribution "
-            "of all tokens"
-        )
+        problem = "is not supported in training, which uses log-probabilities over all tokens"
         return UserError(
             key, format_value(value), problem, f"leave it out; evaluations have {near}"
         )

@@ -324,8 +324,7 @@ class Trainer:
                 ]
             )
             if not same_prompts:
-                # run.resume=anyway: of other prompts neither the order nor what was learned of each
-                # goes on.
+                # Other prompts (run.resume=anyway) have a new order and an empty reward history.
                 return
             self.sampler.load_state_dict(state)
             steps = read_in_flight(place, self.pool, self.world, self.step)
@@ -335,7 +334,7 @@ class Trainer:
             TypeError,
             ValueError,
             AttributeError,
-        ) as error:  # without checksums none knew
+        ) as error:  # Without checksums, damage is found only here.
             raise build_corruption_error(
                 place, "run.dir", f"does not hold a run's state ({error!r})"
             ) from error

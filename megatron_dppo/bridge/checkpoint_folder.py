@@ -190,7 +190,7 @@ def build_corruption_error(checkpoint: Path, setting: str, problem: str) -> User
             setting,
             checkpoint,
             problem,
-            "Fetch its files again; no other checkpoint beside it is whole",
+            "Copy its files again; no other checkpoint beside it is complete",
         )
     instead = (
         f"write {step} into {checkpoint.parent / TRACKER}: {format_iteration_name(step)} beside it "

@@ -259,7 +259,7 @@ def _make_depth_error(setting: str, place: str) -> UserError:
     return UserError(
         setting,
         place,
-        f"holds more than {DEEPEST} values within each other",
+        f"nests deeper than {DEEPEST} values",
         "Flatten or remove it",
     )
 

@@ -166,7 +166,7 @@ def _format_memory(owner: str, memory: Memory) -> Iterator[str]:
     room = (
         f"of {memory.room / GIB:.1f} GiB on a GPU"
         if memory.room
-        else "GiB, and the trainer leaves no room on its GPU"
+        else "GiB, and the trainer leaves no memory on its GPU"
     )
     yield f"{owner}: {memory.total / GIB:.1f} {room}"
     yield f"  {parts}"

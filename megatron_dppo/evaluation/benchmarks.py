@@ -131,7 +131,7 @@ def list_sources(config: Config) -> list[EvalSource]:
             raise UserError(
                 source.setting,
                 source.display_name,
-                "stands twice",
+                "appears twice",
                 "Give one of the two another name",
             )
     return found

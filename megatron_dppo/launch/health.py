@@ -173,8 +173,8 @@ def main(wait_s: float = WAIT_S) -> int:
         if rank == 0:
             there = {each for each in range(size) if store.check([nodes[each]])}
             print(
-                f"error: ranks {sorted({*range(size)} - there)} did not come within {wait_s:g} s; "
-                "there are:"
+                f"error: ranks {sorted({*range(size)} - there)} did not connect within "
+                f"{wait_s:g} s; connected:"
             )
             print(*sorted({store.get(nodes[each]).decode() for each in there}))
         return 1

@@ -155,7 +155,7 @@ def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, previous_p
     if killed:
         return 128 + next(iter(killed.values()))
     rank, code = next(iter(failed.items()))
-    failure.report(f"error: rank {rank} ended with exit code {code}, and did not say why")
+    failure.report(f"error: rank {rank} ended with exit code {code} without a message")
     return code
 
 

@@ -243,8 +243,8 @@ class Loggers:
                     f"cannot be opened ({type(error).__name__}: {remove_passwords(str(error))})"
                 )
                 remedy = (
-                    "See to its server and its credentials, or leave it out: metrics.jsonl "
-                    "has every row"
+                    "Check its server and its credentials, or remove it: metrics.jsonl has every "
+                    "row"
                 )
                 raise UserError("run.loggers", name, problem, remedy) from error
             self._state[name] = {"run": sink.run, "step": known["step"] if known else -1}
@@ -269,8 +269,7 @@ class Loggers:
             except Exception as error:
                 problem = remove_passwords(f"{type(error).__name__}: {error}")
                 self._log(
-                    f"{name} did not take a row, and is given it again with the next one "
-                    f"({problem})"
+                    f"{name} did not accept a row; the next row's write repeats it ({problem})"
                 )
 
     def close(self, *, finished: bool) -> None:

@@ -204,7 +204,7 @@ def _render_training(run: RunRecord, step: int) -> Iterator[str]:
     for changed in sorted(
         {change.key for _, of in run.changes for change in of if change.key.startswith(SHOWN)}
     ):
-        yield f"- `{changed}` was changed on the way; what stands below is its last value"
+        yield f"- `{changed}` changed during the run; the table has its last value"
 
 
 def _render_settings(run: RunRecord) -> Iterator[str]:

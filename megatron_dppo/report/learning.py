@@ -112,7 +112,7 @@ def make_learning_section(runs: Sequence[RunRecord]) -> Section:
         lead += (
             " Rewards of these runs are not comparable: a run that prunes prompts chooses those "
             "whose rewards are "
-            "averaged. Held-out accuracies are: the same problems are asked, whatever is pruned."
+            "averaged. Held-out accuracies are: they use the same problems in all runs."
         )
     return Section(lead, [*parts, *_make_file_tables(runs)])
 

@@ -56,7 +56,7 @@ def make_pruning_section(runs: Sequence[RunRecord]) -> Section:
         parts.append(
             Charts([chart for chart in charts if not chart.empty], run.name, _describe_rules(run))
         )
-    return Section(lead, parts, "No step of these runs says what was kept.")
+    return Section(lead, parts, "These runs have no record of pruning.")
 
 
 def has_pruning(run: RunRecord) -> bool:

@@ -169,9 +169,7 @@ class SpeedComparison:
         words += [CERTAINTY]
         if self.changed:
             changed = "; ".join(self.changed)
-            words += [
-                f"A setting that a run's result depends on was changed on its way: {changed}."
-            ]
+            words += [f"A setting that affects results changed during a run: {changed}."]
         if self.differs:
             tested = f"on different problems, or in different ways ({', '.join(self.differs)})"
             words += [

@@ -153,9 +153,7 @@ class Sequences:
             ValueError: ``sample`` is None.
         """
         if self.sample is None:
-            raise ValueError(
-                "a ratio or a weight per sequence needs to know which tokens make up a sequence"
-            )
+            raise ValueError("a ratio or a weight per sequence requires the tokens' sequences")
         values = values.detach()
         samples = (
             int(self.sample.max()) + 1

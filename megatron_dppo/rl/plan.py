@@ -273,9 +273,7 @@ def build_notes(
     if config.rollout.roles:
         yield (
             "rollout.roles: each role has the gradient of its own reward by its own tokens, the "
-            "others being a part of "
-            "its environment that changes with the policy: their sum is the gradient of no one "
-            "objective"
+            "other roles are a changing environment: the sum is not the gradient of one objective"
         )
     if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
         yield (

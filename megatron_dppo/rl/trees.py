@@ -58,7 +58,7 @@ def find_biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
     if tree.branches and tree.depths:
         yield (
             "rollout.tree.depths",
-            "segments of other depths have a gradient, which nothing makes up for",
+            "the gradient of segments at other depths is lost without compensation",
         )
     if tree.branches and tree.fusion == "probability":
         yield (

@@ -191,7 +191,7 @@ class ConversationFunction:
             self.setting,
             self.spec,
             problem,
-            "Cancel the tasks that it has made itself, and no others",
+            "Cancel tasks of the function only",
         )
 
 

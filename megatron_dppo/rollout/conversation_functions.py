@@ -30,10 +30,7 @@ from megatron_dppo.rollout.conversation import Client, ConversationFunction, Par
 from megatron_dppo.rollout.conversation_checks import InvalidCompletionError
 
 SETTING = "rollout.conversation"
-REMEDY = (
-    "Write the turns as a function of your own (rollout.conversation=FILE.py:NAME), and the "
-    "reward, too"
-)
+REMEDY = "Write the turns and the reward as your own functions (rollout.conversation=FILE.py:NAME)"
 
 
 def load_conversation_function(config: Config) -> ConversationFunction | None:

@@ -107,7 +107,7 @@ class LocalEngine(RolloutEngine[Completions]):
         found: dict[str, tuple[int, ...]] = {}
         # Read the stream to the end before an error, because reading the stream is collective.
         for bucket in source(to=Consumers.EVERYONE):
-            repeated += [f"{name} came twice" for name in bucket if name in found]
+            repeated += [f"{name} was received twice" for name in bucket if name in found]
             found |= _get_shapes(bucket)
             for name, tensor in bucket.items():
                 if found[name] == shapes.get(name):

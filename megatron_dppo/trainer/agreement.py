@@ -161,7 +161,7 @@ def check_disagreement(
         problem = (
             f"trainer and {source} disagree on the log-probabilities of the same tokens {context}: "
             f"the mean {what} is {measured:.4g}. {source[0].upper()}{source[1:]} may hold other "
-            "weights (another model, an update that did not arrive whole), score at another "
+            "weights (another model, an incomplete update), score at another "
             "temperature or with top-p, top-k or a penalty, or compute in another precision "
             f"(a quantised model or cache). The worst completions are in {file}"
         )

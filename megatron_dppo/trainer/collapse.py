@@ -84,7 +84,7 @@ class CollapseGuard:
             "stop"
         )
         if self.best:
-            remedy += f". {str(self.best).capitalize()}, and its checkpoint stays"
+            remedy += f". {str(self.best).capitalize()}, and its checkpoint is kept"
         return UserError("run.max_idle_steps", self._most, problem, remedy)
 
     def state_dict(self) -> dict[str, Any]:

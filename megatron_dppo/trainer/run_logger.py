@@ -230,7 +230,7 @@ class RunLogger:
         rows = [row for row in read_metrics(self._folder) if "eval/accuracy" in row]
         if rows and rows[-1]["eval/accuracy"] < best.accuracy:
             self._console.print_note(
-                f"{best}: its checkpoint stays in {self._folder / 'checkpoints'}"
+                f"{best}: its checkpoint is kept in {self._folder / 'checkpoints'}"
             )
 
 

@@ -113,9 +113,9 @@ def test_text_like_json_is_asked_as_text(load: Load, prompt: str) -> None:
 def test_deep_nesting_is_refused_in_any_column(refuse: Refuse, tmp_path: Path, depth: int) -> None:
     for where in ("label", "prompt", "elsewhere"):
         line = json.dumps(GOOD)[:-1] + f', "{where}": {"[" * depth + "]" * depth}}}'
-        refuse([line], f"line 1: holds more than {DEEPEST} values within each other")
+        refuse([line], f"line 1: nests deeper than {DEEPEST} values")
         (tmp_path / "rows.json").write_text(f"[{line}]")
-        refuse(tmp_path / "rows.json", "within each other")
+        refuse(tmp_path / "rows.json", "nests deeper")
 
 
 def test_labels_are_the_numbers_of_parquet(load: Load, tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ class ServerEngine:
         problem = (
             f"the servers could not be brought to version {version}: {_format_problems(problems)}"
         )
-        remedy = "Look into the servers' logs; raise it, or try rollout.sync.transport=disk"
+        remedy = "Read the servers' logs; raise it, or try rollout.sync.transport=disk"
         raise UserError("rollout.sync.retries", retries, problem, remedy)
 
     def resume(self) -> None:
@@ -349,7 +349,9 @@ class ServerEngine:
     def _restore_servers(self) -> None:
         """Wait for a server to recover, if no server is in service, and update the server."""
         self._wait_for_servers()
-        assert self._source is not None, "rollouts were asked for before any weights were there"
+        assert self._source is not None, (
+            "rollouts were requested before the first update of the weights"
+        )
         self.update_weights(self._source, self._version)
         self.resume()
 
@@ -375,7 +377,7 @@ class ServerEngine:
         """
         began = time.monotonic()
         timeout_s = self._config.rollout.timeout_s
-        self._log_on_rank0("no rollout server is left; waiting for one to come back")
+        self._log_on_rank0("no rollout server is left; waiting for a server to recover")
 
         def check_servers(pool: ServerPool) -> tuple[ServerClient, ...] | None:
             restarts = self._config.rollout.launch.restarts
@@ -384,14 +386,13 @@ class ServerEngine:
             if pool.is_exhausted:
                 problem = f"are used up, and no rollout server is left: {pool.failures}"
                 remedy = (
-                    "Look into the servers' logs; raise it, and run the same command again: "
-                    "it resumes"
+                    "Read the servers' logs; raise it, and run the same command again: it resumes"
                 )
                 raise UserError("rollout.launch.restarts", restarts, problem, remedy)
             if time.monotonic() - began > timeout_s:
-                problem = f"no rollout server is left, and none came back in time: {pool.failures}"
+                problem = f"no rollout server is left, and none recovered in time: {pool.failures}"
                 remedy = (
-                    "Look into the servers' logs, start them again, and run the same command "
+                    "Read the servers' logs, start them again, and run the same command "
                     "again: it resumes"
                 )
                 raise UserError("rollout.timeout_s", f"{timeout_s:g}", problem, remedy)
@@ -447,7 +448,7 @@ class ServerEngine:
     def _make_error(self, error: Exception) -> Exception:
         if isinstance(error, UserError):
             return error
-        remedy = "Look into the servers' logs; raise it if servers died of something else"
+        remedy = "Read the servers' logs; raise it if the servers failed for another reason"
         problem = f"a prompt could not be answered: {error}"
         return UserError("rollout.attempts", self._config.rollout.attempts, problem, remedy)
 

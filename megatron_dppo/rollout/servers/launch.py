@@ -177,7 +177,7 @@ def _expand(nodes: str) -> list[str]:
         raise UserError(
             NODES,
             nodes,
-            "scontrol, which tells the nodes' names, is not on the path",
+            "scontrol, which lists the nodes' names, is not on the path",
             f"Set {OVERRIDE}",
         )
     listed = subprocess.run(
@@ -290,8 +290,7 @@ def find_listen_address(environ: Mapping[str, str]) -> str:
             if not address.startswith("127."):
                 return address
     problem = (
-        "is not an address at which ranks on other machines could reach a server that this "
-        "one starts"
+        "is not an address at which ranks on other machines could reach the servers of this machine"
     )
     remedy = "Set it to this machine's address in their network"
     raise UserError("MASTER_ADDR", environ.get("MASTER_ADDR", ""), problem, remedy)

@@ -397,8 +397,8 @@ class ServerPool:
             )
         elif info.stages > 1 and rollout.sync.transport == "collective":
             problem = (
-                f"has {info.stages} pipeline stages, and each of them would join as the "
-                "ranks of the first"
+                f"has {info.stages} pipeline stages, and each stage would join the group as the "
+                "first stage"
             )
             remedy = "Start it with --pp-size 1, or set rollout.sync.transport to disk"
         elif info.dtype not in (None, dtype):

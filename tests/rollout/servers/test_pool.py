@@ -198,6 +198,6 @@ def test_a_run_names_servers_that_became_silent(
     with silent_server("/generate", then=("/health_generate", "/continue_generation")) as url:
         said = last_words(ranks, policy, tmp_path, url, "rollout.health_timeout_s=0.5")
     assert said.startswith(
-        "rollout.timeout_s = 4: no rollout server is left, and none came back in time: "
+        "rollout.timeout_s = 4: no rollout server is left, and none recovered in time: "
         f"server {url} did not answer /health_generate within 0.5 s."
     )
