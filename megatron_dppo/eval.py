@@ -81,9 +81,9 @@ def _evaluate(config: Config, world: World) -> None:
     size = config.eval.batch
     indices = group_indices(problem.name for problem in problems)
     batches = [
-        [problems[i] for i in of[at : at + size]]
-        for of in indices.values()
-        for at in range(0, len(of), size)
+        [problems[i] for i in group[at : at + size]]
+        for group in indices.values()
+        for at in range(0, len(group), size)
     ]
     with ExitStack() as to_close:
 
@@ -201,7 +201,7 @@ def _report(
         [
             *format_table(found, samples),
             "",
-            *(f"{what:<7}  {place}" for what, place in places.items()),
+            *(f"{kind:<7}  {place}" for kind, place in places.items()),
         ]
     )
     if config.eval.against:
@@ -228,7 +228,8 @@ def _collect_settings(config: Config, problems: Sequence[EvalProblem]) -> dict[s
         },
         "eval.batch": config.eval.batch,
         "problems": {
-            name: _compute_fingerprint([problems[i] for i in of]) for name, of in indices.items()
+            name: _compute_fingerprint([problems[i] for i in positions])
+            for name, positions in indices.items()
         },
     }
 

@@ -147,14 +147,14 @@ def _build_fetch_error(repo: str, kind: Kind, setting: str, reason: Exception | 
     from huggingface_hub import constants
 
     reason = next(iter(str(reason).splitlines()), type(reason).__name__)
-    what = "folder" if kind == "model" else "file"
+    kind_of_path = "folder" if kind == "model" else "file"
     problem = (
-        f"is no {what} here, is not whole in the hub's cache ({constants.HF_HUB_CACHE}), "
+        f"is no {kind_of_path} here, is not whole in the hub's cache ({constants.HF_HUB_CACHE}), "
         "and "
         "was not fetched"
     )
-    of = " --repo-type dataset" if kind == "dataset" else ""
-    fetch = f"hf download {repo}{of}"
+    option = " --repo-type dataset" if kind == "dataset" else ""
+    fetch = f"hf download {repo}{option}"
     if (
         kind == "model"
         and (published := Path(repo).name).startswith("Qwen")
@@ -162,7 +162,9 @@ def _build_fetch_error(repo: str, kind: Kind, setting: str, reason: Exception | 
     ):
         # A folder, as the shipped configurations name it.
         fetch = f"hf download Qwen/{published} --local-dir {repo}"
-    remedy = f"Fetch it where there is a network, with `{fetch}`, or name a {what} that is here"
+    remedy = (
+        f"Fetch it where there is a network, with `{fetch}`, or name a {kind_of_path} that is here"
+    )
     return UserError(setting, repo, f"{problem}: {reason}", remedy)
 
 
@@ -254,12 +256,12 @@ def _list_patterns(data_files: Any, split: str) -> list[str]:
         data_files = [data_files]
     patterns: list[str] = []
     for each in data_files:
-        of, path = (
+        found, path = (
             (each.get("split", "train"), each["path"])
             if isinstance(each, dict)
             else ("train", each)
         )
-        if of == split:
+        if found == split:
             patterns += [path] if isinstance(path, str) else path
     return patterns
 

@@ -169,7 +169,7 @@ def estimate_cost_line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, fl
     if not large.any():
         return float(np.median(taken)), 0.0
     few, many, short, long = (
-        float(np.median(each[of])) for each in (sizes, taken) for of in (~large, large)
+        float(np.median(each[mask])) for each in (sizes, taken) for mask in (~large, large)
     )
     proportional = long / many
     per_token = (
@@ -217,9 +217,9 @@ def estimate_gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Esti
         )
 
     full = np.asarray(unpruned, np.float64)
-    ours = np.asarray(pruning, np.float64)
+    pruned = np.asarray(pruning, np.float64)
     value, reach = compute_jackknife(
-        lambda rows: product(full[rows]) / product(ours[rows]), len(full)
+        lambda rows: product(full[rows]) / product(pruned[rows]), len(full)
     )
     return Estimate(value, value - reach, value + reach)
 

@@ -390,8 +390,8 @@ class Checksums:
                 f"{name} is {'no file' if os.path.lexists(path) else 'missing'}"
             )
         if (found := path.stat().st_size) != size:
-            what = "truncated" if found < size else "longer than it was"
-            raise CorruptCheckpointError(f"{name} is {what}: {found:,} bytes of {size:,}")
+            change = "truncated" if found < size else "longer than it was"
+            raise CorruptCheckpointError(f"{name} is {change}: {found:,} bytes of {size:,}")
 
 
 def _compute_crc(files: Mapping[str, FileChecksum]) -> int:

@@ -78,14 +78,14 @@ def _format_result(config: Config, gpus: int, found: SearchResult) -> Iterator[s
     )
     if found.on_policy and not found.fastest:
         yield f"\nnothing fits with rollout.ahead={config.rollout.ahead}"
-    for what, each in (
+    for goal, each in (
         ("fastest", found.fastest),
         ("cheapest", found.cheapest),
         ("on-policy", found.on_policy),
     ):
         if each:
             yield (
-                f"\n{what}: {each.seconds:.0f} s a step on {_format_gpus(each)}, "
+                f"\n{goal}: {each.seconds:.0f} s a step on {_format_gpus(each)}, "
                 f"{each.gpu_hours:.3f} "
                 "GPU-hours a step"
             )
@@ -103,7 +103,8 @@ def _format_gpus(proposal: Proposal) -> str:
 def _format_proposal(proposal: Proposal) -> Iterator[str]:
     sides = (("trainer", proposal.actor), ("server", proposal.server.memory))
     yield "  " + ", ".join(
-        f"{whose} {of.total / GIB:.1f} of {of.room / GIB:.1f} GiB" for whose, of in sides
+        f"{owner} {memory.total / GIB:.1f} of {memory.room / GIB:.1f} GiB"
+        for owner, memory in sides
     )
     yield "  " + (
         " ".join(f"{key}={format_value(value)}" for key, value in proposal.change.items())
@@ -174,8 +175,8 @@ def _format_memory(owner: str, memory: Memory) -> Iterator[str]:
 
 def _format_disk(made: Plan) -> Iterator[str]:
     disk = made.disk
-    what = "adapters" if made.config.model.lora.rank else "weights"
-    one = f"{format_size(disk.checkpoint)} ({what}, their fp32 master copy and two moments)"
+    kind = "adapters" if made.config.model.lora.rank else "weights"
+    one = f"{format_size(disk.checkpoint)} ({kind}, their fp32 master copy and two moments)"
     several = (
         f"{disk.checkpoints} checkpoints of {one}"
         if disk.checkpoints > 1
@@ -202,8 +203,8 @@ def _format_alternatives(made: Plan) -> Iterator[str]:
 def _format_times(made: Plan) -> Iterator[str]:
     steps = off, on = made.unpruned, made.pruned
     rows: list[tuple[str, ...]] = [("a step, mean over the run", "unpruned", "pruned")]
-    for what, field in COUNTED.items():
-        rows.append((f"  {what}", *(f"{getattr(step.work, field):,.0f}" for step in steps)))
+    for label, field in COUNTED.items():
+        rows.append((f"  {label}", *(f"{getattr(step.work, field):,.0f}" for step in steps)))
     rows.append(("  packs per replica and update", str(off.packs), str(on.packs)))
     for phase in off.phases:
         if any(step.phases[phase] for step in steps):
@@ -214,8 +215,8 @@ def _format_times(made: Plan) -> Iterator[str]:
         ("  waiting in the pipeline", f"{off.bubble:.0%}", f"{on.bubble:.0%}"),
         ("  stretched by long responses", f"{off.long_tail:.2f}x", f"{on.long_tail:.2f}x"),
     ]
-    for what, left, right in rows:
-        yield f"{what:<32}{left:>12}{right:>12}"
+    for label, left, right in rows:
+        yield f"{label:<32}{left:>12}{right:>12}"
 
 
 def _format_efficiency(made: Plan) -> Iterator[str]:

@@ -131,7 +131,7 @@ def estimate_trainer_phases(setup: Setup) -> dict[str, float]:
         "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
         # as if each had sequences in all packs
         "teacher": sum(
-            _estimate_scoring(theirs, estimate_stage_times(theirs), packs) for theirs in teachers
+            _estimate_scoring(teacher, estimate_stage_times(teacher), packs) for teacher in teachers
         ),
         "training": passes * train.kernels,
         "messages": passes * train.messages,

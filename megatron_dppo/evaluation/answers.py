@@ -204,7 +204,11 @@ def _parse_rows(lines: BinaryIO, setting: str) -> list[AnswerRow]:
     for number, line in enumerate(lines, 1):
         try:
             rows.append(
-                {key: of for key, of in json.loads(line).items() if key not in ("prompt", "answer")}
+                {
+                    key: value
+                    for key, value in json.loads(line).items()
+                    if key not in ("prompt", "answer")
+                }
             )
         except (ValueError, AttributeError, RecursionError) as error:
             problem = f"line {number} is not an answer ({error})"
@@ -221,11 +225,11 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     benchmarks' problems."""
     file = folder / SETTINGS
     now = json.loads(json.dumps(settings))
-    begun = _read_settings(folder, file) if file.exists() else {}
-    if begun:
-        before = begun.pop(PROBLEMS, None) or {}
+    stored = _read_settings(folder, file) if file.exists() else {}
+    if stored:
+        before = stored.pop(PROBLEMS, None) or {}
         ours = now.pop(PROBLEMS, None) or {}
-        pairs = [(key, begun.get(key), now.get(key)) for key in {**begun, **now}]
+        pairs = [(key, stored.get(key), now.get(key)) for key in {**stored, **now}]
         pairs += [
             (f"the problems of {name}", before[name], ours[name]) for name in before if name in ours
         ]
@@ -236,11 +240,11 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         ]:
             remedy = "Name another folder with --out, or give the earlier settings"
             raise UserError("eval.out", folder, f"was begun with {'; '.join(changed)}", remedy)
-        begun, now = (
-            {**of, PROBLEMS: problems}
-            for of, problems in ((begun, before), (now, {**before, **ours}))
+        stored, now = (
+            {**values, PROBLEMS: problems}
+            for values, problems in ((stored, before), (now, {**before, **ours}))
         )
-    if now != begun:
+    if now != stored:
         replace_text(file, json.dumps(now, indent=2) + "\n")
 
 

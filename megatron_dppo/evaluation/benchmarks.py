@@ -108,21 +108,21 @@ def list_sources(config: Config) -> list[EvalSource]:
     if absent:
         raise _make_missing_files_error(absent, folder)
     named = [_parse_entry(entry, config) for entry in config.eval.benchmarks]
-    of = config.data.eval
+    held_out = config.data.eval
     train = config.data.train
     if (
-        of is None
+        held_out is None
         and isinstance(train, str)
         and train in GENERATORS
         and not named
         and config.data.rollouts is None
     ):
-        of = train
-    files = of if isinstance(of, dict) else {} if of is None else {"": of}
+        held_out = train
+    files = held_out if isinstance(held_out, dict) else {} if held_out is None else {"": held_out}
     found = [*(EvalSource(name, file, "data.eval") for name, file in files.items()), *named]
     for number, source in enumerate(found):
         if source.name in TAKEN and (
-            source.name or isinstance(of, dict) or source.setting == SETTING
+            source.name or isinstance(held_out, dict) or source.setting == SETTING
         ):
             problem = "is what another metric is called"
             remedy = "Give that file another name"

@@ -231,9 +231,9 @@ class Evaluator:
         for verifier, collector in self._collectors.items():
             groups = collector.collect_groups(prompts[verifier], pending[verifier], total=total)
             share = self._build_answers(indices[verifier], groups, keep)
-            for theirs, theirs_failed in self._world.gather((share, find_failed_scores(groups))):
-                votes_by_index |= theirs
-                failed += theirs_failed
+            for rank_votes, rank_failed in self._world.gather((share, find_failed_scores(groups))):
+                votes_by_index |= rank_votes
+                failed += rank_failed
         in_order = [votes_by_index[index] for index in range(len(problems))]
         votes = np.array([vote for _, vote in in_order], np.float64)
         return EvalAnswers([answers for answers, _ in in_order], votes, failed)
@@ -406,7 +406,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
         )
         for problem, group in zip(problems[: config.eval.show], found.answers, strict=False)
     ]
-    counts = {name: len(of) for name, of in indices.items()}
+    counts = {name: len(places) for name, places in indices.items()}
     return EvalScores(metrics, tuple(shown), collect_tracebacks(found.failed), counts)
 
 

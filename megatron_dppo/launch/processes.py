@@ -69,7 +69,7 @@ def run_ranks(
         try:
             for rank in range(ranks):
                 held = {LISTENER: str(place.fileno())} if rank == 0 else {}
-                ours = {
+                variables = {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(ranks),
@@ -80,7 +80,7 @@ def run_ranks(
                 processes.append(
                     subprocess.Popen(
                         command,
-                        env={**environ, **ours, **held},
+                        env={**environ, **variables, **held},
                         pass_fds=[place.fileno()] if rank == 0 else [],
                         # Ctrl-C is for this process alone, because this process ends the ranks.
                         start_new_session=True,
@@ -193,8 +193,8 @@ def _handle_ending_signals() -> Iterator[Callable[[], None]]:
         ignore_them()
         raise _SignalError(number)
 
-    ours = lifetime.ENDING if threading.current_thread() is threading.main_thread() else ()
-    handled = [number for number in ours if signal.getsignal(number) is not signal.SIG_IGN]
+    endings = lifetime.ENDING if threading.current_thread() is threading.main_thread() else ()
+    handled = [number for number in endings if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, raise_once) for number in handled}
     try:
         yield ignore_them

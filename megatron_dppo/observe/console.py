@@ -205,7 +205,7 @@ class LengthGate:
         if len(self._recent) < RECENT:
             return None
         (before, cut_before), (now, cut) = (
-            map(mean, zip(*of, strict=True)) for of in (self._first, self._recent)
+            map(mean, zip(*window, strict=True)) for window in (self._first, self._recent)
         )
         outside = ""
         if now * self._bound < before:

@@ -310,7 +310,8 @@ def _read_state(file: Path) -> dict[str, dict[str, Any]]:
     try:
         stored = json.loads(file.read_text())
         return {
-            name: {"run": str(of["run"]), "step": int(of["step"])} for name, of in stored.items()
+            name: {"run": str(entry["run"]), "step": int(entry["step"])}
+            for name, entry in stored.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

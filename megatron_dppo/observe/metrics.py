@@ -374,7 +374,7 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
         rolled_out = trained + pruned + zero_advantage
         seconds = {level: summary[f"saved_seconds_{level}"] for level in ("prompts", "completions")}
         yield f"{100 * prompts:.0f}% of the prompts were rolled out; of the tokens of all prompts:"
-        for count, what in (
+        for count, fate in (
             (trained, "trained on"),
             (
                 unseen,
@@ -389,7 +389,7 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
             (zero_advantage, "rolled out, with zero advantage: without effect on training"),
         ):
             if count:
-                yield f"  {100 * count / (rolled_out + unseen):3.0f}% {what}"
+                yield f"  {100 * count / (rolled_out + unseen):3.0f}% {fate}"
         if unseen or pruned:
             generation = unseen / (rolled_out + unseen)
             training = (

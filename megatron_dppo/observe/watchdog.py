@@ -250,10 +250,10 @@ def _describe(
     waiting = len(heartbeats) - len(late_ranks)
     lines = []
     for (phase, stack), ranks in ranks_by_place.items():
-        who = ", ".join(f"{rank} on {heartbeats[rank].host}" for rank in ranks)
+        names = ", ".join(f"{rank} on {heartbeats[rank].host}" for rank in ranks)
         seconds = max(heartbeats[rank].still_s for rank in ranks)
         lines += _format_paragraph(
-            who, phase, seconds, f"; {waiting} other ranks wait" if waiting else "", stack
+            names, phase, seconds, f"; {waiting} other ranks wait" if waiting else "", stack
         )
     return "\n".join(lines)
 

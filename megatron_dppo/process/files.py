@@ -132,8 +132,8 @@ def _prepare_draft(draft: Path, out: Path) -> Iterator[None]:
     try:
         locked = _acquire_flock(descriptor)
         # Else it was put in place between our opening and locking it.
-        ours = locked and draft.exists() and os.path.samestat(os.fstat(descriptor), draft.stat())
-        if not ours:
+        is_mine = locked and draft.exists() and os.path.samestat(os.fstat(descriptor), draft.stat())
+        if not is_mine:
             raise FileExistsError(errno.EEXIST, "another process is writing there", str(out))
         yield
     finally:

@@ -148,10 +148,10 @@ def supervise(trainer: int, command: list[str]) -> int:
     # answer.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGUSR1})
 
-    ours = os.getpid()
+    pid = os.getpid()
 
     def prepare_child() -> None:
-        set_parent_death_signal(ours)
+        set_parent_death_signal(pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
 
     server = subprocess.Popen(command, preexec_fn=prepare_child)

@@ -114,8 +114,8 @@ def _wrap_stream(stream: TextIO | None, descriptor: int) -> TextIO:
     left as it is."""
     if stream is not None:
         try:
-            ours = isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Stream)
-            if ours or stream.fileno() != descriptor:
+            is_stream = isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Stream)
+            if is_stream or stream.fileno() != descriptor:
                 return stream
         except (OSError, ValueError):
             return stream

@@ -48,7 +48,7 @@ DIFFERENCES: Sequence[tuple[str, str, Form, Reduce]] = (
         "mean exp |Δ log p| − 1 of a step, largest",
         "train/token_mult_prob_error",
         "number",
-        lambda of: of.max() - 1.0,
+        lambda values: values.max() - 1.0,
     ),
     ("|Δ log p| after a sync, largest of a token", "rollout/agreement_max_diff", "number", np.max),
     ("tokens that older weights made", "rollout/stale_tokens", "share", np.mean),
@@ -121,8 +121,8 @@ def make_signs_section(runs: Sequence[RunRecord]) -> Section:
     """First, mean and last value of metrics that show early that a run goes wrong; loggers draw
     them."""
     rows = [
-        [what, *(_format_figures(run, key, form, *FIRST_MEAN_LAST) for run in runs)]
-        for what, key, form in SIGNS
+        [label, *(_format_figures(run, key, form, *FIRST_MEAN_LAST) for run in runs)]
+        for label, key, form in SIGNS
     ]
     measured = [row for row in rows if set(row[1:]) != {"–"}]
     table = Table(["first → mean → last", *(run.name for run in runs)], measured)
@@ -141,8 +141,8 @@ def make_packs_section(runs: Sequence[RunRecord]) -> Section:
         "weights: they may differ by rounding only, and a run that passes the limit stops."
     )
     rows = [
-        [what, *(_format_figures(run, key, form, number) for run in runs)]
-        for what, key, form, number in DIFFERENCES
+        [label, *(_format_figures(run, key, form, number) for run in runs)]
+        for label, key, form, number in DIFFERENCES
     ]
     rows.append(
         ["limit of mean |Δ log p|", *(format_number(_get_limit(run), "number") for run in runs)]

@@ -186,8 +186,8 @@ def _collect_cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_c
     cells = np.array(
         [cell[:4] for row in run.census for cell in row[table]], dtype=np.float64
     ).reshape(-1, 4)
-    places, which = np.unique(cells[:, :2], axis=0, return_inverse=True)
-    count, inclusion = (np.bincount(which.ravel(), column) for column in cells[:, 2:].T)
+    places, cell = np.unique(cells[:, :2], axis=0, return_inverse=True)
+    count, inclusion = (np.bincount(cell.ravel(), column) for column in cells[:, 2:].T)
     return np.column_stack([places, count, inclusion / count])
 
 

@@ -72,9 +72,9 @@ def make_benchmarks_section(runs: Sequence[RunRecord]) -> Section:
                 "unscored",
             )
             rows = [
-                _format_scores(name, of)
-                for name, of in found["benchmarks"].items()
-                if isinstance(of, dict)
+                _format_scores(name, scores)
+                for name, scores in found["benchmarks"].items()
+                if isinstance(scores, dict)
             ]
             parts.append(
                 Table(
@@ -162,9 +162,9 @@ def make_settings_section(runs: Sequence[RunRecord]) -> Section:
         ]
         values = [(key, [run.get_setting(key) for run in configured]) for key in keys]
         rows = [
-            [key, *(format_masked(key, value) for value in of)]
-            for key, of in values
-            if any(v != of[0] for v in of)
+            [key, *(format_masked(key, value) for value in shown)]
+            for key, shown in values
+            if any(v != shown[0] for v in shown)
         ]
         head = ["setting", *(run.name for run in configured)]
         parts.append(

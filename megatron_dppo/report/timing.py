@@ -66,8 +66,8 @@ def make_timing_section(runs: Sequence[RunRecord]) -> Section:
     if not layers:
         return Section(lead, [], "No step has been timed yet.")
     means = {
-        name: {layer.name: float(layer.values.mean()) for layer in of}
-        for name, of in layers.items()
+        name: {layer.name: float(layer.values.mean()) for layer in run_layers}
+        for name, run_layers in layers.items()
     }
     phases = [
         phase for phase in NAMES if any(mean.get(phase, 0.0) > 0.0 for mean in means.values())
@@ -78,7 +78,7 @@ def make_timing_section(runs: Sequence[RunRecord]) -> Section:
         for name, mean in means.items()
     ]
     key = [(f"phase-{phase}", phase) for phase in phases]
-    top = max(compute_stack_top(of) for of in layers.values())
+    top = max(compute_stack_top(run_layers) for run_layers in layers.values())
     charts = [
         make_phase_chart(run, f"{run.name}, by phase", top) for run in runs if run.name in layers
     ]
@@ -100,8 +100,8 @@ def _make_layers(run: RunRecord) -> list[Layer]:
     seconds = {name: np.array([row.get(name, 0.0) for row in found]) for name in names}
     total = sum(float(values.mean()) for values in seconds.values()) or 1.0
     return [
-        Layer(name, f"phase-{name}", of, _format_percent(float(of.mean()) / total))
-        for name, of in seconds.items()
+        Layer(name, f"phase-{name}", values, _format_percent(float(values.mean()) / total))
+        for name, values in seconds.items()
     ]
 
 
@@ -280,20 +280,20 @@ def group_by_arm(runs: Sequence[RunRecord]) -> list[Arm]:
     found: list[tuple[RunRecord, dict[int, str]]] = []
     for run in runs:
         seed = int(run.get_setting(SEED))
-        for other, of in found:
+        for other, seeds in found:
             same_settings = run.config and {
                 change.key for change in find_changes(run.config, other.config)
             } <= {SEED}
-            if seed not in of and (
+            if seed not in seeds and (
                 run.group == other.group if run.group or other.group else same_settings
             ):
-                of[seed] = run.name
+                seeds[seed] = run.name
                 break
         else:
             found.append((run, {seed: run.name}))
     if len(found) == 1:
         return [Arm(run.name, {int(run.get_setting(SEED)): run.name}) for run in runs]
-    return [Arm(run.group or run.name, of) for run, of in found]
+    return [Arm(run.group or run.name, seeds) for run, seeds in found]
 
 
 def compute_ratios(
@@ -310,12 +310,16 @@ def compute_ratios(
 
 
 def _compute_ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio | None:
-    if arm is first or not all(seconds[name] for of in (first, arm) for name in of.runs.values()):
+    if arm is first or not all(
+        seconds[name] for each in (first, arm) for name in each.runs.values()
+    ):
         return None
     pairs = [(first.runs[seed], name) for seed, name in arm.runs.items() if seed in first.runs]
     if len(pairs) < 2:
-        own, others = (fmean(seconds[name] for name in of.runs.values()) for of in (arm, first))
-        return Ratio(own / others, None, len(pairs))
+        own, reference = (
+            fmean(seconds[name] for name in each.runs.values()) for each in (arm, first)
+        )
+        return Ratio(own / reference, None, len(pairs))
     logs = [log(seconds[other] / seconds[one]) for one, other in pairs]
     mean = fmean(logs)
     reach = compute_student_t(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
@@ -404,27 +408,30 @@ def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section
     def hours(label: str, field: str) -> list[str]:
         return [
             label,
-            *(f"{format_number(getattr(of, field), 'number')} {of.unit}" for of, _ in found),
+            *(
+                f"{format_number(getattr(costs, field), 'number')} {costs.unit}"
+                for costs, _ in found
+            ),
         ]
 
     def money(label: str, field: str) -> list[str]:
         return [
             label,
             *(
-                "–" if rate is None else _format_money(getattr(of, field) * rate)
-                for of, rate in found
+                "–" if rate is None else _format_money(getattr(costs, field) * rate)
+                for costs, rate in found
             ),
         ]
 
     rows = [
-        ["held", *(of.devices for of, _ in found)],
+        ["held", *(costs.devices for costs, _ in found)],
         hours("spent", "hours"),
         hours("saved by pruning prompts, estimated", "by_prompts"),
         hours("saved by pruning completions, estimated", "by_completions"),
         hours("saved by both, estimated", "both"),
         [
             "… of what the run would have taken",
-            *(format_number(of.share, "share") for of, _ in found),
+            *(format_number(costs.share, "share") for costs, _ in found),
         ],
     ]
     if priced:

@@ -55,15 +55,15 @@ class _Worker:
     def __init__(self, arguments: Sequence[str], *, is_retry: bool = False) -> None:
         self.again = is_retry
         """Whether a predecessor was killed during the import."""
-        self.pipe, theirs = Pipe()
-        inherited = [str(theirs.fileno()), str(os.getpid())]
+        self.pipe, child_end = Pipe()
+        inherited = [str(child_end.fileno()), str(os.getpid())]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_dppo.rewards.worker", *inherited, *arguments],
             env=_build_environment(),
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
         )
-        theirs.close()
+        child_end.close()
         self.ready = False
         self.takes_groups = self.awaits = False
         """Set when the worker is ready. ``awaits``: completions are awaited concurrently."""

@@ -40,10 +40,12 @@ def split_prompt_and_response(
     prompt: NDArray[np.int32], completion: Completion, number: int
 ) -> tuple[NDArray[np.int32], slice]:
     """Return the prompt tokens of a sequence, and the slice of the completion that follows."""
-    of = split_sequences(completion)[number]
+    tokens = split_sequences(completion)[number]
     if number == 0:
-        return prompt, of
-    return completion.token_ids[of.start : of.start + 1], slice(of.start + 1, of.stop)
+        return prompt, tokens
+    return completion.token_ids[tokens.start : tokens.start + 1], slice(
+        tokens.start + 1, tokens.stop
+    )
 
 
 def strip_contexts(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -52,7 +54,10 @@ def strip_contexts(completion: Completion) -> tuple[NDArray[np.int32], NDArray[n
     first, *further = split_sequences(completion)
     shown = [
         first,
-        *(slice(of.start + int(np.argmax(completion.loss_mask[of])), of.stop) for of in further),
+        *(
+            slice(tokens.start + int(np.argmax(completion.loss_mask[tokens])), tokens.stop)
+            for tokens in further
+        ),
     ]
     token_ids = np.concatenate([completion.token_ids[part] for part in shown])
     loss_mask = np.concatenate([completion.loss_mask[part] for part in shown])
@@ -63,7 +68,7 @@ def compute_longest_response(prompt: int, completion: Completion) -> int:
     """Return the length of the longest sequence beyond ``prompt`` tokens, bounded by the response
     limit."""
     first, *further = split_sequences(completion)
-    return max([first.stop, *(of.stop - of.start - prompt for of in further)])
+    return max([first.stop, *(tokens.stop - tokens.start - prompt for tokens in further)])
 
 
 def make_empty_lengths(completions: tuple[int, ...]) -> Ints:
@@ -79,7 +84,7 @@ def compute_further_lengths(groups: Sequence[Sequence[Completion]], samples: int
         # Not strict, because a group may have fewer than ``samples`` completions.
         for row, completion in zip(into, group, strict=False):
             row[: len(completion.starts)] = [
-                of.stop - of.start for of in split_sequences(completion)[1:]
+                tokens.stop - tokens.start for tokens in split_sequences(completion)[1:]
             ]
     return lengths
 
@@ -102,9 +107,9 @@ def sort_sequences(lengths: Ints, group: Ints, completion: Ints) -> tuple[Ints, 
         Index of the completion in [0, K), and index of the sequence, for each sequence.
     """
     # First sequences of a group are adjacent, so that a pack can share the prompt.
-    of, sequence = np.nonzero(np.column_stack([np.ones(len(lengths), np.int64), lengths]))
-    order = np.lexsort((completion[of], sequence, group[of]))
-    return of[order], sequence[order]
+    rows, sequence = np.nonzero(np.column_stack([np.ones(len(lengths), np.int64), lengths]))
+    order = np.lexsort((completion[rows], sequence, group[rows]))
+    return rows[order], sequence[order]
 
 
 def find_sequence_error(prompt: int, completion: Completion, limit: int) -> str | None:
@@ -115,8 +120,8 @@ def find_sequence_error(prompt: int, completion: Completion, limit: int) -> str 
     bounds = (0, *completion.starts, len(completion.token_ids))
     if any(end <= start for start, end in pairwise(bounds)):
         return f"returned sequences that begin at {completion.starts} in {bounds[-1]} tokens"
-    for number, of in enumerate(split_sequences(completion)):
-        sampled = completion.loss_mask[of]
+    for number, tokens in enumerate(split_sequences(completion)):
+        sampled = completion.loss_mask[tokens]
         if not sampled.any():
             return f"returned a sequence {number} none of whose tokens the policy sampled"
         if number and sampled[0]:

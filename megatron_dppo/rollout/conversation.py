@@ -119,7 +119,7 @@ class Client:
             The turn, with the stop token. The turn is empty if the response is full.
         """
         context: list[int] = check_ids(
-            token_ids, self.function.vocabulary, "requested a turn after a context"
+            token_ids, self.function.vocabulary, "requested a turn from a context"
         ).tolist()
         if not context:
             raise ValueError("The context of a turn has no token.")

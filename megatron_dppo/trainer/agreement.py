@@ -142,7 +142,7 @@ def check_disagreement(
         if rollout.max_prob_error is None
         else rollout.max_prob_error
     )
-    for setting, measured, limit, what in (
+    for setting, measured, limit, statistic in (
         ("rollout.max_logprob_diff", difference, logprob_limit(config), "|log p difference|"),
         ("rollout.max_prob_error", error, error_limit, "exp |log p difference|"),
     ):
@@ -160,7 +160,8 @@ def check_disagreement(
         )
         problem = (
             f"trainer and {source} disagree on the log-probabilities of the same tokens {context}: "
-            f"the mean {what} is {measured:.4g}. {source[0].upper()}{source[1:]} may hold other "
+            f"the mean {statistic} is {measured:.4g}. {source[0].upper()}{source[1:]} may hold "
+            "other "
             "weights (another model, an incomplete update), score at another "
             "temperature or with top-p, top-k or a penalty, or compute in another precision "
             f"(a quantised model or cache). The worst completions are in {file}"

@@ -362,9 +362,11 @@ def load_pools(
     if world.is_rank0:
         count, where = train.find_overlap([problem.prompt for problem in problems])
     if count:
-        of = f"{count} of {len(problems)} held-out problems are also in the training data: {where}"
+        overlap = (
+            f"{count} of {len(problems)} held-out problems are also in the training data: {where}"
+        )
         Console(config.run.steps).print_note(
-            f"{of}; their accuracy does not measure unseen problems"
+            f"{overlap}; their accuracy does not measure unseen problems"
         )
     return train, problems, offline
 

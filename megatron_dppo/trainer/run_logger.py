@@ -236,10 +236,10 @@ class RunLogger:
 
 def _describe_bias(config: Config) -> Iterator[str]:
     """Describe biases of the gradient from tokens that this policy has not generated."""
-    which = config.loss.tis_level
+    level = config.loss.tis_level
     bound = describe_weight_bound(config)
-    before = "" if which == "sequence" else ", and no weight corrects for the tokens before it"
-    weight = f"the ratio of its {which}'s probabilities now and at generation, {bound}"
+    before = "" if level == "sequence" else ", and no weight corrects for the tokens before it"
+    weight = f"the ratio of its {level}'s probabilities now and at generation, {bound}"
     if ahead := config.rollout.ahead:
         yield (
             f"rollout.ahead = {ahead}: tokens may be {ahead} updates old. Each counts by "

@@ -125,9 +125,9 @@ def _convert_to_ascii(text: str) -> str:
 
 
 def _convert_to_latex(character: str) -> str:
-    kind, _, of = unicodedata.decomposition(character).partition(" ")
-    if kind == "<fraction>" and len(of.split()) == 3:
-        top, _, bottom = (chr(int(code, 16)) for code in of.split())
+    kind, _, parts = unicodedata.decomposition(character).partition(" ")
+    if kind == "<fraction>" and len(parts.split()) == 3:
+        top, _, bottom = (chr(int(code, 16)) for code in parts.split())
         return f"\\frac{{{top}}}{{{bottom}}}"
     named = GREEK.fullmatch(unicodedata.name(character, ""))
     if named is None:

@@ -258,9 +258,9 @@ def parse_unit(text: str) -> Unit | None:
             # A letter without a unit is a factor.
             if (len(word) == 1 or re.search("[°%¢€£]", word)) and named[1] not in NAMES:
                 return None
-            dimension, of = _parse_unit_word(named[1])
+            dimension, scale = _parse_unit_word(named[1])
             powers[dimension] += power
-            size *= of**power
+            size *= scale**power
     # Reject powers of percent.
     if powers["share"] not in (0, 1):
         return None

@@ -332,13 +332,13 @@ def assign_server_gpus(config: Config, gpus: Sequence[str], local_ranks: int) ->
     colocated = config.rollout.colocated
     free = list(gpus[:local_ranks] if colocated else gpus[local_ranks:])
     if sum(sizes) > len(free):
-        whose = (
+        owner = (
             "the trainer's ranks on it have"
             if colocated
             else f"its {local_ranks} ranks of the trainer leave"
         )
         problem = (
-            f"{len(sizes)} servers need {sum(sizes)} GPUs on this machine, and {whose} "
+            f"{len(sizes)} servers need {sum(sizes)} GPUs on this machine, and {owner} "
             f"{len(free)} of {len(gpus)}"
         )
         remedy = (

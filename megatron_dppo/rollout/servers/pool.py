@@ -93,7 +93,7 @@ class ServerPool:
             self.processes = create_processes(self._config, self._secret or "")
         for process in self.processes:
             process.start()
-        ours = [
+        starting = [
             self._wait_with_log(
                 wait_ready(process, partial(self._make_client, process=number), launch.wait_s),
                 self._make_wait_message(process.name, f"its log is {process.log}"),
@@ -106,7 +106,7 @@ class ServerPool:
             )
             for url in server_urls(self._config)
         ]
-        started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
+        started, found = await asyncio.gather(asyncio.gather(*starting), asyncio.gather(*given))
         for client in [*started, *(client for group in found for client in group)]:
             await self._check(client)
             self._serving.append(client)

@@ -121,10 +121,11 @@ def _check_environment(config: Config, environ: Mapping[str, str]) -> None:
     given = dict(entry.split("=", 1) for entry in config.rollout.launch.env)
     for name, value in rank_environment(config.rollout).items():
         # Trainer ranks set the value unless already set.
-        ours = environ.get(name, value)
-        if given.get(name, ours) != ours:
+        trainer_value = environ.get(name, value)
+        if given.get(name, trainer_value) != trainer_value:
             problem = (
-                f"the trainer has {name}={ours}, and NCCL requires the same value in the trainer "
+                f"the trainer has {name}={trainer_value}, and NCCL requires the same value in the "
+                "trainer "
                 "and the servers"
             )
             remedy = f"Leave it out, or run the trainer with {name}={given[name]}, too"

@@ -186,9 +186,9 @@ class Sender:
         except SyncFailedError as failed:
             self.close()
             nccl.check_mismatch(" ".join([failed.problem, *failed.problems.values()]))
-            if (ours := nccl.get_loaded_version()) is None:
+            if (loaded := nccl.get_loaded_version()) is None:
                 raise
-            hint = f"(the trainer has NCCL {ours}, and a server with another could not join it)"
+            hint = f"(the trainer has NCCL {loaded}, and a server with another could not join it)"
             problems = {url: f"{problem} {hint}" for url, problem in failed.problems.items()}
             raise SyncFailedError(problems, f"{failed.problem} {hint}") from None
 
@@ -303,10 +303,10 @@ class Sender:
             client.url: self._http.start(client.leave(self.name)) for client in self._clients
         }
         # A destruction that hangs is abandoned in its thread.
-        ours = _run_in_thread(partial(_destroy, group), "leaving")
+        leaving_call = _run_in_thread(partial(_destroy, group), "leaving")
         collect_problems(leaving, GRACE_S)
         try:
-            ours.result(GRACE_S)
+            leaving_call.result(GRACE_S)
         # A dead server never leaves the group: abort, to free the servers that wait for the dead
         # server.
         except TimeoutError:
