@@ -371,33 +371,33 @@ def _with_functions(
         check: function that may refuse the settings, and the functions' source texts by setting.
             ``check`` is called before the functions of an earlier run in ``folder`` are replaced.
     """
-    given = {what: function for what, function in functions.items() if function is not None}
+    given = {kind: function for kind, function in functions.items() if function is not None}
     names: dict[str, str] = {}
-    for what, function in given.items():
-        _check_call(what, function, None)
+    for kind, function in given.items():
+        _check_call(kind, function, None)
         own = (
             hasattr(function, "__name__") and function.__name__.isidentifier()
         )  # not a lambda's, <lambda>
-        names[what] = function.__name__ if own else what
+        names[kind] = function.__name__ if own else kind
         config = _with_settings(
-            config, SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}"
+            config, SETTINGS[kind].split("."), f"{folder / kind}.py:{names[kind]}"
         )
-    pickled = {what: _pickle_function(what, function) for what, function in given.items()}
-    texts = {what: get_source(function) for what, function in given.items()}
+    pickled = {kind: _pickle_function(kind, function) for kind, function in given.items()}
+    texts = {kind: get_source(function) for kind, function in given.items()}
     if given:
         check_run_dir(folder)
-        check(config, {SETTINGS[what]: text for what, text in texts.items()})
+        check(config, {SETTINGS[kind]: text for kind, text in texts.items()})
         check_not_held(folder)
         folder.mkdir(parents=True, exist_ok=True)
-    for what, function in given.items():
-        with replace_file(folder / f"{what}{PICKLED}") as draft:
-            draft.write_bytes(pickled[what])
-        (folder / f"{what}{TEXT}").unlink(missing_ok=True)
-        if (text := texts[what]) is not None:
-            replace_text(folder / f"{what}{TEXT}", text)
+    for kind, function in given.items():
+        with replace_file(folder / f"{kind}{PICKLED}") as draft:
+            draft.write_bytes(pickled[kind])
+        (folder / f"{kind}{TEXT}").unlink(missing_ok=True)
+        if (text := texts[kind]) is not None:
+            replace_text(folder / f"{kind}{TEXT}", text)
         replace_text(
-            folder / f"{what}.py",
-            _LOADS.format(what=what, name=names[what], module=function.__module__),
+            folder / f"{kind}.py",
+            _LOADS.format(what=kind, name=names[kind], module=function.__module__),
         )
     return config
 

@@ -70,7 +70,7 @@ def _describe_choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict
         "optimizer": f"fused Adam of {fused}" if fused else "Adam of torch",
         "rollouts (rollout.engine)": "local",
         "servers (rollout.launch)": ", ".join(
-            [*found, "those of rollout.launch.command and rollout.servers"]
+            [*found, "servers of rollout.launch.command and rollout.servers"]
         ),
     }
 

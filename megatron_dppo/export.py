@@ -195,7 +195,7 @@ def _upload(out: Path, repo: str) -> None:
         )
     except Exception as error:
         raise _build_push_error(
-            repo, error, f"{out} is whole: `hf upload {repo} {out}` sends it later"
+            repo, error, f"{out} is complete: `hf upload {repo} {out}` sends it later"
         ) from error
 
 

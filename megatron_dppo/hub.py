@@ -149,7 +149,7 @@ def _build_fetch_error(repo: str, kind: Kind, setting: str, reason: Exception | 
     reason = next(iter(str(reason).splitlines()), type(reason).__name__)
     kind_of_path = "folder" if kind == "model" else "file"
     problem = (
-        f"is no {kind_of_path} here, is not whole in the hub's cache ({constants.HF_HUB_CACHE}), "
+        f"is no {kind_of_path} here, is incomplete in the hub's cache ({constants.HF_HUB_CACHE}), "
         "and "
         "was not fetched"
     )

@@ -83,7 +83,7 @@ def find_latest_step(folder: Path) -> int | None:
         if (step := _find_latest_intact(folder)) is not None:
             return step
         problem = (
-            f"{folder} has no {TRACKER}, and no whole checkpoint "
+            f"{folder} has no {TRACKER}, and no complete checkpoint "
             f"({_find_corruption(folder / format_iteration_name(steps[-1]))})"
         )
         raise UserError(
@@ -193,8 +193,8 @@ def build_corruption_error(checkpoint: Path, setting: str, problem: str) -> User
             "Copy its files again; no other checkpoint beside it is complete",
         )
     instead = (
-        f"write {step} into {checkpoint.parent / TRACKER}: {format_iteration_name(step)} beside it "
-        "is whole"
+        f"write {step} into {checkpoint.parent / TRACKER}: {format_iteration_name(step)} beside "
+        "it is complete"
     )
     return UserError(setting, checkpoint, problem, f"Fetch its files again, or {instead}")
 

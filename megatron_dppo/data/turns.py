@@ -35,11 +35,8 @@ Generate = Callable[[list[int]], Awaitable[list[int]]]
 :class:`ResponseFullError` if no token is left."""
 Message = Mapping[str, Any]
 """A dict; of the policy's, all that it said is ``content``."""
-MARK = (
-    "(the policy's turn: 5b1f2c9e)"
-    "Stands for a turn of the policy where a template renders what comes after it."
-    ""
-)
+MARK = "(the policy's turn: 5b1f2c9e)"
+"""Stands for a turn of the policy where a template renders what comes after it."""
 
 
 class ResponseFullError(Exception):

@@ -160,7 +160,7 @@ def make_tokens_chart(run: RunRecord) -> Chart:
         for i, (name, share) in enumerate(zip(FATES, shares, strict=True))
         if share > 0.0
     ]
-    about = "by what became of them; those not rolled out are estimated"
+    about = "by their use; tokens that were not rolled out are estimated"
     return make_stack_chart(about, steps, layers, form="count", empty="no pruning")
 
 

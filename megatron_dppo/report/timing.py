@@ -452,9 +452,8 @@ def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section
     )
     if any(_count_server_gpus(run) is None for run in runs):
         lead += (
-            " Servers that a run was given are not counted, because the number of their GPUs is "
-            "not known: its hours "
-            "and money are those of the trainer alone."
+            " Externally managed servers are not counted, because the number of their GPUs is "
+            "unknown: hours and money are the trainer's alone."
         )
     parts: list[Part] = [Table(["", *(run.name for run in runs)], rows)]
     if not priced:

@@ -306,8 +306,8 @@ def build_notes(
             yield f"nothing{place} was kept: no optimizer step"
     if uses_resampling(pruning) and num_usable < compute_window_size(config):
         yield (
-            "a step trains on fewer groups than its window has prompts: no more of mixed reward "
-            "were found in "
+            "a step trains on fewer groups than its window has prompts: no more groups of "
+            "non-zero variance were found in "
             f"pruning.max_rounds = {pruning.max_rounds} rounds, or in the whole pool"
         )
 

@@ -134,7 +134,7 @@ def test_flipped_bit_is_refused_with_a_whole_checkpoint(
     [(message, weights)] = ranks.run(1, load, [ours])[0]
     assert weights is None
     assert f"{place}: {file} is damaged" in message
-    assert "iter_0000001 beside it is whole" in message
+    assert "iter_0000001 beside it is complete" in message
     options = () if kind == "output_layer.weight" else ("--verify",)
     assert to_hf(place.parent, tmp_path / "hf", *options) == 2
     assert f"{file} is damaged" in printed_error(capsys)

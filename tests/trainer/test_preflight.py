@@ -131,7 +131,7 @@ def test_truncated_weights_are_refused(policy: Path, tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-8])
     error = refuse(config_of(broken, tmp_path))
     assert error.setting == "model.path"
-    assert "no whole safetensors file" in error.problem
+    assert "not a complete safetensors file" in error.problem
 
 
 def write_marks(config: Config, step: int, state: Mapping[str, Any] | None = None) -> Path:

@@ -201,7 +201,7 @@ class ServerEngine:
                 problem = f"no prompt was answered for so long; unanswered: {_format_by_rank(left)}"
                 details = (problem, at and f"requests under way: {at}", late)
                 problem = "; ".join(filter(None, details))
-                remedy = "Look for what it waits for" if late else "Look into the servers' logs"
+                remedy = "Look for what it waits for" if late else "Read the servers' logs"
                 timeout_s = f"{self._config.rollout.timeout_s:g}"
                 raise UserError("rollout.timeout_s", timeout_s, problem, f"{remedy}, or raise it")
 

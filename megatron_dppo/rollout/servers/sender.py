@@ -72,7 +72,7 @@ class StagedBucket:
 class _SentBucket:
     """Pending bucket, with the replies of the servers by URL."""
 
-    what: str
+    name: str
     work: Future[dist.Work]
     """Done when the broadcast has started, or has failed to start."""
     replies: Mapping[str, Future[None]]
@@ -259,7 +259,7 @@ class Sender:
         """
         if self._sent is None:
             return
-        what = self._sent.what
+        name = self._sent.name
         replies = self._sent.replies
         problem = self._wait_for(self._sent)
         # The work of the bucket keeps the group's connections open, and servers waiting.
@@ -267,7 +267,7 @@ class Sender:
         if problem:
             raise self._handle_failure(replies, problem)
         if problems := collect_problems(replies, self._timeout_s):
-            raise SyncFailedError(problems, f"{what} was not loaded")
+            raise SyncFailedError(problems, f"{name} was not loaded")
 
     def _wait_for(self, bucket: _SentBucket) -> str | None:
         """Wait until a bucket has been sent or has failed; return the problem, or None."""
@@ -276,15 +276,15 @@ class Sender:
             # A server that refused or died does not take part; the group would wait until the
             # timeout.
             if bucket.is_refused:
-                return f"a server left while {bucket.what} was on its way"
+                return f"a server left while {bucket.name} was on its way"
             if time.monotonic() > deadline:
-                return f"{bucket.what} took more than {self._timeout_s:g} s"
+                return f"{bucket.name} took more than {self._timeout_s:g} s"
             time.sleep(POLL_INTERVAL_S)
         try:
             bucket.work.result().wait()
         # Includes dist.DistBackendError, a subclass.
         except RuntimeError as error:
-            return f"{bucket.what} could not be sent ({_format_error(error)})"
+            return f"{bucket.name} could not be sent ({_format_error(error)})"
         return None
 
     def close(self) -> None:

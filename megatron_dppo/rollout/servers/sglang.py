@@ -328,7 +328,7 @@ SPEC = EngineSpec(
         "--config",
     ),
     lossy_flags=("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
-    memory_flag=("--mem-fraction-static", "a share of what is free when it starts"),
+    memory_flag=("--mem-fraction-static", "a fraction of the memory that is free at its start"),
     memory_of_free=True,
     flags=server_flags,
     adapter_flags=adapter_flags,

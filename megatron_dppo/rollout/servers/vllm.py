@@ -426,7 +426,7 @@ SPEC = EngineSpec(
         "--api-key",
     ),
     lossy_flags=("synthetic",),
-    memory_flag=("--gpu-memory-utilization", "a share of the whole GPU"),
+    memory_flag=("--gpu-memory-utilization", "a fraction of the memory of the GPU"),
     memory_of_free=False,
     flags=server_flags,
     environment=server_environment,
