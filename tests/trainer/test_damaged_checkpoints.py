@@ -284,5 +284,5 @@ def test_run_without_a_tracker_resumes_from_the_newest_whole(
         (data := max(place.glob("*.distcp"))).unlink()
     (kept, _), (earlier, _), (message, weights) = ranks.run(1, load, [whole, torn, none])[0]
     assert (kept, earlier, weights) == ("step 2", "step 1", None)
-    assert f"no whole checkpoint (iter_0000002: {data.name} is missing)" in message
+    assert f"no complete checkpoint (iter_0000002: {data.name} is missing)" in message
     assert find_latest_step(tmp_path / "nowhere") is None
