@@ -99,7 +99,9 @@ class RunFailedError(RuntimeError):
         self.code = code
         self.reason = reason
         # Repeat the reason, because a notebook hides the standard error of other processes.
-        super().__init__(f"the run ended with exit code {code}:\n{reason or 'no rank said why'}")
+        super().__init__(
+            f"the run ended with exit code {code}:\n{reason or 'no rank gave a reason'}"
+        )
 
     def __reduce__(self) -> tuple[type[RunFailedError], tuple[int, str]]:
         # By default, pickle would call the class with the message as the single argument.
@@ -176,13 +178,13 @@ def step_metadata(
         )
     given = round_rewards(np.asarray(rewards, np.float64))
     lengths = np.asarray(response_lengths, np.int64)
-    asked = np.asarray(prompt_lengths, np.int64)
+    prompt_tokens = np.asarray(prompt_lengths, np.int64)
     prompts, samples = given.shape
-    plain = plan.build_default_fields(asked, samples) | {
+    plain = plan.build_default_fields(prompt_tokens, samples) | {
         # By default, all prompts of the step were rolled out.
         "prompt_ids": np.arange(prompts),
         "prompt_inclusion": np.ones(prompts),
-        "prompt_lengths": asked,
+        "prompt_lengths": prompt_tokens,
         "response_lengths": lengths,
         "sampled_lengths": lengths,
         "rewards": given,
@@ -213,12 +215,12 @@ def plan_step(
     Raises:
         UserError: if a function cannot be found, or returns an invalid result.
     """
-    for what, given, functions in (
+    for name, given, functions in (
         ("advantage", advantage, advantages),
         ("prompt_rule", prompt_rule, prompt_rules),
         ("completion_rule", completion_rule, completion_rules),
     ):
-        setting = SETTINGS[what]
+        setting = SETTINGS[name]
         if given is not None:
             config = _with_settings(config, setting.split("."), _get_name(given))
         name = attrgetter(setting)(config)
@@ -324,12 +326,12 @@ def evaluate(
 
 def _check_not_rank(function: str) -> None:
     if "RANK" in os.environ:
-        problem = f"makes this process a rank, and {function}() starts ranks of its own"
+        problem = f"makes this process a rank, and {function}() starts new ranks"
         raise UserError(
             "RANK",
             os.environ["RANK"],
             problem,
-            "Start the script by itself, or use the command line",
+            "Start the script without torchrun or srun, or use the command line",
         )
 
 
@@ -358,33 +360,33 @@ def _with_functions(
     Args:
         check: called with the settings and the functions' sources by setting; may raise.
     """
-    given = {what: function for what, function in functions.items() if function is not None}
+    given = {kind: function for kind, function in functions.items() if function is not None}
     names: dict[str, str] = {}
-    for what, function in given.items():
-        _check_call(what, function, None)
+    for kind, function in given.items():
+        _check_call(kind, function, None)
         # The name of a lambda, <lambda>, is no identifier.
         own = hasattr(function, "__name__") and function.__name__.isidentifier()
-        names[what] = function.__name__ if own else what
+        names[kind] = function.__name__ if own else kind
         config = _with_settings(
-            config, SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}"
+            config, SETTINGS[kind].split("."), f"{folder / kind}.py:{names[kind]}"
         )
     # Pickle all before the first write, because a failure must leave the folder unchanged.
-    pickled = {what: _pickle_function(what, function) for what, function in given.items()}
-    texts = {what: get_source(function) for what, function in given.items()}
+    pickled = {kind: _pickle_function(kind, function) for kind, function in given.items()}
+    texts = {kind: get_source(function) for kind, function in given.items()}
     if given:
         check_run_dir(folder)
-        check(config, {SETTINGS[what]: text for what, text in texts.items()})
+        check(config, {SETTINGS[kind]: text for kind, text in texts.items()})
         check_not_held(folder)
         folder.mkdir(parents=True, exist_ok=True)
-    for what, function in given.items():
-        with replace_file(folder / f"{what}{PICKLED}") as draft:
-            draft.write_bytes(pickled[what])
-        (folder / f"{what}{TEXT}").unlink(missing_ok=True)
-        if (text := texts[what]) is not None:
-            replace_text(folder / f"{what}{TEXT}", text)
+    for kind, function in given.items():
+        with replace_file(folder / f"{kind}{PICKLED}") as draft:
+            draft.write_bytes(pickled[kind])
+        (folder / f"{kind}{TEXT}").unlink(missing_ok=True)
+        if (text := texts[kind]) is not None:
+            replace_text(folder / f"{kind}{TEXT}", text)
         replace_text(
-            folder / f"{what}.py",
-            _LOADS.format(what=what, name=names[what], module=function.__module__),
+            folder / f"{kind}.py",
+            _LOADS.format(what=kind, name=names[kind], module=function.__module__),
         )
     return config
 

@@ -315,7 +315,7 @@ def build_parsers(
     """
     groups = []
     for group, commands in COMMANDS.items():
-        lines = [f"  {command:<18}{what}" for command, what in commands.items()]
+        lines = [f"  {command:<18}{description}" for command, description in commands.items()]
         groups.append(f"{group}:\n" + "\n".join(lines))
     parser = argparse.ArgumentParser(
         prog="megatron-dppo",
@@ -330,9 +330,9 @@ def build_parsers(
         dest="command", required=True, prog="megatron-dppo", help=argparse.SUPPRESS
     )
     parsers = {
-        command: added.add_parser(command, description=what)
+        command: added.add_parser(command, description=description)
         for commands in COMMANDS.values()
-        for command, what in commands.items()
+        for command, description in commands.items()
     }
     _add_settings_arguments(parsers)
     add_eval_arguments(parsers["eval"])
@@ -351,8 +351,8 @@ def build_parsers(
     report.add_argument(
         "--png", type=Path, metavar="FOLDER", help="also draw the runs' pictures, in this folder"
     )
-    what = "price of one GPU-hour; overrides cluster.price_per_gpu_hour"
-    report.add_argument("--price", type=float, help=what)
+    meaning = "price of one GPU-hour; overrides cluster.price_per_gpu_hour"
+    report.add_argument("--price", type=float, help=meaning)
     for command in OF_MODULES.keys() & {*commands_with_options}:
         resolve_name(f"megatron_dppo.{OF_MODULES[command][0]}")(parsers[command])
     parsers["doctor"].add_argument("--json", action="store_true", help="print JSON")
@@ -361,23 +361,23 @@ def build_parsers(
 
 def _add_settings_arguments(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
     for command in ("train", "sft", "eval", "probe-batch", "serve", "launch"):
-        what = "a YAML file, and settings that override it"
+        meaning = "a YAML file, and settings that override it"
         parsers[command].add_argument(
-            "settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what
+            "settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=meaning
         )
-        what = "print every setting with its meaning, and exit"
-        parsers[command].add_argument("--print-config", action="store_true", help=what)
+        meaning = "print every setting with its meaning, and exit"
+        parsers[command].add_argument("--print-config", action="store_true", help=meaning)
     for command in ("train", "sft"):
-        what = "validate settings, data and functions for RANKS ranks, print progress, and exit"
+        meaning = "validate settings, data and functions for RANKS ranks, print progress, and exit"
         parsers[command].add_argument(
-            "--check", nargs="?", const=0, type=int, metavar="RANKS", help=what
+            "--check", nargs="?", const=0, type=int, metavar="RANKS", help=meaning
         )
-    what = "check this task's server, its interpreter and its GPUs, start nothing, and exit"
-    parsers["serve"].add_argument("--check", action="store_true", help=what)
+    meaning = "check this task's server, its interpreter and its GPUs, start nothing, and exit"
+    parsers["serve"].add_argument("--check", action="store_true", help=meaning)
     launch = parsers["launch"]
     probe = parsers["probe-batch"]
-    what = "where to run (default: %(default)s)"
-    launch.add_argument("--executor", choices=("local", "slurm"), default="local", help=what)
+    meaning = "where to run (default: %(default)s)"
+    launch.add_argument("--executor", choices=("local", "slurm"), default="local", help=meaning)
     launch.add_argument(
         "--dry-run", action="store_true", help="print the job as a script that can be submitted"
     )
@@ -385,20 +385,20 @@ def _add_settings_arguments(parsers: Mapping[str, argparse.ArgumentParser]) -> N
         "--detach", action="store_true", help="do not wait for the end of a Slurm job"
     )
     probe.add_argument("--model", metavar="FOLDER", help=MODEL)
-    what = "unpruned steps to measure (default: %(default)s)"
-    probe.add_argument("--steps", metavar="N", type=int, default=STEPS, help=what)
+    meaning = "unpruned steps to measure (default: %(default)s)"
+    probe.add_argument("--steps", metavar="N", type=int, default=STEPS, help=meaning)
     probe.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "as for train; cluster.* describes the machines, assume.* the assumptions"
-    parser.add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what)
+    meaning = "as for train; cluster.* describes the machines, assume.* the assumptions"
+    parser.add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=meaning)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    what = (
+    meaning = (
         "print the settings of the fastest and of the cheapest step that fit, GPUs for training "
         "and rollouts included"
     )
-    parser.add_argument("--search", action="store_true", help=what)
+    parser.add_argument("--search", action="store_true", help=meaning)
     parser.add_argument(
         "--gpus", metavar="N", type=int, help="search: at most N GPUs (default: the run's)"
     )

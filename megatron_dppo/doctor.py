@@ -68,7 +68,7 @@ def _describe_choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict
         "optimizer": f"fused Adam of {fused}" if fused else "Adam of torch",
         "rollouts (rollout.engine)": "local",
         "servers (rollout.launch)": ", ".join(
-            [*found, "those of rollout.launch.command and rollout.servers"]
+            [*found, "servers of rollout.launch.command and rollout.servers"]
         ),
     }
 
@@ -141,6 +141,6 @@ def _print_table(findings: dict[str, Any]) -> None:
     table.add_row("NCCL", nccl or "[dim]torch was built without it[/]")
     table.add_row("GPUs", "\n".join(machine["gpus"]) or "[dim]none[/]")
     table.add_row()
-    for what, choice in findings["will_use"].items():
-        table.add_row(what, f"[bold]{choice}[/]")
+    for part, choice in findings["will_use"].items():
+        table.add_row(part, f"[bold]{choice}[/]")
     Console(file=sys.stdout, highlight=False).print(table)

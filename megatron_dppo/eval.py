@@ -80,10 +80,10 @@ def _evaluate(config: Config, world: World) -> None:
     size = config.eval.batch
     indices = group_indices(problem.name for problem in problems)
     batches = []
-    for of in indices.values():
-        in_file = [problems[i] for i in of]
+    for group in indices.values():
+        in_file = [problems[i] for i in group]
         # A batch has a single benchmark, so that benchmarks can be added later.
-        batches += [in_file[at : at + size] for at in range(0, len(of), size)]
+        batches += [in_file[at : at + size] for at in range(0, len(group), size)]
     with ExitStack() as to_close:
 
         def open_log() -> AnswerLog | None:
@@ -205,7 +205,7 @@ def _report(
         [
             *format_table(found, samples),
             "",
-            *(f"{what:<7}  {place}" for what, place in places.items()),
+            *(f"{kind:<7}  {place}" for kind, place in places.items()),
         ]
     )
     if config.eval.baseline:
@@ -250,7 +250,7 @@ def _compute_weight_fingerprint(config: Config) -> str:
 
 
 def _compute_fingerprint(problems: Sequence[EvalProblem]) -> str:
-    asked = [
+    references = [
         (problem.prompt.text, problem.prompt.label_text, problem.verifier) for problem in problems
     ]
-    return f"{len(problems)} problems, {hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"
+    return f"{len(problems)} problems, {hashlib.sha256(repr(references).encode()).hexdigest()[:16]}"

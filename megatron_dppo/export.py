@@ -93,7 +93,7 @@ def export(arguments: argparse.Namespace) -> None:
             "--merge", run, "trained all weights, and has no adapters to merge", "Leave it out"
         )
     if arguments.push and adapters and adapters.setting == "checkpoint" and not arguments.merge:
-        problem = "would be of adapters beside model.checkpoint, a policy that nobody else finds"
+        problem = "would upload adapters of model.checkpoint, which other users do not have"
         raise UserError(
             "--push", arguments.push, problem, "Add --merge: the whole policy is then uploaded"
         )
@@ -143,7 +143,7 @@ def export(arguments: argparse.Namespace) -> None:
             found, step=step or 0, name=name, adapters=adapters is not None and base is None
         )
         replace_text(card, text)
-        print(f"{card}: read it before you show it to anybody")
+        print(f"{card}: read it before you publish it")
     if arguments.push:
         _upload(out, arguments.push)
 
@@ -154,8 +154,10 @@ def _find_base(adapters: Adapters) -> Path:
     setting = f"model.{adapters.setting}"
     base = Path(adapters.base) if is_checkpoint else policy_folder(adapters.base, setting)
     if compute_weight_fingerprint(base, base if is_checkpoint else None) != adapters.fingerprint:
-        problem = "has other weights than the adapters were trained beside"
-        raise UserError(setting, base, problem, "Put those back, or leave --merge out")
+        problem = "has other weights than the policy of the adapters' training"
+        raise UserError(
+            setting, base, problem, "Restore the original weights, or leave --merge out"
+        )
     return base
 
 
@@ -185,16 +187,16 @@ def _upload(out: Path, repo: str) -> None:
         )
     except Exception as error:
         raise _build_push_error(
-            repo, error, f"{out} is whole: `hf upload {repo} {out}` sends it later"
+            repo, error, f"{out} is complete: `hf upload {repo} {out}` sends it later"
         ) from error
 
 
 def _build_push_error(repo: str, error: Exception, alternative: str) -> UserError:
     """Build the error with the cause's first line."""
-    said = next(
+    reason = next(
         (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
     )
-    problem = f"the hub does not take it ({type(error).__name__}: {said:.200})"
+    problem = f"the hub does not take it ({type(error).__name__}: {reason:.200})"
     remedy = (
         f"log in with `hf auth login`, look at HF_HUB_OFFLINE and the network, or {alternative}"
     )

@@ -103,7 +103,7 @@ def data_files(name: str, setting: str, *, split: str) -> list[Path]:
         raise _build_split_error(name, setting, wanted[1], listed)
     folder = _fetch(repo, "dataset", setting, tuple(files))
     if not all((folder / file).is_file() for file in files):
-        raise _build_fetch_error(repo, "dataset", setting, "not all of its files came")
+        raise _build_fetch_error(repo, "dataset", setting, "the download is incomplete")
     return [folder / file for file in files]
 
 
@@ -143,19 +143,21 @@ def _build_fetch_error(repo: str, kind: Kind, setting: str, reason: Exception | 
     from huggingface_hub import constants
 
     reason = next(iter(str(reason).splitlines()), type(reason).__name__)
-    what = "folder" if kind == "model" else "file"
+    kind_of_path = "folder" if kind == "model" else "file"
     problem = (
-        f"is no {what} here, is not whole in the hub's cache ({constants.HF_HUB_CACHE}), and was "
-        "not fetched"
+        f"is no {kind_of_path} here, is incomplete in the hub's cache ({constants.HF_HUB_CACHE}), "
+        "and was not fetched"
     )
-    of = " --repo-type dataset" if kind == "dataset" else ""
-    fetch = f"hf download {repo}{of}"
+    option = " --repo-type dataset" if kind == "dataset" else ""
+    fetch = f"hf download {repo}{option}"
     published = Path(repo).name
     if kind == "model" and published.startswith("Qwen") and not repo.startswith("Qwen/"):
         # The shipped configurations name a local folder, such as models/Qwen3-0.6B, which has the
         # form of a hub id: download the published model to this folder.
         fetch = f"hf download Qwen/{published} --local-dir {repo}"
-    remedy = f"Fetch it where there is a network, with `{fetch}`, or name a {what} that is here"
+    remedy = (
+        f"Fetch it where there is a network, with `{fetch}`, or name a {kind_of_path} that is here"
+    )
     return UserError(setting, repo, f"{problem}: {reason}", remedy)
 
 
@@ -248,10 +250,10 @@ def _list_patterns(data_files: Any, split: str) -> list[str]:
     patterns: list[str] = []
     for each in data_files:
         if isinstance(each, dict):
-            of, path = each.get("split", "train"), each["path"]
+            found, path = each.get("split", "train"), each["path"]
         else:
-            of, path = "train", each
-        if of == split:
+            found, path = "train", each
+        if found == split:
             patterns += [path] if isinstance(path, str) else path
     return patterns
 

@@ -161,7 +161,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sizes.add_argument("--experts-per-token", type=int, default=2)
     sizes.add_argument(
-        "--untied", action="store_true", help="give the output layer a matrix of its own"
+        "--untied", action="store_true", help="give the output layer a separate matrix"
     )
     parser.add_argument(
         "--vocab-size", type=int, help="rows of the embedding; default: what the tokenizer needs"
@@ -176,7 +176,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace a model directory that stands there"
+        "--overwrite", action="store_true", help="replace an existing model directory"
     )
 
 

@@ -165,7 +165,7 @@ def load_function(setting: str, spec: str) -> Callable[..., Any]:
             setting, spec, f"{where} has no function {name!r}", _describe_remedy(module, name)
         )
     if not callable(function):
-        raise UserError(setting, spec, f"{name!r} is no function", "Give a function")
+        raise UserError(setting, spec, f"{name!r} is not a function", "Give a function")
     return function
 
 
@@ -243,7 +243,7 @@ def _import_plugin(load: Callable[[], Any], setting: str, spec: str) -> Any:
         of_slime = (
             isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "slime"
         )
-        remedy = MISSING if of_slime else "Mend it, or install what it needs"
+        remedy = MISSING if of_slime else "Correct it, or install its dependencies"
         raise UserError(
             setting, spec, f"cannot be imported ({type(error).__name__}: {error})", remedy
         ) from error

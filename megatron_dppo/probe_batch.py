@@ -217,9 +217,9 @@ def estimate_gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Esti
         )
 
     full = np.asarray(unpruned, np.float64)
-    ours = np.asarray(pruning, np.float64)
+    pruned = np.asarray(pruning, np.float64)
     value, reach = compute_jackknife(
-        lambda rows: product(full[rows]) / product(ours[rows]), len(full)
+        lambda rows: product(full[rows]) / product(pruned[rows]), len(full)
     )
     return Estimate(value, value - reach, value + reach)
 
@@ -295,7 +295,7 @@ class Report:
         )
         configured = "+ configured"
         if not self.configured:
-            configured = "the configured rules are others than neyman"
+            configured = "the configured rules are not neyman"
         lines = [
             f"seconds of an unpruned step     {self.seconds:.2f}",
             f"  fixed                         {costs.rollout + costs.rest:.2f}",
@@ -328,7 +328,7 @@ class Report:
             "of a smaller batch"
         )
         if self.best == UNPRUNED:
-            of_best = "no pruning that was tried is worth more than a smaller batch"
+            of_best = "no measured pruning is worth more than a smaller batch"
         elif self.configured:
             own = (
                 f", at the configured {self.configured[0]:g} / {self.configured[1]} "
@@ -337,7 +337,7 @@ class Report:
             of_best += ", as configured" if self.configured == self.best else own
         remedy = "raise --steps or rollout.prompts_per_step"
         if not math.isfinite(noise):
-            return f"The gradient cannot be told from noise: {remedy}; {of_best}."
+            return f"The gradient cannot be distinguished from noise: {remedy}; {of_best}."
         ratio = self.batch / noise
         verdict = (
             "a smaller batch would lose little" if ratio >= 1.0 else "noise dominates the step"
@@ -499,8 +499,8 @@ class _BatchProbe:
                 "nothing to compare"
             )
             remedy = (
-                "Raise --steps or rollout.samples_per_prompt, or take data that the policy "
-                "can do in part"
+                "Raise --steps or rollout.samples_per_prompt, or use data that the policy solves "
+                "in part"
             )
             raise UserError("reward.function", config.reward.function, problem, remedy)
         rolling, per_generated = estimate_cost_line(*np.array(self._generated).T)

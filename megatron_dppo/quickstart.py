@@ -16,11 +16,11 @@ ONE_GPU = ("layout.tp=1", "layout.dp=1")
 
 
 def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
-    what = (
+    meaning = (
         "copy them to DIR/configs and DIR/scripts/slurm; commands in their first lines are "
         "typed in DIR"
     )
-    parser.add_argument("--copy", metavar="DIR", type=Path, help=what)
+    parser.add_argument("--copy", metavar="DIR", type=Path, help=meaning)
 
 
 def configs(arguments: argparse.Namespace) -> None:
@@ -67,11 +67,11 @@ def configs(arguments: argparse.Namespace) -> None:
 
 
 def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
-    what = (
+    meaning = (
         "settings of the training, or sft.* of the warm-up; give a second run a folder, "
         "run.dir=FOLDER"
     )
-    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help=what)
+    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help=meaning)
 
 
 def quickstart(arguments: argparse.Namespace) -> int:

@@ -186,7 +186,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
         tree = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(
-            "CONFIG", path, f"is not YAML: {_format_position(error)}", "mend that line"
+            "CONFIG", path, f"is not YAML: {_format_position(error)}", "correct that line"
         ) from None
     if not isinstance(tree, Mapping | None):
         raise UserError(
@@ -322,10 +322,7 @@ def _build_unknown_error(key: str, value: object) -> UserError:
     near = " or ".join(find_nearest_settings(key))
     remedy = f"write {near}, if that was meant" if near else "--print-config shows every setting"
     if key in ("rollout.top_p", "rollout.top_k"):
-        problem = (
-            "is refused in training, whose log-probabilities are those of the distribution "
-            "of all tokens"
-        )
+        problem = "is not supported in training, which uses log-probabilities over all tokens"
         return UserError(
             key, format_value(value), problem, f"leave it out; evaluations have {near}"
         )

@@ -132,7 +132,7 @@ def test_a_missing_shard_is_noticed(cache: Path, model_files: dict[str, bytes]) 
         "model.safetensors.index.json": json.dumps(index).encode(),
     }
     publish(cache, "model", "Org/Cut", {**parts, "model-1.safetensors": b""})
-    with pytest.raises(UserError, match="is not whole"):
+    with pytest.raises(UserError, match="is incomplete"):
         policy_folder("Org/Cut")
     publish(
         cache, "model", "Org/All", {**parts, "model-1.safetensors": b"", "model-2.safetensors": b""}
@@ -168,7 +168,7 @@ def test_a_data_set_is_read_by_its_id(cache: Path, tokenizer: Tokenizer) -> None
         data_files("openai/gsm8k:main:validation", "data.eval", split="test")
     assert caught.value.setting == "data.eval"
     (snapshot / "main/train-00001-of-00002.jsonl").unlink()
-    with pytest.raises(UserError, match="is not whole") as caught:
+    with pytest.raises(UserError, match="is incomplete") as caught:
         data_files("openai/gsm8k:main", "data.train", split="train")
     assert "`hf download openai/gsm8k --repo-type dataset`" in caught.value.remedy
 

@@ -80,7 +80,7 @@ def find_latest_step(folder: Path) -> int | None:
         if (step := _find_latest_intact(folder)) is not None:
             return step
         problem = (
-            f"{folder} has no {TRACKER}, and no whole checkpoint "
+            f"{folder} has no {TRACKER}, and no complete checkpoint "
             f"({_find_corruption(folder / format_iteration_name(steps[-1]))})"
         )
         raise UserError(
@@ -88,23 +88,22 @@ def find_latest_step(folder: Path) -> int | None:
         )
     text = _read_tracker(tracker)
     if text == RELEASE:
-        problem = f"{tracker} says {text!r}: no run can go on from there"
+        problem = f"{tracker} contains {text!r}, and a run cannot resume from converted weights"
         remedy = (
-            "Name another run.dir; converted weights are started from with "
-            f"model.checkpoint={folder}"
+            f"Name another run.dir; start from converted weights with model.checkpoint={folder}"
         )
         raise UserError("run.dir", folder.parent, problem, remedy)
     if not _is_step(text):
         newest = _find_latest_intact(folder)
         write = (
-            f"Write {newest} into that file, of which the checkpoint is whole, or name"
+            f"Write {newest} into that file, because its checkpoint is complete, or name"
             if newest
             else "Name"
         )
         raise UserError(
             "run.dir",
             folder.parent,
-            f"{tracker} says {text[:40]!r}: no step",
+            f"{tracker} contains {text[:40]!r}, which is not a step",
             f"{write} another run.dir",
         )
     return int(text)
@@ -157,16 +156,16 @@ def find_checkpoint(folder: Path, setting: str = "model.checkpoint") -> Path:
         )
     text = _read_tracker(tracker)
     if text != RELEASE and not _is_step(text):
-        problem = f"{TRACKER} says {text[:40]!r}, which is neither a step nor {RELEASE!r}"
+        problem = f"{TRACKER} contains {text[:40]!r}, which is neither a step nor {RELEASE!r}"
         raise UserError(
             setting,
             folder,
             problem,
-            "Write the step to take into that file, or name its folder itself",
+            "Write a step into that file, or name the folder of the step",
         )
     checkpoint = folder / (RELEASE if text == RELEASE else format_iteration_name(int(text)))
     if not (checkpoint / FORMAT).is_file():
-        lacking = f"where no checkpoint in Megatron's distributed format is ({FORMAT})"
+        lacking = f"which has no checkpoint in Megatron's distributed format ({FORMAT})"
         problem = f"{TRACKER} names {checkpoint.name}, {lacking}"
         others = [p.parent.name for p in sorted(folder.glob(f"*/{FORMAT}"))]
         remedy = (
@@ -187,11 +186,11 @@ def build_corruption_error(checkpoint: Path, setting: str, problem: str) -> User
             setting,
             checkpoint,
             problem,
-            "Fetch its files again; no other checkpoint beside it is whole",
+            "Copy its files again; no other checkpoint beside it is complete",
         )
     instead = (
-        f"write {step} into {checkpoint.parent / TRACKER}: {format_iteration_name(step)} beside it "
-        "is whole"
+        f"write {step} into {checkpoint.parent / TRACKER}: {format_iteration_name(step)} beside "
+        "it is complete"
     )
     return UserError(setting, checkpoint, problem, f"Fetch its files again, or {instead}")
 
@@ -381,8 +380,8 @@ class Checksums:
                 f"{name} is {'no file' if os.path.lexists(path) else 'missing'}"
             )
         if (found := path.stat().st_size) != size:
-            what = "truncated" if found < size else "longer than it was"
-            raise CorruptCheckpointError(f"{name} is {what}: {found:,} bytes of {size:,}")
+            change = "truncated" if found < size else "longer than it was"
+            raise CorruptCheckpointError(f"{name} is {change}: {found:,} bytes of {size:,}")
 
 
 def _compute_crc(files: Mapping[str, FileChecksum]) -> int:

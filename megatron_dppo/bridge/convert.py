@@ -242,11 +242,11 @@ def compare_logits(
     """
     tokens = draw_tokens(shape)
     with torch.no_grad():
-        theirs = load_transformers(hf, output_dtype).to(dtype)(tokens).logits[0]
-        ours = _compute_megatron_logits(
+        expected = load_transformers(hf, output_dtype).to(dtype)(tokens).logits[0]
+        found = _compute_megatron_logits(
             checkpoint, shape, tokens, "bf16" if dtype == torch.bfloat16 else "fp32", output_dtype
         )
-    return measure_difference(ours, theirs)
+    return measure_difference(found, expected)
 
 
 def draw_tokens(shape: PolicyShape) -> torch.Tensor:

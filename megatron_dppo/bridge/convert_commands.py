@@ -214,7 +214,9 @@ def rename_error_setting(setting: str) -> Iterator[None]:
         raise UserError(setting, error.value, error.problem, error.remedy) from error
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
-        raise UserError(setting, error.filename, problem, "Mend that, and try again") from error
+        raise UserError(
+            setting, error.filename, problem, "Correct the cause, and try again"
+        ) from error
 
 
 def _is_ready(

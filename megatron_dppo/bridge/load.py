@@ -305,7 +305,7 @@ def _check_common(checkpoint: Path) -> None:
     try:
         written_by = json.loads((checkpoint / FORMAT).read_bytes())
         if "sharded_backend" not in written_by or {**WRITTEN_BY, **written_by} != WRITTEN_BY:
-            raise ValueError(f"it says {written_by}, and {WRITTEN_BY} is read here")
+            raise ValueError(f"it contains {written_by}, and only {WRITTEN_BY} is supported")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{FORMAT} cannot be read ({error})") from error
     # From Megatron 0.19 on, the common state is stored among the shards.

@@ -107,7 +107,7 @@ def read_tensor_index(path: Path) -> dict[str, Chunk]:
     for tensor, name in files.items():
         if tensor not in found or found[tensor].file.name != name:
             problem = (
-                f"{INDEX} says that {tensor} is in {name}, where it is "
+                f"{INDEX} places {tensor} in {name}, where it is "
                 f"not{format_nearest_name(tensor, found)}"
             )
             raise _build_error(
@@ -131,7 +131,7 @@ def read_header(file: Path) -> dict[str, Chunk]:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(length))
     except (SafetensorError, OSError) as error:
-        problem = f"{file.name} is no whole safetensors file ({error})"
+        problem = f"{file.name} is not a complete safetensors file ({error})"
         raise _build_error(
             file.parent, problem, "fetch it again (through Git LFS, if it is a pointer)"
         ) from None

@@ -92,20 +92,20 @@ class _Unpickler(pickle.Unpickler):
 @contextmanager
 def _restore_classes() -> Iterator[None]:
     """Restore the classes of the index and raise, if a pickle set attributes of the classes."""
-    before = {of: dict(vars(of)) for of in _CLASSES}
+    before = {cls: dict(vars(cls)) for cls in _CLASSES}
     try:
         yield
     finally:
-        now = {of: dict(vars(of)) for of in _CLASSES}
+        now = {cls: dict(vars(cls)) for cls in _CLASSES}
         changed = [
-            (of, name)
-            for of in _CLASSES
-            for name in now[of]
-            if before[of].get(name) is not now[of][name]
+            (cls, name)
+            for cls in _CLASSES
+            for name in now[cls]
+            if before[cls].get(name) is not now[cls][name]
         ]
         # Changed attributes would affect the whole process.
-        for of, name in changed:
-            setattr(of, name, before[of][name]) if name in before[of] else delattr(of, name)
+        for cls, name in changed:
+            setattr(cls, name, before[cls][name]) if name in before[cls] else delattr(cls, name)
     if changed:
         raise pickle.UnpicklingError(f"it changes {changed[0][0].__name__}, as no checkpoint does")
 

@@ -86,8 +86,8 @@ class DistillationConfig(Section):
             problem = f"names no teacher for prompts whose data_source is {unnamed[0]!r}"
             problem += f", nor for {len(unnamed) - 1} other sources" if len(unnamed) > 1 else ""
             remedy = (
-                "Add one, or null if they shall not be taught; or set "
-                "loss.distillation.teacher, for all others"
+                "Add a teacher, or null for no teacher; or set "
+                "loss.distillation.teacher for all other sources"
             )
             raise UserError("loss.distillation.teachers", ", ".join(self.teachers), problem, remedy)
 

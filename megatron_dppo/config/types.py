@@ -101,9 +101,7 @@ class Loader(yaml.SafeLoader):
         self._levels -= 1
         # The count of an anchored node is stored only when the node is complete.
         if is_alias and node not in self._values:
-            raise yaml.composer.ComposerError(
-                None, None, "an alias stands within its own anchor", mark
-            )
+            raise yaml.composer.ComposerError(None, None, "an alias is inside its own anchor", mark)
         if not is_alias:
             parts = node.value if isinstance(node, yaml.CollectionNode) else ()
             pairs = (
@@ -129,7 +127,7 @@ class Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if str(key.value) in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value} stands twice", key.start_mark
+                    None, None, f"the key {key.value} appears twice", key.start_mark
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)

@@ -205,7 +205,7 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
             "would be shown it"
         )
         remedy = (
-            "Take that message out of the prompt; data.response_key names a column of answers for "
+            "Remove that message from the prompt; data.response_key names a column of answers for "
             "sft"
         )
         raise row.make_error(problem, remedy)
@@ -218,12 +218,12 @@ def read_prompt(row: Row, data: DataConfig) -> str | Messages:
 
 def hash_prompt(prompt: str | Messages) -> int:
     """Return a 64-bit hash of a prompt's text or user messages, up to white space."""
-    said = (
+    texts = (
         [prompt]
         if isinstance(prompt, str)
         else [str(m["content"]) for m in prompt if m["role"] == "user"]
     )
-    words = " ".join(" ".join(said).split())
+    words = " ".join(" ".join(texts).split())
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), signed=True)
 
 
@@ -244,9 +244,10 @@ def _read_tools(row: Row) -> Tools:
             '[{"type": "function", "function": {"name": ..., "description": ..., "parameters": '
             "...}}]"
         )
-        remedy = f"Give a list like {form}, or call a column of anything else otherwise"
+        remedy = f"Give a list like {form}, or rename the column"
         raise row.make_error(
-            f"holds no list of functions in column {TOOLS!r}, of which the policy is told", remedy
+            f"holds no list of functions in column {TOOLS!r}, the column of the policy's tools",
+            remedy,
         )
     return tools
 
@@ -382,7 +383,7 @@ def render_prompts(
         raise UserError("data.chat_template", True, "the tokenizer has no chat template", remedy)
     texts: list[str] = []
     for tools, run in groupby(examples, lambda example: example.tools):
-        alike = list(run)
+        same_tools = list(run)
         template = select_chat_template(tokenizer, tools)
         reserved = ("messages", "tools", "add_generation_prompt", "tokenize")
         for switch in data.chat_template_kwargs:
@@ -391,11 +392,11 @@ def render_prompts(
                 remedy = "Remove it, or write it as the template does"
                 raise UserError("data.chat_template_kwargs", switch, problem, remedy)
         if tools and "tools" not in template:
-            remedy = "Take a policy whose template tells it of tools, or remove the column"
-            raise alike[0].row.make_error(
-                "has tools, of which the chat template says nothing", remedy
+            remedy = "Use a policy whose chat template has tools, or remove the column"
+            raise same_tools[0].row.make_error(
+                "has tools, and the chat template has no place for tools", remedy
             )
-        chats = [_build_chat(example.prompt, data.system) for example in alike]
+        chats = [_build_chat(example.prompt, data.system) for example in same_tools]
         fixed = {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
         options: dict[str, Any] = {**data.chat_template_kwargs, **fixed}
         if data.date:
@@ -404,12 +405,12 @@ def render_prompts(
             texts += tokenizer.apply_chat_template(chats, **options)
         # A template may raise any exception. Render row by row to find the row that fails.
         except Exception:
-            for example, chat in zip(alike, chats, strict=True):
+            for example, chat in zip(same_tools, chats, strict=True):
                 try:
                     texts += tokenizer.apply_chat_template([chat], **options)
                 except Exception as error:
                     problem = f"fails in the chat template ({error})"
-                    raise example.row.make_error(problem, "Mend the row's messages") from error
+                    raise example.row.make_error(problem, "Correct the row's messages") from error
     return texts
 
 

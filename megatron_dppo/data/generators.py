@@ -92,8 +92,10 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
     # Powers for long sums would have millions of digits. 2 to the power of 64 exceeds every pool.
     left = {length: min(config.max_operand ** min(length, 64), wanted) for length in lengths}
     if (most := sum(left.values())) < wanted:
-        of = f"sums of {config.min_terms} to {config.max_terms} numbers up to {config.max_operand}"
-        problem = f"with {config.eval_problems} held-out ones more than the {most} distinct {of}"
+        kind = (
+            f"sums of {config.min_terms} to {config.max_terms} numbers up to {config.max_operand}"
+        )
+        problem = f"with {config.eval_problems} held-out ones more than the {most} distinct {kind}"
         remedy = "Lower problems or eval_problems, or raise max_operand or max_terms"
         raise UserError("data.arithmetic.problems", config.problems, problem, remedy)
     draw = random.Random(config.seed)
@@ -154,10 +156,7 @@ def check_environment(config: VerifiersConfig) -> None:
         remedy = f"Install it: {install_command(VERIFIERS)}"
         raise UserError("data.train", VERIFIERS, "verifiers is not installed", remedy) from error
     if tuple(map(int, release.split(".")[:2])) >= (0, 4):
-        problem = (
-            f"verifiers {release} has no load_environment any more, which environments are "
-            "loaded by here"
-        )
+        problem = f"verifiers {release} has no load_environment, which loads the environment"
         raise UserError(
             "data.train", VERIFIERS, problem, f"Install it: {install_command(VERIFIERS)}"
         )
@@ -198,7 +197,9 @@ def _generate_in_process(
             setting = "data.reasoning_gym.tasks"
             value = ", ".join(config.tasks)
         problem = f"ended the process that makes its problems, with exit code {made.returncode}"
-        raise UserError(setting, value, problem, "Read what that process printed, and mend it")
+        raise UserError(
+            setting, value, problem, "Read the output of that process, and correct the cause"
+        )
     rows = pickle.loads(made.stdout)
     if isinstance(rows, UserError):
         raise rows

@@ -153,7 +153,9 @@ def _parse_tokens(fields: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: i
     tokens = fields.get("token_ids")
     text = fields.get("text")
     if (tokens is None) == (text is None):
-        raise _InvalidCompletionError("wants either token_ids or text", "Give one of the two")
+        raise _InvalidCompletionError(
+            "requires exactly one of token_ids and text", "Give one of the two"
+        )
     if tokens is None:
         if not isinstance(text, str):
             raise _InvalidCompletionError(

@@ -101,7 +101,7 @@ class PromptPool(Pool[Prompt]):
     def find_overlap(self, held_out: Sequence[Prompt]) -> tuple[int, str]:
         """Count the held-out prompts in this pool, up to white space, and describe the first."""
         keys = np.concatenate([NO_KEYS, *(source.keys for source in self.sources)])
-        known = np.array([hash_prompt(p.asked) for p in held_out], np.int64)
+        known = np.array([hash_prompt(p.raw_prompt) for p in held_out], np.int64)
         found = np.flatnonzero(np.isin(known, keys))
         if not len(found):
             return 0, ""
@@ -319,7 +319,7 @@ def _make_prompt(number: int, rendered: RenderedExample) -> Prompt:
         label=rendered.example.label,
         data_source=rendered.example.data_source,
         extra=rendered.example.extra,
-        asked=rendered.example.prompt,
+        raw_prompt=rendered.example.prompt,
         place=rendered.example.row.place,
     )
 

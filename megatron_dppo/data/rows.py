@@ -90,7 +90,7 @@ class Row:
             except UnicodeEncodeError as error:
                 half = f"\\u{ord(text[error.start]):04x}"
                 problem = f"holds half a character ({half}, a lone surrogate) in column {key!r}"
-                raise self.make_error(problem, "Mend the text, or remove the row") from error
+                raise self.make_error(problem, "Correct the text, or remove the row") from error
 
 
 def iter_strings(value: Any, *, names: bool = False) -> Iterator[str]:
@@ -191,7 +191,7 @@ def _iter_lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
 def parse_line(line: str | bytes, number: int, path: Path, setting: str) -> Row:
     """Parse a JSONL line; raise UserError for no JSON object, or too deep nesting."""
     place = f"{path}, line {number}"
-    return _as_row(_parse(line, place, setting, "Mend or remove the line"), place, setting)
+    return _as_row(_parse(line, place, setting, "Correct or remove the line"), place, setting)
 
 
 def parse_record(values: Any, number: int, path: Path, setting: str) -> Row:
@@ -200,7 +200,7 @@ def parse_record(values: Any, number: int, path: Path, setting: str) -> Row:
 
 
 def _read_json(path: Path, setting: str) -> Iterator[Row]:
-    remedy = "Mend it, or call it .jsonl if it holds one object a line"
+    remedy = "Correct it, or name it .jsonl if it holds one object per line"
     try:
         values = _parse(path.read_text(encoding="utf-8"), str(path), setting, remedy)
     except UnicodeDecodeError as error:
@@ -245,7 +245,7 @@ def _make_depth_error(setting: str, place: str) -> UserError:
     return UserError(
         setting,
         place,
-        f"holds more than {DEEPEST} values within each other",
+        f"nests deeper than {DEEPEST} values",
         "Flatten or remove it",
     )
 
@@ -327,7 +327,7 @@ def _make_read_error(table: Any, path: Path, setting: str, first: int) -> UserEr
     for name, column in zip(table.column_names, table.columns, strict=True):
         if table.column_names.count(name) > 1:
             return UserError(
-                setting, path, f"has several columns {name!r}", "Give each a name of its own"
+                setting, path, f"has several columns {name!r}", "Give each column a different name"
             )
         for number, value in enumerate(column, first):
             try:
@@ -338,7 +338,7 @@ def _make_read_error(table: Any, path: Path, setting: str, first: int) -> UserEr
                     setting,
                     f"{path}, row {number}",
                     problem,
-                    "Mend the value, or leave the column out",
+                    "Correct the value, or remove the column",
                 )
     return UserError(setting, path, "holds what cannot be read", "Write it again")
 

@@ -149,9 +149,9 @@ def stop_note(path: str | Path, tokenizer: Tokenizer) -> str:
     if not listed or tokenizer.eos_token_id in (None, *listed):
         return ""
     own = f"{tokenizer.decode([end_token_id(tokenizer)])} (the tokenizer's eos_token)"
-    theirs = f"{', '.join(tokenizer.decode([token]) for token in listed)} ({file})"
+    others = f"{', '.join(tokenizer.decode([token]) for token in listed)} ({file})"
     return (
-        f"note: completions end at {own} and at {theirs}; rollout.stop_token_ids chooses other "
+        f"note: completions end at {own} and at {others}; rollout.stop_token_ids chooses other "
         "tokens"
     )
 

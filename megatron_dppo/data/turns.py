@@ -33,7 +33,7 @@ Generate = Callable[[list[int]], Awaitable[list[int]]]
 Message = Mapping[str, Any]
 """``content`` of a policy's message is the whole turn."""
 # Replaces a policy's turn in the template, and must not occur in a conversation.
-MARK = "(what the policy said: 5b1f2c9e)"
+MARK = "(the policy's turn: 5b1f2c9e)"
 
 
 class ResponseFullError(Exception):
@@ -48,12 +48,9 @@ class ReplayMismatchError(RuntimeError):
     """An environment answers differently in a replay."""
 
     def __init__(self, action: str) -> None:
-        law = (
-            "What it says may depend on its problem and on what the policy said, and on nothing "
-            "else"
-        )
+        law = "Its messages may depend on the problem and on the policy's messages only"
         super().__init__(
-            f"The environment {action}, otherwise than when the policy spoke to it. {law}."
+            f"The environment {action}, unlike in the rollout of this conversation. {law}."
         )
 
 
@@ -71,8 +68,8 @@ class ChatSession:
         self, tokenizer: Any, prompt_messages: object, generate: Generate, tools: Tools = ()
     ) -> None:
         self._tokenizer = tokenizer
-        self._asked = prompt_messages
-        self._say = generate
+        self._prompt_messages = prompt_messages
+        self._generate = generate
         self._render = partial(tokenizer.apply_chat_template, tools=tools or None, tokenize=False)
         self._messages: list[Message] = []
         self._last = -1
@@ -84,36 +81,32 @@ class ChatSession:
                 render.
             ResponseFullError: no token is left.
         """
-        said = await self._say(self._encode_new_messages(messages))
+        token_ids = await self._generate(self._encode_new_messages(messages))
         # The environment reads text without end-of-turn marks.
-        text: str = self._tokenizer.decode(said, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         self._messages = [*messages, {"role": "assistant", "content": text}]
-        self._last = said[-1]
+        self._last = token_ids[-1]
         return text
 
     def _encode_new_messages(self, messages: Sequence[Message]) -> list[int]:
         # The first call must repeat the prompt, because the policy has read the prompt already.
         if not self._messages:
-            prompt = self._asked
+            prompt = self._prompt_messages
             if not isinstance(prompt, Sequence) or _get_contents(messages) != _get_contents(prompt):
-                raise ConversationFormatError(
-                    "asks the policy other messages at first than its problem has"
-                )
+                raise ConversationFormatError("begins with other messages than its problem")
             return []
         known = len(self._messages)
         if _get_contents(messages[:known]) != _get_contents(self._messages):
-            raise ConversationFormatError(
-                "asks the policy about other messages than the conversation has so far"
-            )
+            raise ConversationFormatError("changes earlier messages of the conversation")
         text = self._render_new_messages(self._messages[:-1], messages[known:])
         token_ids: list[int] = self._tokenizer([text], add_special_tokens=False)["input_ids"][0]
         # A turn that the policy closed with the end-of-turn token already has this token.
-        told = token_ids[1:] if token_ids[:1] == [self._last] else token_ids
-        if not told:
+        tokens = token_ids[1:] if token_ids[:1] == [self._last] else token_ids
+        if not tokens:
             raise ConversationFormatError(
-                "has the policy go on with nothing between two of its turns"
+                "requests two turns of the policy without a message between them"
             )
-        return told
+        return tokens
 
     def _render_new_messages(self, before: Sequence[Message], new: Sequence[Message]) -> str:
         """Return the template's text after a policy's turn that follows ``before``."""
@@ -132,8 +125,8 @@ class ChatSession:
         if whole.count(MARK) != 1 or not whole.startswith(until):
             roles = ", ".join(str(message["role"]) for message in new) or "nothing"
             problem = (
-                f"answers with messages ({roles}) for which the chat template changes what "
-                "stands before them"
+                f"answers with messages ({roles}) for which the chat template changes earlier "
+                "messages"
             )
             raise ConversationFormatError(problem)
         return str(whole.partition(MARK)[2])
@@ -172,7 +165,7 @@ class TurnReplay:
         if ends_here:
             raise ResponseFullError
         if not self._left:
-            raise ReplayMismatchError("went on")
+            raise ReplayMismatchError("continued")
         return self._take(from_policy=True)
 
     def check_end(self) -> None:
@@ -224,8 +217,8 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     calls = [_parse_call(block) for block in _BLOCK.findall(words)]
     if not calls or None in calls or _THINKS in words:
         return text, []
-    said = thoughts + end + words.partition(CALL)[0]
-    return said.strip(), [call for call in calls if call is not None]
+    content = thoughts + end + words.partition(CALL)[0]
+    return content.strip(), [call for call in calls if call is not None]
 
 
 def _parse_call(block: str) -> ToolCall | None:

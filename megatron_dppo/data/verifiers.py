@@ -94,7 +94,7 @@ class _Policy(Client):
     def __init__(self, answer: Answer, tools: Tools) -> None:
         super().__init__(answer)
         self._tools = list(tools)
-        self._said: dict[int, tuple[Message, str]] = {}
+        self._turns: dict[int, tuple[Message, str]] = {}
         """Index of a message to the environment's form of the policy's turn, and the whole text."""
 
     def setup_client(self, config: Any) -> None:
@@ -115,7 +115,7 @@ class _Policy(Client):
     ) -> ResponseMessage:
         try:
             if (tools or []) != self._tools:
-                raise ConversationFormatError("offers the policy other tools than its problem has")
+                raise ConversationFormatError("gives the policy other tools than its problem")
             turn = len(prompt)
             restored = [self._restore_message(place, each) for place, each in enumerate(prompt)]
             text: str = await self.client(restored)
@@ -124,22 +124,22 @@ class _Policy(Client):
         except Exception as error:
             self.failure = error
             raise
-        said, calls = parse_tool_calls(text) if tools else (text, [])
-        of = [
+        content, calls = parse_tool_calls(text) if tools else (text, [])
+        tool_calls = [
             ToolCall(id=f"call_{turn}_{number}", name=call.name, arguments=call.arguments)
             for number, call in enumerate(calls)
         ]
         reason = "tool_calls" if calls else "stop"
         message = ResponseMessage(
-            content=said, tool_calls=of or None, finish_reason=reason, is_truncated=False
+            content=content, tool_calls=tool_calls or None, finish_reason=reason, is_truncated=False
         )
         given = message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
-        self._said[turn] = given, text
+        self._turns[turn] = given, text
         return message
 
     def _restore_message(self, place: int, message: Message) -> Message:
         """Return a message; a turn of the policy has the text as sampled, calls included."""
-        given, text = self._said.get(place, (None, ""))
+        given, text = self._turns.get(place, (None, ""))
         return message if message != given else {"role": "assistant", "content": text}
 
     async def raise_from_native_response(self, response: ResponseMessage) -> None:
@@ -218,11 +218,11 @@ async def _compute_rewards(items: Sequence[Any]) -> list[float]:
 
 async def _replay_turns(environment: Any, item: Any) -> dict[str, Any]:
     problem = item.extra["input"]
-    said = TurnReplay(item.token_ids, item.loss_mask, cut_off=item.finish_reason == "length")
+    replay = TurnReplay(item.token_ids, item.loss_mask, cut_off=item.finish_reason == "length")
     tools = item.extra.get(TOOLS, ())
-    turns = ChatSession(_tokenizer(item.policy), problem["prompt"], said, tools)
+    turns = ChatSession(_tokenizer(item.policy), problem["prompt"], replay, tools)
     state = await run_environment(environment, problem, turns, tools)
-    said.check_end()
+    replay.check_end()
     return state
 
 
@@ -254,31 +254,26 @@ def _load_problems(config: VerifiersConfig, split: str) -> list[Row]:
     parts = _list_environments(environment)
     for each in parts:
         if not isinstance(each, verifiers.MultiTurnEnv):
-            problem = (
-                f"({type(each).__name__}) is no MultiTurnEnv, which has the conversations here"
-            )
+            problem = f"({type(each).__name__}) is no MultiTurnEnv, the only supported type"
             remedy = (
-                "Take another; or write its turns as a rollout.conversation, and the reward "
-                "as a function"
+                "Use another environment; or write its turns as a rollout.conversation, and the "
+                "reward as a function"
             )
             raise UserError("data.verifiers.environment", name, problem, remedy)
     if len(parts) > 1 and any(each.tool_defs for each in parts):
         problem = (
-            "(EnvGroup) has tools in one of its environments, and does not tell which "
-            "problems are of that one"
+            "(EnvGroup) has tools in one of its environments, and does not report the "
+            "environment of a problem"
         )
         raise UserError(
-            "data.verifiers.environment", name, problem, "Take its environments by themselves"
+            "data.verifiers.environment", name, problem, "Use its environments one at a time"
         )
     own = environment.build_eval_dataset()
     inputs = list(own if split == "eval" and own is not None else environment.get_dataset())
     # Hold out problems of the training set if the environment has no evaluation set.
     if own is None:
         if (count := config.eval_problems) >= len(inputs):
-            problem = (
-                f"leaves nothing to train on of the {len(inputs)} problems of {name}, which "
-                "holds out none itself"
-            )
+            problem = f"leaves none of the {len(inputs)} problems of {name} for training"
             raise UserError(
                 "data.verifiers.eval_problems",
                 count,
@@ -336,7 +331,7 @@ def _read(config: VerifiersConfig, split: str) -> list[Row] | UserError:
     # Loading runs code of the environment's author, with any error or a call of sys.exit.
     except (Exception, SystemExit) as error:
         problem = f"cannot be loaded ({type(error).__name__}: {error})"
-        remedy = "Install it, or mend data.verifiers.arguments"
+        remedy = "Install it, or correct data.verifiers.arguments"
         return UserError("data.verifiers.environment", config.environment, problem, remedy)
 
 

@@ -73,14 +73,14 @@ def _format_result(config: Config, gpus: int, found: SearchResult) -> Iterator[s
     )
     if found.on_policy and not found.fastest:
         yield f"\nnothing fits with rollout.ahead={config.rollout.ahead}"
-    for what, each in (
+    for goal, each in (
         ("fastest", found.fastest),
         ("cheapest", found.cheapest),
         ("on-policy", found.on_policy),
     ):
         if each:
             yield (
-                f"\n{what}: {each.seconds:.0f} s a step on {_format_gpus(each)}, "
+                f"\n{goal}: {each.seconds:.0f} s a step on {_format_gpus(each)}, "
                 f"{each.gpu_hours:.3f} "
                 "GPU-hours a step"
             )
@@ -98,7 +98,8 @@ def _format_gpus(proposal: Proposal) -> str:
 def _format_proposal(proposal: Proposal) -> Iterator[str]:
     sides = (("trainer", proposal.actor), ("server", proposal.server.memory))
     yield "  " + ", ".join(
-        f"{whose} {of.total / GIB:.1f} of {of.room / GIB:.1f} GiB" for whose, of in sides
+        f"{owner} {memory.total / GIB:.1f} of {memory.room / GIB:.1f} GiB"
+        for owner, memory in sides
     )
     yield "  " + (
         " ".join(f"{key}={format_value(value)}" for key, value in proposal.change.items())
@@ -141,7 +142,7 @@ def as_text(made: Plan) -> Iterator[str]:
     else:
         yield from _format_alternatives(made)
     yield ""
-    yield f"assumed (set with {PREFIX}NAME=VALUE; estimate/assumptions.py says where each is from):"
+    yield f"assumed (set with {PREFIX}NAME=VALUE; sources: estimate/assumptions.py):"
     for name, value in asdict(made.assumptions).items():
         yield f"  {name} = " + ("as measured" if value is None else f"{value:g}")
 
@@ -160,7 +161,7 @@ def _format_memory(owner: str, memory: Memory) -> Iterator[str]:
     room = (
         f"of {memory.room / GIB:.1f} GiB on a GPU"
         if memory.room
-        else "GiB, and the trainer leaves no room on its GPU"
+        else "GiB, and the trainer leaves no memory on its GPU"
     )
     yield f"{owner}: {memory.total / GIB:.1f} {room}"
     yield f"  {parts}"
@@ -168,8 +169,8 @@ def _format_memory(owner: str, memory: Memory) -> Iterator[str]:
 
 def _format_disk(made: Plan) -> Iterator[str]:
     disk = made.disk
-    what = "adapters" if made.config.model.lora.rank else "weights"
-    one = f"{format_size(disk.checkpoint)} ({what}, their fp32 master copy and two moments)"
+    kind = "adapters" if made.config.model.lora.rank else "weights"
+    one = f"{format_size(disk.checkpoint)} ({kind}, their fp32 master copy and two moments)"
     several = (
         f"{disk.checkpoints} checkpoints of {one}"
         if disk.checkpoints > 1
@@ -196,8 +197,8 @@ def _format_alternatives(made: Plan) -> Iterator[str]:
 def _format_times(made: Plan) -> Iterator[str]:
     steps = off, on = made.unpruned, made.pruned
     rows: list[tuple[str, ...]] = [("a step, mean over the run", "unpruned", "pruned")]
-    for what, field in COUNTED.items():
-        rows.append((f"  {what}", *(f"{getattr(step.work, field):,.0f}" for step in steps)))
+    for label, field in COUNTED.items():
+        rows.append((f"  {label}", *(f"{getattr(step.work, field):,.0f}" for step in steps)))
     rows.append(("  packs per replica and update", str(off.packs), str(on.packs)))
     for phase in off.phases:
         # Phases of 0 seconds are left out, such as a teacher's in a run without a teacher.
@@ -209,8 +210,8 @@ def _format_times(made: Plan) -> Iterator[str]:
         ("  waiting in the pipeline", f"{off.bubble:.0%}", f"{on.bubble:.0%}"),
         ("  stretched by long responses", f"{off.long_tail:.2f}x", f"{on.long_tail:.2f}x"),
     ]
-    for what, left, right in rows:
-        yield f"{what:<32}{left:>12}{right:>12}"
+    for label, left, right in rows:
+        yield f"{label:<32}{left:>12}{right:>12}"
 
 
 def _format_efficiency(made: Plan) -> Iterator[str]:

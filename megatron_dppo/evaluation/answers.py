@@ -193,12 +193,14 @@ def _parse_rows(lines: BinaryIO, setting: str) -> list[AnswerRow]:
         try:
             row = json.loads(line)
             # Drop prompts and texts, which would fill the memory in a large evaluation.
-            rows.append({key: of for key, of in row.items() if key not in ("prompt", "answer")})
+            rows.append(
+                {key: value for key, value in row.items() if key not in ("prompt", "answer")}
+            )
         except (ValueError, AttributeError, RecursionError) as error:
-            problem = f"line {number} of it is no answer ({error})"
+            problem = f"line {number} is not an answer ({error})"
             remedy = (
-                "Take what begins there out of the file, and it is answered anew; or name "
-                "another folder"
+                "Remove this line and all later lines, and their problems are answered again; or "
+                "name another folder"
             )
             raise UserError(setting, lines.name, problem, remedy) from error
     return rows
@@ -209,11 +211,11 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     file = folder / SETTINGS
     # Compare in JSON's types: a tuple has become a list in the file.
     now = json.loads(json.dumps(settings))
-    begun = _read_settings(folder, file) if file.exists() else {}
-    if begun:
-        before = begun.pop(PROBLEMS, None) or {}
+    stored = _read_settings(folder, file) if file.exists() else {}
+    if stored:
+        before = stored.pop(PROBLEMS, None) or {}
         ours = now.pop(PROBLEMS, None) or {}
-        pairs = [(key, begun.get(key), now.get(key)) for key in {**begun, **now}]
+        pairs = [(key, stored.get(key), now.get(key)) for key in {**stored, **now}]
         pairs += [
             (f"the problems of {name}", before[name], ours[name]) for name in before if name in ours
         ]
@@ -222,11 +224,11 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             for key, was, is_now in pairs
             if was != is_now
         ]:
-            remedy = "Name another folder with --out, or give the settings that it was begun with"
+            remedy = "Name another folder with --out, or give the earlier settings"
             raise UserError("eval.out", folder, f"was begun with {'; '.join(changed)}", remedy)
-        begun = {**begun, PROBLEMS: before}
+        stored = {**stored, PROBLEMS: before}
         now = {**now, PROBLEMS: {**before, **ours}}
-    if now != begun:
+    if now != stored:
         replace_text(file, json.dumps(now, indent=2) + "\n")
 
 
@@ -235,10 +237,10 @@ def _read_settings(folder: Path, file: Path) -> dict[str, Any]:
         return dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         problem = (
-            f"{SETTINGS} cannot be read ({error}): it does not say what the answers there "
-            "are answers of"
+            f"{SETTINGS} cannot be read ({error}), so that the settings of the stored answers are "
+            "unknown"
         )
-        remedy = "Name another folder with --out, or fetch that file again"
+        remedy = "Name another folder with --out, or copy that file again"
         raise UserError("eval.out", folder, problem, remedy) from error
 
 

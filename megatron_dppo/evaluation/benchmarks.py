@@ -43,7 +43,7 @@ BY_SOURCE = "source/"
 class Benchmark:
     """Published set of problems."""
 
-    says: str
+    description: str
     problems: int
     """A file with another number of problems is refused."""
     files: tuple[str, ...]
@@ -103,21 +103,21 @@ def list_sources(config: Config) -> list[EvalSource]:
     if absent:
         raise _make_missing_files_error(absent, folder)
     named = [_parse_entry(entry, config) for entry in config.eval.benchmarks]
-    of = config.data.eval
+    held_out = config.data.eval
     train = config.data.train
     if (
-        of is None
+        held_out is None
         and isinstance(train, str)
         and train in GENERATORS
         and not named
         and config.data.rollouts is None
     ):
-        of = train
-    files = of if isinstance(of, dict) else {} if of is None else {"": of}
+        held_out = train
+    files = held_out if isinstance(held_out, dict) else {} if held_out is None else {"": held_out}
     found = [*(EvalSource(name, file, "data.eval") for name, file in files.items()), *named]
     for number, source in enumerate(found):
         if source.name in TAKEN and (
-            source.name or isinstance(of, dict) or source.setting == SETTING
+            source.name or isinstance(held_out, dict) or source.setting == SETTING
         ):
             problem = "is what another metric is called"
             remedy = "Give that file another name"
@@ -126,7 +126,7 @@ def list_sources(config: Config) -> list[EvalSource]:
             raise UserError(
                 source.setting,
                 source.display_name,
-                "stands twice",
+                "appears twice",
                 "Give one of the two another name",
             )
     return found
@@ -216,12 +216,12 @@ def read_source_rows(source: EvalSource, data: DataConfig) -> tuple[list[Row], D
         UserError: see ``read_benchmark`` and ``read_rows``.
     """
     if source.benchmark is not None:
-        asked = read_benchmark(source.name, source.file, source.benchmark)
+        questions = read_benchmark(source.name, source.file, source.benchmark)
         rows = [
             dataclasses.replace(
                 q.row, values={"data_source": source.name, PROBLEM: q.prompt, ANSWER: q.label}
             )
-            for q in asked
+            for q in questions
         ]
         return rows, replace(data, prompt_key=PROBLEM, label_key=ANSWER)
     rows = read_rows(source.file, SETTING)

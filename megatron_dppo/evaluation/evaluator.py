@@ -199,7 +199,7 @@ class Evaluator:
             indices[verifier] = [i for i in mine if problems[i].verifier == verifier]
             prompts[verifier] = [problems[i].prompt for i in indices[verifier]]
         # Submit to all collectors before waiting, so that the engine always has requests.
-        asked = {
+        pending = {
             verifier: collector.submit(
                 prompts[verifier],
                 Sampling(
@@ -214,15 +214,15 @@ class Evaluator:
             )
             for verifier, collector in self._collectors.items()
         }
-        answered: dict[int, tuple[list[Answer], float]] = {}
+        votes_by_index: dict[int, tuple[list[Answer], float]] = {}
         failed: list[Score] = []
         for verifier, collector in self._collectors.items():
-            groups = collector.collect_groups(prompts[verifier], asked[verifier], total=total)
+            groups = collector.collect_groups(prompts[verifier], pending[verifier], total=total)
             share = self._build_answers(indices[verifier], groups, keep)
-            for theirs, theirs_failed in self._world.gather((share, find_failed_scores(groups))):
-                answered |= theirs
-                failed += theirs_failed
-        in_order = [answered[index] for index in range(len(problems))]
+            for rank_votes, rank_failed in self._world.gather((share, find_failed_scores(groups))):
+                votes_by_index |= rank_votes
+                failed += rank_failed
+        in_order = [votes_by_index[index] for index in range(len(problems))]
         votes = np.array([vote for _, vote in in_order], np.float64)
         return EvalAnswers([answers for answers, _ in in_order], votes, failed)
 
@@ -295,13 +295,13 @@ def start_verifiers(
 def _build_answer(
     completion: Completion, text: str, score: Score | None, prompt: str, tags: Sequence[str]
 ) -> Answer:
-    said = strip_thinking(text, prompt, tags)
+    visible = strip_thinking(text, prompt, tags)
     # A verifier may report the answer; else read the answer from the text, for votes.
     extracted = score.answer if score is not None else None
     if extracted is None:
-        extracted = extract_marked_answer(said)
+        extracted = extract_marked_answer(visible)
     if extracted is None:
-        extracted = extract_unmarked_answer(said)
+        extracted = extract_unmarked_answer(visible)
     return Answer(text, extracted, score, len(completion.token_ids), completion.finish_reason)
 
 
@@ -381,7 +381,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
         )
         for problem, group in zip(problems[: config.eval.show], found.answers, strict=False)
     ]
-    counts = {name: len(of) for name, of in indices.items()}
+    counts = {name: len(places) for name, places in indices.items()}
     return EvalScores(metrics, tuple(shown), collect_tracebacks(found.failed), counts)
 
 

@@ -31,11 +31,11 @@ EVAL_FLAGS = {
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``eval``; the caller adds the arguments CONFIG and overrides."""
     parser.add_argument("--model", metavar="FOLDER", help=MODEL)
-    what = (
+    meaning = (
         "comma-separated names; NAME=FILE for your own (default: data.eval and eval.benchmarks "
         "of CONFIG)"
     )
-    parser.add_argument("--benchmarks", metavar="NAME,…", help=what)
+    parser.add_argument("--benchmarks", metavar="NAME,…", help=meaning)
     for flag, (_, value, meaning) in EVAL_FLAGS.items():
         parser.add_argument(f"--{flag}", metavar=value, help=meaning)
 

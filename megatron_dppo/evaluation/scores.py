@@ -155,15 +155,20 @@ def format_table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> l
     titles = [f"avg@{samples}", *([f"pass@{most}", f"maj@{samples}"] if samples > 1 else [])]
     named = "  ".join(f"{title:<19}" for title in titles)
     lines = [f"{'benchmark':<{width}}  problems  {named}  reward  tokens  cut off"]
-    for name, of in benchmarks.items():
-        cells = [of["avg@k"], *([of["pass@k"][most], of["majority"]] if samples > 1 else [])]
+    for name, entry in benchmarks.items():
+        cells = [
+            entry["avg@k"],
+            *([entry["pass@k"][most], entry["majority"]] if samples > 1 else []),
+        ]
         shares = "  ".join(f"{_format_interval(cell):<19}" for cell in cells)
-        unscored = f"  {of['unscored']} unscored" if of["unscored"] else ""
-        length = of["mean_length"]["value"]
-        cut_off = _format_percent(of["truncated"]["value"])
-        reward = "-" if of["mean_reward"]["value"] is None else f"{of['mean_reward']['value']:.3f}"
+        unscored = f"  {entry['unscored']} unscored" if entry["unscored"] else ""
+        length = entry["mean_length"]["value"]
+        cut_off = _format_percent(entry["truncated"]["value"])
+        reward = (
+            "-" if entry["mean_reward"]["value"] is None else f"{entry['mean_reward']['value']:.3f}"
+        )
         figures = f"{shares}  {reward:>6}  {length:>6.0f}  {cut_off:>6}%"
-        lines.append(f"{name:<{width}}  {of['problems']:>8}  {figures}{unscored}")
+        lines.append(f"{name:<{width}}  {entry['problems']:>8}  {figures}{unscored}")
     return [*lines, "[ ] 95% interval, from resampling the problems"]
 
 
@@ -176,16 +181,16 @@ def compare(
         UserError: if the evaluations share no problem, or a problem's labels differ.
     """
     mine = group_by_benchmark(rows)
-    theirs = group_by_benchmark(baseline_rows)
+    baseline = group_by_benchmark(baseline_rows)
     lines = [f"against {baseline_name}, paired by problem: points of avg@k [95% interval]"]
     width = max(map(len, mine))
     for name in mine:
-        pairs = _match_problems(name, mine[name], theirs.get(name, []), baseline_name)
+        pairs = _match_problems(name, mine[name], baseline.get(name, []), baseline_name)
         if pairs:
-            candidate, baseline = zip(*pairs, strict=True)
+            candidate, reference = zip(*pairs, strict=True)
             found = estimate_difference(
                 compute_problem_means(_get_column(candidate, "correct")),
-                compute_problem_means(_get_column(baseline, "correct")),
+                compute_problem_means(_get_column(reference, "correct")),
             )
             verdict = "differs" if found.low > 0.0 or found.high < 0.0 else "no difference shown"
             verdict = verdict if len(pairs) >= FEWEST else "too few problems to say"
@@ -218,8 +223,8 @@ def _match_problems(
     baseline: Sequence[Sequence[AnswerRow]],
     baseline_name: str,
 ) -> list[tuple[Sequence[AnswerRow], Sequence[AnswerRow]]]:
-    known = {of[0]["problem"]: of for of in baseline}
-    pairs = [(of, known[of[0]["problem"]]) for of in candidate if of[0]["problem"] in known]
+    known = {rows[0]["problem"]: rows for rows in baseline}
+    pairs = [(rows, known[rows[0]["problem"]]) for rows in candidate if rows[0]["problem"] in known]
     for one, other in pairs:
         if one[0]["label"] != other[0]["label"]:
             place = f"problem {one[0]['problem']} of {name}"
@@ -236,9 +241,9 @@ def _match_problems(
 def _get_column(problems: Sequence[Sequence[AnswerRow]], key: str) -> Floats:
     """Return [P, k] values, NaN for null. Evaluations may differ in k."""
     values = []
-    for of in problems:
+    for rows in problems:
         # With dtype float64, NumPy turns null into NaN.
-        values.append([row[key] for row in of])
+        values.append([row[key] for row in rows])
     return np.array(values, np.float64)
 
 

@@ -376,7 +376,7 @@ def _check_loss_terms(trainer: Any) -> None:
             "loss_type",
             args.loss_type,
             args.loss_type not in known,
-            f"it {own}" if args.loss_type == "bnpo" else "its divisor is not known here",
+            f"it {own}" if args.loss_type == "bnpo" else "its divisor is unknown",
             f"choose one of {', '.join(sorted(known))}",
         ),
         (

@@ -53,23 +53,23 @@ ERRORS = (
 def find_node_faults() -> Iterator[str]:
     """Yield the faults that the node's own tools find."""
     if shutil.which("nvidia-smi"):
-        code, said = _run_command(*ERRORS)
+        code, output = _run_command(*ERRORS)
         if code:
-            yield f"nvidia-smi ended with exit code {code}: {said[-200:]}"
+            yield f"nvidia-smi ended with exit code {code}: {output[-200:]}"
         elif not torch.cuda.is_available():
             yield (
-                f"nvidia-smi lists {len(said.splitlines())} GPUs, and torch {torch.__version__} "
+                f"nvidia-smi lists {len(output.splitlines())} GPUs, and torch {torch.__version__} "
                 "sees none"
             )
         # Memory errors are counted from the start of the driver.
-        for gpu, _, count in (line.partition(", ") for line in said.splitlines() if not code):
+        for gpu, _, count in (line.partition(", ") for line in output.splitlines() if not code):
             # A GPU that does not count errors has [N/A].
             if count.isdecimal() and int(count):
                 yield f"GPU {gpu} has had {count} uncorrected memory errors"
     if shutil.which("dcgmi") and _run_command(*DCGM[0])[0] == 0:
-        code, said = _run_command(*DCGM[1])
+        code, output = _run_command(*DCGM[1])
         if code:
-            yield f"dcgmi diag -r 1 ended with exit code {code}: {said[-200:]}"
+            yield f"dcgmi diag -r 1 ended with exit code {code}: {output[-200:]}"
 
 
 def _run_command(*command: str) -> tuple[int, str]:
@@ -138,14 +138,14 @@ def main(wait_s: float = WAIT_S) -> int:
     """Check this rank's node, sum a tensor with the other ranks, and return the exit code."""
     if is_srun_task(os.environ):
         os.environ.update(build_torch_environment(os.environ))
-    told = {**get_single_rank_environment(), **os.environ}
-    rank = int(told["RANK"])
-    size = int(told["WORLD_SIZE"])
-    local = int(told["LOCAL_RANK"])
-    port = int(told["MASTER_PORT"])
+    environment = {**get_single_rank_environment(), **os.environ}
+    rank = int(environment["RANK"])
+    size = int(environment["WORLD_SIZE"])
+    local = int(environment["LOCAL_RANK"])
+    port = int(environment["MASTER_PORT"])
     # torchrun's agent already has a store at this address.
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    host = told["MASTER_ADDR"]
+    host = environment["MASTER_ADDR"]
     limit = timedelta(seconds=wait_s)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
@@ -165,8 +165,8 @@ def main(wait_s: float = WAIT_S) -> int:
         if rank == 0:
             there = {each for each in range(size) if store.check([nodes[each]])}
             print(
-                f"error: ranks {sorted({*range(size)} - there)} did not come within {wait_s:g} s; "
-                "there are:"
+                f"error: ranks {sorted({*range(size)} - there)} did not connect within "
+                f"{wait_s:g} s; connected:"
             )
             print(*sorted({store.get(nodes[each]).decode() for each in there}))
         return 1

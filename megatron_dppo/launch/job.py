@@ -89,10 +89,10 @@ def sort_job_words(words: Sequence[str]) -> list[str]:
 def build_job_environment(config: Config) -> dict[str, str]:
     """Return the variables that ``job.sh`` reads."""
     cluster = config.cluster
-    told = {"CONTAINER": cluster.container or "", "CONTAINER_MOUNTS": ",".join(cluster.mounts)}
+    variables = {"CONTAINER": cluster.container or "", "CONTAINER_MOUNTS": ",".join(cluster.mounts)}
     if python := os.environ.get(SERVER_PYTHON):
-        told |= {SERVER_PYTHON: python}
-    return told if cluster.container else {**told, "PYTHON": sys.executable}
+        variables |= {SERVER_PYTHON: python}
+    return variables if cluster.container else {**variables, "PYTHON": sys.executable}
 
 
 def count_ranks_per_node(config: Config) -> int:

@@ -65,7 +65,7 @@ def run_ranks(
         try:
             for rank in range(ranks):
                 held = {LISTENER: str(place.fileno())} if rank == 0 else {}
-                ours = {
+                variables = {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(ranks),
@@ -76,7 +76,7 @@ def run_ranks(
                 processes.append(
                     subprocess.Popen(
                         command,
-                        env={**environ, **ours, **held},
+                        env={**environ, **variables, **held},
                         pass_fds=[place.fileno()] if rank == 0 else [],
                         # Ctrl-C is for this process alone, because this process ends the ranks.
                         start_new_session=True,
@@ -132,15 +132,15 @@ def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, previous_p
             epoch.
     """
     killed = {rank: -code for rank, code in failed.items() if code < 0}
-    spoken = failure.get_code()
+    reported = failure.get_code()
     # A killed rank cannot print a reason, and its peers fail as a consequence. The peers delay
     # their messages, so that the launcher usually polls the killed rank first. If one poll finds a
     # killed rank and a marker, the killed rank is the cause, unless the marker is older than the
     # previous poll.
-    if spoken is not None and (
+    if reported is not None and (
         set(killed.values()) <= {signal.SIGABRT} or failure.is_older_than(previous_poll)
     ):
-        return spoken
+        return reported
     # SIGABRT is a consequence, because libraries abort a process that has lost its peers.
     killed = {rank: number for rank, number in killed.items() if number != signal.SIGABRT} or killed
     for rank, number in killed.items():
@@ -148,7 +148,7 @@ def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, previous_p
     if killed:
         return 128 + next(iter(killed.values()))
     rank, code = next(iter(failed.items()))
-    failure.report(f"error: rank {rank} ended with exit code {code}, and did not say why")
+    failure.report(f"error: rank {rank} ended with exit code {code} without a message")
     return code
 
 
@@ -181,10 +181,10 @@ def _handle_ending_signals() -> Iterator[Callable[[], None]]:
         raise _SignalError(number)
 
     # Python sets handlers on the main thread only; the kernel of a notebook may run another thread.
-    ours = lifetime.ENDING if threading.current_thread() is threading.main_thread() else ()
+    endings = lifetime.ENDING if threading.current_thread() is threading.main_thread() else ()
     # SIGHUP stays ignored under nohup.
-    heard = [number for number in ours if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, raise_once) for number in heard}
+    handled = [number for number in endings if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, raise_once) for number in handled}
     try:
         yield ignore_them
     finally:
@@ -210,16 +210,16 @@ class FirstFailure:
     def __init__(self, marker: Path) -> None:
         self._marker = marker
         self._start = time.time()
-        self._said: list[str] = []
+        self._messages: list[str] = []
 
     def report(self, text: str) -> None:
         """Print the reason for a failed rank that could not print."""
-        self._said.append(text)
+        self._messages.append(text)
         print_message(text)
 
     def get_message(self) -> str:
         """Return the printed reason why the run failed; empty if unknown."""
-        return "\n".join(self._said) or self._read().partition("\n")[2]
+        return "\n".join(self._messages) or self._read().partition("\n")[2]
 
     def claim(self, code: int, text: str) -> int:
         """Print why this rank fails, if no rank has failed before. Return the run's exit code."""

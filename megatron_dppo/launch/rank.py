@@ -128,7 +128,7 @@ def _report_exits(failure: FirstFailure) -> Iterator[None]:
     """Report ``os._exit`` in this process as a crash, for any exit code."""
     rank = os.getpid()
     leave = os._exit
-    said = lifetime.exit_now
+    exit_now = lifetime.exit_now
 
     def end(code: int, text: str) -> NoReturn:
         code = failure.claim(code, text)
@@ -149,7 +149,7 @@ def _report_exits(failure: FirstFailure) -> Iterator[None]:
         yield
     finally:
         os._exit = leave
-        lifetime.exit_now = said
+        lifetime.exit_now = exit_now
 
 
 def set_environment(config: Config) -> None:
@@ -221,17 +221,14 @@ def _convert_disk_error(config: Config, error: OSError) -> UserError | None:
         path = Path(names[0]).absolute()
         absent = [place for place in (path, *path.parents) if not os.path.lexists(place)]
         if error.errno == errno.ENOENT and absent:
-            problem = "is gone: something removed it, or a folder above it, during the run"
+            problem = "was removed during the run, or a folder above it was"
             remedy = (
-                "Put it back, or run the same command again: it resumes from the last "
-                "checkpoint that is left"
+                "Restore it, or run the same command again: it resumes from the last remaining "
+                "checkpoint"
             )
             return UserError("run.dir", absent[-1], problem, remedy)
-        problem = (
-            f"is in the way ({error.strerror or error}): a run has a file or folder of its "
-            "own there"
-        )
-        remedy = "Move it away, or see to its permissions, and run the same command again"
+        problem = f"blocks a file or folder of the run ({error.strerror or error})"
+        remedy = "Move it away, or change its permissions, and run the same command again"
         return UserError("run.dir", names[0], problem, remedy)
     return None
 

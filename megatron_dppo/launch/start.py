@@ -165,9 +165,9 @@ def start_ranks(
             json.dumps(options),
         ]
         threads = os.environ.get("OMP_NUM_THREADS", str(count_usable_cores() // ranks or 1))
-        ours = {MARKER: str(marker), LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": threads}
+        variables = {MARKER: str(marker), LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": threads}
         failure = FirstFailure(marker)
-        code = run_ranks(command, {**os.environ, **ours}, ranks, failure, on_poll)
+        code = run_ranks(command, {**os.environ, **variables}, ranks, failure, on_poll)
         if code:
             on_failure(failure.get_message())
     if code == 128 + signal.SIGINT:
@@ -185,14 +185,14 @@ def _print_resume_hint(job: str, config: Config) -> None:
     if step is None:
         kept = (
             f"before its first checkpoint (run.checkpoint_every = {every}): the same command "
-            "begins anew"
+            "starts again from step 0"
         )
     else:
         kept = (
-            f"the same command goes on from step {step} of {config.run.steps}, the last "
+            f"the same command resumes from step {step} of {config.run.steps}, the last "
             f"checkpoint in {checkpoints}"
         )
-    print_message(f"interrupted; {kept}. SIGUSR1 in place of Ctrl-C has a run save before it ends")
+    print_message(f"interrupted; {kept}. To save before the end, send SIGUSR1 instead of Ctrl-C")
 
 
 def get_single_rank_environment() -> dict[str, str]:
@@ -284,7 +284,7 @@ def build_torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a Slurm task for torch, without variables that are already set."""
     job = int(environ["SLURM_JOB_ID"])
     step = int(environ.get("SLURM_STEP_ID", "0"))
-    ours = {
+    variables = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
@@ -293,8 +293,8 @@ def build_torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "OMP_NUM_THREADS": str(_count_task_cores(environ)),
     }
     if "MASTER_ADDR" not in environ:
-        ours["MASTER_ADDR"] = _first_host(environ)
-    return {name: value for name, value in ours.items() if name not in environ}
+        variables["MASTER_ADDR"] = _first_host(environ)
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
 def _count_task_cores(environ: Mapping[str, str]) -> int:

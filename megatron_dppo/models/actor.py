@@ -326,8 +326,8 @@ class Actor(Policy):
     def _step(self, sums: dict[str, float], grad_norm: float, lr: float) -> None:
         bad = sorted(name for name, value in sums.items() if not math.isfinite(value))
         if bad or not math.isfinite(grad_norm):
-            what = ", ".join(bad) or "the gradient"
-            problem = f"not finite: {what} (gradient norm {grad_norm}); no weight was changed"
+            parts = ", ".join(bad) or "the gradient"
+            problem = f"not finite: {parts} (gradient norm {grad_norm}); no weight was changed"
             remedy = "Lower optimizer.lr or optimizer.clip_grad and resume from the last checkpoint"
             remedy += "; if that fails at once, look for weights in model.path that are not finite"
             raise UserError("optimizer.lr", f"{lr:g}", problem, remedy)

@@ -378,8 +378,10 @@ class PolicyModel(GPTModel):
     def _compute_share(self, packed: PackedSeqParams, predictors: torch.Tensor | None) -> PackShare:
         group = self.pg_collection.cp
         nothing = torch.empty(0, dtype=torch.int64)
-        asked = nothing if predictors is None else predictors.cpu()
-        return compute_share(packed.cu_seqlens_q.diff().tolist(), asked, group.rank(), group.size())
+        positions = nothing if predictors is None else predictors.cpu()
+        return compute_share(
+            packed.cu_seqlens_q.diff().tolist(), positions, group.rank(), group.size()
+        )
 
     def _compute_hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams

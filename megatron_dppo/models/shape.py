@@ -400,11 +400,11 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
         parts[f"the {shape.ffn} feed-forward units"] = shape.ffn
     if shape.shared_ffn:
         parts[f"the {shape.shared_ffn} units of the shared expert"] = shape.shared_ffn
-    for what, size in parts.items():
+    for part, size in parts.items():
         if size % layout.tp:
             possible = _list_divisors(math.gcd(*parts.values()))
             raise UserError(
-                "layout.tp", layout.tp, f"does not divide {what}", f"set it to one of {possible}"
+                "layout.tp", layout.tp, f"does not divide {part}", f"set it to one of {possible}"
             )
     if shape.hybrid and shape.delta_keys % (layout.tp * layout.cp):
         problem = (

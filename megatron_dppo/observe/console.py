@@ -68,7 +68,7 @@ class Console:
         self._columns: Sequence[tuple[str, str, str]] = ()
         self._rows = 0
         self._recent: deque[float] = deque(maxlen=10)
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
 
     def print_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print a row. An absent metric (no evaluation, no training) is a dash."""
@@ -93,8 +93,8 @@ class Console:
 
     def print_note(self, text: str, *, repeat: bool = False) -> None:
         """Print a note, by default only the first of equal notes."""
-        if repeat or text not in self._said:
-            self._said.add(text)
+        if repeat or text not in self._printed:
+            self._printed.add(text)
             self._print(
                 Text("note  ", style="bold yellow").append(
                     sanitize_text(text), style="not bold default"

@@ -208,7 +208,7 @@ class Loggers:
     ) -> None:
         check_loggers(names)
         self._file = folder / STATE
-        self._say = log
+        self._log = log
         self._events = _open_tensorboard(folder, resume_step) if "tensorboard" in names else None
         if resume_step <= 0:
             self._file.unlink(missing_ok=True)
@@ -233,8 +233,8 @@ class Loggers:
                     f"cannot be opened ({type(error).__name__}: {remove_passwords(str(error))})"
                 )
                 remedy = (
-                    "See to its server and its credentials, or leave it out: metrics.jsonl "
-                    "has every row"
+                    "Check its server and its credentials, or remove it: metrics.jsonl has every "
+                    "row"
                 )
                 raise UserError("run.loggers", name, problem, remedy) from error
             self._state[name] = {"run": sink.run, "step": known["step"] if known else -1}
@@ -259,9 +259,8 @@ class Loggers:
                     owed.pop(0)
             except Exception as error:
                 problem = remove_passwords(f"{type(error).__name__}: {error}")
-                self._say(
-                    f"{name} did not take a row, and is given it again with the next one "
-                    f"({problem})"
+                self._log(
+                    f"{name} did not accept a row; the next row's write repeats it ({problem})"
                 )
 
     def close(self, *, finished: bool) -> None:
@@ -276,7 +275,7 @@ class Loggers:
             try:
                 sink.close(finished=finished)
             except Exception as error:
-                self._say(
+                self._log(
                     f"{name} was not closed "
                     f"({remove_passwords(f'{type(error).__name__}: {error}')})"
                 )
@@ -302,7 +301,8 @@ def _read_state(file: Path) -> dict[str, dict[str, Any]]:
     try:
         stored = json.loads(file.read_text())
         return {
-            name: {"run": str(of["run"]), "step": int(of["step"])} for name, of in stored.items()
+            name: {"run": str(entry["run"]), "step": int(entry["step"])}
+            for name, entry in stored.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

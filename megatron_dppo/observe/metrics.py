@@ -75,7 +75,7 @@ class MetricsLog:
     ) -> None:
         folder = Path(run_dir)
         self._rows = StepLog(folder / FILE, resume_step)
-        self._say = log
+        self._log = log
         past = read_metrics(folder)
         self._named = {name for row in past for name in row if name.startswith(REWARD)} - COUNTED
         self._has_left_out = False
@@ -106,8 +106,9 @@ class MetricsLog:
         if left_out and not self._has_left_out:
             self._has_left_out = True
             shown = ", ".join(f"{name:.60}" for name in left_out[:MOST_SHOWN])
-            self._say(
-                f"reward functions name more than {MOST_NAMED} metrics: others are left out, first "
+            self._log(
+                f"reward functions name more than {MOST_NAMED} metrics: further metrics are "
+                "dropped, first "
                 f"{shown}. Log one name for all completions: the metric is a mean over them"
             )
 
@@ -174,8 +175,8 @@ def _read_lines(file: Path) -> list[tuple[bytes, dict[str, Any]]]:
         elif number < len(lines):
             problem = f"line {number} is no row of a run: {line[:60].decode(errors='replace')!r}"
             remedy = (
-                "Fetch the file again, take that line out, or move the file away; the run "
-                "goes on without it"
+                "Copy the file again, remove that line, or move the file away; the run can "
+                "resume without it"
             )
             raise UserError("run.dir", file, problem, remedy)
     return rows
@@ -198,7 +199,7 @@ def _drop_rows_past(file: Path, step: int) -> None:
     last = max((row["step"] for _, row in rows), default=0)
     if step > 0 and last < step:
         text = (
-            f"note: {file} ends at step {last}, and the run goes on from step {step}: the rows "
+            f"note: {file} ends at step {last}, and the run resumes from step {step}: the rows "
             "between are lost"
         )
         print_message(text)
@@ -350,7 +351,7 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
         rolled_out = trained + pruned + zero_advantage
         seconds = {level: summary[f"saved_seconds_{level}"] for level in ("prompts", "completions")}
         yield f"{100 * prompts:.0f}% of the prompts were rolled out; of the tokens of all prompts:"
-        for count, what in (
+        for count, fate in (
             (trained, "trained on"),
             (
                 unseen,
@@ -362,10 +363,10 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
                 f"rolled out and pruned: {pruned:,} tokens, which saved about "
                 f"{seconds['completions']:.0f} s",
             ),
-            (zero_advantage, "rolled out, with zero advantage: no run trains on those"),
+            (zero_advantage, "rolled out, with zero advantage: without effect on training"),
         ):
             if count:
-                yield f"  {100 * count / (rolled_out + unseen):3.0f}% {what}"
+                yield f"  {100 * count / (rolled_out + unseen):3.0f}% {fate}"
         if unseen or pruned:
             generation = unseen / (rolled_out + unseen)
             training = (
@@ -375,11 +376,11 @@ def _format_savings(summary: Mapping[str, Any]) -> Iterator[str]:
             )
             saved = (
                 f"{100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% "
-                "of those to train on"
+                "of the tokens to train on"
             )
             yield f"pruning saved about {saved}"
             if efficiency := summary.get("pruning_efficiency"):
-                step = "that of a step without pruning, of whatever batch size"
+                step = "that of a step without pruning, for any batch size"
                 yield f"estimated variance × seconds of a step: {1.0 / efficiency:.2f} times {step}"
         if summary["discarded_groups"]:
             yield (

@@ -90,10 +90,10 @@ class Watchdog:
         self._hung: UserError | None = None
         # Time of the last signal. No progress since then: the main thread caught the error.
         self._interrupted_at = 0.0
-        self._spoken_of = 0.0
+        self._reported_since = 0.0
         """Start of the standstill reported last."""
-        self._sent = self._answered = self._asked = 0
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._sent = self._last_answer = self._last_request = 0
+        self._last_beats: dict[int, tuple[int, float]] = {}
         """On rank 0: number and arrival time of each rank's last heartbeat."""
         self._named: set[tuple[int, int]] = set()
         self._end = threading.Event()
@@ -144,16 +144,16 @@ class Watchdog:
             return
         stack = self._format_stack()
         rank = self._world.rank
-        if since > self._spoken_of:
-            self._spoken_of = since
-            who = f"{rank} on {socket.gethostname()}"
-            print_message("\n".join(_format_paragraph(who, phase, still, "", stack)))
+        if since > self._reported_since:
+            self._reported_since = since
+            name = f"{rank} on {socket.gethostname()}"
+            print_message("\n".join(_format_paragraph(name, phase, still, "", stack)))
         if still >= self._end_s and phase in UNLIMITED:
             problem = (
-                f"rank {rank} has stood still for so long in {phase or 'no phase'}, "
+                f"rank {rank} has made no progress for this time in {phase or 'no phase'}, "
                 f"at:\n{stack.rstrip()}"
             )
-            remedy = "Mend what hangs there, or raise rollout.timeout_s"
+            remedy = "Correct the cause in that stack, or raise rollout.timeout_s"
             hung = UserError("rollout.timeout_s", f"{self._world.timeout_s:g}", problem, remedy)
             if since == self._interrupted_at:
                 lifetime.exit_now(2, format_error(hung))
@@ -181,19 +181,19 @@ class Watchdog:
         still = time.monotonic() - timers.moved
         heartbeat = Heartbeat(self._sent, timers.entered, timers.phase, still, socket.gethostname())
         self._store.set(f"heartbeat/{self._world.rank}", json.dumps(asdict(heartbeat)))
-        asked = self._store.add("asked", 0)
-        if asked > self._answered:
-            self._answered = asked
-            self._store.set(f"stack/{asked}/{self._world.rank}", self._format_stack())
+        request = self._store.add("asked", 0)
+        if request > self._last_answer:
+            self._last_answer = request
+            self._store.set(f"stack/{request}/{self._world.rank}", self._format_stack())
 
     def _check_heartbeats(self) -> None:
         texts = self._store.multi_get([f"heartbeat/{rank}" for rank in range(self._world.size)])
         heartbeats = [Heartbeat(**json.loads(text)) for text in texts]
         now = time.monotonic()
         for rank, heartbeat in enumerate(heartbeats):
-            if rank not in self._heard or self._heard[rank][0] != heartbeat.number:
-                self._heard[rank] = heartbeat.number, now
-        silent = [now - self._heard[rank][1] for rank in range(len(heartbeats))]
+            if rank not in self._last_beats or self._last_beats[rank][0] != heartbeat.number:
+                self._last_beats[rank] = heartbeat.number, now
+        silent = [now - self._last_beats[rank][1] for rank in range(len(heartbeats))]
         late = find_late_ranks(heartbeats, silent, self._late_s, self._stuck_s)
         new = [rank for rank in late if (rank, heartbeats[rank].entered) not in self._named]
         if new:
@@ -202,13 +202,14 @@ class Watchdog:
 
     def _collect_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the stacks of ranks that answer within two heartbeats."""
-        self._asked = self._store.add("asked", 1)
+        self._last_request = self._store.add("asked", 1)
         deadline = time.monotonic() + 2 * self._interval_s + 1.0
         self._send()
         found: dict[int, str] = {}
         while len(found) < len(ranks) and time.monotonic() < deadline and not self._end.wait(0.05):
             for rank in ranks:
-                if rank not in found and self._store.check([key := f"stack/{self._asked}/{rank}"]):
+                key = f"stack/{self._last_request}/{rank}"
+                if rank not in found and self._store.check([key]):
                     found[rank] = self._store.get(key).decode()
         return found
 
@@ -245,16 +246,16 @@ def _describe(
     late_ranks: Sequence[int], heartbeats: Sequence[Heartbeat], stacks: dict[int, str]
 ) -> str:
     # Ranks at the same line share a paragraph, because a thousand equal stacks are unreadable.
-    alike: dict[tuple[str, str], list[int]] = {}
+    ranks_by_place: dict[tuple[str, str], list[int]] = {}
     for rank in late_ranks:
-        alike.setdefault((heartbeats[rank].phase, stacks.get(rank, "")), []).append(rank)
+        ranks_by_place.setdefault((heartbeats[rank].phase, stacks.get(rank, "")), []).append(rank)
     waiting = len(heartbeats) - len(late_ranks)
     lines = []
-    for (phase, stack), ranks in alike.items():
-        who = ", ".join(f"{rank} on {heartbeats[rank].host}" for rank in ranks)
+    for (phase, stack), ranks in ranks_by_place.items():
+        names = ", ".join(f"{rank} on {heartbeats[rank].host}" for rank in ranks)
         seconds = max(heartbeats[rank].still_s for rank in ranks)
         lines += _format_paragraph(
-            who, phase, seconds, f"; {waiting} others wait" if waiting else "", stack
+            names, phase, seconds, f"; {waiting} other ranks wait" if waiting else "", stack
         )
     return "\n".join(lines)
 
@@ -263,7 +264,7 @@ def _format_paragraph(
     source: str, phase: str, seconds: float, remark: str, stack: str
 ) -> list[str]:
     return [
-        f"late: rank {source}, in {phase or 'no phase'} for {seconds:.0f} s{remark}. It stands at:",
+        f"late: rank {source}, in {phase or 'no phase'} for {seconds:.0f} s{remark}. Stack:",
         stack.rstrip()
         or "  (no answer: its process is stopped or gone, or holds the interpreter's lock)",
     ]

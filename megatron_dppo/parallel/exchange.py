@@ -60,7 +60,7 @@ def _build_sample(
 ) -> TrainingSample:
     group = groups[int(plan.group[k])]
     completion = group.completions[int(plan.completion[k])]
-    prompt, of = split_prompt_and_response(
+    prompt, span = split_prompt_and_response(
         group.prompt.token_ids, completion, int(plan.sequence[k])
     )
     table: Routing | None = None
@@ -71,17 +71,17 @@ def _build_sample(
                 "rollout"
             )
         # No engine reads the last token, which has no routing.
-        read = len(prompt) + len(completion.token_ids[of]) - 1
+        read = len(prompt) + len(completion.token_ids[span]) - 1
         table = completion.routing[:read, layers].astype(routing.dtype)
     return TrainingSample(
         prompt_ids=prompt,
-        response_ids=completion.token_ids[of],
-        engine_logprobs=completion.logprobs[of],
+        response_ids=completion.token_ids[span],
+        engine_logprobs=completion.logprobs[span],
         teacher_logprobs=None
         if completion.teacher_logprobs is None
-        else completion.teacher_logprobs[of],
-        loss_mask=completion.loss_mask[of],
-        advantage=_select_advantages(plan.advantage[k], completion, of),
+        else completion.teacher_logprobs[span],
+        loss_mask=completion.loss_mask[span],
+        advantage=_select_advantages(plan.advantage[k], completion, span),
         scale=float(plan.scale[k]),
         version=int(plan.version[k]),
         shared=int(plan.shared_length[k]),

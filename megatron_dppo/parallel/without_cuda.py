@@ -254,6 +254,6 @@ def _fix_router() -> None:
     elif moe_utils.te_general_gemm is None:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-        moe_utils.te_general_gemm = lambda a, b, out_dtype, **how: general_gemm(
-            a, b, out_dtype=out_dtype, **how
+        moe_utils.te_general_gemm = lambda a, b, out_dtype, **options: general_gemm(
+            a, b, out_dtype=out_dtype, **options
         )

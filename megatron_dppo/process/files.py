@@ -129,8 +129,8 @@ def _prepare_draft(draft: Path, out: Path) -> Iterator[None]:
     try:
         locked = _acquire_flock(descriptor)
         # Another process may have renamed the draft to ``out`` between open and lock.
-        ours = locked and draft.exists() and os.path.samestat(os.fstat(descriptor), draft.stat())
-        if not ours:
+        is_mine = locked and draft.exists() and os.path.samestat(os.fstat(descriptor), draft.stat())
+        if not is_mine:
             raise FileExistsError(errno.EEXIST, "another process is writing there", str(out))
         yield
     finally:
@@ -281,7 +281,7 @@ def write_directory(out: Path, setting: str) -> Iterator[Path]:
         remedy = (
             "Free some space, or name a directory on another disk"
             if full
-            else "Mend that, and try again"
+            else "Correct the cause, and try again"
         )
         raise UserError(
             setting, out, f"was not written ({error}); nothing is left of this attempt", remedy
@@ -365,7 +365,7 @@ class FolderLock:
         make_folder(folder, setting)
         self._folder = folder.resolve()
         self._setting = setting
-        self._say = log
+        self._log = log
         if self._folder in _held:
             raise _make_held_error(folder, setting, Holder.get_current())
         self._file = (folder / LOCK).open("ab")
@@ -402,7 +402,7 @@ class FolderLock:
         deadline = time.monotonic() + 2.0
         while not self._is_free():
             if time.monotonic() > deadline:
-                problem = "is held by another process, which has not said who it is"
+                problem = "is held by another process, which has not written its name"
                 raise UserError(self._setting, self._folder, problem, REMEDY)
             # Another process has just locked the folder, and is about to write ``lock.json``.
             time.sleep(0.1)
@@ -431,14 +431,14 @@ class FolderLock:
     def _wait_for_expiry(self, holder: Holder) -> bool:
         """Wait; return False at the next heartbeat, True after ``LEASE_S`` without one."""
         seen = _read_beat_time(self._folder)
-        said = False
+        logged = False
         while seen is not None and (left := LEASE_S - (_get_disk_time(self._folder) - seen)) > 0:
-            if not said:
-                self._say(
+            if not logged:
+                self._log(
                     f"{_format_holder(holder)} holds {self._folder}, or held it when it died: "
                     "waiting for a sign of life"
                 )
-                said = True
+                logged = True
             time.sleep(min(left + 0.1, 1.0))
             now = _read_beat_time(self._folder)
             if now is not None and now != seen:

@@ -30,10 +30,10 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
     - Signals that end a process, or request a save and a stop, are forwarded to the child.
     - All descendants of the child end with this process.
     """
-    heard = {
+    awaited = {
         number for number in (*ENDING, SIGNAL) if signal.getsignal(number) is not signal.SIG_IGN
     } | {signal.SIGCHLD}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     parent = os.getpid()
     (reader, writer) = os.pipe()
     adopt_orphans()
@@ -54,7 +54,7 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
     while (found := os.waitpid(-1, os.WNOHANG))[0] != child:
         if found[0]:  # an orphan
             continue
-        number = signal.sigwait(heard)
+        number = signal.sigwait(awaited)
         if number != signal.SIGCHLD:
             os.kill(child, number)
     code = os.waitstatus_to_exitcode(found[1])
@@ -63,7 +63,7 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
         print_message(format_early_exit("the command's process", "the command"))
         code = 1
     if code < 0:  # end by the child's signal
-        if -code in heard:
+        if -code in awaited:
             signal.signal(-code, signal.SIG_DFL)
         else:
             print_message(format_signal_exit("the command's process", -code))

@@ -146,17 +146,17 @@ def supervise(trainer: int, command: list[str]) -> int:
     # Slurm sends SIGUSR1 to every process of a step, and only the trainer must react.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGUSR1})
 
-    ours = os.getpid()
+    pid = os.getpid()
 
     def prepare_child() -> None:
-        set_parent_death_signal(ours)
+        set_parent_death_signal(pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
 
     server = subprocess.Popen(command, preexec_fn=prepare_child)
     try:
         while server.poll() is None and os.getppid() == trainer:
-            heard = signal.sigtimedwait(awaited, LOOK_S)
-            if heard is not None and heard.si_signo in ENDING:
+            received = signal.sigtimedwait(awaited, LOOK_S)
+            if received is not None and received.si_signo in ENDING:
                 break
         if os.getppid() == trainer and server.poll() is None:
             _stop_server(server, awaited)
@@ -185,7 +185,7 @@ SAVED = 75
 
 SIGNAL = signal.SIGUSR1
 
-_asked = False
+_stop_requested = False
 _handlers: dict[signal.Signals, object] = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
 """Signal handlers before the import of a user's code, and SIGUSR1's from
 :func:`install_stop_handler`."""
@@ -196,7 +196,7 @@ class StoppedError(Exception):
 
     def __init__(self, step: int) -> None:
         super().__init__(
-            f"stopped on request after step {step}, and saved: run the same command again to go on"
+            f"stopped on request after step {step}, and saved: run the same command again to resume"
         )
 
 
@@ -226,7 +226,7 @@ def list_replaced_handlers() -> list[str]:
 
 def is_stop_requested() -> bool:
     # A blocked signal stays pending.
-    return _asked or SIGNAL in signal.sigpending()
+    return _stop_requested or SIGNAL in signal.sigpending()
 
 
 @contextmanager
@@ -255,8 +255,8 @@ def forward_stop(children: Callable[[], list[int]]) -> Iterator[None]:
 
 
 def _record_stop(number: int, frame: FrameType | None) -> None:
-    global _asked
-    _asked = True
+    global _stop_requested
+    _stop_requested = True
 
 
 def _handle(handler: Callable[[int, FrameType | None], object]) -> signal._HANDLER:

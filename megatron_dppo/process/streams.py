@@ -48,8 +48,8 @@ class _Stream(io.FileIO):
                     os.close(nowhere)
                 if self.fileno() == 1:
                     words = (
-                        f"note  standard output cannot be written to ({error.strerror}): the "
-                        "run goes on without it"
+                        f"note  standard output cannot be written to ({error.strerror}): the run "
+                        "continues without it"
                     )
                     print_message(words)
             return memoryview(data).nbytes  # type: ignore[arg-type]
@@ -95,15 +95,15 @@ def filter_upstream_warnings() -> None:
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
     warnings.filterwarnings("ignore", message=r".*ShardedTensor", category=FutureWarning)
-    for said in (
+    for message in (
         "The argument order of load",
         r"torch\.distributed is disabled, unavailable or uninitialized",
     ):
-        warnings.filterwarnings("ignore", message=said, category=UserWarning)
-    for module, said in IGNORED_LOG_MESSAGES.items():
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    for module, message in IGNORED_LOG_MESSAGES.items():
         logger = logging.getLogger(f"megatron.core.{module}")
         if not logger.filters:
-            logger.addFilter(lambda record, said=said: said not in record.getMessage())  # type: ignore[misc]
+            logger.addFilter(lambda record, message=message: message not in record.getMessage())  # type: ignore[misc]
 
 
 def _wrap_stream(stream: TextIO | None, descriptor: int) -> TextIO:
@@ -111,8 +111,8 @@ def _wrap_stream(stream: TextIO | None, descriptor: int) -> TextIO:
     test."""
     if stream is not None:
         try:
-            ours = isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Stream)
-            if ours or stream.fileno() != descriptor:
+            is_stream = isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Stream)
+            if is_stream or stream.fileno() != descriptor:
                 return stream
         except (OSError, ValueError):
             return stream
@@ -169,7 +169,7 @@ def report_progress(
     }[unit]
     times = "in", bars.TimeElapsedColumn(), "left", bars.TimeRemainingColumn()
     columns: tuple[str | bars.ProgressColumn, ...]
-    columns = "{task.description}", bars.BarColumn(), *amounts, *times, "{task.fields[said]}"
+    columns = "{task.description}", bars.BarColumn(), *amounts, *times, "{task.fields[message]}"
     drawn = sys.stderr.isatty()
     began = time.monotonic()
     spoke = began
@@ -180,19 +180,19 @@ def report_progress(
     with bars.Progress(
         *columns, console=console, redirect_stdout=not to_file, disable=hidden
     ) as bar:
-        task = bar.add_task(label, total=total, completed=initial, said="")
+        task = bar.add_task(label, total=total, completed=initial, message="")
 
         def advance(count: float, message: str = "", *, added: float = 0) -> None:
             nonlocal spoke, total
             record_progress()
             total += added
-            bar.update(task, advance=count, total=total, said=message)
+            bar.update(task, advance=count, total=total, message=message)
             now = time.monotonic()
-            so_far = bar.tasks[0].completed
-            if enabled and not drawn and now - spoke >= SAY_EVERY_S and so_far > initial:
+            completed = bar.tasks[0].completed
+            if enabled and not drawn and now - spoke >= SAY_EVERY_S and completed > initial:
                 spoke = now
-                left = f"{(now - began) * (total - so_far) / (so_far - initial):.0f} s left"
-                amount = _format_amount(so_far, total, unit)
+                left = f"{(now - began) * (total - completed) / (completed - initial):.0f} s left"
+                amount = _format_amount(completed, total, unit)
                 words = ", ".join(filter(None, (amount, message, left)))
                 print_message(f"{label}: {words}")
 

@@ -72,13 +72,14 @@ def render_model_card(run: RunRecord, *, step: int, name: str, adapters: bool = 
         head["model-index"] = [{"name": " ".join(name.split()), "results": results}]
     head["tags"] = ["reinforcement-learning", "dynamic-pruning-policy-optimization", TAG]
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", f"# {_plain(name)}", ""]
-    what = f"LoRA adapters of {_format_code(base)}" if adapters else _format_code(base)
-    what += (
+    subject = f"LoRA adapters of {_format_code(base)}" if adapters else _format_code(base)
+    subject += (
         f", trained for {step:,} steps of reinforcement learning on {_format_code(data)} with "
         "megatron_dppo."
     )
     lines += [
-        f"{what} Objective: {_format_code(run.get_setting('loss.name'))}. {_describe_pruning(run)}",
+        f"{subject} Objective: {_format_code(run.get_setting('loss.name'))}. "
+        f"{_describe_pruning(run)}",
         "",
     ]
     sections = {
@@ -141,11 +142,11 @@ def _collect_accuracies(run: RunRecord, step: int) -> dict[str, list[tuple[float
 def _list_results(run: RunRecord, step: int) -> Iterator[dict[str, Any]]:
     """Yield the last accuracies as ``model-index``."""
     for key, values in _collect_accuracies(run, step).items():
-        of = " ".join(_describe_held_out(run, key).split())
+        data_set = " ".join(_describe_held_out(run, key).split())
         metric = {"type": "accuracy", "name": "held-out accuracy", "value": round(values[-1][1], 6)}
         yield {
             "task": {"type": "text-generation"},
-            "dataset": {"type": of, "name": of},
+            "dataset": {"type": data_set, "name": data_set},
             "metrics": [metric],
         }
 
@@ -159,11 +160,11 @@ def _render_accuracy(run: RunRecord, step: int) -> Iterator[str]:
     yield "|---|---|---|---|"
     for key, values in found.items():
         count = run.held_out if key == "eval/accuracy" else run.problems[key.removeprefix("eval/")]
-        what = _plain(_describe_held_out(run, key))
+        label = _plain(_describe_held_out(run, key))
         (_, before) = values[0]
         (last, after) = values[-1]
         yield (
-            f"| {what} | {count or ''} | {format_number(before, 'share')} | "
+            f"| {label} | {count or ''} | {format_number(before, 'share')} | "
             f"{_format_share(after, count)} (step {last:,.0f}) |"
         )
     yield ""
@@ -173,8 +174,14 @@ def _render_accuracy(run: RunRecord, step: int) -> Iterator[str]:
 def _describe_held_out(run: RunRecord, key: str) -> str:
     if key != "eval/accuracy":
         return key.removeprefix("eval/")
-    asked = run.get_setting("data.eval")
-    files = list(asked.values()) if isinstance(asked, dict) else [asked] if asked else []
+    data_sets = run.get_setting("data.eval")
+    files = (
+        list(data_sets.values())
+        if isinstance(data_sets, dict)
+        else [data_sets]
+        if data_sets
+        else []
+    )
     names = [*map(_get_name, files), *run.get_setting("eval.benchmarks")]
     return ", ".join(names) or f"{get_data_names(run)}, held out"
 
@@ -205,9 +212,14 @@ def _render_training(run: RunRecord, step: int) -> Iterator[str]:
     on = f" on {ranks:.0f} ranks" if ranks else ""
     yield f"- {found['seconds']:,.0f} s in steps and evaluations{on}"
     for changed in sorted(
-        {change.key for _, of in run.changes for change in of if change.key.startswith(SHOWN)}
+        {
+            change.key
+            for _, changes in run.changes
+            for change in changes
+            if change.key.startswith(SHOWN)
+        }
     ):
-        yield f"- `{changed}` was changed on the way; what stands below is its last value"
+        yield f"- `{changed}` changed during the run; the table has its last value"
 
 
 def _render_settings(run: RunRecord) -> Iterator[str]:

@@ -47,7 +47,7 @@ DIFFERENCES: Sequence[tuple[str, str, Form, Reduce]] = (
         "mean exp |Δ log p| − 1 of a step, largest",
         "train/token_mult_prob_error",
         "number",
-        lambda of: of.max() - 1.0,
+        lambda values: values.max() - 1.0,
     ),
     ("|Δ log p| after a sync, largest of a token", "rollout/agreement_max_diff", "number", np.max),
     ("tokens that older weights made", "rollout/stale_tokens", "share", np.mean),
@@ -103,7 +103,7 @@ def make_learning_section(runs: Sequence[RunRecord]) -> Section:
         lead += (
             " Rewards of these runs are not comparable: a run that prunes prompts chooses those "
             "whose rewards are "
-            "averaged. Held-out accuracies are: the same problems are asked, whatever is pruned."
+            "averaged. Held-out accuracies are: they use the same problems in all runs."
         )
     return Section(lead, [*parts, *_make_file_tables(runs)])
 
@@ -112,9 +112,9 @@ def make_signs_section(runs: Sequence[RunRecord]) -> Section:
     """Show early signs of failure."""
     rows = []
     # Three values suffice, because loggers draw the full curves.
-    for what, key, form in SIGNS:
+    for label, key, form in SIGNS:
         cells = [_format_figures(run, key, form, *FIRST_MEAN_LAST) for run in runs]
-        rows.append([what, *cells])
+        rows.append([label, *cells])
     measured = [row for row in rows if set(row[1:]) != {"–"}]
     table = Table(["first → mean → last", *(run.name for run in runs)], measured)
     lead = (
@@ -131,9 +131,9 @@ def make_packs_section(runs: Sequence[RunRecord]) -> Section:
         "weights: they may differ by rounding only, and a run that passes the limit stops."
     )
     rows = []
-    for what, key, form, number in DIFFERENCES:
+    for label, key, form, number in DIFFERENCES:
         cells = [_format_figures(run, key, form, number) for run in runs]
-        rows.append([what, *cells])
+        rows.append([label, *cells])
     rows.append(
         ["limit of mean |Δ log p|", *(format_number(_get_limit(run), "number") for run in runs)]
     )

@@ -200,10 +200,10 @@ def _describe_state(run: RunRecord) -> str:
 
 def _list_measured(outcome: SpeedComparison) -> Iterator[Figure]:
     """Yield measured ratios to the first arm."""
-    of = {"a step": outcome.pace}
+    seconds_by_goal = {"a step": outcome.pace}
     if outcome.target is not None:
-        of[f"to {format_number(outcome.target, 'share')}"] = outcome.reached
-    for what, seconds in of.items():
+        seconds_by_goal[f"to {format_number(outcome.target, 'share')}"] = outcome.reached
+    for goal, seconds in seconds_by_goal.items():
         for arm, _, ratio in compute_ratios(outcome.arms, seconds):
             if ratio is None:
                 continue
@@ -212,7 +212,7 @@ def _list_measured(outcome: SpeedComparison) -> Iterator[Figure]:
             sure = f"{ratio.seeds} seeds each, paired by seed, with the 95% interval"
             sure = sure if ratio.interval else "fewer than two seeds in common, no interval"
             about = f"{name}'s time over {against}'s, {sure}; below 1: {name} is faster"
-            yield f"{what}, measured", format_number(ratio.value, "times") + ratio.brackets, about
+            yield f"{goal}, measured", format_number(ratio.value, "times") + ratio.brackets, about
 
 
 def _list_figures(run: RunRecord) -> Iterator[Figure]:

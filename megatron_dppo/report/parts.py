@@ -37,7 +37,7 @@ class Segment:
     name: str
     percent: float
     """Fraction of the longest bar, in percent."""
-    said: str
+    label: str
 
 
 @dataclass(frozen=True, slots=True)

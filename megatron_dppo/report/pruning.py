@@ -54,7 +54,7 @@ def make_pruning_section(runs: Sequence[RunRecord]) -> Section:
         parts.append(
             Charts([chart for chart in charts if not chart.empty], run.name, _describe_rules(run))
         )
-    return Section(lead, parts, "No step of these runs says what was kept.")
+    return Section(lead, parts, "These runs have no record of pruning.")
 
 
 def has_pruning(run: RunRecord) -> bool:
@@ -163,7 +163,7 @@ def make_tokens_chart(run: RunRecord) -> Chart:
         for i, (name, share) in enumerate(zip(FATES, shares, strict=True))
         if share > 0.0
     ]
-    about = "by what became of them; those not rolled out are estimated"
+    about = "by their use; tokens that were not rolled out are estimated"
     return make_stack_chart(about, steps, layers, form="count", empty="no pruning")
 
 
@@ -188,8 +188,8 @@ def _collect_cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_c
     cells = np.array(
         [cell[:4] for row in run.census for cell in row[table]], dtype=np.float64
     ).reshape(-1, 4)
-    places, which = np.unique(cells[:, :2], axis=0, return_inverse=True)
-    count, inclusion = (np.bincount(which.ravel(), column) for column in cells[:, 2:].T)
+    places, cell = np.unique(cells[:, :2], axis=0, return_inverse=True)
+    count, inclusion = (np.bincount(cell.ravel(), column) for column in cells[:, 2:].T)
     return np.column_stack([places, count, inclusion / count])
 
 

@@ -71,9 +71,9 @@ def make_benchmarks_section(runs: Sequence[RunRecord]) -> Section:
                 "unscored",
             )
             rows = [
-                _format_scores(name, of)
-                for name, of in found["benchmarks"].items()
-                if isinstance(of, dict)
+                _format_scores(name, scores)
+                for name, scores in found["benchmarks"].items()
+                if isinstance(scores, dict)
             ]
             place = f" · {folder}" * (folder != ".")
             parts.append(Table(head, rows, f"{run.name}{place}: {_describe_method(found)}"))
@@ -95,12 +95,12 @@ def _clip_text(text: str) -> str:
 
 def _describe_method(found: Record) -> str:
     step = f"step {found['step']}, " if found.get("step") is not None else ""
-    asked = (
+    formats = (
         ("samples", "{} samples a problem"),
         ("temperature", "temperature {}"),
         ("engine", "{}"),
     )
-    words = [form.format(found[key]) for key, form in asked if found.get(key) is not None]
+    words = [form.format(found[key]) for key, form in formats if found.get(key) is not None]
     return f"{found.get('model', 'a model')}, {step}{', '.join(words)}"
 
 
@@ -144,21 +144,21 @@ def _format_interval(found: Any, template: str = "{:.1%}") -> str:
 def make_settings_section(runs: Sequence[RunRecord]) -> Section:
     """Show settings that differ between runs, or from the defaults; then all."""
     # Mask secrets, because pages are shared.
-    told = [run for run in runs if run.config]
+    configured = [run for run in runs if run.config]
     parts: list[Part] = []
-    if len(told) > 1:
-        keys = dict.fromkeys(key for run in told for key in run.config)
+    if len(configured) > 1:
+        keys = dict.fromkeys(key for run in configured for key in run.config)
         rows = []
         for key in keys:
-            values = [run.get_setting(key) for run in told]
+            values = [run.get_setting(key) for run in configured]
             if key != "run.dir" and any(value != values[0] for value in values):
                 rows.append([key, *[format_masked(key, value) for value in values]])
-        head = ["setting", *(run.name for run in told)]
+        head = ["setting", *(run.name for run in configured)]
         parts.append(
             Table(head, rows, words=True) if rows else Note("No setting but the folder differs.")
         )
-    elif told:
-        run = told[0]
+    elif configured:
+        run = configured[0]
         rows = [
             [key, format_masked(key, value), format_masked(key, get_default(key))]
             for key, value in run.config.items()
@@ -179,12 +179,14 @@ def make_settings_section(runs: Sequence[RunRecord]) -> Section:
         if rows:
             parts.append(Note(f"Changed in {run.name} when it was started again:"))
             parts.append(Table(["after step", "setting", "before", "then"], rows, words=True))
-    for run in told:
+    for run in configured:
         text = "\n".join(
             f"{key} = {format_masked(key, value)}" for key, value in run.config.items()
         )
         parts.append(CollapsibleText(f"All settings of {run.name}", text))
     lead = (
-        "Only what differs between the runs." if len(told) > 1 else "Only what is not the default."
+        "Only what differs between the runs."
+        if len(configured) > 1
+        else "Only what is not the default."
     )
     return Section(lead, parts)

@@ -75,8 +75,8 @@ def make_timing_section(runs: Sequence[RunRecord]) -> Section:
     if not layers:
         return Section(lead, [], "No step has been timed yet.")
     means: dict[str, dict[str, float]] = {}
-    for name, of in layers.items():
-        means[name] = {layer.name: float(layer.values.mean()) for layer in of}
+    for name, run_layers in layers.items():
+        means[name] = {layer.name: float(layer.values.mean()) for layer in run_layers}
     present = {phase for mean in means.values() for phase, value in mean.items() if value > 0.0}
     phases = [phase for phase in NAMES if phase in present]
     longest = max(sum(mean.values()) for mean in means.values()) or 1.0
@@ -85,7 +85,7 @@ def make_timing_section(runs: Sequence[RunRecord]) -> Section:
         for name, mean in means.items()
     ]
     key = [(f"phase-{phase}", phase) for phase in phases]
-    top = max(compute_stack_top(of) for of in layers.values())
+    top = max(compute_stack_top(run_layers) for run_layers in layers.values())
     charts = [
         make_phase_chart(run, f"{run.name}, by phase", top) for run in runs if run.name in layers
     ]
@@ -111,8 +111,8 @@ def _make_layers(run: RunRecord) -> list[Layer]:
             seconds[name] = np.array([row.get(name, 0.0) for row in found])
     total = sum(float(values.mean()) for values in seconds.values()) or 1.0
     return [
-        Layer(name, f"phase-{name}", of, _format_percent(float(of.mean()) / total))
-        for name, of in seconds.items()
+        Layer(name, f"phase-{name}", values, _format_percent(float(values.mean()) / total))
+        for name, values in seconds.items()
     ]
 
 
@@ -175,9 +175,7 @@ class SpeedComparison:
         words += [CERTAINTY]
         if self.changed:
             changed = "; ".join(self.changed)
-            words += [
-                f"A setting that a run's result depends on was changed on its way: {changed}."
-            ]
+            words += [f"A setting that affects results changed during a run: {changed}."]
         if self.differs:
             tested = f"on different problems, or in different ways ({', '.join(self.differs)})"
             words += [
@@ -285,18 +283,19 @@ def group_by_arm(runs: Sequence[RunRecord]) -> list[Arm]:
     # An arm never has two runs of a seed, because pairs are by seed.
     for run in runs:
         seed = int(run.get_setting(SEED))
-        for other, of in found:
+        for other, seeds in found:
             has_same_settings = _differs_by_seed_only(run, other)
             is_grouped = run.group or other.group
-            if seed not in of and (run.group == other.group if is_grouped else has_same_settings):
-                of[seed] = run.name
+            is_same = run.group == other.group if is_grouped else has_same_settings
+            if seed not in seeds and is_same:
+                seeds[seed] = run.name
                 break
         else:
             found.append((run, {seed: run.name}))
     # With a single arm, compare its runs.
     if len(found) == 1:
         return [Arm(run.name, {int(run.get_setting(SEED)): run.name}) for run in runs]
-    return [Arm(run.group or run.name, of) for run, of in found]
+    return [Arm(run.group or run.name, seeds) for run, seeds in found]
 
 
 def _differs_by_seed_only(run: RunRecord, other: RunRecord) -> bool:
@@ -318,7 +317,9 @@ def compute_ratios(
 
 
 def _compute_ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio | None:
-    if arm is first or not all(seconds[name] for of in (first, arm) for name in of.runs.values()):
+    if arm is first or not all(
+        seconds[name] for each in (first, arm) for name in each.runs.values()
+    ):
         return None
     pairs = [(first.runs[seed], name) for seed, name in arm.runs.items() if seed in first.runs]
     # Without two pairs, compare the means of the arms.
@@ -411,27 +412,29 @@ def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section
     found = [(count_device_hours(run), rate) for run, rate in zip(runs, prices, strict=True)]
 
     def hours(label: str, field: str) -> list[str]:
-        cells = [f"{format_number(getattr(of, field), 'number')} {of.unit}" for of, _ in found]
+        cells = [
+            f"{format_number(getattr(costs, field), 'number')} {costs.unit}" for costs, _ in found
+        ]
         return [label, *cells]
 
     def money(label: str, field: str) -> list[str]:
         cells = []
-        for of, rate in found:
-            cells.append("–" if rate is None else _format_money(getattr(of, field) * rate))
+        for costs, rate in found:
+            cells.append("–" if rate is None else _format_money(getattr(costs, field) * rate))
         return [label, *cells]
 
     def format_rate(rate: float | None) -> str:
         return "–" if rate is None else f"{rate:g}"
 
     rows = [
-        ["held", *(of.devices for of, _ in found)],
+        ["held", *(costs.devices for costs, _ in found)],
         hours("spent", "hours"),
         hours("saved by pruning prompts, estimated", "by_prompts"),
         hours("saved by pruning completions, estimated", "by_completions"),
         hours("saved by both, estimated", "both"),
         [
             "… of what the run would have taken",
-            *(format_number(of.share, "share") for of, _ in found),
+            *(format_number(costs.share, "share") for costs, _ in found),
         ],
     ]
     if priced:
@@ -446,8 +449,8 @@ def make_cost_section(runs: Sequence[RunRecord], price: float | None) -> Section
     )
     if any(_count_server_gpus(run) is None for run in runs):
         lead += (
-            " Servers that a run was given are not counted, because the number of their GPUs is "
-            "not known: its hours and money are those of the trainer alone."
+            " Externally managed servers are not counted, because the number of their GPUs is "
+            "unknown: hours and money are the trainer's alone."
         )
     parts: list[Part] = [Table(["", *(run.name for run in runs)], rows)]
     if not priced:

@@ -52,7 +52,7 @@ class ScoreItem:
     """Text, or the object or list in the row."""
     extra: Mapping[str, object] = field(default_factory=dict)
     """Extra columns of the row."""
-    asked: object = None
+    raw_prompt: object = None
     """Prompt in the row's form: text, or chat messages."""
     rendered: str = ""
     """Rendered prompt, the policy's input."""
@@ -77,9 +77,9 @@ class ScoreItem:
         finish_reason: str = "stop",
         policy: str = "",
     ) -> ScoreItem:
-        asked = prompt.asked, prompt.text, prompt.place
+        fields = prompt.raw_prompt, prompt.text, prompt.place
         row = prompt.data_source, solution, prompt.label, prompt.extra
-        return cls(*row, *asked, token_ids, loss_mask, finish_reason, policy)
+        return cls(*row, *fields, token_ids, loss_mask, finish_reason, policy)
 
 
 RewardFunction = Callable[..., Any]
@@ -217,9 +217,9 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
         )
         row.pop(PROMPT, None)
         # As in TRL, completions are chat messages if the prompt is.
-        chat = isinstance(item.asked, list)
+        chat = isinstance(item.raw_prompt, list)
         given: dict[str, Any] = {name: [value] for name, value in row.items()}
-        given["prompts"] = [item.asked]
+        given["prompts"] = [item.raw_prompt]
         given["completions"] = [
             [{"role": "assistant", "content": item.solution}] if chat else item.solution
         ]

@@ -49,15 +49,15 @@ class _Worker:
     def __init__(self, arguments: Sequence[str], *, is_retry: bool = False) -> None:
         self.again = is_retry
         """Whether a predecessor was killed during the import."""
-        self.pipe, theirs = Pipe()
-        inherited = [str(theirs.fileno()), str(os.getpid())]
+        self.pipe, child_end = Pipe()
+        inherited = [str(child_end.fileno()), str(os.getpid())]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megatron_dppo.rewards.worker", *inherited, *arguments],
             env=_build_environment(),
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
             stdin=subprocess.DEVNULL,
         )
-        theirs.close()
+        child_end.close()
         self.ready = False
         self.takes_groups = self.awaits = False
         """Set when the worker is ready. ``awaits``: completions are awaited concurrently."""
@@ -341,12 +341,12 @@ class Scoring:
     def _store_scores(self, unit: range, scores: list[Score], kind: str = "") -> None:
         if scores[0].failure == "error":
             place = self._items[unit.start].place
-            told = ""
+            traceback = ""
             if kind not in self._owner._reported:
-                of = f", for {place}" if place else ""
-                told = f"reward.function = {self._owner._spec}{of}: {scores[0].traceback}"
+                context = f", for {place}" if place else ""
+                traceback = f"reward.function = {self._owner._spec}{context}: {scores[0].traceback}"
             self._owner._reported.add(kind)
-            scores = [Score.from_failure("error", told)] * len(unit)
+            scores = [Score.from_failure("error", traceback)] * len(unit)
         self._failures += sum(score.failure is not None for score in scores)
         self._scores[unit.start : unit.stop] = scores
 
@@ -368,8 +368,8 @@ class Scoring:
         end = _describe_exit(code)
         if unit.start in self._lost_once:
             solution = self._items[worker.pending.popleft().start].solution
-            told = f"the scoring process {end}, scoring the completion {solution!r:.300}"
-            self._store_scores(unit, [Score.from_failure("error", told)] * len(unit), end)
+            problem = f"the scoring process {end}, scoring the completion {solution!r:.300}"
+            self._store_scores(unit, [Score.from_failure("error", problem)] * len(unit), end)
         # The first death may have another cause, such as the kernel's out-of-memory killer.
         self._lost_once.add(unit.start)
         self._put_back(worker)

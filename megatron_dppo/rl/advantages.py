@@ -180,7 +180,7 @@ def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArra
         return found
     except (Exception, SystemExit) as error:
         problem = f"failed for rewards of {len(rewards)} prompts:\n{traceback.format_exc(limit=-2)}"
-        remedy = "Mend it: docs/recipes/advantage.md says what it returns"
+        remedy = "Correct it: docs/recipes/advantage.md describes the result"
         raise UserError(SETTING, name, problem, remedy) from error
 
 
@@ -238,16 +238,21 @@ def check_estimator(name: str) -> None:
     apart = np.concatenate(parts)
     if _REGISTERED[name].zero_if_equal and whole[1].any():
         raise _make_fact_error(
-            name, "zero_if_equal = False", "gives a group of equal rewards advantages"
+            name, "zero_if_equal = False", "gives non-zero advantages to a group of equal rewards"
         )
     if not (_REGISTERED[name].batch_moments or np.allclose(whole, apart)):
         raise _make_fact_error(
-            name, "batch_moments = True", "gives a group other advantages beside other groups"
+            name, "batch_moments = True", "gives a group advantages that depend on the other groups"
         )
 
 
 def _make_fact_error(name: str, fact: str, problem: str) -> UserError:
-    return UserError(SETTING, name, problem, f"Say so below it, NAME.{fact}, or mend it")
+    return UserError(
+        SETTING,
+        name,
+        problem,
+        f"Declare it below the function, NAME.{fact}, or correct the function",
+    )
 
 
 def _compute_trial_advantages(
@@ -307,19 +312,19 @@ def compute_role_advantages(part: StepMetadata, name: str) -> Floats:
     result = np.zeros(part.segments.shape)
     columns = read_columns(part)
     for role in range(part.segments.shape[2]):
-        known = part.segments[..., role]
-        speaks = known["tokens"] > 0
-        rows = np.flatnonzero(speaks.any(axis=1))
-        of_rows = {each: column[rows] for each, column in columns.items()} | {
-            "present": speaks[rows]
+        segments = part.segments[..., role]
+        present = segments["tokens"] > 0
+        rows = np.flatnonzero(present.any(axis=1))
+        fields = {each: column[rows] for each, column in columns.items()} | {
+            "present": present[rows]
         }
-        found = estimate_advantages(name, known["reward"][rows], of_rows)
+        found = estimate_advantages(name, segments["reward"][rows], fields)
         if found.shape[2] > 1:
             problem = (
                 "returned an advantage for each token, and rollout.roles has one for each role"
             )
             raise UserError(SETTING, name, problem, "Return [Q, G]")
-        result[rows, :, role] = np.where(speaks[rows], found[..., 0], 0.0)
+        result[rows, :, role] = np.where(present[rows], found[..., 0], 0.0)
     return result
 
 

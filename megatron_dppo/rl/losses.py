@@ -148,9 +148,7 @@ class Sequences:
             ValueError: ``sample`` is None.
         """
         if self.sample is None:
-            raise ValueError(
-                "a ratio or a weight per sequence needs to know which tokens make up a sequence"
-            )
+            raise ValueError("a ratio or a weight per sequence requires the tokens' sequences")
         values = values.detach()
         # A given number of samples spares the CPU a wait for the GPU.
         samples = (

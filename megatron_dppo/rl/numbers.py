@@ -56,7 +56,7 @@ def as_mask(values: ArrayLike) -> Bools:
 
     mask = np.asarray(values)
     if not np.isin(mask, (0, 1)).all():
-        raise ValueError("a loss_mask of other values than true and false")
+        raise ValueError("a loss_mask with values other than true and false")
     return mask.astype(np.bool_)
 
 

@@ -118,7 +118,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         scale=np.array([sample.scale for sample in samples], dtype=np.float64)[owner],
         engine_logprobs=_gather_targets([sample.engine_logprobs for sample in samples], sampled),
         teacher_logprobs=_gather_targets(of_teachers, sampled)
-        if any(of is not None for of in of_teachers)
+        if any(logprobs is not None for logprobs in of_teachers)
         else None,
         versions=np.array([sample.version for sample in samples], dtype=np.int64)[owner],
         parents=parents if (parents >= 0).any() else None,

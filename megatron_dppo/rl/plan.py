@@ -202,14 +202,14 @@ def build_minibatch_plan(part: StepMetadata, groups: Ints, draw: PruningDraw) ->
     group, completion = np.nonzero(draw.kept)
     further = part.further_lengths[group, completion]
     shared = select_shared_lengths(part.shared_lengths, group, completion)
-    of, sequence = sort_sequences(further, group, completion)
-    group = group[of]
-    completion = completion[of]
+    rows, sequence = sort_sequences(further, group, completion)
+    group = group[rows]
+    completion = completion[rows]
     later = sequence > 0
     weight = draw.weight[group, completion]
     response = part.response_lengths[group, completion]
     # The first token of a further sequence replaces the prompt.
-    lengths = np.column_stack([response - further[of].sum(axis=1), further[of] - 1])
+    lengths = np.column_stack([response - further[rows].sum(axis=1), further[rows] - 1])
     return MinibatchPlan(
         group=groups[group],
         completion=completion,
@@ -217,8 +217,8 @@ def build_minibatch_plan(part: StepMetadata, groups: Ints, draw: PruningDraw) ->
         owner=part.owners[group],
         version=part.versions[group, completion],
         prompt_length=np.where(later, 1, part.prompt_lengths[group]),
-        response_length=lengths[np.arange(len(of)), sequence],
-        shared_length=np.where(later, 0, shared[of]),
+        response_length=lengths[np.arange(len(rows)), sequence],
+        shared_length=np.where(later, 0, shared[rows]),
         advantage=draw.segments[group, completion],
         teacher=part.teacher[group],
         weight=weight,
@@ -265,8 +265,7 @@ def build_notes(
     if config.rollout.roles:
         yield (
             "rollout.roles: each role has the gradient of its own reward by its own tokens, the "
-            "others being a part of its environment that changes with the policy: their sum is the "
-            "gradient of no one objective"
+            "other roles are a changing environment: the sum is not the gradient of one objective"
         )
     if objective.aggregation == "token_mean" and (metadata.prompt_inclusion < 1.0).any():
         yield (
@@ -294,12 +293,13 @@ def build_notes(
         )
     for number, minibatch in enumerate(minibatches, start=1):
         if minibatch.capacity == 0:
-            which = f" of minibatch {number} of {len(minibatches)}" if len(minibatches) > 1 else ""
-            yield f"nothing{which} was kept: no optimizer step"
+            place = f" of minibatch {number} of {len(minibatches)}" if len(minibatches) > 1 else ""
+            yield f"nothing{place} was kept: no optimizer step"
     if uses_resampling(pruning) and num_usable < compute_window_size(config):
         yield (
-            "a step trains on fewer groups than its window has prompts: no more of mixed reward "
-            f"were found in pruning.max_rounds = {pruning.max_rounds} rounds, or in the whole pool"
+            "a step trains on fewer groups than its window has prompts: no more groups of "
+            f"non-zero variance were found in pruning.max_rounds = {pruning.max_rounds} rounds, or "
+            "in the whole pool"
         )
 
 

@@ -40,10 +40,12 @@ def split_prompt_and_response(
     prompt: NDArray[np.int32], completion: Completion, number: int
 ) -> tuple[NDArray[np.int32], slice]:
     """Return the prompt tokens of a sequence, and the slice of the completion that follows."""
-    of = split_sequences(completion)[number]
+    tokens = split_sequences(completion)[number]
     if number == 0:
-        return prompt, of
-    return completion.token_ids[of.start : of.start + 1], slice(of.start + 1, of.stop)
+        return prompt, tokens
+    return completion.token_ids[tokens.start : tokens.start + 1], slice(
+        tokens.start + 1, tokens.stop
+    )
 
 
 def strip_contexts(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -51,7 +53,10 @@ def strip_contexts(completion: Completion) -> tuple[NDArray[np.int32], NDArray[n
     first, *further = split_sequences(completion)
     shown = [
         first,
-        *(slice(of.start + int(np.argmax(completion.loss_mask[of])), of.stop) for of in further),
+        *(
+            slice(tokens.start + int(np.argmax(completion.loss_mask[tokens])), tokens.stop)
+            for tokens in further
+        ),
     ]
     token_ids = np.concatenate([completion.token_ids[part] for part in shown])
     loss_mask = np.concatenate([completion.loss_mask[part] for part in shown])
@@ -62,7 +67,7 @@ def compute_longest_response(prompt: int, completion: Completion) -> int:
     """Return the largest excess of a sequence over ``prompt`` tokens, which the response limit
     bounds."""
     first, *further = split_sequences(completion)
-    return max([first.stop, *(of.stop - of.start - prompt for of in further)])
+    return max([first.stop, *(tokens.stop - tokens.start - prompt for tokens in further)])
 
 
 def make_empty_lengths(completions: tuple[int, ...]) -> Ints:
@@ -78,7 +83,7 @@ def compute_further_lengths(groups: Sequence[Sequence[Completion]], samples: int
         # Not strict, because a group may have fewer than ``samples`` completions.
         for row, completion in zip(into, group, strict=False):
             row[: len(completion.starts)] = [
-                of.stop - of.start for of in split_sequences(completion)[1:]
+                tokens.stop - tokens.start for tokens in split_sequences(completion)[1:]
             ]
     return lengths
 
@@ -101,9 +106,9 @@ def sort_sequences(lengths: Ints, group: Ints, completion: Ints) -> tuple[Ints, 
         For each sequence: index of the completion in [0, K), and index of the sequence.
     """
     # First sequences of a group are adjacent, so that a pack can share the prompt.
-    of, sequence = np.nonzero(np.column_stack([np.ones(len(lengths), np.int64), lengths]))
-    order = np.lexsort((completion[of], sequence, group[of]))
-    return of[order], sequence[order]
+    rows, sequence = np.nonzero(np.column_stack([np.ones(len(lengths), np.int64), lengths]))
+    order = np.lexsort((completion[rows], sequence, group[rows]))
+    return rows[order], sequence[order]
 
 
 def find_sequence_error(prompt: int, completion: Completion, limit: int) -> str | None:
@@ -113,8 +118,8 @@ def find_sequence_error(prompt: int, completion: Completion, limit: int) -> str 
     bounds = (0, *completion.starts, len(completion.token_ids))
     if any(end <= start for start, end in pairwise(bounds)):
         return f"returned sequences that begin at {completion.starts} in {bounds[-1]} tokens"
-    for number, of in enumerate(split_sequences(completion)):
-        sampled = completion.loss_mask[of]
+    for number, tokens in enumerate(split_sequences(completion)):
+        sampled = completion.loss_mask[tokens]
         if not sampled.any():
             return f"returned a sequence {number} none of whose tokens the policy sampled"
         if number and sampled[0]:
@@ -145,7 +150,7 @@ def check_sequences(
                 # The engine made the completion, because conversations were checked before.
                 made = config.rollout.engine_function
                 remedy = (
-                    "Mend the engine: megatron_dppo/rl/sequences.py says what such completions are"
+                    "Correct the engine: megatron_dppo/rl/sequences.py defines valid completions"
                 )
                 raise UserError(
                     "rollout.engine_function", made, f"for prompt {prompt.id} it {problem}", remedy
@@ -163,7 +168,7 @@ def check_settings(config: Config, num_sequences: int) -> None:
     """
     loss = config.loss
     objective = resolve_objective(config.loss)
-    problem = f"and a conversation came in {num_sequences} sequences"
+    problem = f"and a conversation has {num_sequences} sequences"
     if objective.ratio == "sequence" or objective.surrogate == "geometric":
         remedy = "Set a loss of tokens, such as grpo, or have the conversation return one sequence"
         raise UserError(
@@ -174,6 +179,6 @@ def check_settings(config: Config, num_sequences: int) -> None:
         raise UserError("loss.tis_level", "sequence", problem, "Set loss.tis_level=token")
     if loss.replay_routing == "rollout":
         problem = (
-            f"wants to know which experts made every token, {problem}, of which that is not kept"
+            f"requires the experts of every token, {problem}, for which experts are not recorded"
         )
         raise UserError("loss.replay_routing", "rollout", problem, "Set loss.replay_routing=none")

@@ -49,13 +49,13 @@ def find_biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
     if tree.branches and tree.baseline == "depth":
         why = (
             "a segment's own reward is in its depth's mean, and each depth is divided by a "
-            "deviation of its own"
+            "separate deviation"
         )
         yield "rollout.tree.baseline = depth", why
     if tree.branches and tree.depths:
         yield (
             "rollout.tree.depths",
-            "segments of other depths have a gradient, which nothing makes up for",
+            "the gradient of segments at other depths is lost without compensation",
         )
     if tree.branches and tree.fusion == "probability":
         yield (

@@ -50,7 +50,7 @@ class Prompt:
     label: Label
     data_source: str = ""
     extra: Mapping[str, object] = field(default_factory=dict)
-    asked: str | list[Mapping[str, Any]] = ""
+    raw_prompt: str | list[Mapping[str, Any]] = ""
     """Prompt as stored in the data set: a text, or chat messages."""
     place: str = ""
     """File and row, for error messages."""

@@ -125,9 +125,9 @@ class Collector:
         of_engine = running if self._offline is None else ()
         pending = [each.pending for each in of_engine]
         progress = self._engine.interrupt(pending) if pending else None
-        for rollouts, so_far in zip(running, progress or (), strict=progress is not None):
+        for rollouts, partial in zip(running, progress or (), strict=progress is not None):
             rollouts.reset()
-            rollouts.partial = so_far
+            rollouts.partial = partial
         return progress is not None
 
     def finish(self, rollouts: StepRollouts) -> CompleteRollouts:
@@ -158,7 +158,10 @@ class Collector:
         timeouts, errors = map(float, count_failures(failed))
         counts = dict(zip(COUNTS, (float(dropped), timeouts, errors), strict=True))
         notes = (
-            ("groups whose scoring failed left their step; the rest stands for the window",)
+            (
+                "groups whose scoring failed were dropped from their step; the other groups "
+                "represent the window",
+            )
             if dropped
             else ()
         )
@@ -264,10 +267,10 @@ class Collector:
         # Only a completion built by a user's conversation can lack the routing.
         if any(completion.routing is None for group in groups for completion in group.completions):
             rollout = self._config.rollout
-            problem = "wants to know which experts made every token, and a completion came without"
+            problem = "requires the experts of every token, and a completion has none"
             remedy = (
-                f"Have {rollout.conversation or rollout.engine} return its turns as "
-                "client.generate returned them"
+                f"Have {rollout.conversation or rollout.engine} return turns unchanged from "
+                "client.generate"
             )
             raise UserError(
                 "loss.replay_routing", self._config.loss.replay_routing, problem, remedy
@@ -279,11 +282,11 @@ class Collector:
         if any(completion.segments is None for group in groups for completion in group.completions):
             levels = len(rollout.tree.branches)
             problem = (
-                f"has {levels} levels, and completions came from the engine {rollout.engine} that "
-                "did not fork"
+                f"has {levels} levels, and the engine {rollout.engine} returned completions "
+                "without forks"
             )
             remedy = (
-                "Have it grow what Sampling.branches asks for (rollout/tree.py), or set "
+                "Support Sampling.branches in the engine (rollout/tree.py), or set "
                 "rollout.tree.branches=[]"
             )
             raise UserError("rollout.tree.branches", levels, problem, remedy)
@@ -292,9 +295,12 @@ class Collector:
         roles = self._config.rollout.roles
         function = self._config.reward.spec
         if any(completion.segments is None for group in groups for completion in group.completions):
-            problem = "want to know who said what, and a completion came without"
+            problem = "require the role of every token, and a completion has none"
             raise UserError(
-                "rollout.roles", list(roles), problem, "Have the engine's conversations say it"
+                "rollout.roles",
+                list(roles),
+                problem,
+                "Return roles from the engine's conversations",
             )
         scores = (score for group in groups for score in group.scores)
         if unknown := next(
@@ -304,7 +310,7 @@ class Collector:
                 f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
             )
             raise UserError(
-                "reward.function", function, problem, "Call roles as they are called there"
+                "reward.function", function, problem, "Return the names of rollout.roles"
             )
 
     def _build_local_batch(

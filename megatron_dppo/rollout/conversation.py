@@ -114,10 +114,10 @@ class Client:
             The turn, with the stop token; empty if the response is full.
         """
         context: list[int] = check_ids(
-            token_ids, self.function.vocabulary, "went on from a context"
+            token_ids, self.function.vocabulary, "requested a turn from a context"
         ).tolist()
         if not context:
-            raise ValueError("There is no token to go on from.")
+            raise ValueError("The context of a turn has no token.")
         left = len(self.prompt.token_ids) + self.max_tokens - len(context)
         limit = left if max_tokens is None else min(left, max_tokens)
         stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *map(int, stop_token_ids))))
@@ -185,7 +185,7 @@ class ConversationFunction:
             self.setting,
             self.spec,
             problem,
-            "Cancel the tasks that it has made itself, and no others",
+            "Cancel tasks of the function only",
         )
 
 
@@ -352,8 +352,8 @@ def _build_sequence(
         past = len(context) > limit
         if isinstance(turn, Completion):
             if role not in (roles or (None,)):
-                said_as = f"the role {role!r}" if role else "no role"
-                raise InvalidCompletionError(f"returned a turn {number} of {said_as}, {known}")
+                name = f"the role {role!r}" if role else "no role"
+                raise InvalidCompletionError(f"returned a turn {number} of {name}, {known}")
             if id(turn) not in contexts:
                 raise InvalidCompletionError(
                     f"returned as turn {number} a completion that this conversation has not "
@@ -362,13 +362,12 @@ def _build_sequence(
             # A turn's log-probabilities are valid only after the context of its generation.
             if not past and contexts[id(turn)] != context:
                 problem = (
-                    f"returned a turn {number} that was generated after other tokens than "
-                    "stand before it"
+                    f"returned a turn {number} whose context differs from the tokens before it"
                 )
                 raise InvalidCompletionError(problem)
         elif role is not None:
             raise InvalidCompletionError(
-                f"returned a turn {number} of the role {role!r} that the policy has not said"
+                f"returned a turn {number} of the role {role!r} that the policy did not generate"
             )
         elif past:
             continue

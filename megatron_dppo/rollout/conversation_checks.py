@@ -62,20 +62,23 @@ def check_completion(completion: Completion, limit: int) -> None:
 
 
 def check_roles(completion: Completion, roles: Sequence[str]) -> None:
-    said_by = completion.segments
-    if (said_by is not None) != bool(roles):
+    role_ids = completion.segments
+    if (role_ids is not None) != bool(roles):
         there = "without the role of each token" if roles else "with roles"
         raise InvalidCompletionError(
             f"returned a response {there}, and rollout.roles has {', '.join(roles) or 'none'}"
         )
-    if said_by is None:
+    if role_ids is None:
         return
     # Sampled tokens have role numbers from 0; all other tokens have −1.
-    if len(said_by) != len(completion.token_ids) or ((said_by >= 0) != completion.loss_mask).any():
+    if (
+        len(role_ids) != len(completion.token_ids)
+        or ((role_ids >= 0) != completion.loss_mask).any()
+    ):
         raise InvalidCompletionError(
             "returned a response whose roles are not those of its sampled tokens, and -1 elsewhere"
         )
-    if said_by.max() >= len(roles):
+    if role_ids.max() >= len(roles):
         raise InvalidCompletionError(
-            f"returned a response of a role {said_by.max()}, and rollout.roles has {len(roles)}"
+            f"returned a response of a role {role_ids.max()}, and rollout.roles has {len(roles)}"
         )

@@ -30,10 +30,7 @@ from megatron_dppo.rollout.conversation import Client, ConversationFunction, Par
 from megatron_dppo.rollout.conversation_checks import InvalidCompletionError
 
 SETTING = "rollout.conversation"
-REMEDY = (
-    "Write the turns as a function of your own (rollout.conversation=FILE.py:NAME), and the "
-    "reward, too"
-)
+REMEDY = "Write the turns and the reward as your own functions (rollout.conversation=FILE.py:NAME)"
 
 
 def load_conversation_function(config: Config) -> ConversationFunction | None:
@@ -104,8 +101,7 @@ def check_turns(
         return
     if any(SEVERAL_TURNS in each for each in problems()):
         problem = (
-            f"and the environment {data.verifiers.environment} speaks with the policy in "
-            "several turns"
+            f"but the environment {data.verifiers.environment} requires several turns of the policy"
         )
         raise UserError(SETTING, "null", problem, f"Set {SETTING}={VERIFIERS}")
 
@@ -123,7 +119,7 @@ class _Environment:
             load_environment(config.environment, config.arguments)
         except FAILURES as error:
             problem = f"cannot be loaded ({type(error).__name__}: {error})"
-            remedy = "Install it, or mend data.verifiers.arguments"
+            remedy = "Install it, or correct data.verifiers.arguments"
             raise UserError(
                 "data.verifiers.environment", config.environment, problem, remedy
             ) from error

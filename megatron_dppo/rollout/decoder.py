@@ -272,7 +272,7 @@ class Routers:
     """Recorder for a model's routers, in the order of layers; idle unless routing is requested."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._heard: list[torch.Tensor] | None = None
+        self._choices: list[torch.Tensor] | None = None
         for layer in model.model.layers:
             if hasattr(layer.mlp, "gate"):
                 layer.mlp.gate.register_forward_hook(self._record_routing)
@@ -280,8 +280,8 @@ class Routers:
     def _record_routing(
         self, router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]
     ) -> None:
-        if self._heard is not None:
-            self._heard.append(output[2])
+        if self._choices is not None:
+            self._choices.append(output[2])
 
     def start_recording(
         self, shape: RoutingShape | None, count: int, width: int
@@ -293,14 +293,14 @@ class Routers:
             count: number of continuations.
             width: maximum number of tokens of a continuation.
         """
-        self._heard = None if shape is None else []
+        self._choices = None if shape is None else []
         return None if shape is None else RoutingRecord(self, shape, count, width)
 
     def take(self) -> torch.Tensor:
         """Return the routing since the last call, [tokens, layers, k] int16."""
-        assert self._heard is not None
-        table = torch.stack(self._heard, dim=1).to(torch.int16)
-        self._heard.clear()
+        assert self._choices is not None
+        table = torch.stack(self._choices, dim=1).to(torch.int16)
+        self._choices.clear()
         return table
 
 
@@ -325,10 +325,10 @@ class RoutingRecord:
             lengths: tokens of each prefix.
             continuations: indices of the continuations of each prefix.
         """
-        heard = self._routers.take()
+        choices = self._routers.take()
         if self._read is None:
-            self._read = heard.new_zeros(*self._size, self._shape.layers, self._shape.per_token)
-        of_prefixes = heard.unflatten(0, (len(lengths), -1)).cpu().numpy()
+            self._read = choices.new_zeros(*self._size, self._shape.layers, self._shape.per_token)
+        of_prefixes = choices.unflatten(0, (len(lengths), -1)).cpu().numpy()
         for prefix, length, own in zip(of_prefixes, lengths, continuations, strict=True):
             for continuation in own:
                 self._prefixes[continuation] = prefix[:length]

@@ -103,7 +103,7 @@ class LocalEngine(RolloutEngine[Completions]):
         found: dict[str, tuple[int, ...]] = {}
         # No error before the end of the stream, because reading is collective.
         for bucket in source(to=Consumers.EVERYONE):
-            repeated += [f"{name} came twice" for name in bucket if name in found]
+            repeated += [f"{name} was received twice" for name in bucket if name in found]
             found |= _get_shapes(bucket)
             for name, tensor in bucket.items():
                 if found[name] == shapes.get(name):

@@ -112,7 +112,7 @@ class _Conversations:
     """Conversations of one call: leftover tasks of a function cannot affect a later call."""
 
     def __init__(self, parent: LocalConversations, sampling: Sampling, extend: Continue) -> None:
-        self._of = parent
+        self._engine = parent
         self._sampling = sampling
         self._continue = extend
         self._requests: dict[Place, list[_Request]] = {}
@@ -165,40 +165,42 @@ class _Conversations:
         Raises:
             UserError: a time exceeds ``timeout_s`` or ``end_s``.
         """
-        of = self._of
+        engine = self._engine
         now = time.monotonic()
-        who = f"{busy or running} conversations of {of.function.spec}"
+        conversations = f"{busy or running} conversations of {engine.function.spec}"
         where = f"the first of them about prompt {first}"
-        if busy and now - self._last_move >= of.timeout_s:
-            problem = f"passed in which {who} neither asked for a turn nor ended, {where}"
+        if busy and now - self._last_move >= engine.timeout_s:
+            problem = f"is over: {conversations} neither requested a turn nor ended, {where}"
             remedy = (
-                "Look for what it waits for (another conversation's turn comes only once it "
-                "asks, too), or raise it"
+                "Find what the conversation waits for (a turn begins when all conversations have "
+                "requested one), or raise it"
             )
-            raise UserError("rollout.request_timeout_s", f"{of.timeout_s:g}", problem, remedy)
+            raise UserError("rollout.request_timeout_s", f"{engine.timeout_s:g}", problem, remedy)
         still = now - self._last_end
-        if still > of.end_s:
-            problem = f"passed in which none ended of {who}, {where}"
-            remedy = f"Look for why {of.function.spec} does not return, or raise it"
-            raise UserError("rollout.timeout_s", f"{of.end_s:g}", problem, remedy)
-        if still >= of.late_s and not self._named:
+        if still > engine.end_s:
+            problem = f"is over: none of {conversations} ended, {where}"
+            remedy = f"Look for why {engine.function.spec} does not return, or raise it"
+            raise UserError("rollout.timeout_s", f"{engine.end_s:g}", problem, remedy)
+        if still >= engine.late_s and not self._named:
             self._named = True
-            print_message(f"late: none has ended for {still:.0f} s of {who}, {where}")
+            print_message(f"late: none of {conversations} has ended for {still:.0f} s, {where}")
 
     async def _wait(self) -> None:
         """Wait until a conversation requests a turn or ends, or the next check is due."""
         # Counts as progress, because ``_check`` limits the duration of conversations.
         record_progress()
-        of = self._of
-        left_s = max(self._last_move + of.timeout_s - time.monotonic(), 0.0)
+        engine = self._engine
+        left_s = max(self._last_move + engine.timeout_s - time.monotonic(), 0.0)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._moved.wait(), min(left_s, of.late_s, of.end_s, 1.0))
+            await asyncio.wait_for(
+                self._moved.wait(), min(left_s, engine.late_s, engine.end_s, 1.0)
+            )
             self._moved.clear()
             self._last_move = time.monotonic()
 
     async def _run_conversation(self, place: Place, prompt: Prompt) -> Completion:
-        function = self._of.function
-        attempts = self._of.attempts
+        function = self._engine.function
+        attempts = self._engine.attempts
         for attempt in range(attempts):
             turn = partial(self._request_turn, place, itertools.count())
             client = Client(
@@ -222,7 +224,7 @@ class _Conversations:
             function.setting,
             function.spec,
             problem,
-            "Look after its tools, or raise rollout.attempts",
+            "Check its tools, or raise rollout.attempts",
         )
 
     async def _request_turn(
@@ -255,8 +257,8 @@ class _Conversations:
         by_stops: dict[tuple[int, ...], dict[Any, list[_Request]]] = {}
         for request in (request for place in sorted(waiting) for request in waiting[place]):
             prefix = request.prefix
-            alike = prefix.prompt.id, prefix.prompt.token_ids.tobytes(), prefix.limit
-            by_stops.setdefault(request.stops, {}).setdefault(alike, []).append(request)
+            key = prefix.prompt.id, prefix.prompt.token_ids.tobytes(), prefix.limit
+            by_stops.setdefault(request.stops, {}).setdefault(key, []).append(request)
         for stops, every in by_stops.items():
             prefixes = []
             for requests in every.values():

@@ -107,7 +107,7 @@ def _compute_log_ratios(completion: Completion) -> tuple[float, float]:
     mask = completion.loss_mask
     if completion.teacher_logprobs is None:
         raise ValueError(
-            f"a completion of {len(mask)} tokens came without its teacher's log-probabilities"
+            f"a completion of {len(mask)} tokens has no log-probabilities of its teacher"
         )
     if not mask.any():
         return 0.0, 0.0
@@ -135,9 +135,9 @@ def compute_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[s
     if not roles:
         return {}
     reward = metadata.segments["reward"]
-    speaks = metadata.segments["tokens"] > 0
-    count = np.maximum(speaks.sum(axis=(0, 1)), 1)
-    means = np.where(speaks, reward, 0.0).sum(axis=(0, 1)) / count
+    present = metadata.segments["tokens"] > 0
+    count = np.maximum(present.sum(axis=(0, 1)), 1)
+    means = np.where(present, reward, 0.0).sum(axis=(0, 1)) / count
     return {
         f"rollout/role_reward/{role}": float(mean) for role, mean in zip(roles, means, strict=True)
     }
@@ -168,12 +168,9 @@ def compute_staleness(metadata: StepMetadata, version: int, *, bound: int) -> di
     oldest = int(lag.max(initial=0))
     # Late completions are not dropped, because they are the long completions.
     if oldest > bound:
-        problem = (
-            "a completion that a step is to train on has tokens of weights that are "
-            f"{oldest} updates old"
-        )
+        problem = f"a completion for training has tokens of weights that are {oldest} updates old"
         remedy = (
-            "Look for what generates with weights of its own (rollout.conversation, a "
+            "Look for a component that generates with other weights (rollout.conversation, a "
             "server), or raise it"
         )
         raise UserError("rollout.ahead", bound, problem, remedy)

@@ -148,5 +148,5 @@ def check_failures(reward: RewardConfig, failed: Sequence[Score], total: int) ->
         f"than {limits}, {errors} failed), more than reward.max_failures = {reward.max_failures:g} "
         "allows" + (f"; the first failure:\n{first}" if first else "")
     )
-    remedy = "Mend the function, or raise reward.timeout_s or reward.max_failures"
+    remedy = "Correct the function, or raise reward.timeout_s or reward.max_failures"
     raise UserError("reward.function", reward.spec, problem, remedy)

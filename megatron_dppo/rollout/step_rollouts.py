@@ -227,7 +227,7 @@ def _read(
             f"{', '.join(missing)}"
         )
         remedy = (
-            "Go on with that version, or begin another run.dir with its weights alone: "
+            "Resume with that version, or start another run.dir from its weights alone: "
             f"model.checkpoint={place}"
         )
         raise UserError("run.dir", place.parent.parent, problem, remedy)
@@ -370,10 +370,10 @@ def _find_prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, ro
     prompt = int(metadata.prompt_ids[row])
     tokens = int(metadata.prompt_lengths[row])
     if prompt >= len(pool) or len(pool[prompt].token_ids) != tokens:
-        asked = f"completions of prompt {prompt}, which has {tokens} tokens"
-        problem = f"its checkpoint holds {asked}, and no such prompt is in the pool"
-        data = "Resume with the data that the run began with"
-        alone = "begin another run.dir with its weights alone"
+        completions = f"completions of prompt {prompt}, which has {tokens} tokens"
+        problem = f"its checkpoint holds {completions}, and no such prompt is in the pool"
+        data = "Resume with the original data"
+        alone = "start another run.dir from its weights alone"
         raise UserError(
             "run.dir", place.parent.parent, problem, f"{data}, or {alone}: model.checkpoint={place}"
         )

@@ -58,8 +58,8 @@ class TeacherServer:
         tokens = [*prompt.tolist(), *response.tolist()]
         if self.sglang:
             sampling = {"max_new_tokens": 0, "temperature": 1.0}
-            asked = {"return_logprob": True, "logprob_start_len": len(prompt) - 1}
-            return "/generate", {"input_ids": tokens, "sampling_params": sampling, **asked}
+            options = {"return_logprob": True, "logprob_start_len": len(prompt) - 1}
+            return "/generate", {"input_ids": tokens, "sampling_params": sampling, **options}
         body = {
             "model": self.model,
             "prompt": tokens,
@@ -78,31 +78,31 @@ class TeacherServer:
             ServerError: the answer is about different tokens.
             ValueError: the answer lacks valid log-probabilities.
         """
-        asked = response.tolist()
+        expected_ids = response.tolist()
         if self.sglang:
-            told = [
+            scored = [
                 (token, logprob)
                 for logprob, token, *_ in answer["meta_info"]["input_token_logprobs"][1:]
             ]
             # SGLang returns the id 0 for the vocabulary's last token.
             expected = []
-            for (named, _), token in zip(told, asked, strict=False):
+            for (named, _), token in zip(scored, expected_ids, strict=False):
                 expected.append(0 if named == 0 and token >= self.tokens - 1 else token)
-            asked = expected
+            expected_ids = expected
         else:
-            entries = answer["choices"][0]["prompt_logprobs"][-len(asked) :]
-            told = [
+            entries = answer["choices"][0]["prompt_logprobs"][-len(expected_ids) :]
+            scored = [
                 (t, entry[str(t)]["logprob"])
-                for t, entry in zip(asked, entries, strict=True)
+                for t, entry in zip(expected_ids, entries, strict=True)
                 if str(t) in entry
             ]
-        if len(told) != len(response) or [token for token, _ in told] != asked:
+        if len(scored) != len(response) or [token for token, _ in scored] != expected_ids:
             raise ServerError(
                 self.url,
-                f"spoke of other tokens than the {len(response)} that it was asked",
+                f"returned log-probabilities of other tokens than the {len(response)} requested",
                 alive=True,
             )
-        return as_logprobs([logprob for _, logprob in told])
+        return as_logprobs([logprob for _, logprob in scored])
 
 
 class TeacherServers:
@@ -127,13 +127,13 @@ class TeacherServers:
 
         def connect_all() -> dict[str, TeacherServer]:
             urls = self.distillation.servers
-            asked = [
+            connecting = [
                 self._http.start(wrap_errors(url, self._connect(url, tokenizer, longest)))
                 for url in urls
             ]
             return {
                 url: self.wait_response(url, future)
-                for url, future in zip(urls, asked, strict=True)
+                for url, future in zip(urls, connecting, strict=True)
             }
 
         try:
@@ -190,17 +190,18 @@ class TeacherServers:
         answer = await self._http.call(
             "POST", url, "/detokenize", body=body, secret=self._secret, timeout_s=CONTROL_S
         )
-        ours = tokenizer.decode(vocabulary)
-        theirs = answer["text" if server.sglang else "prompt"]
-        if ours != theirs:
+        expected = tokenizer.decode(vocabulary)
+        found = answer["text" if server.sglang else "prompt"]
+        if expected != found:
             at = next(
-                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)
+                (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b),
+                len(expected),
             )
             parts = (
-                f"{theirs[at : at + SHOWN]!r}, where the policy's goes on with "
-                f"{ours[at : at + SHOWN]!r}"
+                f"{found[at : at + SHOWN]!r}, where the policy's text has "
+                f"{expected[at : at + SHOWN]!r}"
             )
-            raise ServerError(url, f"has another vocabulary: it goes on with {parts}", alive=True)
+            raise ServerError(url, f"has another vocabulary: its text has {parts}", alive=True)
         return server
 
     async def _read_all(
@@ -208,15 +209,18 @@ class TeacherServers:
     ) -> NDArray[np.float32]:
         """Return the log-probabilities of all sequences of a completion, [L]."""
         # A further sequence's first token was not sampled: its log-probability is unused, and 0.
-        said = np.zeros(len(completion.token_ids), np.float32)
-        asked = [
+        result = np.zeros(len(completion.token_ids), np.float32)
+        splits = [
             split_prompt_and_response(prompt.token_ids, completion, k)
             for k in range(len(split_sequences(completion)))
         ]
-        reading = (self._read(server, before, completion.token_ids[of]) for before, of in asked)
-        for (_, of), logprobs in zip(asked, await asyncio.gather(*reading), strict=True):
-            said[of] = logprobs
-        return said
+        reading = (
+            self._read(server, before, completion.token_ids[positions])
+            for before, positions in splits
+        )
+        for (_, positions), logprobs in zip(splits, await asyncio.gather(*reading), strict=True):
+            result[positions] = logprobs
+        return result
 
     async def _read(
         self, server: TeacherServer, prompt: NDArray[np.int32], response: NDArray[np.int32]
@@ -253,7 +257,7 @@ class TeacherQuery:
     def __init__(self, servers: TeacherServers | None, prompts: Sequence[Prompt]) -> None:
         self._servers = servers
         self._prompts = prompts
-        self._asked: dict[int, list[Future[NDArray[np.float32]]]] = {}
+        self._queries: dict[int, list[Future[NDArray[np.float32]]]] = {}
         """Started queries by index of the prompt, if its teacher is a server."""
 
     def submit_groups(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> None:
@@ -262,7 +266,7 @@ class TeacherQuery:
             return
         for place, group in groups:
             if self._servers.distillation.has_server((prompt := self._prompts[place]).data_source):
-                self._asked[place] = [
+                self._queries[place] = [
                     self._servers.submit(prompt, completion) for completion in group
                 ]
 
@@ -272,10 +276,10 @@ class TeacherQuery:
         if self._servers is None:
             return
         self.submit_groups(
-            (place, group) for place, group in enumerate(completions) if place not in self._asked
+            (place, group) for place, group in enumerate(completions) if place not in self._queries
         )
-        asked = [future for each in self._asked.values() for future in each]
-        while any(world.gather(bool(wait(asked, EXCHANGE_S).not_done))):
+        futures = [future for each in self._queries.values() for future in each]
+        while any(world.gather(bool(wait(futures, EXCHANGE_S).not_done))):
             pass
 
     def add_logprobs(self, completions: Completions) -> Completions:
@@ -288,17 +292,18 @@ class TeacherQuery:
 
     def cancel(self) -> None:
         """Cancel all queries after a failed rollout."""
-        for asked in self._asked.values():
-            for future in asked:
+        for futures in self._queries.values():
+            for future in futures:
                 future.cancel()
 
     def _add_group_logprobs(
         self, place: int, group: tuple[Completion, ...]
     ) -> tuple[Completion, ...]:
-        if self._servers is None or place not in self._asked:
+        if self._servers is None or place not in self._queries:
             return group
         url = str(self._servers.distillation.get_teacher(self._prompts[place].data_source))
-        said = (self._servers.wait_response(url, asked) for asked in self._asked[place])
+        responses = (self._servers.wait_response(url, query) for query in self._queries[place])
         return tuple(
-            replace(c, teacher_logprobs=logprobs) for c, logprobs in zip(group, said, strict=True)
+            replace(c, teacher_logprobs=logprobs)
+            for c, logprobs in zip(group, responses, strict=True)
         )

@@ -135,7 +135,7 @@ def check_disagreement(
         if rollout.max_prob_error is None
         else rollout.max_prob_error
     )
-    for setting, measured, limit, what in (
+    for setting, measured, limit, statistic in (
         ("rollout.max_logprob_diff", difference, logprob_limit(config), "|log p difference|"),
         ("rollout.max_prob_error", error, error_limit, "exp |log p difference|"),
     ):
@@ -153,8 +153,9 @@ def check_disagreement(
         )
         problem = (
             f"trainer and {source} disagree on the log-probabilities of the same tokens {context}: "
-            f"the mean {what} is {measured:.4g}. {source[0].upper()}{source[1:]} may hold other "
-            "weights (another model, an update that did not arrive whole), score at another "
+            f"the mean {statistic} is {measured:.4g}. {source[0].upper()}{source[1:]} may hold "
+            "other "
+            "weights (another model, an incomplete update), score at another "
             "temperature or with top-p, top-k or a penalty, or compute in another precision "
             f"(a quantised model or cache). The worst completions are in {file}"
         )
@@ -276,12 +277,12 @@ def _check_versions(answers: Sequence[ComparedCompletion], version: int, engine:
     for each in answers:
         if set(each.versions) != {version}:
             problem = (
-                f"the server {each.source} was given weights of version {version}, and says that "
-                f"version {', '.join(map(str, each.versions))} made its tokens"
+                f"the server {each.source} was given weights of version {version}, and reports "
+                f"tokens of version {', '.join(map(str, each.versions))}"
             )
             remedy = (
-                "See whether somebody else sends it weights; another value of "
-                "rollout.sync.transport may reach it"
+                "Check whether another run sends weights to the server; try another value of "
+                "rollout.sync.transport"
             )
             raise UserError("rollout.engine", engine, problem, remedy)
 

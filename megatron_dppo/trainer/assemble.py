@@ -98,10 +98,10 @@ class PolicyParts(Generic[P_co]):
         if rollout.served:
             from megatron_dppo.rollout.servers.engine import ServerEngine
 
-            say = partial(Console(self.config.run.steps).print_note, repeat=True)
+            log = partial(Console(self.config.run.steps).print_note, repeat=True)
             # A server measures the free memory at its start.
             self._release_memory()
-            engine = ServerEngine(self.config, self.world, self.shape, say)
+            engine = ServerEngine(self.config, self.world, self.shape, log)
             # Pause, because a checkpoint may still have to be loaded.
             engine.pause()
             return engine
@@ -349,12 +349,11 @@ def load_pools(
     if world.is_rank0:
         count, where = train.find_overlap([problem.prompt for problem in problems])
     if count:
-        of = (
-            f"{count} of {len(problems)} held-out problems stand in the training data as well: "
-            f"{where}"
+        overlap = (
+            f"{count} of {len(problems)} held-out problems are also in the training data: {where}"
         )
         Console(config.run.steps).print_note(
-            f"{of}; their accuracy says nothing of problems that were never seen"
+            f"{overlap}; their accuracy does not measure unseen problems"
         )
     return train, problems, offline
 
@@ -392,11 +391,11 @@ def acquire_run_lock(config: Config, world: World, to_close: ExitStack) -> Calla
     Raises:
         UserError: on every rank, if another run holds the lock.
     """
-    say = partial(print, flush=True)
+    log = partial(print, flush=True)
     folder = Path(config.run.dir)
 
     def take() -> Callable[[], None]:
-        check = to_close.enter_context(closing(FolderLock(folder, "run.dir", say))).check
+        check = to_close.enter_context(closing(FolderLock(folder, "run.dir", log))).check
         with_date(config.data, config.model.folder, folder, keep=True)
         return check
 

@@ -187,8 +187,10 @@ class Checkpoints:
         actor.optimizer.load_state_dict(state["optimizer"])
         # The loaded moments are separate tensors, and have to be moved to the host as well.
         actor.offload()
-        for group, ours in zip(actor.optimizer.param_groups, settings, strict=True):
-            group |= {name: value for name, value in ours.items() if name not in ("params", "step")}
+        for group, saved in zip(actor.optimizer.param_groups, settings, strict=True):
+            group |= {
+                name: value for name, value in saved.items() if name not in ("params", "step")
+            }
             # Torch's Adam writes a float, and Transformer Engine's Adam accepts no float.
             if "step" in group:
                 group["step"] = int(group["step"])
@@ -200,8 +202,8 @@ class Checkpoints:
         place = find_latest_checkpoint(self._folder)
         if place is not None and not (self._folder / TRACKER).exists():
             text = (
-                f"note: {self._folder} has no {TRACKER}: the run goes on from {place.name}, "
-                "the newest that is whole"
+                f"note: {self._folder} has no {TRACKER}: the run resumes from {place.name}, the "
+                "newest complete checkpoint"
             )
             print_message(text)
         return place

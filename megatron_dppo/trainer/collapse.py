@@ -73,9 +73,12 @@ class CollapseGuard:
             f"clipped. The mean reward was {self._reward:.3g} at last. The policy has collapsed, "
             "or nothing is left to learn. The run is saved"
         )
-        remedy = "Start another run with a lower optimizer.lr or with other prompts; 0 goes on"
+        remedy = (
+            "Start another run with a lower optimizer.lr or with other prompts; 0 disables this "
+            "stop"
+        )
         if self.best:
-            remedy += f". {str(self.best).capitalize()}, and its checkpoint stays"
+            remedy += f". {str(self.best).capitalize()}, and its checkpoint is kept"
         return UserError("run.max_idle_steps", self._most, problem, remedy)
 
     def state_dict(self) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def list_functions_without_text(config: Config) -> list[str]:
 def describe_difference(name: str, before: str | None, now: str | None) -> str:
     """Describe the difference of two digests; ``None``: the file is absent."""
     if before is None or now is None:
-        return f"{name} was not there" if before is None else f"{name} is not there any more"
+        return f"{name} was not there" if before is None else f"{name} is missing now"
     if name.endswith(FROM_PYTHON):
         return f"{name.removesuffix(FROM_PYTHON)}{now.split()[0]}, given from Python, has changed"
     return f"{name} has changed"

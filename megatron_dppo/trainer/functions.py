@@ -171,7 +171,7 @@ def _compute_surrogate(function: Callable[[Tokens], Any], tokens: Tokens) -> tup
     if not isinstance(surrogate, Tensor) or surrogate.shape != tokens.advantage.shape:
         shape = list(surrogate.shape) if isinstance(surrogate, Tensor) else type(surrogate).__name__
         raise ValueError(
-            f"it returned {shape} for {len(tokens.advantage)} tokens, and not a value for each"
+            f"it returned {shape} for {len(tokens.advantage)} tokens, not a value for each"
         )
     return surrogate, clipped
 
@@ -196,32 +196,31 @@ def _try_out(objective: Objective) -> None:
         without = _compute_gradient(objective, sample, torch.where(sample == 0, 0.0, -0.5))
     except FAILURES as error:
         remedy = (
-            "Mend it; it is given Tokens of megatron_dppo.rl.losses, and returns a tensor "
-            "with a value for each"
+            "Correct it; its argument is Tokens of megatron_dppo.rl.losses, its result a tensor "
+            "with a value for each token"
         )
         raise UserError(
             SETTING, objective.name, f"cannot be used ({type(error).__name__}: {error})", remedy
         ) from error
     if not torch.isfinite(whole).all():
         problem = (
-            f"has a gradient that is no number, where ratios lie between {RATIOS[0]:g} and "
-            f"{RATIOS[1]:g}"
+            f"has a gradient that is not finite, for ratios between {RATIOS[0]:g} and {RATIOS[1]:g}"
         )
         raise UserError(SETTING, objective.name, problem, "Mend it")
     if not torch.allclose(whole, apart, rtol=1e-4, atol=1e-6):
         problem = (
-            "makes something else of a completion where another one is in the same pack, "
-            "which is chance"
+            "gives a completion another loss where another one is in the same pack, and packs "
+            "are random"
         )
         remedy = (
-            "Take means and sums over a completion, tokens.sequences.sums(…), and not over "
-            "all tokens"
+            "Compute means and sums over a completion, tokens.sequences.sums(…), not over all "
+            "tokens"
         )
         raise UserError(SETTING, objective.name, problem, remedy)
     if without[:first].any():
         problem = (
-            "has a gradient where the advantage is 0, and completions with that are left "
-            "out: it would be biased"
+            "has a gradient where the advantage is 0, and such completions are not trained on: "
+            "it would be biased"
         )
         remedy = "Multiply every term by tokens.advantage; for a KL term there is loss.kl_coef"
         raise UserError(SETTING, objective.name, problem, remedy)

@@ -255,10 +255,10 @@ def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) 
     )
     teacher = policy_folder(path, setting, weights=stored is None)
     try:
-        theirs = read_shape(teacher)
-        check_layout(theirs, config.layout)
+        teacher_shape = read_shape(teacher)
+        check_layout(teacher_shape, config.layout)
         if stored is None:
-            check_weights(teacher, theirs)
+            check_weights(teacher, teacher_shape)
         else:
             _check_initial_weights(
                 find_checkpoint(Path(stored)),
@@ -277,29 +277,31 @@ def _check_teacher(config: Config, shape: PolicyShape, path: str, setting: str) 
         raise UserError(
             called.get(error.setting, error.setting), error.value, problem, error.remedy
         ) from error
-    if theirs.vocab_size != shape.vocab_size:
+    if teacher_shape.vocab_size != shape.vocab_size:
         problem = (
-            f"has {theirs.vocab_size} tokens, and the policy in {config.model.path} has "
+            f"has {teacher_shape.vocab_size} tokens, and the policy in {config.model.path} has "
             f"{shape.vocab_size}"
         )
         raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
-    ours = _read_tokens(config.model.folder)
-    others = _read_tokens(teacher)
+    policy_tokens = _read_tokens(config.model.folder)
+    teacher_tokens = _read_tokens(teacher)
     # Compare shared ids only, because a tokenizer.json may be missing or list fewer tokens.
     different = [
-        token for token in sorted(ours.keys() & others.keys()) if ours[token] != others[token]
+        token
+        for token in sorted(policy_tokens.keys() & teacher_tokens.keys())
+        if policy_tokens[token] != teacher_tokens[token]
     ]
     if different:
         first = different[0]
         problem = (
-            f"its token {first} is {others[first]!r:.40}, and that of the policy is "
-            f"{ours[first]!r:.40}"
+            f"its token {first} is {teacher_tokens[first]!r:.40}, and that of the policy is "
+            f"{policy_tokens[first]!r:.40}"
         )
         raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
     longest = config.longest
-    if longest > theirs.max_positions:
+    if longest > teacher_shape.max_positions:
         problem = (
-            f"was made for {theirs.max_positions} positions, and the longest sequence has "
+            f"was made for {teacher_shape.max_positions} positions, and the longest sequence has "
             f"{longest} tokens"
         )
         remedy = (
@@ -443,14 +445,8 @@ def _check_initial_weights(place: Path, setting: str, folder: Path, run_dir: Pat
     place = place.resolve()
     own = (run_dir / "checkpoints").resolve()
     if own in (place, *place.parents):
-        problem = (
-            "is a checkpoint of this very run, which would take what it has learned for the "
-            "policy it began with"
-        )
-        remedy = (
-            "Leave it as it was when the run began (the run resumes by itself), or name "
-            "another run.dir"
-        )
+        problem = "is a checkpoint of the same run, whose initial policy must stay the same"
+        remedy = "Restore the original value (the run resumes by itself), or name another run.dir"
         raise UserError(setting, folder, problem, remedy)
 
 

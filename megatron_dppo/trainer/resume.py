@@ -272,8 +272,8 @@ def check_resume(config: Config, function_texts: Mapping[str, str | None] | None
             [f"holds {step} steps that were taken with other settings or files:", *map(str, other)]
         )
         remedy = (
-            "Name another run.dir; or give those settings and files as they were; or set "
-            "run.resume=force to resume with the new ones, which the log then names"
+            "Name another run.dir; or restore the earlier settings and files; or set "
+            "run.resume=force to resume with the new ones, which the log then lists"
         )
         raise UserError("run.dir", folder, problem, remedy)
 
@@ -313,8 +313,8 @@ def check_warm_up(config: Config) -> None:
         source = "THE_INITIAL_POLICY"
     problem = f"is a policy that sft has warmed up already, from {source}"
     remedy = (
-        f"Set model.path={source} to warm that one up again, or run.resume=force to go on "
-        "with this one"
+        f"Set model.path={source} to warm up the original policy again, or run.resume=force to "
+        "continue with this one"
     )
     raise UserError("model.path", config.model.path, problem, remedy)
 

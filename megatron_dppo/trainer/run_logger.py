@@ -84,7 +84,7 @@ class RunLogger:
                 f"{step} steps are done, and run.steps = {config.run.steps}: nothing is left to "
                 "train"
             )
-            self._console.print_note(f"{done}; with more run.steps the run goes on")
+            self._console.print_note(f"{done}; to resume, raise run.steps")
             return
         if step and not history:
             self._console.print_note(
@@ -119,7 +119,8 @@ class RunLogger:
             )
         if dropped_prompts:
             self._console.print_note(
-                f"left out, being longer than data.max_prompt_tokens: {dropped_prompts} prompts"
+                f"{dropped_prompts} prompts are dropped, because they are longer than "
+                "data.max_prompt_tokens"
             )
 
     def add(self, metrics: dict[str, float]) -> None:
@@ -222,26 +223,27 @@ class RunLogger:
         rows = [row for row in read_metrics(self._folder) if "eval/accuracy" in row]
         if rows and rows[-1]["eval/accuracy"] < best.accuracy:
             self._console.print_note(
-                f"{best}: its checkpoint stays in {self._folder / 'checkpoints'}"
+                f"{best}: its checkpoint is kept in {self._folder / 'checkpoints'}"
             )
 
 
 def _describe_bias(config: Config) -> Iterator[str]:
     """Describe biases of the gradient from tokens that this policy has not generated."""
-    which = config.loss.tis_level
+    level = config.loss.tis_level
     bound = describe_weight_bound(config)
-    before = "" if which == "sequence" else ", and no weight corrects for the tokens before it"
-    weight = f"its {which}'s probability now over that when it was made, {bound}"
+    before = "" if level == "sequence" else ", and no weight corrects for the tokens before it"
+    weight = f"the ratio of its {level}'s probabilities now and at generation, {bound}"
     if ahead := config.rollout.ahead:
         yield (
-            f"rollout.ahead = {ahead}: tokens may be so many updates old. Each counts by {weight}. "
-            f"That is biased: what has become likelier by more counts too little{before}"
+            f"rollout.ahead = {ahead}: tokens may be {ahead} updates old. Each counts by "
+            f"{weight}. This is biased: tokens whose probability has grown beyond the bound count "
+            f"too little{before}"
         )
     if config.data.rollouts:
         yield (
-            f"data.rollouts: tokens are another policy's. Each counts by {weight}. That is biased: "
-            "by the bound, by beginnings that this policy would not have written, and by "
-            "advantages within others' groups"
+            f"data.rollouts: tokens are another policy's. Each counts by {weight}. This is "
+            "biased: by the bound, by contexts of another policy, and by advantages within another "
+            "policy's groups"
         )
 
 
@@ -313,8 +315,8 @@ def read_answers(run_dir: Path) -> list[dict]:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             problem = f"line {number} holds no answers of a run ({type(error).__name__}: {error})"
             remedy = (
-                "Fetch the file again, take that line out, or move the file away; the run "
-                "goes on without them"
+                "Copy the file again, remove that line, or move the file away; the run can "
+                "resume without it"
             )
             raise UserError("run.dir", file, problem, remedy) from error
     return rows

@@ -250,10 +250,10 @@ case $code in
         end_with 75 "not requeued, since nothing was gained: $after. Give the job more --time, or less --signal"
     say "requeued: $after"
     trap 'exit 75' TERM
-    scontrol requeue "$SLURM_JOB_ID" || end_with 75 "cannot be requeued; submit it again, and it goes on"
+    scontrol requeue "$SLURM_JOB_ID" || end_with 75 "cannot be requeued; submit it again, and it resumes"
     sleep 300 & # Slurm ends this script
     wait $!
     exit 75
     ;;
-*) end_with "$code" "ended: a rank crashed or was killed; what it said is above. Submitted again, it goes on from the last checkpoint" ;;
+*) end_with "$code" "ended: a rank crashed or was killed; its message is above. Submitted again, it resumes from the last checkpoint" ;;
 esac

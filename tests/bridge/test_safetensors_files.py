@@ -63,14 +63,14 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     (
         WHOLE,
         overwrite(SINGLE, b"version https://git-lfs.github.com/spec/v1"),
-        f"{SINGLE} is no whole safetensors file (Error while deserializing header: header too "
+        f"{SINGLE} is not a complete safetensors file (Error while deserializing header: header too "
         "large)",
     ),
     (SHARDED, overwrite(INDEX, b"{}"), f"{INDEX} is no index"),
     (
         SHARDED,
         misname_in_index,
-        f"{INDEX} says that {UPP} is in {LAST}, where it is not (nearest name: {UP})",
+        f"{INDEX} places {UPP} in {LAST}, where it is not (nearest name: {UP})",
     ),
     (
         WHOLE,

@@ -51,7 +51,7 @@ def load(
 
 
 BAD: dict[str, tuple[dict[str, Any], ...]] = {
-    "either token_ids or text": ({"token_ids": None}, {"text": "#5"}),
+    "exactly one of token_ids and text": ({"token_ids": None}, {"text": "#5"}),
     "has no tokens": ({"token_ids": []},),
     "none of the policy's": ({"token_ids": [5, 10**6]},),
     "logprobs for": ({"token_ids": [5]},),
@@ -59,7 +59,7 @@ BAD: dict[str, tuple[dict[str, Any], ...]] = {
     "above 0, null or not finite": ({"logprobs": [0.5, -1.0]}, {"logprobs": [math.nan, -1.0]}),
     "no list of numbers under 'logprobs'": ({"logprobs": None},),
     "without a token that the policy sampled": ({"loss_mask": [0, 0]},),
-    "a loss_mask of other values": ({"loss_mask": [0.5, 0.5]},),
+    "a loss_mask with values other": ({"loss_mask": [0.5, 0.5]},),
     "under 'correct'": ({"correct": "no"},),
     "has the reward": ({"reward": "1"}, {"reward": 1e12}),
     "the finish_reason": ({"finish_reason": "abort"},),

@@ -82,7 +82,7 @@ def test_a_folder_is_read_in_the_order_of_names(
         (folder / name).write_text("no data")
     (folder / "deeper.parquet").mkdir()
     pool = load(folder)
-    assert [prompt.asked for prompt in pool] == ["0a", "0b", "1a", "2a", "2b"]
+    assert [prompt.raw_prompt for prompt in pool] == ["0a", "0b", "1a", "2a", "2b"]
     assert pool[4].place == f"{folder}/part-2.parquet, row 2"
     assert len(load_supervised_examples(DataConfig(train=str(folder)), tokenizer)) == 5
 

@@ -106,16 +106,16 @@ def test_a_source_of_the_wrong_kind_is_refused(
 @pytest.mark.parametrize("prompt", ["[1, 2] and [3]: which?", '{"a": 3}?', '["a", "b"]'])
 def test_text_like_json_is_asked_as_text(load: Load, prompt: str) -> None:
     (asked,) = load([GOOD | {"prompt": prompt}])
-    assert f"user\n{prompt}<|im_end|>" in asked.text and asked.asked == prompt
+    assert f"user\n{prompt}<|im_end|>" in asked.text and asked.raw_prompt == prompt
 
 
 @pytest.mark.parametrize("depth", [DEEPEST + 1, 200_000])
 def test_deep_nesting_is_refused_in_any_column(refuse: Refuse, tmp_path: Path, depth: int) -> None:
     for where in ("label", "prompt", "elsewhere"):
         line = json.dumps(GOOD)[:-1] + f', "{where}": {"[" * depth + "]" * depth}}}'
-        refuse([line], f"line 1: holds more than {DEEPEST} values within each other")
+        refuse([line], f"line 1: nests deeper than {DEEPEST} values")
         (tmp_path / "rows.json").write_text(f"[{line}]")
-        refuse(tmp_path / "rows.json", "within each other")
+        refuse(tmp_path / "rows.json", "nests deeper")
 
 
 def test_labels_are_the_numbers_of_parquet(load: Load, tmp_path: Path) -> None:
@@ -177,7 +177,11 @@ def assert_renders_or_names_the_row(
             prompt.label, str | list | dict
         )
         assert prompt.label == label or not isinstance(label, str)
-    asked = [USER | {"content": prompt.asked}] if isinstance(prompt.asked, str) else prompt.asked
+    asked = (
+        [USER | {"content": prompt.raw_prompt}]
+        if isinstance(prompt.raw_prompt, str)
+        else prompt.raw_prompt
+    )
     assert asked[-1]["role"] != "assistant"
     for message in asked:
         assert message["content"] is None or message["content"] in prompt.text

@@ -87,7 +87,7 @@ def entries(cache: Path) -> list[Path]:
 
 
 def fields(pool: PromptPool) -> list[tuple[object, ...]]:
-    names = ("id", "text", "label", "data_source", "extra", "asked", "place")
+    names = ("id", "text", "label", "data_source", "extra", "raw_prompt", "place")
     rows = [
         (*(getattr(p, name) for name in names), p.token_ids.dtype, p.token_ids.tolist())
         for p in pool

@@ -99,7 +99,7 @@ def test_an_open_turn_of_the_policy_is_closed(tokenizer: Tokenizer) -> None:
         (
             OF_LAST,
             [*ASKED, assistant("7"), MORE],
-            r"\(user\) for which the chat template changes what stands",
+            r"\(user\) for which the chat template changes earlier messages",
         ),
         (
             "{% for m in messages %}{{ m.role }}{% endfor %}",
@@ -109,12 +109,12 @@ def test_an_open_turn_of_the_policy_is_closed(tokenizer: Tokenizer) -> None:
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}",
             [*ASKED, assistant("7")],
-            "with nothing between",
+            "without a message between",
         ),
         (
             CHAT_TEMPLATE,
             [*ASKED, assistant("8"), MORE],
-            "about other messages than the conversation has",
+            "changes earlier messages of the conversation",
         ),
         (
             CHAT_TEMPLATE,
@@ -130,7 +130,7 @@ def test_messages_without_place_behind_the_turn_are_refused(
     with pytest.raises(ConversationFormatError, match=words):
         converse(changed, changed.encode("7"), ASKED, messages)
     with pytest.raises(
-        ConversationFormatError, match="other messages at first than its problem has"
+        ConversationFormatError, match="begins with other messages than its problem"
     ):
         converse(changed, changed.encode("7"), [MORE])
 
@@ -153,11 +153,11 @@ def test_a_replay_finds_an_environment_of_other_answers() -> None:
     for other, cut_off, did in (
         ([[], [5, 4]], False, "answered"),
         ([[], [5, 5, 6]], True, "answered"),
-        ([[], [5, 5], [6]], False, "went on"),
+        ([[], [5, 5], [6]], False, "continued"),
         ([[], [5, 5]], False, "ended"),
     ):
         with pytest.raises(
-            ReplayMismatchError, match=f"The environment {did}, otherwise than when"
+            ReplayMismatchError, match=f"The environment {did}, unlike in the rollout"
         ):
             replay(other, cut_off=cut_off)
 
@@ -202,7 +202,7 @@ def test_a_column_of_other_tools_is_refused(refuse: Refuse, calling: Tokenizer, 
 
 
 def test_a_template_without_tools_is_refused(refuse: Refuse) -> None:
-    words = "line 1", "has tools, of which the chat template says nothing"
+    words = "line 1", "has tools, and the chat template has no place for tools"
     refuse([{"prompt": "Hi", "label": "1", "tools": [ADD]}], *words)
 
 

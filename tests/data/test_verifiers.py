@@ -175,7 +175,7 @@ def test_held_out_problems_are_given_or_drawn_once() -> None:
     ("changes", "words"),
     [
         ({"environment": "exits"}, "cannot be loaded (SystemExit: 0)"),
-        ({"eval_problems": 9}, "leaves nothing to train on of the 9 problems"),
+        ({"eval_problems": 9}, "leaves none of the 9 problems"),
     ],
 )
 def test_an_unusable_environment_is_refused(changes: dict[str, Any], words: str) -> None:

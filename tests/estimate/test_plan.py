@@ -204,7 +204,7 @@ def test_unfitting_run_has_no_times() -> None:
     )
     made = plan(*servers, *shared, "layout.sequence_parallel=false", "rollout.launch.tp=2")
     text, found = "\n".join(as_text(made)), json.loads(json.dumps(as_json(made)))
-    assert not made.server.fits and "GiB, and the trainer leaves no room on its GPU" in text
+    assert not made.server.fits and "GiB, and the trainer leaves no memory on its GPU" in text
     assert "GPU-hours" not in text and "generation" not in text
     absent = ("pruned", "unpruned", "cost", "cost_unpruned", "speed_up", "efficiency")
     assert all(found[name] is None for name in absent)
@@ -382,7 +382,7 @@ def test_text_and_json_agree() -> None:
     assert disk["checkpoint"] == 14 * weights
     assert disk["export"] == disk["sync"] == 2 * weights
     assert set(found["assumptions"]) == {
-        line.split()[0] for line in text.split("each is from):\n")[1].splitlines()
+        line.split()[0] for line in text.split("estimate/assumptions.py):\n")[1].splitlines()
     }
 
 

@@ -112,7 +112,7 @@ def test_a_node_s_fault_is_printed_once_and_ends_all_ranks(tmp_path: Path) -> No
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
     (code, said), _ = check_nodes(tmp_path, [0, 2], 4, wait_s=4.0)
     assert code == 1
-    assert said.endswith(f"error: ranks [1, 3] did not come within 4 s; there are:\n{NODE}\n")
+    assert said.endswith(f"error: ranks [1, 3] did not connect within 4 s; connected:\n{NODE}\n")
 
 
 def test_a_rank_without_the_first_names_its_node_and_the_address(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from megatron_dppo.launch.processes import CLOCK_S, FirstFailure, resolve_marker
         ({0: -signal.SIGABRT, 1: -signal.SIGBUS}, None, 135, "rank 1 was ended by SIGBUS"),
         ({0: 2, 1: -signal.SIGABRT}, 0.0, 2, ""),  # NCCL ends a rank that has lost its peers
         ({0: 2, 1: -signal.SIGKILL}, 9.0, 2, ""),  # long after rank 0 had named the reason
-        ({1: 3}, None, 3, "rank 1 ended with exit code 3, and did not say why"),
+        ({1: 3}, None, 3, "rank 1 ended with exit code 3 without a message"),
     ],
 )
 def test_the_first_cause_is_named(

@@ -62,8 +62,13 @@ def write_over_folder(config: Config) -> None:
 @pytest.mark.parametrize(
     ("job", "run", "at_fault", "problem"),
     [
-        (lose_folder, "run", "run", "is gone"),
-        (write_over_folder, "link", "run/checkpoints", "is in the way (Is a directory)"),
+        (lose_folder, "run", "run", "was removed during the run"),
+        (
+            write_over_folder,
+            "link",
+            "run/checkpoints",
+            "blocks a file or folder of the run (Is a directory)",
+        ),
     ],
 )
 def test_disk_error_names_its_place_in_run_dir(

@@ -118,7 +118,8 @@ def test_disagreement_stops_every_rank_and_leaves_evidence(
     for error, _ in of_version:
         assert error.setting == "rollout.engine"
         assert (
-            "local, rank 0 was given weights of version 4, and says that version 3" in error.problem
+            "local, rank 0 was given weights of version 4, and reports tokens of version 3"
+            in error.problem
         )
 
 

@@ -313,7 +313,7 @@ def test_adapters_are_merged_into_no_other_policy(
     write_policy(policy, seed=8)
     assert cli.main(["export", run, str(tmp_path / "out"), "--merge"]) == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert f"model.path = {policy}" in error and "other weights than the adapters" in error
+    assert f"model.path = {policy}" in error and "other weights than the policy" in error
     shutil.rmtree(policy)
     assert cli.main(["export", run, str(tmp_path / "out")]) == 0, (
         "adapters are whole without the policy"

@@ -250,7 +250,7 @@ def test_early_end_closes_loggers(ranks: RankPool, tmp_path: Path) -> None:
 def test_refused_row_is_sent_again_and_noted(tmp_path: Path, memory: type[_Memory]) -> None:
     memory.fails_at.append(2)
     (first, second, closing) = _write(tmp_path, 0, [1, 2, 3])
-    assert first == second and "did not take a row" in first and "still away" in closing
+    assert first == second and "did not accept a row" in first and "still away" in closing
     assert "https://***@host is away" in first, "nobody's password is said"
     memory.fails_at.clear()
     _write(tmp_path, 3, [4])

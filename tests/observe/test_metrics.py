@@ -172,7 +172,7 @@ def test_summary_shows_savings_and_files(tmp_path: Path) -> None:
     assert "33% trained on" in lines
     assert "17% not rolled out: about 800 tokens, which saved about 1 s" in lines
     assert "42% rolled out and pruned: 2,000 tokens, which saved about 3 s" in lines
-    assert "8% rolled out, with zero advantage: no run trains on those" in lines
+    assert "8% rolled out, with zero advantage: without effect on training" in lines
     assert "its noise: 80% sampling, 15% pruned prompts, 5% pruned completions" in lines
     assert str(tmp_path / "progress.png") in text
 

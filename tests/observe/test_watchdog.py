@@ -71,7 +71,7 @@ def test_late_rank_is_named_once_with_its_place_in_the_code(ranks: RankPool) -> 
     assert said.count("late: ") == 1, said
     assert said.startswith("late: rank 1 on ")
     assert "in deliver for" in said
-    assert "2 others wait" in said
+    assert "2 other ranks wait" in said
     assert "sort_the_attic" in said
 
 
@@ -94,7 +94,7 @@ def stop(rank: int, size: int) -> str:
 def test_stopped_rank_is_named_in_every_phase(ranks: RankPool) -> None:
     said = ranks.run(3, stop)[0]
     assert said.startswith("late: rank 1 on ")
-    assert "2 others wait" in said
+    assert "2 other ranks wait" in said
     assert "no answer: its process is stopped or gone" in said
 
 
@@ -152,7 +152,7 @@ def test_code_without_a_return_is_named_and_ended(
     assert outcomes[0][0].count("late: rank 0 on ") == 1
     assert f"in {phase or 'no phase'} for" in outcomes[0][0] and "never_return" in outcomes[0][0]
     for said, raised in outcomes:  # the leader's error is everyone's
-        assert raised.startswith("rollout.timeout_s = 1.6: rank 0 has stood still"), raised
+        assert raised.startswith("rollout.timeout_s = 1.6: rank 0 has made no progress"), raised
         assert "never_return" in raised and said in ("", outcomes[0][0])
 
 
@@ -186,7 +186,7 @@ def try_again(rank: int, size: int, caught: type[BaseException], log: Path) -> N
 
 
 def test_code_that_catches_exceptions_is_interrupted(ranks: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="rank 0 has stood still"):
+    with pytest.raises(AssertionError, match="rank 0 has made no progress"):
         ranks.run(1, try_again, Exception, tmp_path / "log")
 
 

@@ -17,7 +17,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Handlers and mask of this process are put back."""
     numbers, mask = (signal.SIGUSR1, signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, [])
     before = {number: signal.getsignal(number) for number in numbers}
-    monkeypatch.setattr(lifetime, "_asked", False)
+    monkeypatch.setattr(lifetime, "_stop_requested", False)
     monkeypatch.setattr(lifetime, "_handlers", {signal.SIGTERM: before[signal.SIGTERM]})
     yield
     for number, handler in before.items():

@@ -50,7 +50,7 @@ def test_a_run_outlives_its_output(words: str, tmp_path: Path) -> None:
     if words == "child":
         assert (
             said
-            == "note  standard output cannot be written to (Broken pipe): the run goes on without "
+            == "note  standard output cannot be written to (Broken pipe): the run continues without "
             "it\n"
         )
 

@@ -391,4 +391,4 @@ def test_changed_objective_is_shown(tmp_path: Path) -> None:
     text = " ".join(write(folders[0]).text.split())
     assert "after step setting before then 4 loss.name grpo gspo 4 optimizer.lr 1e-06 1e-07" in text
     race = " ".join(write(*folders).text.split())
-    assert "changed on its way: changed, loss.name grpo until step 4, then gspo." in race
+    assert "changed during a run: changed, loss.name grpo until step 4, then gspo." in race

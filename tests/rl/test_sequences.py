@@ -123,7 +123,7 @@ def test_verifier_is_shown_no_context_twice() -> None:
 )
 def test_setting_of_one_sequence_is_refused_for_several(loss: LossConfig, setting: str) -> None:
     check_sequences(replace(Config(), loss=loss), PROMPTS, [[ONE], [ONE, ONE]])
-    with pytest.raises(UserError, match="came in 2 sequences") as raised:
+    with pytest.raises(UserError, match="has 2 sequences") as raised:
         check_sequences(replace(Config(), loss=loss), PROMPTS, [[ONE], [ONE, TWO]])
     assert raised.value.setting == setting
     check_sequences(Config(), PROMPTS[:1], [[TWO]])

@@ -94,7 +94,10 @@ def test_failed_groups_leave_whole_and_others_replace_them(tokenizer: Tokenizer)
         metrics["reward/timeouts"],
         metrics["reward/errors"],
     ) == (2, 1, 2)
-    assert any("left their step" in note for note in result.notes) and "raise it" in result.notes
+    assert (
+        any("dropped from their step" in note for note in result.notes)
+        and "raise it" in result.notes
+    )
 
 
 @pytest.mark.parametrize(("script", "window"), [({5: BROKEN, 2: BROKEN}, 0.0), ({}, 8.0)])
@@ -132,7 +135,7 @@ def test_roles_have_rewards_of_their_own_and_one_penalty(tokenizer: Tokenizer) -
     assert result.metrics["rollout/role_reward/critic"] == pytest.approx(3.0 + penalty)
     unknown = Said("score 1 =judge 2", segments=[0] * 17)
     for wrong, words in (
-        (Said("score 1"), "a completion came without"),
+        (Said("score 1"), "a completion has none"),
         (unknown, "reward to the role 'judge'"),
     ):
         with pytest.raises(UserError, match=words):
@@ -228,7 +231,7 @@ def test_trees_fork_in_training_alone_and_shared_tokens_count_once(tokenizer: To
     assert result.metrics["rollout/unique_tokens"] == (8 + 2 + 5 + 2) + (8 + 5)
     bench.collector.submit([pool_of(10)[6]], Sampling(4, 8, 1.0, (), seed=1))
     assert [len(sampling.branches) for _, sampling in bench.engine.asked] == [2, 0]
-    with pytest.raises(UserError, match="that did not fork"):
+    with pytest.raises(UserError, match="completions without forks"):
         Bench(tokenizer, {2: said("score 1") * 8}, *settings).collect()
 
 
@@ -371,7 +374,7 @@ def test_completions_without_routing_to_replay_are_refused(tokenizer: Tokenizer)
 
     def on_a_rank(world: World) -> tuple[str, list[RoutingShape | None]]:
         bench = Bench(tokenizer, {4: MIXED}, world=world, routing=shape)
-        with pytest.raises(UserError, match="a completion came without") as caught:
+        with pytest.raises(UserError, match="a completion has none") as caught:
             bench.collect()
         bench.collector.submit([pool_of(10)[4]], Sampling(1, 8, 1.0, (), seed=1))
         return caught.value.setting, [sampling.routing for _, sampling in bench.engine.asked]

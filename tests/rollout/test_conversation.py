@@ -121,7 +121,7 @@ IN_ROLES = replace(OWN, segments=np.array([0, -1], np.int8))
 @pytest.mark.parametrize(
     ("returned", "generated", "words"),
     [
-        ([[5], SAID], ONCE, "turn 1 that was generated after other tokens"),
+        ([[5], SAID], ONCE, "turn 1 whose context differs"),
         ([turn(1, 2)], ONCE, "turn 0 a completion that this conversation has not generated"),
         ([SAID, "73"], ONCE, "turn 1 that is no list of token ids"),
         (
@@ -147,7 +147,7 @@ IN_ROLES = replace(OWN, segments=np.array([0, -1], np.int8))
         (
             [[[6, 6, 6], NEXT], [[7, 8], FIRST]],
             SUMMED,
-            "turn 1 that was generated after other tokens",
+            "turn 1 whose context differs",
         ),
         (replace(merge_parts([FIRST, [6], NEXT]), starts=(2, 9)), SUMMED, "begin at"),
         (
@@ -171,7 +171,7 @@ def test_untrainable_results_are_refused(returned: Any, generated: list, words: 
         ([("judge", SAID)], "of the role 'judge', and rollout.roles has 'solver', 'critic'"),
         (
             [("solver", SAID), ("solver", [5])],
-            "turn 1 of the role 'solver' that the policy has not said",
+            "turn 1 of the role 'solver' that the policy did not generate",
         ),
         (replace(OWN, segments=np.zeros(2, np.int8)), "not those of its sampled tokens"),
         (replace(OWN, segments=np.array([2, -1], np.int8)), "of a role 2, and rollout.roles has 2"),

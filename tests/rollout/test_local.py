@@ -115,7 +115,7 @@ def test_unfit_stream_is_consumed_then_refused(tmp_path: Path) -> None:
         "lm_head.weight is no part of a Qwen3ForCausalLM of 2 layers",
         f"{missing} is missing",
         f"{misshapen} has shape [32, 64], but config.json makes it [64, 32]",
-        f"{repeated} came twice",
+        f"{repeated} was received twice",
     ):
         assert claim in str(caught.value)
     with pytest.raises(RuntimeError, match="no weights"):

@@ -164,12 +164,12 @@ def test_late_conversations_are_named_and_ended(
     engine = engines(function, timeout_s=60.0, late_s=0.1, end_s=0.5)
     with pytest.raises(UserError) as raised:
         generate(engine, make_prompts(3, 6), sampling_of(samples=2))
-    who = f"2 conversations of f.py:{function.__name__}, the first of them about prompt 1"
+    who = f"none of 2 conversations of f.py:{function.__name__}"
+    where = ", the first of them about prompt 1"
     assert raised.value.setting == "rollout.timeout_s"
-    assert raised.value.problem == f"passed in which none ended of {who}"
-    assert re.fullmatch(
-        rf"late: none has ended for \d+ s of {re.escape(who)}\n", capsys.readouterr().err
-    )
+    assert raised.value.problem == f"is over: {who} ended{where}"
+    late = rf"late: {re.escape(who)} has ended for \d+ s{where}\n"
+    assert re.fullmatch(late, capsys.readouterr().err)
 
 
 def test_one_turn_is_a_completion_without_a_conversation(engines: Any) -> None:
@@ -288,7 +288,7 @@ def test_conversation_that_gives_up_is_repeated(engines: Any) -> None:
         ),
         (exit_in_callback, "f.py:exit_in_callback: raised in a callback or a task:\nTraceback"),
         (give_up, "gave up prompt 0 2 times (rollout.attempts), the last time: the tool is down"),
-        (never_end, "2 conversations of f.py:never_end neither asked for a turn nor ended"),
+        (never_end, "2 conversations of f.py:never_end neither requested a turn nor ended"),
     ],
 )
 def test_failing_conversations_stop_the_run(engines: Any, function: Any, words: str) -> None:

@@ -252,5 +252,5 @@ def test_server_that_cannot_teach_is_refused_before_the_first_step(
         for file in policy.glob("*token*"):
             (tmp_path / file.name).write_text(file.read_text().replace('"7"', '"seven"'))
         (tmp_path / "config.json").write_text((policy / "config.json").read_text())
-        assert "another vocabulary: it goes on with '7" in problem_of(config, tmp_path)
+        assert "another vocabulary: its text has '7" in problem_of(config, tmp_path)
     assert "broke off" in problem_of(config)

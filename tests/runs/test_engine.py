@@ -36,9 +36,7 @@ def record_calls(rank: int, size: int, config: Config) -> tuple[str, str, str]:
             return {"local": super().begin(prompts, sampling)}
 
         def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-            return {"rollout/lost_servers": float(calls.count("begin"))}, (
-                "a server was taken out",
-            )
+            return {"rollout/lost_servers": float(calls.count("begin"))}, ("a server was removed",)
 
     output, failure = io.StringIO(), ""
     with (
@@ -88,7 +86,7 @@ def test_engine_is_paused_told_and_closed(policy: Path, ranks: RankPool, tmp_pat
         room = "room " if kind[1] == "true" else ""
         for rank, (called, output, _) in enumerate(found):
             assert called == f"pause {room}update 0 {room}resume {expected} close"
-            assert output.count("a server was taken out") == (rank == 0)
+            assert output.count("a server was removed") == (rank == 0)
         assert [row["rollout/lost_servers"] for row in rows(tmp_path / "-".join(kind))] == [
             1.0,
             2.0,

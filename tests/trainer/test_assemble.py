@@ -59,7 +59,7 @@ def test_held_out_problems_in_the_training_data_are_printed_once(
         return capsys.readouterr().out
 
     of = (
-        f"1 of 2 held-out problems stand in the training data as well: {held_out}, line 2 is "
+        f"1 of 2 held-out problems are also in the training data: {held_out}, line 2 is "
         f"{train}, line 2"
     )
     assert load_and_print(held_out, 0).startswith(f"note  {of}; ")

@@ -134,7 +134,7 @@ def test_flipped_bit_is_refused_with_a_whole_checkpoint(
     [(message, weights)] = ranks.run(1, load, [ours])[0]
     assert weights is None
     assert f"{place}: {file} is damaged" in message
-    assert "iter_0000001 beside it is whole" in message
+    assert "iter_0000001 beside it is complete" in message
     options = () if kind == "output_layer.weight" else ("--verify",)
     assert to_hf(place.parent, tmp_path / "hf", *options) == 2
     assert f"{file} is damaged" in printed_error(capsys)
@@ -284,5 +284,5 @@ def test_run_without_a_tracker_resumes_from_the_newest_whole(
         (data := max(place.glob("*.distcp"))).unlink()
     (kept, _), (earlier, _), (message, weights) = ranks.run(1, load, [whole, torn, none])[0]
     assert (kept, earlier, weights) == ("step 2", "step 1", None)
-    assert f"no whole checkpoint (iter_0000002: {data.name} is missing)" in message
+    assert f"no complete checkpoint (iter_0000002: {data.name} is missing)" in message
     assert find_latest_step(tmp_path / "nowhere") is None

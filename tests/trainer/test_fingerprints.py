@@ -113,7 +113,7 @@ def train(file: Path) -> None:
         (
             Path.unlink,
             "policy/chat_template.jinja",
-            "model.path: chat_template.jinja is not there any more",
+            "model.path: chat_template.jinja is missing now",
             True,
         ),
         (

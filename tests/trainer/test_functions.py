@@ -152,7 +152,7 @@ def test_means_and_sums_over_a_completion_are_accepted(name: str, own: Path) -> 
         ("bonus", "has a gradient where the advantage is 0"),
         ("total", r"it returned \[\] for 8 tokens"),
         ("constant", "does not require grad"),
-        ("root", "a gradient that is no number, where ratios lie between 0.4 and 2.5"),
+        ("root", "a gradient that is not finite, for ratios between 0.4 and 2.5"),
         ("mistaken", "AttributeError: 'Tokens' object has no attribute 'ratios'"),
         ("nothing", "has no function 'nothing'"),
     ],

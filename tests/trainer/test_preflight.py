@@ -131,7 +131,7 @@ def test_truncated_weights_are_refused(policy: Path, tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-8])
     error = refuse(config_of(broken, tmp_path))
     assert error.setting == "model.path"
-    assert "no whole safetensors file" in error.problem
+    assert "not a complete safetensors file" in error.problem
 
 
 def write_marks(config: Config, step: int, state: Mapping[str, Any] | None = None) -> Path:
@@ -155,7 +155,7 @@ def test_checkpoint_replaces_the_weights_of_a_policy(policy: Path, tmp_path: Pat
         run_preflight(config_of(bare, tmp_path, f"model.checkpoint={named}"), "train")
     own = refuse(config_of(bare, tmp_path / "before", f"model.checkpoint={place}"))
     assert own.setting == "model.checkpoint"
-    assert "this very run" in own.problem
+    assert "of the same run" in own.problem
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,9 @@ def extract_boxes(text: str) -> list[str]:
 def extract_unmarked_answer(text: str) -> str:
     """Return the text after the last "answer is", else the last formula, else the last number."""
     text = text[-TAIL:]
-    said = list(ANSWER_PHRASE.finditer(text))
-    if said:
-        start = said[-1].end()
+    phrases = list(ANSWER_PHRASE.finditer(text))
+    if phrases:
+        start = phrases[-1].end()
         subject = SUBJECT.match(text, start)
         if subject and not NEGATED.search(subject[0]) and not CLAUSE.search(subject[0]):
             start = subject.end()
@@ -120,8 +120,8 @@ def extract_unmarked_answer(text: str) -> str:
     last = formulas[-1] if formulas else None
     # An amount of money has no group: the answer is then a number in the prose.
     if last and last.lastindex:
-        told = STATED_NUMBER.fullmatch(text, last.end())
-        return told[1].rstrip(",") if told else last[last.lastindex].strip()
+        stated = STATED_NUMBER.fullmatch(text, last.end())
+        return stated[1].rstrip(",") if stated else last[last.lastindex].strip()
     numbers = LOOSE.findall(text)
     return numbers[-1].rstrip(",") if numbers else ""
 

@@ -125,9 +125,9 @@ def _convert_to_ascii(text: str) -> str:
 
 
 def _convert_to_latex(character: str) -> str:
-    kind, _, of = unicodedata.decomposition(character).partition(" ")
-    if kind == "<fraction>" and len(of.split()) == 3:
-        top, _, bottom = (chr(int(code, 16)) for code in of.split())
+    kind, _, parts = unicodedata.decomposition(character).partition(" ")
+    if kind == "<fraction>" and len(parts.split()) == 3:
+        top, _, bottom = (chr(int(code, 16)) for code in parts.split())
         return f"\\frac{{{top}}}{{{bottom}}}"
     named = GREEK.fullmatch(unicodedata.name(character, ""))
     if named is None:
@@ -458,5 +458,5 @@ def normalize_words(text: str) -> str | None:
     for word in words:
         # A single letter is a name with a case; "A" is the article.
         lowered.append(word.lower() if len(word) > 1 or word == "A" else word)
-    said = " ".join(word.removesuffix("s") for word in lowered if word not in ("the", "a", "an"))
-    return "no solution" if said in EMPTY else said
+    phrase = " ".join(word.removesuffix("s") for word in lowered if word not in ("the", "a", "an"))
+    return "no solution" if phrase in EMPTY else phrase

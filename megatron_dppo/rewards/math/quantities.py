@@ -51,8 +51,8 @@ class Number:
         short, full = (self, other) if self.decimals is not None else (other, self)
         unit = Fraction(1, 10 ** (short.decimals or 0))
         cut = 0 <= (full.value - short.value) * (1 if full.value > 0 else -1) < unit
-        told = (short.decimals or 0) >= 6 and abs(short.value) >= unit * 10**5
-        return told and (cut or abs(full.value - short.value) * 2 <= unit)
+        precise = (short.decimals or 0) >= 6 and abs(short.value) >= unit * 10**5
+        return precise and (cut or abs(full.value - short.value) * 2 <= unit)
 
 
 def parse_number(text: str) -> Number | None:
@@ -255,9 +255,9 @@ def parse_unit(text: str) -> Unit | None:
             # A letter without a unit is a factor.
             if (len(word) == 1 or re.search("[°%¢€£]", word)) and named[1] not in NAMES:
                 return None
-            dimension, of = _parse_unit_word(named[1])
+            dimension, scale = _parse_unit_word(named[1])
             powers[dimension] += power
-            size *= of**power
+            size *= scale**power
     # A power of percent is no unit.
     if powers["share"] not in (0, 1):
         return None

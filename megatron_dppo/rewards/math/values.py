@@ -191,8 +191,8 @@ class SamplePoint:
 
     def _call(self, name: str, arguments: list[Value]) -> Value:
         if name not in WORKED_OUT:
-            told = " ".join(self.mp.nstr(self.to_mpmath(argument), 25) for argument in arguments)
-            return self._sample_value(f"{name}({told})")
+            texts = " ".join(self.mp.nstr(self.to_mpmath(argument), 25) for argument in arguments)
+            return self._sample_value(f"{name}({texts})")
         first = arguments[0]
         if name == "abs":
             return abs(first)

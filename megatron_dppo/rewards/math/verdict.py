@@ -154,10 +154,10 @@ class _Comparison:
 
     def match_words(self, label: str, answer: str) -> bool | None:
         expected = normalize_words(label)
-        said = normalize_words(answer)
-        if expected is None and said is None:
+        words = normalize_words(answer)
+        if expected is None and words is None:
             return None
-        return expected == (said or normalize_words(split_assignment(answer)[1]))
+        return expected == (words or normalize_words(split_assignment(answer)[1]))
 
     def match_base(self, label: str, answer: str) -> bool | None:
         expected = parse_numeral(label)

@@ -111,7 +111,7 @@ def prune(
     share = 1.0 if budget == "auto" else budget
     if not (0.0 < share <= 1.0 <= max_weight and (length > 0).all() and np.isfinite(reward).all()):
         raise ValueError(
-            "0 < budget <= 1 <= max_weight is wanted, lengths of at least 1, and finite rewards."
+            "Required: 0 < budget <= 1 <= max_weight, lengths of at least 1, and finite rewards."
         )
     if advantages is None:
         advantage = compute_group_advantages(round_rewards(reward), normalise=normalise)

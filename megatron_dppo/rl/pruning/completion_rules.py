@@ -152,11 +152,11 @@ COMPLETION_RULES: Mapping[str, Rule[CompletionCandidates]] = {
     ),
     "top_k": Rule(
         apply_top_k,
-        biased="it drops the lowest |A|, whose inclusion probability is 0, and weighs nothing up",
+        biased="it drops the lowest |A|, whose inclusion probability is 0, without weights",
     ),
     "extremes": Rule(
         apply_extremes,
-        biased="it drops what is neither best nor worst in its group, and weighs nothing up",
+        biased="it drops what is neither best nor worst in its group, without weights",
     ),
 }
 

@@ -102,13 +102,13 @@ PROMPT_RULES: Mapping[str, Rule[PromptCandidates]] = {
     "none": Rule(keep_all),
     "threshold": Rule(apply_threshold, draw_bernoulli),
     "neyman": Rule(apply_neyman),
-    "greso": Rule(
-        apply_greso, draw_bernoulli, biased="prompts that it keeps seldom are not weighted up"
-    ),
+    "greso": Rule(apply_greso, draw_bernoulli, biased="rarely kept prompts get no larger weight"),
     "dynamic_sampling": Rule(
         apply_dynamic_sampling,
-        biased="groups of equal reward are replaced by others, so that the mean is over mixed ones "
-        "only",
+        biased=(
+            "groups of equal reward are replaced, so that the mean is over groups of non-zero "
+            "variance only"
+        ),
     ),
 }
 
@@ -172,5 +172,5 @@ def select(
     order = np.arange(len(window))
     if longest_first:
         order = np.argsort(-candidates.expected_tokens, kind="stable")
-    asked = order[kept[order]]
-    return Selection(prompt_ids=window[asked], inclusion=weighted[asked], window=len(window))
+    selected = order[kept[order]]
+    return Selection(prompt_ids=window[selected], inclusion=weighted[selected], window=len(window))

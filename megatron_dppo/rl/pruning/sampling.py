@@ -109,7 +109,7 @@ def wrap_user_rule(
         except (Exception, SystemExit) as error:
             problem = f"failed ({type(error).__name__}: {error})"
             raise UserError(
-                setting, name, problem, "Mend it; it is given candidates and a share"
+                setting, name, problem, "Correct it; its arguments are candidates and a fraction"
             ) from error
         if found.shape != tuple(shape(candidates)) or not ((found >= 0.0) & (found <= 1.0)).all():
             problem = f"returned {found!r:.100} for candidates of shape {tuple(shape(candidates))}"

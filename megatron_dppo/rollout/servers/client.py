@@ -258,7 +258,7 @@ class ServerClient(ABC):
         if reported is None:
             raise ServerError(
                 self.url,
-                f"did not say which experts it chose: start it with {ROUTING_FLAG}",
+                f"did not report the chosen experts: start it with {ROUTING_FLAG}",
                 alive=True,
             )
         wanted = (prompt + length - 1, shape.layers, shape.per_token)

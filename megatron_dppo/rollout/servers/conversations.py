@@ -69,10 +69,7 @@ class Conversations:
         )
         if (under_way := time.monotonic() - began) < seconds:
             return ""
-        return (
-            f"{self._function.spec} has been about prompt {prompt} for {under_way:.0f} s and "
-            "has not returned"
-        )
+        return f"{self._function.spec} has not returned for prompt {prompt} after {under_way:.0f} s"
 
     def close(self) -> None:
         self._thread.close()
@@ -88,10 +85,7 @@ class Conversations:
             UserError: the function raised, cancelled the run's tasks, or returned an unusable
                 result.
         """
-        problem = (
-            f"was spoken to by {self._function.spec} for {self._timeout_s:g} s, with no "
-            "completion in the end"
-        )
+        problem = f"served {self._function.spec} for {self._timeout_s:g} s without a completion"
 
         def request_turn(*request: Any) -> Awaitable[Completion]:
             return asyncio.wrap_future(

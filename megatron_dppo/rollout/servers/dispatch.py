@@ -84,7 +84,7 @@ class Dispatcher:
         self._max_in_flight = max_in_flight
         self._timeout_s = request_timeout_s
         self._attempts = attempts
-        self._asked: dict[
+        self._in_flight: dict[
             ServerClient, set[asyncio.Task[Sequence[GenerateResult | Completion]]]
         ] = {}
         """Pending requests of this rank, by server."""
@@ -161,14 +161,14 @@ class Dispatcher:
         return lost
 
     async def _count_in_flight(self) -> Counter[str]:
-        return Counter({client.url: len(tasks) for client, tasks in self._asked.items()})
+        return Counter({client.url: len(tasks) for client, tasks in self._in_flight.items()})
 
     async def _set_servers(self, clients: Sequence[ServerClient]) -> None:
-        for client in set(self._asked) - set(clients):
+        for client in set(self._in_flight) - set(clients):
             self._remove_server(client)
         for client in clients:
             self._lost.pop(client.url, None)
-            self._asked.setdefault(client, set())
+            self._in_flight.setdefault(client, set())
         self._wake()
 
     async def _run(self, batch: RequestBatch) -> None:
@@ -201,11 +201,11 @@ class Dispatcher:
         prompt = batch.prompts[index]
         avoided = set(failed)
         last = ""
-        alike: list[Sequence[PartialCompletion]] = [samples]
-        while alike == [samples]:
+        prefix_groups: list[Sequence[PartialCompletion]] = [samples]
+        while prefix_groups == [samples]:
             if attempt >= self._attempts:
                 raise PromptFailedError(
-                    f"prompt {prompt.id} was asked {attempt} times, the last time {last}"
+                    f"prompt {prompt.id} was requested {attempt} times, the last time {last}"
                 )
             before = sum(sample.length for sample in samples)
             if failure := await self._send_request(batch, index, samples, attempt, avoided):
@@ -214,14 +214,15 @@ class Dispatcher:
                 self.resubmitted += 1
             if batch.broken_off:
                 return
-            alike = group_by_prefix([sample for sample in samples if not sample.ended])
-            others = bool(failure) and not avoided >= set(self._asked)
-            if alike and sum(sample.length for sample in samples) == before and not others:
+            prefix_groups = group_by_prefix([sample for sample in samples if not sample.ended])
+            others = bool(failure) and not avoided >= set(self._in_flight)
+            if prefix_groups and sum(sample.length for sample in samples) == before and not others:
                 # All servers have just failed, or are paused and abort requests.
                 await asyncio.sleep(RETRY_DELAY_S)
         forks = batch.add_ended(index, [sample for sample in samples if sample.ended])
         continued = [
-            self._run_samples(batch, index, each, attempt, frozenset(avoided)) for each in alike
+            self._run_samples(batch, index, each, attempt, frozenset(avoided))
+            for each in prefix_groups
         ]
         await run_all([*continued, *(self._run_samples(batch, index, each) for each in forks)])
 
@@ -267,17 +268,17 @@ class Dispatcher:
                 ),
             )
             answer = client.generate(first.token_ids, sampling, timeout_s=self._timeout_s)
-        asked = self._asked[client]
+        tasks = self._in_flight[client]
         task: asyncio.Task[Sequence[GenerateResult | Completion]] = asyncio.create_task(
             wrap_errors(client.url, answer)
         )
         # Retrieve an abandoned task's error, because asyncio would log a warning.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        asked.add(task)
+        tasks.add(task)
         try:
             await asyncio.wait([task])
             if task.cancelled():
-                return f"server {client.url} was taken out"
+                return f"server {client.url} was removed"
             results = task.result()
             if len(results) != len(samples):
                 raise ServerError(
@@ -296,7 +297,7 @@ class Dispatcher:
             return str(error)
         finally:
             task.cancel()
-            asked.discard(task)
+            tasks.discard(task)
             self._wake()
         # Any success ends a sequence of failures.
         self._failures[client] = 0
@@ -313,11 +314,11 @@ class Dispatcher:
         self, client: ServerClient, min_version: int, versions: Sequence[tuple[str, int]]
     ) -> NDArray[np.int32]:
         known = []
-        for told, _ in versions:
-            version = self._read_version(told)
+        for name, _ in versions:
+            version = self._read_version(name)
             if version is None or version < min_version:
                 problem = (
-                    f"generates with weights of version {told!r}, which this step must not use"
+                    f"generates with weights of version {name!r}, which this step must not use"
                 )
                 self._mark_unhealthy(client, problem)
                 raise ServerError(client.url, problem, alive=True)
@@ -341,14 +342,14 @@ class Dispatcher:
                 self._mark_unhealthy(client, error.problem)
 
     def _mark_unhealthy(self, client: ServerClient, problem: str) -> None:
-        if client in self._asked:
+        if client in self._in_flight:
             self._lost[client.url] = problem
             self._remove_server(client)
 
     def _remove_server(self, client: ServerClient) -> None:
         # Cancelled requests are sent again to other servers.
         del self._failures[client]
-        for task in self._asked.pop(client):
+        for task in self._in_flight.pop(client):
             task.cancel()
 
     async def _acquire_server(
@@ -362,17 +363,19 @@ class Dispatcher:
             excluded: servers used only without alternatives.
         """
         while True:
-            clients = [client for client in self._asked if client not in excluded] or list(
-                self._asked
+            clients = [client for client in self._in_flight if client not in excluded] or list(
+                self._in_flight
             )
             # Rotate, because all ranks would otherwise prefer the same server.
             first = self._first % max(len(clients), 1)
             order = clients[first:] + clients[:first]
-            free = [client for client in order if len(self._asked[client]) < self._max_in_flight]
+            free = [
+                client for client in order if len(self._in_flight[client]) < self._max_in_flight
+            ]
             if preferred in free:
                 return preferred
             if free:
-                return min(free, key=lambda client: len(self._asked[client]))
+                return min(free, key=lambda client: len(self._in_flight[client]))
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append((priority, turn))
             await turn

@@ -77,7 +77,7 @@ class ServerEngine:
         rollout = config.rollout
         self._config = config
         self._world = world
-        self._say = log
+        self._log = log
         # The prefix distinguishes this run's versions from another run's.
         run, given, new = world.broadcast(
             lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret())
@@ -188,12 +188,14 @@ class ServerEngine:
                 self._restore_servers()
                 began = time.monotonic()
             elif min(report.idle_s for report in reports) > self._config.rollout.timeout_s:
-                asked = sum(self._world.gather(self._dispatcher.count_in_flight()), Counter())
-                at = ", ".join(f"{count} at server {url}" for url, count in sorted(asked.items()))
+                in_flight = sum(self._world.gather(self._dispatcher.count_in_flight()), Counter())
+                at = ", ".join(
+                    f"{count} at server {url}" for url, count in sorted(in_flight.items())
+                )
                 problem = f"no prompt was answered for so long; unanswered: {_format_by_rank(left)}"
                 details = (problem, at and f"requests under way: {at}", late)
                 problem = "; ".join(filter(None, details))
-                remedy = "Look for what it waits for" if late else "Look into the servers' logs"
+                remedy = "Look for what it waits for" if late else "Read the servers' logs"
                 timeout_s = f"{self._config.rollout.timeout_s:g}"
                 raise UserError("rollout.timeout_s", timeout_s, problem, f"{remedy}, or raise it")
 
@@ -231,13 +233,13 @@ class ServerEngine:
                 return
             self._retries += 1
             self._log_on_rank0(
-                f"an update of the weights failed and is tried again: {_format_problems(problems)}"
+                f"an update of the weights failed and is repeated: {_format_problems(problems)}"
             )
             self._remove_servers(problems)
         problem = (
             f"the servers could not be brought to version {version}: {_format_problems(problems)}"
         )
-        remedy = "Look into the servers' logs; raise it, or try rollout.sync.transport=disk"
+        remedy = "Read the servers' logs; raise it, or try rollout.sync.transport=disk"
         raise UserError("rollout.sync.retries", retries, problem, remedy)
 
     def resume(self) -> None:
@@ -265,14 +267,14 @@ class ServerEngine:
                     alone = self._new_dispatcher(attempts=1)
                     alone.set_servers([server])
                     batches[server] = alone.begin(prompts, sampling, 0)
-            asked = {server: batches[server] for server in self.servers}
-            for batch in asked.values():
+            checks = {server: batches[server] for server in self.servers}
+            for batch in checks.values():
                 batch.wait(EXCHANGE_S)
-            if not any(batch.unfinished_count for batch in asked.values()):
+            if not any(batch.unfinished_count for batch in checks.values()):
                 return None
             failed = {
                 server.url: f"{batch.error}"
-                for server, batch in asked.items()
+                for server, batch in checks.items()
                 if batch.error is not None
             }
             return {**self._check_health(self._rank0_pool), **failed}
@@ -343,7 +345,9 @@ class ServerEngine:
         Called when no server is left.
         """
         self._wait_for_servers()
-        assert self._source is not None, "rollouts were asked for before any weights were there"
+        assert self._source is not None, (
+            "rollouts were requested before the first update of the weights"
+        )
         self.update_weights(self._source, self._version)
         self.resume()
 
@@ -369,7 +373,7 @@ class ServerEngine:
         """
         began = time.monotonic()
         timeout_s = self._config.rollout.timeout_s
-        self._log_on_rank0("no rollout server is left; waiting for one to come back")
+        self._log_on_rank0("no rollout server is left; waiting for a server to recover")
 
         def check_servers(pool: ServerPool) -> tuple[ServerClient, ...] | None:
             restarts = self._config.rollout.launch.restarts
@@ -378,14 +382,13 @@ class ServerEngine:
             if pool.is_exhausted:
                 problem = f"are used up, and no rollout server is left: {pool.failures}"
                 remedy = (
-                    "Look into the servers' logs; raise it, and run the same command again: "
-                    "it resumes"
+                    "Read the servers' logs; raise it, and run the same command again: it resumes"
                 )
                 raise UserError("rollout.launch.restarts", restarts, problem, remedy)
             if time.monotonic() - began > timeout_s:
-                problem = f"no rollout server is left, and none came back in time: {pool.failures}"
+                problem = f"no rollout server is left, and none recovered in time: {pool.failures}"
                 remedy = (
-                    "Look into the servers' logs, start them again, and run the same command "
+                    "Read the servers' logs, start them again, and run the same command "
                     "again: it resumes"
                 )
                 raise UserError("rollout.timeout_s", f"{timeout_s:g}", problem, remedy)
@@ -434,12 +437,12 @@ class ServerEngine:
 
     def _log_on_rank0(self, text: str) -> None:
         if self._world.is_rank0:
-            self._say(text)
+            self._log(text)
 
     def _make_error(self, error: Exception) -> Exception:
         if isinstance(error, UserError):
             return error
-        remedy = "Look into the servers' logs; raise it if servers died of something else"
+        remedy = "Read the servers' logs; raise it if the servers failed for another reason"
         problem = f"a prompt could not be answered: {error}"
         return UserError("rollout.attempts", self._config.rollout.attempts, problem, remedy)
 
@@ -449,5 +452,5 @@ def _format_by_rank(left: Sequence[int]) -> str:
 
 
 def _format_problems(problems: Mapping[str, str] | None) -> str:
-    said = "; ".join(f"{url} {problem}" for url, problem in (problems or {}).items())
-    return said or "nobody knows which server failed"
+    text = "; ".join(f"{url} {problem}" for url, problem in (problems or {}).items())
+    return text or "the failed server is unknown"

@@ -184,9 +184,9 @@ class Http:
             reason = str(error) or type(error).__name__
             raise ServerError(url, f"broke off at {path} ({reason})", alive=False) from None
         if status != 200:
-            said = content[:MAX_ERROR_CHARS].decode(errors="replace")
+            message = content[:MAX_ERROR_CHARS].decode(errors="replace")
             kind = BusyError if status in BUSY else ServerError
-            raise kind(url, f"refused {path} with status {status}: {said}", alive=True)
+            raise kind(url, f"refused {path} with status {status}: {message}", alive=True)
         try:
             return orjson.loads(content) if content else None
         except orjson.JSONDecodeError:

@@ -168,7 +168,7 @@ def _expand(nodes: str) -> list[str]:
         raise UserError(
             NODES,
             nodes,
-            "scontrol, which tells the nodes' names, is not on the path",
+            "scontrol, which lists the nodes' names, is not on the path",
             f"Set {OVERRIDE}",
         )
     listed = subprocess.run(
@@ -275,8 +275,7 @@ def find_listen_address(environ: Mapping[str, str]) -> str:
             if not address.startswith("127."):
                 return address
     problem = (
-        "is not an address at which ranks on other machines could reach a server that this "
-        "one starts"
+        "is not an address at which ranks on other machines could reach the servers of this machine"
     )
     remedy = "Set it to this machine's address in their network"
     raise UserError("MASTER_ADDR", environ.get("MASTER_ADDR", ""), problem, remedy)
@@ -317,13 +316,13 @@ def assign_server_gpus(config: Config, gpus: Sequence[str], local_ranks: int) ->
     colocated = config.rollout.colocated
     free = list(gpus[:local_ranks] if colocated else gpus[local_ranks:])
     if sum(sizes) > len(free):
-        whose = (
+        owner = (
             "the trainer's ranks on it have"
             if colocated
             else f"its {local_ranks} ranks of the trainer leave"
         )
         problem = (
-            f"{len(sizes)} servers need {sum(sizes)} GPUs on this machine, and {whose} "
+            f"{len(sizes)} servers need {sum(sizes)} GPUs on this machine, and {owner} "
             f"{len(free)} of {len(gpus)}"
         )
         remedy = (

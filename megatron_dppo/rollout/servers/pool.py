@@ -64,7 +64,7 @@ class ServerPool:
         self._http = http
         self._architecture = architecture
         self._secret = secret
-        self._say = log
+        self._log = log
         self.processes: list[ServerProcess] = []
         """The run's own servers."""
         self._serving: list[ServerClient] = []
@@ -73,7 +73,7 @@ class ServerPool:
         # Reason of the removal, by URL of each unrecovered server.
         self._lost: dict[str, str] = {}
         self._misses = Counter[ServerClient]()
-        self._heard: dict[str, str] = {}
+        self._last_reports: dict[str, str] = {}
         """Last report of an externally managed server, by URL, until generation."""
         self._restarts = 0
         self._closed = False
@@ -90,7 +90,7 @@ class ServerPool:
             self.processes = create_processes(self._config, self._secret or "")
         for process in self.processes:
             process.start()
-        ours = [
+        starting = [
             self._wait_with_log(
                 wait_ready(process, partial(self._make_client, process=number), launch.wait_s),
                 self._make_wait_message(process.name, f"its log is {process.log}"),
@@ -103,7 +103,7 @@ class ServerPool:
             )
             for url in server_urls(self._config)
         ]
-        started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
+        started, found = await asyncio.gather(asyncio.gather(*starting), asyncio.gather(*given))
         for client in [*started, *(client for group in found for client in group)]:
             await self._check(client)
             self._serving.append(client)
@@ -116,7 +116,7 @@ class ServerPool:
     def remove_unhealthy(self, problems: Mapping[str, str]) -> tuple[ServerClient, ...]:
         """Remove servers (reasons by URL), and start recoveries if possible; return the rest."""
         for server in [server for server in self._serving if server.url in problems]:
-            self._say(f"server {server.name} is taken out: it {problems[server.url]}")
+            self._log(f"server {server.name} is removed: it {problems[server.url]}")
             self._lost[server.url] = problems[server.url]
             self._serving.remove(server)
             self._start_recovery(server)
@@ -138,12 +138,12 @@ class ServerPool:
                 client = returning.result()
             # Any error, because a single server is no reason to stop the run.
             except Exception as error:
-                self._say(f"server {server.name} did not come back: {error}")
+                self._log(f"server {server.name} did not recover: {error}")
                 self._start_recovery(server)
             else:
                 self._serving.append(client)
                 self._lost.pop(client.url, None)
-                self._say(f"server {client.name} is back")
+                self._log(f"server {client.name} is back")
         return self.servers
 
     @property
@@ -168,11 +168,11 @@ class ServerPool:
             )
 
         first = min(SAY_AFTER_S, timeout_s / 2)
-        asked = [
+        checks = [
             self._wait_with_log(server.health(timeout_s), partial(silent, server), first)
             for server in serving
         ]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*checks, return_exceptions=True)
         unfit = {}
         for server, answer in zip(serving, answers, strict=True):
             failed = isinstance(answer, ServerError)
@@ -194,14 +194,14 @@ class ServerPool:
         first report."""
         most = self._config.rollout.launch.wait_s
 
-        def say(taken: float) -> str:
-            heard = self._heard.get(server, default)
+        def describe_wait(taken: float) -> str:
+            report = self._last_reports.get(server, default)
             return (
                 f"waiting for {taken:.0f} s, of rollout.launch.wait_s = {most:g}, for server "
-                f"{server}: {heard}"
+                f"{server}: {report}"
             )
 
-        return say
+        return describe_wait
 
     async def _wait_with_log(
         self,
@@ -220,7 +220,7 @@ class ServerPool:
         wait_s = SAY_AFTER_S if wait_s is None else wait_s
         try:
             while not (await asyncio.wait([task], timeout=wait_s))[0]:
-                self._say(message(time.monotonic() - began))
+                self._log(message(time.monotonic() - began))
                 wait_s = SAY_EVERY_S
             return task.result()
         finally:
@@ -233,7 +233,7 @@ class ServerPool:
         Raises:
             UserError: at the timeout.
         """
-        self._heard[url] = NOTHING
+        self._last_reports[url] = NOTHING
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while True:
@@ -246,17 +246,17 @@ class ServerPool:
                         await asyncio.gather(*(self._ensure_ready(client) for client in clients))
                         if clients:
                             if workers is not None:
-                                self._say(f"{url} is a router; its {len(clients)} workers serve")
+                                self._log(f"{url} is a router; its {len(clients)} workers serve")
                             return clients
-                        self._heard[url] = "it is a router without workers"
+                        self._last_reports[url] = "it is a router without workers"
                     except ServerError as error:
-                        self._heard[url] = str(error)
+                        self._last_reports[url] = str(error)
                     await asyncio.sleep(ASK_AGAIN_S)
-        remedy = "Start it, mend the URL, or raise rollout.launch.wait_s"
+        remedy = "Start it, correct the URL, or raise rollout.launch.wait_s"
         raise UserError(
             "rollout.servers",
             url,
-            f"cannot generate after {wait_s:g} s: {self._heard[url]}",
+            f"cannot generate after {wait_s:g} s: {self._last_reports[url]}",
             remedy,
         )
 
@@ -297,7 +297,7 @@ class ServerPool:
             )
         else:
             words = self.processes[server.process].read_log_tail()
-            self._say(
+            self._log(
                 f"rollout.launch.restarts = {restarts} are used up"
                 + (f":\n{words}" if words else "")
             )
@@ -350,7 +350,7 @@ class ServerPool:
             info = await client.get_info()
         except ServerError as error:
             remedy = (
-                f"{'Start it as that says' if error.alive else 'Look into its log'}, or name "
+                f"{'Start it accordingly' if error.alive else 'Read its log'}, or name "
                 "another server"
             )
             raise UserError(setting, client.url, error.problem, remedy) from None
@@ -376,8 +376,8 @@ class ServerPool:
             )
         elif info.stages > 1 and rollout.sync.transport == "collective":
             problem = (
-                f"has {info.stages} pipeline stages, and each of them would join as the "
-                "ranks of the first"
+                f"has {info.stages} pipeline stages, and each stage would join the group as the "
+                "first stage"
             )
             remedy = "Start it with --pp-size 1, or set rollout.sync.transport to disk"
         elif info.dtype not in (None, dtype):
@@ -387,15 +387,14 @@ class ServerPool:
             remedy = f"Start it with --dtype {dtype}, or set model.dtype"
         elif self._config.loss.replay_routing == "rollout" and not info.routing:
             problem = (
-                "does not say which experts it chose, and loss.replay_routing = rollout "
-                "replays them"
+                "does not report the chosen experts, and loss.replay_routing = rollout replays them"
             )
             remedy = f"Start it with {ROUTING_FLAG}, or set loss.replay_routing"
         elif rollout.sync.adapter and not _supports_adapters(info, self._config.model.lora):
             takes = f"up to rank {info.lora_rank} on {', '.join(sorted(info.lora_targets))}"
             problem = (
-                f"takes {takes if info.lora_rank else 'no'} adapters, and "
-                "rollout.sync.adapter sends it others"
+                f"takes {takes if info.lora_rank else 'no'} adapters, and rollout.sync.adapter "
+                "sends other adapters"
             )
             spec = load_engine_spec(rollout.engine)
             words = shlex.join(spec.adapter_flags(self._config.model.lora))

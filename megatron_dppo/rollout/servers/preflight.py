@@ -46,9 +46,7 @@ def check_launch(config: Config) -> None:
             )
     for flag in launch.flags:
         if flag.partition("=")[0] in spec.reserved_flags:
-            problem = (
-                "is set by the run itself: for all servers, for each, or where nobody can read it"
-            )
+            problem = "is set by the run: for all servers, for each server, or as a secret"
             raise UserError(
                 "rollout.launch.flags",
                 flag,
@@ -57,10 +55,12 @@ def check_launch(config: Config) -> None:
             )
         if any(part in flag.replace("_", "-") for part in spec.lossy_flags):
             problem = (
-                "takes drafts more often than the policy would sample them, and no "
-                "log-probability shows it"
+                "accepts drafts more often than the policy would sample them, and "
+                "log-probabilities do not show it"
             )
-            remedy = "Leave it out: the engine's own default samples as without drafts"
+            remedy = (
+                "Remove it: the engine's default keeps the distribution of sampling without drafts"
+            )
             raise UserError("rollout.launch.flags", flag, problem, remedy)
 
 
@@ -109,7 +109,10 @@ def _check_sync_folder(config: Config) -> None:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         problem = f"{place} is no directory that can be written to"
         raise UserError(
-            "rollout.sync.folder", folder, problem, "Name one that you and the servers share"
+            "rollout.sync.folder",
+            folder,
+            problem,
+            "Name a directory that you and the servers share",
         )
 
 
@@ -117,11 +120,11 @@ def _check_environment(config: Config, environ: Mapping[str, str]) -> None:
     given = dict(entry.split("=", 1) for entry in config.rollout.launch.env)
     for name, value in rank_environment(config.rollout).items():
         # Trainer ranks set the value unless already set.
-        ours = environ.get(name, value)
-        if given.get(name, ours) != ours:
+        trainer_value = environ.get(name, value)
+        if given.get(name, trainer_value) != trainer_value:
             problem = (
-                f"the trainer has {name}={ours}, and NCCL wants the same at both ends of the group "
-                "for weights"
+                f"the trainer has {name}={trainer_value}, and NCCL requires the same value in "
+                "the trainer and the servers"
             )
             remedy = f"Leave it out, or run the trainer with {name}={given[name]}, too"
             raise UserError("rollout.launch.env", f"{name}={given[name]}", problem, remedy)
@@ -157,7 +160,7 @@ def _check_memory(config: Config) -> None:
             "the trainer"
         )
         remedy = (
-            f"Add {flag} with {share}; megatron-dppo plan says what the trainer keeps meanwhile"
+            f"Add {flag} with {share}; megatron-dppo plan prints the memory that the trainer keeps"
         )
         flags = "rollout.launch.flags"
         raise UserError(flags, mask_secrets(flags, [*rollout.launch.flags]), problem, remedy)
@@ -182,7 +185,7 @@ def _check_command(config: Config, environ: Mapping[str, str]) -> None:
             f"{SERVER_PYTHON}=/ITS/bin/python, or "
             f"rollout.launch.command=[/ITS/bin/python,-m,{spec.module}]"
         )
-        remedy = f"Install it in one of its own (docs/gpu.md), and set the variable {ways}"
+        remedy = f"Install it in a separate environment (docs/gpu.md), and set the variable {ways}"
         raise UserError("rollout.launch.command", "null", problem, remedy)
     elif command is not None and (not command or shutil.which(command[0]) is None):
         name = command[0] if command else ""

@@ -156,8 +156,8 @@ class ServerProcess:
         try:
             self._begins = os.fstat(log).st_size
             now = time.strftime("%F %T")
-            what = f"starting server {self.name} at {self.url}: {shlex.join(self.command)}"
-            os.write(log, f"=== {now} {what}\n".encode())
+            line = f"starting server {self.name} at {self.url}: {shlex.join(self.command)}"
+            os.write(log, f"=== {now} {line}\n".encode())
             # Only the trainer receives signals from a terminal.
             self._process = subprocess.Popen(
                 [sys.executable, "-IS", lifetime.__file__, str(os.getpid()), *self.command],
@@ -329,7 +329,7 @@ def _make_exit_error(process: ServerProcess) -> UserError:
         "of its log:\n"
     )
     remedy = (
-        f"Read {process.log}, then mend the command, rollout.launch.flags or rollout.launch.env"
+        f"Read {process.log}, then correct the command, rollout.launch.flags or rollout.launch.env"
     )
     setting = "rollout.launch.command"
     command = " ".join(mask_secrets(setting, [*process.command]))

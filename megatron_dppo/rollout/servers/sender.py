@@ -69,7 +69,7 @@ class StagedBucket:
 class _SentBucket:
     """Pending bucket, with the replies of the servers by URL."""
 
-    what: str
+    name: str
     work: Future[dist.Work]
     """Done when the broadcast has started, or has failed to start."""
     replies: Mapping[str, Future[None]]
@@ -178,9 +178,9 @@ class Sender:
         except SyncFailedError as failed:
             self.close()
             nccl.check_mismatch(" ".join([failed.problem, *failed.problems.values()]))
-            if (ours := nccl.get_loaded_version()) is None:
+            if (loaded := nccl.get_loaded_version()) is None:
                 raise
-            hint = f"(the trainer has NCCL {ours}, and a server with another could not join it)"
+            hint = f"(the trainer has NCCL {loaded}, and a server with another could not join it)"
             problems = {url: f"{problem} {hint}" for url, problem in failed.problems.items()}
             raise SyncFailedError(problems, f"{failed.problem} {hint}") from None
 
@@ -249,7 +249,7 @@ class Sender:
         """
         if self._sent is None:
             return
-        what = self._sent.what
+        name = self._sent.name
         replies = self._sent.replies
         problem = self._wait_for(self._sent)
         # The bucket's work keeps the group's connections open, and servers waiting.
@@ -257,7 +257,7 @@ class Sender:
         if problem:
             raise self._handle_failure(replies, problem)
         if problems := collect_problems(replies, self._timeout_s):
-            raise SyncFailedError(problems, f"{what} was not loaded")
+            raise SyncFailedError(problems, f"{name} was not loaded")
 
     def _wait_for(self, bucket: _SentBucket) -> str | None:
         """Wait until a bucket is done; return the problem, or None."""
@@ -265,15 +265,15 @@ class Sender:
         while not bucket.is_done:
             # Without a server that refused or died, the group would wait until the timeout.
             if bucket.is_refused:
-                return f"a server left while {bucket.what} was on its way"
+                return f"a server left while {bucket.name} was on its way"
             if time.monotonic() > deadline:
-                return f"{bucket.what} took more than {self._timeout_s:g} s"
+                return f"{bucket.name} took more than {self._timeout_s:g} s"
             time.sleep(POLL_INTERVAL_S)
         try:
             bucket.work.result().wait()
         # Includes dist.DistBackendError, a subclass.
         except RuntimeError as error:
-            return f"{bucket.what} could not be sent ({_format_error(error)})"
+            return f"{bucket.name} could not be sent ({_format_error(error)})"
         return None
 
     def close(self) -> None:
@@ -290,10 +290,10 @@ class Sender:
             client.url: self._http.start(client.leave(self.name)) for client in self._clients
         }
         # In a thread, because the destruction may hang.
-        ours = _run_in_thread(partial(_destroy, group), "leaving")
+        leaving_call = _run_in_thread(partial(_destroy, group), "leaving")
         collect_problems(leaving, GRACE_S)
         try:
-            ours.result(GRACE_S)
+            leaving_call.result(GRACE_S)
         # Abort, to free servers that wait for a dead server.
         except TimeoutError:
             if group is not None:
@@ -358,7 +358,7 @@ def collect_problems(
                 problems[url] = error.problem
         except TimeoutError:
             reply.cancel()
-            problems[url] = f"said nothing within {timeout_s:g} s"
+            problems[url] = f"did not answer within {timeout_s:g} s"
     return problems
 
 

@@ -69,8 +69,8 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
             "rollout.servers", config.rollout.servers, problem, "Start one task for each server"
         )
     if not environ.get(SECRET):
-        problem = "is not set: without a secret, whoever reaches the server could use it"
-        raise UserError(SECRET, "", problem, "Set it to a word of your own, for the trainer too")
+        problem = "is not set: without a secret, anybody who reaches the server could use it"
+        raise UserError(SECRET, "", problem, "Set it to a secret word, for the trainer too")
     shape = read_shape(config.model.folder)
     checks = exclusions.build_checks(config, "serve")
     shape_checks = exclusions.build_checks(config, "serve", shape)

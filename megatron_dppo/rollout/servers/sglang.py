@@ -246,11 +246,13 @@ class SglangClient(ServerClient):
         reason = meta["finish_reason"]["type"]
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
         if len(logprobs) != len(tokens) or reason not in ("stop", "length", "abort"):
-            said = (
+            content = (
                 f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, finish reason "
                 f"{meta['finish_reason']}"
             )
-            raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
+            raise ServerError(
+                self.url, f"gave an answer that cannot be used: {content}", alive=True
+            )
         entropies = None
         if sampling.needs_entropies:
             top_logprobs = []
@@ -258,16 +260,16 @@ class SglangClient(ServerClient):
                 top_logprobs.append([entry[0] for entry in top])
             entropies = compute_entropy_bounds(top_logprobs)
             if len(entropies) != len(tokens):
-                said = f"{len(tokens)} tokens, and the likeliest ones of {len(entropies)}"
+                content = f"{len(tokens)} tokens, and the likeliest ones of {len(entropies)}"
                 raise ServerError(
-                    self.url, f"gave an answer that cannot be used: {said}", alive=True
+                    self.url, f"gave an answer that cannot be used: {content}", alive=True
                 )
         # Without a list of versions, all tokens have the same version.
         spans = meta.get("weight_versions") or [
             {"version": meta["weight_version"], "start": 0, "end": len(tokens)}
         ]
-        told = meta.get("routed_experts")
-        routing = None if told is None else np.frombuffer(base64.b64decode(told), np.int32)
+        encoded = meta.get("routed_experts")
+        routing = None if encoded is None else np.frombuffer(base64.b64decode(encoded), np.int32)
         return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=as_logprobs(logprobs),
@@ -323,7 +325,7 @@ SPEC = EngineSpec(
         "--config",
     ),
     lossy_flags=("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
-    memory_flag=("--mem-fraction-static", "a share of what is free when it starts"),
+    memory_flag=("--mem-fraction-static", "a fraction of the memory that is free at its start"),
     memory_of_free=True,
     flags=server_flags,
     adapter_flags=adapter_flags,

@@ -99,9 +99,7 @@ class Sync:
             stuck = self._call_servers(
                 [client for client in clients if client.url not in failed.problems], _abort_update
             )
-            return {**stuck, **failed.problems} or {
-                "nobody knows which server failed:": failed.problem
-            }
+            return {**stuck, **failed.problems} or {"the failed server is unknown:": failed.problem}
         loaded = time.perf_counter()
         if problems := self._call_servers(clients, lambda client: self._end(client, version)):
             return problems
@@ -148,10 +146,10 @@ class Sync:
         # Kept requests still need their cache.
         if self.in_flight != "keep":
             await client.flush()
-        if (told := await client.get_version()) != version:
+        if (reported := await client.get_version()) != version:
             raise ServerError(
                 client.url,
-                f"says that its weights are of version {told!r} after an update",
+                f"reports weights of version {reported!r} after an update",
                 alive=True,
             )
 

@@ -175,7 +175,7 @@ class DiskTransport:
             if self._world.is_rank0:
                 shutil.rmtree(place, ignore_errors=True)
         if problems:
-            raise SyncFailedError(problems, "a server did not load what was written")
+            raise SyncFailedError(problems, "a server did not load the written weights")
         return self._plan.total_bytes
 
     def close(self) -> None:

@@ -303,20 +303,22 @@ class VllmClient(ServerClient):
             "length",
             "abort",
         ):
-            said = (
+            content = (
                 f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, versions {spans}, "
                 f"finish reason {reason}"
             )
-            raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
+            raise ServerError(
+                self.url, f"gave an answer that cannot be used: {content}", alive=True
+            )
         if NO_LOGPROB in logprobs:
             raise ServerError(
                 self.url,
                 f"gave no log-probability for token {logprobs.index(NO_LOGPROB)}",
                 alive=True,
             )
-        told = choice.get("routed_experts")
+        encoded = choice.get("routed_experts")
         # By default np.load refuses pickled content.
-        routing = None if told is None else np.load(BytesIO(base64.b64decode(told)))
+        routing = None if encoded is None else np.load(BytesIO(base64.b64decode(encoded)))
         return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=as_logprobs(logprobs),
@@ -394,7 +396,7 @@ SPEC = EngineSpec(
         "--api-key",
     ),
     lossy_flags=("synthetic",),
-    memory_flag=("--gpu-memory-utilization", "a share of the whole GPU"),
+    memory_flag=("--gpu-memory-utilization", "a fraction of the memory of the GPU"),
     memory_of_free=False,
     flags=server_flags,
     environment=server_environment,

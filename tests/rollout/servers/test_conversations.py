@@ -190,13 +190,13 @@ def test_each_token_has_its_role(conversing: Conversing) -> None:
     [
         (
             "forget_what_was_told",
-            "turn 1 that was generated after other tokens than stand before it",
+            "turn 1 whose context differs from the tokens before it",
         ),
         (
             "ask_of_unknown_tokens",
             "from a context with the token id 1000000; the policy's vocabulary",
         ),
-        ("go_on_from_nothing", "no token to go on from"),
+        ("go_on_from_nothing", "The context of a turn has no token"),
         ("end_the_program", "SystemExit: 0"),
         ("stumble", "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
     ],
@@ -234,7 +234,7 @@ def test_a_conversation_that_blocks_is_named_and_fails(conversing: Conversing) -
     )
     while not (named := conversations.describe_stalled(0.1)):
         time.sleep(0.05)
-    assert "tools.py:block has been about prompt 7 for" in named
-    with pytest.raises(ServerError, match="for 1 s, with no completion in the end"):
+    assert "tools.py:block has not returned for prompt 7 after" in named
+    with pytest.raises(ServerError, match="for 1 s without a completion"):
         begun.result(10.0)
     assert conversations.describe_stalled(0.0) == ""

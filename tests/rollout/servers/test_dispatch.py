@@ -160,7 +160,7 @@ def test_a_prompt_refused_everywhere_fails_the_batch(http: Http) -> None:
 
     batch = request_all(dispatcher_of(http, Script(http, refuse_second)), 3)
     assert isinstance(batch.error, PromptFailedError)
-    assert "prompt 1 was asked 3 times" in str(batch.error) and "too long" in str(batch.error)
+    assert "prompt 1 was requested 3 times" in str(batch.error) and "too long" in str(batch.error)
 
 
 def test_prompts_wait_for_a_server_and_for_room(http: Http) -> None:

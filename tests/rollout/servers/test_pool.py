@@ -130,7 +130,7 @@ def test_a_lost_given_server_comes_back(http: Http, monkeypatch: pytest.MonkeyPa
         assert serving.remove_unhealthy({url: "broke off"}) == ()
         assert happens(lambda: [server.life for server in serving.admit_ready()] == [1])
     name = url.removeprefix("http://")
-    assert said == [f"server {name} is taken out: it broke off", f"server {name} is back"]
+    assert said == [f"server {name} is removed: it broke off", f"server {name} is back"]
 
 
 @contextmanager
@@ -197,6 +197,6 @@ def test_a_run_names_servers_that_became_silent(
     with silent_server("/generate", then=("/health_generate", "/continue_generation")) as url:
         said = last_words(ranks, policy, tmp_path, url, "rollout.health_timeout_s=0.5")
     assert said.startswith(
-        "rollout.timeout_s = 4: no rollout server is left, and none came back in time: "
+        "rollout.timeout_s = 4: no rollout server is left, and none recovered in time: "
         f"server {url} did not answer /health_generate within 0.5 s."
     )

@@ -19,7 +19,9 @@ class Lock:
         self._app = app
         self._wanted = f"Bearer {os.environ.get('VLLM_API_KEY', '')}".encode()
         if self._wanted == b"Bearer ":
-            raise RuntimeError("the lock wants a secret in the environment variable VLLM_API_KEY")
+            raise RuntimeError(
+                "the lock requires a secret in the environment variable VLLM_API_KEY"
+            )
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         shown = dict(scope.get("headers", ())).get(b"authorization", b"")

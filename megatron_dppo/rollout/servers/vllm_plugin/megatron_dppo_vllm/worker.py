@@ -142,7 +142,7 @@ class Receiver:
         missing, tied = self._find_unloaded_layers()
         if missing:
             raise ValueError(
-                f"the update is not whole: {len(missing)} layers got no weights, such as "
+                f"the update is incomplete: {len(missing)} layers got no weights, such as "
                 f"{missing[0]}"
             )
         self._finalize()
