@@ -95,7 +95,7 @@ def _steps(mode: RehearsalMode, case: Case, config: Config) -> dict[str, Any]:
     if (
         not world.is_last_stage or world.tp_rank or world.cp_rank
     ):  # ranks that the loss's sums reach over the network
-        policy.actor._total = lambda mine: dict.fromkeys((*SUMS, "train/kl_loss"), 1.0)
+        policy.actor._sum_over_replicas = lambda mine: dict.fromkeys((*SUMS, "train/kl_loss"), 1.0)
     multiple = world.compute_capacity_multiple(layout, config.pack.max_tokens)
     for step in range(2):
         plan = plan_step(

@@ -43,14 +43,14 @@ Found = dict[str, dict[str, Any]]
 MEGATRON = version("megatron-core").rpartition(".")[0]
 UPDATED = "copy to the host in megatron_dppo/models/actor.py:Actor._read"
 MEASURED = "copy to the host in megatron_dppo/models/actor.py:Policy.log_probabilities"
-OFFLOADED = "stream.synchronize in megatron_dppo/models/optimizer.py:OffloadedState.leave_device"
+OFFLOADED = "stream.synchronize in megatron_dppo/models/optimizer.py:OffloadedState.offload"
 ROTARY = "in megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
 SEGMENTS = "copy to the host in megatron_dppo/models/layer_specs.py:SegmentAttention.forward"
 DISPATCHED = (
     "event.synchronize in megatron/core/transformer/moe/token_dispatcher.py:"
     "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"
 )
-PINNED_BY = "megatron_dppo/models/pinned.py:pinned_buffer"
+PINNED_BY = "megatron_dppo/models/pinned.py:allocate_pinned_buffer"
 OF_A_PACK = (
     "megatron_dppo/models/responses.py:to_device",
     "megatron/core/transformer/moe/moe_utils.py:maybe_move_tensor_to_cpu",
@@ -191,7 +191,7 @@ def test_local_engine_waits_once_for_each_look(found: Found) -> None:
     """And three times for the results of a batch: stops, tokens, log-probabilities."""
     check_runs(found["engine: dense"])
     decoding = "copy to the host in megatron_dppo/rollout/decoding.py:Decoding"
-    assert found["engine: dense"]["waits"] == {f"{decoding}._retire": 6, f"{decoding}.paths": 3}
+    assert found["engine: dense"]["waits"] == {f"{decoding}._remove_ended": 6, f"{decoding}.build_paths": 3}
 
 
 def test_sequence_parallel_collectives_have_the_layouts_bytes(found: Found) -> None:
