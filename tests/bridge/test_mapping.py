@@ -8,9 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.bridge.load import fill_parameter
-from megatron_dppo.bridge.mapping import Entry, expected_tensors, list_entries
+from megatron_dppo.bridge.mapping import (
+    Entry,
+    expected_tensors,
+    list_adapter_entries,
+    list_entries,
+)
 from megatron_dppo.bridge.stream import fill_tensors
-from megatron_dppo.config import LayoutConfig
+from megatron_dppo.config import LayoutConfig, LoraConfig
 from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.family import Split
 from megatron_dppo.models.shape import PolicyShape
@@ -155,3 +160,27 @@ def test_expert_parallel_ranks_hold_consecutive_experts() -> None:
         if entry.expert is not None
     }
     assert ranks == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def outer_tensors(shape: PolicyShape, stage: int, stages: int) -> list[str]:
+    outer = [entry for entry in entries_of(shape, stage, stages) if entry.layer is None]
+    return [next(iter(entry.tensors)).split(".")[-2] for entry in outer]
+
+
+@pytest.mark.parametrize(("tied", "output"), [(False, "lm_head"), (True, "embed_tokens")])
+def test_output_layer_is_on_the_last_stage_alone(tied: bool, output: str) -> None:
+    shape = replace(SMALL, tied=tied)
+    assert outer_tensors(shape, 0, 2) == ["embed_tokens"]
+    assert outer_tensors(shape, 1, 2) == ["norm", output]
+
+
+def test_adapters_are_beside_their_matrices() -> None:
+    """B is [outputs, rank], A is [rank, inputs]; every expert has its own."""
+    lora, found = LoraConfig(rank=3, targets=("down_proj",)), {}
+    for shape in (SMALL, HYBRID):
+        for entry in list_adapter_entries(shape, lora, [range(1)]):
+            name = entry.megatron_names[0].removeprefix("decoder.layers.0.mlp.")
+            found[name] = next(iter(entry.tensors.values()))
+    assert found["linear_fc2.lora.down_proj.b"] == (12, 3)
+    assert found["linear_fc2.lora.down_proj.a"] == (3, 4)
+    assert found["experts.linear_fc2.lora.3.down_proj.b"] == (12, 3)

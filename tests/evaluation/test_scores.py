@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.scores import (
+    FEWEST,
     Estimate,
     bound_fraction,
     compare,
@@ -95,6 +96,8 @@ def test_a_comparison_is_paired_by_problem() -> None:
         answers("gsm8k", [[True]]), answers("gsm8k", [[False]]), baseline_name="before"
     )
     assert few.endswith("too few problems to say")
+    right, wrong = (answers("gsm8k", [[correct]] * FEWEST) for correct in (True, False))
+    assert compare(right, wrong, baseline_name="before")[1].endswith("differs")
     (_, lost) = compare(
         answers("gsm8k", [[None]] * 20), answers("gsm8k", [[False]] * 20), baseline_name="before"
     )

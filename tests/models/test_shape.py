@@ -76,10 +76,24 @@ def write_config(path: Path, **changes: Any) -> Path:
 def test_shape_is_read_from_config_json(
     changes: dict[str, Any], shape: PolicyShape, tmp_path: Path
 ) -> None:
-    assert read_shape(write_config(tmp_path, **changes)) == shape
+    path = write_config(tmp_path, **changes)
+    assert read_shape(path) == shape
+    config = json.loads((path / "config.json").read_text())
+    assert shape.as_config()["model_type"] == config["model_type"]
 
 
 LLAMA, MISTRAL, HYBRID = "LlamaForCausalLM", "MistralForCausalLM", "Qwen3_5ForCausalLM"
+
+
+def test_omitted_settings_have_transformers_defaults(tmp_path: Path) -> None:
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    changes = {"partial_rotary_factor": ..., "layer_types": kinds}
+    hybrid = read_shape(write_family(tmp_path / "hybrid", HYBRID, **changes))
+    assert (hybrid.rotary_fraction, hybrid.attention_interval) == (0.25, 4)
+    llama = read_shape(write_family(tmp_path / "llama", LLAMA, num_key_value_heads=...))
+    assert llama.kv_heads == llama.heads
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("", {"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
     ("", {"model_type": "llama"}, 'Qwen3ForCausalLM is of model_type "llama"'),

@@ -61,6 +61,8 @@ def test_moments_count_each_prompt_once(name: str) -> None:
     expected = estimate_advantages(name, rewards, columns)[..., 0]
     np.testing.assert_allclose(found[:, :4], expected, rtol=1e-12)
     assert not found[1:, 4:].any()
+    tiny = estimate_advantages(name, 1e-4 * rewards, columns)[..., 0]
+    np.testing.assert_allclose(tiny, expected, rtol=1e-12)
 
 
 SAMPLES = 3
@@ -145,9 +147,10 @@ def test_facts_of_estimators_are_true(name: str) -> None:
         (np.zeros((3, 5)), r"shape \(3, 5\) for rewards of \(3, 4\)"),
         (np.full((3, 4), np.nan), "not finite"),
         ([[np.zeros(2)] * 4] * 3, r"shape \(2,\) for a response of 1 tokens"),
+        ([[np.zeros(1)] * 4] * 2, "is shorter"),
         (None, "TypeError"),
     ],
-    ids=["shape", "NaN", "tokens", "None"],
+    ids=["shape", "NaN", "tokens", "groups", "None"],
 )
 def test_wrong_advantages_are_refused(returned: Any, problem: str) -> None:
     register("own.py:wrong", lambda rewards, columns: returned)

@@ -88,6 +88,8 @@ def test_mismatch_is_summed_over_fresh_tokens_alone():
 
 def test_no_tokens_give_no_loss():
     assert evaluate(torch.zeros(0), 1.0)[0].sum() == 0.0
+    nothing = {"sample": torch.zeros(0).long()}
+    assert evaluate(torch.zeros(0), 1.0, OBJECTIVES["gspo"], **nothing)[0].sum() == 0.0
 
 
 FAR = torch.tensor([95.0, 400.0, 30.0, 0.1, -200.0])
@@ -107,7 +109,11 @@ def test_overflow_of_a_ratio_is_no_nan(name: str, advantage: float):
     losses, sums, gradient = evaluate(torch.full((5,), -1.0), advantage, OBJECTIVES[name], **given)
     assert losses.isfinite().all() and gradient.isfinite().all()
     assert all(value.isfinite() for value in sums.values())
+    assert sums["train/tis_clipfrac"] == 3
     clipped = name not in ("cispo", "rloo", "sapo")
+    if advantage and clipped:
+        count = 3 + (name == "gspo") if advantage > 0.0 else 1
+        assert sums["train/pg_clipfrac"] == count
     if advantage > 0.0 and clipped:
         assert (gradient[:3] == 0.0).all() and gradient[3] == (
             0.0 if name == "gspo" else pytest.approx(-2.4428, 1e-3)

@@ -114,6 +114,7 @@ LOSSES = {
     "masked by sequence": LossConfig(
         name="grpo", mask_below=0.5, mask_above=3.0, tis_level="sequence"
     ),
+    "masked below": LossConfig(name="grpo", mask_below=0.6),
     "masked and truncated": LossConfig(name="dapo", mask_below=0.6, tis_cap=1.2),
     "total variation": LossConfig(
         name="dr_grpo", trust_region="tv", clip_low=0.003, clip_high=0.002
@@ -126,7 +127,7 @@ LOSSES = {
 def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
     loss, inclusion = LOSSES[case], np.array([1.0, 0.5, 0.8, 1.0, 0.4, 0.9])
     rng = np.random.default_rng(0)
-    lengths, rewards = rng.integers(2, 12, (6, SAMPLES)), rng.normal(size=(6, SAMPLES))
+    lengths, rewards = rng.integers(1, 12, (6, SAMPLES)), rng.normal(size=(6, SAMPLES))
     given = {
         "prompt_inclusion": inclusion,
         "window": 9.0,

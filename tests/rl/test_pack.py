@@ -1,5 +1,6 @@
 """Packs written out, and the prefix trees of samples that begin alike."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -64,6 +65,7 @@ def test_pack_of_two_samples_written_out() -> None:
         align=2,
     )
     assert pack.max_seqlen == 6
+    assert pack.parents is None and pack.tokens is None
     check(
         pack,
         token_ids=[0, 1, 100, 101, 102, PAD, 10, 110, 111, PAD, 0, 1],
@@ -148,6 +150,7 @@ def test_routing_lies_beside_its_tokens() -> None:
     assert pack.routing[:, 0, 0].tolist() == [1, 3, *[255] * 4, 5, 255, 7, 255, 9, *[255] * 7]
     assert pack.routing[:, 0, 1].tolist() == [2, 4, *[255] * 4, 6, 255, 8, 255, 9, *[255] * 7]
     assert pack_of(sample(1, 1), capacity=4).routing is None
+    assert pack_of(first, capacity=5).routing[:, 0, 0].tolist() == [1, 3, 255, 255, 255]
 
 
 def test_targets_of_a_sample_without_a_teacher_are_unknown() -> None:
@@ -230,6 +233,9 @@ def test_responses_share_what_is_long_enough_for_a_segment() -> None:
     trunk = range(LEAST_SHARED)
     group = completion(*trunk, 7), completion(*trunk, 8), completion(*trunk[:-1], 9), completion(1)
     assert compute_shared_lengths(4, group) == [0, 4 + LEAST_SHARED, 4, 4]
+    whole = completion(*trunk, 1, 2, 3, 4)
+    several = replace(whole, starts=(LEAST_SHARED, LEAST_SHARED + 2))
+    assert compute_shared_lengths(4, (whole, several)) == [0, 4 + LEAST_SHARED]
 
 
 def test_kept_neighbours_share_the_least_of_those_between() -> None:

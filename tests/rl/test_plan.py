@@ -19,6 +19,7 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.rl.advantages import compute_group_advantages
+from megatron_dppo.rl.packing import resolve_min_packs
 from megatron_dppo.rl.plan import gather_metadata, select_groups
 from megatron_dppo.rl.types import SEGMENT, MinibatchPlan, StepMetadata, StepPlan
 from tests.rl import plans
@@ -51,7 +52,7 @@ def contents(step: StepPlan) -> list[object]:
 
 
 def test_plan_is_a_function_of_metadata_configuration_and_step():
-    metadata, config = step_metadata(32), step_config()
+    metadata, config = step_metadata(32), step_config(updates_per_rollout=2)
     first = contents(plan(metadata, config))
     assert contents(plan(metadata, config)) == first
     assert contents(plan(metadata, config, step=4)) != first
@@ -177,6 +178,7 @@ def test_packs_obey_the_settings_of_the_layout_and_of_packing():
     for least, count in ((0, 8), (3, 3)):
         packs = first_minibatch(PackConfig(max_tokens=65536, min_per_rank=least), pipeline=4).packs
         assert [len(rank) for rank in packs] == [count, count]
+    assert [resolve_min_packs(0, stages) for stages in (1, 2, 4)] == [1, 4, 8]
     narrow, wide = (
         first_minibatch(PackConfig(max_tokens=300, window=n, share_prefixes="off")) for n in (1, 64)
     )

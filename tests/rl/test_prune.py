@@ -48,7 +48,7 @@ def test_prune_needs_numpy_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"sequence_mean": False, "prompt_lengths": 20}, {"logprobs": None}]
+    "options", [{}, {"sequence_mean": False, "prompt_lengths": range(20, 26)}, {"logprobs": None}]
 )
 def test_mean_weight_of_each_completion_is_one(
     options: dict[str, object], monkeypatch: pytest.MonkeyPatch
@@ -90,6 +90,11 @@ def test_trainer_may_give_its_own_advantages():
     assert_same_draw(advantages=own)
     own[:, 1:] = 0.0
     assert not prune(**batch(), advantages=own).mask[:, 1:].any()
+
+
+def test_weights_of_a_biased_rule_are_those_of_its_budget():
+    kept = prune([[9] * 4], [[1, 0, 0, 0]], rule="threshold_deterministic", budget=0.4)
+    assert kept.weights.tolist() == [[1.0, 0.0, 2.5, 2.5]]
 
 
 def test_log_probabilities_may_be_padded():

@@ -133,3 +133,5 @@ def test_malformed_sequences_are_refused() -> None:
     sampled = dataclasses.replace(TWO, loss_mask=np.ones(6, bool))
     with pytest.raises(UserError, match="prompt 0 it returned a sequence 1 that does not begin"):
         check_sequences(Config(), PROMPTS[:1], [[sampled]])
+    short = dataclasses.replace(TWO, starts=(1,), loss_mask=np.arange(6) % 5 == 0)
+    check_sequences(Config(), PROMPTS[:1], [[short]])

@@ -11,7 +11,11 @@ import pytest
 
 from megatron_dppo.config import BranchConfig, Config, RolloutConfig, TreeConfig, replace
 from megatron_dppo.rl.advantages import compute_completion_advantages
-from megatron_dppo.rl.trees import compute_tree_advantages, find_biased_settings
+from megatron_dppo.rl.trees import (
+    compute_node_values,
+    compute_tree_advantages,
+    find_biased_settings,
+)
 from megatron_dppo.rl.types import SEGMENT, Floats, Ints, StepMetadata
 from tests.rl.integration import all_plans
 from tests.rl.plans import step_config, step_metadata
@@ -70,6 +74,16 @@ def test_advantages_of_a_tree_written_out() -> None:
     )
     expected[6, 0] = -30
     np.testing.assert_allclose(found[0], expected, atol=1e-12)
+
+
+def test_fused_value_is_a_softmax_mean_of_the_children() -> None:
+    """The children of the first root have the odds 3 to 1; single probabilities underflow."""
+    segments = np.zeros((1, 4, 2), SEGMENT)
+    segments["logprob"][0, :, 1] = [-1000.0, -1000.0 - np.log(3.0), -2000.0, -2000.0]
+    branches = (BranchConfig(at=1, children=2),)
+    tree = TreeConfig(roots=2, branches=branches, fusion="probability")
+    roots, _ = compute_node_values(np.array([[1.0, 0.0, 1.0, 0.0]]), segments, tree)
+    np.testing.assert_allclose(roots, [[0.75, 0.5]], rtol=1e-12)
 
 
 def tree_config(given: Forests) -> Config:

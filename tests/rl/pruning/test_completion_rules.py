@@ -102,6 +102,9 @@ def test_every_rule_drops_completions_without_advantage(rule):
     inclusion = compute_completion_inclusion(rule, given, 0.9)
     assert (inclusion[0] == 0.0).all()
     assert (inclusion[1] > 0.0).any()
+    np.full(inclusion.shape, np.nan)  # Freed memory, which no weight may show.
+    weights = compute_completion_weights(rule, given, inclusion, 0.9)
+    assert (weights[inclusion == 0.0] == 0.0).all()
     for seed in range(5):
         assert not draw_completions(rule, given, inclusion, np.random.default_rng(seed))[0].any()
 

@@ -17,6 +17,7 @@ from megatron_dppo.rl.objectives import resolve_objective
 from megatron_dppo.rl.plan import select_groups
 from megatron_dppo.rl.pruning.draw import (
     PruningDraw,
+    compute_completion_terms,
     compute_prune_metrics,
     compute_pruning_stats,
     estimate_gradient_noise,
@@ -105,6 +106,14 @@ def test_masked_completions_are_no_noise_and_no_saving(rule, teacher):
         idle.sum(),
         metadata.tokens[idle].sum(),
     )
+
+
+def test_score_is_the_size_of_a_term_of_the_gradient():
+    metadata = step_metadata(4, prompt_inclusion=np.array([1.0, 0.5, 0.8, 0.4]))
+    config = step_config()
+    candidates, *_ = compute_completion_terms(metadata, config, resolve_objective(config.loss))
+    expected = np.abs(candidates.advantage) / metadata.sampled_lengths * metadata.score_norms
+    np.testing.assert_allclose(candidates.score, expected / metadata.prompt_inclusion[:, None])
 
 
 @pytest.mark.parametrize("rule", ["none", "neyman"])

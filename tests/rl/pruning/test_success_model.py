@@ -93,6 +93,22 @@ def test_expectations_are_those_of_the_logits_distribution():
     assert seen == pytest.approx(np.log((p**3 * (1 - p) ** 5).mean()), abs=1e-2)
 
 
+def test_more_answers_leave_less_unknown():
+    features, one = np.ones((1, FEATURES)), np.array([0])
+    left = []
+    for trials in (8.0, 80.0):
+        model = SuccessModel(FEATURES)
+        model.update(one, features, np.array([trials / 2]), np.array([trials]))
+        left.append(model._get_intercepts(one)[1].item())
+    assert left[1] < left[0] < 1.0
+
+
+def test_certain_answers_have_a_finite_likelihood():
+    certain = SuccessProbability(np.array([60.0, -60.0]), np.zeros(2))
+    found = certain.log_likelihood(np.array([8.0, 0.0]), np.array([8.0, 8.0]))
+    np.testing.assert_allclose(found, 0.0, atol=1e-9)
+
+
 def normal_features(count: int) -> tuple[np.random.Generator, Floats]:
     rng = np.random.default_rng(1)
     return rng, np.column_stack([np.ones(count), rng.standard_normal((count, 3))])
