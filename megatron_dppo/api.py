@@ -157,7 +157,10 @@ def load_config(path: str | Path | None = None, **sections: Mapping[str, Any]) -
 
 
 def step_metadata(
-    rewards: ArrayLike, response_lengths: ArrayLike, prompt_lengths: ArrayLike, **more: Any
+    rewards: ArrayLike,
+    response_lengths: ArrayLike,
+    prompt_lengths: ArrayLike,
+    **more: Any,
 ) -> StepMetadata:
     """Return the input of :func:`plan_step` for a step without teachers, trees and roles.
 

@@ -175,7 +175,10 @@ def _build_rows(problem: EvalProblem, answers: EvalAnswers, index: int) -> list[
 
 
 def _report(
-    config: Config, folder: Path, benchmarks: Sequence[str], rows: Sequence[AnswerRow]
+    config: Config,
+    folder: Path,
+    benchmarks: Sequence[str],
+    rows: Sequence[AnswerRow],
 ) -> None:
     checkpoint = config.model.checkpoint
     samples = config.eval.samples

@@ -208,7 +208,11 @@ Rows = Callable[[str, torch.dtype], Iterable[memoryview]]
 
 
 def _merge(
-    policy: StoredPolicy, adapters: Adapters, base: Path, shape: PolicyShape, trained: torch.dtype
+    policy: StoredPolicy,
+    adapters: Adapters,
+    base: Path,
+    shape: PolicyShape,
+    trained: torch.dtype,
 ) -> Rows:
     """Return rows with W + alpha/rank · B A for matrices with adapters, other weights unchanged.
 

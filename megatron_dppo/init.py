@@ -266,7 +266,11 @@ def _train_tokenizer(corpus: Path | None, vocab_size: int | None) -> Any:
 
 
 def _write_config(
-    folder: Path, size: PolicyShape, dtype: torch.dtype, std: float, vocabulary: Tokenizer
+    folder: Path,
+    size: PolicyShape,
+    dtype: torch.dtype,
+    std: float,
+    vocabulary: Tokenizer,
 ) -> None:
     ends = {
         "eos_token_id": vocabulary.token_to_id(TURN_END),
@@ -286,7 +290,12 @@ def _write_config(
 
 
 def _write_weights(
-    folder: Path, plan: FilePlan[str], shape: PolicyShape, *, seed: int, std: float
+    folder: Path,
+    plan: FilePlan[str],
+    shape: PolicyShape,
+    *,
+    seed: int,
+    std: float,
 ) -> None:
     """Write weights as Hugging Face initialises: norms one, biases zero, matrices normal.
 

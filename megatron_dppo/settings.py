@@ -71,7 +71,9 @@ class Setting:
 
 
 def load_config(
-    path: str | None, overrides: Sequence[str], values: Mapping[str, Any] | None = None
+    path: str | None,
+    overrides: Sequence[str],
+    values: Mapping[str, Any] | None = None,
 ) -> Config:
     """Return the configuration of a YAML file (defaults if None) with overrides applied.
 
@@ -91,7 +93,9 @@ def load_config(
 
 
 def load_whole(
-    path: str | None, overrides: Sequence[str], values: Mapping[str, Any] | None = None
+    path: str | None,
+    overrides: Sequence[str],
+    values: Mapping[str, Any] | None = None,
 ) -> Config:
     """Load as :func:`load_config`, with all errors at once, as a :class:`MistakesError`."""
     sources = [

@@ -94,7 +94,10 @@ def _load_answers(config: Config, parts: PolicyParts) -> Pool[SupervisedExample]
 
 
 def _update(
-    parts: PolicyParts, config: Config, batch: Sequence[SupervisedExample], step: int
+    parts: PolicyParts,
+    config: Config,
+    batch: Sequence[SupervisedExample],
+    step: int,
 ) -> dict[str, float]:
     # Weigh tokens equally, because a mean per answer would favour short answers.
     tokens = sum(len(answer.response_ids) for answer in batch)

@@ -73,7 +73,11 @@ class Trainer:
     """Parts of a run."""
 
     def __init__(
-        self, config: Config, world: World, workers: RewardWorkers, to_close: ExitStack
+        self,
+        config: Config,
+        world: World,
+        workers: RewardWorkers,
+        to_close: ExitStack,
     ) -> None:
         self.config = config
         self.world = world
@@ -343,7 +347,10 @@ class Trainer:
 
 
 def make_planner(
-    parts: PolicyParts[Actor], pool: PromptPool, metadata: StepMetadata, step: int
+    parts: PolicyParts[Actor],
+    pool: PromptPool,
+    metadata: StepMetadata,
+    step: int,
 ) -> Callable[[Config], StepPlan]:
     """Return ``plan_step`` of a step's groups as a function of a configuration; rank 0 only."""
     config = choose_sharing(parts.config, parts.shape)

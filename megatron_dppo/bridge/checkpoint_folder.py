@@ -346,7 +346,11 @@ class Checksums:
         self.check(small)
 
     def check(
-        self, names: Iterable[str] | None = None, *, share: int = 0, num_shares: int = 1
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        share: int = 0,
+        num_shares: int = 1,
     ) -> None:
         """Read files and compare the content with the checksums.
 

@@ -77,7 +77,9 @@ def _iterate_rows(part: StoredRows) -> Iterator[tuple[Slice, int]]:
 
 
 def read_rows(
-    shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype
+    shape: Sequence[int],
+    chunks: Iterable[Chunk],
+    dtype: torch.dtype,
 ) -> Iterator[memoryview]:
     """Yield the bytes of a matrix row by row, cast to ``dtype``; parts without a chunk are zero.
 

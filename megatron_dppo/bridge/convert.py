@@ -42,7 +42,11 @@ WORKERS = min(4, os.cpu_count() or 1)
 
 
 def write_megatron(
-    tensors: Mapping[str, Chunk], plan: FilePlan[StoredRows], source: Path, out: Path, workers: int
+    tensors: Mapping[str, Chunk],
+    plan: FilePlan[StoredRows],
+    source: Path,
+    out: Path,
+    workers: int,
 ) -> None:
     """Write a folder of checkpoints with a single checkpoint, ``release``, loadable in every
     layout.
@@ -151,7 +155,12 @@ layer."""
 
 
 def compare_tensors(
-    policy: StoredPolicy, hf: Path, shape: PolicyShape, *, output_dtype: torch.dtype, workers: int
+    policy: StoredPolicy,
+    hf: Path,
+    shape: PolicyShape,
+    *,
+    output_dtype: torch.dtype,
+    workers: int,
 ) -> str:
     """Compare the SHA-256 of every tensor.
 
@@ -224,7 +233,12 @@ logits."""
 
 
 def compare_logits(
-    checkpoint: Path, hf: Path, shape: PolicyShape, dtype: torch.dtype, *, output_dtype: torch.dtype
+    checkpoint: Path,
+    hf: Path,
+    shape: PolicyShape,
+    dtype: torch.dtype,
+    *,
+    output_dtype: torch.dtype,
 ) -> float:
     """Run both models in turn on a few tokens, and compare the logits.
 

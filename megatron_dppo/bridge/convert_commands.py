@@ -152,7 +152,9 @@ def resolve_dtype(arguments: argparse.Namespace, stored: torch.dtype) -> torch.d
 
 
 def open_stored_policy(
-    checkpoint: Path, shape: PolicyShape, lora: LoraConfig | None = None
+    checkpoint: Path,
+    shape: PolicyShape,
+    lora: LoraConfig | None = None,
 ) -> StoredPolicy:
     """Open a :class:`StoredPolicy`; print a note if the checkpoint's files cannot be checked."""
     policy = StoredPolicy(checkpoint, shape, "CKPT", lora)

@@ -65,7 +65,12 @@ def export_hf(
 
 
 def export_adapter(
-    chunks: Sequence[PolicyModel], world: World, *, base: str, out: Path, dtype: torch.dtype
+    chunks: Sequence[PolicyModel],
+    world: World,
+    *,
+    base: str,
+    out: Path,
+    dtype: torch.dtype,
 ) -> None:
     """Write the policy's adapters for ``PeftModel.from_pretrained``. Collective; rank 0 writes.
 

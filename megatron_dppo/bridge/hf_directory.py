@@ -50,7 +50,9 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def plan_files(
-    shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
+    shape: PolicyShape,
+    dtype: torch.dtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> FilePlan[str]:
     """Plan the files of all weights, in the order of the forward pass. Each file is filled up to
     ``max_shard_bytes``."""
@@ -89,7 +91,9 @@ def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) 
 
 
 def plan_file(
-    file: str, dtype: torch.dtype, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    file: str,
+    dtype: torch.dtype,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
 ) -> FilePlan[str]:
     """Plan a safetensors file with tensors one after another.
 

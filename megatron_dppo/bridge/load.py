@@ -88,7 +88,11 @@ def _list_layers(chunks: Sequence[PolicyModel], world: World) -> list[range]:
 
 
 def _bind(
-    chunks: Sequence[PolicyModel], world: World, requested: Iterable[Entry], *, adapters: bool
+    chunks: Sequence[PolicyModel],
+    world: World,
+    requested: Iterable[Entry],
+    *,
+    adapters: bool,
 ) -> dict[Entry, torch.nn.Parameter]:
     parameters = {
         name: p
@@ -155,7 +159,10 @@ def fill_parameter(
 
 
 def iterate_slices(
-    entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int
+    entry: Entry,
+    parameter: torch.Tensor,
+    tp_rank: int,
+    tp: int,
 ) -> Iterator[tuple[Slice, torch.Tensor]]:
     """Yield the slices of rank ``tp_rank`` of ``tp``, each with a view of ``parameter``."""
     offset = 0
@@ -231,7 +238,10 @@ def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -
 
 
 def check_policy(
-    checkpoint: Path, shape: PolicyShape, setting: str, lora: LoraConfig | None = None
+    checkpoint: Path,
+    shape: PolicyShape,
+    setting: str,
+    lora: LoraConfig | None = None,
 ) -> None:
     """Check that a checkpoint is complete and of a policy of this shape, or of adapters of
     ``lora``.
@@ -268,7 +278,10 @@ def build_sharding_metadata() -> dict[str, Any]:
 
 
 def read_sharded(
-    state: dict[str, Any], checkpoint: Path, setting: str, world: World
+    state: dict[str, Any],
+    checkpoint: Path,
+    setting: str,
+    world: World,
 ) -> dict[str, Any]:
     """Read the tensors of a sharded state from a checkpoint that passed ``check_policy``.
     Collective.
@@ -421,7 +434,9 @@ def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]
 
 
 def load_adapter_state(
-    chunks: Sequence[PolicyModel], state: Mapping[str, Any], world: World
+    chunks: Sequence[PolicyModel],
+    state: Mapping[str, Any],
+    world: World,
 ) -> None:
     with torch.no_grad():
         for entry, parameter in bind_adapters(chunks, world).items():

@@ -254,7 +254,9 @@ def list_entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> I
 
 
 def list_adapter_entries(
-    shape: PolicyShape, lora: LoraConfig, layers: Sequence[range] | None = None
+    shape: PolicyShape,
+    lora: LoraConfig,
+    layers: Sequence[range] | None = None,
 ) -> Iterator[Entry]:
     """Yield the entries of the adapters of ``lora``; tensors have PEFT's names."""
     mappings = _list_adapter_mappings(shape.family.rows, lora.rank, lora.targets)
@@ -262,7 +264,9 @@ def list_adapter_entries(
 
 
 def _list_layer_entries(
-    shape: PolicyShape, mappings: Sequence[ParameterMapping], layers: Sequence[range]
+    shape: PolicyShape,
+    mappings: Sequence[ParameterMapping],
+    layers: Sequence[range],
 ) -> Iterator[Entry]:
     kinds = shape.layer_types
     for layer in chain.from_iterable(layers):
@@ -280,7 +284,9 @@ PEFT = "base_model.model."
 
 @cache
 def _list_adapter_mappings(
-    rows: tuple[ParameterMapping, ...], rank: int, targets: tuple[str, ...]
+    rows: tuple[ParameterMapping, ...],
+    rank: int,
+    targets: tuple[str, ...],
 ) -> tuple[ParameterMapping, ...]:
     """Return the mappings of A and B for every target matrix."""
     found = []
@@ -331,7 +337,9 @@ def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def file_shape(
-    name: str, parts: Mapping[str, tuple[int, ...]], shape: PolicyShape
+    name: str,
+    parts: Mapping[str, tuple[int, ...]],
+    shape: PolicyShape,
 ) -> tuple[int, ...]:
     """Return the shape of a file's tensor that combines ``parts``."""
     sizes = list(parts.values())

@@ -195,7 +195,11 @@ class StoredPolicy:
     """
 
     def __init__(
-        self, folder: Path, shape: PolicyShape, setting: str, lora: LoraConfig | None = None
+        self,
+        folder: Path,
+        shape: PolicyShape,
+        setting: str,
+        lora: LoraConfig | None = None,
     ) -> None:
         self._folder = folder
         self._setting = setting

@@ -379,7 +379,9 @@ def _get_copy_group(world: World, *, stage_only: bool) -> dist.ProcessGroup:
 
 
 def fill_tensors(
-    entry: Entry, shards: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]
+    entry: Entry,
+    shards: Sequence[torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Write the tensor-parallel shards of ``entry`` into whole Hugging Face tensors.
 

@@ -73,7 +73,9 @@ def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> FilePlan[StoredRo
 
 
 def write_metadata(
-    folder: Path, plan: FilePlan[StoredRows], checksums: Mapping[str, FileChecksum]
+    folder: Path,
+    plan: FilePlan[StoredRows],
+    checksums: Mapping[str, FileChecksum],
 ) -> None:
     """Write the files that turn a folder with all parameters into a checkpoint."""
     common = io.BytesIO()

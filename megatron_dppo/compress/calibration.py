@@ -49,7 +49,12 @@ class Batch:
 
 
 def read_sequences(
-    source: Path, tokenizer: Tokenizer, *, prompt_key: str, response_key: str, chat_template: bool
+    source: Path,
+    tokenizer: Tokenizer,
+    *,
+    prompt_key: str,
+    response_key: str,
+    chat_template: bool,
 ) -> Sequence[SupervisedExample]:
     """Read prompts with responses.
 
@@ -115,7 +120,9 @@ def _read_evaluation(folder: Path, tokenizer: Tokenizer) -> list[SupervisedExamp
 
 
 def draw_sequences(
-    answers: Sequence[SupervisedExample], count: int, seed: int
+    answers: Sequence[SupervisedExample],
+    count: int,
+    seed: int,
 ) -> tuple[list[SupervisedExample], list[SupervisedExample]]:
     """Draw at most ``count`` sequences for the scores, and at most ``count`` other sequences for
     the loss."""
@@ -124,7 +131,9 @@ def draw_sequences(
 
 
 def make_batches(
-    answers: Sequence[SupervisedExample], max_tokens: int, device: torch.device
+    answers: Sequence[SupervisedExample],
+    max_tokens: int,
+    device: torch.device,
 ) -> list[Batch]:
     """Batch sequences of similar lengths, truncated to ``max_tokens``."""
     rows = []

@@ -224,7 +224,9 @@ def _make_recipe(arguments: argparse.Namespace) -> Recipe:
 
 
 def _read_calibration(
-    arguments: argparse.Namespace, recipe: Recipe, source: Path
+    arguments: argparse.Namespace,
+    recipe: Recipe,
+    source: Path,
 ) -> tuple[Sequences, Sequences]:
     """Return sequences for the scores, and other sequences for the loss. Either may be empty."""
     if arguments.calibrate is None:

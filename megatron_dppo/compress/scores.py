@@ -87,12 +87,18 @@ class Scorer:
         cosines = torch.zeros(len(layers), dtype=torch.float64)
 
         def keep_stream(
-            layer: int, valid: torch.Tensor, _: Any, inputs: tuple[torch.Tensor]
+            layer: int,
+            valid: torch.Tensor,
+            _: Any,
+            inputs: tuple[torch.Tensor],
         ) -> None:
             streams[layer] = inputs[0][valid].float()
 
         def add_cosines(
-            layer: int, valid: torch.Tensor, _: Any, inputs: tuple[torch.Tensor]
+            layer: int,
+            valid: torch.Tensor,
+            _: Any,
+            inputs: tuple[torch.Tensor],
         ) -> None:
             after = inputs[0][valid].float()
             cosines[layer] += (
@@ -172,7 +178,9 @@ def apply_cut(model: Any, cut: Cut) -> Iterator[None]:
         return inputs[0]
 
     def zero_attention(
-        _: Any, __: Any, outputs: tuple[torch.Tensor, ...]
+        _: Any,
+        __: Any,
+        outputs: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, ...]:
         return torch.zeros_like(outputs[0]), *outputs[1:]
 

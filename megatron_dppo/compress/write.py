@@ -57,7 +57,10 @@ def write_policy(
 
 
 def read_cut_tensor(
-    name: str, tensors: Mapping[str, Chunk], cut: Cut, dtype: torch.dtype
+    name: str,
+    tensors: Mapping[str, Chunk],
+    cut: Cut,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Read a tensor by its name in the smaller policy."""
     parts = name.split(".")

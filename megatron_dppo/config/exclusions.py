@@ -174,7 +174,9 @@ def _build_default_remedy(terms: tuple[Condition, ...]) -> str:
 
 
 def build_checks(
-    config: Config, command: Command, policy: object = None
+    config: Config,
+    command: Command,
+    policy: object = None,
 ) -> Iterator[Callable[[], None]]:
     """Yield the checks of a command, which raise UserError if a row of the table excludes the
     settings.

@@ -111,7 +111,11 @@ def resolve_sources(data: DataConfig, split: Split) -> list[Source]:
 
 
 def read_examples(
-    source: Source, data: DataConfig, split: Split, *, responses: bool = False
+    source: Source,
+    data: DataConfig,
+    split: Split,
+    *,
+    responses: bool = False,
 ) -> list[Example]:
     """Read all problems; with ``responses``, worked answers instead of labels.
 
@@ -325,7 +329,11 @@ class RenderedExample:
 
 
 def render_examples(
-    examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer, *, responses: bool = False
+    examples: Sequence[Example],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    responses: bool = False,
 ) -> list[RenderedExample]:
     """Render and tokenise examples of any length; with ``responses``, worked answers, too.
 
@@ -366,7 +374,9 @@ def is_within_limit(rendered: RenderedExample, data: DataConfig) -> bool:
 
 
 def render_prompts(
-    examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
+    examples: Sequence[Example],
+    data: DataConfig,
+    tokenizer: Tokenizer,
 ) -> list[str]:
     """Return the policy's input: chats, or prompts behind the tokens that begin a text.
 

@@ -178,7 +178,9 @@ def make_environment_problems(config: VerifiersConfig, split: Split) -> list[Row
 
 
 def _generate_in_process(
-    module: str, config: ReasoningGymConfig | VerifiersConfig, split: Split
+    module: str,
+    config: ReasoningGymConfig | VerifiersConfig,
+    split: Split,
 ) -> list[Row]:
     """Generate problems in a process with a fixed hash seed."""
     # Fix the hash seed: some families iterate over sets, with another order in each process.
@@ -221,7 +223,10 @@ def _generate_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
 
 
 def _iter_distinct(
-    task: str, settings: Mapping[str, Any], dataset: Any, seen: set[str]
+    task: str,
+    settings: Mapping[str, Any],
+    dataset: Any,
+    seen: set[str],
 ) -> Iterator[Row]:
     number = repeats = 0
     for number, entry in enumerate(dataset):

@@ -136,7 +136,11 @@ NO_CHECK = LabelCheck("", lambda labels: None)
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: Tokenizer, *, split: Split, check: LabelCheck = NO_CHECK
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    split: Split,
+    check: LabelCheck = NO_CHECK,
 ) -> PromptPool:
     """Load the prompts of a split.
 
@@ -225,7 +229,12 @@ def are_stored(source: Source) -> bool:
 
 
 def prepare(
-    source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck = NO_CHECK
+    source: Source,
+    data: DataConfig,
+    policy: Path,
+    *,
+    responses: bool,
+    check: LabelCheck = NO_CHECK,
 ) -> None:
     """Store the rows of a large source on the disk, for ranks to read.
 
@@ -240,7 +249,12 @@ def prepare(
 
 
 def _open_stored(
-    source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck
+    source: Source,
+    data: DataConfig,
+    policy: Path,
+    *,
+    responses: bool,
+    check: LabelCheck,
 ) -> StoredRows:
     data = source.apply_columns(data)
     # Load late and once: stored rows need no tokenizer.
@@ -303,7 +317,9 @@ def _read(
 
 
 def _make_prompt_pool(
-    source: Source, kept: Sequence[RenderedExample], dropped: int
+    source: Source,
+    kept: Sequence[RenderedExample],
+    dropped: int,
 ) -> SourcePool[Prompt]:
     prompts = [_make_prompt(number, each) for number, each in enumerate(kept)]
     data_sources = frozenset(prompt.data_source for prompt in prompts)

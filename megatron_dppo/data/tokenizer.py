@@ -48,7 +48,10 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
     def batch_decode(
-        self, sequences: Sequence[Any], *, skip_special_tokens: bool = False
+        self,
+        sequences: Sequence[Any],
+        *,
+        skip_special_tokens: bool = False,
     ) -> list[str]: ...
 
     def apply_chat_template(
@@ -100,7 +103,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def check_token_ids(
-    tokens: Iterable[int], folder: Path, owner: str, setting: str = "model.path"
+    tokens: Iterable[int],
+    folder: Path,
+    owner: str,
+    setting: str = "model.path",
 ) -> None:
     """Raise UserError if a token has no row in the embedding, by the config.json in ``folder``."""
     file = folder / "config.json"

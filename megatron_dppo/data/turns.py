@@ -65,7 +65,11 @@ class ChatSession:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt_messages: object, generate: Generate, tools: Tools = ()
+        self,
+        tokenizer: Any,
+        prompt_messages: object,
+        generate: Generate,
+        tools: Tools = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._prompt_messages = prompt_messages
@@ -142,7 +146,11 @@ class TurnReplay:
     """
 
     def __init__(
-        self, token_ids: Sequence[int], loss_mask: Sequence[bool], *, cut_off: bool
+        self,
+        token_ids: Sequence[int],
+        loss_mask: Sequence[bool],
+        *,
+        cut_off: bool,
     ) -> None:
         marked = zip(loss_mask or [True] * len(token_ids), token_ids, strict=True)
         self._left: list[tuple[bool, list[int]]] = []

@@ -111,7 +111,12 @@ class _Policy(Client):
         return prompt, {}
 
     async def get_native_response(
-        self, prompt: Any, model: Any, sampling_args: Any, tools: Any = None, **_: Any
+        self,
+        prompt: Any,
+        model: Any,
+        sampling_args: Any,
+        tools: Any = None,
+        **_: Any,
     ) -> ResponseMessage:
         try:
             if (tools or []) != self._tools:
@@ -157,7 +162,10 @@ def _get_schema(tool: Tool) -> dict[str, Any]:
 
 
 async def run_environment(
-    environment: Any, problem: Mapping[str, Any], answer: Answer, tools: Tools = ()
+    environment: Any,
+    problem: Mapping[str, Any],
+    answer: Answer,
+    tools: Tools = (),
 ) -> dict[str, Any]:
     """Run an environment's conversation with the policy about a problem.
 

@@ -86,7 +86,12 @@ def compute_tile_utilization(rows: int, columns: int, processors: int) -> float:
 
 
 def estimate_transfer_time(
-    setup: Setup, kind: str, ranks: int, size: float, *, times: float = 1.0
+    setup: Setup,
+    kind: str,
+    ranks: int,
+    size: float,
+    *,
+    times: float = 1.0,
 ) -> float:
     """Estimate the seconds of a ring over NVLink, or over the network if the group spans nodes.
 
@@ -431,7 +436,10 @@ def _estimate_product(
 
 
 def _estimate_products(
-    setup: Setup, sizes: list[tuple[float, float, float]], *, use_tiles: bool = True
+    setup: Setup,
+    sizes: list[tuple[float, float, float]],
+    *,
+    use_tiles: bool = True,
 ) -> Floats:
     """Estimate the seconds of products with weights, forward and for both gradients, [2].
 
@@ -457,7 +465,11 @@ def _estimate_scores(setup: Setup, forward: float, backward: float) -> Floats:
 
 
 def _estimate_tensor_parallelism(
-    setup: Setup, pack: MeanPack, *, moves: tuple[int, int] = (2, 3), sums: tuple[int, int] = (1, 1)
+    setup: Setup,
+    pack: MeanPack,
+    *,
+    moves: tuple[int, int] = (2, 3),
+    sums: tuple[int, int] = (1, 1),
 ) -> Floats:
     """Estimate the seconds of tensor parallelism, [2]: gathers and scatters under sequence
     parallelism, else all-reduces."""

@@ -77,7 +77,10 @@ def count_parameter_kinds(shape: PolicyShape) -> Parameters:
 
 @cache
 def count_rank_elements(
-    shape: PolicyShape, stage: int, layout: LayoutConfig, lora: LoraConfig | None = None
+    shape: PolicyShape,
+    stage: int,
+    layout: LayoutConfig,
+    lora: LoraConfig | None = None,
 ) -> RankElements:
     """Count the weights on a rank of a pipeline stage: the policy's, or its ``lora`` adapters'."""
     sizes = _count_sizes(shape, layout, lora)
@@ -114,7 +117,9 @@ class _Sizes:
 
 @cache
 def _count_sizes(
-    shape: PolicyShape, layout: LayoutConfig | None = None, lora: LoraConfig | None = None
+    shape: PolicyShape,
+    layout: LayoutConfig | None = None,
+    lora: LoraConfig | None = None,
 ) -> _Sizes:
     """Count one expert and one layer of each kind, of ``lora`` adapters if given. Without
     ``layout``: all weights, without vocabulary padding."""
@@ -325,7 +330,12 @@ def count_chunks_in_flight(stage: int, layout: LayoutConfig, packs: int) -> int:
 
 
 def count_activation_bytes(
-    setup: Setup, stage: int, saved: Saved, *, packs: int, imbalance: float = 1.0
+    setup: Setup,
+    stage: int,
+    saved: Saved,
+    *,
+    packs: int,
+    imbalance: float = 1.0,
 ) -> float:
     """Count the bytes that a stage keeps for backward passes, with all packs in flight.
 
@@ -408,7 +418,10 @@ def get_head_chunk_bytes(setup: Setup) -> float:
 
 
 def count_feed_forward_elements(
-    shape: PolicyShape, layout: LayoutConfig, saved: Saved, imbalance: float
+    shape: PolicyShape,
+    layout: LayoutConfig,
+    saved: Saved,
+    imbalance: float,
 ) -> float:
     """Count the elements per token kept by a layer's feed-forward part, without its input."""
     # All ranks of one expert have copies of all its tokens. With equally chosen experts, a rank

@@ -41,7 +41,11 @@ def plan(config: Config, assumptions: Sequence[str], *, json_output: bool) -> in
 
 
 def plan_search(
-    config: Config, assumptions: Sequence[str], gpus: int | None, *, json_output: bool
+    config: Config,
+    assumptions: Sequence[str],
+    gpus: int | None,
+    *,
+    json_output: bool,
 ) -> int:
     """Print the fastest and the cheapest settings (``megatron-dppo plan --search``). Return 0, or 1
     if no settings fit.

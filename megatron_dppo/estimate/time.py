@@ -74,7 +74,9 @@ def estimate_step_time(setup: Setup, *, concurrency: int) -> StepTime:
 
 
 def _merge_phases(
-    setup: Setup, rolled: Generation, trainer: Mapping[str, float]
+    setup: Setup,
+    rolled: Generation,
+    trainer: Mapping[str, float],
 ) -> dict[str, float]:
     generated = 0.0 if setup.config.data.rollouts else rolled.seconds
     beside = {"weight sync": _estimate_sync(setup), "overhead": setup.assume.overhead_s}

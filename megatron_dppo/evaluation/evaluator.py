@@ -119,7 +119,10 @@ def group_indices(names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _load(
-    source: EvalSource, config: Config, tokenizer: Tokenizer, max_positions: int
+    source: EvalSource,
+    config: Config,
+    tokenizer: Tokenizer,
+    max_positions: int,
 ) -> list[EvalProblem]:
     verifier = source.benchmark.verifier if source.benchmark else config.reward.spec
     named = source.setting == SETTING
@@ -142,7 +145,10 @@ def _load(
 
 
 def _load_named(
-    source: EvalSource, config: Config, tokenizer: Tokenizer, max_positions: int
+    source: EvalSource,
+    config: Config,
+    tokenizer: Tokenizer,
+    max_positions: int,
 ) -> Sequence[Prompt]:
     rows, data = read_source_rows(source, config.data)
     prompts = make_prompts(rows, data, tokenizer)
@@ -176,7 +182,11 @@ class Evaluator:
         self._seed = derive_engine_seed(config.run.seed, 0, Purpose.EVALUATION)
 
     def generate_answers(
-        self, problems: Sequence[EvalProblem], *, keep: int, total: int
+        self,
+        problems: Sequence[EvalProblem],
+        *,
+        keep: int,
+        total: int,
     ) -> EvalAnswers:
         """Answer every problem ``eval.samples`` times. Collective; all ranks return all answers.
 
@@ -227,7 +237,10 @@ class Evaluator:
         return EvalAnswers([answers for answers, _ in in_order], votes, failed)
 
     def _build_answers(
-        self, indices: Sequence[int], groups: Sequence[Group], keep: int
+        self,
+        indices: Sequence[int],
+        groups: Sequence[Group],
+        keep: int,
     ) -> dict[int, tuple[list[Answer], float]]:
         """Return answers and votes by problem index."""
         tags = self._config.reward.thinking_tags
@@ -293,7 +306,11 @@ def start_verifiers(
 
 
 def _build_answer(
-    completion: Completion, text: str, score: Score | None, prompt: str, tags: Sequence[str]
+    completion: Completion,
+    text: str,
+    score: Score | None,
+    prompt: str,
+    tags: Sequence[str],
 ) -> Answer:
     visible = strip_thinking(text, prompt, tags)
     # A verifier may report the answer; else read the answer from the text, for votes.
@@ -386,7 +403,9 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
 
 
 def _compute_metrics(
-    name: str, groups: Sequence[Sequence[Answer]], votes: Floats
+    name: str,
+    groups: Sequence[Sequence[Answer]],
+    votes: Floats,
 ) -> dict[str, float]:
     """Return metrics under slime's names; undefined metrics are left out."""
     rows = []

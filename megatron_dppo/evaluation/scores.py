@@ -173,7 +173,10 @@ def format_table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> l
 
 
 def compare(
-    rows: Sequence[AnswerRow], baseline_rows: Sequence[AnswerRow], *, baseline_name: str
+    rows: Sequence[AnswerRow],
+    baseline_rows: Sequence[AnswerRow],
+    *,
+    baseline_name: str,
 ) -> list[str]:
     """List differences between two evaluations on shared problems, paired by problem.
 

@@ -253,7 +253,9 @@ class PrunedGRPOTrainer(GRPOTrainer):
         return drawn
 
     def _split_rows(
-        self, batch: Mapping[str, torch.Tensor], weights: Sequence[float]
+        self,
+        batch: Mapping[str, torch.Tensor],
+        weights: Sequence[float],
     ) -> Iterator[Row]:
         # Without rotary positions, cutting the left padding would shift the positions.
         rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None) is not None
@@ -314,7 +316,11 @@ class PrunedGRPOTrainer(GRPOTrainer):
         return batch
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+        self,
+        model: Any,
+        inputs: dict[str, torch.Tensor],
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         # An empty micro-batch has no loss, but backward() needs a gradient.
         if not inputs:

@@ -80,7 +80,12 @@ class Draw(NamedTuple):
 
 
 def draw_rows(
-    rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: list[int]
+    rows: Rows,
+    config: DictConfig,
+    pruning: Pruning,
+    *,
+    ranks: int,
+    step: list[int],
 ) -> Draw:
     """Draw the rows of a step.
 

@@ -225,7 +225,11 @@ def _add_to_slurm(run: Any, experiment: Any, config: Config, words: Sequence[str
 
 
 def _make_slurm_executor(
-    run: Any, config: Config, words: Sequence[str], nodes: int, tasks_per_node: int
+    run: Any,
+    config: Config,
+    words: Sequence[str],
+    nodes: int,
+    tasks_per_node: int,
 ) -> Any:
     cluster = config.cluster
     return run.SlurmExecutor(

@@ -158,7 +158,9 @@ class Policy:
         return compute_share(lengths, torch.from_numpy(pack.predictors), self.world.cp_rank, cp)
 
     def _build_packed_sequence(
-        self, pack: Pack, device_cu_seqlens: torch.Tensor
+        self,
+        pack: Pack,
+        device_cu_seqlens: torch.Tensor,
     ) -> PackedSeqParams:
         if pack.parents is None:
             return build_packed_sequence(
@@ -173,7 +175,9 @@ class Policy:
 
     def _run(self, packs: Sequence[Pack], loss: Loss, *, forward_only: bool) -> list[Sums]:
         def reduce(
-            pack: Pack, arrays: dict[str, torch.Tensor], output: tuple[torch.Tensor, ...]
+            pack: Pack,
+            arrays: dict[str, torch.Tensor],
+            output: tuple[torch.Tensor, ...],
         ) -> tuple[torch.Tensor, Sums]:
             logprobs, entropy, *more = output
             return loss(Responses(pack, arrays, logprobs, entropy, *more))
@@ -407,7 +411,9 @@ class Actor(Policy):
 
 
 def _sum_gradients(
-    model: list[torch.nn.Module], num_tokens: object = None, **arguments: Any
+    model: list[torch.nn.Module],
+    num_tokens: object = None,
+    **arguments: Any,
 ) -> None:
     """Reduce gradients over replicas, norms and tied embeddings."""
     # Without a token count, because Megatron would divide by tokens.

@@ -61,7 +61,10 @@ class PackShare:
 
 
 def compute_share(
-    lengths: Sequence[int], predictors: torch.Tensor, rank: int, size: int
+    lengths: Sequence[int],
+    predictors: torch.Tensor,
+    rank: int,
+    size: int,
 ) -> PackShare:
     """Compute a rank's share of a pack; see :func:`compute_local_positions`.
 
@@ -77,7 +80,9 @@ def compute_share(
 
 
 def gather_segments(
-    local: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup
+    local: torch.Tensor,
+    lengths: Sequence[int],
+    group: dist.ProcessGroup,
 ) -> list[torch.Tensor]:
     """Gather whole segments, each [length, …], from all ranks' shares, [T / size, …]. Collective.
 
@@ -97,7 +102,10 @@ def _restore_order(share: torch.Tensor) -> torch.Tensor:
 
 
 def gather_responses(
-    part: HeadOutput, indices: torch.Tensor, responses: int, group: dist.ProcessGroup
+    part: HeadOutput,
+    indices: torch.Tensor,
+    responses: int,
+    group: dist.ProcessGroup,
 ) -> HeadOutput:
     """Gather outputs of all R = ``responses`` tokens on every rank. Collective.
 

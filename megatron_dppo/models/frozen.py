@@ -86,7 +86,9 @@ class Teacher(Frozen):
         }
 
         def collect(
-            pack: Pack, arrays: dict[str, torch.Tensor], output: tuple[torch.Tensor, ...]
+            pack: Pack,
+            arrays: dict[str, torch.Tensor],
+            output: tuple[torch.Tensor, ...],
         ) -> Any:
             rows = places[id(pack)]
             return output[0].sum(), {"states": output[0] if rows is None else output[0][rows]}

@@ -68,7 +68,11 @@ def choose_spec(model: ModelConfig) -> Spec:
 
 
 def check_attention(
-    shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, training: bool
+    shape: PolicyShape,
+    model: ModelConfig,
+    layout: LayoutConfig,
+    *,
+    training: bool,
 ) -> None:
     """Check for fused attention over packs if the policy has Transformer Engine's layers.
 
@@ -134,7 +138,11 @@ def choose_sharing(config: Config, shape: PolicyShape) -> Config:
 
 
 def build_layer_spec(
-    spec: Spec, config: TransformerConfig, vp_stage: int | None, *, with_adapters: bool = False
+    spec: Spec,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    *,
+    with_adapters: bool = False,
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """Build the layers of this rank's virtual stage, for :class:`GPTModel`.
 
@@ -168,7 +176,9 @@ def build_layer_spec(
 
 
 def _hybrid_layers(
-    layer: Any, config: TransformerConfig, vp_stage: int | None
+    layer: Any,
+    config: TransformerConfig,
+    vp_stage: int | None,
 ) -> TransformerBlockSubmodules:
     """Build copies of ``layer``, only every ``linear_attention_freq``-th with its attention."""
     from megatron_dppo.models.delta_net import with_delta_net
@@ -202,7 +212,10 @@ def _make_te_attention() -> type[torch.nn.Module]:
     # Transformer Engine's attention returns no log-sum-exp.
     class Attention(TEDotProductAttention):
         def __init__(
-            self, *arguments: Any, pg_collection: ProcessGroupCollection, **settings: Any
+            self,
+            *arguments: Any,
+            pg_collection: ProcessGroupCollection,
+            **settings: Any,
         ) -> None:
             super().__init__(*arguments, pg_collection=pg_collection, **settings)
             self._ranks = pg_collection.cp
@@ -376,7 +389,11 @@ class SegmentAttention(torch.nn.Module):
         return torch.cat(attended)
 
     def _compute_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **mask: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **mask: Any,
     ) -> torch.Tensor:
         """Attend over one segment; inputs and result are [tokens, heads, head_dim]."""
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))

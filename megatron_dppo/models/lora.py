@@ -180,7 +180,10 @@ class GroupedAdapters(torch.nn.ModuleList):
 
 
 def add_adapters(
-    chunk: torch.nn.Module, shape: PolicyShape, settings: LoraConfig, config: TransformerConfig
+    chunk: torch.nn.Module,
+    shape: PolicyShape,
+    settings: LoraConfig,
+    config: TransformerConfig,
 ) -> None:
     """Freeze a chunk's weights and add adapters, which start at zero."""
     for parameter in chunk.parameters():
@@ -213,7 +216,9 @@ def add_adapters(
 
 
 def _add(
-    layer: torch.nn.Module, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]
+    layer: torch.nn.Module,
+    inputs: tuple[Any, ...],
+    output: tuple[torch.Tensor, Any],
 ) -> tuple[torch.Tensor, Any]:
     adapters: Any = layer.get_submodule(NAME)
     return (output[0] + adapters(*inputs), output[1]) if adapters.enabled else output

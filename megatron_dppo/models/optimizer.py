@@ -147,7 +147,10 @@ class OffloadedState:
     """
 
     def __init__(
-        self, optimizer: Any, weights: Iterable[torch.nn.Parameter], device: torch.device
+        self,
+        optimizer: Any,
+        weights: Iterable[torch.nn.Parameter],
+        device: torch.device,
     ) -> None:
         self._optimizers: list[torch.optim.Optimizer] = [
             part.optimizer for part in list_optimizers(optimizer)

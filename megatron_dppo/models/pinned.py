@@ -33,7 +33,12 @@ def view_slot(buffer: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.
 
 
 def allocate_pinned_buffer(
-    size: int, device: torch.device, setting: str, value: object, *, remedy: str = ""
+    size: int,
+    device: torch.device,
+    setting: str,
+    value: object,
+    *,
+    remedy: str = "",
 ) -> torch.Tensor:
     """Allocate [size] bytes, registered with CUDA if ``device`` is a CUDA device.
 

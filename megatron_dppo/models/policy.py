@@ -48,7 +48,11 @@ compares the starts of segments and of padded segments on the host."""
 
 
 def build_policy(
-    shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, temperature: float
+    shape: PolicyShape,
+    model: ModelConfig,
+    layout: LayoutConfig,
+    *,
+    temperature: float,
 ) -> list[PolicyModel]:
     """Build this rank's part of the policy, a chunk for each virtual stage, in the groups of
     :func:`parallel.world.initialize`.
@@ -94,7 +98,9 @@ def _release_dispatched(chunk: PolicyModel) -> None:
     """
 
     def combine(
-        dispatcher: Any, combined: Callable[[torch.Tensor], torch.Tensor], outputs: torch.Tensor
+        dispatcher: Any,
+        combined: Callable[[torch.Tensor], torch.Tensor],
+        outputs: torch.Tensor,
     ) -> torch.Tensor:
         made = combined(outputs)
         dispatcher.probs = dispatcher.routing_map = (
@@ -111,7 +117,9 @@ def _release_dispatched(chunk: PolicyModel) -> None:
 
 
 def transformer_config(
-    shape: PolicyShape, model: ModelConfig, layout: LayoutConfig
+    shape: PolicyShape,
+    model: ModelConfig,
+    layout: LayoutConfig,
 ) -> TransformerConfig:
     """Build Megatron's configuration, with the CUDA or Transformer Engine kernels present."""
     spec = choose_spec(model)
@@ -384,7 +392,10 @@ class PolicyModel(GPTModel):
         )
 
     def _compute_hidden(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed: PackedSeqParams,
     ) -> torch.Tensor:
         # Transformer Engine needs the starts of padded segments under context parallelism; the
         # padding counts as part of its segment, so that both starts are the same.
@@ -399,7 +410,10 @@ class PolicyModel(GPTModel):
         return super().forward(input_ids, position_ids, None, packed_seq_params=packed)
 
     def _score(
-        self, hidden: torch.Tensor, targets: torch.Tensor, teachers: tuple[TeacherHead, ...]
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        teachers: tuple[TeacherHead, ...],
     ) -> HeadOutput:
         weight = self.output_weight()
         head: dict[str, Any] = {
@@ -432,7 +446,10 @@ class PolicyModel(GPTModel):
 
     @torch.no_grad()
     def compute_logits(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, packed: PackedSeqParams
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        packed: PackedSeqParams,
     ) -> torch.Tensor:
         """Return logits at temperature 1, [T, vocab_size] fp32, on every rank of the last stage.
 

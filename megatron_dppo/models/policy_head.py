@@ -90,7 +90,9 @@ def score_responses(
 
 
 def get_local_rows(
-    weight: torch.Tensor, vocab_size: int, tp_group: dist.ProcessGroup | None
+    weight: torch.Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup | None,
 ) -> tuple[dist.ProcessGroup | None, int, int]:
     """Return the group to exchange with (None for a single rank), the token of this rank's first
     row, and the number of this rank's rows without padding."""
@@ -150,7 +152,10 @@ class _Score(torch.autograd.Function):
 
 
 def _add_gradients(
-    ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor | None
+    ctx: Any,
+    grad: torch.Tensor,
+    hidden_grad: torch.Tensor,
+    weight_grad: torch.Tensor | None,
 ) -> None:
     hidden, weight, targets, normaliser = ctx.saved_tensors
     passes = _select_kernels(hidden.is_cuda)
@@ -217,7 +222,11 @@ def _select_kernels(on_cuda: bool) -> ModuleType:
 
 
 def split_positions(
-    positions: int, rows: int, types: Sequence[torch.dtype], chunk_mib: int, device: torch.device
+    positions: int,
+    rows: int,
+    types: Sequence[torch.dtype],
+    chunk_mib: int,
+    device: torch.device,
 ) -> Iterator[tuple[slice, tuple[torch.Tensor, ...]]]:
     """Yield slices of c positions, each with reused buffers [c, rows] of ``types`` that together
     take at most ``chunk_mib``."""
@@ -267,7 +276,9 @@ def compute_logits(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Te
 
 
 def compute_hidden_gradient(
-    logit_gradient: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor
+    logit_gradient: torch.Tensor,
+    vocabulary: torch.Tensor,
+    out: torch.Tensor,
 ) -> None:
     """Compute ``out = logit_gradient · vocabulary``: [c, v] and [v, h] of one type, to [c, h]."""
     if _supports_fp32_output(vocabulary):
@@ -281,7 +292,9 @@ def compute_hidden_gradient(
 
 
 def add_weight_gradient(
-    total: torch.Tensor, logit_gradient: torch.Tensor, hidden: torch.Tensor
+    total: torch.Tensor,
+    logit_gradient: torch.Tensor,
+    hidden: torch.Tensor,
 ) -> None:
     """Add ``logit_gradientᵀ · hidden`` to ``total`` in place: [c, v] and [c, h] to [v, h] fp32."""
     if _supports_fp32_output(hidden):

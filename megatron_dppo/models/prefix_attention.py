@@ -84,7 +84,10 @@ class FlashOnGpu:
     """FlashAttention 2, in half precision; one call takes all blocks of a round."""
 
     def forward(
-        self, read: Read, attention_round: AttentionRound, scale: float
+        self,
+        read: Read,
+        attention_round: AttentionRound,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return outputs, [q, heads, head_dim], and log-sum-exps, [q, heads] fp32 (fp64 for fp64
         inputs)."""
@@ -136,7 +139,10 @@ class FlashOnCpu:
     """torch's FlashAttention for CPUs; one call takes one block, [1, heads, tokens, head_dim]."""
 
     def forward(
-        self, read: Read, attention_round: AttentionRound, scale: float
+        self,
+        read: Read,
+        attention_round: AttentionRound,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         attend = partial(aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
         parts = [
@@ -183,7 +189,11 @@ class FlashOnCpu:
 
 
 def _build_round(
-    blocks: Sequence[tuple[Ints, Ints]], queries: int, keys: int, *, causal: bool
+    blocks: Sequence[tuple[Ints, Ints]],
+    queries: int,
+    keys: int,
+    *,
+    causal: bool,
 ) -> AttentionRound:
     """Build a round from each block's query rows and key rows.
 

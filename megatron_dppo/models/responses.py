@@ -37,7 +37,9 @@ class Responses:
 
 
 def to_device(
-    pack: Pack, device: torch.device, share: PackShare | None
+    pack: Pack,
+    device: torch.device,
+    share: PackShare | None,
 ) -> tuple[dict[str, torch.Tensor], PackShare | None]:
     """Copy a pack's arrays, and this rank's share of the pack, to the device.
 

@@ -142,7 +142,9 @@ class RoutingReplay:
                 router.exit()
 
     def _select_local(
-        self, values: np.ndarray[Any, Any], share: PackShare | None
+        self,
+        values: np.ndarray[Any, Any],
+        share: PackShare | None,
     ) -> np.ndarray[Any, Any]:
         """Select the tokens of this rank's routers: [T, …] to [t, …]."""
         if share is not None:

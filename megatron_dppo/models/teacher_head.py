@@ -52,7 +52,10 @@ class TeacherHead(NamedTuple):
 
 
 def compute_divergence(
-    teachers: Sequence[TeacherHead], hidden: torch.Tensor, weight: torch.Tensor, **settings: Any
+    teachers: Sequence[TeacherHead],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    **settings: Any,
 ) -> torch.Tensor:
     """Return the divergence from several teachers, [R], at most one per position; 0 without a
     teacher. See :func:`compute_teacher_divergence`."""

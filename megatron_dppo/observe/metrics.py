@@ -122,7 +122,9 @@ class RowFollower:
     """Follower of ``metrics.jsonl``: a callback per row after the last checkpoint, unless None."""
 
     def __init__(
-        self, run_dir: Path, callback: Callable[[dict[str, float]], object] | None
+        self,
+        run_dir: Path,
+        callback: Callable[[dict[str, float]], object] | None,
     ) -> None:
         self._file = run_dir / FILE
         self._callback = callback

@@ -176,7 +176,13 @@ class Profiler:
     """Profiler of chosen steps: ``with profiler(3): ...`` around every step, counted from 1."""
 
     def __init__(
-        self, folder: Path, steps: Collection[int], *, rank: int, on_cuda: bool, timers: PhaseTimers
+        self,
+        folder: Path,
+        steps: Collection[int],
+        *,
+        rank: int,
+        on_cuda: bool,
+        timers: PhaseTimers,
     ) -> None:
         self._folder = folder / "profile"
         self._steps = steps

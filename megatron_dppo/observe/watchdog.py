@@ -219,7 +219,10 @@ class Watchdog:
 
 
 def find_late_ranks(
-    heartbeats: Sequence[Heartbeat], silence_s: Sequence[float], late_s: float, stuck_s: float
+    heartbeats: Sequence[Heartbeat],
+    silence_s: Sequence[float],
+    late_s: float,
+    stuck_s: float,
 ) -> list[int]:
     """Return the ranks to report, by the first rule that applies.
 
@@ -243,7 +246,9 @@ def find_late_ranks(
 
 
 def _describe(
-    late_ranks: Sequence[int], heartbeats: Sequence[Heartbeat], stacks: dict[int, str]
+    late_ranks: Sequence[int],
+    heartbeats: Sequence[Heartbeat],
+    stacks: dict[int, str],
 ) -> str:
     # Ranks at the same line share a paragraph, because a thousand equal stacks are unreadable.
     ranks_by_place: dict[tuple[str, str], list[int]] = {}
@@ -261,7 +266,11 @@ def _describe(
 
 
 def _format_paragraph(
-    source: str, phase: str, seconds: float, remark: str, stack: str
+    source: str,
+    phase: str,
+    seconds: float,
+    remark: str,
+    stack: str,
 ) -> list[str]:
     return [
         f"late: rank {source}, in {phase or 'no phase'} for {seconds:.0f} s{remark}. Stack:",

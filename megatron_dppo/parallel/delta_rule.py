@@ -159,7 +159,9 @@ def recurrent_gated_delta_rule(
 
 @lru_cache(maxsize=64)
 def _split_chunks(
-    lengths: tuple[int, ...], chunk: int, device: torch.device
+    lengths: tuple[int, ...],
+    chunk: int,
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], torch.Tensor]:
     """List the chunks of a pack: the first chunks of all segments, then the second chunks, and so
     on.

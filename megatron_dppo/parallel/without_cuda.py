@@ -157,7 +157,10 @@ def _patch_all_gather() -> None:
     gather = dist.all_gather
 
     def all_gather(
-        parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+        parts: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Any:
         if len({part.shape for part in parts}) == 1:
             return gather(parts, tensor, group=group, async_op=async_op)

@@ -23,7 +23,10 @@ class EventLoop(asyncio.SelectorEventLoop):
         self._process = os.getpid()
 
     def call_soon(
-        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+        self,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.Handle:
         return super().call_soon(self._call, callback, *args, context=context)
 

@@ -360,7 +360,10 @@ class FolderLock:
     """
 
     def __init__(
-        self, folder: Path, setting: str, log: Callable[[str], None] = lambda text: None
+        self,
+        folder: Path,
+        setting: str,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         make_folder(folder, setting)
         self._folder = folder.resolve()

@@ -150,7 +150,12 @@ class ProgressCallback(Protocol):
 
 @contextmanager
 def report_progress(
-    label: str, total: float, *, unit: Unit = "count", initial: int = 0, enabled: bool = True
+    label: str,
+    total: float,
+    *,
+    unit: Unit = "count",
+    initial: int = 0,
+    enabled: bool = True,
 ) -> Iterator[ProgressCallback]:
     """Show a bar; without a terminal, print a line every ten seconds and at the end.
 
@@ -208,7 +213,11 @@ def report_progress(
 
 @contextmanager
 def make_progress_bar(
-    label: str, total: int, *, initial: int = 0, enabled: bool = True
+    label: str,
+    total: int,
+    *,
+    initial: int = 0,
+    enabled: bool = True,
 ) -> Iterator[ProgressCallback | None]:
     """Yield :func:`report_progress`'s bar, or None without a terminal, for callers with their own
     lines of progress."""

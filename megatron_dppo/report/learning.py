@@ -148,7 +148,9 @@ def get_step_numbers(run: RunRecord) -> Floats:
 
 @with_title("Reward")
 def make_reward_chart(
-    runs: Sequence[RunRecord], label: str = "step", positions: Positions = get_step_numbers
+    runs: Sequence[RunRecord],
+    label: str = "step",
+    positions: Positions = get_step_numbers,
 ) -> Chart:
     key = "rollout/raw_reward"
     about = "mean over a step's completions"
@@ -160,7 +162,9 @@ def make_reward_chart(
 
 @with_title("Held-out accuracy")
 def make_accuracy_chart(
-    runs: Sequence[RunRecord], label: str = "step", positions: Positions = get_step_numbers
+    runs: Sequence[RunRecord],
+    label: str = "step",
+    positions: Positions = get_step_numbers,
 ) -> Chart:
     lines = []
     for run in runs:

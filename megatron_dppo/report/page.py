@@ -54,7 +54,11 @@ Figure = tuple[str, str, str]
 
 
 def report(
-    folders: Sequence[Path], out: Path, *, png: Path | None = None, price: float | None = None
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    png: Path | None = None,
+    price: float | None = None,
 ) -> None:
     """Write the page atomically, and pictures if a folder is given (``megatron-dppo report``).
 

@@ -117,7 +117,9 @@ def _make_layers(run: RunRecord) -> list[Layer]:
 
 
 def _make_segments(
-    mean: Mapping[str, float], phases: Sequence[str], longest: float
+    mean: Mapping[str, float],
+    phases: Sequence[str],
+    longest: float,
 ) -> list[Segment]:
     segments = []
     for phase in phases:

@@ -363,7 +363,10 @@ def _load_verifier(task: str, settings: str) -> Callable[[str, Mapping[str, Any]
 
 
 def reasoning_gym_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
 ) -> dict[str, object]:
     """Return the task verifier's score of the last ``<answer>…</answer>``; without this tag, of the
     whole text.

@@ -115,7 +115,11 @@ def _exit_with_status(status: int) -> NoReturn:
 
 
 def _run_scorer(
-    keeper: int, pipe: Connection, limits: Limits, spec: str, tags: Sequence[str]
+    keeper: int,
+    pipe: Connection,
+    limits: Limits,
+    spec: str,
+    tags: Sequence[str],
 ) -> NoReturn:
     code = 1
     try:
@@ -189,7 +193,9 @@ def _get_error_kind(error: BaseException) -> str:
 
 
 def _score(
-    function: Scorer | GroupScorer, items: Sequence[ScoreItem], timeout_s: float
+    function: Scorer | GroupScorer,
+    items: Sequence[ScoreItem],
+    timeout_s: float,
 ) -> tuple[list[Score], str]:
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -211,7 +217,10 @@ def _score(
 
 
 def _score_concurrently(
-    function: Callable[..., Any], pipe: Connection, timeout_s: float, clock_s: float
+    function: Callable[..., Any],
+    pipe: Connection,
+    timeout_s: float,
+    clock_s: float,
 ) -> None:
     """Score completions, each from the moment of arrival, until the pipe closes.
 

@@ -48,7 +48,11 @@ class Estimator:
 
 
 def compute_group_advantages(
-    rewards: Floats, *, normalise: bool, present: Bools | None = None, less: int = 0
+    rewards: Floats,
+    *,
+    normalise: bool,
+    present: Bools | None = None,
+    less: int = 0,
 ) -> Floats:
     """Return r − mean of the group (Dr.GRPO, arXiv:2503.20783), or (r − mean)/std (DeepSeekMath,
     arXiv:2402.03300, section 4.1.2).
@@ -256,7 +260,9 @@ def _make_fact_error(name: str, fact: str, problem: str) -> UserError:
 
 
 def _compute_trial_advantages(
-    name: str, rewards: Floats, inclusion: Floats | None = None
+    name: str,
+    rewards: Floats,
+    inclusion: Floats | None = None,
 ) -> Floats:
     columns = _TrialColumns(
         reward=rewards,

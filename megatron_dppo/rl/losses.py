@@ -292,7 +292,10 @@ SURROGATES: Mapping[Surrogate, Callable[[Tokens], tuple[Tensor, Tensor]]] = {
 
 
 def _compute_engine_weight(
-    objective: Objective, log_ratio: Tensor, cap: float | None, sequences: Sequences
+    objective: Objective,
+    log_ratio: Tensor,
+    cap: float | None,
+    sequences: Sequences,
 ) -> tuple[Tensor, Tensor]:
     """Return w = min(p_old / p_engine, cap), or 0 outside of the objective's masks.
 

@@ -139,7 +139,11 @@ def compute_coefficients(aggregation: Aggregation, sampled_lengths: Ints) -> Flo
 
 
 def compute_kept_fraction(
-    aggregation: Aggregation, *, sampled_lengths: Ints, prompt_inclusion: Floats, kept: Bools
+    aggregation: Aggregation,
+    *,
+    sampled_lengths: Ints,
+    prompt_inclusion: Floats,
+    kept: Bools,
 ) -> float:
     """Return the fraction of Z of completions ``kept`` [Q, G]. CPPO divides by Z times this
     fraction."""

@@ -141,7 +141,9 @@ def find_path(pack: Pack, place: int) -> Ints:
 
 
 def _assign_slots(
-    shared: Sequence[int], lengths: Sequence[int], segments: Iterable[tuple[int, int, int, int]]
+    shared: Sequence[int],
+    lengths: Sequence[int],
+    segments: Iterable[tuple[int, int, int, int]],
 ) -> list[Ints]:
     """Return the position in the pack of each token of each sample.
 
@@ -174,7 +176,9 @@ def _join(parts: Iterable[NDArray[Any]]) -> Ints:
 
 
 def _merge_routing(
-    tables: Sequence[Routing | None], slots: Sequence[Ints], capacity: int
+    tables: Sequence[Routing | None],
+    slots: Sequence[Ints],
+    capacity: int,
 ) -> Routing | None:
     """Return the routing of a pack, [T, layers, k]."""
     known = [

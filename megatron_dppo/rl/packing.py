@@ -278,7 +278,11 @@ def _iter_capacities(slots: Ints, packs: int, unit: int, most: int) -> Iterator[
 
 
 def _find_tightest(
-    slots: Ints, packs: int, window: int, unit: int, most: int
+    slots: Ints,
+    packs: int,
+    window: int,
+    unit: int,
+    most: int,
 ) -> tuple[int, list[list[int]]] | None:
     """Return the size of the fullest pack, and the packs, at the first capacity that suffices."""
     longest_first = np.argsort(-slots, kind="stable")
@@ -295,7 +299,10 @@ def _find_tightest(
 
 
 def _pack_greedily(
-    descending: list[int], capacity: int, window: int, most_packs: int
+    descending: list[int],
+    capacity: int,
+    window: int,
+    most_packs: int,
 ) -> list[list[int]] | None:
     """Pack greedily within a sliding window of the ``window`` longest unpacked sequences.
 

@@ -158,7 +158,11 @@ def plan_step(
 
 
 def draw_minibatches(
-    metadata: StepMetadata, usable_groups: Ints, config: Config, objective: Objective, step: int
+    metadata: StepMetadata,
+    usable_groups: Ints,
+    config: Config,
+    objective: Objective,
+    step: int,
 ) -> Iterator[tuple[Ints, StepMetadata, PruningDraw]]:
     """Yield minibatches of ``usable_groups``: indices in ``metadata``, metadata, pruning draw."""
     pruning = config.pruning.completions

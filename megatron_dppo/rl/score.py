@@ -39,7 +39,9 @@ class Score:
 
     @classmethod
     def from_failure(
-        cls, failure: Literal["timeout", "error", "unscored"], traceback: str = ""
+        cls,
+        failure: Literal["timeout", "error", "unscored"],
+        traceback: str = "",
     ) -> Score:
         return cls(math.nan, False, failure=failure, traceback=traceback)
 

@@ -39,7 +39,10 @@ def derive_engine_seed(seed: int, step: int, purpose: Purpose, attempt: int = 0)
 
 
 def _make_seed_sequence(
-    seed: int, step: int, purpose: Purpose, attempt: int
+    seed: int,
+    step: int,
+    purpose: Purpose,
+    attempt: int,
 ) -> np.random.SeedSequence:
     # Purpose and step are a spawn key, because entropy is padded with zeros and could collide.
     return np.random.SeedSequence(

@@ -37,7 +37,9 @@ def split_sequences(completion: Completion) -> list[slice]:
 
 
 def split_prompt_and_response(
-    prompt: NDArray[np.int32], completion: Completion, number: int
+    prompt: NDArray[np.int32],
+    completion: Completion,
+    number: int,
 ) -> tuple[NDArray[np.int32], slice]:
     """Return the prompt tokens of a sequence, and the slice of the completion that follows."""
     tokens = split_sequences(completion)[number]
@@ -133,7 +135,9 @@ def find_sequence_error(prompt: int, completion: Completion, limit: int) -> str 
 
 
 def check_sequences(
-    config: Config, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
+    config: Config,
+    prompts: Sequence[Prompt],
+    groups: Sequence[Sequence[Completion]],
 ) -> None:
     """Check all completions of several sequences.
 

@@ -218,7 +218,11 @@ class Collector:
         )
 
     def _wait_for_rollouts(
-        self, prompts: Sequence[Prompt], pending: Any, *, total: int
+        self,
+        prompts: Sequence[Prompt],
+        pending: Any,
+        *,
+        total: int,
     ) -> Callable[[], list[Group]]:
         """Wait for completions and teachers, while completions are scored. Collective.
 
@@ -314,7 +318,9 @@ class Collector:
             )
 
     def _build_local_batch(
-        self, scored: Sequence[Group], inclusions: Floats
+        self,
+        scored: Sequence[Group],
+        inclusions: Floats,
     ) -> tuple[StepMetadata, list[Group], list[Score]]:
         """Return the metadata of this rank's groups, the groups with penalties, and the failed
         scores of dropped groups.
@@ -388,7 +394,9 @@ class Collector:
 
 
 def _compute_completion_metrics(
-    completion: Completion, score: Score, unique: int
+    completion: Completion,
+    score: Score,
+    unique: int,
 ) -> dict[str, float]:
     """Compute the ``parts`` of a completion's metadata."""
     # Σ −log p of the sampled tokens is an unbiased estimate of the sum of the entropies.

@@ -330,7 +330,10 @@ def _is_sequence(turn: Any) -> bool:
 
 
 def _build_sequence(
-    client: Client, turns: Sequence[Turn], prefix: Sequence[int], limit: int
+    client: Client,
+    turns: Sequence[Turn],
+    prefix: Sequence[int],
+    limit: int,
 ) -> Completion:
     """Build one sequence, with enough tokens past ``limit`` for the caller to detect a truncation.
 
@@ -384,7 +387,10 @@ def _build_sequence(
 
 
 def _truncate_sequence(
-    completion: Completion, offset: int, limit: int, roles: Sequence[str]
+    completion: Completion,
+    offset: int,
+    limit: int,
+    roles: Sequence[str],
 ) -> Completion:
     """Check a sequence, and cut the sequence off at ``limit`` tokens; not if the user's function
     built a completion with several sequences.

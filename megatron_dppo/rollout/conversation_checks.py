@@ -18,7 +18,9 @@ class InvalidCompletionError(ValueError):
 
 
 def check_ids(
-    token_ids: Sequence[int] | NDArray[Any], vocabulary: int, action: str
+    token_ids: Sequence[int] | NDArray[Any],
+    vocabulary: int,
+    action: str,
 ) -> NDArray[np.int32]:
     """Return token ids as an array.
 

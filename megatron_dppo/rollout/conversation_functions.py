@@ -83,7 +83,9 @@ def _load_coroutine(spec: str) -> Callable[..., Any]:
 
 
 def check_turns(
-    config: Config, data: DataConfig, problems: Callable[[], Iterable[Mapping[str, object]]]
+    config: Config,
+    data: DataConfig,
+    problems: Callable[[], Iterable[Mapping[str, object]]],
 ) -> None:
     """Check the support of environments with several turns.
 

@@ -278,13 +278,19 @@ class Routers:
                 layer.mlp.gate.register_forward_hook(self._record_routing)
 
     def _record_routing(
-        self, router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]
+        self,
+        router: torch.nn.Module,
+        inputs: object,
+        output: tuple[torch.Tensor, ...],
     ) -> None:
         if self._choices is not None:
             self._choices.append(output[2])
 
     def start_recording(
-        self, shape: RoutingShape | None, count: int, width: int
+        self,
+        shape: RoutingShape | None,
+        count: int,
+        width: int,
     ) -> RoutingRecord | None:
         """Start a record of the next decoding.
 
@@ -317,7 +323,9 @@ class RoutingRecord:
         self._size = count, width
 
     def record_prefixes(
-        self, lengths: Sequence[int], continuations: Sequence[Sequence[int]]
+        self,
+        lengths: Sequence[int],
+        continuations: Sequence[Sequence[int]],
     ) -> None:
         """Record the routing of prefixes that the model has just read, padded to the longest.
 

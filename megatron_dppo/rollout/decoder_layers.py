@@ -89,7 +89,9 @@ class AttentionLayer(Layer):
         self._head_weights = torch.cat(parts) if parts else torch.empty(0)
 
     def project(
-        self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+        self,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Project ``hidden`` [tokens, hidden].
 
@@ -239,7 +241,10 @@ def rotate(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def compute_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
 ) -> torch.Tensor:
     """Compute attention with grouped queries.
 

@@ -239,7 +239,9 @@ class Decoding:
 
 
 def build_uniforms(
-    prefixes: Sequence[TreePath], sampling: Sampling, width: int
+    prefixes: Sequence[TreePath],
+    sampling: Sampling,
+    width: int,
 ) -> NDArray[np.float64]:
     """Return uniforms [rows, width] of each prefix's continuations in turn; 0 past the end of a
     continuation, or if greedy.

@@ -175,7 +175,10 @@ class LocalEngine(RolloutEngine[Completions]):
         return self._generate_trees(prompts, sampling, version)
 
     def _generate_trees(
-        self, prompts: Sequence[Prompt], sampling: Sampling, version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        version: int,
     ) -> Completions:
         """Generate trees, level by level: the paths from the prompts, then all forks, and so on."""
         branches = sampling.branches
@@ -193,7 +196,10 @@ class LocalEngine(RolloutEngine[Completions]):
 
     @torch.inference_mode()
     def _extend_prefixes(
-        self, prefixes: Sequence[TreePath], sampling: Sampling, version: int
+        self,
+        prefixes: Sequence[TreePath],
+        sampling: Sampling,
+        version: int,
     ) -> list[list[TreePath]]:
         """Return the path of each continuation, by prefix."""
         decoding = Decoding(

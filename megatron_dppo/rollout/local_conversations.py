@@ -85,7 +85,10 @@ class LocalConversations:
             self._runner.close()
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, extend: Continue
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        extend: Continue,
     ) -> Completions:
         """Return ``sampling.samples`` completions of each prompt.
 

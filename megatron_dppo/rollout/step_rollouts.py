@@ -120,7 +120,10 @@ class StepRollouts:
 
     @staticmethod
     def _can_resume_complete(
-        rollouts: CompleteRollouts, config: Config, min_version: int, needs_routing: bool
+        rollouts: CompleteRollouts,
+        config: Config,
+        min_version: int,
+        needs_routing: bool,
     ) -> bool:
         known = rollouts.metadata
         rollout = config.rollout
@@ -168,7 +171,10 @@ def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) ->
 
 
 def read_in_flight(
-    place: Path, pool: Sequence[Prompt], world: World, step: int
+    place: Path,
+    pool: Sequence[Prompt],
+    world: World,
+    step: int,
 ) -> list[StepRollouts]:
     """Read a checkpoint's rollouts of the next steps, in order. Collective.
 
@@ -197,7 +203,11 @@ def read_in_flight(
 
 
 def _read(
-    folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: World, step: int
+    folder: Path,
+    stored: dict[str, Any],
+    pool: Sequence[Prompt],
+    world: World,
+    step: int,
 ) -> StepRollouts:
     place = folder.parent
     chosen = {
@@ -353,7 +363,9 @@ def _unpack_completions(stored: dict[str, Any]) -> Iterator[Completion]:
 
 
 def _unpack_groups(
-    stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, Prompt]
+    stored: dict[str, Any],
+    metadata: StepMetadata,
+    prompts: dict[int, Prompt],
 ) -> dict[int, Group]:
     """Unpack the stored groups of the given prompts, by row of the metadata."""
     rows = stored["rows"]

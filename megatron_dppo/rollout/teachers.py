@@ -52,7 +52,9 @@ class TeacherServer:
     """Size of the vocabulary shared with the policy."""
 
     def build_request(
-        self, prompt: NDArray[np.int32], response: NDArray[np.int32]
+        self,
+        prompt: NDArray[np.int32],
+        response: NDArray[np.int32],
     ) -> tuple[str, dict[str, Any]]:
         """Return path and body of a query for a response's tokens."""
         tokens = [*prompt.tolist(), *response.tolist()]
@@ -70,7 +72,9 @@ class TeacherServer:
         return "/v1/completions", body
 
     def parse_logprobs(
-        self, answer: Mapping[str, Any], response: NDArray[np.int32]
+        self,
+        answer: Mapping[str, Any],
+        response: NDArray[np.int32],
     ) -> NDArray[np.float32]:
         """Return the log-probabilities of a response's tokens, [L], from the server's answer.
 
@@ -205,7 +209,10 @@ class TeacherServers:
         return server
 
     async def _read_all(
-        self, server: TeacherServer, prompt: Prompt, completion: Completion
+        self,
+        server: TeacherServer,
+        prompt: Prompt,
+        completion: Completion,
     ) -> NDArray[np.float32]:
         """Return the log-probabilities of all sequences of a completion, [L]."""
         # A further sequence's first token was not sampled: its log-probability is unused, and 0.
@@ -223,7 +230,10 @@ class TeacherServers:
         return result
 
     async def _read(
-        self, server: TeacherServer, prompt: NDArray[np.int32], response: NDArray[np.int32]
+        self,
+        server: TeacherServer,
+        prompt: NDArray[np.int32],
+        response: NDArray[np.int32],
     ) -> NDArray[np.float32]:
         """Return the log-probabilities of one response, [L].
 
@@ -297,7 +307,9 @@ class TeacherQuery:
                 future.cancel()
 
     def _add_group_logprobs(
-        self, place: int, group: tuple[Completion, ...]
+        self,
+        place: int,
+        group: tuple[Completion, ...],
     ) -> tuple[Completion, ...]:
         if self._servers is None or place not in self._queries:
             return group

@@ -67,7 +67,10 @@ class TreePath:
         return left if self.limit is None else min(left, self.limit)
 
     def extend(
-        self, slot: int, parts: Iterable[Completion], entropies: Entropies | None
+        self,
+        slot: int,
+        parts: Iterable[Completion],
+        entropies: Entropies | None,
     ) -> TreePath:
         """Return the path of an ended continuation, with its tokens and entropies in order."""
         if entropies is not None and self.entropies is not None:

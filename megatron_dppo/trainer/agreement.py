@@ -83,7 +83,9 @@ class ComparedCompletion:
 
 
 def collect_comparisons(
-    pack: Pack, trainer: NDArray[np.float32], version: int
+    pack: Pack,
+    trainer: NDArray[np.float32],
+    version: int,
 ) -> Iterator[ComparedCompletion]:
     """Yield the completions of a pack with tokens of ``version``; ``trainer``: [R],
     log-probabilities."""
@@ -164,7 +166,10 @@ def check_disagreement(
 
 
 def _write_evidence(
-    world: World, file: Path, facts: dict[str, Any], completions: Sequence[ComparedCompletion]
+    world: World,
+    file: Path,
+    facts: dict[str, Any],
+    completions: Sequence[ComparedCompletion],
 ) -> Path:
     """Write the worst completions of the rank with the worst completion."""
     # NaN counts as the largest difference.
@@ -187,7 +192,11 @@ def _write_evidence(
 
 
 def check_agreement(
-    policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], *, version: int
+    policy: PolicyParts[Any],
+    engine: RolloutEngine[Any],
+    pool: Sequence[Prompt],
+    *,
+    version: int,
 ) -> dict[str, float]:
     """Compare completions of every server with the actor. Collective.
 
@@ -239,7 +248,10 @@ def check_agreement(
 
 
 def _generate_completions(
-    policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], version: int
+    policy: PolicyParts[Any],
+    engine: RolloutEngine[Any],
+    pool: Sequence[Prompt],
+    version: int,
 ) -> list[ComparedCompletion]:
     """Return completions of every server for the same prompts, not yet scored by the actor."""
     # The module imports torch, and a report imports the present module without torch.

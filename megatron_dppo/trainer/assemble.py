@@ -151,7 +151,9 @@ class PolicyParts(Generic[P_co]):
         return Collector(config, world, engine, workers, *parts)
 
     def build_collectors(
-        self, engine: RolloutEngine[Any], workers: Mapping[str, RewardWorkers]
+        self,
+        engine: RolloutEngine[Any],
+        workers: Mapping[str, RewardWorkers],
     ) -> dict[str, Collector]:
         """Return a collector per verifier, for evaluations."""
         parts = self.tokenizer, self.stop_ids
@@ -189,7 +191,11 @@ class PolicyParts(Generic[P_co]):
         return found
 
     def pack(
-        self, samples: Sequence[TrainingSample], *, replicas: int = 1, min_per_rank: int = 1
+        self,
+        samples: Sequence[TrainingSample],
+        *,
+        replicas: int = 1,
+        min_per_rank: int = 1,
     ) -> list[tuple[Sequence[int], Pack]]:
         """Pack samples for this replica, and return each pack with the indices of its samples.
 
@@ -277,7 +283,9 @@ def assemble_frozen(config: Config, world: World, *, temperature: float) -> Poli
 
 
 def _assemble(
-    config: Config, world: World, make: Callable[[PolicyShape], P_co]
+    config: Config,
+    world: World,
+    make: Callable[[PolicyShape], P_co],
 ) -> PolicyParts[P_co]:
     folder = config.model.folder
     run_dir = Path(config.run.dir)
@@ -300,7 +308,11 @@ def _assemble(
 
 
 def _load_frozen(
-    kind: type[FrozenT], config: Config, world: World, temperature: float, shape: PolicyShape
+    kind: type[FrozenT],
+    config: Config,
+    world: World,
+    temperature: float,
+    shape: PolicyShape,
 ) -> FrozenT:
     policy = kind(
         shape,

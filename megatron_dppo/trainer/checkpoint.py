@@ -247,7 +247,9 @@ class Checkpoints:
         partial.mkdir()
 
     def _put_in_place(
-        self, pending: _PendingCheckpoint, checksums: Mapping[str, FileChecksum]
+        self,
+        pending: _PendingCheckpoint,
+        checksums: Mapping[str, FileChecksum],
     ) -> None:
         step = pending.step
         partial = pending.shards.folder
@@ -303,7 +305,10 @@ def _keep_common_state(folder: Path) -> None:
 
 
 def _sharded_state(
-    actor: Actor, checkpoint_format: CheckpointFormat, *, loading: bool
+    actor: Actor,
+    checkpoint_format: CheckpointFormat,
+    *,
+    loading: bool,
 ) -> dict[str, Any]:
     metadata = {
         **build_sharding_metadata(),

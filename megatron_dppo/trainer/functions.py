@@ -148,7 +148,9 @@ def load_objective(loss: LossConfig) -> Objective:
 
 
 def _compute_named_surrogate(
-    name: str, function: Callable[[Tokens], Any], tokens: Tokens
+    name: str,
+    function: Callable[[Tokens], Any],
+    tokens: Tokens,
 ) -> tuple[Tensor, Tensor]:
     """Compute the surrogate during a run.
 
@@ -227,7 +229,10 @@ def _try_out(objective: Objective) -> None:
 
 
 def _compute_gradient(
-    objective: Objective, sample: Tensor, advantage: Tensor, part: slice = slice(None)
+    objective: Objective,
+    sample: Tensor,
+    advantage: Tensor,
+    part: slice = slice(None),
 ) -> Tensor:
     """Return the gradient of the loss by the log-probabilities, [R]."""
     # Roll, so that both completions have high and low ratios.

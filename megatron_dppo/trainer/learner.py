@@ -152,7 +152,12 @@ class Learner:
 
     @with_gradients
     def train(
-        self, plan: StepPlan, groups_by_row: Mapping[int, Group], step: int, *, version: int
+        self,
+        plan: StepPlan,
+        groups_by_row: Mapping[int, Group],
+        step: int,
+        *,
+        version: int,
     ) -> dict[str, float]:
         """Train on a plan: an optimizer step per minibatch with kept completions. Collective.
 
@@ -217,7 +222,11 @@ class Learner:
 
     @with_gradients
     def compute_gradient_norm(
-        self, minibatch: MinibatchPlan, groups_by_row: Mapping[int, Group], *, version: int
+        self,
+        minibatch: MinibatchPlan,
+        groups_by_row: Mapping[int, Group],
+        *,
+        version: int,
     ) -> float:
         """Return the norm of a minibatch's gradient, before clipping; 0 if empty. Collective.
 
@@ -243,7 +252,9 @@ class Learner:
         )
 
     def _build_packs(
-        self, minibatch: MinibatchPlan, groups_by_row: Mapping[int, Group]
+        self,
+        minibatch: MinibatchPlan,
+        groups_by_row: Mapping[int, Group],
     ) -> list[Pack]:
         return [
             build_pack(
@@ -271,7 +282,9 @@ class Learner:
         ]
 
     def _compute_heads(
-        self, minibatch: MinibatchPlan, packs: list[Pack]
+        self,
+        minibatch: MinibatchPlan,
+        packs: list[Pack],
     ) -> list[tuple[TeacherHead, ...]]:
         found: list[tuple[TeacherHead, ...]] = [() for _ in packs]
         teacher_of = minibatch.teacher

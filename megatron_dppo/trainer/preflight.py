@@ -81,7 +81,9 @@ def run_preflight(config: Config, command: Command) -> None:
 
 
 def find_mistakes(
-    config: Config, command: Command, environ: Mapping[str, str] = os.environ
+    config: Config,
+    command: Command,
+    environ: Mapping[str, str] = os.environ,
 ) -> Iterator[UserError]:
     """Yield all problems of a run, except in rows of large files: see :func:`prepare_data`."""
     found = False
@@ -165,7 +167,9 @@ def _list_policy_checks(config: Config, shape: PolicyShape, command: Command) ->
 
 
 def _list_environment_checks(
-    config: Config, command: Command, environ: Mapping[str, str]
+    config: Config,
+    command: Command,
+    environ: Mapping[str, str],
 ) -> Iterator[Check]:
     if command != "sft":
         yield from server_checks(config, environ)

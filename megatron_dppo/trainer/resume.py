@@ -207,7 +207,10 @@ def find_changes(before: Settings, now: Settings) -> list[SettingChange]:
 
 
 def find_changes_since(
-    folder: Path, step: int, config: Config, function_texts: Mapping[str, str | None] | None = None
+    folder: Path,
+    step: int,
+    config: Config,
+    function_texts: Mapping[str, str | None] | None = None,
 ) -> list[SettingChange]:
     """Return settings and files that differ from the run's steps up to ``step``.
 

@@ -63,7 +63,13 @@ class ShardSave:
     """
 
     def __init__(
-        self, state: dict[str, Any], folder: Path, world: World, *, background: bool, limit_s: float
+        self,
+        state: dict[str, Any],
+        folder: Path,
+        world: World,
+        *,
+        background: bool,
+        limit_s: float,
     ) -> None:
         self.folder = folder
         self._limit_s = limit_s

@@ -91,6 +91,7 @@ ELSEWHERE = {
     r"bash scripts/test\.sh --measure": ("scripts/test.sh", "(--measure)"),
     r"python -m pytest tests/rehearsal": ("scripts/test.sh", "tests/rehearsal\n"),
     r"bash scripts/docs\.sh": ("tests/docs/test_site.py", "bash scripts/docs.sh"),
+    r"python tools/language\.py FILE": ("tests/test_language.py", "tools/language.py"),
     r"python tools/site/settings_page\.py": (
         "tests/docs/test_site.py",
         "tools/site/{name}_page.py",

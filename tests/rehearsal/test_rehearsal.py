@@ -191,7 +191,10 @@ def test_local_engine_waits_once_for_each_look(found: Found) -> None:
     """And three times for the results of a batch: stops, tokens, log-probabilities."""
     check_runs(found["engine: dense"])
     decoding = "copy to the host in megatron_dppo/rollout/decoding.py:Decoding"
-    assert found["engine: dense"]["waits"] == {f"{decoding}._remove_ended": 6, f"{decoding}.build_paths": 3}
+    assert found["engine: dense"]["waits"] == {
+        f"{decoding}._remove_ended": 6,
+        f"{decoding}.build_paths": 3,
+    }
 
 
 def test_sequence_parallel_collectives_have_the_layouts_bytes(found: Found) -> None:

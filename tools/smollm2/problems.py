@@ -393,7 +393,10 @@ def list_example_numbers() -> set[tuple[int, ...]]:
 
 
 def generate_problems(
-    split: str, count: int, used: set[tuple[int, ...]], steps: Sequence[int] = (1,)
+    split: str,
+    count: int,
+    used: set[tuple[int, ...]],
+    steps: Sequence[int] = (1,),
 ) -> Iterator[dict[str, object]]:
     """Yield rows of a split, with step counts that rotate through ``steps``.
 

@@ -15,7 +15,13 @@ SUPPORTED = {
 
 
 def make_sizes(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    *,
+    tied: bool = False,
 ) -> dict[str, Any]:
     """Return the shape of a published Qwen3."""
     own = {

@@ -104,7 +104,14 @@ MIXTURE_ROWS = (
 
 
 def make_sizes(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, delta: int, tied: bool
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    *,
+    delta: int,
+    tied: bool,
 ) -> dict[str, Any]:
     """Return the shape of a published Qwen3.5; ``delta``: value heads of a delta network."""
     own: dict[str, Any] = {

@@ -148,7 +148,11 @@ def _match_expression(label: str, answer: str) -> bool:
 
 
 def _match_chain(
-    signs: list[str], sides: list[Node], found_signs: list[str], found: list[Node], seed: str
+    signs: list[str],
+    sides: list[Node],
+    found_signs: list[str],
+    found: list[Node],
+    seed: str,
 ) -> bool:
     turned = [TURNED.get(sign) for sign in reversed(found_signs)]
     closed = not find_symbols(("sum", *sides, *found))
@@ -243,7 +247,10 @@ def _find_factor(left: Node, right: Node, seed: str) -> Value | None:
 
 
 def _match_at_points(
-    left: Node, right: Node, seed: str, matches: Callable[[Value, Value, SamplePoint], bool]
+    left: Node,
+    right: Node,
+    seed: str,
+    matches: Callable[[Value, Value, SamplePoint], bool],
 ) -> bool:
     """Return whether a comparison holds at all points.
 
@@ -269,7 +276,11 @@ def _match_at_points(
 
 
 def _evaluate_points(
-    left: Node, right: Node, seed: str, *, imaginary: bool = False
+    left: Node,
+    right: Node,
+    seed: str,
+    *,
+    imaginary: bool = False,
 ) -> Iterator[Pair]:
     """Yield the values of two expressions at all points with values of both."""
     closed = not find_symbols(left) and not find_symbols(right)

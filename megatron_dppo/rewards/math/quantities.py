@@ -84,7 +84,10 @@ def parse_numeral(text: str) -> tuple[str, str] | None:
 
 
 def _parse_decimal(
-    sign: str, digits: str, power: str | None, exponent: str | None
+    sign: str,
+    digits: str,
+    power: str | None,
+    exponent: str | None,
 ) -> Number | None:
     plain = re.sub(r"[, ]", "", digits)
     if not plain:

@@ -68,7 +68,13 @@ class SamplePoint:
     """
 
     def __init__(
-        self, seed: str, sign: int, scale: Fraction, *, imaginary: bool, digits: int = DIGITS
+        self,
+        seed: str,
+        sign: int,
+        scale: Fraction,
+        *,
+        imaginary: bool,
+        digits: int = DIGITS,
     ) -> None:
         self.seed = seed
         self.sign = sign

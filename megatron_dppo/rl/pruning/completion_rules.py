@@ -176,7 +176,9 @@ def find_completion_rule(name: str) -> Rule[CompletionCandidates]:
 
 
 def compute_completion_inclusion(
-    rule: str, candidates: CompletionCandidates, keep: float
+    rule: str,
+    candidates: CompletionCandidates,
+    keep: float,
 ) -> Floats:
     """Return a rule's inclusion probabilities [Q, G]: 0 for zero advantage, else at least the
     floor."""
@@ -220,7 +222,10 @@ def find_efficient_keep(rule: str, candidates: CompletionCandidates, generated: 
 
 
 def compute_completion_weights(
-    rule: str, candidates: CompletionCandidates, inclusion: Floats, keep: float
+    rule: str,
+    candidates: CompletionCandidates,
+    inclusion: Floats,
+    keep: float,
 ) -> Floats:
     """Return each completion's factor [Q, G] if kept, given its prompt: 1/π, or a biased rule's own
     weight; 0 if never kept."""

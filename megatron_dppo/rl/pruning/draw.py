@@ -124,7 +124,9 @@ def prune_minibatch(
 
 
 def compute_completion_terms(
-    part: StepMetadata, config: Config, objective: Objective
+    part: StepMetadata,
+    config: Config,
+    objective: Objective,
 ) -> tuple[CompletionCandidates, Floats, Floats, Floats]:
     """Compute the sizes of a minibatch's terms, before any draw.
 

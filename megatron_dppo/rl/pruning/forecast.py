@@ -62,7 +62,11 @@ class PromptForecast(PromptHistory):
     """
 
     def __init__(
-        self, features: PromptFeatures, estimator: str = "grpo", *, has_teacher: bool = False
+        self,
+        features: PromptFeatures,
+        estimator: str = "grpo",
+        *,
+        has_teacher: bool = False,
     ) -> None:
         super().__init__()
         self._features = features

@@ -122,7 +122,10 @@ def wrap_user_rule(
 
 
 def allocate_proportional(
-    scores: Floats, costs: Floats, budget: float, floor: Floats | float
+    scores: Floats,
+    costs: Floats,
+    budget: float,
+    floor: Floats | float,
 ) -> Floats:
     """Allocate by Neyman: π = clip(c·s/√cost, floor, 1), with c such that Σ π·cost is the budget.
 

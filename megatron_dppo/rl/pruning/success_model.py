@@ -131,7 +131,12 @@ class SuccessModel:
         self._update += 1
 
     def _update_evidence(
-        self, features: Floats, mean: Floats, share: Floats, right: Floats, trials: Floats
+        self,
+        features: Floats,
+        mean: Floats,
+        share: Floats,
+        right: Floats,
+        trials: Floats,
     ) -> None:
         logit, variance = self._weights.predict(features)
         chances = [
@@ -141,7 +146,12 @@ class SuccessModel:
         self._evidence = EVIDENCE_DECAY * self._evidence + np.array(likelihood)
 
     def _update_weights(
-        self, features: Floats, mean: Floats, prior: Floats, right: Floats, trials: Floats
+        self,
+        features: Floats,
+        mean: Floats,
+        prior: Floats,
+        right: Floats,
+        trials: Floats,
     ) -> None:
         """Move the weights to their mode by Newton's steps, intercepts integrated out by Laplace's
         approximation."""

@@ -114,7 +114,9 @@ class RequestBatch:
         return rollouts
 
     def _make_samples(
-        self, prompt: Prompt, known: Mapping[tuple[int, int], PartialRollout]
+        self,
+        prompt: Prompt,
+        known: Mapping[tuple[int, int], PartialRollout],
     ) -> list[PartialCompletion]:
         """Make a prompt's completions; ``known``: partial rollouts by prompt id and slot."""
         root = make_root(prompt, self.sampling.samples, self.sampling.branches)
@@ -142,7 +144,9 @@ class RequestBatch:
         self._complete.append(index)
 
     def add_ended(
-        self, index: int, samples: Sequence[PartialCompletion]
+        self,
+        index: int,
+        samples: Sequence[PartialCompletion],
     ) -> list[list[PartialCompletion]]:
         """Record ended samples of a prompt; ``samples`` may be empty.
 

@@ -222,7 +222,12 @@ class ServerClient(ABC):
         )
 
     async def post(
-        self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        **query: str,
     ) -> Any:
         """Send a request. With ``timeout_s``, repeat the request to a busy server within the
         limit."""
@@ -288,7 +293,11 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        timeout_s: float,
     ) -> list[GenerateResult]:
         """Return ``sampling.samples`` continuations, in no particular order."""
 
@@ -323,7 +332,10 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def update_from_distributed(
-        self, manifest: Manifest, group: str, version: str | None
+        self,
+        manifest: Manifest,
+        group: str,
+        version: str | None,
     ) -> None:
         """Receive a bucket broadcast by the group's rank 0, and load the bucket. ``version`` is
         given with the last bucket."""
@@ -333,7 +345,9 @@ class ServerClient(ABC):
         """Load a Hugging Face directory readable by the server."""
 
     async def load_adapter(
-        self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
     ) -> None:
         """Replace the adapter. No request may be using the previous adapter.
 

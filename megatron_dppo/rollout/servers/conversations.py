@@ -75,7 +75,11 @@ class Conversations:
         self._thread.close()
 
     async def __call__(
-        self, server: ServerClient, prompt: Prompt, sampling: Sampling, read_versions: ReadVersions
+        self,
+        server: ServerClient,
+        prompt: Prompt,
+        sampling: Sampling,
+        read_versions: ReadVersions,
     ) -> list[Completion]:
         """Return ``sampling.samples`` completions from a server. Runs in the HTTP thread.
 

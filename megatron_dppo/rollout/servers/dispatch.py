@@ -137,7 +137,9 @@ class Dispatcher:
         self._http.run(self._wake_in_loop())
 
     def collect_partial(
-        self, batches: Sequence[RequestBatch], wait_s: float
+        self,
+        batches: Sequence[RequestBatch],
+        wait_s: float,
     ) -> list[list[PartialRollout]]:
         """Return the partial rollouts of stopped batches, after servers have aborted the requests.
 
@@ -311,7 +313,10 @@ class Dispatcher:
         return None
 
     def _resolve_versions(
-        self, client: ServerClient, min_version: int, versions: Sequence[tuple[str, int]]
+        self,
+        client: ServerClient,
+        min_version: int,
+        versions: Sequence[tuple[str, int]],
     ) -> NDArray[np.int32]:
         known = []
         for name, _ in versions:
@@ -353,7 +358,10 @@ class Dispatcher:
             task.cancel()
 
     async def _acquire_server(
-        self, priority: tuple[int, int], excluded: set[ServerClient], preferred: ServerClient | None
+        self,
+        priority: tuple[int, int],
+        excluded: set[ServerClient],
+        preferred: ServerClient | None,
     ) -> ServerClient:
         """Wait for a free server; return the preferred server if free, otherwise the least busy.
 

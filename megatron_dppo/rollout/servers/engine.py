@@ -72,7 +72,11 @@ class ServerEngine:
     """
 
     def __init__(
-        self, config: Config, world: World, shape: PolicyShape, log: Callable[[str], None]
+        self,
+        config: Config,
+        world: World,
+        shape: PolicyShape,
+        log: Callable[[str], None],
     ) -> None:
         rollout = config.rollout
         self._config = config
@@ -406,7 +410,9 @@ class ServerEngine:
             server.http = self._http
 
     def _new_dispatcher(
-        self, attempts: int, conversations: Conversations | None = None
+        self,
+        attempts: int,
+        conversations: Conversations | None = None,
     ) -> Dispatcher:
         rollout = self._config.rollout
         return Dispatcher(

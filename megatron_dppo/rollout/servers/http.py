@@ -194,7 +194,13 @@ class Http:
             return None
 
     async def call_with_retries(
-        self, method: str, url: str, path: str, *, timeout_s: float, **rest: Any
+        self,
+        method: str,
+        url: str,
+        path: str,
+        *,
+        timeout_s: float,
+        **rest: Any,
     ) -> Any:
         """Repeat :meth:`call` while the server is busy, within ``timeout_s`` in total.
 

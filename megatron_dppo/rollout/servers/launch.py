@@ -217,7 +217,12 @@ def base_command(
 
 
 def server_command(
-    config: Config, index: int, *, host: str, port: int, secret_file: Path
+    config: Config,
+    index: int,
+    *,
+    host: str,
+    port: int,
+    secret_file: Path,
 ) -> list[str]:
     """Return the command line of server ``index``.
 

@@ -312,7 +312,9 @@ class ServerPool:
                 return client
 
     async def _restart(
-        self, process: ServerProcess, connect: Callable[[str], ServerClient]
+        self,
+        process: ServerProcess,
+        connect: Callable[[str], ServerClient],
     ) -> ServerClient:
         await asyncio.to_thread(self._restart_process, process)
         client = await wait_ready(process, connect, self._config.rollout.launch.wait_s)

@@ -65,7 +65,9 @@ def check_launch(config: Config) -> None:
 
 
 def check_servers(
-    config: Config, shape: PolicyShape, environ: Mapping[str, str] = os.environ
+    config: Config,
+    shape: PolicyShape,
+    environ: Mapping[str, str] = os.environ,
 ) -> None:
     """Check the settings of the run's own servers against the policy and this machine.
 

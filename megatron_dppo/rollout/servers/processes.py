@@ -264,7 +264,9 @@ class ServerProcess:
 
 
 def create_processes(
-    config: Config, secret: str, environ: Mapping[str, str] = os.environ
+    config: Config,
+    secret: str,
+    environ: Mapping[str, str] = os.environ,
 ) -> list[ServerProcess]:
     """Create the servers of ``rollout.launch``, not yet started, on rank 0.
 
@@ -280,7 +282,9 @@ def create_processes(
 
 
 async def wait_ready(
-    process: ServerProcess, connect: Callable[[str], Client], wait_s: float
+    process: ServerProcess,
+    connect: Callable[[str], Client],
+    wait_s: float,
 ) -> Client:
     """Wait until a started server can generate; restart a server whose port was taken.
 

@@ -339,7 +339,10 @@ def find_local_address(urls: Iterable[str]) -> str:
 
 
 def collect_problems(
-    replies: Mapping[str, Future[None]], timeout_s: float, *, include_refusals: bool = True
+    replies: Mapping[str, Future[None]],
+    timeout_s: float,
+    *,
+    include_refusals: bool = True,
 ) -> dict[str, str]:
     """Collect problems by server URL, without servers that succeeded.
 

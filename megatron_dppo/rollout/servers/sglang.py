@@ -76,7 +76,12 @@ class SglangClient(ServerClient):
         )
 
     async def post(
-        self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None, **query: str
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        **query: str,
     ) -> Any:
         """Send a request, with the adapter's name for ``/generate``."""
         # Functions written for slime call this method without an adapter.
@@ -88,7 +93,11 @@ class SglangClient(ServerClient):
         await self.get("/health_generate", timeout_s=timeout_s)
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        timeout_s: float,
     ) -> list[GenerateResult]:
         parameters: dict[str, Any] = {
             "temperature": sampling.temperature,
@@ -156,7 +165,10 @@ class SglangClient(ServerClient):
         await self._end_if_any("/destroy_weights_update_group", {"group_name": group})
 
     async def update_from_distributed(
-        self, manifest: Manifest, group: str, version: str | None
+        self,
+        manifest: Manifest,
+        group: str,
+        version: str | None,
     ) -> None:
         body = asdict(manifest) | {"group_name": group, "load_format": "flattened_bucket"}
         await self._post_and_check(
@@ -170,7 +182,9 @@ class SglangClient(ServerClient):
         )
 
     async def load_adapter(
-        self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+        self,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
     ) -> None:
         await self._end_if_any("/unload_lora_adapter", {"lora_name": ADAPTER})
         # By value, because the file descriptors of SGLang's own way work on a single machine only.
@@ -239,7 +253,10 @@ class SglangClient(ServerClient):
         return answer
 
     def _parse_result(
-        self, answer: Mapping[str, Any], prompt: int, sampling: Sampling
+        self,
+        answer: Mapping[str, Any],
+        prompt: int,
+        sampling: Sampling,
     ) -> GenerateResult:
         meta = answer["meta_info"]
         tokens = answer["output_ids"]

@@ -76,7 +76,12 @@ class Sync:
         return self._call_servers(clients, release)
 
     def update(
-        self, clients: Sequence[ServerClient], source: WeightSource, version: str, *, verify: bool
+        self,
+        clients: Sequence[ServerClient],
+        source: WeightSource,
+        version: str,
+        *,
+        verify: bool,
     ) -> Mapping[str, str] | None:
         """Update servers to a version, and leave the servers paused.
 
@@ -154,7 +159,9 @@ class Sync:
             )
 
     def _verify(
-        self, clients: Sequence[ServerClient], expected: Mapping[str, str]
+        self,
+        clients: Sequence[ServerClient],
+        expected: Mapping[str, str],
     ) -> dict[str, str]:
         """Return problems of servers by URL: checksums that differ from the actor's, or from other
         servers with the same number of ranks.
@@ -190,7 +197,9 @@ class Sync:
         return self._call_servers(clients, verify)
 
     def _call_servers(
-        self, clients: Sequence[ServerClient], call: Callable[[ServerClient], Awaitable[None]]
+        self,
+        clients: Sequence[ServerClient],
+        call: Callable[[ServerClient], Awaitable[None]],
     ) -> dict[str, str]:
         return call_servers(self.world, self.http, clients, call)
 

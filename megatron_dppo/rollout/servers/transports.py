@@ -63,7 +63,13 @@ class CollectiveTransport:
     """
 
     def __init__(
-        self, http: Http, world: World, *, run: str, bucket_mib: int, timeout_s: float
+        self,
+        http: Http,
+        world: World,
+        *,
+        run: str,
+        bucket_mib: int,
+        timeout_s: float,
     ) -> None:
         self._http = http
         self._world = world
@@ -220,7 +226,12 @@ class AdapterTransport:
 
 
 def open_transport(
-    config: Config, world: World, http: Http, shape: PolicyShape, *, run: str
+    config: Config,
+    world: World,
+    http: Http,
+    shape: PolicyShape,
+    *,
+    run: str,
 ) -> Transport:
     """Create the transport of ``rollout.sync``; ``run``: part of process groups' names."""
     sync = config.rollout.sync

@@ -128,7 +128,11 @@ class VllmClient(ServerClient):
         await self.post("/collective_rpc", {"method": "synchronize_device"}, timeout_s=timeout_s)
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        timeout_s: float,
     ) -> list[GenerateResult]:
         # At temperature 0 vLLM computes a single sample, since all samples are equal.
         greedy = sampling.temperature == 0
@@ -188,7 +192,10 @@ class VllmClient(ServerClient):
         await self._call_receivers("leave", name=group)
 
     async def update_from_distributed(
-        self, manifest: Manifest, group: str, version: str | None
+        self,
+        manifest: Manifest,
+        group: str,
+        version: str | None,
     ) -> None:
         """Ignore ``version``, which is set at the end of the update."""
         await self._call_receivers("update_from_distributed", group=group, **asdict(manifest))
@@ -291,7 +298,10 @@ class VllmClient(ServerClient):
             )
 
     def _parse_result(
-        self, choice: Mapping[str, Any], prompt: int, sampling: Sampling
+        self,
+        choice: Mapping[str, Any],
+        prompt: int,
+        sampling: Sampling,
     ) -> GenerateResult:
         tokens = choice["token_ids"]
         reason = choice["finish_reason"]
