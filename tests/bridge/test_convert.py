@@ -113,7 +113,7 @@ def test_wrongly_written_weights_are_never_put_in_place(
 
 def tell_models_apart(source: Path, checkpoint: Path) -> None:
     shape = read_shape(source)
-    types = {"dtype": torch.float32, "written": torch.float32}
+    types = {"dtype": torch.float32, "output_dtype": torch.float32}
     assert compare_logits(checkpoint, source, shape, **types) < 1e-4
     for changes in ({"rope_theta": 5e5}, {"rms_eps": 1e-1}):
         with pytest.raises(UserError, match=r"logits differ by .* of their deviation, over 0.001"):

@@ -96,9 +96,9 @@ def test_second_backward_pass_gives_the_same_gradient(interpret: Interpret) -> N
 
 
 VARIANTS = [
-    ("_summarise", {}),
-    ("_slope", {"out": "*bf16"}),
-    ("_slope", {"out": "*fp32"}),
+    ("_reduce_logits", {}),
+    ("_compute_logit_gradient", {"out": "*bf16"}),
+    ("_compute_logit_gradient", {"out": "*fp32"}),
 ]
 REGISTERS = 128
 """Of a thread, at most: 65,536 registers then hold four programs of 128 threads, or two of 256."""
@@ -132,7 +132,9 @@ def compile_kernel(name: str, variant: dict[str, object], target: Any) -> Any:
     from megatron_dppo.models import policy_head_triton as kernels
 
     kernel = getattr(kernels, name)
-    constants = {"BLOCK": kernels.SUMMARY_BLOCK if name == "_summarise" else kernels.GRADIENT_BLOCK}
+    constants = {
+        "BLOCK": kernels.SUMMARY_BLOCK if name == "_reduce_logits" else kernels.GRADIENT_BLOCK
+    }
     types = dict.fromkeys(("logits", "peak", "sums", "normaliser", "gradient"), "*fp32")
     types |= {
         "targets": "*i64",
@@ -150,5 +152,5 @@ def compile_kernel(name: str, variant: dict[str, object], target: Any) -> Any:
     }
     source = ASTSource(kernel, signature, constexprs, aligned)
     return triton.compile(
-        source, target=target, options={"num_warps": 8 if name == "_summarise" else 4}
+        source, target=target, options={"num_warps": 8 if name == "_reduce_logits" else 4}
     )
