@@ -47,7 +47,7 @@ def compute_token_losses(
     reference. w and its masks do not apply to the KL.
 
     Two tokens of probability 0.5, 0.4 before the update, with advantage 1 under GRPO have the
-    losses [−1.2, −1.2]: the ratios of 1.25 are clipped.
+    losses [−1.2, −1.2]: the ratios of 1.25 are clipped, and the sum ``train/pg_clipfrac`` is 2.
 
     Args:
         objective: the surrogate f with clips, and the level and the masks of w.
@@ -323,7 +323,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Return Schulman's one-sample estimate [R] of KL(policy ‖ reference).
 
     e^d − d − 1 with d = log p_ref − log p: GRPO's KL term (arXiv:2402.03300, equation 4); never
-    negative, and 0 at equal probabilities.
+    negative, 0 at equal probabilities, and differentiable through ``logprobs``.
     """
     difference = reference_logprobs - logprobs
     # The ratio grows linearly at the end, so that the estimate stays finite.
