@@ -167,7 +167,8 @@ def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArra
     """Return an estimator's advantages [Q, G, S], with S = 1 or the longest response's length.
 
     Raises:
-        UserError: a user's function raised, or returned a wrong number of advantages.
+        UserError: a user's function raised, or did not return a finite advantage for each
+            completion or token.
     """
     if not len(rewards):
         return np.zeros((*rewards.shape, 1))
@@ -309,8 +310,11 @@ def compute_role_advantages(part: StepMetadata, name: str) -> Floats:
         Σ_ρ E[r_ρ Σ_{t of ρ} ∇log π(y_t | y_<t)]
 
     Each term is the gradient of a role's expected reward by its own tokens, with all other roles as
-    a part of the environment. All roles are the same policy, so that the sum is the gradient of an
-    objective only if all roles have equal rewards.
+    a part of the environment. All roles are the same policy, so that the sum is in general not
+    the gradient of an objective; the exception is roles with equal rewards.
+
+    Two conversations of a solver and a critic with rewards (1, 0) and (0, 2) have the
+    advantages [[[1, −1], [−1, 1]]] under GRPO.
 
     Raises:
         UserError: the estimator returned an advantage for each token.
