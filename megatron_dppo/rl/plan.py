@@ -59,6 +59,8 @@ ARRAYS = [field.name for field in fields(StepMetadata) if field.name not in ("wi
 def build_default_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
     """Return default StepMetadata fields for groups of ``samples`` completions of one sequence.
 
+    A group shares the prompt, without tree, roles, teacher or truncated completions.
+
     Args:
         prompt_lengths: [Q], tokens.
         samples: completions per group.
@@ -98,8 +100,8 @@ def plan_step(
         step: index from 0; with ``run.seed``, the seed of every draw.
         pipeline: pipeline stages; several stages need several packs.
         hidden: hidden size of the policy, used to balance replicas.
-        prompts: tokens of each group's prompt, so that packs store common beginnings once; empty:
-            prompts share no tokens.
+        prompts: tokens of each group's prompt, so that packs store common beginnings once,
+            such as a system message; empty: prompts share no tokens.
 
     Raises:
         UserError: a kept sequence is longer than ``pack.max_tokens``.
@@ -323,7 +325,12 @@ def compute_remaining_window(selection: Selection, parts: Sequence[StepMetadata]
 
 
 def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMetadata:
-    """Concatenate the metadata of all ranks, in the order of ranks, with the window of the step."""
+    """Return the metadata of all ranks as one, sorted by prompt id.
+
+    Args:
+        parts: one per rank, in the order of ranks; parts may have no group.
+        window: N of the whole step; the windows of ``parts`` are not used.
+    """
     parts = [part for part in parts if len(part.prompt_ids)] or list(parts[:1])
     # Sort by prompt id, so that the plan does not depend on the assignment of groups to ranks.
     order = np.argsort(np.concatenate([part.prompt_ids for part in parts]), kind="stable")
