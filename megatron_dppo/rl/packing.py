@@ -4,7 +4,7 @@ Invariants, each with a test:
 
 - Each sequence is in exactly one pack, whole.
 - No pack exceeds the capacity, and the capacity does not exceed ``max_tokens``.
-- All ranks have the same number of packs; packs may be empty.
+- All ranks have the same number of packs; packs may be empty (all padding).
 - The same lengths give the same packs.
 
 The capacity of a step is tokens / packs, plus the least excess that whole sequences need, so that
@@ -76,7 +76,8 @@ class Packing:
     cost: float = 0.0
     """Cost of the costliest rank, padding included."""
     shared: tuple[int, ...] = ()
-    """Tokens that each sequence shares with the previous one of the pack, stored once."""
+    """Tokens that each sequence shares with the previous one of the pack, stored once; 0 for a
+    pack's first."""
     saved: int = 0
     """Tokens without a slot, because other sequences share these tokens."""
 
@@ -129,7 +130,7 @@ def pack_sequences(
         window: ``pack.window``.
         min_per_rank: fewest packs per rank; fewer if sequences are too few.
         least_per_rank: fewest packs per rank, filled up with empty packs.
-        hidden: hidden size of the policy.
+        hidden: hidden size of the policy, used to balance ranks.
 
     Raises:
         UserError: a sequence does not fit into ``pack.max_tokens``.
@@ -284,7 +285,8 @@ def _find_tightest(
     unit: int,
     most: int,
 ) -> tuple[int, list[list[int]]] | None:
-    """Return the size of the fullest pack, and the packs, at the first capacity that suffices."""
+    """Return the size of the fullest pack, and the packs, at the first capacity that suffices;
+    None without such a capacity."""
     longest_first = np.argsort(-slots, kind="stable")
     descending = slots[longest_first].tolist()
 
