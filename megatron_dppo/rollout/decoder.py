@@ -295,7 +295,7 @@ class Routers:
         """Start a record of the next decoding.
 
         Args:
-            shape: shape of the requested routing; None: record and return None.
+            shape: shape of the requested routing; None: no record, and None is returned.
             count: number of continuations.
             width: maximum number of tokens of a continuation.
         """

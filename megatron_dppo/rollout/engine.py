@@ -102,7 +102,7 @@ class RolloutEngine(Protocol[Pending]):
 
     - Input and output are token ids; text is never tokenised again.
     - Every rank has an engine, and all ranks call the same methods in the same order.
-    - Any method may be collective.
+    - Any method may be collective, except ``health`` and ``close``.
     """
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:

@@ -1,5 +1,5 @@
 """Rollout engine in the trainer's process, with weights streamed by the bridge: slower than a
-server, but with random seeds, and on every platform of torch."""
+server, but reproducible from a seed, and on every platform of torch."""
 
 from __future__ import annotations
 

@@ -374,7 +374,8 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def release_memory(self) -> None:
-        """Release the GPU memory of weights and cache."""
+        """Release the GPU memory of weights and cache, until ``resume_weights`` and
+        ``resume_kv_cache``."""
 
     @abstractmethod
     async def resume_weights(self) -> None: ...

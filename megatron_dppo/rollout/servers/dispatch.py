@@ -7,8 +7,9 @@ The code runs in the HTTP thread. The main thread waits for a :class:`RequestBat
 - A failed request is sent again, whole, to another server.
 - A request aborted by a server is continued after the received tokens.
 - Slow groups are kept: they are the long groups, and the gradient would be biased without them.
-- With ``Sampling.branches``, each fork of a path is a further request, sent when the path has
-  ended.
+- With ``Sampling.branches``, the first request of a prompt is for all paths from the prompt. Each
+  fork of a path is a further request, sent when the path has ended.
+- Prompts do not wait for each other.
 """
 
 from __future__ import annotations

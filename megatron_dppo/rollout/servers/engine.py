@@ -165,6 +165,8 @@ class ServerEngine:
     def finish(self, pending: RequestBatch, callback: GroupCallback | None = None) -> Completions:
         """Wait until the prompts of all ranks are answered.
 
+        The ranks exchange their progress at least once a second.
+
         Raises:
             UserError: on every rank: no server can serve any longer, no prompt was answered for
                 ``rollout.timeout_s``, or a prompt failed ``rollout.attempts`` times.

@@ -30,10 +30,11 @@ from megatron_dppo.rollout.servers.processes import (
 )
 
 ASK_AGAIN_S = 3.0
-"""Seconds between two probes."""
+"""Seconds between two probes of an externally managed server."""
 SAY_AFTER_S = 10.0
+"""Seconds until the first log line about waiting for a server."""
 SAY_EVERY_S = 60.0
-"""Seconds until the first log line about waiting for a server, and between later lines."""
+"""Seconds between later log lines about waiting for a server."""
 NOTHING = "it has given no answer"
 MISSES = 2
 """Consecutive failed health checks before a server counts as lost."""

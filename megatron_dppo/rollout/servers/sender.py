@@ -38,7 +38,8 @@ GRACE_S = 5.0
 JOIN_S = 30.0
 """Seconds for servers to join a gloo group."""
 FIRST = Manifest(["model.rotary_emb.inv_freq"], ["uint8"], [[1]])
-"""A single byte under a name that loaders skip: a buffer of old checkpoints."""
+"""A single byte under a name that loaders skip: a buffer of old checkpoints, which models compute
+themselves."""
 
 
 class SyncFailedError(Exception):
@@ -92,7 +93,7 @@ class Sender:
     Args:
         http: client for announcements to servers.
         clients: servers of the group.
-        name: unused name.
+        name: name of the group, never used before.
         host: address of this machine as seen by the servers.
         device: source device of buckets; NCCL for CUDA, gloo otherwise.
         timeout_s: seconds for joining, and for each bucket.
@@ -185,7 +186,8 @@ class Sender:
             raise SyncFailedError(problems, f"{failed.problem} {hint}") from None
 
     def stage(self, bucket: Bucket) -> StagedBucket:
-        """Copy a bucket into the idle one of two buffers."""
+        """Copy a bucket into the idle one of two buffers. The caller may then reuse the bucket's
+        memory."""
         size = sum(tensor.nbytes for tensor in bucket.values())
         self._turn ^= 1
         if self._flats[self._turn].numel() < size:
@@ -313,6 +315,7 @@ class Sender:
     def _handle_failure(self, replies: Mapping[str, Future[None]], problem: str) -> SyncFailedError:
         """End the group, and identify the servers at fault."""
         before = {url: reply for url, reply in replies.items() if reply.done()}
+        # Servers that wait in the group reply only after its end.
         self._end()
         # A server with half a message stays silent, since gloo waits for the rest.
         silent_or_gone = collect_problems(replies, GRACE_S, include_refusals=False)

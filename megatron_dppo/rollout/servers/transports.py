@@ -196,7 +196,8 @@ class DiskTransport:
 
 
 class AdapterTransport:
-    """Transport of adapters in a request from rank 0 to each server."""
+    """Transport of adapters in a request from rank 0 to each server, which already has the rest
+    of the policy."""
 
     def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig) -> None:
         self._http = http
