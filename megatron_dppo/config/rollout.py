@@ -247,8 +247,9 @@ class TreeConfig(Section):
 
     branches: tuple[BranchConfig, ...] = ()
     """Forks of a response, by level; empty: no tree. With ``[{at: 200, children: 2}]`` each
-    response is continued twice after 200 tokens. A response that ends before a fork becomes each of
-    the leaves below the fork."""
+    response is continued twice after 200 tokens. With ``entropy`` (nats) instead of ``at``, the
+    fork is before the first token whose distribution has more entropy. A response that ends before
+    a fork becomes each of the leaves below the fork."""
     roots: Annotated[int, Ge(2)] | None = None
     """Completions from the prompt on; null: rollout.samples_per_prompt divided by all levels'
     children."""

@@ -149,8 +149,8 @@ class ClusterConfig(Section):
     partition: str | None = None
     """Slurm partition; null: the cluster's default."""
     hours: AboveZero = 4.0
-    """Slurm's time limit for one job, in hours. At the limit an unfinished run saves, and resumes
-    in the next job."""
+    """Slurm's time limit for one job, in hours. Before the limit an unfinished run saves, and
+    resumes in the next job."""
     stop_before_limit_s: Seconds = 600.0
     """Seconds between the signal to save and stop, and the time limit: longer than a step and a
     checkpoint."""

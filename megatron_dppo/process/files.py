@@ -317,6 +317,7 @@ class Holder:
     ids: str
     """PID namespace of ``pid``, such as a container's."""
     since: str = field(compare=False)
+    """Time of the lock, for messages."""
 
     @classmethod
     def get_current(cls) -> Holder:
@@ -337,7 +338,7 @@ class Holder:
 
 
 def check_not_held(folder: Path) -> None:
-    """Check, without writing, that ``run.dir`` is not held on this machine.
+    """Check, before a start and without writing, that ``run.dir`` is not held on this machine.
 
     Raises:
         UserError: another process of this machine holds the folder; the error names the process.

@@ -131,7 +131,8 @@ def _list_children() -> list[int]:
 def supervise(trainer: int, command: list[str]) -> int:
     """Run a server's command until the command or the trainer ends, or a signal arrives.
 
-    No process of the server remains after the end, even by SIGKILL, of
+    A server is several processes, and children may not notice the end of the main process. No
+    process of the server remains after the end, even by SIGKILL, of
 
     - the trainer;
     - the server's main process: this process adopts orphans of any session, and exits only without

@@ -29,7 +29,7 @@ def escape_unencodable() -> None:
 
 
 class _Stream(io.FileIO):
-    """Standard output or error that discards output after a failed write."""
+    """Standard output or error that discards the output of a failed write."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -87,7 +87,8 @@ def filter_upstream_warnings() -> None:
 
     - Megatron-Core: absent optional packages (listed by ``doctor``), deprecated defaults and
       classes.
-    - torch: old names of collectives in Megatron-Core, checkpoints read without a process group.
+    - torch: old names of collectives, because Megatron-Core still calls them; checkpoints read
+      without a process group.
     """
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core")
@@ -162,6 +163,7 @@ def report_progress(
     Args:
         label: name of the work or of the counted things.
         total: amount of the whole work, in ``unit``; 1 for a share.
+        initial: amount done before the start, included in ``total``.
         enabled: False for silent ranks.
     """
     from rich import progress as bars

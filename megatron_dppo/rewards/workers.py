@@ -35,8 +35,8 @@ from megatron_dppo.rl.score import Score
 START_LIMIT_S = 300.0
 """Seconds for the import of a reward function, not counted in a completion's limits."""
 ON_THE_CLOCK = 10
-"""Limit on the clock, in units of ``reward.timeout_s``. On a busy machine, 1.3 s of processor time
-took 11.5 s."""
+"""Limit on the clock, in units of ``reward.timeout_s``, for functions that wait or have other
+processes compute. On a busy machine, 1.3 s of processor time took 11.5 s."""
 END_LIMIT_S = 5.0
 """Seconds for a worker to end the function's processes, before the worker is killed."""
 CHUNK = 32
@@ -131,7 +131,8 @@ class RewardWorkers:
         Args:
             items: completions to score. A function that takes groups gets all items as one group.
             max_failures: largest number of failures; past this number the remaining items stay
-                unscored, because the run is about to stop. None: all items are scored.
+                unscored, because the run is about to stop, and a function that always hangs would
+                take the time limit for each completion. None: all items are scored.
 
         Raises:
             UserError: under the conditions of ``wait_ready``.
@@ -312,7 +313,7 @@ class Scoring:
 
     def _set_deadline(self, worker: _Worker) -> None:
         items = len(worker.pending[0]) if worker.pending else 1
-        # A worker that awaits completions cancels each completion itself.
+        # A worker that awaits completions cancels each completion itself, unless the worker hangs.
         slack_s = END_LIMIT_S if worker.awaits else 0.0
         worker.deadline = time.monotonic() + items * self._owner._clock_s + slack_s
 

@@ -8,7 +8,8 @@
 - The checksums of a checkpoint's files are checked before anything else is read.
 - Unrelated files in the folder are left alone.
 
-``RUN/checkpoints/hf/`` has the policy's configuration and tokenizer for a conversion.
+``RUN/checkpoints/hf/`` has the policy's configuration and tokenizer, so that a conversion of the
+weights needs no other folder.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ class Checkpoints:
             self.finish()
 
     def is_written(self) -> bool:
+        """Return whether :meth:`finish` needs no wait for this rank."""
         return self._unfinished is None or self._unfinished.shards.is_written()
 
     def finish(self) -> None:
@@ -347,7 +349,7 @@ def _restore_steps(optimizer: dict[Any, Any]) -> None:
 
 def _inner_optimizers(optimizer: dict[Any, Any]) -> list[dict[Any, Any]]:
     """Return the states of torch's optimizers in Megatron's state: one, or one per kind of
-    parameters."""
+    parameters, by number."""
     parts = list(optimizer.values()) if 0 in optimizer else [optimizer]
     # With bf16 or sharding, torch's state is nested beside the master weights.
     return [part.get("optimizer", part) for part in parts]
@@ -358,7 +360,8 @@ def _estimate_bytes(actor: Actor) -> int:
     lora = actor.chunks[0].lora
     weight = next(actor.parameters()).element_size()
     trained = count_parameters(actor.shape, lora if lora.rank else None) * (weight + 12)
-    # Weights, fp32 master weights and two moments, with room for padding, names and offsets.
+    # Trained weights, fp32 master weights and two moments, with room for padding, names, offsets
+    # and the trainer's state.
     return trained * 5 // 4 + 2**20
 
 

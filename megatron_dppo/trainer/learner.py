@@ -60,7 +60,8 @@ class PolicyLoss:
 
     Args:
         tis_cap: cap of the truncated importance weights.
-        version: version of the weights at the start of the step.
+        version: version of the weights at the start of the step. The trainer is compared with the
+            engine on tokens of this version.
         distillation_coef: weight of a token's divergence from the teacher.
     """
 

@@ -7,9 +7,10 @@
 
 means: steps 1 to 40 used the first settings, and steps from 41 on the second settings.
 
-The policy, the data, the reward, the loss, the pruning, the random seed, and the files
-that these settings name, define the result, and must not change during a run unless ``run.resume``
-allows the change. Needs no torch, to be usable before any rank starts.
+The policy, the data, the reward, the loss, the pruning, the random seed, and the files that these
+settings name, define the result, and must not change during a run unless ``run.resume`` allows the
+change: otherwise an old result would have a new name. Each checkpoint has fingerprints of the
+files. Needs no torch, to be usable before any rank starts.
 """
 
 from __future__ import annotations
@@ -255,6 +256,8 @@ def is_unchanged(folder: Path, step: int, config: Config, keys: tuple[str, ...])
 
 def check_resume(config: Config, function_texts: Mapping[str, str | None] | None = None) -> None:
     """Check that the run can resume from the last checkpoint, if any.
+
+    ``function_texts``: see :func:`compute_fingerprints`.
 
     Raises:
         UserError: if the run cannot resume, or if the results would be of other settings, without
