@@ -76,8 +76,8 @@ def weight_stream(
     - Adapters are merged.
 
     A consumer holds two buckets in memory. An embedding or output layer larger than a bucket adds
-    its size during its transfer. A rank that only sends holds its own shards of a bucket and of
-    such a layer.
+    its size during its transfer. A rank that only sends holds its own shards of a bucket or of
+    a large layer.
 
     Args:
         chunks: bare model, an element per virtual stage.
