@@ -47,7 +47,8 @@ def parse_step(checkpoint: Path) -> int | None:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Return the steps with a checkpoint in ``folder``, in order."""
+    """Return the steps with a checkpoint in ``folder``, in order; folders with other forms of names
+    are skipped."""
     steps = {parse_step(path) for path in folder.iterdir()} if folder.is_dir() else set()
     return sorted(
         step
@@ -59,7 +60,8 @@ def list_steps(folder: Path) -> list[int]:
 def find_latest_step(folder: Path) -> int | None:
     """Return the step of a run's last good checkpoint in ``folder``; ``None`` without a checkpoint.
 
-    The tracker names the step, else the newest intact checkpoint is taken.
+    A run writes the tracker after every checkpoint, and the tracker names the step. Without a
+    tracker, the newest intact checkpoint is taken.
 
     Raises:
         UserError: naming ``run.dir``, if the folder was not written by a run, or if all checkpoints
@@ -259,6 +261,8 @@ class CorruptCheckpointError(Exception):
 
 
 class FileChecksum(NamedTuple):
+    """Size of a file in bytes, and CRC-32 of the content."""
+
     size: int
     crc: int
 

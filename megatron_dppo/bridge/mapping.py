@@ -69,6 +69,7 @@ class Entry:
 
     @property
     def megatron_names(self) -> tuple[str, ...]:
+        """Possible names of the parameter."""
         return tuple(self._format_name(name) for name in self.mapping.megatron)
 
     @property
@@ -222,7 +223,7 @@ class StoredRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the stored rows."""
+        """Shape of the stored rows of the whole parameter, over all ranks."""
         return (sum(part.length for part in self.rows), *self.entry.shard_shape(1)[1:])
 
     @property
@@ -327,7 +328,8 @@ def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
 
 
 def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the tensors of files, each with the policy's tensors (name and shape) stored in it."""
+    """Return the tensors of files, in order of the forward pass, each with the names and shapes of
+    the policy's tensors in the file's tensor."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for entry in list_entries(shape):
         for name, size in entry.tensors.items():
@@ -365,7 +367,8 @@ def list_redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
-    """Return the number of weights of the policy, or of adapters with ``lora``, without padding."""
+    """Return the number of weights of the policy, or of adapters with ``lora``, without padding;
+    tied embeddings count once."""
     entries = list_adapter_entries(shape, lora) if lora else list_entries(shape)
     return sum(entry.elements for entry in entries)
 

@@ -76,7 +76,8 @@ def weight_stream(
     - Adapters are merged.
 
     A consumer holds two buckets in memory. An embedding or output layer larger than a bucket adds
-    its size during its transfer. A rank that only sends holds its own shards.
+    its size during its transfer. A rank that only sends holds its own shards of a bucket or of
+    a large layer.
 
     Args:
         chunks: bare model, an element per virtual stage.
@@ -387,7 +388,7 @@ def fill_tensors(
 
     Args:
         shards: parameter of each rank, in order; any single shard of a replicated entry.
-        tensors: the tensors of ``entry.tensors``, by name; written in place.
+        tensors: at least the tensors of ``entry.tensors``, by name; written in place.
     """
     for tp_rank, shard in enumerate(shards):
         for slice_, held in iterate_slices(entry, shard, tp_rank, len(shards)):

@@ -265,7 +265,8 @@ def _split_norms(layer: Any, config: TransformerConfig) -> ModuleSpec:
 def add_to_main_gradients(model: torch.nn.Module) -> None:
     """Let Transformer Engine's layers compute gradients directly into DDP's fp32 gradients.
 
-    Called once DDP has wrapped the model. Frozen weights are skipped: DDP keeps no gradient.
+    Called once DDP has wrapped the model; no effect on torch's layers. Frozen weights are skipped:
+    DDP keeps no gradient.
     """
     # Megatron's own setting, ``gradient_accumulation_fusion``, would also require Apex, because of
     # an output layer that computes no product here.
@@ -279,7 +280,8 @@ class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension.
 
     Megatron's wrapper of torch's norm refuses sequence parallelism, because the wrapper does not
-    mark the weight, and Megatron sums the gradients of marked weights only.
+    mark the weight: each tensor-parallel rank has only its own tokens, and Megatron sums the
+    gradients of marked weights only.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:

@@ -120,8 +120,8 @@ class LayerAdapters(torch.nn.ModuleDict):
             whole.sequence_parallel = self._sequence_parallel
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the adapters' part of the layer's outputs, [..., outputs], cut like the outputs,
-        for the layer's inputs, [..., inputs]."""
+        """Return the adapters' part of the layer's outputs, [..., outputs], cut like the outputs
+        over tokens and features. Inputs of the layer: [..., inputs]."""
         # Flattened, because torch would multiply slices of [T, 1, h] as T matrices of one row.
         rows = inputs.flatten(0, -2)
         low = functional.linear(rows, torch.cat([adapter.a for adapter in self._adapters]))
@@ -185,7 +185,7 @@ def add_adapters(
     settings: LoraConfig,
     config: TransformerConfig,
 ) -> None:
-    """Freeze a chunk's weights and add adapters, which start at zero."""
+    """Freeze a chunk's weights and add adapters of zeros, to be loaded or initialized later."""
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
     rows = shape.family.linear_layers

@@ -90,7 +90,7 @@ def _find_mixed_types(part: Any) -> None:
 
 
 def list_optimizers(optimizer: Any) -> list[Any]:
-    """List the chained optimizers of this rank: one for dense parameters, one for experts."""
+    """List the chained optimizers of this rank, for dense parameters and for experts, if any."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in parts if part.optimizer is not None]
 

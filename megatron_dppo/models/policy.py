@@ -44,7 +44,7 @@ NOTHING_BETWEEN: dict[str, Any] = (
     else {}
 )
 """Arguments from megatron-core 0.19 on that exclude padding between segments. Otherwise each layer
-compares the starts of segments and of padded segments on the host."""
+compares the starts of segments and of padded segments on the host, if both are given."""
 
 
 def build_policy(
@@ -210,7 +210,7 @@ def _build_expert_settings(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
         # A softmax over the chosen experts equals the renormalised softmax over all experts.
         "moe_router_pre_softmax": not shape.renormalises_experts,
-        # In bf16 the logits of two experts may tie.
+        # In bf16 the logits of two experts may tie, and the choice would be arbitrary.
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
@@ -350,7 +350,8 @@ class PolicyModel(GPTModel):
             targets: [R] int64, the tokens after ``predictors``; last stage only.
             share: result of :func:`context.compute_share`; ignored without context parallelism. A
                 missing share is computed here, with a wait on the host.
-            teachers: teachers of the divergence, at the predictors scored by this rank.
+            teachers: teachers of the divergence, at the predictors scored by this rank; empty: no
+                divergence.
             states: return the predictors' hidden states and score no token.
 
         Returns:
@@ -428,7 +429,8 @@ class PolicyModel(GPTModel):
         return scores._replace(divergence=compute_divergence(teachers, hidden, weight, **head))
 
     def _gather_hidden(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
-        """Return the predictors' hidden states, [R, h]; the backward pass sums over ranks."""
+        """Return the predictors' hidden states, [R, h], on every tensor-parallel rank; the backward
+        pass sums gradients over these ranks."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=group).index_select(

@@ -6,7 +6,7 @@ training step would hold several. Instead, a buffer of fixed size holds one chun
 forward pass and again in the backward pass. If one chunk has all positions, Triton's kernels keep
 the logits for the backward pass.
 
-With logits~
+With logits z over the whole vocabulary, temperature τ, p = softmax(z/τ) and target t:
 
 * log-probability ``log p_t``, under the sampled distribution, like rollout log-probabilities;
 * entropy ``−Σ_v p_v log p_v``.
@@ -79,6 +79,7 @@ def score_responses(
         targets: [R] int64, token ids below ``vocab_size``.
         vocab_size: tokens without padding; later rows of the weight are ignored and get no
             gradient.
+        temperature: τ.
         tp_group: tensor-parallel ranks; None for a single rank.
         chunk_mib: size of a chunk's buffers in MiB. Large chunks read the weight less often; a
             chunk of all positions saves a product.
@@ -102,7 +103,8 @@ def get_local_rows(
 
 
 class _Score(torch.autograd.Function):
-    """Score with the first ``rows`` of the weight; ``targets`` count from this rank's first row."""
+    """Score with the first ``rows`` of the weight; ``targets`` count from this rank's first row,
+    and other ranks' targets lie outside the rows."""
 
     @staticmethod
     def forward(
@@ -280,7 +282,8 @@ def compute_hidden_gradient(
     vocabulary: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Compute ``out = logit_gradient · vocabulary``: [c, v] and [v, h] of one type, to [c, h]."""
+    """Compute ``out = logit_gradient · vocabulary``: [c, v] and [v, h], to [c, h] of the
+    vocabulary's type."""
     if _supports_fp32_output(vocabulary):
         torch.mm(logit_gradient, vocabulary, out=out)
         return

@@ -140,7 +140,8 @@ class World:
             raise UserError("rollout.timeout_s", f"{self.timeout_s:g}", problem, remedy) from error
 
     def compute_capacity_multiple(self, layout: LayoutConfig, max_tokens: int) -> int:
-        """Return the divisor of a pack's tokens on this kind of device."""
+        """Return the divisor of the tokens of packs on this kind of device, for packs of at most
+        ``max_tokens`` tokens."""
         return compute_capacity_multiple(layout, max_tokens, cuda=self.device.type == "cuda")
 
     @contextmanager
@@ -217,7 +218,8 @@ class World:
 
 
 def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:
-    """Join the process group of the environment, and create the model-parallel groups."""
+    """Join the process group of torchrun's or srun's environment, and create the model-parallel
+    groups."""
     without_cuda.install()
     cuda = torch.cuda.is_available()
     if cuda:
