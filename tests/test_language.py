@@ -30,10 +30,10 @@ def measure(*folders: str) -> dict[Path, Any]:
     ids=["package", "benchmarks", "tests"],
 )
 def test_texts_have_few_marks(folders: tuple[str, ...], marks: float, pronouns: float) -> None:
-    counts = measure(*folders).values()
-    words = sum(each.words for each in counts)
-    assert 1000 * sum(each.marks for each in counts) / words <= marks
-    assert 100 * sum(each.pronouns for each in counts) / words <= pronouns
+    total = CHECKER["add_up"]([*measure(*folders).values()])
+    assert total.words > 1000
+    assert total.marks_per_1000 <= marks
+    assert total.pronouns_per_100 <= pronouns
 
 
 def test_no_file_of_the_package_is_far_above_the_mean() -> None:

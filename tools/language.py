@@ -1,5 +1,4 @@
-"""Check docstrings, comments and expressions of Python files against CONTRIBUTING's rules of
-English.
+"""Check docstrings, comments and expressions of Python files by CONTRIBUTING's rules of English.
 
     python tools/language.py megatron_dppo tools     # every hit, then marks per 1,000 words
 
@@ -14,7 +13,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ PATTERNS = {
 RULES = {name: re.compile(rf"\b(?:{pattern})\b") for name, pattern in PATTERNS.items()}
 RULES["pronoun as a subject"] = re.compile(r"(?:\A|[.!?] )(?:It|They|Those|Others|Nothing|Such)\b")
 RULES["argument that is no noun"] = re.compile(
-    r"^ *[*\w]+: (?:of|in|by|to|from|with|for|that|which|how|where|as|is|are|has)\b", re.MULTILINE
+    r"(?m)^ *[*\w]+: (?:of|in|by|to|from|with|for|that|which|how|where|as|is|are|has)\b"
 )
 PRONOUNS = "it its they them their those these one ones both others which whose so such itself none"
 PRONOUN = re.compile(rf"\b(?:{PRONOUNS.replace(' ', '|')}|nothing)\b", re.IGNORECASE)
@@ -51,8 +50,6 @@ class Hit(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Measures of docstrings and comments."""
-
     words: int
     marks: int
     pronouns: int
@@ -77,9 +74,7 @@ def read_texts(source: str) -> Iterator[tuple[int, str]]:
     block: list[str] = []
     last = first = -1
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and not re.search(
-            r"noqa|type: ignore|fmt:", token.string
-        ):
+        if token.type == tokenize.COMMENT and not PRAGMA.search(token.string):
             if token.start[0] != last + 1 and block:
                 yield first, "\n".join(block)
                 block = []
@@ -92,8 +87,7 @@ def read_texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 def check_texts(source: str) -> tuple[Counts, list[Hit]]:
-    """Count words, marks and pronouns of a file. Code in backticks does not count as words of a
-    rule."""
+    """Count words, marks and pronouns of a file. Rules skip code in backticks."""
     words = pronouns = 0
     hits: list[Hit] = []
     for line, text in read_texts(source):
@@ -132,18 +126,23 @@ def list_files(paths: list[Path]) -> list[Path]:
     return sorted([*files, *(file for folder in folders for file in folder.rglob("*.py"))])
 
 
+def add_up(counts: Sequence[Counts]) -> Counts:
+    """Return the counts of several files together."""
+    columns = zip(*counts, strict=True)
+    return Counts(*map(sum, columns))
+
+
 def main(paths: list[str]) -> int:
-    total = Counts(0, 0, 0)
+    counts: list[Counts] = []
     for file in list_files([Path(path) for path in paths]):
         source = file.read_text(encoding="utf-8")
-        counts, hits = check_texts(source)
-        total = Counts(*map(sum, zip(total, counts, strict=True)))
+        file_counts, hits = check_texts(source)
+        counts.append(file_counts)
         for hit in sorted([*hits, *check_expressions(source)]):
             print(f"{file}:{hit.line}: {hit.rule}: {hit.text}")
-    print(
-        f"{total.marks_per_1000:.1f} marks per 1,000 words, {total.pronouns_per_100:.1f} pronouns "
-        "per 100"
-    )
+    total = add_up(counts)
+    print(f"{total.marks_per_1000:.1f} marks per 1,000 words")
+    print(f"{total.pronouns_per_100:.1f} pronouns per 100 words")
     return 0
 
 
