@@ -142,7 +142,7 @@ def test_each_tasks_verifier_scores_answers(tokenizer: Any, request: pytest.Fixt
         for p in prompts
         for text in answers
     ]
-    scored = request.getfixturevalue("workers").score(items, most_failures=0)
+    scored = request.getfixturevalue("workers").score(items, max_failures=0)
     assert count_failures(scored) == (0, 0)
     assert [score.correct for score in scored] == [True, True, False] * 12
     assert all((score.reward == 1.0) if score.correct else (score.reward < 0.5) for score in scored)
