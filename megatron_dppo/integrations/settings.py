@@ -37,16 +37,10 @@ class Pruning:
         if self.budget == "auto" and self.rule != "neyman":
             remedy = "Give a fraction, or rule='neyman'"
             raise UserError("pruning.budget", "auto", "is for neyman alone", remedy)
-        if self.budget != "auto" and not (
-            isinstance(self.budget, int | float) and 0.0 < self.budget <= 1.0
-        ):
-            raise UserError(
-                "pruning.budget",
-                self.budget,
-                "is no fraction",
-                "Give more than 0, at most 1, or 'auto'",
-            )
+        is_fraction = isinstance(self.budget, int | float) and 0.0 < self.budget <= 1.0
+        if self.budget != "auto" and not is_fraction:
+            remedy = "Give more than 0, at most 1, or 'auto'"
+            raise UserError("pruning.budget", self.budget, "is no fraction", remedy)
         if not (isinstance(self.max_weight, int | float) and 1.0 <= self.max_weight < math.inf):
-            raise UserError(
-                "pruning.max_weight", self.max_weight, "is below 1", "Give a number from 1 on"
-            )
+            remedy = "Give a number from 1 on"
+            raise UserError("pruning.max_weight", self.max_weight, "is below 1", remedy)

@@ -1,7 +1,8 @@
 """Pruning of completions in TRL's ``GRPOTrainer``; tested with TRL 1.16.0.
 
-    trainer = PrunedGRPOTrainer(pruning=Pruning(budget=0.5), model=…, reward_funcs=…,
-    args=GRPOConfig(…), …)
+    trainer = PrunedGRPOTrainer(
+        pruning=Pruning(budget=0.5), model=…, reward_funcs=…, args=GRPOConfig(…), …
+    )
 
 Generation, rewards and advantages are TRL's own. Each optimizer step draws completions to train on,
 and weights their losses: the expected gradient is TRL's of the whole batch (arXiv:2603.04135).
@@ -112,10 +113,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
             self._check_prunable(batch)
             self._candidates = self._gather_candidates(batch)
             rows = len(batch["advantages"])
-            batch["row"] = (
-                torch.arange(rows, device=batch["advantages"].device)
-                + self.accelerator.process_index * rows
-            )
+            first = self.accelerator.process_index * rows
+            batch["row"] = first + torch.arange(rows, device=batch["advantages"].device)
         return batch
 
     def _check_prunable(self, batch: Mapping[str, Any]) -> None:
@@ -153,22 +152,16 @@ class PrunedGRPOTrainer(GRPOTrainer):
             mask.sum(dim=1),
         )
         local = torch.stack([each.float() for each in (batch["advantages"], norm, *counts)], dim=1)
-        gathered = (
-            self.accelerator.gather(local)
-            .double()
-            .cpu()
-            .numpy()
-            .reshape(-1, self.num_generations, 5)
-        )
-        advantage, norms, prompts, completions, tokens = np.moveaxis(gathered, -1, 0)
+        gathered = self.accelerator.gather(local).double().cpu().numpy()
+        groups = gathered.reshape(-1, self.num_generations, 5)
+        advantage, norms, prompts, completions, tokens = np.moveaxis(groups, -1, 0)
         self._generated = float(completions.sum())
         flat = np.abs(advantage).max(axis=1, keepdims=True) <= self._rounding.cpu().numpy()[:, None]
+        divisor = np.maximum(tokens, 1.0) if self.loss_type in MEANS_OVER_TOKENS else 1.0
         # With a KL term, a completion without an advantage still has a gradient.
         return CompletionCandidates(
             advantage=advantage,
-            score=np.abs(advantage)
-            * norms
-            / (np.maximum(tokens, 1.0) if self.loss_type in MEANS_OVER_TOKENS else 1.0),
+            score=np.abs(advantage) * norms / divisor,
             cost=prompts + completions,
             floor=np.full_like(tokens, 1.0 / self.pruning.max_weight),
             zero_advantage=(tokens == 0.0) | ((flat | (advantage == 0.0)) & (self.beta == 0.0)),
@@ -178,10 +171,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return inputs
-        if (
-            self._drawn_at != self.state.global_step
-            or self._passed == self.current_gradient_accumulation_steps
-        ):
+        is_complete = self._passed == self.current_gradient_accumulation_steps
+        if is_complete or self._drawn_at != self.state.global_step:
             self._drawn_at = self.state.global_step
             self._draws = 0
             self._passed = 0
@@ -204,11 +195,9 @@ class PrunedGRPOTrainer(GRPOTrainer):
         rows = [row for batch in window for row in self._split_rows(batch, weights)]
         mine, most = self._balance_rows([row for row in rows if row.weight > 0.0])
         size = len(rows) / len(window)
-        passes = (
-            max(1, math.ceil(most / size))
-            if self.accelerator.distributed_type in SKIPS_PASSES
-            else len(window)
-        )
+        passes = len(window)
+        if self.accelerator.distributed_type in SKIPS_PASSES:
+            passes = max(1, math.ceil(most / size))
         # The shortest row is the cheapest filler. Sorting by length reduces padding.
         filler = Row(min(rows, key=len).inputs, weight=0.0)
         mine = sorted(mine + [filler] * (max(most, passes) - len(mine)), key=len)
@@ -247,9 +236,8 @@ class PrunedGRPOTrainer(GRPOTrainer):
             float(candidates.cost[mask].sum() / candidates.cost.sum())
         )
         self._metrics["train"]["pruning/variance_inflation"].append(float(noise))
-        drawn: list[float] = broadcast(
-            torch.from_numpy(weights).flatten().to(self.accelerator.device)
-        ).tolist()
+        own = torch.from_numpy(weights).flatten().to(self.accelerator.device)
+        drawn: list[float] = broadcast(own).tolist()
         return drawn
 
     def _split_rows(
@@ -264,8 +252,9 @@ class PrunedGRPOTrainer(GRPOTrainer):
             batch["prompt_mask"].sum(dim=1).tolist() if rotary else [width] * len(batch["row"])
         )
         completions = batch["completion_mask"].sum(dim=1).clamp(min=1).tolist()
+        places = batch["row"].tolist()
         for i, (place, prompt, completion) in enumerate(
-            zip(batch["row"].tolist(), prompts, completions, strict=True)
+            zip(places, prompts, completions, strict=True)
         ):
             inputs = {
                 name: batch[name][i, width - prompt :] for name in ("prompt_ids", "prompt_mask")
@@ -284,7 +273,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
             torch.tensor([len(rows)], device=self.accelerator.device)
         ).tolist()
         total = sum(counts)
-        quotas = [(total + ranks - 1 - each) // ranks for each in range(ranks)]
+        quotas = [(total + ranks - 1 - index) // ranks for index in range(ranks)]
         if counts != quotas:
             missing = [max(quota - count, 0) for quota, count in zip(quotas, counts, strict=True)]
             given = gather_object([row.to("cpu") for row in rows[quotas[rank] :]])

@@ -125,10 +125,8 @@ def draw_rows(
         column = members[:, None]
         logprobs: list[list[Any]] = []
         for row in members:
-            tokens = mask[row]
-            logprobs.append(
-                [rows.logprobs[row][tokens].double().numpy() if tokens.any() else [0.0]]
-            )
+            own = rows.logprobs[row][mask[row]].double().numpy()
+            logprobs.append([own if len(own) else [0.0]])
         kept = prune(
             lengths[column],
             np.zeros(column.shape),
@@ -260,9 +258,8 @@ def _override_mini_batch_size(workers: Any, rows: int) -> Iterator[None]:
 
 
 def _count_ranks(workers: Any) -> int:
-    return (
-        int(max(workers._dispatch_info.get("actor") or workers._query_dispatch_info("actor"))) + 1
-    )
+    ranks = workers._dispatch_info.get("actor") or workers._query_dispatch_info("actor")
+    return int(max(ranks)) + 1
 
 
 class PrunedTrainer(PPOTrainer):

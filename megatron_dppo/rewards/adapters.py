@@ -6,8 +6,8 @@ form of the call:
 - slime, ``async group_rm(args, samples)``: the same, with a name of a group as the second
   parameter.
 - TRL, ``reward(completions, **columns)``: a parameter is ``completions`` or ``prompts``.
-- verl, ``compute_score(data_source, solution_str, ground_truth, extra_info)``: any further
-  signature.
+- verl, ``compute_score(data_source, solution_str, ground_truth, extra_info)``: all other
+  signatures.
 
 Parameters are passed by keyword, in slime's forms by position. With keywords, any order, defaults,
 keyword-only parameters and ``**kwargs`` are supported. Scoring processes call a :class:`Scorer`,
@@ -175,7 +175,6 @@ def _check(signature: inspect.Signature, call: str, *by_position: Any, **by_keyw
 
 
 def _make_scorer(function: RewardFunction, call: Callable[[ScoreItem], Any]) -> Scorer:
-
     async def scorer(item: ScoreItem) -> Any:
         return await call(item)
 
@@ -227,20 +226,17 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
         logged: dict[str, list[float]] = {}
 
         def log_metric(name: str, value: Any) -> None:
-            logged.setdefault(str(name), []).append(
-                math.nan if (number := as_number(value)) is None else number
-            )
+            number = as_number(value)
+            logged.setdefault(str(name), []).append(math.nan if number is None else number)
 
         # Without ``**kwargs``, further columns would be an error.
         given |= {"log_extra": _ignore_extra, "log_metric": log_metric}
         returned = function(
             **{name: value for name, value in given.items() if takes_all or name in parameters}
         )
-        return (
-            _unwrap_async(returned, logged)
-            if inspect.isawaitable(returned)
-            else _unwrap_result(returned, logged)
-        )
+        if inspect.isawaitable(returned):
+            return _unwrap_async(returned, logged)
+        return _unwrap_result(returned, logged)
 
     return _make_scorer(function, call)
 
@@ -250,11 +246,9 @@ def _unwrap_result(returned: Any, logged: Mapping[str, Sequence[float]]) -> Any:
     (reward,) = returned
     if reward is None:
         raise NotScoredError("the reward function returned None: it does not score this completion")
-    return (
-        Logged(reward, {name: sum(values) / len(values) for name, values in logged.items()})
-        if logged
-        else reward
-    )
+    if not logged:
+        return reward
+    return Logged(reward, {name: sum(values) / len(values) for name, values in logged.items()})
 
 
 async def _unwrap_async(awaitable: Awaitable[Any], logged: Mapping[str, Sequence[float]]) -> Any:

@@ -88,7 +88,8 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def _wait_for(scorer: int) -> int:
-    """Return the wait status of the scorer. Other inherited processes are reaped on exit."""
+    """Wait for the scorer, reap inherited processes that end earlier, and return the scorer's wait
+    status."""
     while True:
         pid, status = os.wait()
         if pid == scorer:
@@ -274,7 +275,7 @@ async def _score_async(
     limits: tuple[float, float],
 ) -> None:
     scorer = os.getpid()
-    (timeout_s, clock_s) = limits
+    timeout_s, clock_s = limits
     try:
         async with asyncio.timeout(clock_s) as limit:
             returned = await _CpuLimitedAwaitable(function(item), timeout_s)

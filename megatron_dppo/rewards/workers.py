@@ -47,7 +47,7 @@ class _Worker:
     """Worker process and the worker's pending units."""
 
     def __init__(self, arguments: Sequence[str], *, is_retry: bool = False) -> None:
-        self.again = is_retry
+        self.is_retry = is_retry
         """Whether a predecessor was killed during the import."""
         self.pipe, child_end = Pipe()
         inherited = [str(child_end.fileno()), str(os.getpid())]
@@ -177,9 +177,9 @@ class RewardWorkers:
         try:
             kind, *rest = worker.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
-            code = _get_exit_code(worker)
+            code = _wait_for_exit_code(worker)
             # Try again once, because a first death may have another cause.
-            if code is not None and code < 0 and not worker.again:
+            if code is not None and code < 0 and not worker.is_retry:
                 self._replace(worker, is_retry=True)
                 return
             raise self._make_import_error(
@@ -188,7 +188,7 @@ class RewardWorkers:
         if kind == "refused":
             raise rest[0]
         worker.ready = True
-        (worker.takes_groups, worker.awaits) = rest
+        worker.takes_groups, worker.awaits = rest
 
     def _make_import_error(self, problem: str) -> UserError:
         return UserError("reward.function", self._spec, problem, "Import it by hand and see why")
@@ -206,7 +206,7 @@ class Scoring:
 
     def __init__(self, owner: RewardWorkers, max_failures: int) -> None:
         self._owner = owner
-        self._most_failures = max_failures
+        self._max_failures = max_failures
         self._items: list[ScoreItem] = []
         self._queue: deque[range] = deque()
         self._scores: list[Score] = []
@@ -238,8 +238,8 @@ class Scoring:
             return False
         for worker in list(workers):
             if worker.ready:
-                next_chunk = self._next_concurrent_chunk if worker.awaits else self._next_chunk
-                self._send(worker, next_chunk(worker))
+                take_chunk = self._take_concurrent_chunk if worker.awaits else self._take_chunk
+                self._send(worker, take_chunk(worker))
         if not self._queue and not any(worker.pending for worker in workers):
             return False
         busy = [w for w in workers if w.pending or not w.ready]
@@ -263,19 +263,19 @@ class Scoring:
 
     @property
     def _has_too_many_failures(self) -> bool:
-        return self._failures > self._most_failures
+        return self._failures > self._max_failures
 
-    def _next_chunk(self, worker: _Worker) -> list[range]:
-        """Return the next units for an idle worker, scored in sequence."""
+    def _take_chunk(self, worker: _Worker) -> list[range]:
+        """Take the next units, scored in sequence, from the queue for an idle worker."""
         # Small chunks, so that the last chunks leave no worker idle for long.
         size = max(1, min(CHUNK, len(self._items) // (4 * len(self._owner._workers))))
         chunk: list[range] = []
         while self._queue and not worker.pending and sum(map(len, chunk)) < size:
-            chunk.append(self._queue.popleft() if worker.takes_groups else self._next_item())
+            chunk.append(self._queue.popleft() if worker.takes_groups else self._take_unit())
         return chunk
 
-    def _next_concurrent_chunk(self, worker: _Worker) -> list[range]:
-        """Return units that fill a worker up to an equal share of all open completions."""
+    def _take_concurrent_chunk(self, worker: _Worker) -> list[range]:
+        """Take units that fill a worker up to an equal share of all open completions."""
         ready = [w for w in self._owner._workers if w.ready]
         unanswered = sum(map(len, self._queue)) + sum(len(w.pending) for w in ready)
         share = min(self._owner._concurrency, math.ceil(unanswered / len(ready)))
@@ -286,10 +286,10 @@ class Scoring:
             together = [self._queue[0], *worker.pending, *chunk]
             if taken and any(unit.start in self._lost_once for unit in together):
                 break
-            chunk.append(self._next_item())
+            chunk.append(self._take_unit())
         return chunk
 
-    def _next_item(self) -> range:
+    def _take_unit(self) -> range:
         unit = self._queue.popleft()
         if len(unit) > 1:
             self._queue.appendleft(unit[1:])
@@ -361,7 +361,7 @@ class Scoring:
         self._put_back(worker)
 
     def _replace_dead(self, worker: _Worker) -> None:
-        code = _get_exit_code(worker)
+        code = _wait_for_exit_code(worker)
         if code == -signal.SIGPROF or (worker.awaits and len(worker.pending) > 1):
             self._time_out(worker)
             return
@@ -382,8 +382,8 @@ class Scoring:
         self._owner._replace(worker)
 
 
-def _get_exit_code(worker: _Worker) -> int | None:
-    """Return the exit code; None: the worker has closed the pipe and still runs."""
+def _wait_for_exit_code(worker: _Worker) -> int | None:
+    """Wait for the exit code; None: the worker has closed the pipe and still runs."""
     try:
         return worker.process.wait(END_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -393,19 +393,14 @@ def _get_exit_code(worker: _Worker) -> int | None:
 def _describe_exit(code: int | None) -> str:
     if code is None:
         return "closed its pipe"
-    return (
-        f"was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"ended with exit code {code}"
-    )
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def _build_environment() -> dict[str, str]:
     """Return this process's environment, with the same import paths."""
     # Give each worker one thread, because the workers share the processors.
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    return {
-        **os.environ,
-        **threads,
-        "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
-    }
+    paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    return {**os.environ, **threads, "PYTHONPATH": paths}

@@ -157,14 +157,10 @@ class Collector:
         dropped = len(selection.prompt_ids) - len(metadata.prompt_ids)
         timeouts, errors = map(float, count_failures(failed))
         counts = dict(zip(COUNTS, (float(dropped), timeouts, errors), strict=True))
-        notes = (
-            (
-                "groups whose scoring failed were dropped from their step; the other groups "
-                "represent the window",
-            )
-            if dropped
-            else ()
-        )
+        notes: tuple[str, ...] = ()
+        if dropped:
+            note = "groups whose scoring failed were dropped from their step; the other groups "
+            notes = (note + "represent the window",)
         metrics = self._compute_metrics(metadata) | counts
         return CompleteRollouts(
             _index_by_row(metadata, groups), metadata, metrics, collect_tracebacks(failed) + notes
@@ -236,8 +232,8 @@ class Collector:
             scores = [group.scores for group in held]
             query.wait(completions, self._world)
             return lambda: list(map(build_group, prompts, query.add_logprobs(completions), scores))
-        most_failures = math.floor(self._config.reward.max_failures * total)
-        scoring = GroupScoring(self.workers, self._tokenizer, prompts, most_failures)
+        max_failures = math.floor(self._config.reward.max_failures * total)
+        scoring = GroupScoring(self.workers, self._tokenizer, prompts, max_failures)
 
         def process_groups(complete: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
             groups = list(complete)
@@ -273,8 +269,8 @@ class Collector:
             rollout = self._config.rollout
             problem = "requires the experts of every token, and a completion has none"
             remedy = (
-                f"Have {rollout.conversation or rollout.engine} return turns unchanged from "
-                "client.generate"
+                f"Have {rollout.conversation or rollout.engine} return the turns of "
+                "client.generate unchanged"
             )
             raise UserError(
                 "loss.replay_routing", self._config.loss.replay_routing, problem, remedy
@@ -300,22 +296,15 @@ class Collector:
         function = self._config.reward.spec
         if any(completion.segments is None for group in groups for completion in group.completions):
             problem = "require the role of every token, and a completion has none"
-            raise UserError(
-                "rollout.roles",
-                list(roles),
-                problem,
-                "Return roles from the engine's conversations",
-            )
-        scores = (score for group in groups for score in group.scores)
-        if unknown := next(
-            (role for score in scores for role in score.roles if role not in roles), None
-        ):
+            remedy = "Return roles from the engine's conversations"
+            raise UserError("rollout.roles", list(roles), problem, remedy)
+        rewarded = (role for group in groups for score in group.scores for role in score.roles)
+        if unknown := next((role for role in rewarded if role not in roles), None):
             problem = (
                 f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
             )
-            raise UserError(
-                "reward.function", function, problem, "Return the names of rollout.roles"
-            )
+            remedy = "Return the names of rollout.roles"
+            raise UserError("reward.function", function, problem, remedy)
 
     def _build_local_batch(
         self,

@@ -181,12 +181,8 @@ class ConversationFunction:
         problem = (
             "cancelled tasks of the run, or stopped the event loop that all conversations share"
         )
-        return UserError(
-            self.setting,
-            self.spec,
-            problem,
-            "Cancel tasks of the function only",
-        )
+        remedy = "Cancel only the tasks that the function itself has created"
+        return UserError(self.setting, self.spec, problem, remedy)
 
 
 NO_VERSION = np.iinfo(np.int32).min

@@ -73,10 +73,8 @@ def check_roles(completion: Completion, roles: Sequence[str]) -> None:
     if role_ids is None:
         return
     # Sampled tokens have role numbers from 0; all other tokens have −1.
-    if (
-        len(role_ids) != len(completion.token_ids)
-        or ((role_ids >= 0) != completion.loss_mask).any()
-    ):
+    is_whole = len(role_ids) == len(completion.token_ids)
+    if not is_whole or ((role_ids >= 0) != completion.loss_mask).any():
         raise InvalidCompletionError(
             "returned a response whose roles are not those of its sampled tokens, and -1 elsewhere"
         )

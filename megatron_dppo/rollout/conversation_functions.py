@@ -97,13 +97,14 @@ def check_turns(
     Raises:
         UserError: an environment has several turns, and the run has no conversation function.
     """
-    if config.rollout.conversation or VERIFIERS not in {
-        source.name for source in resolve_sources(data, "train")
-    }:
+    if config.rollout.conversation:
+        return
+    if VERIFIERS not in {source.name for source in resolve_sources(data, "train")}:
         return
     if any(SEVERAL_TURNS in each for each in problems()):
         problem = (
-            f"but the environment {data.verifiers.environment} requires several turns of the policy"
+            "names no function for conversations, and the environment "
+            f"{data.verifiers.environment} has several turns"
         )
         raise UserError(SETTING, "null", problem, f"Set {SETTING}={VERIFIERS}")
 
@@ -125,8 +126,8 @@ class _Environment:
             raise UserError(
                 "data.verifiers.environment", config.environment, problem, remedy
             ) from error
-        self._load = load_environment
-        self._play = run_environment
+        self._load_environment = load_environment
+        self._run_environment = run_environment
         self._down = DOWN
 
     async def __call__(self, client: Client, prompt: Prompt) -> list[Part]:
@@ -163,10 +164,10 @@ class _Environment:
                 f"has tools, and the chat template has them called otherwise than by JSON in {CALL}"
             )
             raise InvalidCompletionError(f"{problem}, the only form that is read here")
-        environment = self._load(extra["environment"], extra["arguments"])
+        environment = self._load_environment(extra["environment"], extra["arguments"])
         messages = ChatSession(client.tokenizer, extra["input"]["prompt"], generate_turn, tools)
         try:
-            await self._play(environment, extra["input"], messages, tools)
+            await self._run_environment(environment, extra["input"], messages, tools)
         except ConversationFormatError as error:
             raise InvalidCompletionError(str(error)) from error
         except self._down as error:

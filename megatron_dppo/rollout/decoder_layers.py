@@ -102,7 +102,8 @@ class AttentionLayer(Layer):
         projected = F.linear(apply_rms_norm(hidden, self._before.weight, self._eps), *self._qkv)
         gate = None
         heads = projected.view(len(hidden), -1, self.size)
-        if self._gated:  # the gate of a head follows the query
+        # The gate of a head follows the query.
+        if self._gated:
             queries, rest = heads.tensor_split([2 * self._heads], dim=1)
             gate = queries[:, 1::2].flatten(1).sigmoid()
             heads = torch.cat([queries[:, ::2], rest], dim=1)
@@ -127,7 +128,7 @@ class DeltaLayer(Layer):
     def make_states(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return initial states: the matrix of each head, and the convolution's last inputs."""
         net = self._net
-        weight = self._net.conv1d.weight
+        weight = net.conv1d.weight
         exact = torch.promote_types(weight.dtype, torch.float32)
         matrices = weight.new_zeros(
             rows, net.num_v_heads, net.head_k_dim, net.head_v_dim, dtype=exact
@@ -149,7 +150,7 @@ class DeltaLayer(Layer):
             real: [rows], as in :meth:`Decoder.read`.
         """
         net = self._net
-        (rows, count, _) = hidden.shape
+        rows, count, _ = hidden.shape
         mixed, z, beta, alpha = F.linear(
             apply_rms_norm(hidden, self._before.weight, self._eps), *self._projections
         ).split([net.conv_dim, net.value_dim, net.num_v_heads, net.num_v_heads], dim=-1)
@@ -165,8 +166,8 @@ class DeltaLayer(Layer):
             part.unflatten(-1, (-1, net.head_k_dim)) for part in mixed.split(sizes, dim=-1)
         )
         values = values.reshape(rows, count, -1, net.head_v_dim)
-        each = net.num_v_heads // net.num_k_heads
-        queries, keys = (l2norm(part).repeat_interleave(each, dim=2) for part in (queries, keys))
+        repeats = net.num_v_heads // net.num_k_heads
+        queries, keys = (l2norm(part).repeat_interleave(repeats, dim=2) for part in (queries, keys))
         decay = -net.A_log.float().exp() * F.softplus(alpha.float() + net.dt_bias)
         rate = beta.sigmoid()
         # Decay 0 (a factor of 1) and rate 0 leave the state unchanged at padding.
@@ -264,6 +265,6 @@ def compute_attention(
     of_heads = queries.view(rows, kv_heads, -1, size) if grouped else queries.transpose(1, 2)
     mask = mask.expand(-1, -1, of_heads.shape[2], -1)
     attended = F.scaled_dot_product_attention(of_heads, keys, values, mask, enable_gqa=not grouped)
-    return (
-        attended.reshape(rows, 1, heads, size) if grouped else attended.transpose(1, 2).contiguous()
-    )
+    if grouped:
+        return attended.reshape(rows, 1, heads, size)
+    return attended.transpose(1, 2).contiguous()

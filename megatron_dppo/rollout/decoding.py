@@ -109,7 +109,7 @@ class Decoding:
             return lump
         while self._waiting:
             prefix = self._prefixes[self._waiting[0]]
-            room = room - len(prefix.slots)
+            room -= len(prefix.slots)
             longest = max(longest, len(prefix.token_ids))
             if room < 0 or (lump and longest * (len(lump) + 1) > PREFILL_TOKENS):
                 break
@@ -183,10 +183,10 @@ class Decoding:
         ended = seen[:, ENDED] != 0
         last = seen[~ended, POSITION].max(initial=-1)
         if ended.any():
-            departure = RowCompaction.from_mask(ended, rows.device)
-            departure.apply(rows)
-            self._cache.remove_rows(departure, self._reach)
-            self._active = departure.remaining
+            compaction = RowCompaction.from_mask(ended, rows.device)
+            compaction.apply(rows)
+            self._cache.remove_rows(compaction, self._reach)
+            self._active = compaction.remaining
         self._reach = int(last) + 1
 
     def build_paths(self, version: int) -> list[list[TreePath]]:
@@ -339,7 +339,5 @@ def invert_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def compute_entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the entropies, [rows] fp32 in nats, of :func:`sample_tokens`' distributions for logits
     [rows, vocabulary]."""
-    logits = logits.float()
-    return torch.special.entr(
-        torch.softmax(logits / temperature if temperature > 0 else logits, dim=-1)
-    ).sum(dim=-1)
+    scaled = logits.float() / temperature if temperature > 0 else logits.float()
+    return torch.special.entr(torch.softmax(scaled, dim=-1)).sum(dim=-1)

@@ -69,11 +69,9 @@ class LocalEngine(RolloutEngine[Completions]):
     def health(self) -> str | None:
         if self._paused:
             return "the engine is paused"
-        return (
-            "no weights have arrived, or their last update failed"
-            if self._version is None
-            else None
-        )
+        if self._version is None:
+            return "no weights have arrived, or their last update failed"
+        return None
 
     def pause(self) -> None:
         self._paused = True
@@ -160,12 +158,8 @@ class LocalEngine(RolloutEngine[Completions]):
             raise RuntimeError(f"The local engine cannot generate: {problem}.")
         if sampling.samples > self._max_batch:
             problem = f"one prompt has {sampling.samples} completions, which are decoded together"
-            raise UserError(
-                "rollout.max_batch",
-                self._max_batch,
-                problem,
-                f"Set it to {sampling.samples} or more",
-            )
+            remedy = f"Set it to {sampling.samples} or more"
+            raise UserError("rollout.max_batch", self._max_batch, problem, remedy)
         if empty := [prompt.id for prompt in prompts if not len(prompt.token_ids)]:
             raise ValueError(f"Prompts without a token cannot be continued: {empty}.")
         if conversations is not None:
@@ -211,9 +205,8 @@ class LocalEngine(RolloutEngine[Completions]):
         except FloatingPointError as error:
             remedy = (
                 "Look in model.path for weights that are not finite or too large; if earlier "
-                "steps went well, "
+                "steps went well, lower optimizer.lr and resume from the last checkpoint"
             )
-            remedy += "lower optimizer.lr and resume from the last checkpoint"
             raise UserError("model.path", self._path, str(error), remedy) from error
 
 

@@ -115,15 +115,15 @@ class _Conversations:
     """Conversations of one call: leftover tasks of a function cannot affect a later call."""
 
     def __init__(self, parent: LocalConversations, sampling: Sampling, extend: Continue) -> None:
-        self._engine = parent
+        self._parent = parent
         self._sampling = sampling
-        self._continue = extend
+        self._extend = extend
         self._requests: dict[Place, list[_Request]] = {}
         """Requests by waiting conversation."""
         self._moved = asyncio.Event()
         """Set when a conversation requests a turn or ends."""
         self._last_move = self._last_end = time.monotonic()
-        self._named = False
+        self._is_reported = False
 
     async def run(self, prompts: Sequence[Prompt]) -> Completions:
         samples = range(self._sampling.samples)
@@ -155,7 +155,7 @@ class _Conversations:
     def _handle_end(self, task: asyncio.Task[Completion]) -> None:
         self._moved.set()
         self._last_end = time.monotonic()
-        self._named = False
+        self._is_reported = False
 
     def _check(self, busy: int, running: int, first: int) -> None:
         """Check the time since the last requested turn and the last ended conversation.
@@ -168,42 +168,42 @@ class _Conversations:
         Raises:
             UserError: a time exceeds ``timeout_s`` or ``end_s``.
         """
-        engine = self._engine
+        parent = self._parent
         now = time.monotonic()
-        conversations = f"{busy or running} conversations of {engine.function.spec}"
+        conversations = f"{busy or running} conversations of {parent.function.spec}"
         where = f"the first of them about prompt {first}"
-        if busy and now - self._last_move >= engine.timeout_s:
+        if busy and now - self._last_move >= parent.timeout_s:
             problem = f"is over: {conversations} neither requested a turn nor ended, {where}"
             remedy = (
-                "Find what the conversation waits for (a turn begins when all conversations have "
-                "requested one), or raise it"
+                "Find what the conversation waits for (turns are generated only when every "
+                "conversation has requested one or ended), or raise it"
             )
-            raise UserError("rollout.request_timeout_s", f"{engine.timeout_s:g}", problem, remedy)
+            raise UserError("rollout.request_timeout_s", f"{parent.timeout_s:g}", problem, remedy)
         still = now - self._last_end
-        if still > engine.end_s:
+        if still > parent.end_s:
             problem = f"is over: none of {conversations} ended, {where}"
-            remedy = f"Look for why {engine.function.spec} does not return, or raise it"
-            raise UserError("rollout.timeout_s", f"{engine.end_s:g}", problem, remedy)
-        if still >= engine.late_s and not self._named:
-            self._named = True
+            remedy = f"Look for why {parent.function.spec} does not return, or raise it"
+            raise UserError("rollout.timeout_s", f"{parent.end_s:g}", problem, remedy)
+        if still >= parent.late_s and not self._is_reported:
+            self._is_reported = True
             print_message(f"late: none of {conversations} has ended for {still:.0f} s, {where}")
 
     async def _wait(self) -> None:
         """Wait until a conversation requests a turn or ends, or the next check is due."""
         # Counts as progress, because ``_check`` limits the duration of conversations.
         record_progress()
-        engine = self._engine
-        left_s = max(self._last_move + engine.timeout_s - time.monotonic(), 0.0)
+        parent = self._parent
+        left_s = max(self._last_move + parent.timeout_s - time.monotonic(), 0.0)
         with suppress(TimeoutError):
             await asyncio.wait_for(
-                self._moved.wait(), min(left_s, engine.late_s, engine.end_s, 1.0)
+                self._moved.wait(), min(left_s, parent.late_s, parent.end_s, 1.0)
             )
             self._moved.clear()
             self._last_move = time.monotonic()
 
     async def _run_conversation(self, place: Place, prompt: Prompt) -> Completion:
-        function = self._engine.function
-        attempts = self._engine.attempts
+        function = self._parent.function
+        attempts = self._parent.attempts
         for attempt in range(attempts):
             turn = partial(self._request_turn, place, itertools.count())
             client = Client(
@@ -223,12 +223,8 @@ class _Conversations:
         problem = (
             f"gave up prompt {prompt.id} {attempts} times (rollout.attempts), the last time: {last}"
         )
-        raise UserError(
-            function.setting,
-            function.spec,
-            problem,
-            "Check its tools, or raise rollout.attempts",
-        )
+        remedy = "Check its tools, or raise rollout.attempts"
+        raise UserError(function.setting, function.spec, problem, remedy)
 
     async def _request_turn(
         self,
@@ -267,7 +263,7 @@ class _Conversations:
             for requests in every.values():
                 slots = tuple(slot for each in requests for slot in each.prefix.slots)
                 prefixes.append(replace(requests[0].prefix, slots=slots))
-            turns = self._continue(prefixes, replace(self._sampling, stop_token_ids=stops))
+            turns = self._extend(prefixes, replace(self._sampling, stop_token_ids=stops))
             for requests, paths in zip(every.values(), turns, strict=True):
                 for request, path in zip(requests, paths, strict=True):
                     if not request.turn.done():  # a cancelled request is done already

@@ -188,9 +188,9 @@ class TeacherServers:
             )
             raise ServerError(url, problem, alive=True)
         vocabulary = list(range(len(tokenizer)))
-        body = {"model": server.model, "tokens": vocabulary} | (
-            {"skip_special_tokens": False} if server.sglang else {}
-        )
+        body: dict[str, Any] = {"model": server.model, "tokens": vocabulary}
+        if server.sglang:
+            body["skip_special_tokens"] = False
         answer = await self._http.call(
             "POST", url, "/detokenize", body=body, secret=self._secret, timeout_s=CONTROL_S
         )
@@ -201,11 +201,13 @@ class TeacherServers:
                 (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b),
                 len(expected),
             )
-            parts = (
-                f"{found[at : at + SHOWN]!r}, where the policy's text has "
-                f"{expected[at : at + SHOWN]!r}"
+            theirs = found[at : at + SHOWN]
+            ours = expected[at : at + SHOWN]
+            problem = (
+                f"has another vocabulary: its text has {theirs!r}, where the policy's text has "
+                f"{ours!r}"
             )
-            raise ServerError(url, f"has another vocabulary: its text has {parts}", alive=True)
+            raise ServerError(url, problem, alive=True)
         return server
 
     async def _read_all(
@@ -275,10 +277,9 @@ class TeacherQuery:
         if self._servers is None:
             return
         for place, group in groups:
-            if self._servers.distillation.has_server((prompt := self._prompts[place]).data_source):
-                self._queries[place] = [
-                    self._servers.submit(prompt, completion) for completion in group
-                ]
+            prompt = self._prompts[place]
+            if self._servers.distillation.has_server(prompt.data_source):
+                self._queries[place] = [self._servers.submit(prompt, each) for each in group]
 
     def wait(self, completions: Completions, world: World) -> None:
         """Wait until the queries of all ranks have ended. Collective, with a short exchange every

@@ -39,8 +39,8 @@ BETWEEN = re.compile(
 LONGEST_BETWEEN = 60
 WORD = r"[a-zA-Z'-]+(?:\([^()\s]*\))?"
 SUBJECT = re.compile(
-    rf"{WORD}[ \t]+(?:(?:{WORD}|[0-9]+|\$[^$\n]+\$|\\\([^\n]+?\\\))[ "
-    rf"\t]+){{0,19}}(?:is|are|equals)\s+(?:exactly\s+)?",
+    rf"{WORD}[ \t]+(?:(?:{WORD}|[0-9]+|\$[^$\n]+\$|\\\([^\n]+?\\\))[ \t]+){{0,19}}"
+    r"(?:is|are|equals)\s+(?:exactly\s+)?",
     re.IGNORECASE,
 )
 """Start of a sentence up to the answer: ``The volume is`` 120."""

@@ -76,10 +76,7 @@ def tokenize(text: str) -> list[tuple[str, str]]:
             raise ExpressionParseError(text[place:])
         kind = found.lastgroup or ""
         # A short word that names no function is a product of letters.
-        product_of_letters = (
-            kind == "word" and len(found[kind]) < 4 and found[kind] not in FUNCTIONS
-        )
-        if product_of_letters:
+        if kind == "word" and len(found[kind]) < 4 and found[kind] not in FUNCTIONS:
             pieces += [("word", letter) for letter in found[kind]]
         else:
             pieces.append((kind, found[kind]))
@@ -131,11 +128,11 @@ def parse_expressions(*texts: str) -> list[Node]:
 def _parse_expression(
     text: str, functions: frozenset[str]
 ) -> tuple[Node, frozenset[str], frozenset[str]]:
-    reader = _Parser(text, functions)
-    node = reader.parse_sum()
-    if reader.peek():
+    parser = _Parser(text, functions)
+    node = parser.parse_sum()
+    if parser.peek():
         raise ExpressionParseError(text)
-    return node, frozenset(reader.called), frozenset(reader.bare)
+    return node, frozenset(parser.called), frozenset(parser.bare)
 
 
 def make_product(*factors: Node) -> Node:
@@ -365,7 +362,7 @@ class _Parser:
                 letters += self.take()
             if not letters:
                 raise ExpressionParseError(name)
-            # Sort the letters, because the order of an angle's legs has no meaning.
+            # ABC and CBA are the same angle or triangle.
             return ("symbol", f"\\{name} {min(letters, letters[::-1])}")
         if name in LETTERS:
             return self.parse_symbol("\\" + name)
@@ -386,11 +383,11 @@ class _Parser:
         while prime := next(
             (prime for prime in PRIMES if self.get_lookahead(len(prime)) == prime), None
         ):
-            name = name + "'"
-            self.place = self.place + len(prime)
+            name += "'"
+            self.place += len(prime)
         if self.get_lookahead(4) == ("^", "{", r"\prime", "}"):
-            name = name + "'"
-            self.place = self.place + 4
+            name += "'"
+            self.place += 4
         if self.peek() != "(":
             self.bare.add(name)
             return ("symbol", name)
@@ -450,11 +447,7 @@ def _make_mixed_number(whole: Node, fraction: Node) -> Node:
         return ("product", whole, fraction)
     top = parts[0][1]
     bottom = parts[1][1][1]
-    if (
-        whole[1].denominator != 1
-        or not 0 < top < bottom
-        or bottom.denominator != 1
-        or top.denominator != 1
-    ):
+    are_integers = whole[1].denominator == top.denominator == bottom.denominator == 1
+    if not (are_integers and 0 < top < bottom):
         raise ExpressionParseError("neither a mixed number nor a product")
     return ("number", whole[1] + top / bottom)

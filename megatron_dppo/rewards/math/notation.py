@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 SIGNS = {
-    "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/",
-    "⁄": "/", "∞": r"\infty ",
-    "±": r"\pm ", "∓": r"\mp ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ", "ℝ": r"\mathbb{R}",
-    "ℤ": r"\mathbb{Z}",
-    "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "′": "'", "º": "°", "μm": "um",
-    "≈": r"\approx ",
+    "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
+    "÷": "/", "⁄": "/", "∞": r"\infty ", "±": r"\pm ", "∓": r"\mp ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ",
+    "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "∠": r"\angle ",
+    "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
+    "ℂ": r"\mathbb{C}", "′": "'", "º": "°", "μm": "um", "≈": r"\approx ",
 }  # fmt: skip
 GREEK = re.compile(
     "GREEK (SMALL|CAPITAL) LETTER "
@@ -31,13 +29,11 @@ FINITE = r"⦃(?:(?!\\mid)[^⦃⦄|:<>])*⦄"
 """Set with listed members."""
 
 COMMANDS = {
-    "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "leq": r"\le ", "leqslant": r"\le ",
-    "geq": r"\ge ",
-    "geqslant": r"\ge ", "lt": "<", "gt": ">", "neq": r"\ne ", "simeq": r"\approx ", "vert": "|",
-    "lvert": "|",
-    "rvert": "|", "langle": "⟨", "rangle": "⟩", "backslash": r"\setminus ",
-    "smallsetminus": r"\setminus ",
-    "varnothing": r"\emptyset ",
+    "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac",
+    "leq": r"\le ", "leqslant": r"\le ", "geq": r"\ge ", "geqslant": r"\ge ",
+    "lt": "<", "gt": ">", "neq": r"\ne ", "simeq": r"\approx ",
+    "vert": "|", "lvert": "|", "rvert": "|", "langle": "⟨", "rangle": "⟩",
+    "backslash": r"\setminus ", "smallsetminus": r"\setminus ", "varnothing": r"\emptyset ",
 }  # fmt: skip
 """Commands with a simpler or shorter name."""
 COMMAND = re.compile(r"\\([a-zA-Z]+)")
@@ -46,11 +42,11 @@ REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<=[0-9])(?:,\\!|\{,\}(?:\\!)?)\s*(?=[0-9]{3}(?![0-9]))", ""),
     (r",\\!\s*", ","),
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad)(?![a-zA-Z])\.?",
-    " "),
+     " "),
     (r"\\(?:lbrace(?![a-zA-Z])|\{)", OPEN_SET),
     (r"\\(?:rbrace(?![a-zA-Z])|\})", CLOSE_SET),
     (r"\\(?:mathbf|boldsymbol|bm|pmb|textbf|mathit)\s*\{\s*(\\?[a-zA-Z]|\\[a-zA-Z]+)\s*\}",
-    r"{\1}"),
+     r"{\1}"),
     (r"\\(?:mathrm|mathbf|mathit|mathsf|mathtt|mathnormal|textbf|textit|textrm|textsf|texttt|textnormal|textup|mbox|hbox"
      r"|operatorname\*?|boldsymbol|bm|pmb|rm|bf)\s*\{", r"\\text{"),
     (r"\\text\{d\}(?=\s*[a-zA-Z^}])", "d"),
@@ -198,9 +194,9 @@ class BracketGroup:
         # The brackets of a longer vector have no meaning.
         if len(self.elements) != 2:
             return True
-        return [b in "[]" for b in (self.opening, self.closing)] == [
-            b in "[]" for b in (other.opening, other.closing)
-        ]
+        opens = (self.opening in "[]") == (other.opening in "[]")
+        closes = (self.closing in "[]") == (other.closing in "[]")
+        return opens and closes
 
 
 def split_with_separators(text: str, separator: str) -> list[tuple[str, str]]:

@@ -24,12 +24,8 @@ SLASHED = re.compile(r"(-?)\+?\s*(?:([0-9]+) )?\(?(-?[0-9,.]+)\)?\s*/\s*\(?(-?[0
 TEN = re.compile(r"(-?)\+?10\s*\^\s*\{?\s*([-+]?[0-9]{1,4})\s*\}?")
 REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]{1,50})\}")
 NUMERAL = re.compile(r"([0-9A-Z]+)_(?:([a-z0-9]+)|\{([a-z0-9]+)\}|\{?\\text\{([a-z0-9]+)\}\}?)")
-BASES = {
-    name: str(base)
-    for base, name in enumerate(
-        ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"), start=2
-    )
-}
+BASE_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+BASES = {name: str(base) for base, name in enumerate(BASE_NAMES, start=2)}
 MOST_DIGITS = 4000
 
 
@@ -117,18 +113,15 @@ def _parse_fraction(sign: str, whole: str | None, top: str, bottom: str) -> Numb
 
 TABLE: dict[str, dict[str, str]] = {
     "length": {
-        "1": "m meter metre", "1/1000": "mm millimeter millimetre", "1/100": "cm centimeter "
-                                                                             "centimetre",
-        "1/10": "dm decimeter decimetre", "1000": "km kilometer kilometre",
-        "0.0254": "in inch inche",
-        "0.3048": "ft foot feet", "0.9144": "yd yard", "1609.344": "mi mile",
-        "1/1000000000": "nm nanometer",
+        "1": "m meter metre", "1/1000": "mm millimeter millimetre",
+        "1/100": "cm centimeter centimetre", "1/10": "dm decimeter decimetre",
+        "1000": "km kilometer kilometre", "0.0254": "in inch inche", "0.3048": "ft foot feet",
+        "0.9144": "yd yard", "1609.344": "mi mile", "1/1000000000": "nm nanometer",
         "1/1000000": "um micrometer micron",
     },
     "time": {
         "1": "s sec second", "1/1000": "ms millisecond", "60": "min minute", "3600": "h hr hour",
-        "86400": "day",
-        "604800": "week",
+        "86400": "day", "604800": "week",
     },
     "month": {"1": "month", "12": "yr year"},
     "mass": {"1": "g gram", "1000": "kg kilogram", "1/1000": "mg milligram", "1000000": "tonne"},
@@ -159,7 +152,7 @@ TABLE: dict[str, dict[str, str]] = {
     "capacitance": {"1": "farad"},
     "inductance": {"1": "henry"},
 }  # fmt: skip
-"""Units by dimension: relative size, and names."""
+"""Relative size and names of each unit, by dimension; sizes compare units of one dimension."""
 UPRIGHT = {"A": "ampere", "C": "coulomb", "F": "farad", "H": "henry"}
 """Letters read as units only in upright type: ``\\frac{1}{2} C V^2`` is a product."""
 PREFIXES = {"p": -12, "n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9}
@@ -288,9 +281,8 @@ def _replace_upright(found: re.Match[str]) -> str:
 
 
 def _parse_unit_word(word: str) -> tuple[str, Fraction]:
-    for spelling in (
-        (word, word.lower(), word.lower().removesuffix("s")) if len(word) > 1 else (word,)
-    ):
+    lower = word.lower()
+    for spelling in (word, lower, lower.removesuffix("s")) if len(word) > 1 else (word,):
         if spelling in NAMES:
             return NAMES[spelling]
     if word[0] in PREFIXES and word[1:] in PREFIXED:

@@ -170,8 +170,8 @@ class _Comparison:
         return expected == (found or (answer.lstrip("0"), expected[1]))
 
     def match_interval(self, label: str, answer: str) -> bool | None:
-        (name, expected) = split_assignment(label)
-        (other, found) = split_assignment(answer)
+        name, expected = split_assignment(label)
+        other, found = split_assignment(answer)
         two_names = bool(name and other and name != other)
         both = label + "\n" + answer
         if re.search(SETS, both):
@@ -211,39 +211,35 @@ class _Comparison:
         tuples = with_tuples(label, answer), with_tuples(answer, label)
         if tuples != (label, answer):
             return self.matches(*tuples)
-        (expected, braces) = parse_members(label)
-        (found, others) = parse_members(answer)
-        if (len(expected) == len(found) == 1 and not (braces or others)) or (
-            parse_brackets(label) and parse_brackets(answer)
-        ):
+        expected, braces = parse_members(label)
+        found, others = parse_members(answer)
+        if len(expected) == len(found) == 1 and not (braces or others):
+            return None
+        if parse_brackets(label) and parse_brackets(answer):
             return None
         if any(text.startswith(OPEN_SET) and BUILT.search(text) for text in (label, answer)):
             return None
         if max(len(expected), len(found)) > MOST_MEMBERS:
             return False
-        if (
-            len(expected) != len(found)
-            and 1 in (len(expected), len(found))
-            and not (braces or others)
-        ):
+        counts = {len(expected), len(found)}
+        if len(counts) == 2 and 1 in counts and not (braces or others):
             expected = unpack_tuple(label) or expected
             found = unpack_tuple(answer) or found
-        owners = (
-            [split_assignment(text)[0] for text in (label, answer)] if braces and others else [None]
-        )
-        if None not in owners and len(set(owners)) > 1:
-            return False
+        if braces and others:
+            owners = {split_assignment(text)[0] for text in (label, answer)}
+            if None not in owners and len(owners) > 1:
+                return False
         if not (braces or others):
             return self.match_members(expected, found)
+
+        def is_found(one: Member) -> bool:
+            return any(self.match_member(one, two) for two in found)
+
+        def is_expected(two: Member) -> bool:
+            return any(self.match_member(one, two) for one in expected)
+
         # In both directions, because repeated members count once.
-        for one in expected:
-            if not any(self.match_member(one, two) for two in found):
-                return False
-
-        def is_expected(member: Member) -> bool:
-            return any(self.match_member(one, member) for one in expected)
-
-        return all(map(is_expected, found))
+        return all(map(is_found, expected)) and all(map(is_expected, found))
 
     def match_members(self, expected: Sequence[Member], found: Sequence[Member]) -> bool:
         """Return whether the members match one to one; in order if one side has several names and
@@ -274,8 +270,8 @@ class _Comparison:
         return named and self.matches(one[1], two[1])
 
     def match_side(self, label: str, answer: str) -> bool | None:
-        (name, value) = split_assignment(label)
-        (other, found) = split_assignment(answer)
+        name, value = split_assignment(label)
+        other, found = split_assignment(answer)
         if name is not None and other is not None:
             return self.matches(value, found) if name == other else None
         chains = split_equation_chain(label), split_equation_chain(answer)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -105,12 +106,11 @@ class RequestBatch:
     def collect_partial(self) -> list[PartialRollout]:
         """Return the partial rollouts of a batch without forks."""
         rollouts = []
-        for samples in self.samples:
-            for sample in samples:
-                if not sample.is_unstarted:
-                    prompt = sample.prefix.prompt.id
-                    merged = merge_parts(sample.parts)
-                    rollouts.append(PartialRollout(prompt, sample.slot, merged, sample.ended))
+        for sample in chain.from_iterable(self.samples):
+            if not sample.is_unstarted:
+                prompt = sample.prefix.prompt.id
+                merged = merge_parts(sample.parts)
+                rollouts.append(PartialRollout(prompt, sample.slot, merged, sample.ended))
         return rollouts
 
     def _make_samples(
@@ -172,10 +172,8 @@ class RequestBatch:
 def group_by_prefix(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialCompletion]]:
     """Group samples by request: samples without tokens after the prefix share a request."""
     fresh = [sample for sample in samples if sample.is_unstarted]
-    return [
-        *([fresh] if fresh else []),
-        *([sample] for sample in samples if not sample.is_unstarted),
-    ]
+    started = [[sample] for sample in samples if not sample.is_unstarted]
+    return [fresh, *started] if fresh else [*started]
 
 
 def wait(batch: RequestBatch, seconds: float, callback: GroupCallback | None) -> None:

@@ -66,8 +66,9 @@ class ServerInfo:
 class GenerateResult:
     """Continuation returned by a server.
 
-    ``GenerateResult(token_ids=[8, 2, 0], logprobs=[-0.1, -2.3, -0.7], versions=(("3", 2), ("4",
-    1)), reason="stop")``: an update came before the third token.
+        GenerateResult([8, 2, 0], [-0.1, -2.3, -0.7], versions=(("3", 2), ("4", 1)), reason="stop")
+
+    is a continuation with an update of the weights before the third token.
     """
 
     token_ids: NDArray[np.int32]
@@ -267,12 +268,10 @@ class ServerClient(ABC):
                 alive=True,
             )
         wanted = (prompt + length - 1, shape.layers, shape.per_token)
-        if (
-            reported.size != math.prod(wanted)
-            or reported.min(initial=0) < 0
-            or reported.max(initial=0) >= shape.experts
-        ):
-            experts = f"{reported.size} experts up to number {reported.max(initial=0)}"
+        largest = reported.max(initial=0)
+        is_known = reported.min(initial=0) >= 0 and largest < shape.experts
+        if reported.size != math.prod(wanted) or not is_known:
+            experts = f"{reported.size} experts up to number {largest}"
             problem = (
                 f"named {experts}, not {wanted[1]} x {wanted[2]} of {shape.experts} for "
                 f"{wanted[0]} tokens"

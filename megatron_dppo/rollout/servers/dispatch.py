@@ -212,7 +212,7 @@ class Dispatcher:
                 )
             before = sum(sample.length for sample in samples)
             if failure := await self._send_request(batch, index, samples, attempt, avoided):
-                attempt = attempt + 1
+                attempt += 1
                 last = failure
                 self.resubmitted += 1
             if batch.broken_off:
@@ -336,11 +336,8 @@ class Dispatcher:
         and a failed health check."""
         self._failures[client] += 1
         if self._failures[client] >= MAX_CONSECUTIVE_FAILURES:
-            self._mark_unhealthy(
-                client,
-                f"failed {MAX_CONSECUTIVE_FAILURES} requests in a row, the last time it "
-                f"{error.problem}",
-            )
+            count = f"{MAX_CONSECUTIVE_FAILURES} requests in a row"
+            self._mark_unhealthy(client, f"failed {count}, the last time it {error.problem}")
         elif not error.alive:
             try:
                 await asyncio.wait_for(client.get_version(), PROBE_TIMEOUT_S)
@@ -372,9 +369,8 @@ class Dispatcher:
             excluded: servers used only without alternatives.
         """
         while True:
-            clients = [client for client in self._in_flight if client not in excluded] or list(
-                self._in_flight
-            )
+            clients = [client for client in self._in_flight if client not in excluded]
+            clients = clients or list(self._in_flight)
             # Rotate, because all ranks would otherwise prefer the same server.
             first = self._first % max(len(clients), 1)
             order = clients[first:] + clients[:first]

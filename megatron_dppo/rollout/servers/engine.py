@@ -96,7 +96,7 @@ class ServerEngine:
         self._checking: Future[dict[str, str]] | None = None
         self._checked = self._spoke = 0.0
         self._resubmitted = self._retries = 0
-        self._synced = self._late = False
+        self._synced = self._is_stalled = False
         with ExitStack() as opened:
             self._http = Http()
             opened.callback(self._http.close)
@@ -132,7 +132,7 @@ class ServerEngine:
 
     @property
     def _rank0_pool(self) -> ServerPool:
-        assert self._pool is not None, "only the leader has a pool"
+        assert self._pool is not None, "only rank 0 has a pool"
         return self._pool
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> RequestBatch:
@@ -178,7 +178,7 @@ class ServerEngine:
         while True:
             wait(pending, wait_s, callback)
             wait_s = min(2 * wait_s, EXCHANGE_S)
-            reports = self._world.gather(self._report(pending, began))
+            reports = self._world.gather(self._make_report(pending, began))
             if error := next((report.error for report in reports if report.error), None):
                 raise self._make_error(error)
             lost = {url: why for report in reports for url, why in report.lost.items()}
@@ -315,16 +315,14 @@ class ServerEngine:
     def close(self) -> None:
         self._opened.close()
 
-    def _report(self, batch: RequestBatch, start_time: float) -> _Report:
+    def _make_report(self, batch: RequestBatch, start_time: float) -> _Report:
         lost = self._dispatcher.take_unhealthy()
         if self._pool is not None:
             lost = {**self._check_health(self._pool), **lost}
         idle = time.monotonic() - max(start_time, batch.progressed)
-        late = (
-            self._conversations.describe_stalled(self._config.run.stall_warning_s)
-            if self._conversations is not None
-            else ""
-        )
+        late = ""
+        if self._conversations is not None:
+            late = self._conversations.describe_stalled(self._config.run.stall_warning_s)
         return _Report(batch.unfinished_count, lost, batch.error, idle, late)
 
     def _check_health(self, pool: ServerPool) -> dict[str, str]:
@@ -433,9 +431,9 @@ class ServerEngine:
 
     def _log_heartbeat(self, left: Sequence[int], start_time: float, stalled: str) -> None:
         now = time.monotonic()
-        if stalled and not self._late:
+        if stalled and not self._is_stalled:
             self._log_on_rank0(f"late: {stalled}")
-        self._late = bool(stalled)
+        self._is_stalled = bool(stalled)
         if now - self._spoke > self._config.rollout.heartbeat_s:
             self._spoke = now
             self._log_on_rank0(

@@ -148,11 +148,10 @@ class Http:
         secret: str | None = None,
         timeout_s: float,
     ) -> Any:
-        """Send a request; return the answer parsed as JSON, None for an empty answer.
+        """Send a request; return the answer parsed as JSON, None for an answer that is no JSON.
 
         Raises:
-            ServerError: no connection, no answer within ``timeout_s``, an answer that is no JSON,
-                or a status other than 200.
+            ServerError: no connection, no answer within ``timeout_s``, or a status other than 200.
         """
         import aiohttp
         import orjson

@@ -143,19 +143,10 @@ def _normalize_url(url: str) -> str | None:
     except ValueError:
         return None
     # No path or query, because requests append a path to the URL.
-    plain = (
-        parts.path in ("", "/")
-        and not parts.query
-        and not parts.fragment
-        and parts.username is None
-    )
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or not port
-        or not plain
-        or " " in url
-    ):
+    has_path = parts.path not in ("", "/")
+    if has_path or parts.query or parts.fragment or parts.username is not None or " " in url:
+        return None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port:
         return None
     return f"{parts.scheme}://{format_url_host(parts.hostname)}:{port}"
 
@@ -165,19 +156,14 @@ def _expand(nodes: str) -> list[str]:
     if "[" not in nodes and "," not in nodes:
         return [nodes]
     if shutil.which("scontrol") is None:
-        raise UserError(
-            NODES,
-            nodes,
-            "scontrol, which lists the nodes' names, is not on the path",
-            f"Set {OVERRIDE}",
-        )
+        problem = "scontrol, which lists the nodes' names, is not on the path"
+        raise UserError(NODES, nodes, problem, f"Set {OVERRIDE}")
     listed = subprocess.run(
         ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False
     )
     if listed.returncode:
-        raise UserError(
-            NODES, nodes, f"scontrol cannot read it: {listed.stderr.strip()}", f"Set {OVERRIDE}"
-        )
+        problem = f"scontrol cannot read it: {listed.stderr.strip()}"
+        raise UserError(NODES, nodes, problem, f"Set {OVERRIDE}")
     return listed.stdout.split()
 
 
@@ -251,9 +237,8 @@ def server_command(
 def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]:
     """Return the environment variables of a server, without ``rollout.launch.env``."""
     spec = load_engine_spec(rollout.engine)
-    return spec.environment(secret) | (
-        dict(spec.adapter_environment) if rollout.sync.adapter else {}
-    )
+    adapter = dict(spec.adapter_environment) if rollout.sync.adapter else {}
+    return spec.environment(secret) | adapter
 
 
 def rank_environment(rollout: RolloutConfig) -> Mapping[str, str]:
@@ -321,11 +306,9 @@ def assign_server_gpus(config: Config, gpus: Sequence[str], local_ranks: int) ->
     colocated = config.rollout.colocated
     free = list(gpus[:local_ranks] if colocated else gpus[local_ranks:])
     if sum(sizes) > len(free):
-        owner = (
-            "the trainer's ranks on it have"
-            if colocated
-            else f"its {local_ranks} ranks of the trainer leave"
-        )
+        owner = f"its {local_ranks} ranks of the trainer leave"
+        if colocated:
+            owner = "the trainer's ranks on it have"
         problem = (
             f"{len(sizes)} servers need {sum(sizes)} GPUs on this machine, and {owner} "
             f"{len(free)} of {len(gpus)}"

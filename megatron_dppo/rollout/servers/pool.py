@@ -191,8 +191,12 @@ class ServerPool:
         stop_all(self.processes)
 
     def _make_wait_message(self, server: str, default: str) -> Callable[[float], str]:
-        """Make the log message about waiting for a server, by name or URL; ``default`` replaces the
-        first report."""
+        """Return a function from elapsed seconds to the log message about waiting for a server.
+
+        Args:
+            server: name or URL.
+            default: text of the message until the server's first report.
+        """
         most = self._config.rollout.launch.wait_s
 
         def describe_wait(taken: float) -> str:
@@ -254,12 +258,8 @@ class ServerPool:
                         self._last_reports[url] = str(error)
                     await asyncio.sleep(ASK_AGAIN_S)
         remedy = "Start it, correct the URL, or raise rollout.launch.wait_s"
-        raise UserError(
-            "rollout.servers",
-            url,
-            f"cannot generate after {wait_s:g} s: {self._last_reports[url]}",
-            remedy,
-        )
+        problem = f"cannot generate after {wait_s:g} s: {self._last_reports[url]}"
+        raise UserError("rollout.servers", url, problem, remedy)
 
     async def _list_workers(self, client: ServerClient) -> list[str] | None:
         """Return the URLs of a router's servers; None if ``client`` is not a router.
@@ -298,10 +298,8 @@ class ServerPool:
             )
         else:
             words = self.processes[server.process].read_log_tail()
-            self._log(
-                f"rollout.launch.restarts = {restarts} are used up"
-                + (f":\n{words}" if words else "")
-            )
+            tail = f":\n{words}" if words else ""
+            self._log(f"rollout.launch.restarts = {restarts} are used up{tail}")
 
     async def _wait_until_ready(self, client: ServerClient) -> ServerClient:
         """Wait without a limit until a server can generate again."""
@@ -352,10 +350,8 @@ class ServerPool:
         try:
             info = await client.get_info()
         except ServerError as error:
-            remedy = (
-                f"{'Start it accordingly' if error.alive else 'Read its log'}, or name "
-                "another server"
-            )
+            remedy = "Start it accordingly" if error.alive else "Read its log"
+            remedy += ", or name another server"
             raise UserError(setting, client.url, error.problem, remedy) from None
         rollout = self._config.rollout
         dtype = DTYPES[self._config.model.dtype]

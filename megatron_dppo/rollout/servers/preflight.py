@@ -47,12 +47,8 @@ def check_launch(config: Config) -> None:
     for flag in launch.flags:
         if flag.partition("=")[0] in spec.reserved_flags:
             problem = "is set by the run: for all servers, for each server, or as a secret"
-            raise UserError(
-                "rollout.launch.flags",
-                flag,
-                problem,
-                "Leave it out; see the settings of rollout.launch",
-            )
+            remedy = "Leave it out; see the settings of rollout.launch"
+            raise UserError("rollout.launch.flags", flag, problem, remedy)
         if any(part in flag.replace("_", "-") for part in spec.lossy_flags):
             problem = (
                 "accepts drafts more often than the policy would sample them, and "
@@ -69,7 +65,8 @@ def check_servers(
     shape: PolicyShape,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Check the settings of the run's own servers against the policy and this machine.
+    """Check the settings of servers against the policy and this machine, without a request to a
+    server.
 
     Raises:
         UserError: a setting is wrong; names the first at fault.
@@ -110,12 +107,8 @@ def _check_sync_folder(config: Config) -> None:
     place = next(place for place in (folder, *folder.parents) if place.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         problem = f"{place} is no directory that can be written to"
-        raise UserError(
-            "rollout.sync.folder",
-            folder,
-            problem,
-            "Name a directory that you and the servers share",
-        )
+        remedy = "Name a directory that you and the servers share"
+        raise UserError("rollout.sync.folder", folder, problem, remedy)
 
 
 def _check_environment(config: Config, environ: Mapping[str, str]) -> None:
@@ -198,8 +191,8 @@ def _check_command(config: Config, environ: Mapping[str, str]) -> None:
 def _check_python(python: str, spec: EngineSpec) -> None:
     package = spec.module.partition(".")[0]
     code = (
-        f"import sys; from importlib.util import find_spec; sys.exit(find_spec({package!r}) is "
-        "None)"
+        "import sys; from importlib.util import find_spec; "
+        f"sys.exit(find_spec({package!r}) is None)"
     )
     remedy = (
         f"Name an interpreter that has {package}, by a path that exists on every node with servers"

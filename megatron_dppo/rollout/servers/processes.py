@@ -343,9 +343,8 @@ def _make_exit_error(process: ServerProcess) -> UserError:
 def _write_secret(path: Path, text: str) -> None:
     # The mode applies to new files only.
     path.unlink(missing_ok=True)
-    with os.fdopen(
-        os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8"
-    ) as file:
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
 
 

@@ -132,7 +132,7 @@ def _watch(process: ServerProcess, http: Http, config: Config) -> int:
             )
             while process.is_alive():
                 time.sleep(POLL_INTERVAL_S)
-        # Final at the first start; a death after restarts.
+        # A failed first start ends the task; a failed restart counts as another death.
         except UserError:
             if deaths == 0:
                 raise
@@ -142,7 +142,7 @@ def _watch(process: ServerProcess, http: Http, config: Config) -> int:
         if deaths == rollout.launch.restarts:
             _print_status(process, f"is given up: rollout.launch.restarts = {deaths} are used up")
             return 1
-        deaths = deaths + 1
+        deaths += 1
         begin = time.monotonic()
         _print_status(
             process,

@@ -188,11 +188,10 @@ class DiskTransport:
         pass
 
     async def _load(self, client: ServerClient, place: Path, version: str) -> None:
-        await (
-            client.load_adapter_from(place)
-            if self._adapter
-            else client.update_from_disk(place, version)
-        )
+        if self._adapter:
+            await client.load_adapter_from(place)
+        else:
+            await client.update_from_disk(place, version)
 
 
 class AdapterTransport:

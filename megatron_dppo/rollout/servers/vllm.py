@@ -3,7 +3,8 @@
 
 Properties of vLLM:
 
-- The model's end-of-sequence tokens stop a completion, unless ``ignore_eos`` is set.
+- The model's end-of-sequence tokens stop a completion, unless ``ignore_eos`` is set, which does not
+  affect ``stop_token_ids``.
 - ``/health`` answers even if the engine hangs.
 - ``keep`` is the only mode of ``/pause`` that keeps requests alive. A second request recomputes the
   cache of the kept requests.
@@ -308,11 +309,8 @@ class VllmClient(ServerClient):
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         spans = choice["weight_versions"] or []
         counts = [span["end"] - span["start"] for span in spans]
-        if not (len(logprobs) == len(tokens) == sum(counts)) or reason not in (
-            "stop",
-            "length",
-            "abort",
-        ):
+        is_whole = len(logprobs) == len(tokens) == sum(counts)
+        if not is_whole or reason not in ("stop", "length", "abort"):
             content = (
                 f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, versions {spans}, "
                 f"finish reason {reason}"
@@ -329,6 +327,9 @@ class VllmClient(ServerClient):
         encoded = choice.get("routed_experts")
         # By default np.load refuses pickled content.
         routing = None if encoded is None else np.load(BytesIO(base64.b64decode(encoded)))
+        entropies = None
+        if sampling.needs_entropies:
+            entropies = _compute_entropy_bounds(choice["logprobs"]["content"])
         return GenerateResult(
             token_ids=np.array(tokens, np.int32),
             logprobs=as_logprobs(logprobs),
@@ -337,9 +338,7 @@ class VllmClient(ServerClient):
             ),
             reason=reason,
             routing=self.parse_routing(sampling, prompt, len(tokens), reason, routing),
-            entropies=_compute_entropy_bounds(choice["logprobs"]["content"])
-            if sampling.needs_entropies
-            else None,
+            entropies=entropies,
         )
 
 
@@ -372,24 +371,16 @@ def server_flags(config: Config, secret_file: Path) -> list[str]:
     """See :attr:`EngineSpec.flags`."""
     # With ``LOCK`` every route requires the secret of VLLM_API_KEY, not only generation.
     flags = ["--model", str(config.model.folder.absolute())]
-    flags += [
-        "--enable-scale-out",
-        "--logprobs-mode",
-        "processed_logprobs",
-        "--generation-config",
-        "vllm",
-    ]
+    flags += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    flags += ["--generation-config", "vllm"]
     flags += ["--worker-extension-cls", EXTENSION, "--middleware", LOCK]
     return flags + (["--enable-sleep-mode"] if config.rollout.colocated else [])
 
 
 def adapter_flags(lora: LoraConfig) -> list[str]:
     """See :attr:`EngineSpec.adapter_flags`."""
-    return [
-        "--enable-lora",
-        "--max-lora-rank",
-        str(min(n for n in ADAPTER_RANKS if n >= lora.rank)),
-    ]
+    limit = min(rank for rank in ADAPTER_RANKS if rank >= lora.rank)
+    return ["--enable-lora", "--max-lora-rank", str(limit)]
 
 
 SPEC = EngineSpec(

@@ -31,11 +31,7 @@ class Lock:
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": b'{"error": "a secret is wanted with every request"}',
-                }
-            )
+            body = b'{"error": "a secret is required with every request"}'
+            await send({"type": "http.response.body", "body": body})
         else:
             await send({"type": "websocket.close", "code": 1008})
